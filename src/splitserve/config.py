@@ -1,0 +1,94 @@
+"""Settings of every process. Frozen; defaults are written here once; they travel to child processes as JSON."""
+
+import msgspec
+
+from splitserve.errors import ConfigError
+from splitserve.request import Role
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Time-outs and bounds of the hand-over protocol. Seconds unless the name says otherwise."""
+
+    request_deadline_seconds: float = 600.0
+    lease_seconds: float = 10.0
+    renew_interval_seconds: float = 2.0
+    offer_resend_seconds: float = 0.5
+    read_deadline_seconds: float = 5.0
+    min_read_bytes_per_second: float = 50e6
+    heartbeat_seconds: float = 1.0
+    dead_after_seconds: float = 5.0
+    tombstone_seconds: float = 60.0
+    max_tombstones: int = 4096
+    max_parked: int = 1024
+    max_reads_in_flight_per_request: int = 2
+    max_blocks_per_read: int = 256
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What one worker serves, and with how much of the machine.
+
+    ``kv_memory_bytes`` 0 and ``max_model_len`` 0 mean: decide at start. ``max_num_batched_tokens`` bounds the tokens of
+    one step. ``tail_chunk_tokens`` keeps the last chunk of a prompt that is handed over small, so that little is
+    left to move once the first token is out. ``threads`` 0 means: all cores of the process's affinity mask.
+    """
+
+    model: str
+    served_model_name: str = ""
+    dtype: str = "auto"
+    device: str = "auto"
+    load_format: str = "auto"
+    block_size: int = 16
+    kv_memory_bytes: int = 0
+    max_model_len: int = 0
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 64
+    tail_chunk_tokens: int = 64
+    enable_prefix_caching: bool = True
+    threads: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype is {self.dtype!r}; choose one of {', '.join(DTYPES)}")
+        if self.device not in DEVICES:
+            raise ConfigError(f"device is {self.device!r}; choose one of {', '.join(DEVICES)}")
+        if self.load_format not in ("auto", "dummy"):
+            raise ConfigError(f"load_format is {self.load_format!r}; choose auto or dummy")
+        for name in ("block_size", "max_num_batched_tokens", "max_num_seqs", "tail_chunk_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("kv_memory_bytes", "max_model_len", "threads"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must not be negative")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) is smaller than max_num_seqs "
+                f"({self.max_num_seqs}): a step could not hold one token of each running sequence"
+            )
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker process. ``membership`` is the endpoint that it registers with; ``host`` the address it binds."""
+
+    engine_id: str
+    role: Role
+    engine: EngineConfig
+    membership: str
+    host: str = "127.0.0.1"
+    protocol: ProtocolConfig = ProtocolConfig()
+
+
+class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The router process. ``port`` 0 takes a free one. ``max_waiting`` bounds requests in flight (429 beyond)."""
+
+    model: str
+    served_model_name: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    membership_host: str = "127.0.0.1"
+    policy: str = "least-loaded"
+    max_requests_in_flight: int = 1024
+    protocol: ProtocolConfig = ProtocolConfig()

@@ -1,0 +1,21 @@
+"""Errors that users see. Each message says what was wrong and what to do about it."""
+
+
+class SplitserveError(Exception):
+    """Base of all errors that Splitserve raises on purpose."""
+
+
+class ConfigError(SplitserveError):
+    """A setting, or a combination of settings, that cannot work."""
+
+
+class CheckpointError(SplitserveError):
+    """A checkpoint that cannot be served: unknown architecture, missing or misshapen tensor, unreadable file."""
+
+
+class WireError(SplitserveError):
+    """Bytes from a socket that are not a message of our schema version."""
+
+
+class HandshakeError(SplitserveError):
+    """Two workers whose KV memory cannot be exchanged."""

@@ -1,0 +1,322 @@
+"""Every message between processes, as typed structs: one file, one schema version.
+
+Who sends what:
+
+    worker  -> membership: Register, Heartbeat, Leave            membership -> worker: Registered
+    router  -> worker:     PrefillRequest, DecodeRequest, LocalRequest, Abort
+    worker  -> router:     StepTokens, RequestFailed
+    decode  -> prefill:    PeerHello, Grant, OfferAck, Release   prefill -> decode: PeerWelcome, PeerRefused, Offer, Withdrawn
+
+Every message travels in an :class:`Envelope` that names the sender's incarnation, and the receiver's where the
+sender knows it. Everything is decoded strictly; see :mod:`splitserve.wire`. Durations are relative (seconds):
+clocks of two machines are never compared.
+"""
+
+from enum import StrEnum
+from typing import TypeAlias
+
+import msgspec
+
+from splitserve.request import FinishReason, Party, RequestKey, Role, SamplingParams
+
+SCHEMA_VERSION = 1
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages; the tag is the class's name."""
+
+
+# ---- what workers say of themselves ----
+
+
+class LayoutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The shape of a worker's KV memory: what two workers must agree on to exchange blocks.
+
+    A block is ``[layer, kv_head, 2 (K/V), token, head_dim]``, contiguous.
+    """
+
+    model: str
+    weights_version: str
+    dtype: str
+    block_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    def mismatch(self, other: "LayoutRecord") -> str | None:
+        """The first difference in words (``name: ours against theirs``), or None."""
+        for name in self.__struct_fields__:
+            if getattr(self, name) != getattr(other, name):
+                return f"{name}: {getattr(self, name)!r} against {getattr(other, name)!r}"
+        return None
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A worker as membership knows it. ``endpoint`` is the ZMQ address that routers and peers connect to."""
+
+    party: Party
+    role: Role
+    endpoint: str
+    pid: int
+    layout: LayoutRecord
+    num_blocks: int
+    max_num_seqs: int
+    max_model_len: int
+    vocab_size: int
+
+
+class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A worker's load, sent with each heartbeat. Counters are since start."""
+
+    num_waiting: int = 0
+    num_running: int = 0
+    waiting_tokens: int = 0
+    blocks_free: int = 0
+    blocks_cached: int = 0
+    blocks_referenced: int = 0
+    blocks_quarantined: int = 0
+    reads_in_flight: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    preemptions: int = 0
+    handovers: int = 0
+    handover_bytes: int = 0
+    handover_failures: int = 0
+    stale_messages: int = 0
+    resident_bytes: int = 0
+    requests_tracked: int = 0
+
+
+class Register(Message, frozen=True):
+    info: WorkerInfo
+
+
+class Registered(Message, frozen=True):
+    pass
+
+
+class Heartbeat(Message, frozen=True):
+    load: WorkerLoad
+
+
+class Leave(Message, frozen=True):
+    pass
+
+
+# ---- router to worker ----
+
+
+class PeerRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The other side of a hand-over: who it is and where it listens."""
+
+    party: Party
+    endpoint: str
+
+
+class PrefillRequest(Message, frozen=True):
+    """Compute the prompt's KV, draw the first token, offer the KV to ``decode``."""
+
+    key: RequestKey
+    token_ids: list[int]
+    sampling: SamplingParams
+    decode: PeerRef
+    deadline_seconds: float
+
+
+class DecodeRequest(Message, frozen=True):
+    """Reserve room for the prompt, pull its KV from ``prefill``, go on from the first token."""
+
+    key: RequestKey
+    token_ids: list[int]
+    sampling: SamplingParams
+    prefill: PeerRef
+    deadline_seconds: float
+
+
+class LocalRequest(Message, frozen=True):
+    """Do both phases here. ``output_ids`` are tokens that the client already has (a continued request)."""
+
+    key: RequestKey
+    token_ids: list[int]
+    sampling: SamplingParams
+    deadline_seconds: float
+    output_ids: list[int] = []
+
+
+class Abort(Message, frozen=True):
+    key: RequestKey
+
+
+# ---- worker to router ----
+
+
+class HandoverReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a hand-over cost, as decode saw it.
+
+    ``seconds`` runs from the first read posted to the last range verified; ``exposed_seconds`` from the
+    arrival of the last offer (which carries the first token) to decode ready.
+    """
+
+    prefill: str
+    transport: str
+    blocks: int
+    bytes: int
+    cached_tokens: int
+    reads: int
+    seconds: float
+    exposed_seconds: float
+
+
+class TokenDelta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """New tokens of one request. ``position`` is the index among the output tokens of ``token_ids[0]``.
+
+    ``num_cached_tokens`` counts the prompt's tokens whose KV was found in this worker's prefix cache.
+    """
+
+    key: RequestKey
+    position: int
+    token_ids: list[int]
+    choice: int = 0
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0
+    handover: HandoverReport | None = None
+
+
+class StepTokens(Message, frozen=True):
+    """All new tokens of one engine step: one message per step, not one per request."""
+
+    deltas: list[TokenDelta]
+
+
+class FailureCode(StrEnum):
+    """Why a worker gave a request up."""
+
+    INVALID = "invalid"  # the request can never run here (too long, bad tokens): the client's fault
+    OVERLOADED = "overloaded"  # no room in bounded queues
+    DEADLINE = "deadline"  # the request's deadline passed
+    HANDOVER = "handover"  # the peer died, refused, withdrew or the bytes couldn't be trusted
+    INTERNAL = "internal"  # a step failed
+
+
+class RequestFailed(Message, frozen=True):
+    key: RequestKey
+    code: FailureCode
+    message: str
+
+
+# ---- between decode and prefill ----
+
+
+class PeerHello(Message, frozen=True):
+    """Decode introduces itself to a prefill worker, before its first grant."""
+
+    layout: LayoutRecord
+
+
+class MemoryRegion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Registered memory of the sender: KV blocks and their generations (uint64, one per block)."""
+
+    blocks_address: int
+    num_blocks: int
+    block_bytes: int
+    generations_address: int
+    device_id: int = 0
+
+
+class PeerWelcome(Message, frozen=True):
+    """The layouts match: here is what a reader needs. ``metadata`` is the connector's own."""
+
+    layout: LayoutRecord
+    connector: str
+    metadata: bytes
+    region: MemoryRegion
+
+
+class PeerRefused(Message, frozen=True):
+    reason: str
+
+
+class Grant(Message, frozen=True):
+    """Decode has room for the whole prompt and already holds the KV of its first ``num_cached_tokens`` tokens.
+
+    Sent again as the lease's renewal; prefill answers each one with its current offer, or :class:`Withdrawn`.
+    """
+
+    key: RequestKey
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    lease_seconds: float
+
+
+class OfferedBlock(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    block_id: int
+    generation: int
+
+
+class Offer(Message, frozen=True):
+    """Blocks of the prompt whose KV is complete, from prompt block ``first_block`` on. Cumulative above what was acknowledged.
+
+    ``num_tokens`` counts the prompt's tokens that are covered up to the end of this offer; only the ``last`` one may
+    end inside a block. ``first_tokens`` holds the first output token of each choice, in the last offer only.
+    """
+
+    key: RequestKey
+    first_block: int
+    blocks: list[OfferedBlock]
+    num_tokens: int
+    last: bool = False
+    first_tokens: list[int] = []
+
+
+class OfferAck(Message, frozen=True):
+    """Decode knows the offers up to prompt block ``num_blocks`` (it need not have read them yet)."""
+
+    key: RequestKey
+    num_blocks: int
+    last: bool
+
+
+class Release(Message, frozen=True):
+    """Decode needs the blocks no more: read and verified (``complete``), or given up."""
+
+    key: RequestKey
+    complete: bool
+
+
+class Withdrawn(Message, frozen=True):
+    """Prefill offers nothing (more) for this request."""
+
+    key: RequestKey
+    reason: str
+
+
+Body: TypeAlias = (
+    Register
+    | Registered
+    | Heartbeat
+    | Leave
+    | PrefillRequest
+    | DecodeRequest
+    | LocalRequest
+    | Abort
+    | StepTokens
+    | RequestFailed
+    | PeerHello
+    | PeerWelcome
+    | PeerRefused
+    | Grant
+    | Offer
+    | OfferAck
+    | Release
+    | Withdrawn
+)
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """``to`` is None only where the sender can't know the receiver's incarnation (Register, PeerHello)."""
+
+    sender: Party
+    to: Party | None
+    body: Body

@@ -1,0 +1,53 @@
+"""What a scheduler asks of a model runner: plain data, without torch, so that schedulers stay pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpec:
+    """How to draw the token after a chunk's last position.
+
+    The draw is keyed by (seed, choice, position), so it doesn't depend on the worker, the batch or the attempt.
+    ``position`` is the index, in the whole sequence, of the token to be drawn.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    choice: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledChunk:
+    """Part of one sequence to compute in one step: a prefill chunk, or one decode token.
+
+    ``token_ids`` stand at positions ``start .. start + len(token_ids) - 1``; the KV of positions below ``start`` is
+    in ``block_ids`` already. ``block_ids`` is the block table that covers all positions up to the chunk's end.
+    ``sample`` is None for a chunk that doesn't end the known tokens.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    block_ids: Sequence[int]
+    sample: SampleSpec | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: decode tokens first, prefill chunks after them."""
+
+    chunks: Sequence[ScheduledChunk]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """Drawn token per chunk of the plan, in its order; None where the chunk asked for none."""
+
+    token_ids: Sequence[int | None]

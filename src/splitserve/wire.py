@@ -1,0 +1,32 @@
+"""Messages as bytes: four bytes of magic and schema version, then msgpack. The version is checked before the rest."""
+
+import msgspec
+
+from splitserve.errors import ConfigError, WireError
+from splitserve.messages import SCHEMA_VERSION, Envelope
+
+_MAGIC = b"SP"
+_HEADER_BYTES = 4
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Envelope, strict=True)
+
+
+def encode(envelope: Envelope) -> bytes:
+    return _MAGIC + SCHEMA_VERSION.to_bytes(2, "big") + _encoder.encode(envelope)
+
+
+def decode(data: bytes) -> Envelope:
+    """Raises :class:`WireError` that says what is wrong with the bytes; never anything else."""
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise WireError(f"message of {len(data)} bytes; at most {MAX_MESSAGE_BYTES} are accepted")
+    if data[:2] != _MAGIC or len(data) < _HEADER_BYTES:
+        raise WireError("not a Splitserve message: wrong first bytes")
+    version = int.from_bytes(data[2:_HEADER_BYTES], "big")
+    if version != SCHEMA_VERSION:
+        raise WireError(f"message of schema version {version}; this process speaks {SCHEMA_VERSION}: upgrade the older side")
+    try:
+        return _decoder.decode(memoryview(data)[_HEADER_BYTES:])
+    except (msgspec.DecodeError, ConfigError, RecursionError) as error:
+        raise WireError(f"malformed message: {error}") from error
