@@ -3,7 +3,7 @@
 Who sends what:
 
     worker  -> membership: Register, Heartbeat, Leave            membership -> worker: Registered
-    router  -> worker:     PrefillRequest, DecodeRequest, LocalRequest, Abort
+    router  -> worker:     PrefillRequest, DecodeRequest, LocalRequest, Abort, Introduce
     worker  -> router:     StepTokens, RequestFailed
     decode  -> prefill:    PeerHello, Grant, OfferAck, Release   prefill -> decode: PeerWelcome, PeerRefused, Offer, Withdrawn
 
@@ -147,6 +147,12 @@ class LocalRequest(Message, frozen=True):
 
 class Abort(Message, frozen=True):
     key: RequestKey
+
+
+class Introduce(Message, frozen=True):
+    """A prefill worker that decode may be told to pull from: connect to it now, not with the first request."""
+
+    peer: PeerRef
 
 
 # ---- worker to router ----
@@ -301,6 +307,7 @@ Body: TypeAlias = (
     | DecodeRequest
     | LocalRequest
     | Abort
+    | Introduce
     | StepTokens
     | RequestFailed
     | PeerHello

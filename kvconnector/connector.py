@@ -1,0 +1,50 @@
+"""What a worker needs of a KV connector: read blocks from peers, let peers read from here. Nothing else.
+
+A connector carries out; it decides nothing. It reads data first and generations after, and hands both facts up:
+whether the bytes can be trusted is the protocol's judgement (:mod:`splitserve.handover`).
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from splitserve.handover import ReadCommand, ReadResult
+from splitserve.messages import MemoryRegion, PeerWelcome
+from splitserve.request import Party
+
+
+@dataclass(frozen=True, slots=True)
+class PeerConnected:
+    """The outcome of :meth:`KVConnector.connect`; ``error`` is None on success."""
+
+    peer: Party
+    error: str | None
+
+
+class KVConnector(Protocol):
+    """Thread-safe; no method blocks on a peer. Events are handed out by :meth:`events` after ``wake`` was called."""
+
+    name: str
+
+    def metadata(self) -> bytes:
+        """What a peer's connector needs to read from here; travels in :class:`PeerWelcome`."""
+
+    def region(self) -> MemoryRegion:
+        """The memory that peers may read."""
+
+    def connect(self, peer: Party, welcome: PeerWelcome) -> None:
+        """Prepare reads from ``peer``; ends in a :class:`PeerConnected` event."""
+
+    def disconnect(self, peer: Party) -> None:
+        """Forget ``peer``. Its unfinished reads become terminal: nothing writes to their blocks after their event."""
+
+    def read(self, command: ReadCommand) -> None:
+        """Start a read; it always ends in one :class:`ReadResult` event, unless the peer is frozen."""
+
+    def serve(self, active: bool) -> None:
+        """Whether peers may be reading from here: only then is progress made for them."""
+
+    def events(self) -> list[ReadResult | PeerConnected]:
+        """Events since the last call."""
+
+    def close(self) -> None:
+        """Release everything; unfinished reads are over."""

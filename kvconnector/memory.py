@@ -1,0 +1,50 @@
+"""KV memory of one worker: allocated once, touched once, never moved."""
+
+import mmap
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from splitserve.errors import ConfigError
+from splitserve.kvconnector.layout import block_bytes, block_shape
+from splitserve.messages import LayoutRecord
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class KVMemory:
+    """The block tensor and its generations.
+
+    ``blocks``: ``[num_blocks, layer, kv_head, 2, token, head_dim]``; ``generations``: uint64 ``[num_blocks]``, on the host.
+    CPU memory asks for huge pages: a peer's copy walks pages, and with 4 KiB ones the walk costs as much as the copy.
+    """
+
+    def __init__(self, layout: LayoutRecord, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ConfigError(f"KV memory is smaller than one block of {block_bytes(layout)} bytes; raise --kv-memory")
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.block_bytes = block_bytes(layout)
+        self._buffer = _anonymous_memory(num_blocks * self.block_bytes)
+        flat = torch.frombuffer(self._buffer, dtype=torch.uint8)
+        flat.zero_()  # first touch: pages are ours before a peer or a step needs them
+        self.blocks = flat.view(TORCH_DTYPES[layout.dtype]).view(num_blocks, *block_shape(layout))
+        self.generations: npt.NDArray[np.uint64] = np.frombuffer(
+            _anonymous_memory(num_blocks * 8), dtype=np.uint64, count=num_blocks
+        )
+
+    @property
+    def blocks_address(self) -> int:
+        return self.blocks.data_ptr()
+
+    @property
+    def generations_address(self) -> int:
+        return int(self.generations.ctypes.data)
+
+
+def _anonymous_memory(num_bytes: int) -> mmap.mmap:
+    buffer = mmap.mmap(-1, num_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        buffer.madvise(mmap.MADV_HUGEPAGE)
+    return buffer

@@ -1,0 +1,31 @@
+"""Names for the content of KV blocks: a chain of 128-bit hashes over the parent's hash and the block's token ids.
+
+The root covers everything else that the bytes depend on, so two workers agree on a hash only where the KV is
+interchangeable. BLAKE2b is cryptographic: a client can't craft a prompt that hits another prompt's blocks.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+
+from splitserve.messages import LayoutRecord
+
+DIGEST_BYTES = 16
+
+
+def root_hash(layout: LayoutRecord, salt: str = "") -> bytes:
+    """Hash that every chain starts from: model, weights version, KV dtype and block size, and the tenant's salt."""
+    fields = (layout.model, layout.weights_version, layout.dtype, str(layout.block_size), salt)
+    return hashlib.blake2b("\x00".join(fields).encode(), digest_size=DIGEST_BYTES).digest()
+
+
+def chain_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Hash of one full block whose predecessor in the sequence has the hash ``parent``."""
+    return hashlib.blake2b(parent + array("q", token_ids).tobytes(), digest_size=DIGEST_BYTES).digest()
+
+
+def extend_hashes(hashes: list[bytes], root: bytes, token_ids: Sequence[int], block_size: int) -> None:
+    """Append to ``hashes`` the hashes of those full blocks of ``token_ids`` that it lacks."""
+    for index in range(len(hashes), len(token_ids) // block_size):
+        parent = hashes[-1] if hashes else root
+        hashes.append(chain_hash(parent, token_ids[index * block_size : (index + 1) * block_size]))

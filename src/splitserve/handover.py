@@ -1,0 +1,379 @@
+"""The hand-over protocol: two state machines, one per side and request. No I/O, no clock, no memory, no torch.
+
+Prefill runs a :class:`SourceHandover`, decode a :class:`SinkHandover`:
+
+    sink                              source
+    REQUESTED --Grant-------------->  GRANTED      decode has room for the whole prompt
+    REQUESTED <------------Offer---   OFFERING     blocks whose KV is complete; cumulative, sent again until acknowledged
+    READING   --OfferAck----------->
+    (read data, then generations)
+    READING   <------Offer(last)---   OFFERED      the rest, and the first token
+    COMPLETE  --Release------------>  RELEASED     every block was read and verified
+
+Either side can end it earlier: Withdrawn from prefill, Release from decode, or a lease that isn't renewed. A repeated
+Grant renews the lease; prefill answers each with its current offer, so a lost message costs time, never the request.
+
+Time comes in as ``now`` (seconds of one process's monotonic clock). What is due comes out of ``poll``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from splitserve.config import ProtocolConfig
+from splitserve.messages import Grant, Message, Offer, OfferAck, OfferedBlock
+from splitserve.request import Party, RequestKey
+
+
+@dataclass(frozen=True, slots=True)
+class ReadCommand:
+    """Copy the peer's blocks ``remote_blocks[i]`` into our ``local_blocks[i]``, then read the remote generations."""
+
+    read_id: int
+    peer: Party
+    local_blocks: Sequence[int]
+    remote_blocks: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadResult:
+    """A read is terminal: nothing will write to its local blocks any more.
+
+    ``generations[i]`` is the remote block's generation, read after all data had landed. ``error`` is None on success;
+    after an error nothing is known of the local blocks' content. ``seconds`` is what the read took, for metrics.
+    """
+
+    read_id: int
+    error: str | None
+    generations: Sequence[int] = ()
+    seconds: float = 0.0
+
+
+class SourceState(Enum):
+    GRANTED = "granted"
+    OFFERING = "offering"
+    OFFERED = "offered"
+    RELEASED = "released"
+
+
+class SourceHandover:
+    """Prefill's side of one request, from its grant to its release.
+
+    The owner holds a reference to every offered block until ``state`` is RELEASED.
+    """
+
+    def __init__(self, grant: Grant, peer: Party, block_size: int, config: ProtocolConfig, now: float) -> None:
+        self.key = grant.key
+        self.peer = peer
+        self.state = SourceState.GRANTED
+        self.release_reason = ""
+        self._config = config
+        self._block_size = block_size
+        self.first_block = grant.num_cached_tokens // block_size
+        self._blocks: list[OfferedBlock] = []  # of prompt blocks first_block, first_block + 1, ...
+        self._num_tokens = grant.num_cached_tokens
+        self._num_acknowledged = self.first_block
+        self._last_acknowledged = False
+        self._first_tokens: list[int] = []
+        self.lease_expires_at = now + grant.lease_seconds
+        self._offer_due_at = now
+
+    @property
+    def num_offered_blocks(self) -> int:
+        """Blocks of the prompt covered so far, those that decode had cached included."""
+        return self.first_block + len(self._blocks)
+
+    def renew(self, grant: Grant, now: float) -> None:
+        """A repeated grant: decode is alive and wants to know where we stand."""
+        self.lease_expires_at = now + grant.lease_seconds
+        self._offer_due_at = now
+
+    def offer(self, blocks: Sequence[OfferedBlock], num_tokens: int, now: float) -> None:
+        """More blocks whose KV writes have completed, covering the prompt's first ``num_tokens`` tokens in total."""
+        assert self.state in (SourceState.GRANTED, SourceState.OFFERING), self.state
+        assert num_tokens % self._block_size == 0, "only the last offer may end inside a block"
+        self._blocks += blocks
+        self._num_tokens = num_tokens
+        self.state = SourceState.OFFERING
+        self._offer_due_at = now
+
+    def offer_last(self, blocks: Sequence[OfferedBlock], num_tokens: int, first_tokens: list[int], now: float) -> None:
+        """The rest of the prompt, which may end inside a block, with the first token of each choice."""
+        assert self.state in (SourceState.GRANTED, SourceState.OFFERING), self.state
+        self._blocks += blocks
+        self._num_tokens = num_tokens
+        self._first_tokens = first_tokens
+        self.state = SourceState.OFFERED
+        self._offer_due_at = now
+
+    def acknowledge(self, ack: OfferAck) -> None:
+        """Decode knows some offers: they need not be sent again."""
+        if ack.num_blocks <= self.num_offered_blocks:
+            self._num_acknowledged = max(self._num_acknowledged, ack.num_blocks)
+            self._last_acknowledged |= ack.last and self.state is SourceState.OFFERED
+
+    def release(self, reason: str) -> None:
+        self.state = SourceState.RELEASED
+        self.release_reason = reason
+
+    def poll(self, now: float) -> Offer | None:
+        """The offer that is due, if any; ends the hand-over when its lease has run out."""
+        if self.state is SourceState.RELEASED:
+            return None
+        if now >= self.lease_expires_at:
+            self.release("lease expired")
+            return None
+        if now < self._offer_due_at:
+            return None
+        self._offer_due_at = now + self._config.offer_resend_seconds if self._unacknowledged() else float("inf")
+        start = self._num_acknowledged - self.first_block
+        return Offer(
+            key=self.key,
+            first_block=self._num_acknowledged,
+            blocks=self._blocks[start:],
+            num_tokens=self._num_tokens,
+            last=self.state is SourceState.OFFERED,
+            first_tokens=self._first_tokens,
+        )
+
+    def next_deadline(self) -> float:
+        """When :meth:`poll` has something to do, if nothing happens before."""
+        if self.state is SourceState.RELEASED:
+            return float("inf")
+        return min(self.lease_expires_at, self._offer_due_at if self._unacknowledged() else float("inf"))
+
+    def _unacknowledged(self) -> bool:
+        if self.state is SourceState.OFFERED:
+            return not self._last_acknowledged
+        return self._num_acknowledged < self.num_offered_blocks
+
+
+class SinkState(Enum):
+    REQUESTED = "requested"
+    READING = "reading"
+    COMPLETE = "complete"
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+@dataclass(slots=True)
+class _ReadInFlight:
+    first_index: int  # into the list of offered blocks
+    remote: Sequence[OfferedBlock]
+    local_blocks: Sequence[int]
+    deadline: float
+
+
+@dataclass(slots=True)
+class SinkStatistics:
+    """For the report to the router. Seconds are of the caller's clock."""
+
+    num_reads: int = 0
+    num_blocks: int = 0
+    first_read_at: float | None = None
+    last_offer_at: float | None = None
+    complete_at: float | None = None
+
+
+@dataclass(slots=True)
+class SinkActions:
+    """What is due: messages to prefill, reads to start."""
+
+    messages: list[Message] = field(default_factory=list)
+    reads: list[ReadCommand] = field(default_factory=list)
+
+
+class SinkHandover:
+    """Decode's side of one request, from its grant to the last verified block.
+
+    ``local_blocks`` are the destinations of prompt blocks ``first_block, first_block + 1, ...``: blocks that nobody else
+    holds. They are written only by reads of this hand-over. A block counts as verified once the generation that was read *after* its data
+    equals the one that was offered.
+    """
+
+    def __init__(
+        self,
+        key: RequestKey,
+        peer: Party,
+        *,
+        num_prompt_tokens: int,
+        num_cached_tokens: int,
+        local_blocks: Sequence[int],
+        block_size: int,
+        block_bytes: int,
+        config: ProtocolConfig,
+        now: float,
+    ) -> None:
+        assert num_cached_tokens % block_size == 0 and num_cached_tokens < num_prompt_tokens
+        self.key = key
+        self.peer = peer
+        self.state = SinkState.REQUESTED
+        self.failure = ""
+        self.first_tokens: list[int] = []
+        self.statistics = SinkStatistics()
+        self.first_block = num_cached_tokens // block_size
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_cached_tokens = num_cached_tokens
+        self._local_blocks = local_blocks
+        self._block_size = block_size
+        self._block_bytes = block_bytes
+        self._config = config
+        self._offered: list[OfferedBlock] = []
+        self._num_posted = 0
+        self._is_verified = [False] * len(local_blocks)
+        self._num_verified = 0  # without a gap, from first_block on
+        self._last_offer_seen = False
+        self._ack_due = False
+        self._reads: dict[int, _ReadInFlight] = {}
+        self._grant_due_at = now
+        self._last_heard_at = now
+
+    # ---- events ----
+
+    def on_offer(self, offer: Offer, num_peer_blocks: int, now: float) -> None:
+        """Learn of offered blocks. An offer that contradicts itself or an earlier one fails the hand-over."""
+        if self.state not in (SinkState.REQUESTED, SinkState.READING):
+            return
+        self._last_heard_at = now
+        start = offer.first_block - self.first_block
+        if start > len(self._offered):
+            return  # an earlier offer was lost; it will be sent again
+        problem = self._problem_with(offer, start, num_peer_blocks)
+        if problem:
+            self.fail(f"prefill sent an offer that can't be right: {problem}")
+            return
+        self._offered += offer.blocks[len(self._offered) - start :]
+        self._ack_due = True
+        self.state = SinkState.READING
+        if offer.last and not self._last_offer_seen:
+            self._last_offer_seen = True
+            self.first_tokens = offer.first_tokens
+            self.statistics.last_offer_at = now
+        self._complete_if_all_verified(now)
+
+    def on_read_result(self, result: ReadResult, now: float) -> None:
+        """A read is terminal: its blocks are verified, or the hand-over has failed."""
+        read = self._reads.pop(result.read_id)
+        if self.state is not SinkState.READING:
+            return
+        if result.error is not None:
+            self.fail(f"reading {len(read.remote)} blocks failed: {result.error}")
+            return
+        offered = [block.generation for block in read.remote]
+        if list(result.generations) != offered:
+            moved = sum(a != b for a, b in zip(offered, result.generations, strict=False))
+            self.fail(f"{moved} of {len(offered)} blocks changed while they were read")
+            return
+        for index in range(read.first_index, read.first_index + len(read.remote)):
+            self._is_verified[index] = True
+        while self._num_verified < len(self._is_verified) and self._is_verified[self._num_verified]:
+            self._num_verified += 1
+        self._complete_if_all_verified(now)
+
+    def fail(self, reason: str) -> None:
+        """Give the hand-over up; reads in flight go on, and so does the ban on reusing their blocks."""
+        if self.state in (SinkState.REQUESTED, SinkState.READING):
+            self.state = SinkState.FAILED
+            self.failure = reason
+
+    def close(self) -> None:
+        """The owner needs it no more (aborted)."""
+        self.state = SinkState.CLOSED
+
+    # ---- what is due ----
+
+    def poll(self, now: float, *, can_read: bool, next_read_id: int) -> SinkActions:
+        """Messages and reads that are due. Reads are numbered from ``next_read_id``; none start unless ``can_read``."""
+        actions = SinkActions()
+        if self.state not in (SinkState.REQUESTED, SinkState.READING):
+            return actions
+        self._fail_if_overdue(now)
+        if self.state is SinkState.FAILED:
+            return actions
+        if self._ack_due:
+            self._ack_due = False
+            actions.messages.append(
+                OfferAck(key=self.key, num_blocks=self.first_block + len(self._offered), last=self._last_offer_seen)
+            )
+        if now >= self._grant_due_at:
+            self._grant_due_at = now + self._config.renew_interval_seconds
+            actions.messages.append(
+                Grant(
+                    key=self.key,
+                    num_prompt_tokens=self._num_prompt_tokens,
+                    num_cached_tokens=self._num_cached_tokens,
+                    lease_seconds=self._config.lease_seconds,
+                )
+            )
+        while can_read and self._can_post():
+            actions.reads.append(self._post_read(next_read_id + len(actions.reads), now))
+        return actions
+
+    def next_deadline(self) -> float:
+        """When :meth:`poll` has something to do, if nothing happens before."""
+        if self.state not in (SinkState.REQUESTED, SinkState.READING):
+            return float("inf")
+        silence = self._last_heard_at + self._config.dead_after_seconds
+        return min([self._grant_due_at, silence, *(read.deadline for read in self._reads.values())])
+
+    @property
+    def num_verified_blocks(self) -> int:
+        """Verified prompt blocks without a gap from ``first_block`` on."""
+        return self._num_verified
+
+    @property
+    def last_offer_seen(self) -> bool:
+        return self._last_offer_seen
+
+    def blocks_in_flight(self) -> dict[int, Sequence[int]]:
+        """Local blocks that an unfinished read may still write to, by read."""
+        return {read_id: read.local_blocks for read_id, read in self._reads.items()}
+
+    # ---- inside ----
+
+    def _problem_with(self, offer: Offer, start: int, num_peer_blocks: int) -> str | None:
+        if start < 0:
+            return f"it starts at block {offer.first_block}, before the granted one, {self.first_block}"
+        end_tokens = (offer.first_block + len(offer.blocks)) * self._block_size
+        if offer.last:
+            if offer.num_tokens != self._num_prompt_tokens:
+                return f"the last one covers {offer.num_tokens} of {self._num_prompt_tokens} prompt tokens"
+            if not offer.first_tokens:
+                return "the last one lacks the first token"
+            end_tokens = min(end_tokens, self._num_prompt_tokens)
+        if end_tokens != offer.num_tokens or offer.num_tokens > self._num_prompt_tokens:
+            return f"its blocks hold {end_tokens} tokens, but it says {offer.num_tokens}"
+        if any(not 0 <= block.block_id < num_peer_blocks for block in offer.blocks):
+            return f"it names a block outside the {num_peer_blocks} that prefill registered"
+        known = self._offered[start : start + len(offer.blocks)]
+        if known != offer.blocks[: len(known)]:
+            return "it contradicts an earlier one"
+        return None
+
+    def _fail_if_overdue(self, now: float) -> None:
+        if any(now >= read.deadline for read in self._reads.values()):
+            self.fail("a read missed its deadline")
+        elif now - self._last_heard_at >= self._config.dead_after_seconds and not self._last_offer_seen:
+            self.fail(f"prefill was silent for {now - self._last_heard_at:.1f} s")
+
+    def _can_post(self) -> bool:
+        return self._num_posted < len(self._offered) and len(self._reads) < self._config.max_reads_in_flight_per_request
+
+    def _post_read(self, read_id: int, now: float) -> ReadCommand:
+        first = self._num_posted
+        remote = self._offered[first : first + self._config.max_blocks_per_read]
+        local = list(self._local_blocks[first : first + len(remote)])
+        num_bytes = len(remote) * self._block_bytes
+        deadline = now + self._config.read_deadline_seconds + num_bytes / self._config.min_read_bytes_per_second
+        self._reads[read_id] = _ReadInFlight(first, remote, local, deadline)
+        self._num_posted += len(remote)
+        self.statistics.num_reads += 1
+        self.statistics.num_blocks += len(remote)
+        if self.statistics.first_read_at is None:
+            self.statistics.first_read_at = now
+        return ReadCommand(read_id, self.peer, local, [block.block_id for block in remote])
+
+    def _complete_if_all_verified(self, now: float) -> None:
+        if self._last_offer_seen and self._num_verified == len(self._local_blocks):
+            self.state = SinkState.COMPLETE
+            self.statistics.complete_at = now
