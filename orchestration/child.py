@@ -1,0 +1,137 @@
+"""Main of a child process: ``python -m splitserve.orchestration.child``. It is started by :mod:`.process`
+alone.
+
+Contract with the parent:
+
+- the first line of standard input is an :class:`Order` as JSON. The pipe then stays open: its end means that
+  the parent is gone, however it died, and ends this process too;
+- the status pipe carries :class:`Progress` as JSON lines. Stage ``error`` says in one line why the process
+  ends;
+- SIGTERM ends it in order. Exit status: 0 after SIGTERM, 2 for an error that the user can mend, 1 for any
+  other.
+"""
+
+import ctypes
+import importlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from io import FileIO
+from typing import Literal
+
+import msgspec
+
+from splitserve.config import RouterConfig, WorkerConfig
+from splitserve.errors import SplitserveError
+from splitserve.orchestration.logs import set_up_logging
+
+ORPHAN_GRACE_SECONDS = 3.0
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+_log = logging.getLogger(__name__)
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """What a child shall run: ``entry`` (``module:function``), called with its config and a callable for
+    progress.
+
+    ``parent_death_signal`` asks the kernel, too, to end the child with the *thread* of the parent that
+    started it.
+    """
+
+    name: str
+    kind: Literal["router", "worker"]
+    entry: str
+    config: msgspec.Raw
+    status_fd: int
+    log_level: str = "info"
+    parent_death_signal: bool = True
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """A step that a child has made; ``detail`` is for people and for the launcher."""
+
+    stage: str
+    detail: dict[str, str]
+
+
+Config = RouterConfig | WorkerConfig
+Entry = Callable[[Config, Callable[[str, dict[str, str]], None]], None]
+
+
+class StatusPipe:
+    """Writes progress to the parent. A parent that is gone is not this class's business: the life line sees
+    to it.
+    """
+
+    def __init__(self, fd: int) -> None:
+        os.set_inheritable(fd, False)  # its end must mean our end, whatever we start
+        self._file = os.fdopen(fd, "wb", buffering=0)
+        self._lock = threading.Lock()
+
+    def report(self, stage: str, detail: dict[str, str]) -> None:
+        with self._lock:
+            try:
+                self._file.write(msgspec.json.encode(Progress(stage, detail)) + b"\n")
+            except BrokenPipeError:
+                _log.warning("progress %r has no reader any more", stage)
+
+
+def config_of(order: Order) -> Config:
+    if order.kind == "router":
+        return msgspec.json.decode(order.config, type=RouterConfig)
+    return msgspec.json.decode(order.config, type=WorkerConfig)
+
+
+def run(order: Order, status: StatusPipe) -> int:
+    """Import and run the order's entry; returns the exit status."""
+    try:
+        module, _, function = order.entry.partition(":")
+        entry: Entry = getattr(importlib.import_module(module), function)
+        entry(config_of(order), status.report)
+    except SplitserveError as error:
+        status.report("error", {"message": str(error)})
+        return 2
+    except KeyboardInterrupt:
+        return 0
+    except Exception as error:
+        _log.exception("%s ends with an unexpected error", order.name)
+        status.report("error", {"message": f"{type(error).__name__}: {error}"})
+        return 1
+    return 0
+
+
+def _end_with_parent(life_line: FileIO) -> None:
+    """Wait for the parent's end, ask this process to end in order, and see to it that it does."""
+    life_line.read()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(ORPHAN_GRACE_SECONDS)
+    os._exit(1)
+
+
+def _ask_kernel_for_death_signal() -> None:
+    """SIGTERM when the parent dies, where the platform has it (Linux); elsewhere the life line alone does
+    it.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def main() -> int:
+    # Unbuffered: a daemon thread that holds a buffered reader's lock makes the interpreter abort when it
+    # ends.
+    life_line = FileIO(sys.stdin.fileno(), closefd=False)
+    order = msgspec.json.decode(life_line.readline(), type=Order)
+    set_up_logging(order.name, order.log_level)
+    if order.parent_death_signal:
+        _ask_kernel_for_death_signal()
+    threading.Thread(target=_end_with_parent, args=(life_line,), name="life-line", daemon=True).start()
+    return run(order, StatusPipe(order.status_fd))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""How many cores this process may use, and how they are split between workers.
+
+Cores are taken from the process's own affinity mask and its cgroup's CPU quota, never from the machine's
+count: a container with two of 64 cores must not start 64 threads. Hardware threads of one core count once:
+their GEMMs would only compete for its vector units.
+"""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+_CPU_ROOT = Path("/sys/devices/system/cpu")
+
+
+def split_cores(num_cores: int, num_workers: int) -> list[int]:
+    """Threads per worker: as even as whole cores allow, at least one each; the first workers get the
+    remainder.
+
+    The sum is ``num_cores`` unless there are more workers than cores, where everyone has one.
+    """
+    if num_workers < 1:
+        return []
+    share, remainder = divmod(max(num_cores, 1), num_workers)
+    return [max(1, share + (index < remainder)) for index in range(num_workers)]
+
+
+def available_cores() -> int:
+    """Physical cores that this process may use: those of its affinity mask, cut to its cgroup's quota; at
+    least one.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        num_cores = count_physical_cores(_CPU_ROOT, os.sched_getaffinity(0))
+    else:  # macOS has no affinity mask
+        num_cores = os.cpu_count() or 1
+    quota = cpu_quota(_CGROUP_ROOT, "\n".join(_read_lines(Path("/proc/self/cgroup"))))
+    return max(1, num_cores if quota is None else min(num_cores, int(quota)))
+
+
+def count_physical_cores(cpu_root: Path, cpus: Iterable[int]) -> int:
+    """Cores that ``cpus`` (hardware thread ids) lie on; a thread whose core is unknown counts as one of its
+    own.
+    """
+    cores = set()
+    for cpu in cpus:
+        siblings = _read_lines(cpu_root / f"cpu{cpu}" / "topology" / "thread_siblings_list")
+        cores.add(siblings[0] if siblings else str(cpu))
+    return len(cores)
+
+
+def cpu_quota(cgroup_root: Path, memberships: str) -> float | None:
+    """The tightest CPU quota, in cores, over a process's cgroups and their ancestors, or None where nothing
+    limits it.
+
+    ``memberships`` is the text of ``/proc/<pid>/cgroup``. Knows version 2 (``cpu.max``) and 1
+    (``cpu.cfs_quota_us``).
+    """
+    quotas: list[float] = []
+    for line in memberships.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            quotas += _quotas_upwards(cgroup_root, path)
+        elif "cpu" in controllers.split(","):
+            quotas += _quotas_upwards(cgroup_root / controllers, path) or _quotas_upwards(
+                cgroup_root / "cpu", path
+            )
+    return min(quotas, default=None)
+
+
+def _quotas_upwards(root: Path, path: str) -> list[float]:
+    """Quotas of the cgroup at ``path`` below ``root`` and of all its ancestors.
+
+    Inside a container the path may name a folder that only the host sees: the root then is the container's
+    own.
+    """
+    folder = root / path.strip("/") if ".." not in path else root
+    quotas = [_quota(folder)]
+    while folder != root:
+        folder = folder.parent
+        quotas.append(_quota(folder))
+    return [quota for quota in quotas if quota is not None]
+
+
+def _quota(folder: Path) -> float | None:
+    words = " ".join(_read_lines(folder / "cpu.max")).split()
+    if not words:
+        words = _read_lines(folder / "cpu.cfs_quota_us") + _read_lines(folder / "cpu.cfs_period_us")
+    if len(words) != 2 or words[0] in ("max", "-1"):
+        return None
+    return int(words[0]) / int(words[1])
+
+
+def _read_lines(path: Path) -> list[str]:
+    """Lines of a small file of the kernel; none where it doesn't exist or may not be read."""
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []

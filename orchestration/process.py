@@ -1,0 +1,169 @@
+"""One child process as its parent sees it: start, progress, orderly end.
+
+Events (:class:`ChildProgress`, :class:`ChildExited`) of all children arrive in one queue, so that the
+launcher is one loop.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import msgspec
+
+from splitserve.config import RouterConfig
+from splitserve.orchestration.child import Config, Order, Progress
+
+# Threads of an OpenMP pool spin before they sleep. libgomp's default is 300,000 turns, several milliseconds
+# on each core after each parallel region; this is about a quarter of a millisecond: longer than the gaps
+# between the operations of a step, shorter than anything a neighbour would notice.
+_OPENMP_SPIN_TURNS = "20000"
+
+
+@dataclass(frozen=True, slots=True)
+class ChildProgress:
+    """A child reports a step of its start (see the entries for their stages)."""
+
+    name: str
+    stage: str
+    detail: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class ChildExited:
+    """A child has ended and was reaped. ``returncode`` is :class:`subprocess.Popen`'s."""
+
+    name: str
+    returncode: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequested:
+    """A signal asks the launcher to stop."""
+
+    signal_name: str
+
+
+Event = ChildProgress | ChildExited | StopRequested
+
+
+def child_environment(threads: int, base: Mapping[str, str]) -> dict[str, str]:
+    """``base`` plus what must be set before torch, tokenizers and NIXL are imported. ``threads`` 0 leaves
+    thread counts.
+
+    What the user has set already wins, thread counts excepted: those follow ``--threads``.
+    """
+    defaults = {
+        "GOMP_SPINCOUNT": _OPENMP_SPIN_TURNS,
+        "KMP_BLOCKTIME": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "NIXL_LOG_LEVEL": "WARN",
+        "PYTHONUNBUFFERED": "1",
+    }
+    counts = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS") if threads else ()
+    return {**defaults, **base, **dict.fromkeys(counts, str(threads))}
+
+
+class ChildProcess:
+    """A running child of this process. ``events`` receives its progress and, last, its exit."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        entry: str,
+        config: Config,
+        threads: int,
+        log_level: str,
+        events: "SimpleQueue[Event]",
+    ) -> None:
+        self.name = name
+        self.error_message = ""
+        self._events = events
+        read_fd, write_fd = os.pipe()
+        order = Order(
+            name=name,
+            kind="router" if isinstance(config, RouterConfig) else "worker",
+            entry=entry,
+            config=msgspec.Raw(msgspec.json.encode(config)),
+            status_fd=write_fd,
+            log_level=log_level,
+            # The signal follows the thread that forked. Only the main thread lives as long as the process.
+            parent_death_signal=threading.current_thread() is threading.main_thread(),
+        )
+        try:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-m", "splitserve.orchestration.child"],
+                stdin=subprocess.PIPE,
+                pass_fds=(write_fd,),
+                env=child_environment(threads, os.environ),
+                start_new_session=True,  # a terminal's Ctrl-C reaches the launcher alone
+            )
+        except OSError:
+            os.close(read_fd)
+            raise
+        finally:
+            os.close(write_fd)
+        self._send_order(order)
+        self._reader = threading.Thread(
+            target=self._read_status, args=(read_fd,), name=f"status-{name}", daemon=True
+        )
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def is_alive(self) -> bool:
+        return self._popen.poll() is None
+
+    def terminate(self) -> None:
+        """Ask for an orderly end; nothing if it has ended."""
+        self._popen.terminate()
+
+    def kill(self) -> None:
+        self._popen.kill()
+
+    def join(self, timeout_seconds: float) -> bool:
+        """Wait for the end; False if it hasn't come in time."""
+        try:
+            self._popen.wait(timeout_seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        self._reader.join()
+        if self._popen.stdin is not None:
+            self._popen.stdin.close()
+        return True
+
+    def describe_exit(self, returncode: int) -> str:
+        """Why it ended, in one line: its own words where it left some."""
+        if self.error_message:
+            return self.error_message
+        if returncode >= 0:
+            return f"{self.name} ended with exit status {returncode}"
+        try:
+            return f"{self.name} was ended by {signal.Signals(-returncode).name}"
+        except ValueError:
+            return f"{self.name} was ended by signal {-returncode}"
+
+    def _send_order(self, order: Order) -> None:
+        assert self._popen.stdin is not None
+        try:
+            self._popen.stdin.write(msgspec.json.encode(order) + b"\n")
+            self._popen.stdin.flush()
+        except BrokenPipeError:
+            pass  # it died before it could read; its exit event says so
+
+    def _read_status(self, read_fd: int) -> None:
+        """Until the pipe's end, which is the child's: nobody else holds its other side."""
+        with os.fdopen(read_fd, "rb") as status:
+            for line in status:
+                progress = msgspec.json.decode(line, type=Progress)
+                if progress.stage == "error":
+                    self.error_message = progress.detail["message"]
+                self._events.put(ChildProgress(self.name, progress.stage, progress.detail))
+        self._events.put(ChildExited(self.name, self._popen.wait()))

@@ -1,0 +1,225 @@
+"""The local launcher: start, failure at start, death of a child, orderly end, and no orphans, with real
+processes.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from splitserve.config import EngineConfig
+from splitserve.orchestration.launcher import (
+    Entries,
+    LaunchError,
+    LaunchInterruptedError,
+    LocalCluster,
+    probe_ready,
+)
+from splitserve.orchestration.process import ChildProgress, child_environment
+from splitserve.orchestration.spec import ClusterSpec
+
+ENTRIES = Entries(router="launcher_children:run_router", worker="launcher_children:run_worker")
+TESTS = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def _children_import_from_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+
+
+@pytest.fixture
+def events() -> list[ChildProgress]:
+    return []
+
+
+@pytest.fixture
+def make_cluster(events: list[ChildProgress]) -> Iterator[Callable[..., LocalCluster]]:
+    clusters = []
+
+    def make(**numbers: int) -> LocalCluster:
+        spec = ClusterSpec(engine=EngineConfig(model="some/model"), port=0, **numbers)
+        clusters.append(LocalCluster(spec, entries=ENTRIES, show=events.append, num_cores=5))
+        return clusters[-1]
+
+    yield make
+    for cluster in clusters:
+        cluster.stop()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "condition did not come true in time"
+        time.sleep(0.02)
+
+
+def test_starts_serves_and_leaves_nothing(make_cluster, events: list[ChildProgress]) -> None:
+    cluster = make_cluster(num_prefill=2, num_decode=1)
+    with cluster:
+        assert set(cluster.pids) == {"router", "prefill-0", "prefill-1", "decode-0"}
+        assert probe_ready(cluster.url)[0]
+        pids = list(cluster.pids.values())
+        assert all(is_running(pid) for pid in pids)
+    assert not any(is_running(pid) for pid in pids)
+    assert not probe_ready(cluster.url)[0]
+    threads = {event.name: event.detail["threads"] for event in events if event.stage == "ready"}
+    assert threads == {"prefill-0": "2", "prefill-1": "2", "decode-0": "1"}
+
+
+def test_children_get_thread_counts_and_membership(make_cluster, events: list[ChildProgress]) -> None:
+    with make_cluster(num_mixed=1):
+        pass
+    [event] = [event for event in events if event.stage == "environment"]
+    assert event.detail["membership"] == "tcp://127.0.0.1:1"
+    assert json.loads(event.detail["variables"])["OMP_NUM_THREADS"] == "5"
+
+
+def test_second_start_on_the_same_port(make_cluster) -> None:
+    with make_cluster(num_mixed=1) as first:
+        port = int(first.url.rsplit(":", 1)[1])
+    spec = ClusterSpec(engine=EngineConfig(model="some/model"), port=port, num_mixed=1)
+    with LocalCluster(spec, entries=ENTRIES) as second:
+        assert second.url == first.url
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "message"),
+    [
+        ("decode-0=refuse", r"^decode-0: model.norm.weight is missing: take a complete checkpoint$"),
+        ("decode-0=bug", r"^decode-0: ZeroDivisionError: nobody foresaw this$"),
+        ("decode-0=crash", r"^decode-0: decode-0 was ended by SIGKILL$"),
+    ],
+)
+def test_failure_at_start_ends_everything_with_its_message(
+    make_cluster, monkeypatch: pytest.MonkeyPatch, behaviour: str, message: str
+) -> None:
+    monkeypatch.setenv("SPLITSERVE_TEST_BEHAVIOUR", behaviour)
+    cluster = make_cluster(num_prefill=1, num_decode=1)
+    before = {child.pid for child in psutil.Process().children()}
+    with pytest.raises(LaunchError, match=message):
+        cluster.start()
+    assert {child.pid for child in psutil.Process().children()} <= before
+
+
+def test_router_that_never_gets_ready_is_an_error(make_cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPLITSERVE_TEST_BEHAVIOUR", "router=never-ready")
+    monkeypatch.setattr("splitserve.orchestration.launcher.ROUTER_READY_TIMEOUT_SECONDS", 0.3)
+    with pytest.raises(LaunchError, match=r"the router is not: GET .*/ready gives 503"):
+        make_cluster(num_mixed=1).start()
+
+
+def test_stop_request_during_start(make_cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPLITSERVE_TEST_BEHAVIOUR", "mixed-0=slow")
+    cluster = make_cluster(num_mixed=1)
+    threading.Timer(0.5, cluster.request_stop, ("SIGINT",)).start()
+    with pytest.raises(LaunchInterruptedError, match="SIGINT"):
+        cluster.start()
+
+
+def test_dead_worker_is_reported_and_the_rest_goes_on(make_cluster, caplog: pytest.LogCaptureFixture) -> None:
+    cluster = make_cluster(num_prefill=1, num_decode=2)
+    with cluster:
+        statuses: list[int] = []
+        watcher = threading.Thread(target=lambda: statuses.append(cluster.watch()))
+        watcher.start()
+        os.kill(cluster.pids["decode-1"], signal.SIGKILL)
+        wait_until(lambda: "decode-1 is not restarted; decode-0, prefill-0, router go on" in caplog.text)
+        assert "decode-1 was ended by SIGKILL" in caplog.text
+        assert probe_ready(cluster.url)[0]
+        cluster.request_stop("SIGTERM")
+        watcher.join(20)
+        assert statuses == [0]
+
+
+@pytest.mark.parametrize("victim", ["router", "mixed-0"])
+def test_death_of_the_router_or_the_last_worker_ends_all(make_cluster, victim: str) -> None:
+    with make_cluster(num_mixed=1) as cluster:
+        os.kill(cluster.pids[victim], signal.SIGKILL)
+        assert cluster.watch() == 1
+
+
+def test_child_that_ignores_sigterm_is_killed(
+    make_cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SPLITSERVE_TEST_BEHAVIOUR", "mixed-0=stubborn")
+    monkeypatch.setattr("splitserve.orchestration.launcher.STOP_GRACE_SECONDS", 0.5)
+    cluster = make_cluster(num_mixed=1)
+    cluster.start()
+    pids = list(cluster.pids.values())
+    cluster.stop()
+    assert not any(is_running(pid) for pid in pids)
+    assert "mixed-0" in caplog.text and "killed" in caplog.text
+
+
+LAUNCHER_PROGRAM = """
+import sys
+from splitserve.config import EngineConfig
+from splitserve.orchestration.launcher import Entries, LocalCluster, stop_on_signals
+from splitserve.orchestration.spec import ClusterSpec
+cluster = LocalCluster(
+    ClusterSpec(engine=EngineConfig(model="some/model"), port=0, num_prefill=1, num_decode=1),
+    entries=Entries(router="launcher_children:run_router", worker="launcher_children:run_worker"),
+)
+with stop_on_signals(cluster), cluster:
+    print(*cluster.pids.values(), flush=True)
+    sys.exit(cluster.watch())
+"""
+
+
+@pytest.fixture
+def launcher() -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A launcher in a process of its own, and the pids of its children."""
+    with subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER_PROGRAM], stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            yield process, [int(pid) for pid in process.stdout.readline().split()]
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_end_launcher_and_children(launcher, number: signal.Signals) -> None:
+    process, pids = launcher
+    assert len(pids) == 3
+    process.send_signal(number)
+    assert process.wait(20) == 0
+    assert not any(is_running(pid) for pid in pids)
+
+
+def test_no_orphans_after_the_launcher_was_killed(launcher) -> None:
+    process, pids = launcher
+    assert len(pids) == 3 and all(is_running(pid) for pid in pids)
+    process.kill()
+    wait_until(lambda: not any(is_running(pid) for pid in pids))
+
+
+def test_stubborn_orphans_end_too(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    monkeypatch.setenv("SPLITSERVE_TEST_BEHAVIOUR", "prefill-0=stubborn")
+    process, pids = request.getfixturevalue("launcher")
+    process.kill()
+    wait_until(lambda: not any(is_running(pid) for pid in pids))
+
+
+def test_environment_keeps_what_the_user_has_set() -> None:
+    environment = child_environment(3, {"GOMP_SPINCOUNT": "7", "OMP_NUM_THREADS": "64", "HOME": "/x"})
+    assert environment["GOMP_SPINCOUNT"] == "7"
+    assert environment["OMP_NUM_THREADS"] == "3"
+    assert environment["HOME"] == "/x"
+    assert "OMP_NUM_THREADS" not in child_environment(0, {})
