@@ -36,7 +36,11 @@ class BlockPool:
     """
 
     def __init__(
-        self, generations: npt.NDArray[np.uint64], *, first_generation: int, enable_prefix_caching: bool = True
+        self,
+        generations: npt.NDArray[np.uint64],
+        *,
+        first_generation: int,
+        enable_prefix_caching: bool = True,
     ) -> None:
         self.num_blocks = len(generations)
         self._generations = generations
@@ -78,7 +82,9 @@ class BlockPool:
         """Add one holder to blocks that are referenced or cached."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
-                del self._cached[block_id]  # KeyError: the block is free or quarantined, which is a bug of the caller
+                del self._cached[
+                    block_id
+                ]  # KeyError: the block is free or quarantined, which is a bug of the caller
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
@@ -97,7 +103,9 @@ class BlockPool:
         """Drop the only holder of blocks that something in flight may still write to: not free until lifted."""
         for block_id in block_ids:
             if self._ref_counts[block_id] != 1 or block_id in self._hash_of_block:
-                raise AssertionError(f"block {block_id} is shared or published; a read can't be writing to it")
+                raise AssertionError(
+                    f"block {block_id} is shared or published; a read can't be writing to it"
+                )
             self._ref_counts[block_id] = 0
             self._quarantined.add(block_id)
 
@@ -113,7 +121,11 @@ class BlockPool:
         """Let others find a full block whose content is complete and verified. The first block of a hash stays."""
         if self._ref_counts[block_id] < 1:
             raise AssertionError(f"block {block_id} is published by somebody who doesn't hold it")
-        if self._enable_prefix_caching and block_hash not in self._block_of_hash and block_id not in self._hash_of_block:
+        if (
+            self._enable_prefix_caching
+            and block_hash not in self._block_of_hash
+            and block_id not in self._hash_of_block
+        ):
             self._block_of_hash[block_hash] = block_id
             self._hash_of_block[block_id] = block_hash
 
@@ -160,6 +172,10 @@ class BlockPool:
             return len(self._quarantined)
         return self.num_blocks - self._num_free - len(self._cached) - len(self._quarantined)
 
+    def total_references(self) -> int:
+        """Sum of all reference counts: what holders, added up, must explain."""
+        return sum(self._ref_counts)
+
     def check_invariants(self) -> None:
         """Raise AssertionError unless every block is in one state and the index points at held or cached blocks."""
         referenced = {block_id for block_id, count in enumerate(self._ref_counts) if count}
@@ -169,8 +185,12 @@ class BlockPool:
         assert set().union(*groups) == set(range(self.num_blocks)), "a block is in no state"
         assert len(free) == self._num_free, "the count of free blocks is off"
         assert all(count >= 0 for count in self._ref_counts), "a reference count is negative"
-        assert {b: h for h, b in self._block_of_hash.items()} == self._hash_of_block, "the prefix index is torn"
-        assert set(self._cached) <= self._hash_of_block.keys() <= (set(self._cached) | referenced), "index of free blocks"
+        assert {b: h for h, b in self._block_of_hash.items()} == self._hash_of_block, (
+            "the prefix index is torn"
+        )
+        assert set(self._cached) <= self._hash_of_block.keys() <= (set(self._cached) | referenced), (
+            "index of free blocks"
+        )
 
     # ---- inside ----
 

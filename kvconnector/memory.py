@@ -22,7 +22,9 @@ class KVMemory:
 
     def __init__(self, layout: LayoutRecord, num_blocks: int) -> None:
         if num_blocks < 1:
-            raise ConfigError(f"KV memory is smaller than one block of {block_bytes(layout)} bytes; raise --kv-memory")
+            raise ConfigError(
+                f"KV memory is smaller than one block of {block_bytes(layout)} bytes; raise --kv-memory"
+            )
         self.layout = layout
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes(layout)

@@ -53,6 +53,7 @@ class SourceState(Enum):
     GRANTED = "granted"
     OFFERING = "offering"
     OFFERED = "offered"
+    WITHDRAWN = "withdrawn"
     RELEASED = "released"
 
 
@@ -62,11 +63,15 @@ class SourceHandover:
     The owner holds a reference to every offered block until ``state`` is RELEASED.
     """
 
-    def __init__(self, grant: Grant, peer: Party, block_size: int, config: ProtocolConfig, now: float) -> None:
+    def __init__(
+        self, grant: Grant, peer: Party, block_size: int, config: ProtocolConfig, now: float
+    ) -> None:
         self.key = grant.key
         self.peer = peer
         self.state = SourceState.GRANTED
         self.release_reason = ""
+        self.was_withdrawn = False
+        self.all_offered = False
         self._config = config
         self._block_size = block_size
         self.first_block = grant.num_cached_tokens // block_size
@@ -97,12 +102,15 @@ class SourceHandover:
         self.state = SourceState.OFFERING
         self._offer_due_at = now
 
-    def offer_last(self, blocks: Sequence[OfferedBlock], num_tokens: int, first_tokens: list[int], now: float) -> None:
+    def offer_last(
+        self, blocks: Sequence[OfferedBlock], num_tokens: int, first_tokens: list[int], now: float
+    ) -> None:
         """The rest of the prompt, which may end inside a block, with the first token of each choice."""
         assert self.state in (SourceState.GRANTED, SourceState.OFFERING), self.state
         self._blocks += blocks
         self._num_tokens = num_tokens
         self._first_tokens = first_tokens
+        self.all_offered = True
         self.state = SourceState.OFFERED
         self._offer_due_at = now
 
@@ -111,6 +119,14 @@ class SourceHandover:
         if ack.num_blocks <= self.num_offered_blocks:
             self._num_acknowledged = max(self._num_acknowledged, ack.num_blocks)
             self._last_acknowledged |= ack.last and self.state is SourceState.OFFERED
+        if not self._unacknowledged():
+            self._offer_due_at = float("inf")
+
+    def withdraw(self, reason: str) -> None:
+        """No more offers; what was offered stays until decode releases it or the lease runs out."""
+        self.state = SourceState.WITHDRAWN
+        self.was_withdrawn = True
+        self.release_reason = reason
 
     def release(self, reason: str) -> None:
         self.state = SourceState.RELEASED
@@ -123,9 +139,11 @@ class SourceHandover:
         if now >= self.lease_expires_at:
             self.release("lease expired")
             return None
-        if now < self._offer_due_at:
+        if now < self._offer_due_at or self.state is SourceState.WITHDRAWN:
             return None
-        self._offer_due_at = now + self._config.offer_resend_seconds if self._unacknowledged() else float("inf")
+        self._offer_due_at = (
+            now + self._config.offer_resend_seconds if self._unacknowledged() else float("inf")
+        )
         start = self._num_acknowledged - self.first_block
         return Offer(
             key=self.key,
@@ -140,7 +158,9 @@ class SourceHandover:
         """When :meth:`poll` has something to do, if nothing happens before."""
         if self.state is SourceState.RELEASED:
             return float("inf")
-        return min(self.lease_expires_at, self._offer_due_at if self._unacknowledged() else float("inf"))
+        if self.state is SourceState.WITHDRAWN:
+            return self.lease_expires_at
+        return min(self.lease_expires_at, self._offer_due_at)
 
     def _unacknowledged(self) -> bool:
         if self.state is SourceState.OFFERED:
@@ -209,6 +229,7 @@ class SinkHandover:
         self.peer = peer
         self.state = SinkState.REQUESTED
         self.failure = ""
+        self.read_was_overdue = False
         self.first_tokens: list[int] = []
         self.statistics = SinkStatistics()
         self.first_block = num_cached_tokens // block_size
@@ -293,7 +314,9 @@ class SinkHandover:
         if self._ack_due:
             self._ack_due = False
             actions.messages.append(
-                OfferAck(key=self.key, num_blocks=self.first_block + len(self._offered), last=self._last_offer_seen)
+                OfferAck(
+                    key=self.key, num_blocks=self.first_block + len(self._offered), last=self._last_offer_seen
+                )
             )
         if now >= self._grant_due_at:
             self._grant_due_at = now + self._config.renew_interval_seconds
@@ -352,19 +375,25 @@ class SinkHandover:
 
     def _fail_if_overdue(self, now: float) -> None:
         if any(now >= read.deadline for read in self._reads.values()):
+            self.read_was_overdue = True
             self.fail("a read missed its deadline")
         elif now - self._last_heard_at >= self._config.dead_after_seconds and not self._last_offer_seen:
             self.fail(f"prefill was silent for {now - self._last_heard_at:.1f} s")
 
     def _can_post(self) -> bool:
-        return self._num_posted < len(self._offered) and len(self._reads) < self._config.max_reads_in_flight_per_request
+        return (
+            self._num_posted < len(self._offered)
+            and len(self._reads) < self._config.max_reads_in_flight_per_request
+        )
 
     def _post_read(self, read_id: int, now: float) -> ReadCommand:
         first = self._num_posted
         remote = self._offered[first : first + self._config.max_blocks_per_read]
         local = list(self._local_blocks[first : first + len(remote)])
         num_bytes = len(remote) * self._block_bytes
-        deadline = now + self._config.read_deadline_seconds + num_bytes / self._config.min_read_bytes_per_second
+        deadline = (
+            now + self._config.read_deadline_seconds + num_bytes / self._config.min_read_bytes_per_second
+        )
         self._reads[read_id] = _ReadInFlight(first, remote, local, deadline)
         self._num_posted += len(remote)
         self.statistics.num_reads += 1

@@ -106,6 +106,8 @@ class Leave(Message, frozen=True):
 
 
 # ---- router to worker ----
+# ``token_ids`` is the prompt. ``output_ids`` are tokens that the client already has, when a request is continued by
+# another attempt: they are authoritative, and their KV is computed and handed over like the prompt's.
 
 
 class PeerRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -123,6 +125,7 @@ class PrefillRequest(Message, frozen=True):
     sampling: SamplingParams
     decode: PeerRef
     deadline_seconds: float
+    output_ids: list[int] = []
 
 
 class DecodeRequest(Message, frozen=True):
@@ -133,10 +136,11 @@ class DecodeRequest(Message, frozen=True):
     sampling: SamplingParams
     prefill: PeerRef
     deadline_seconds: float
+    output_ids: list[int] = []
 
 
 class LocalRequest(Message, frozen=True):
-    """Do both phases here. ``output_ids`` are tokens that the client already has (a continued request)."""
+    """Do both phases here."""
 
     key: RequestKey
     token_ids: list[int]

@@ -25,7 +25,9 @@ def decode(data: bytes) -> Envelope:
         raise WireError("not a Splitserve message: wrong first bytes")
     version = int.from_bytes(data[2:_HEADER_BYTES], "big")
     if version != SCHEMA_VERSION:
-        raise WireError(f"message of schema version {version}; this process speaks {SCHEMA_VERSION}: upgrade the older side")
+        raise WireError(
+            f"message of schema version {version}; this process speaks {SCHEMA_VERSION}: upgrade the older side"
+        )
     try:
         return _decoder.decode(memoryview(data)[_HEADER_BYTES:])
     except (msgspec.DecodeError, ConfigError, RecursionError) as error:

@@ -1,0 +1,66 @@
+"""Puts a worker together from its parts, by role."""
+
+import secrets
+
+import numpy as np
+
+from splitserve.block_hash import root_hash
+from splitserve.config import WorkerConfig
+from splitserve.decode.core import DecodeCore
+from splitserve.decode.scheduler import DecodeScheduler
+from splitserve.kvconnector.block_pool import BlockPool
+from splitserve.kvconnector.connector import KVConnector
+from splitserve.messages import LayoutRecord
+from splitserve.prefill.core import PrefillCore
+from splitserve.prefill.engine_state import EngineState
+from splitserve.prefill.scheduler import PrefillScheduler
+from splitserve.prefill.sequence import BlockManager
+from splitserve.prefill.source import ServedMemory, SourceSide
+from splitserve.request import Party, Role
+
+
+def build_core(
+    config: WorkerConfig,
+    me: Party,
+    layout: LayoutRecord,
+    generations: "np.typing.NDArray[np.uint64]",
+    connector: KVConnector,
+    *,
+    max_model_len: int,
+    vocab_size: int,
+    first_generation: int | None = None,
+) -> PrefillCore:
+    """A prefill worker pulls from nobody; decode and mixed workers can do both phases."""
+    engine = config.engine
+    pool = BlockPool(
+        generations,
+        first_generation=secrets.randbits(63) if first_generation is None else first_generation,
+        enable_prefix_caching=engine.enable_prefix_caching,
+    )
+    blocks = BlockManager(pool, layout.block_size, root_hash(layout))
+    state = EngineState(
+        me=me,
+        layout=layout,
+        blocks=blocks,
+        protocol=config.protocol,
+        max_model_len=max_model_len,
+        vocab_size=vocab_size,
+    )
+    prefill = PrefillScheduler(
+        blocks,
+        max_num_seqs=engine.max_num_seqs,
+        tail_chunk_tokens=engine.tail_chunk_tokens if config.role is Role.PREFILL else 0,
+    )
+    served = ServedMemory(connector.name, connector.metadata(), connector.region())
+    source = SourceSide(state, prefill, served)
+    if config.role is Role.PREFILL:
+        return PrefillCore(state, prefill, source, max_num_batched_tokens=engine.max_num_batched_tokens)
+    return DecodeCore(
+        state,
+        DecodeScheduler(blocks, prefill, max_num_seqs=engine.max_num_seqs),
+        source,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        max_num_seqs=engine.max_num_seqs,
+        connector=connector.name,
+        transport=connector.name,
+    )

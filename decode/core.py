@@ -1,0 +1,153 @@
+"""The core of a decode worker, and of a mixed one: pulls KV or computes it, then decodes.
+
+A decode worker that a hand-over fails computes the prompt itself: the last rung of the ladder before an error.
+"""
+
+import msgspec
+
+from splitserve.decode.peers import PeerTable
+from splitserve.decode.scheduler import DecodeScheduler
+from splitserve.decode.sink import SinkSide
+from splitserve.handover import ReadResult
+from splitserve.kvconnector.connector import PeerConnected
+from splitserve.messages import (
+    DecodeRequest,
+    HandoverReport,
+    Introduce,
+    LocalRequest,
+    Offer,
+    PeerRefused,
+    PeerWelcome,
+    TokenDelta,
+    Withdrawn,
+    WorkerLoad,
+)
+from splitserve.prefill.core import PrefillCore
+from splitserve.prefill.engine_state import EngineState
+from splitserve.prefill.sequence import Sequence
+from splitserve.prefill.source import SourceSide
+from splitserve.request import Party
+
+
+class DecodeCore(PrefillCore):
+    """Joins both sides: a request may come with KV from a peer, or be computed here from its first token on."""
+
+    def __init__(
+        self,
+        state: EngineState,
+        scheduler: DecodeScheduler,
+        source: SourceSide,
+        *,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        connector: str,
+        transport: str,
+    ) -> None:
+        super().__init__(state, scheduler, source, max_num_batched_tokens=max_num_batched_tokens)
+        self._decode_scheduler = scheduler
+        self._max_num_seqs = max_num_seqs
+        self.peers = PeerTable(state, connector)
+        self.sink = SinkSide(state, self.peers, transport, self._on_handover_ready, self._on_handover_failed)
+        self._handlers |= {
+            DecodeRequest: self._on_decode_request,
+            LocalRequest: self._on_local_request,
+            Introduce: self._on_introduce,
+            PeerWelcome: self.peers.on_welcome,
+            PeerRefused: self.peers.on_refused,
+            Offer: self.sink.on_offer,
+            Withdrawn: self.sink.on_withdrawn,
+        }
+
+    # ---- messages ----
+
+    def _on_decode_request(self, request: DecodeRequest, sender: Party, now: float) -> None:
+        sequence = self._accept(request, sender, now)
+        if sequence is not None:
+            self.sink.on_request(request, sequence, now)
+            self._admit(now)
+
+    def _on_local_request(self, request: LocalRequest, sender: Party, now: float) -> None:
+        sequence = self._accept(request, sender, now)
+        if sequence is not None:
+            self.state.sequences[sequence.key] = sequence
+            self._decode_scheduler.add(sequence)
+
+    def _on_introduce(self, introduce: Introduce, sender: Party, now: float) -> None:
+        del sender
+        self.peers.introduce(introduce.peer, now)
+
+    # ---- hand-overs ----
+
+    def _on_handover_ready(
+        self, sequence: Sequence, first_token: int, report: HandoverReport, now: float
+    ) -> None:
+        """KV is here and verified. The first token came with it: decode starts with a decode step."""
+        self.state.counters.prefix_hit_tokens += sequence.num_cached_tokens
+        delta = TokenDelta(
+            key=sequence.key,
+            position=sequence.num_output_tokens,
+            token_ids=[first_token],
+            num_cached_tokens=sequence.num_cached_tokens,
+            handover=report,
+        )
+        sequence.token_ids.append(first_token)
+        self.state.add_delta(sequence, delta)
+        self._decode_scheduler.add_running(sequence)
+
+    def _on_handover_failed(self, sequence: Sequence, reason: str, now: float) -> None:
+        del reason, now
+        self._decode_scheduler.add(sequence)
+
+    # ---- steps ----
+
+    def _before_plan(self, now: float) -> None:
+        self._admit(now)
+
+    def _admit(self, now: float) -> None:
+        running = len(self._decode_scheduler.running)
+        self.sink.admit(running, self._max_num_seqs - running - self.sink.num_granted, now)
+
+    def _continue(self, sequence: Sequence, token_id: int, now: float) -> None:
+        """A sequence that was handed out goes to its decode worker; any other goes on here."""
+        if self.source.owns(sequence):
+            super()._continue(sequence, token_id, now)
+            return
+        sequence.token_ids.append(token_id)
+        if sequence not in self._decode_scheduler.running:
+            self._decode_scheduler.prefill.remove(sequence)
+            self._decode_scheduler.add_running(sequence)
+
+    def _end(self, sequence: Sequence, reason: str, now: float) -> None:
+        if self.sink.owns(sequence):
+            self.sink.abort(sequence)
+        super()._end(sequence, reason, now)
+
+    # ---- the connector, time ----
+
+    def handle_connector_event(self, event: ReadResult | PeerConnected, now: float) -> None:
+        if isinstance(event, PeerConnected):
+            self.peers.on_connected(event.peer, event.error)
+            self.sink.poll(now)
+        else:
+            self.sink.on_read_result(event, now)
+        self.state.flush_deltas()
+
+    def tick(self, now: float) -> None:
+        super().tick(now)
+        self.sink.poll(now)
+        self._admit(now)
+        self.state.flush_deltas()
+
+    def next_deadline(self) -> float:
+        return min(super().next_deadline(), self.sink.next_deadline())
+
+    def load(self) -> WorkerLoad:
+        return msgspec.structs.replace(
+            super().load(),
+            reads_in_flight=self.sink.num_reads_in_flight,
+            preemptions=self._decode_scheduler.num_preemptions,
+        )
+
+    def _queues(self) -> tuple[list[Sequence], list[Sequence]]:
+        prefill = self._decode_scheduler.prefill
+        return [*self.sink.waiting, *prefill.waiting, *prefill.active], self._decode_scheduler.running

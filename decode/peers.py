@@ -1,0 +1,111 @@
+"""The prefill workers that a decode worker pulls from: greeting, matching layouts, connecting. No I/O."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from splitserve.messages import PeerHello, PeerRef, PeerRefused, PeerWelcome
+from splitserve.prefill.effects import Connect, Dial, Disconnect, HangUp
+from splitserve.prefill.engine_state import EngineState
+from splitserve.request import Party
+
+
+class PeerState(Enum):
+    GREETED = "greeted"  # PeerHello is out
+    CONNECTING = "connecting"  # welcome; the connector prepares reads
+    READY = "ready"
+    FAILED = "failed"
+
+
+@dataclass(slots=True)
+class Peer:
+    ref: PeerRef
+    state: PeerState
+    hello_due_at: float
+    num_blocks: int = 0
+    failure: str = ""
+
+
+class PeerTable:
+    """Peers by party, so that a new incarnation is a new peer. The old one of the same engine is forgotten."""
+
+    def __init__(self, state: EngineState, connector: str) -> None:
+        self._state = state
+        self._connector = connector
+        self._peers: dict[Party, Peer] = {}
+
+    def get(self, party: Party) -> Peer | None:
+        return self._peers.get(party)
+
+    def introduce(self, ref: PeerRef, now: float) -> None:
+        """Make sure that we know this peer; greet it if it's new, or if it failed before."""
+        known = self._peers.get(ref.party)
+        if known is not None and known.state is not PeerState.FAILED:
+            return
+        for party in [p for p in self._peers if p.engine_id == ref.party.engine_id]:
+            self.forget(party)
+        self._peers[ref.party] = Peer(ref, PeerState.GREETED, hello_due_at=now)
+        self._state.outbox.put(Dial(ref))
+        self.poll(now)
+
+    def on_welcome(self, welcome: PeerWelcome, sender: Party, now: float) -> None:
+        del now
+        peer = self._peers.get(sender)
+        if peer is None or peer.state is not PeerState.GREETED:
+            return
+        problem = self._problem_with(welcome)
+        if problem:
+            self.fail(sender, problem)
+            return
+        peer.state = PeerState.CONNECTING
+        peer.num_blocks = welcome.region.num_blocks
+        self._state.outbox.put(Connect(sender, welcome))
+
+    def on_refused(self, refused: PeerRefused, sender: Party, now: float) -> None:
+        del now
+        if sender in self._peers:
+            self.fail(sender, f"refused: {refused.reason}")
+
+    def on_connected(self, party: Party, error: str | None) -> None:
+        peer = self._peers.get(party)
+        if peer is None or peer.state is not PeerState.CONNECTING:
+            return
+        if error is None:
+            peer.state = PeerState.READY
+        else:
+            self.fail(party, f"the connector couldn't connect: {error}")
+
+    def fail(self, party: Party, reason: str) -> None:
+        """Reads from this peer end; its next request greets it anew."""
+        peer = self._peers[party]
+        if peer.state is not PeerState.FAILED:
+            if peer.state in (PeerState.CONNECTING, PeerState.READY):
+                self._state.outbox.put(Disconnect(party))
+            peer.state, peer.failure = PeerState.FAILED, reason
+
+    def forget(self, party: Party) -> None:
+        self.fail(party, "replaced by a new incarnation")
+        del self._peers[party]
+        self._state.outbox.put(HangUp(party))
+
+    def poll(self, now: float) -> None:
+        """Greet again where no answer came."""
+        for peer in self._peers.values():
+            if peer.state is PeerState.GREETED and now >= peer.hello_due_at:
+                peer.hello_due_at = now + self._state.protocol.offer_resend_seconds
+                self._state.outbox.send(peer.ref.party, PeerHello(layout=self._state.layout))
+
+    def next_deadline(self) -> float:
+        due = (peer.hello_due_at for peer in self._peers.values() if peer.state is PeerState.GREETED)
+        return min(due, default=float("inf"))
+
+    def _problem_with(self, welcome: PeerWelcome) -> str | None:
+        difference = self._state.layout.mismatch(welcome.layout)
+        if difference:
+            return f"its KV differs in {difference}"
+        if welcome.connector != self._connector:
+            return f"its connector is {welcome.connector!r}, ours {self._connector!r}"
+        if welcome.region.block_bytes != self._state.block_bytes:
+            return f"its blocks have {welcome.region.block_bytes} bytes, ours {self._state.block_bytes}"
+        if welcome.region.num_blocks < 1:
+            return "it registered no blocks"
+        return None

@@ -1,0 +1,215 @@
+"""Decode's side of hand-overs: reserves, grants, reads what is offered, and keeps what was verified."""
+
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass
+
+from splitserve.decode.peers import PeerState, PeerTable
+from splitserve.handover import ReadResult, SinkHandover, SinkState
+from splitserve.messages import DecodeRequest, HandoverReport, Offer, Release, Withdrawn
+from splitserve.prefill.effects import StartRead
+from splitserve.prefill.engine_state import EngineState
+from splitserve.prefill.sequence import Sequence
+from splitserve.request import Party, RequestKey
+
+
+@dataclass(slots=True, eq=False)
+class Incoming:
+    """A request whose KV comes from a peer. ``handover`` is None until there's room for the whole prompt."""
+
+    sequence: Sequence
+    peer: Party
+    handover: SinkHandover | None = None
+
+
+class SinkSide:
+    """``on_ready(sequence, first_token, report)`` is called when all KV is here and verified; ``on_failed(sequence, reason)``
+    when the hand-over failed, after which the sequence holds no blocks and nothing of it is in flight under its name."""
+
+    def __init__(
+        self,
+        state: EngineState,
+        peers: PeerTable,
+        transport: str,
+        on_ready: Callable[[Sequence, int, HandoverReport, float], None],
+        on_failed: Callable[[Sequence, str, float], None],
+    ) -> None:
+        self._state = state
+        self._peers = peers
+        self._transport = transport
+        self._on_ready = on_ready
+        self._on_failed = on_failed
+        self._waiting: deque[Incoming] = deque()
+        self._incoming: dict[RequestKey, Incoming] = {}
+        self._reads: dict[int, Incoming] = {}
+        self._quarantined_reads: dict[int, ListLike[int]] = {}
+        self._next_read_id = 1
+
+    # ---- messages ----
+
+    def on_request(self, request: DecodeRequest, sequence: Sequence, now: float) -> None:
+        self._peers.introduce(request.prefill, now)
+        incoming = Incoming(sequence, request.prefill.party)
+        self._state.sequences[sequence.key] = sequence
+        self._incoming[sequence.key] = incoming
+        self._waiting.append(incoming)
+
+    def on_offer(self, offer: Offer, sender: Party, now: float) -> None:
+        incoming = self._from_peer(offer.key, sender)
+        if incoming is not None and incoming.handover is not None:
+            peer = self._peers.get(sender)
+            incoming.handover.on_offer(offer, peer.num_blocks if peer else 0, now)
+            self._advance(incoming, now)
+
+    def on_withdrawn(self, withdrawn: Withdrawn, sender: Party, now: float) -> None:
+        incoming = self._from_peer(withdrawn.key, sender)
+        if incoming is not None and incoming.handover is not None:
+            incoming.handover.fail(f"withdrawn by prefill: {withdrawn.reason}")
+            self._advance(incoming, now)
+
+    def on_read_result(self, result: ReadResult, now: float) -> None:
+        """A read is terminal: go on with its request, or free the blocks that waited for it."""
+        quarantined = self._quarantined_reads.pop(result.read_id, None)
+        if quarantined is not None:
+            self._state.blocks.pool.lift_quarantine(quarantined)
+            return
+        incoming = self._reads.pop(result.read_id)
+        assert incoming.handover is not None
+        incoming.handover.on_read_result(result, now)
+        self._advance(incoming, now)
+
+    def abort(self, sequence: Sequence) -> None:
+        """The request is over: release what prefill holds for it, keep quarantined what a read may still write to."""
+        incoming = self._incoming.pop(sequence.key)
+        if incoming.handover is None:
+            self._waiting.remove(incoming)
+        else:
+            incoming.handover.close()
+            self._let_go(incoming, complete=False)
+
+    def owns(self, sequence: Sequence) -> bool:
+        return sequence.key in self._incoming
+
+    # ---- time ----
+
+    def admit(self, headroom: int, slots: int, now: float) -> None:
+        """Reserve room, first come, first served, and grant. At most ``slots`` requests more."""
+        while self._waiting and slots > 0:
+            incoming = self._waiting[0]
+            sequence = incoming.sequence
+            if not self._state.blocks.reserve(sequence, headroom=headroom):
+                return
+            self._waiting.popleft()
+            slots -= 1
+            first_block = sequence.num_computed // self._state.blocks.block_size
+            incoming.handover = SinkHandover(
+                sequence.key,
+                incoming.peer,
+                num_prompt_tokens=len(sequence.token_ids),
+                num_cached_tokens=sequence.num_computed,
+                local_blocks=sequence.block_ids[first_block:],
+                block_size=self._state.blocks.block_size,
+                block_bytes=self._state.block_bytes,
+                config=self._state.protocol,
+                now=now,
+            )
+            self._advance(incoming, now)
+
+    def poll(self, now: float) -> None:
+        self._peers.poll(now)
+        for incoming in list(self._incoming.values()):
+            if incoming.handover is not None:
+                self._advance(incoming, now)
+
+    def next_deadline(self) -> float:
+        handovers = (i.handover.next_deadline() for i in self._incoming.values() if i.handover is not None)
+        return min(self._peers.next_deadline(), *handovers, float("inf"))
+
+    @property
+    def num_reads_in_flight(self) -> int:
+        return len(self._reads) + len(self._quarantined_reads)
+
+    @property
+    def num_granted(self) -> int:
+        return len(self._incoming) - len(self._waiting)
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """Requests whose KV isn't here yet."""
+        return [incoming.sequence for incoming in self._incoming.values()]
+
+    # ---- inside ----
+
+    def _from_peer(self, key: RequestKey, sender: Party) -> Incoming | None:
+        incoming = self._incoming.get(key)
+        if incoming is None or incoming.peer != sender:
+            self._state.counters.stale_messages += 1
+            return None
+        return incoming
+
+    def _advance(self, incoming: Incoming, now: float) -> None:
+        """Publish what was verified, do what is due, and end the hand-over if it's complete or has failed."""
+        handover, sequence = incoming.handover, incoming.sequence
+        assert handover is not None
+        peer = self._peers.get(incoming.peer)
+        if peer is None or peer.state is PeerState.FAILED:
+            handover.fail(peer.failure if peer else "the peer was replaced by a new incarnation")
+        can_read = peer is not None and peer.state is PeerState.READY
+        actions = handover.poll(now, can_read=can_read, next_read_id=self._next_read_id)
+        for message in actions.messages:
+            self._state.outbox.send(incoming.peer, message)
+        for read in actions.reads:
+            self._reads[read.read_id] = incoming
+            self._next_read_id = read.read_id + 1
+            self._state.outbox.put(StartRead(read))
+        self._keep_verified(sequence, handover)
+        if handover.state is SinkState.COMPLETE:
+            self._complete(incoming, handover, now)
+        elif handover.state is SinkState.FAILED:
+            self._fail(incoming, handover, now)
+
+    def _keep_verified(self, sequence: Sequence, handover: SinkHandover) -> None:
+        verified_blocks = handover.first_block + handover.num_verified_blocks
+        sequence.num_computed = min(verified_blocks * self._state.blocks.block_size, len(sequence.token_ids))
+        self._state.blocks.publish_computed(sequence)
+
+    def _complete(self, incoming: Incoming, handover: SinkHandover, now: float) -> None:
+        del self._incoming[handover.key]
+        self._state.outbox.send(incoming.peer, Release(key=handover.key, complete=True))
+        statistics = handover.statistics
+        report = HandoverReport(
+            prefill=incoming.peer.engine_id,
+            transport=self._transport,
+            blocks=statistics.num_blocks,
+            bytes=statistics.num_blocks * self._state.block_bytes,
+            cached_tokens=handover.first_block * self._state.blocks.block_size,
+            reads=statistics.num_reads,
+            seconds=now - (statistics.first_read_at or now),
+            exposed_seconds=now - (statistics.last_offer_at or now),
+        )
+        self._state.counters.handovers += 1
+        self._state.counters.handover_bytes += report.bytes
+        self._on_ready(incoming.sequence, handover.first_tokens[0], report, now)
+
+    def _fail(self, incoming: Incoming, handover: SinkHandover, now: float) -> None:
+        del self._incoming[handover.key]
+        if handover.read_was_overdue:
+            # The peer is frozen or cut off: only forgetting it makes its reads terminal and their blocks usable again.
+            self._peers.fail(incoming.peer, handover.failure)
+        self._state.counters.handover_failures += 1
+        self._let_go(incoming, complete=False)
+        self._on_failed(incoming.sequence, handover.failure, now)
+
+    def _let_go(self, incoming: Incoming, *, complete: bool) -> None:
+        handover, sequence = incoming.handover, incoming.sequence
+        assert handover is not None
+        self._state.outbox.send(incoming.peer, Release(key=handover.key, complete=complete))
+        in_flight = handover.blocks_in_flight()
+        for read_id, block_ids in in_flight.items():
+            del self._reads[read_id]
+            self._quarantined_reads[read_id] = block_ids
+            self._state.blocks.pool.quarantine(block_ids)
+        held = {block_id for block_ids in in_flight.values() for block_id in block_ids}
+        sequence.block_ids = [block_id for block_id in sequence.block_ids if block_id not in held]
+        self._state.blocks.give_back(sequence)

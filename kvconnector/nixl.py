@@ -1,0 +1,300 @@
+"""KV connector over NIXL's UCX backend: decode pulls with READ; no progress thread, nothing spins when idle.
+
+One thread owns all agents of this process, since NIXL doesn't lock by default and a copy between processes of one host
+happens inside the post itself, with the GIL released. There is one agent that serves (peers read through it) and one
+agent per peer that we read from: destroying an agent is the only thing that surely stops a posted read, and it
+must not stop the reads from other peers.
+
+Without NIXL's own progress thread a transfer completes only while *both* sides poll. So the thread polls while a read is
+in flight, or while peers may be reading from here (:meth:`NixlConnector.serve`), and sleeps otherwise.
+"""
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from splitserve.errors import HandshakeError
+from splitserve.handover import ReadCommand, ReadResult
+from splitserve.kvconnector.connector import PeerConnected
+from splitserve.kvconnector.memory import KVMemory
+from splitserve.messages import MemoryRegion, PeerWelcome
+from splitserve.request import Party
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.0003
+READS_AT_ONCE = 4  # per peer; each needs a scratch row for the generations, further ones wait
+MEMORY_KIND = "DRAM"
+
+
+def _create_agent(name: str) -> Any:
+    from nixl_cu13._api import nixl_agent, nixl_agent_config
+
+    logging.getLogger("nixl_cu13").setLevel(logging.WARNING)
+    return nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+
+
+def _block_descriptors(address: int, block_bytes: int, num_blocks: int) -> npt.NDArray[np.uint64]:
+    """``[num_blocks, 3]``: address, length, device id of each block."""
+    rows = np.zeros((num_blocks, 3), dtype=np.uint64)
+    rows[:, 0] = np.uint64(address) + np.arange(num_blocks, dtype=np.uint64) * np.uint64(block_bytes)
+    rows[:, 1] = block_bytes
+    return rows
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    """A read under way: first its data, then the span of generations that covers its blocks."""
+
+    command: ReadCommand
+    started_at: float
+    handle: Any
+    scratch_row: int
+    reads_generations: bool = False
+
+
+class _PeerReader:
+    """Everything for reading from one peer: an agent, descriptor lists, scratch rows. Used by the owner thread only."""
+
+    def __init__(self, name: str, memory: KVMemory, peer: PeerWelcome) -> None:
+        self._agent = _create_agent(name)
+        self._region = peer.region
+        self._scratch = np.zeros((READS_AT_ONCE, peer.region.num_blocks), dtype=np.uint64)
+        self._free_rows = list(range(READS_AT_ONCE))
+        self._register(memory.blocks_address, memory.num_blocks * memory.block_bytes)
+        self._register(int(self._scratch.ctypes.data), self._scratch.nbytes)
+        remote_name = self._agent.add_remote_agent(peer.metadata)
+        if not remote_name:
+            raise HandshakeError("NIXL didn't accept the peer's metadata")
+        self._remote_name = remote_name.decode() if isinstance(remote_name, bytes) else remote_name
+        self._local_blocks = self._prepare("NIXL_INIT_AGENT", memory.blocks_address, memory.num_blocks, memory.block_bytes)
+        self._remote_blocks = self._prepare(
+            self._remote_name, peer.region.blocks_address, peer.region.num_blocks, memory.block_bytes
+        )
+        self.active: list[_Read] = []
+        self.waiting: deque[ReadCommand] = deque()
+
+    def _register(self, address: int, num_bytes: int) -> None:
+        self._agent.register_memory([(address, num_bytes, 0, "")], MEMORY_KIND)
+
+    def _prepare(self, side: str, address: int, num_blocks: int, block_bytes: int) -> Any:
+        rows = _block_descriptors(address, block_bytes, num_blocks)
+        return self._agent.prep_xfer_dlist(side, self._agent.get_xfer_descs(rows, MEMORY_KIND))
+
+    def start_waiting(self) -> list[ReadResult]:
+        """Post waiting reads while there are scratch rows. Returns those that failed at once."""
+        failed: list[ReadResult] = []
+        while self.waiting and self._free_rows:
+            command = self.waiting.popleft()
+            read = _Read(command, time.monotonic(), None, self._free_rows.pop())
+            try:
+                self._post_data(read)
+            except Exception as error:
+                failed.append(self._finish(read, f"posting failed: {error}"))
+            else:
+                self.active.append(read)
+        return failed
+
+    def poll(self) -> list[ReadResult]:
+        """Make progress; returns reads that are over."""
+        results: list[ReadResult] = []
+        for read in list(self.active):
+            try:
+                result = self._advance(read)
+            except Exception as error:
+                result = self._finish(read, f"{type(error).__name__}: {error}")
+            if result is not None:
+                self.active.remove(read)
+                results.append(result)
+        return results
+
+    def destroy(self) -> list[ReadResult]:
+        """Stop everything: nothing is written to local blocks after this returns."""
+        over = [ReadResult(read.command.read_id, "disconnected") for read in self.active]
+        over += [ReadResult(command.read_id, "disconnected") for command in self.waiting]
+        self.active.clear()
+        self.waiting.clear()
+        self._local_blocks = self._remote_blocks = self._agent = None
+        return over
+
+    def _post_data(self, read: _Read) -> None:
+        command = read.command
+        read.handle = self._agent.make_prepped_xfer(
+            "READ",
+            self._local_blocks,
+            np.asarray(command.local_blocks, dtype=np.int32),
+            self._remote_blocks,
+            np.asarray(command.remote_blocks, dtype=np.int32),
+            b"",
+        )
+        self._agent.transfer(read.handle)
+
+    def _post_generations(self, read: _Read) -> None:
+        read.reads_generations = True
+        first, last = min(read.command.remote_blocks), max(read.command.remote_blocks)
+        num_bytes = (last - first + 1) * 8
+        local = np.array([[self._scratch[read.scratch_row].ctypes.data + first * 8, num_bytes, 0]], dtype=np.uint64)
+        remote = np.array([[self._region.generations_address + first * 8, num_bytes, 0]], dtype=np.uint64)
+        read.handle = self._agent.initialize_xfer(
+            "READ",
+            self._agent.get_xfer_descs(local, MEMORY_KIND),
+            self._agent.get_xfer_descs(remote, MEMORY_KIND),
+            self._remote_name,
+            b"",
+        )
+        self._agent.transfer(read.handle)
+
+    def _advance(self, read: _Read) -> ReadResult | None:
+        while True:
+            state = self._agent.check_xfer_state(read.handle)
+            if state == "PROC":
+                return None
+            if state != "DONE":
+                return self._finish(read, f"NIXL reports {state}")
+            self._release_handle(read)
+            if read.reads_generations:
+                return self._finish(read, None)
+            self._post_generations(read)
+
+    def _finish(self, read: _Read, error: str | None) -> ReadResult:
+        self._release_handle(read)
+        generations: Sequence[int] = ()
+        if error is None:
+            generations = self._scratch[read.scratch_row][np.asarray(read.command.remote_blocks)].tolist()
+        self._free_rows.append(read.scratch_row)
+        return ReadResult(read.command.read_id, error, generations, time.monotonic() - read.started_at)
+
+    def _release_handle(self, read: _Read) -> None:
+        if read.handle is not None:
+            handle, read.handle = read.handle, None
+            # A handle that failed may refuse its release; the agent frees it at its own end.
+            with contextlib.suppress(Exception):
+                self._agent.release_xfer_handle(handle)
+
+
+@dataclass(slots=True)
+class _Inbox:
+    """Commands for the owner thread and events from it."""
+
+    commands: "queue.SimpleQueue[Callable[[], None]]" = field(default_factory=queue.SimpleQueue)
+    events: deque[ReadResult | PeerConnected] = field(default_factory=deque)
+
+
+class NixlConnector:
+    """See :class:`splitserve.kvconnector.connector.KVConnector`. ``wake`` is called, from the owner thread, after events."""
+
+    name = "nixl"
+
+    def __init__(self, me: Party, memory: KVMemory, wake: Callable[[], None]) -> None:
+        self._me = me
+        self._memory = memory
+        self._wake = wake
+        self._inbox = _Inbox()
+        self._readers: dict[Party, _PeerReader] = {}
+        self._num_readers_made = 0
+        self._is_serving = False
+        self._is_closing = False
+        self._server = _create_agent(f"{me}/serve")
+        self._server.register_memory([(memory.blocks_address, memory.num_blocks * memory.block_bytes, 0, "")], MEMORY_KIND)
+        self._server.register_memory([(memory.generations_address, memory.num_blocks * 8, 0, "")], MEMORY_KIND)
+        self._metadata: bytes = self._server.get_agent_metadata()
+        self._thread = threading.Thread(target=self._run, name="nixl", daemon=True)
+        self._thread.start()
+
+    def metadata(self) -> bytes:
+        return self._metadata
+
+    def region(self) -> MemoryRegion:
+        return MemoryRegion(
+            blocks_address=self._memory.blocks_address,
+            num_blocks=self._memory.num_blocks,
+            block_bytes=self._memory.block_bytes,
+            generations_address=self._memory.generations_address,
+        )
+
+    def connect(self, peer: Party, welcome: PeerWelcome) -> None:
+        self._inbox.commands.put(lambda: self._connect(peer, welcome))
+
+    def disconnect(self, peer: Party) -> None:
+        self._inbox.commands.put(lambda: self._disconnect(peer))
+
+    def read(self, command: ReadCommand) -> None:
+        self._inbox.commands.put(lambda: self._read(command))
+
+    def serve(self, active: bool) -> None:
+        self._inbox.commands.put(lambda: setattr(self, "_is_serving", active))
+
+    def events(self) -> list[ReadResult | PeerConnected]:
+        events: list[ReadResult | PeerConnected] = []
+        while self._inbox.events:
+            events.append(self._inbox.events.popleft())
+        return events
+
+    def close(self) -> None:
+        self._inbox.commands.put(lambda: setattr(self, "_is_closing", True))
+        self._thread.join(timeout=5)
+        if self._thread.is_alive():
+            logger.warning("the NIXL thread is stuck in a transfer; leaving it to the end of the process")
+
+    # ---- the owner thread ----
+
+    def _run(self) -> None:
+        while not self._is_closing:
+            self._take_commands()
+            if self._is_serving:
+                self._server.get_new_notifs()
+            for reader in self._readers.values():
+                self._emit(reader.start_waiting())
+                self._emit(reader.poll())
+        for peer in list(self._readers):
+            self._disconnect(peer)
+        self._server = None
+
+    def _take_commands(self) -> None:
+        """Wait for a command: for ever when idle, for one poll interval while something is under way."""
+        is_busy = self._is_serving or any(reader.active or reader.waiting for reader in self._readers.values())
+        try:
+            self._inbox.commands.get(timeout=POLL_SECONDS if is_busy else None)()
+            while True:
+                self._inbox.commands.get_nowait()()
+        except queue.Empty:
+            return
+
+    def _emit(self, events: Sequence[ReadResult | PeerConnected]) -> None:
+        if events:
+            self._inbox.events.extend(events)
+            self._wake()
+
+    def _connect(self, peer: Party, welcome: PeerWelcome) -> None:
+        error = None
+        try:
+            self._disconnect(peer)
+            self._num_readers_made += 1
+            name = f"{self._me}/read-{self._num_readers_made}"
+            self._readers[peer] = _PeerReader(name, self._memory, welcome)
+        except Exception as problem:
+            logger.exception("connecting to %s failed", peer)
+            error = f"{type(problem).__name__}: {problem}"
+        self._emit([PeerConnected(peer, error)])
+
+    def _disconnect(self, peer: Party) -> None:
+        reader = self._readers.pop(peer, None)
+        if reader is not None:
+            self._emit(reader.destroy())
+
+    def _read(self, command: ReadCommand) -> None:
+        reader = self._readers.get(command.peer)
+        if reader is None:
+            self._emit([ReadResult(command.read_id, f"{command.peer} isn't connected")])
+            return
+        reader.waiting.append(command)
+        self._emit(reader.start_waiting())

@@ -1,0 +1,254 @@
+"""What every worker's core does, whatever its role: messages in, steps planned, results committed, effects out.
+
+No I/O, no clock, no torch: the loop (:mod:`splitserve.prefill.loop`) and the fault simulator drive the same object.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from splitserve.handover import ReadResult
+from splitserve.kvconnector.block_pool import BlockState
+from splitserve.kvconnector.connector import PeerConnected
+from splitserve.messages import (
+    Abort,
+    Envelope,
+    FailureCode,
+    Grant,
+    OfferAck,
+    PeerHello,
+    PrefillRequest,
+    Release,
+    TokenDelta,
+    WorkerLoad,
+)
+from splitserve.prefill.effects import Effect
+from splitserve.prefill.engine_state import EngineState
+from splitserve.prefill.scheduler import Planned, PrefillScheduler
+from splitserve.prefill.sequence import Sequence
+from splitserve.prefill.source import SourceSide
+from splitserve.request import FinishReason, Party
+from splitserve.step import StepOutput, StepPlan
+
+Handler = Callable[[Any, Party, float], None]
+
+
+class StepScheduler(Protocol):
+    """What the core needs of a scheduler."""
+
+    def plan(self, budget: int) -> list[Planned]: ...
+
+    def remove(self, sequence: Sequence) -> None: ...
+
+
+class PrefillCore:
+    """A prefill worker. :class:`splitserve.decode.core.DecodeCore` adds the other side."""
+
+    def __init__(
+        self, state: EngineState, scheduler: StepScheduler, source: SourceSide, *, max_num_batched_tokens: int
+    ) -> None:
+        self.state = state
+        self.source = source
+        self._scheduler = scheduler
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._step: list[Planned] = []
+        self._handlers: dict[type, Handler] = {
+            PrefillRequest: self._on_prefill_request,
+            Abort: self._on_abort,
+            PeerHello: source.on_hello,
+            Grant: source.on_grant,
+            OfferAck: source.on_ack,
+            Release: source.on_release,
+        }
+
+    # ---- messages ----
+
+    def handle(self, envelope: Envelope, now: float) -> None:
+        """Process one message. One that isn't meant for this incarnation, or for this role, is counted and dropped."""
+        handler = self._handlers.get(type(envelope.body))
+        if handler is None or (envelope.to is not None and envelope.to != self.state.me):
+            self.state.counters.stale_messages += 1
+            return
+        handler(envelope.body, envelope.sender, now)
+
+    def _on_prefill_request(self, request: PrefillRequest, sender: Party, now: float) -> None:
+        sequence = self._accept(request, sender, now)
+        if sequence is not None:
+            self.source.on_request(request, sequence, now)
+
+    def _on_abort(self, abort: Abort, sender: Party, now: float) -> None:
+        del sender
+        sequence = self.state.sequences.get(abort.key)
+        if sequence is None:
+            self.state.tombstones.put(abort.key, "aborted", now)
+        elif not sequence.ended:
+            self._end(sequence, "aborted", now)
+
+    def _accept(self, request: Any, sender: Party, now: float) -> Sequence | None:
+        """The sequence of a new request; None if it's a late one, a repeated one, or can never run here."""
+        if request.key in self.state.tombstones or request.key in self.state.sequences:
+            self.state.counters.stale_messages += 1
+            return None
+        sequence = Sequence(
+            key=request.key,
+            reply_to=sender,
+            token_ids=[*request.token_ids, *request.output_ids],
+            num_prompt_tokens=len(request.token_ids),
+            sampling=request.sampling,
+            deadline=now + min(request.deadline_seconds, self.state.protocol.request_deadline_seconds),
+        )
+        problem = self.state.why_impossible(sequence)
+        if problem:
+            self.state.fail(sequence, FailureCode.INVALID, problem)
+            self.state.bury(request.key, problem, now)
+            return None
+        return sequence
+
+    # ---- steps ----
+
+    def plan_step(self, now: float) -> StepPlan | None:
+        """The next step, or None if nothing can run. The caller launches it and calls :meth:`commit_step` or :meth:`fail_step`."""
+        assert not self._step, "the last step isn't committed"
+        self._before_plan(now)
+        self._step = self._scheduler.plan(self._max_num_batched_tokens)
+        if not self._step:
+            return None
+        for planned in self._step:
+            planned.sequence.in_step = True
+        return StepPlan([planned.chunk for planned in self._step])
+
+    def commit_step(self, output: StepOutput, now: float) -> None:
+        """The step has completed on the device: its KV is written, its tokens are drawn."""
+        step, self._step = self._step, []
+        self.state.counters.steps += 1
+        for planned, token_id in zip(step, output.token_ids, strict=True):
+            sequence = planned.sequence
+            sequence.in_step = False
+            if sequence.dropped:
+                self.state.blocks.give_back(sequence)
+            if sequence.ended:
+                continue
+            self._count_tokens(planned)
+            sequence.num_computed += len(planned.chunk.token_ids)
+            self.state.blocks.publish_computed(sequence)
+            self.source.on_computed(sequence, now)
+            if token_id is not None:
+                self._on_token(sequence, token_id, now)
+        self.state.flush_deltas()
+
+    def fail_step(self, error: str, now: float) -> None:
+        """The step failed: its requests end with its error. Nothing it wrote was published."""
+        step, self._step = self._step, []
+        for planned in step:
+            sequence = planned.sequence
+            sequence.in_step = False
+            if sequence.dropped:
+                self.state.blocks.give_back(sequence)
+            if not sequence.ended:
+                self.state.fail(sequence, FailureCode.INTERNAL, error)
+                self._end(sequence, error, now)
+
+    def _on_token(self, sequence: Sequence, token_id: int, now: float) -> None:
+        """A token was drawn: deliver it, and end the request or hand it on."""
+        position = sequence.num_output_tokens
+        finish_reason = sequence.sampling.finish_reason(token_id, position + 1)
+        if finish_reason is None and len(sequence.token_ids) + 1 >= self.state.max_model_len:
+            finish_reason = FinishReason.LENGTH
+        self.state.counters.output_tokens += 1
+        delta = TokenDelta(
+            key=sequence.key,
+            position=position,
+            token_ids=[token_id],
+            finish_reason=finish_reason,
+            num_cached_tokens=sequence.num_cached_tokens,
+        )
+        self.state.add_delta(sequence, delta)
+        if finish_reason is not None:
+            self._end(sequence, f"finished: {finish_reason}", now)
+        else:
+            self._continue(sequence, token_id, now)
+
+    def _continue(self, sequence: Sequence, token_id: int, now: float) -> None:
+        """Prefill's part is done."""
+        self._scheduler.remove(sequence)
+        self.source.on_prefilled(sequence, token_id, now)
+
+    def _end(self, sequence: Sequence, reason: str, now: float) -> None:
+        """The request is over on this worker, for whatever reason."""
+        sequence.ended = True
+        self._scheduler.remove(sequence)
+        if self.source.owns(sequence):
+            self.source.withdraw(sequence, reason, now)
+        else:
+            self.state.bury(sequence.key, reason, now)
+            self.state.drop_blocks(sequence)
+
+    def _count_tokens(self, planned: Planned) -> None:
+        sequence, counters = planned.sequence, self.state.counters
+        if planned.chunk.start < sequence.num_prompt_tokens:
+            counters.prompt_tokens += len(planned.chunk.token_ids)
+            if planned.chunk.start == sequence.num_cached_tokens:
+                counters.prefix_hit_tokens += sequence.num_cached_tokens
+
+    # ---- the connector, time ----
+
+    def handle_connector_event(self, event: ReadResult | PeerConnected, now: float) -> None:
+        raise AssertionError(f"a prefill worker reads from nobody, but was told of {event} at {now}")
+
+    def tick(self, now: float) -> None:
+        """Do what is due by now."""
+        for sequence in [s for s in self.state.sequences.values() if now >= s.deadline and not s.ended]:
+            self.state.fail(sequence, FailureCode.DEADLINE, "the request's deadline passed")
+            self._end(sequence, "deadline", now)
+        self.source.poll(now)
+
+    def next_deadline(self) -> float:
+        """When :meth:`tick` has something to do, if nothing happens before."""
+        deadlines = [s.deadline for s in self.state.sequences.values() if not s.ended]
+        return min(self.source.next_deadline(), *deadlines) if deadlines else self.source.next_deadline()
+
+    def take_effects(self) -> list[Effect]:
+        return self.state.outbox.take()
+
+    def _before_plan(self, now: float) -> None:
+        """Room for what a role does before each step."""
+
+    # ---- looking at it ----
+
+    def load(self) -> WorkerLoad:
+        """Load and counters for the heartbeat."""
+        pool, counters = self.state.blocks.pool, self.state.counters
+        waiting, running = self._queues()
+        return WorkerLoad(
+            num_waiting=len(waiting),
+            num_running=len(running),
+            waiting_tokens=sum(sequence.num_remaining for sequence in waiting),
+            blocks_free=pool.count(BlockState.FREE),
+            blocks_cached=pool.count(BlockState.CACHED),
+            blocks_referenced=pool.count(BlockState.REFERENCED),
+            blocks_quarantined=pool.count(BlockState.QUARANTINED),
+            steps=counters.steps,
+            prompt_tokens=counters.prompt_tokens,
+            output_tokens=counters.output_tokens,
+            prefix_hit_tokens=counters.prefix_hit_tokens,
+            handovers=counters.handovers,
+            handover_bytes=counters.handover_bytes,
+            handover_failures=counters.handover_failures,
+            stale_messages=counters.stale_messages,
+            requests_tracked=len(self.state.sequences) + self.source.num_live,
+        )
+
+    def _queues(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Sequences that wait for prefill, and those that decode."""
+        assert isinstance(self._scheduler, PrefillScheduler)
+        return [*self._scheduler.waiting, *self._scheduler.active], []
+
+    def check_invariants(self) -> None:
+        """Every reference to a block is explained by a sequence that lives here; see :meth:`BlockPool.check_invariants`."""
+        pool = self.state.blocks.pool
+        pool.check_invariants()
+        held = [
+            b
+            for s in {*self.state.sequences.values(), *(p.sequence for p in self._step)}
+            for b in s.block_ids
+        ]
+        assert pool.total_references() == len(held), "references that no sequence explains"

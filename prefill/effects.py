@@ -1,0 +1,76 @@
+"""What a worker's core asks its loop to do. The core itself performs no I/O, so a simulator can stand in for the loop."""
+
+from dataclasses import dataclass, field
+
+from splitserve.handover import ReadCommand
+from splitserve.messages import Body, PeerRef, PeerWelcome
+from splitserve.request import Party
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A message to a party that is connected to us, or that we dialled."""
+
+    to: Party
+    body: Body
+
+
+@dataclass(frozen=True, slots=True)
+class Dial:
+    """Connect to a peer's endpoint, so that messages can be sent to it."""
+
+    peer: PeerRef
+
+
+@dataclass(frozen=True, slots=True)
+class HangUp:
+    """Drop the connection to a dialled peer."""
+
+    peer: Party
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Let the KV connector prepare reads from a peer."""
+
+    peer: Party
+    welcome: PeerWelcome
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnect:
+    """Let the KV connector forget a peer: its reads become terminal."""
+
+    peer: Party
+
+
+@dataclass(frozen=True, slots=True)
+class StartRead:
+    command: ReadCommand
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """Peers may (or can no longer) be reading from here: the connector makes progress for them, or rests."""
+
+    active: bool
+
+
+Effect = Send | Dial | HangUp | Connect | Disconnect | StartRead | Serve
+
+
+@dataclass(slots=True)
+class Outbox:
+    """Effects in the order in which they must happen."""
+
+    effects: list[Effect] = field(default_factory=list)
+
+    def send(self, to: Party, body: Body) -> None:
+        self.effects.append(Send(to, body))
+
+    def put(self, effect: Effect) -> None:
+        self.effects.append(effect)
+
+    def take(self) -> list[Effect]:
+        effects, self.effects = self.effects, []
+        return effects

@@ -1,0 +1,90 @@
+"""What the parts of one worker's core share: who it is, its blocks, its live sequences, its outbox, its counters."""
+
+from dataclasses import dataclass, field
+
+from splitserve.bounded import ExpiringMap
+from splitserve.config import ProtocolConfig
+from splitserve.kvconnector.layout import block_bytes, num_blocks_for
+from splitserve.messages import FailureCode, LayoutRecord, RequestFailed, StepTokens, TokenDelta
+from splitserve.prefill.effects import Outbox
+from splitserve.prefill.sequence import BlockManager, Sequence
+from splitserve.request import Party, RequestKey
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since start. Names as in :class:`splitserve.messages.WorkerLoad`."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    handovers: int = 0
+    handover_bytes: int = 0
+    handover_failures: int = 0
+    stale_messages: int = 0
+
+
+@dataclass(slots=True)
+class EngineState:
+    """``sequences`` holds every request that lives in this worker, in whatever state, by its key."""
+
+    me: Party
+    layout: LayoutRecord
+    blocks: BlockManager
+    protocol: ProtocolConfig
+    max_model_len: int
+    vocab_size: int
+    outbox: Outbox = field(default_factory=Outbox)
+    sequences: dict[RequestKey, Sequence] = field(default_factory=dict)
+    counters: Counters = field(default_factory=Counters)
+    tombstones: ExpiringMap[RequestKey, str] = field(init=False)
+    deltas: dict[Party, list[TokenDelta]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.tombstones = ExpiringMap(
+            max_size=self.protocol.max_tombstones, ttl_seconds=self.protocol.tombstone_seconds
+        )
+
+    @property
+    def block_bytes(self) -> int:
+        return block_bytes(self.layout)
+
+    def why_impossible(self, sequence: Sequence) -> str | None:
+        """Why a request can never run here, or None."""
+        tokens = sequence.token_ids
+        if not tokens:
+            return "the prompt is empty"
+        if len(tokens) >= self.max_model_len:
+            return f"the prompt has {len(tokens)} tokens; at most {self.max_model_len - 1} fit this worker"
+        needed = num_blocks_for(len(tokens) + 1, self.blocks.block_size)
+        if needed > self.blocks.pool.num_blocks:
+            return f"the prompt needs {needed} KV blocks; this worker has {self.blocks.pool.num_blocks}"
+        if min(tokens) < 0 or max(tokens) >= self.vocab_size:
+            return f"a token id is outside the vocabulary of {self.vocab_size}"
+        return None
+
+    def add_delta(self, sequence: Sequence, delta: TokenDelta) -> None:
+        """Put new tokens into the step's message to the router that asked for them."""
+        self.deltas.setdefault(sequence.reply_to, []).append(delta)
+
+    def flush_deltas(self) -> None:
+        """One message per router for everything since the last flush."""
+        for router, deltas in self.deltas.items():
+            self.outbox.send(router, StepTokens(deltas=deltas))
+        self.deltas.clear()
+
+    def fail(self, sequence: Sequence, code: FailureCode, message: str) -> None:
+        """Tell the router that this worker gives a request up."""
+        self.outbox.send(sequence.reply_to, RequestFailed(key=sequence.key, code=code, message=message))
+
+    def bury(self, key: RequestKey, reason: str, now: float) -> None:
+        """Forget a request, and remember that it's over, so that late messages don't bring it back."""
+        self.sequences.pop(key, None)
+        self.tombstones.put(key, reason, now)
+
+    def drop_blocks(self, sequence: Sequence) -> None:
+        """Give a sequence's blocks back: now, or when the step that touches them has completed."""
+        sequence.ended = sequence.dropped = True
+        if not sequence.in_step:
+            self.blocks.give_back(sequence)

@@ -1,0 +1,160 @@
+"""The engine loop of every worker: receive, handle results, schedule, launch, send. Decisions are the core's."""
+
+import logging
+import os
+import time
+
+import msgspec
+import psutil
+
+from splitserve.config import WorkerConfig
+from splitserve.kvconnector.connector import KVConnector
+from splitserve.messages import Heartbeat, Leave, Register, Registered, WorkerInfo
+from splitserve.prefill.core import PrefillCore
+from splitserve.prefill.effects import Connect, Dial, Disconnect, Effect, HangUp, Send, Serve, StartRead
+from splitserve.prefill.executor import StepExecutor
+from splitserve.prefill.sockets import WorkerSockets
+
+logger = logging.getLogger(__name__)
+
+REGISTER_INTERVAL_SECONDS = 5.0
+STOP_SECONDS = 1.0
+
+
+class Waker:
+    """Lets other threads, and signal handlers, end the loop's wait."""
+
+    def __init__(self) -> None:
+        self.read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self.read_fd, False)
+        os.set_blocking(self._write_fd, False)
+
+    def wake(self) -> None:
+        try:
+            os.write(self._write_fd, b"\0")
+        except BlockingIOError:
+            return  # the pipe is full: the loop wakes up anyway
+
+    def drain(self) -> None:
+        try:
+            while os.read(self.read_fd, 4096):
+                pass
+        except BlockingIOError:
+            return
+
+    def close(self) -> None:
+        os.close(self.read_fd)
+        os.close(self._write_fd)
+
+
+class WorkerLoop:
+    """Owns the sockets; drives one core. ``run`` returns after :meth:`stop`."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        core: PrefillCore,
+        connector: KVConnector,
+        executor: StepExecutor,
+        sockets: WorkerSockets,
+        waker: Waker,
+        info: WorkerInfo,
+    ) -> None:
+        self._config = config
+        self._core = core
+        self._connector = connector
+        self._executor = executor
+        self._sockets = sockets
+        self._waker = waker
+        self._info = info
+        self._process = psutil.Process()
+        self._stopping = False
+        self._registered = False
+        self._heartbeat_due_at = 0.0
+        self._register_due_at = 0.0
+        sockets.watch(waker.read_fd)
+
+    def stop(self) -> None:
+        """End :meth:`run`. Callable from a signal handler or another thread."""
+        self._stopping = True
+        self._waker.wake()
+
+    @property
+    def registered(self) -> bool:
+        """Whether membership has accepted this worker."""
+        return self._registered
+
+    def run(self) -> None:
+        """Serve until :meth:`stop`."""
+        while not self._stopping:
+            self.run_once()
+        self._sockets.send_membership(Leave())
+        self._executor.close(STOP_SECONDS)
+        self._connector.close()
+        self._sockets.close()
+        self._waker.close()
+
+    def run_once(self) -> None:
+        """One round: wait for something to do, then do all of it."""
+        self._sockets.wait(self._seconds_until_due())
+        self._waker.drain()
+        now = time.monotonic()
+        for envelope in self._sockets.receive():
+            if isinstance(envelope.body, Registered):
+                self._registered = True
+            else:
+                self._core.handle(envelope, now)
+        for event in self._connector.events():
+            self._core.handle_connector_event(event, now)
+        self._take_result(now)
+        self._core.tick(now)
+        self._perform(self._core.take_effects())  # tokens leave before the next step is planned
+        self._launch(now)
+        self._perform(self._core.take_effects())
+        self._keep_membership(now)
+
+    def _take_result(self, now: float) -> None:
+        result = self._executor.result()
+        if isinstance(result, Exception):
+            logger.error("a step failed", exc_info=result)
+            self._core.fail_step(f"{type(result).__name__}: {result}", now)
+        elif result is not None:
+            self._core.commit_step(result, now)
+
+    def _launch(self, now: float) -> None:
+        if not self._executor.is_busy:
+            plan = self._core.plan_step(now)
+            if plan is not None:
+                self._executor.launch(plan)
+
+    def _perform(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send(to, body):
+                    self._sockets.send(to, body)
+                case StartRead(command):
+                    self._connector.read(command)
+                case Serve(active):
+                    self._connector.serve(active)
+                case Dial(peer):
+                    self._sockets.dial(peer)
+                case HangUp(peer):
+                    self._sockets.hang_up(peer)
+                case Connect(peer, welcome):
+                    self._connector.connect(peer, welcome)
+                case Disconnect(peer):
+                    self._connector.disconnect(peer)
+
+    def _keep_membership(self, now: float) -> None:
+        if now >= self._register_due_at:  # repeated: membership may have restarted
+            interval = REGISTER_INTERVAL_SECONDS if self._registered else self._config.protocol.heartbeat_seconds
+            self._register_due_at = now + interval
+            self._sockets.send_membership(Register(info=self._info))
+        if now >= self._heartbeat_due_at:
+            self._heartbeat_due_at = now + self._config.protocol.heartbeat_seconds
+            load = msgspec.structs.replace(self._core.load(), resident_bytes=self._process.memory_info().rss)
+            self._sockets.send_membership(Heartbeat(load=load))
+
+    def _seconds_until_due(self) -> float:
+        due_at = min(self._core.next_deadline(), self._heartbeat_due_at, self._register_due_at)
+        return due_at - time.monotonic()

@@ -1,0 +1,74 @@
+"""Chunked prefill: which prompts get how many tokens of the next step. Pure; no torch, no clock."""
+
+from collections import deque
+from typing import NamedTuple
+
+from splitserve.prefill.sequence import BlockManager, Sequence
+from splitserve.step import ScheduledChunk
+
+TAIL_SPLIT_FACTOR = 4  # prompts shorter than this many tail chunks move fast enough in one piece
+
+
+class Planned(NamedTuple):
+    sequence: Sequence
+    chunk: ScheduledChunk
+
+
+class PrefillScheduler:
+    """First come, first served. A prompt starts only when all of it has room, so two can't wait for each other.
+
+    ``tail_chunk_tokens`` > 0 keeps the last chunk of a long prompt that small: everything before it moves to decode while it
+    is computed, so little is left to move once the first token is out.
+    """
+
+    def __init__(self, blocks: BlockManager, *, max_num_seqs: int, tail_chunk_tokens: int = 0) -> None:
+        self._blocks = blocks
+        self._max_num_seqs = max_num_seqs
+        self._tail_chunk_tokens = tail_chunk_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.active: list[Sequence] = []  # admitted, with known tokens left to compute
+
+    def add(self, sequence: Sequence, *, first: bool = False) -> None:
+        if first:
+            self.waiting.appendleft(sequence)
+        else:
+            self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence, wherever it is. Its blocks stay with the caller."""
+        if sequence in self.active:
+            self.active.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    def plan(self, budget: int, num_running: int = 0) -> list[Planned]:
+        """Chunks of at most ``budget`` tokens in total, beside ``num_running`` sequences that decode."""
+        planned: list[Planned] = []
+        for sequence in self.active:
+            budget -= self._plan_chunk(sequence, budget, planned)
+        while budget > 0 and self.waiting and num_running + len(self.active) < self._max_num_seqs:
+            sequence = self.waiting[0]
+            if not self._blocks.reserve(sequence, headroom=num_running):
+                break
+            self.active.append(self.waiting.popleft())
+            budget -= self._plan_chunk(sequence, budget, planned)
+        return planned
+
+    def _plan_chunk(self, sequence: Sequence, budget: int, planned: list[Planned]) -> int:
+        num_tokens = self.chunk_tokens(sequence, budget)
+        if num_tokens > 0:
+            planned.append(Planned(sequence, sequence.chunk(num_tokens, self._blocks.block_size)))
+        return num_tokens
+
+    def chunk_tokens(self, sequence: Sequence, budget: int) -> int:
+        """Length of the sequence's next chunk. A chunk that isn't the last ends on a block's edge if it can."""
+        remaining, block_size = sequence.num_remaining, self._blocks.block_size
+        tail = self._tail_chunk_tokens
+        wanted = remaining
+        if tail and remaining >= TAIL_SPLIT_FACTOR * tail:
+            wanted = remaining - tail
+        if wanted == remaining and remaining <= budget:
+            return remaining
+        end = sequence.num_computed + min(wanted, budget)
+        aligned = end // block_size * block_size - sequence.num_computed
+        return aligned if aligned > 0 else min(wanted, budget)

@@ -1,0 +1,126 @@
+"""A request inside a worker: its tokens, its blocks, how much of its KV is computed."""
+
+from dataclasses import dataclass, field
+
+from splitserve.block_hash import extend_hashes
+from splitserve.kvconnector.block_pool import BlockPool
+from splitserve.kvconnector.layout import num_blocks_for
+from splitserve.request import Party, RequestKey, SamplingParams
+from splitserve.step import SampleSpec, ScheduledChunk
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """``token_ids`` holds the prompt and the output so far; KV is in ``block_ids`` for the first ``num_computed`` of them.
+
+    ``deadline`` is on the worker's own clock. ``num_cached_tokens`` is the prefix hit at the first admission, for usage.
+    ``in_step`` is set while a launched step touches the blocks: they can't be given back before it has completed.
+    ``ended``: no more tokens, though an offer may still hold the blocks. ``dropped``: nobody needs the blocks any more.
+    """
+
+    key: RequestKey
+    reply_to: Party
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    deadline: float
+    choice: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_computed: int = 0
+    num_published: int = 0
+    num_cached_tokens: int = 0
+    was_admitted: bool = False
+    in_step: bool = False
+    ended: bool = False
+    dropped: bool = False
+
+    @property
+    def num_remaining(self) -> int:
+        """Known tokens whose KV isn't computed yet. 1 for a sequence that decodes."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def chunk(self, num_tokens: int, block_size: int) -> ScheduledChunk:
+        """The next ``num_tokens`` known tokens as a chunk; it draws a token if it reaches the last known one."""
+        start, end = self.num_computed, self.num_computed + num_tokens
+        sample = None
+        if end == len(self.token_ids):
+            sampling = self.sampling
+            sample = SampleSpec(
+                temperature=sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+                seed=sampling.seed,
+                choice=self.choice,
+                position=end,
+            )
+        return ScheduledChunk(
+            token_ids=self.token_ids[start:end],
+            start=start,
+            block_ids=self.block_ids[: num_blocks_for(end, block_size)],
+            sample=sample,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BlockManager:
+    """What sequences do with the pool: reserve, publish, give back. ``root_hash`` starts every prefix chain."""
+
+    pool: BlockPool
+    block_size: int
+    root_hash: bytes
+
+    def reserve(self, sequence: Sequence, headroom: int = 0) -> bool:
+        """Hold blocks for all known tokens, or none: cached ones for the longest known prefix, fresh ones for the rest.
+
+        The last known token is never taken from the cache, since somebody has to compute its logits.
+        ``headroom`` blocks must remain available. False, and nothing held, if there's no room.
+        """
+        assert not sequence.block_ids, "the sequence holds blocks already"
+        num_tokens = len(sequence.token_ids)
+        extend_hashes(sequence.block_hashes, self.root_hash, sequence.token_ids, self.block_size)
+        cached = self.pool.match(sequence.block_hashes[: (num_tokens - 1) // self.block_size])
+        num_fresh = num_blocks_for(num_tokens, self.block_size) - len(cached)
+        if num_fresh + headroom + self.pool.num_unheld(cached) > self.pool.num_available:
+            return False
+        self.pool.reference(cached)
+        fresh = self.pool.allocate(num_fresh, after=cached[-1] if cached else None)
+        assert fresh is not None, "room was checked above"
+        sequence.block_ids = cached + fresh
+        sequence.num_computed = len(cached) * self.block_size
+        sequence.num_published = len(cached)
+        if not sequence.was_admitted:
+            sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
+            sequence.was_admitted = True
+        return True
+
+    def grow(self, sequence: Sequence) -> bool:
+        """Make room for one more token. False if no block is available."""
+        if len(sequence.block_ids) * self.block_size > sequence.num_computed:
+            return True
+        fresh = self.pool.allocate(1, after=sequence.block_ids[-1])
+        if fresh is None:
+            return False
+        sequence.block_ids += fresh
+        return True
+
+    def publish_computed(self, sequence: Sequence) -> None:
+        """Let others find the full blocks that are complete by now."""
+        num_full = sequence.num_computed // self.block_size
+        if num_full > sequence.num_published:
+            extend_hashes(sequence.block_hashes, self.root_hash, sequence.token_ids, self.block_size)
+            for index in range(sequence.num_published, num_full):
+                self.pool.publish(sequence.block_ids[index], sequence.block_hashes[index])
+            sequence.num_published = num_full
+
+    def give_back(self, sequence: Sequence) -> None:
+        """Drop the sequence's references. No launched step may touch its blocks any more."""
+        assert not sequence.in_step
+        self.pool.release(sequence.block_ids)
+        sequence.block_ids = []
+        sequence.num_computed = 0
+        sequence.num_published = 0

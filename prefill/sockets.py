@@ -1,0 +1,139 @@
+"""A worker's sockets: one that routers and peers connect to, one to membership, one per peer that we dialled."""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator
+
+import zmq
+
+from splitserve.errors import ConfigError, WireError
+from splitserve.messages import Body, Envelope, PeerRef
+from splitserve.request import Party
+from splitserve.wire import MAX_MESSAGE_BYTES, decode, encode
+
+logger = logging.getLogger(__name__)
+
+MAX_KNOWN_SENDERS = 4096
+MESSAGES_PER_ROUND = 256
+HIGH_WATER_MARK = 10_000
+
+
+class WorkerSockets:
+    """Binds ``tcp://host:*``; every message goes out in an envelope from ``me``. Not thread-safe."""
+
+    def __init__(self, me: Party, host: str, membership: str) -> None:
+        self.me = me
+        self._context = zmq.Context()
+        self._server = self._socket(zmq.ROUTER)
+        self._server.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        try:
+            port = self._server.bind_to_random_port(f"tcp://{host}")
+        except zmq.ZMQError as error:
+            raise ConfigError(f"can't bind a socket on {host}: {error}; --host must be an address of this machine") from error
+        self.endpoint = f"tcp://{host}:{port}"
+        self._membership = self._dial(membership)
+        self._senders: OrderedDict[Party, bytes] = OrderedDict()
+        self._peers: dict[Party, zmq.Socket[bytes]] = {}
+        self._poller = zmq.Poller()
+        self._poller.register(self._server, zmq.POLLIN)
+        self._poller.register(self._membership, zmq.POLLIN)
+        self.num_undeliverable = 0
+        self.num_malformed = 0
+
+    def watch(self, file_descriptor: int) -> None:
+        """Let :meth:`wait` return when there's something to read on ``file_descriptor``."""
+        self._poller.register(file_descriptor, zmq.POLLIN)
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Sleep until something can be received, or the time is up."""
+        self._poller.poll(max(0.0, timeout_seconds) * 1000)
+
+    def receive(self) -> Iterator[Envelope]:
+        """What has arrived, without waiting. A bounded number, so that a flood can't stop the engine."""
+        for _ in range(MESSAGES_PER_ROUND):
+            try:
+                frames = self._server.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            envelope = self._decode(frames[-1]) if len(frames) == 2 else None
+            if envelope is not None:
+                self._remember(envelope.sender, frames[0])
+                yield envelope
+        for socket in (self._membership, *self._peers.values()):
+            yield from self._receive_dialled(socket)
+
+    def send(self, to: Party, body: Body) -> None:
+        """Send to a dialled peer, or to somebody who has sent to us. Undeliverable messages are counted: all are repeatable."""
+        data = encode(Envelope(self.me, to, body))
+        try:
+            if to in self._peers:
+                self._peers[to].send(data, zmq.NOBLOCK)
+            elif to in self._senders:
+                self._server.send_multipart([self._senders[to], data], zmq.NOBLOCK)
+            else:
+                self.num_undeliverable += 1
+        except zmq.ZMQError:
+            self.num_undeliverable += 1
+
+    def send_membership(self, body: Body) -> None:
+        try:
+            self._membership.send(encode(Envelope(self.me, None, body)), zmq.NOBLOCK)
+        except zmq.Again:
+            self.num_undeliverable += 1
+
+    def dial(self, peer: PeerRef) -> None:
+        self.hang_up(peer.party)
+        self._peers[peer.party] = self._dial(peer.endpoint)
+        self._poller.register(self._peers[peer.party], zmq.POLLIN)
+
+    def hang_up(self, peer: Party) -> None:
+        socket = self._peers.pop(peer, None)
+        if socket is not None:
+            self._poller.unregister(socket)
+            socket.close()
+
+    def close(self, linger_seconds: float = 0.2) -> None:
+        """Close everything; what was just sent gets ``linger_seconds`` to leave."""
+        for peer in list(self._peers):
+            self.hang_up(peer)
+        for socket in (self._server, self._membership):
+            socket.close(linger=int(linger_seconds * 1000))
+        self._context.term()
+
+    def _receive_dialled(self, socket: "zmq.Socket[bytes]") -> Iterator[Envelope]:
+        for _ in range(MESSAGES_PER_ROUND):
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            envelope = self._decode(frames[-1])
+            if envelope is not None:
+                yield envelope
+
+    def _decode(self, data: bytes) -> Envelope | None:
+        try:
+            return decode(data)
+        except WireError as error:
+            self.num_malformed += 1
+            logger.warning("dropped a message: %s", error)
+            return None
+
+    def _remember(self, sender: Party, identity: bytes) -> None:
+        self._senders[sender] = identity
+        self._senders.move_to_end(sender)
+        if len(self._senders) > MAX_KNOWN_SENDERS:
+            self._senders.popitem(last=False)
+
+    def _socket(self, kind: int) -> "zmq.Socket[bytes]":
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+        socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        return socket
+
+    def _dial(self, endpoint: str) -> "zmq.Socket[bytes]":
+        socket = self._socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, str(self.me).encode())
+        socket.connect(endpoint)
+        return socket

@@ -1,0 +1,214 @@
+"""Prefill's side of hand-overs: pairs requests with grants, offers what is computed, holds it until decode has read it."""
+
+from dataclasses import dataclass
+
+from splitserve.bounded import ExpiringMap
+from splitserve.handover import SourceHandover, SourceState
+from splitserve.messages import (
+    FailureCode,
+    Grant,
+    MemoryRegion,
+    OfferAck,
+    OfferedBlock,
+    PeerHello,
+    PeerRefused,
+    PeerWelcome,
+    PrefillRequest,
+    Release,
+    Withdrawn,
+)
+from splitserve.prefill.effects import Serve
+from splitserve.prefill.engine_state import EngineState
+from splitserve.prefill.scheduler import PrefillScheduler
+from splitserve.prefill.sequence import Sequence
+from splitserve.request import Party, RequestKey
+
+
+@dataclass(frozen=True, slots=True)
+class ServedMemory:
+    """What peers need to read from here, from the connector."""
+
+    connector: str
+    metadata: bytes
+    region: MemoryRegion
+
+
+class SourceSide:
+    """A request computes only once both its :class:`PrefillRequest` and decode's :class:`Grant` are here."""
+
+    def __init__(self, state: EngineState, scheduler: PrefillScheduler, served: ServedMemory) -> None:
+        self._state = state
+        self._scheduler = scheduler
+        self._served = served
+        self._ungranted: dict[RequestKey, Sequence] = {}
+        self._handovers: dict[RequestKey, SourceHandover] = {}
+        self._parked_grants: ExpiringMap[RequestKey, tuple[Grant, Party]] = ExpiringMap(
+            max_size=state.protocol.max_parked, ttl_seconds=state.protocol.lease_seconds
+        )
+        self._is_serving = False
+        self._serve_until = 0.0
+
+    # ---- messages ----
+
+    def on_hello(self, hello: PeerHello, sender: Party, now: float) -> None:
+        """A decode worker wants to read from here: it may if its blocks look like ours."""
+        difference = self._state.layout.mismatch(hello.layout)
+        if difference:
+            reason = f"{self._state.me.engine_id} and {sender.engine_id} differ in {difference}"
+            self._state.outbox.send(sender, PeerRefused(reason=reason))
+            return
+        self._serve_until = now + self._state.protocol.renew_interval_seconds
+        self._serve(True)  # the peer's connector may need our progress to connect
+        self._state.outbox.send(
+            sender,
+            PeerWelcome(
+                layout=self._state.layout,
+                connector=self._served.connector,
+                metadata=self._served.metadata,
+                region=self._served.region,
+            ),
+        )
+
+    def on_request(self, request: PrefillRequest, sequence: Sequence, now: float) -> None:
+        del request
+        key = sequence.key
+        self._state.sequences[key] = sequence
+        parked = self._parked_grants.pop(key, now)
+        if parked is None:
+            self._ungranted[key] = sequence
+        else:
+            self._start(sequence, *parked, now)
+
+    def on_grant(self, grant: Grant, sender: Party, now: float) -> None:
+        """A new grant starts its request; a repeated one renews the lease."""
+        key = grant.key
+        reason = self._state.tombstones.get(key, now)
+        handover = self._handovers.get(key)
+        if handover is not None and handover.peer == sender:
+            handover.renew(grant, now)
+            self._serve(True)
+        elif reason is not None or handover is not None:
+            self._state.outbox.send(sender, Withdrawn(key=key, reason=reason or "granted by another worker"))
+        elif key in self._ungranted:
+            self._start(self._ungranted.pop(key), grant, sender, now)
+        else:
+            self._parked_grants.put(key, (grant, sender), now)
+
+    def on_ack(self, ack: OfferAck, sender: Party, now: float) -> None:
+        del now
+        handover = self._handovers.get(ack.key)
+        if handover is not None and handover.peer == sender:
+            handover.acknowledge(ack)
+        else:
+            self._state.counters.stale_messages += 1
+
+    def on_release(self, release: Release, sender: Party, now: float) -> None:
+        handover = self._handovers.get(release.key)
+        if handover is not None and handover.peer == sender:
+            handover.release("complete" if release.complete else "given up by decode")
+            self._finish(handover, now)
+        else:
+            self._parked_grants.pop(release.key, now)
+
+    # ---- the engine's progress ----
+
+    def on_computed(self, sequence: Sequence, now: float) -> None:
+        """A step has completed: offer the prompt's full blocks, unless the last offer comes right after."""
+        handover = self._handovers.get(sequence.key)
+        if handover is None or handover.state not in (SourceState.GRANTED, SourceState.OFFERING):
+            return
+        num_full = min(sequence.num_computed, len(sequence.token_ids) - 1) // self._state.blocks.block_size
+        if num_full > handover.num_offered_blocks:
+            blocks = self._blocks_to_offer(sequence, handover, num_full)
+            handover.offer(blocks, num_full * self._state.blocks.block_size, now)
+
+    def on_prefilled(self, sequence: Sequence, first_token: int, now: float) -> None:
+        """The first token is drawn: offer the rest, and keep the blocks until decode releases them."""
+        handover = self._handovers[sequence.key]
+        blocks = self._blocks_to_offer(sequence, handover, len(sequence.block_ids))
+        handover.offer_last(blocks, sequence.num_computed, [first_token], now)
+
+    def withdraw(self, sequence: Sequence, reason: str, now: float) -> None:
+        """The request ends here. What was offered stays until decode releases it or its lease runs out."""
+        self._ungranted.pop(sequence.key, None)
+        handover = self._handovers.get(sequence.key)
+        if handover is not None:
+            self._state.outbox.send(handover.peer, Withdrawn(key=sequence.key, reason=reason))
+            handover.withdraw(reason)
+            if handover.num_offered_blocks > handover.first_block:
+                self._state.tombstones.put(sequence.key, reason, now)
+                return
+            del self._handovers[sequence.key]
+        self._state.bury(sequence.key, reason, now)
+        self._state.drop_blocks(sequence)
+
+    # ---- time ----
+
+    def poll(self, now: float) -> None:
+        """Send offers that are due, end what nobody renews, rest when nothing is left to read."""
+        for handover in list(self._handovers.values()):
+            offer = handover.poll(now)
+            if offer is not None:
+                self._state.outbox.send(handover.peer, offer)
+            if handover.state is SourceState.RELEASED:
+                self._finish(handover, now)
+        self._parked_grants.expire(now)
+        if now >= self._serve_until and not self.num_live:
+            self._serve(False)
+
+    def next_deadline(self) -> float:
+        deadlines = [handover.next_deadline() for handover in self._handovers.values()]
+        if self._is_serving and not deadlines:
+            deadlines.append(self._serve_until)
+        return min(deadlines, default=float("inf"))
+
+    def owns(self, sequence: Sequence) -> bool:
+        return sequence.key in self._handovers or sequence.key in self._ungranted
+
+    @property
+    def num_live(self) -> int:
+        """Requests, hand-overs and parked grants: zero when idle."""
+        return len(self._handovers) + len(self._ungranted) + len(self._parked_grants)
+
+    # ---- inside ----
+
+    def _start(self, sequence: Sequence, grant: Grant, peer: Party, now: float) -> None:
+        num_tokens, block_size = len(sequence.token_ids), self._state.blocks.block_size
+        if (
+            grant.num_prompt_tokens != num_tokens
+            or not 0 <= grant.num_cached_tokens < num_tokens
+            or grant.num_cached_tokens % block_size
+            or not 0 < grant.lease_seconds <= self._state.protocol.request_deadline_seconds
+        ):
+            reason = f"decode's grant ({grant.num_cached_tokens} of {grant.num_prompt_tokens} tokens) doesn't fit the request"
+            self._state.outbox.send(peer, Withdrawn(key=grant.key, reason=reason))
+            self._state.fail(sequence, FailureCode.HANDOVER, reason)
+            self._state.bury(sequence.key, reason, now)
+            return
+        self._handovers[sequence.key] = SourceHandover(grant, peer, block_size, self._state.protocol, now)
+        self._scheduler.add(sequence)
+        self._serve(True)
+
+    def _finish(self, handover: SourceHandover, now: float) -> None:
+        del self._handovers[handover.key]
+        sequence = self._state.sequences[handover.key]
+        if not handover.was_withdrawn and not handover.all_offered:
+            # Decode gave up, or vanished, before the prompt was done: the router hears it from us, in case decode can't tell.
+            reason = f"prefill ended early: {handover.release_reason}"
+            self._state.fail(sequence, FailureCode.HANDOVER, reason)
+            self._scheduler.remove(sequence)
+        if handover.release_reason == "lease expired":
+            self._state.counters.handover_failures += 1
+            self._state.outbox.send(handover.peer, Withdrawn(key=handover.key, reason="the lease expired"))
+        self._state.bury(handover.key, handover.release_reason, now)
+        self._state.drop_blocks(sequence)
+
+    def _blocks_to_offer(self, sequence: Sequence, handover: SourceHandover, end: int) -> list[OfferedBlock]:
+        pool = self._state.blocks.pool
+        new = sequence.block_ids[handover.num_offered_blocks : end]
+        return [OfferedBlock(block_id, pool.generation(block_id)) for block_id in new]
+
+    def _serve(self, active: bool) -> None:
+        if active != self._is_serving:
+            self._is_serving = active
+            self._state.outbox.put(Serve(active))
