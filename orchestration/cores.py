@@ -61,9 +61,7 @@ def cpu_quota(cgroup_root: Path, memberships: str) -> float | None:
         if controllers == "":
             quotas += _quotas_upwards(cgroup_root, path)
         elif "cpu" in controllers.split(","):
-            quotas += _quotas_upwards(cgroup_root / controllers, path) or _quotas_upwards(
-                cgroup_root / "cpu", path
-            )
+            quotas += _quotas_upwards(cgroup_root / controllers, path) or _quotas_upwards(cgroup_root / "cpu", path)
     return min(quotas, default=None)
 
 

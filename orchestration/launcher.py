@@ -102,9 +102,7 @@ class LocalCluster:
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
         try:
             self._spawn("router", self._entries.router, self.spec.router_config(), threads=0)
-            self._handle_events_until(
-                lambda: self._membership != "", "the router's membership endpoint", deadline
-            )
+            self._handle_events_until(lambda: self._membership != "", "the router's membership endpoint", deadline)
             for config in self.spec.worker_configs(self._membership, self._num_cores):
                 self._spawn_worker(config)
             self._handle_events_until(lambda: self._all_ready() and self.url != "", "all workers", deadline)
@@ -147,9 +145,7 @@ class LocalCluster:
         deadline = time.monotonic() + STOP_GRACE_SECONDS
         for child in self._children.values():
             if not child.join(max(0.0, deadline - time.monotonic())):
-                _log.warning(
-                    "%s (pid %d) did not end within %g s: killed", child.name, child.pid, STOP_GRACE_SECONDS
-                )
+                _log.warning("%s (pid %d) did not end within %g s: killed", child.name, child.pid, STOP_GRACE_SECONDS)
                 child.kill()
                 child.join(STOP_GRACE_SECONDS)
         self._children.clear()
@@ -205,9 +201,7 @@ class LocalCluster:
                 self._handle_start_event(self._events.get(timeout=_READY_POLL_SECONDS))
             except Empty:
                 continue
-        raise LaunchError(
-            f"all workers are ready, but the router is not: GET {self.url}/ready gives {answer}"
-        )
+        raise LaunchError(f"all workers are ready, but the router is not: GET {self.url}/ready gives {answer}")
 
 
 def probe_ready(url: str) -> tuple[bool, str]:

@@ -109,9 +109,7 @@ class ChildProcess:
         finally:
             os.close(write_fd)
         self._send_order(order)
-        self._reader = threading.Thread(
-            target=self._read_status, args=(read_fd,), name=f"status-{name}", daemon=True
-        )
+        self._reader = threading.Thread(target=self._read_status, args=(read_fd,), name=f"status-{name}", daemon=True)
         self._reader.start()
 
     @property

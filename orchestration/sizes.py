@@ -16,9 +16,7 @@ def parse_bytes(text: str) -> int:
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None or (match["binary"] and not match["unit"]):
-        raise ConfigError(
-            f"{text!r} is not an amount of memory; write it like 512MiB, 2GB, 1.5g or 1073741824"
-        )
+        raise ConfigError(f"{text!r} is not an amount of memory; write it like 512MiB, 2GB, 1.5g or 1073741824")
     decimal = bool(match["byte"]) and not match["binary"]
     return int(float(match["number"]) * (1000 if decimal else 1024) ** _POWERS[match["unit"].lower()])
 

@@ -37,13 +37,11 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.num_decode and not self.num_prefill:
             raise ConfigError(
-                f"{self.num_decode} decode and no prefill worker: nobody would compute prompts; add --prefill N,"
-                " or use --mixed N for workers that do both"
+                f"{self.num_decode} decode and no prefill worker: nobody would compute prompts; add "
+                "--prefill N, or use --mixed N for workers that do both"
             )
         if not self.num_workers:
-            raise ConfigError(
-                "no workers: say --prefill P --decode D (disaggregated) or --mixed N (not disaggregated)"
-            )
+            raise ConfigError("no workers: say --prefill P --decode D (disaggregated) or --mixed N (not disaggregated)")
         if not 0 <= self.port < 2**16:
             raise ConfigError(f"port is {self.port}; it must be 0 (take a free one) to 65535")
 
@@ -76,11 +74,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
         """
         numbers = {Role.PREFILL: self.num_prefill, Role.DECODE: self.num_decode, Role.MIXED: self.num_mixed}
         places = [(role, index) for role, number in numbers.items() for index in range(number)]
-        threads = (
-            [self.engine.threads] * len(places)
-            if self.engine.threads
-            else split_cores(num_cores, len(places))
-        )
+        threads = [self.engine.threads] * len(places) if self.engine.threads else split_cores(num_cores, len(places))
         return [
             WorkerConfig(
                 engine_id=f"{role.value}-{index}",

@@ -1,0 +1,150 @@
+"""The command line: ``splitserve serve | demo | demo-model | bench | version``.
+
+Only the standard library and the shared config are imported here; a command imports what it needs when it
+runs, so that ``--help`` is instant. An error that the user can mend is one line on standard error and exit
+status 2.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from splitserve import __version__
+from splitserve.errors import SplitserveError
+from splitserve.orchestration.logs import LOG_LEVELS, set_up_logging
+from splitserve.orchestration.options import (
+    add_engine_options,
+    add_router_options,
+    add_worker_options,
+    bytes_option,
+    cluster_spec,
+)
+
+BENCHES = {
+    "serve": ("splitserve.benchmarks.serve", "load on any OpenAI completions endpoint"),
+    "handover": ("splitserve.benchmarks.handover", "KV hand-over against a plain memory copy"),
+    "router": ("splitserve.benchmarks.router_overhead", "what the router adds to a worker that answers at once"),
+    "engine-cpu": ("splitserve.benchmarks.engine_vs_transformers", "the engine on CPU against transformers"),
+}
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if arguments[:1] == ["bench"] and arguments[1:2] and arguments[1] in BENCHES:
+            return _bench(arguments[1], arguments[2:])  # its options are its module's own
+        options = _build_parser().parse_args(arguments)
+        status: int = options.run(options)
+        return status
+    except SplitserveError as error:
+        print(f"splitserve: error: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        print("splitserve: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="splitserve", description="Serve large language models with prefill and decode on separate workers."
+    )
+    parser.add_argument("--version", action="version", version=f"splitserve {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    show_defaults = argparse.ArgumentDefaultsHelpFormatter
+
+    serve = commands.add_parser(
+        "serve",
+        help="serve a Hugging Face checkpoint behind an OpenAI-compatible endpoint",
+        description="Serve a checkpoint: --prefill P --decode D for disaggregation, --mixed N for none.",
+        formatter_class=show_defaults,
+    )
+    serve.add_argument("model", metavar="PATH", help="directory with config.json, *.safetensors, tokenizer.json")
+    add_worker_options(serve)
+    add_router_options(serve)
+    add_engine_options(serve)
+    serve.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="of every process")
+    serve.set_defaults(run=_serve)
+
+    demo = commands.add_parser(
+        "demo",
+        help="show the whole path once: a small checkpoint, 1 prefill + 1 decode worker, a streamed chat",
+        description="Serve a small checkpoint disaggregated, send one streamed chat request, show what happened.",
+        formatter_class=show_defaults,
+    )
+    demo.add_argument("--model", default="", metavar="PATH", help="take this checkpoint; empty: build one")
+    demo.add_argument("--prompt", default="", help="what to say; empty: a text of a few KV blocks")
+    demo.add_argument("--max-tokens", type=int, default=48, help="length of the answer")
+    demo.add_argument("--log-level", choices=LOG_LEVELS, default="warning", help="of every process")
+    demo.set_defaults(run=_demo)
+
+    _add_demo_model(
+        commands.add_parser(
+            "demo-model",
+            help="write a random Hugging Face checkpoint, the same each time",
+            formatter_class=show_defaults,
+        )
+    )
+    bench = commands.add_parser("bench", help="measure: " + ", ".join(BENCHES))
+    names = bench.add_subparsers(required=True, metavar="BENCH")
+    for name, (_, help_text) in BENCHES.items():
+        names.add_parser(name, help=help_text)
+    version = commands.add_parser("version", help="show the version")
+    version.set_defaults(run=_version)
+    return parser
+
+
+def _add_demo_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="created; must be empty")
+    parser.add_argument("--shape", choices=("tiny", "qwen3-0.6b", "llama-3.2-1b"), default="tiny", help="its size")
+    parser.add_argument("--architecture", choices=("qwen3", "llama"), help="default: the shape's own")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights")
+    parser.add_argument("--max-shard-size", type=bytes_option, default="2GB", metavar="SIZE", help="of each file")
+    parser.set_defaults(run=_demo_model)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from splitserve.orchestration.serve import serve
+
+    set_up_logging("launcher", options.log_level)
+    return serve(cluster_spec(options), options.log_level)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from splitserve.orchestration.demo import run_demo
+
+    set_up_logging("launcher", options.log_level)
+    return run_demo(options.model, options.prompt, options.max_tokens, options.log_level)
+
+
+def _demo_model(options: argparse.Namespace) -> int:
+    from splitserve.orchestration.demo_model import demo_model
+
+    demo_model(
+        options.directory,
+        shape=options.shape,
+        architecture=options.architecture,
+        seed=options.seed,
+        dtype=options.dtype,
+        max_shard_bytes=options.max_shard_size,
+    )
+    return 0
+
+
+def _bench(name: str, arguments: list[str]) -> int:
+    module = importlib.import_module(BENCHES[name][0])
+    status: int = module.main(arguments)
+    return status
+
+
+def _version(_options: argparse.Namespace) -> int:
+    print(f"splitserve {__version__}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

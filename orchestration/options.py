@@ -1,0 +1,95 @@
+"""Options of the commands, and the config made of them. Defaults are those of :mod:`splitserve.config`; names
+follow vLLM.
+"""
+
+import argparse
+from typing import Any
+
+import msgspec
+
+from splitserve.config import DEVICES, DTYPES, EngineConfig, RouterConfig
+from splitserve.errors import ConfigError
+from splitserve.orchestration.sizes import parse_bytes
+from splitserve.orchestration.spec import ClusterSpec
+
+_ENGINE_DEFAULTS: dict[str, Any] = {
+    field.name: field.default for field in msgspec.structs.fields(EngineConfig) if field.name != "model"
+}
+_ROUTER_DEFAULTS: dict[str, Any] = {field.name: field.default for field in msgspec.structs.fields(RouterConfig)}
+
+
+def bytes_option(text: str) -> int:
+    """:func:`parse_bytes` for argparse."""
+    try:
+        return parse_bytes(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def add_worker_options(parser: argparse.ArgumentParser, num_prefill: int = 0, num_decode: int = 0) -> None:
+    group = parser.add_argument_group("workers")
+    group.add_argument("--prefill", type=int, default=num_prefill, metavar="P", help="number of prefill workers")
+    group.add_argument("--decode", type=int, default=num_decode, metavar="D", help="number of decode workers")
+    group.add_argument("--mixed", type=int, default=0, metavar="N", help="number of workers that do both phases")
+    group.add_argument(
+        "--threads", type=int, default=0, metavar="T", help="per worker; 0 splits the cores between the workers"
+    )
+
+
+def add_router_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("endpoint")
+    group.add_argument("--host", default=_ROUTER_DEFAULTS["host"], help="address to bind")
+    group.add_argument("--port", type=int, default=_ROUTER_DEFAULTS["port"], help="port to bind; 0 takes a free one")
+    group.add_argument("--served-model-name", default="", metavar="ID", help="model id; empty: the directory's name")
+    group.add_argument("--policy", default=_ROUTER_DEFAULTS["policy"], help="how requests are placed")
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+
+    def add(*flags: str, field: str, **settings: Any) -> None:
+        group.add_argument(*flags, dest=field, default=_ENGINE_DEFAULTS[field], **settings)
+
+    add("--dtype", field="dtype", choices=DTYPES, help="of weights and KV; auto: the checkpoint's")
+    add("--device", field="device", choices=DEVICES, help="auto: CUDA where there is one")
+    add("--load-format", field="load_format", choices=("auto", "dummy"), help="dummy: random weights, for measuring")
+    add("--block-size", field="block_size", type=int, metavar="TOKENS", help="tokens per KV block")
+    add(
+        "--kv-memory",
+        "--kv-cache-memory-bytes",
+        field="kv_memory_bytes",
+        type=bytes_option,
+        metavar="SIZE",
+        help="KV memory of each worker, like 512MiB, 2GB or 1.5g; 0: decide at start",
+    )
+    add(
+        "--max-batched-tokens",
+        "--max-num-batched-tokens",
+        field="max_num_batched_tokens",
+        type=int,
+        metavar="TOKENS",
+        help="tokens of one step",
+    )
+    add("--max-num-seqs", field="max_num_seqs", type=int, metavar="N", help="sequences running at once in a worker")
+    add("--max-model-len", field="max_model_len", type=int, metavar="TOKENS", help="context; 0: the model's own")
+    add(
+        "--enable-prefix-caching",
+        field="enable_prefix_caching",
+        action=argparse.BooleanOptionalAction,
+        help="find KV of earlier prompts that begin alike",
+    )
+    add("--seed", field="seed", type=int, help="of dummy weights")
+
+
+def cluster_spec(options: argparse.Namespace) -> ClusterSpec:
+    """The cluster that the options of the three groups describe. Raises :class:`ConfigError`."""
+    engine = {name: getattr(options, name) for name in _ENGINE_DEFAULTS if hasattr(options, name)}
+    return ClusterSpec(
+        engine=EngineConfig(model=options.model, **engine),
+        num_prefill=options.prefill,
+        num_decode=options.decode,
+        num_mixed=options.mixed,
+        host=options.host,
+        port=options.port,
+        policy=options.policy,
+    )
