@@ -1,0 +1,112 @@
+"""What every bench says of itself: command, versions, machine; as JSON under ``benchmarks/results/`` and as a
+table.
+"""
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from splitserve import __version__
+
+RESULTS_DIRECTORY = Path(__file__).resolve().parent / "results"
+_PACKAGES = ("torch", "nixl-cu13", "nixl-cu12", "transformers", "tokenizers", "numpy", "pyzmq", "uvicorn", "aiohttp")
+
+
+def write_result(name: str, argv: Sequence[str], data: dict[str, Any], directory: Path | None = None) -> Path:
+    """Write ``data`` with command, versions and machine to ``<directory>/<name>-<UTC time>.json``; returns
+    the path.
+
+    ``argv`` are the arguments of ``splitserve bench <name>``; ``directory`` None means
+    :data:`RESULTS_DIRECTORY`.
+    """
+    now = datetime.datetime.now(datetime.UTC)
+    result = {
+        "bench": name,
+        "command": ["splitserve", "bench", name, *argv],
+        "time": now.isoformat(timespec="seconds"),
+        "versions": versions(),
+        "machine": machine(),
+        **data,
+    }
+    folder = RESULTS_DIRECTORY if directory is None else directory
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}-{now:%Y%m%dT%H%M%S}-{os.getpid()}.json"
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
+    return path
+
+
+def versions() -> dict[str, str]:
+    """Splitserve's version and commit, Python's, and those of the packages that matter to speed."""
+    found = {"splitserve": __version__, "commit": _commit(), "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """Processor, usable cores, memory and GPUs, in words that name no host."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "system": f"{platform.system()} {platform.release()}",
+        "cpu": _cpu_model(),
+        "cpus": cores,
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "gpus": _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines(),
+    }
+
+
+def table(rows: Sequence[Sequence[object]], headers: Sequence[str]) -> str:
+    """Rows as aligned text: the first column to the left, the others to the right; floats with two
+    decimals.
+    """
+    cells = [list(headers)] + [[_cell(value) for value in row] for row in rows]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(headers))]
+    lines = []
+    for row in cells:
+        first, *rest = (
+            cell.ljust(width) if index == 0 else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        lines.append("  ".join([first, *rest]).rstrip())
+    return "\n".join(lines)
+
+
+def _cell(value: object) -> str:
+    return f"{value:,.2f}" if isinstance(value, float) else str(value)
+
+
+def _commit() -> str:
+    """The checkout's commit, marked where files differ from it; empty outside a checkout."""
+    folder = str(RESULTS_DIRECTORY.parent)
+    commit = _output("git", "-C", folder, "rev-parse", "--short=12", "HEAD")
+    changed = _output("git", "-C", folder, "status", "--porcelain", "--untracked-files=no") if commit else ""
+    return f"{commit}+changes" if changed else commit
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _output(*command: str) -> str:
+    """What a command prints; empty where it doesn't exist or fails."""
+    if shutil.which(command[0]) is None:
+        return ""
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    return done.stdout.strip() if done.returncode == 0 else ""
