@@ -1,0 +1,295 @@
+"""A worker without a model: it speaks the real protocol over real sockets and answers at once.
+
+For measuring the router alone, and for its tests: what it sends in answer to a request is a *script*, a function from
+the request to replies with delays. The default script repeats the prompt's tokens as output. Run one in a process of
+its own with ``python -m splitserve.benchmarks.instant_worker --membership tcp://127.0.0.1:PORT``.
+"""
+
+import argparse
+import heapq
+import itertools
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import zmq
+
+from splitserve.errors import WireError
+from splitserve.messages import (
+    Abort,
+    Body,
+    DecodeRequest,
+    Envelope,
+    HandoverReport,
+    Heartbeat,
+    LayoutRecord,
+    Leave,
+    LocalRequest,
+    PrefillRequest,
+    Register,
+    Registered,
+    StepTokens,
+    TokenDelta,
+    WorkerInfo,
+    WorkerLoad,
+)
+from splitserve.request import FinishReason, Party, Role
+from splitserve.wire import decode, encode
+
+DEFAULT_LAYOUT = LayoutRecord(
+    model="instant",
+    weights_version="0",
+    dtype="float32",
+    block_size=16,
+    num_layers=1,
+    num_kv_heads=1,
+    head_dim=8,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Something to send to the router ``delay_seconds`` after the request came; bytes go out as they are."""
+
+    body: Body | bytes
+    delay_seconds: float = 0.0
+
+
+Script = Callable[[Body], Sequence[Reply]]
+Output = Callable[[Sequence[int]], Iterator[int]]
+
+
+def repeat_prompt(token_ids: Sequence[int]) -> Iterator[int]:
+    return itertools.cycle(token_ids)
+
+
+def default_script(
+    output: Output = repeat_prompt, *, tokens_per_message: int = 0, token_seconds: float = 0.0
+) -> Script:
+    """What a correct worker sends: prefill the first token, decode all of them (with a hand-over report), a mixed worker
+    all of them. ``tokens_per_message`` 0 packs all into one message; ``token_seconds`` paces them."""
+
+    def script(body: Body) -> list[Reply]:
+        if isinstance(body, PrefillRequest):
+            token_ids, reason = _outputs(body, output)
+            first_reason = reason if len(token_ids) == 1 else None
+            return [Reply(StepTokens([TokenDelta(body.key, 0, token_ids[:1], finish_reason=first_reason)]))]
+        if not isinstance(body, DecodeRequest | LocalRequest):
+            return []
+        token_ids, reason = _outputs(body, output)
+        if isinstance(body, DecodeRequest) and len(token_ids) == 1:
+            return []  # the first token ends the request: decode never gets to run
+        report = _report(body) if isinstance(body, DecodeRequest) else None
+        size = tokens_per_message or len(token_ids)
+        replies = []
+        for begin in range(0, len(token_ids), size):
+            part = token_ids[begin : begin + size]
+            last = begin + size >= len(token_ids)
+            delta = TokenDelta(
+                body.key,
+                begin,
+                part,
+                finish_reason=reason if last else None,
+                handover=report if begin == 0 else None,
+            )
+            replies.append(Reply(StepTokens([delta]), begin * token_seconds))
+        return replies
+
+    return script
+
+
+def _outputs(
+    body: PrefillRequest | DecodeRequest | LocalRequest, output: Output
+) -> tuple[list[int], FinishReason | None]:
+    token_ids: list[int] = []
+    for token_id in output(body.token_ids):
+        token_ids.append(token_id)
+        reason = body.sampling.finish_reason(token_id, len(token_ids))
+        if reason is not None:
+            return token_ids, reason
+    return token_ids, None
+
+
+def _report(body: DecodeRequest) -> HandoverReport:
+    num_blocks = -(-len(body.token_ids) // DEFAULT_LAYOUT.block_size)
+    return HandoverReport(
+        prefill=body.prefill.party.engine_id,
+        transport="none",
+        blocks=num_blocks,
+        bytes=num_blocks * 4096,
+        cached_tokens=0,
+        reads=1,
+        seconds=0.0,
+        exposed_seconds=0.0,
+    )
+
+
+@dataclass(slots=True)
+class WorkerOptions:
+    """How a worker presents itself."""
+
+    engine_id: str = "instant-0"
+    role: Role = Role.MIXED
+    host: str = "127.0.0.1"
+    layout: LayoutRecord = DEFAULT_LAYOUT
+    num_blocks: int = 4096
+    max_num_seqs: int = 64
+    max_model_len: int = 4096
+    vocab_size: int = 1000
+    heartbeat_seconds: float = 0.2
+    incarnation: int = field(default_factory=lambda: secrets.randbits(63))
+
+
+class InstantWorker:
+    """Binds its socket when created; ``run`` serves until ``stop``. ``received`` keeps every request and abort."""
+
+    def __init__(self, membership: str, script: Script, options: WorkerOptions | None = None) -> None:
+        self.options = options or WorkerOptions()
+        self.party = Party(self.options.engine_id, self.options.incarnation)
+        self.received: list[Body] = []
+        self.registered = threading.Event()
+        self.load = WorkerLoad()
+        self.keep_record = True
+        self._script = script
+        self._stopping = threading.Event()
+        self._say_leave = True
+        self._context = zmq.Context()
+        self._requests = self._context.socket(zmq.ROUTER)
+        self._requests.setsockopt(zmq.LINGER, 0)
+        self._requests.bind(f"tcp://{self.options.host}:*")
+        self.endpoint = self._requests.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self._membership = self._context.socket(zmq.DEALER)
+        self._membership.setsockopt(zmq.LINGER, 100)
+        self._membership.setsockopt(zmq.IDENTITY, f"{self.party.engine_id}@{self.party.incarnation}".encode())
+        self._membership.connect(membership)
+        self._outbox: list[tuple[float, int, bytes, bytes]] = []
+        self._order = itertools.count()
+
+    def stop(self, leave: bool = True) -> None:
+        """End ``run`` soon; without ``leave`` as a process that dies would, by closing the sockets."""
+        self._say_leave = leave
+        self._stopping.set()
+
+    def run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._requests, zmq.POLLIN)
+        poller.register(self._membership, zmq.POLLIN)
+        self._tell(Register(self._info()))
+        next_heartbeat = 0.0
+        try:
+            while not self._stopping.is_set():
+                now = time.monotonic()
+                if now >= next_heartbeat:
+                    self._tell(Heartbeat(self.load))
+                    next_heartbeat = now + self.options.heartbeat_seconds
+                self._send_due(now)
+                ready = dict(poller.poll(self._wait_ms(now, next_heartbeat)))
+                if self._membership in ready:
+                    self._on_membership()
+                if self._requests in ready:
+                    self._on_requests()
+            if self._say_leave:
+                self._tell(Leave())
+        finally:
+            self._requests.close()
+            self._membership.close()
+            self._context.term()
+
+    def _info(self) -> WorkerInfo:
+        options = self.options
+        return WorkerInfo(
+            party=self.party,
+            role=options.role,
+            endpoint=self.endpoint,
+            pid=os.getpid(),
+            layout=options.layout,
+            num_blocks=options.num_blocks,
+            max_num_seqs=options.max_num_seqs,
+            max_model_len=options.max_model_len,
+            vocab_size=options.vocab_size,
+        )
+
+    def _tell(self, body: Body) -> None:
+        self._membership.send(encode(Envelope(self.party, None, body)))
+
+    def _wait_ms(self, now: float, next_heartbeat: float) -> int:
+        due = min([next_heartbeat, *(entry[0] for entry in self._outbox[:1])])
+        # Wakes at least every 50 ms to notice stop(), and rounds up so as not to spin.
+        return max(0, min(50, int((due - now) * 1000) + 1))
+
+    def _on_membership(self) -> None:
+        while True:
+            try:
+                envelope = decode(self._membership.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            if isinstance(envelope.body, Registered) and envelope.to == self.party:
+                self.registered.set()
+
+    def _on_requests(self) -> None:
+        while True:
+            try:
+                identity, payload = self._requests.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                envelope = decode(payload)
+            except WireError:
+                continue
+            if envelope.to != self.party:
+                continue
+            self._handle(identity, envelope)
+
+    def _handle(self, identity: bytes, envelope: Envelope) -> None:
+        if self.keep_record:
+            self.received.append(envelope.body)
+        if isinstance(envelope.body, Abort):
+            return
+        now = time.monotonic()
+        for reply in self._script(envelope.body):
+            payload = reply.body
+            if not isinstance(payload, bytes):
+                payload = encode(Envelope(self.party, envelope.sender, payload))
+            if reply.delay_seconds <= 0:
+                self._requests.send_multipart([identity, payload])
+            else:
+                entry = (now + reply.delay_seconds, next(self._order), identity, payload)
+                heapq.heappush(self._outbox, entry)
+
+    def _send_due(self, now: float) -> None:
+        while self._outbox and self._outbox[0][0] <= now:
+            _, _, identity, payload = heapq.heappop(self._outbox)
+            self._requests.send_multipart([identity, payload])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """One worker in this process, until it is killed."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--membership", required=True, help="the router's membership endpoint")
+    parser.add_argument("--engine-id", default="instant-0")
+    parser.add_argument("--role", default="mixed", choices=[str(role) for role in Role])
+    parser.add_argument("--token-seconds", type=float, default=0.0, help="time between tokens; 0 sends all at once")
+    parser.add_argument("--tokens-per-message", type=int, default=0, help="0 packs all tokens into one message")
+    parser.add_argument("--vocab-size", type=int, default=1000)
+    parser.add_argument("--heartbeat-seconds", type=float, default=1.0)
+    options = parser.parse_args(argv)
+    worker = InstantWorker(
+        options.membership,
+        default_script(tokens_per_message=options.tokens_per_message, token_seconds=options.token_seconds),
+        WorkerOptions(
+            engine_id=options.engine_id,
+            role=Role(options.role),
+            vocab_size=options.vocab_size,
+            heartbeat_seconds=options.heartbeat_seconds,
+        ),
+    )
+    worker.keep_record = False
+    print(worker.endpoint, flush=True)
+    worker.run()
+
+
+if __name__ == "__main__":
+    main()

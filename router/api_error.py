@@ -1,0 +1,57 @@
+"""Errors of the HTTP interface, in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``."""
+
+from typing import Any
+
+import msgspec
+
+from splitserve.router.request_state import Failure, FailureReason
+
+RETRY_AFTER_SECONDS = 1
+
+_TYPES = {
+    400: "invalid_request_error",
+    404: "invalid_request_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+
+
+class ApiError(Exception):
+    """An answer other than 200. ``param`` names the request's field at fault."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self.body())
+
+    def headers(self) -> dict[str, str]:
+        return {"retry-after": str(RETRY_AFTER_SECONDS)} if self.status in (429, 503) else {}
+
+
+_STATUS_BY_REASON = {
+    FailureReason.INVALID: 400,
+    FailureReason.OVERLOADED: 503,
+    FailureReason.DEADLINE: 504,
+    FailureReason.HANDOVER: 502,
+    FailureReason.INTERNAL: 502,
+    FailureReason.WORKER_LOST: 503,
+    FailureReason.CONTRADICTION: 502,
+    FailureReason.SHUTDOWN: 503,
+}
+
+
+def error_of_failure(failure: Failure) -> ApiError:
+    """The answer for a request that failed after it was placed."""
+    return ApiError(_STATUS_BY_REASON[failure.reason], failure.message, code=failure.reason.value)

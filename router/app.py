@@ -1,0 +1,218 @@
+"""The HTTP interface: OpenAI's endpoints, health, readiness, metrics. Every error has OpenAI's shape."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeAlias, TypeVar
+
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from splitserve import __version__
+from splitserve.router.answers import GenerationResponse, Prompt
+from splitserve.router.api_error import ApiError
+from splitserve.router.dispatcher import Dispatcher
+from splitserve.router.formats import ChatFormat, CompletionFormat, Format
+from splitserve.router.metrics import RouterMetrics
+from splitserve.router.placement import NoWorker, RequestShape
+from splitserve.router.preparation import Preparation, check_not_empty
+from splitserve.router.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest, parse
+
+MAX_BODY_BYTES = 16 * 1024 * 1024
+_SCHEMA_PREFIX = "#/components/schemas/"
+
+Handler: TypeAlias = Callable[[Request], Coroutine[Any, Any, Response]]
+RequestModel = TypeVar("RequestModel", bound=GenerationRequest)
+
+
+class Api:
+    """The endpoints' handlers, for one model."""
+
+    def __init__(self, model_id: str, dispatcher: Dispatcher, preparation: Preparation, metrics: RouterMetrics) -> None:
+        self._model_id = model_id
+        self._dispatcher = dispatcher
+        self._preparation = preparation
+        self._metrics = metrics
+        self._created = int(time.time())
+
+    async def completions(self, request: Request) -> Response:
+        arrived_at = asyncio.get_running_loop().time()
+        body = await self._read(request, CompletionRequest)
+        check_not_empty(body)
+        limits = self._dispatcher.model_limits()
+        count = len(body.prompts())
+        self._dispatcher.admit(count, "prompt")
+        try:
+            prompts = await self._preparation.completion(body, *limits)
+            return self._answer(CompletionFormat, body, prompts, arrived_at)
+        except BaseException:
+            self._dispatcher.release(count)
+            raise
+
+    async def chat_completions(self, request: Request) -> Response:
+        arrived_at = asyncio.get_running_loop().time()
+        body = await self._read(request, ChatCompletionRequest)
+        limits = self._dispatcher.model_limits()
+        self._dispatcher.admit(1)
+        try:
+            prompts = await self._preparation.chat(body, *limits)
+            return self._answer(ChatFormat, body, prompts, arrived_at)
+        except BaseException:
+            self._dispatcher.release(1)
+            raise
+
+    async def models(self, _request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model_card()]})
+
+    async def model(self, request: Request) -> Response:
+        self._check_model(request.path_params["model_id"])
+        return JSONResponse(self._model_card())
+
+    async def health(self, _request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self, _request: Request) -> Response:
+        placement = self._dispatcher.place(RequestShape(num_prompt_tokens=1, max_tokens=1))
+        if isinstance(placement, NoWorker):
+            return JSONResponse({"status": "not ready", "reason": placement.reason}, 503)
+        return JSONResponse({"status": "ready"})
+
+    async def version(self, _request: Request) -> Response:
+        return JSONResponse({"version": __version__})
+
+    async def metrics(self, _request: Request) -> Response:
+        return Response(self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _read(self, request: Request, model: type[RequestModel]) -> RequestModel:
+        body = parse(model, await _read_body(request))
+        self._check_model(body.model)
+        return body
+
+    def _answer(
+        self, kind: type[Format], body: GenerationRequest, prompts: list[Prompt], arrived_at: float
+    ) -> GenerationResponse:
+        answer_format = kind(
+            self._model_id, include_usage=body.include_usage, return_token_ids=bool(body.return_token_ids)
+        )
+        return GenerationResponse(
+            self._dispatcher,
+            prompts,
+            answer_format,
+            arrived_at=arrived_at,
+            stream=bool(body.stream),
+            include_usage=body.include_usage,
+            return_route=bool(body.return_route),
+        )
+
+    def _check_model(self, model_id: str) -> None:
+        if model_id != self._model_id:
+            message = f"the model {model_id!r} does not exist; this server serves {self._model_id!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def _model_card(self) -> dict[str, Any]:
+        return {"id": self._model_id, "object": "model", "created": self._created, "owned_by": "splitserve"}
+
+
+async def _read_body(request: Request) -> bytes:
+    """The body, never more than ``MAX_BODY_BYTES`` of it in memory."""
+    declared = request.headers.get("content-length", "")
+    size = int(declared) if declared.isascii() and declared.isdigit() else 0
+    chunks = []
+    if size <= MAX_BODY_BYTES:
+        size = 0
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > MAX_BODY_BYTES:
+                break
+            chunks.append(chunk)
+    if size > MAX_BODY_BYTES:
+        raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="body_too_large")
+    return b"".join(chunks)
+
+
+def create_app(api: Api, metrics: RouterMetrics) -> ASGIApp:
+    """The ASGI application: routes, errors in OpenAI's shape, request counts."""
+    app = FastAPI(title="Splitserve", version=__version__, docs_url=None, redoc_url=None)
+    schemas: dict[str, Any] = {}
+    posts: list[tuple[str, Handler, type[GenerationRequest]]] = [
+        ("/v1/completions", api.completions, CompletionRequest),
+        ("/v1/chat/completions", api.chat_completions, ChatCompletionRequest),
+    ]
+    gets: list[tuple[str, Handler]] = [
+        ("/v1/models", api.models),
+        ("/v1/models/{model_id:path}", api.model),
+        ("/health", api.health),
+        ("/ready", api.ready),
+        ("/version", api.version),
+        ("/metrics", api.metrics),
+    ]
+    for path, handler, model in posts:
+        extra = {"requestBody": {"required": True, "content": _json_content(model, schemas)}}
+        app.add_api_route(path, handler, methods=["POST"], openapi_extra=extra)
+    for path, handler in gets:
+        app.add_api_route(path, handler, methods=["GET"])
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(ClientDisconnect, _on_client_disconnect)
+    app.add_exception_handler(Exception, _on_unexpected)
+    app.openapi().setdefault("components", {}).setdefault("schemas", {}).update(schemas)
+    return CountRequests(app, metrics)
+
+
+def _json_content(model: type[GenerationRequest], schemas: dict[str, Any]) -> dict[str, Any]:
+    schema = model.model_json_schema(ref_template=_SCHEMA_PREFIX + "{model}")
+    schemas.update(schema.pop("$defs", {}))
+    schemas[model.__name__] = schema
+    return {"application/json": {"schema": {"$ref": _SCHEMA_PREFIX + model.__name__}}}
+
+
+async def _on_api_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return Response(error.encode(), error.status, error.headers(), "application/json")
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """404 and 405 of the routing itself."""
+    assert isinstance(error, HTTPException)
+    response = await _on_api_error(
+        request, ApiError(error.status_code, f"{error.detail}: {request.method} {request.url.path}")
+    )
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _on_client_disconnect(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=400)  # nobody reads it
+
+
+async def _on_unexpected(request: Request, _error: Exception) -> Response:
+    """A bug of ours: the server logs the traceback."""
+    return await _on_api_error(request, ApiError(500, "internal error", code="internal_error"))
+
+
+class CountRequests:
+    """ASGI middleware that counts requests by endpoint and status."""
+
+    def __init__(self, app: FastAPI, metrics: RouterMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._paths = frozenset(
+            {"/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/ready", "/version", "/metrics"}
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"] if scope["path"] in self._paths else "other"
+
+        async def count_and_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._metrics.http_requests.labels(path, str(message["status"])).inc()
+            await send(message)
+
+        await self._app(scope, receive, count_and_send)

@@ -1,0 +1,226 @@
+"""Requests to workers and back: admission, placement, fan-out of tokens, aborts, deadlines.
+
+    submit -> place -> DecodeRequest + PrefillRequest, or LocalRequest -> the workers' links
+    StepTokens, RequestFailed, a lost worker, the deadline -> RequestState -> Inbox of the HTTP request
+
+Everything runs on one event loop and nothing here blocks. The decisions are made by the pure modules (placement,
+membership, request_state); this one carries them out.
+"""
+
+import asyncio
+import secrets
+from dataclasses import dataclass
+
+from splitserve.config import RouterConfig
+from splitserve.messages import (
+    Abort,
+    Body,
+    DecodeRequest,
+    LocalRequest,
+    PeerRef,
+    PrefillRequest,
+    RequestFailed,
+    StepTokens,
+)
+from splitserve.request import Party, SamplingParams
+from splitserve.router.api_error import ApiError
+from splitserve.router.fleet import Fleet
+from splitserve.router.inbox import Inbox
+from splitserve.router.membership import Charge
+from splitserve.router.metrics import RouterMetrics
+from splitserve.router.outcome import outcome
+from splitserve.router.placement import Disaggregated, NoWorker, Placed, Placement, RequestShape, policy_by_name
+from splitserve.router.request_state import NOTHING, Failure, FailureReason, RequestState, Update
+
+
+@dataclass(slots=True, eq=False)
+class Generation:
+    """One prompt under way. ``index`` tells it apart in the inbox that it shares with its HTTP request's others."""
+
+    index: int
+    token_ids: list[int]
+    sampling: SamplingParams
+    inbox: Inbox
+    arrived_at: float
+    state: RequestState
+    charge: Charge | None = None
+    deadline: asyncio.TimerHandle | None = None
+    last_token_at: float = 0.0
+
+    @property
+    def shape(self) -> RequestShape:
+        return RequestShape(num_prompt_tokens=len(self.token_ids), max_tokens=self.sampling.max_tokens)
+
+
+class Dispatcher:
+    """Raises :class:`ConfigError` for an unknown policy or a membership address that can't be bound."""
+
+    def __init__(self, config: RouterConfig, metrics: RouterMetrics) -> None:
+        self._policy = policy_by_name(config.policy)
+        self._deadline_seconds = config.protocol.request_deadline_seconds
+        self._max_in_flight = config.max_requests_in_flight
+        self._num_admitted = 0
+        self._active: dict[str, Generation] = {}
+        self._metrics = metrics
+        self._loop = asyncio.get_running_loop()
+        self._closing = False
+        self.fleet = Fleet(config, metrics, on_message=self._on_message, on_lost=self._on_worker_lost)
+        metrics.watch_workers(self.fleet.membership.records)
+
+    # ---- for the HTTP layer ----
+
+    def admit(self, count: int, param: str | None = None) -> None:
+        """Take ``count`` places among the requests in flight, or raise :class:`ApiError` 429 (400 if it never fits)."""
+        if count > self._max_in_flight:
+            raise ApiError(400, f"{count} prompts in one request; at most {self._max_in_flight} fit", param=param)
+        if self._num_admitted + count > self._max_in_flight:
+            message = f"{self._num_admitted} requests are in flight and {self._max_in_flight} are allowed: try again"
+            raise ApiError(429, message, code="too_many_requests")
+        self._num_admitted += count
+        self._metrics.requests_in_flight.set(self._num_admitted)
+
+    def release(self, count: int) -> None:
+        """Give places back that ``admit`` took."""
+        self._num_admitted -= count
+        self._metrics.requests_in_flight.set(self._num_admitted)
+
+    def place(self, shape: RequestShape) -> Placement:
+        """Where a request of this shape would run now."""
+        if self._closing:
+            return NoWorker("the router is shutting down")
+        return self._policy(self.fleet.membership.snapshot(), shape)
+
+    def model_limits(self) -> tuple[int, int]:
+        """``(max_model_len, vocab_size)``. Raises :class:`ApiError` 503 while no worker is ready."""
+        limits = self.fleet.membership.model_limits()
+        if limits is None:
+            raise ApiError(503, "no worker is ready: try again", code="no_worker")
+        return limits
+
+    def submit(
+        self, index: int, token_ids: list[int], sampling: SamplingParams, inbox: Inbox, arrived_at: float
+    ) -> Generation:
+        """Place a prompt and send it off; updates come to ``inbox``. Raises :class:`ApiError` 503 without a worker."""
+        state = RequestState(secrets.token_hex(12), sampling.max_tokens)
+        generation = Generation(index, token_ids, sampling, inbox, arrived_at, state)
+        placement = self.place(generation.shape)
+        if isinstance(placement, NoWorker):
+            raise ApiError(503, f"{placement.reason}: try again", code="no_worker")
+        self._active[state.request_id] = generation
+        self._metrics.prompt_tokens.inc(len(token_ids))
+        generation.deadline = self._loop.call_at(
+            arrived_at + self._deadline_seconds, self._on_deadline, state.request_id
+        )
+        self._start_attempt(generation, placement)
+        return generation
+
+    def finish_at_stop_string(self, generation: Generation) -> None:
+        self._apply(generation, generation.state.finish_at_stop_string())
+
+    def cancel(self, generation: Generation) -> None:
+        """The client is gone, or has what it wants; harmless when the request has ended."""
+        self._apply(generation, generation.state.cancel())
+
+    def close(self) -> None:
+        """Fail what is under way and close all sockets. Closing twice is harmless."""
+        if self._closing:
+            return
+        self._closing = True
+        failure = Failure(FailureReason.SHUTDOWN, "the router is shutting down")
+        for generation in list(self._active.values()):
+            self._apply(generation, generation.state.fail(failure))
+        self.fleet.close()
+
+    # ---- to the workers ----
+
+    def _start_attempt(self, generation: Generation, placement: Placed) -> None:
+        state = generation.state
+        state.begin(placement)
+        generation.charge = self.fleet.membership.charge(placement, generation.shape)
+        for party, body in self._messages(generation, placement):
+            if not self.fleet.send(party, body):
+                failure = Failure(FailureReason.OVERLOADED, f"worker {party.engine_id} takes no more messages")
+                self._apply(generation, state.fail(failure))
+                return
+
+    def _messages(self, generation: Generation, placement: Placed) -> list[tuple[Party, Body]]:
+        """What to send for an attempt. Decode comes first: it reserves room while prefill's message travels."""
+        key, prompt, sampling = generation.state.key, generation.token_ids, generation.sampling
+        left_seconds = max(0.001, generation.arrived_at + self._deadline_seconds - self._loop.time())
+        if not isinstance(placement, Disaggregated):
+            return [(placement.worker, LocalRequest(key, prompt, sampling, left_seconds))]
+        prefill, decode = self._peer(placement.prefill), self._peer(placement.decode)
+        return [
+            (placement.decode, DecodeRequest(key, prompt, sampling, prefill, left_seconds)),
+            (placement.prefill, PrefillRequest(key, prompt, sampling, decode, left_seconds)),
+        ]
+
+    def _peer(self, party: Party) -> PeerRef:
+        record = self.fleet.membership.get(party)
+        assert record is not None, f"{party} was placed but isn't known"
+        return PeerRef(party, record.info.endpoint)
+
+    # ---- from the workers ----
+
+    def _on_message(self, sender: Party, body: Body) -> None:
+        if isinstance(body, StepTokens):
+            for delta in body.deltas:
+                generation = self._active.get(delta.key.request_id)
+                update = None if generation is None else generation.state.on_delta(sender, delta)
+                self._apply_or_drop(generation, update, f"tokens of {delta.key} from {sender}")
+        elif isinstance(body, RequestFailed):
+            generation = self._active.get(body.key.request_id)
+            update = None if generation is None else generation.state.on_request_failed(sender, body)
+            self._apply_or_drop(generation, update, f"failure of {body.key} from {sender}")
+        else:
+            self.fleet.drop_stale(f"{type(body).__name__} from {sender}, which a router doesn't take")
+
+    def _on_worker_lost(self, worker: Party, why: str) -> None:
+        for generation in list(self._active.values()):
+            update = generation.state.on_worker_lost(worker, why)
+            if update is not None:
+                self._apply(generation, update)
+
+    def _on_deadline(self, request_id: str) -> None:
+        generation = self._active.get(request_id)
+        if generation is not None:
+            message = f"the request took longer than {self._deadline_seconds:g} s"
+            self._apply(generation, generation.state.fail(Failure(FailureReason.DEADLINE, message)))
+
+    def _apply_or_drop(self, generation: Generation | None, update: Update | None, what: str) -> None:
+        if generation is None or update is None:
+            self.fleet.drop_stale(what)
+        else:
+            self._apply(generation, update)
+
+    def _apply(self, generation: Generation, update: Update) -> None:
+        """Carry out what a transition asks for."""
+        if update is NOTHING:
+            return
+        if update.token_ids:
+            self._note_tokens(generation, len(update.token_ids))
+        for worker in update.aborts:
+            self.fleet.send(worker, Abort(generation.state.key))
+        if update.ended:
+            self._retire(generation)
+        generation.inbox.put(generation.index, update)
+
+    def _note_tokens(self, generation: Generation, count: int) -> None:
+        now = self._loop.time()
+        self._metrics.output_tokens.inc(count)
+        if generation.last_token_at:
+            self._metrics.itl_seconds.observe(now - generation.last_token_at)
+        else:
+            self._metrics.ttft_seconds.observe(now - generation.arrived_at)
+            if generation.charge is not None:
+                generation.charge.first_token_out()
+        generation.last_token_at = now
+
+    def _retire(self, generation: Generation) -> None:
+        del self._active[generation.state.request_id]
+        if generation.deadline is not None:
+            generation.deadline.cancel()
+        if generation.charge is not None:
+            generation.charge.release()
+        self._metrics.e2e_seconds.observe(self._loop.time() - generation.arrived_at)
+        self._metrics.requests_finished.labels(*outcome(generation.state)).inc()

@@ -1,0 +1,212 @@
+"""The workers, with I/O: the membership socket, a link per ready worker, and the clock that notices silence.
+
+Carries out what :mod:`splitserve.router.membership` decides. Messages about requests go to ``on_message``; a worker
+that died, left or was replaced is reported once to ``on_lost``, with the reason in words.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+
+import zmq
+
+from splitserve.config import RouterConfig
+from splitserve.errors import ConfigError, WireError
+from splitserve.messages import Body, Envelope, Heartbeat, Leave, Register, Registered
+from splitserve.request import Party
+from splitserve.router.links import LoopSocket, WorkerLink, bind_router_socket
+from splitserve.router.membership import Membership, WorkerState
+from splitserve.router.metrics import RouterMetrics
+from splitserve.wire import decode, encode
+
+log = logging.getLogger(__name__)
+
+_MAX_TICK_SECONDS = 0.25
+_LOG_INTERVAL_SECONDS = 1.0
+
+
+class RateLimitedLog:
+    """At most one message a second; the next one says how many were left out."""
+
+    def __init__(self, level: int) -> None:
+        self._level = level
+        self._next_at = 0.0
+        self._num_suppressed = 0
+
+    def write(self, now: float, message: str) -> None:
+        if now < self._next_at:
+            self._num_suppressed += 1
+            return
+        more = f" ({self._num_suppressed} more like this)" if self._num_suppressed else ""
+        log.log(self._level, "%s%s", message, more)
+        self._next_at = now + _LOG_INTERVAL_SECONDS
+        self._num_suppressed = 0
+
+
+class Fleet:
+    """Must be created, used and closed on the event loop's thread. Raises :class:`ConfigError` if it can't bind."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        metrics: RouterMetrics,
+        *,
+        on_message: Callable[[Party, Body], None],
+        on_lost: Callable[[Party, str], None],
+    ) -> None:
+        protocol = config.protocol
+        self.party = Party("router", secrets.randbits(63))
+        self.membership = Membership(protocol.dead_after_seconds, protocol.tombstone_seconds)
+        self._dead_after_seconds = protocol.dead_after_seconds
+        self._metrics = metrics
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._links: dict[Party, WorkerLink] = {}
+        self._stale_log = RateLimitedLog(logging.INFO)  # ordinary after an abort
+        self._wire_log = RateLimitedLog(logging.WARNING)
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.Context()
+        socket, self.endpoint = bind_router_socket(self._context, config.membership_host)
+        self._socket = LoopSocket(socket, self._on_membership_frames)
+        self._tick_seconds = min(_MAX_TICK_SECONDS, protocol.dead_after_seconds / 4)
+        self._last_tick = self._loop.time()
+        self._timer = self._loop.call_later(self._tick_seconds, self._tick)
+
+    def send(self, worker: Party, body: Body) -> bool:
+        """False if the worker has no link, or its link takes no more messages."""
+        link = self._links.get(worker)
+        return link is not None and link.send(body)
+
+    def drop_stale(self, what: str) -> None:
+        """Count and log a message that came too late or from nobody we know."""
+        self._metrics.stale_messages.inc()
+        self._stale_log.write(self._loop.time(), f"dropped a stale message: {what}")
+
+    def close(self) -> None:
+        self._timer.cancel()
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+        self._socket.close()
+        self._context.term()
+
+    # ---- the membership socket ----
+
+    def _on_membership_frames(self, frames: list[bytes]) -> None:
+        if len(frames) != 2:
+            self._count_wire_error("membership", f"{len(frames)} frames instead of an identity and a message")
+            return
+        identity, payload = frames
+        envelope = self._decode("membership", payload)
+        if envelope is None:
+            return
+        sender, body = envelope.sender, envelope.body
+        if isinstance(body, Register):
+            self._on_register(identity, sender, body)
+        elif isinstance(body, Heartbeat):
+            self._on_heartbeat(sender, body)
+        elif isinstance(body, Leave):
+            if self.membership.leave(sender):
+                self._end_link(sender, "has left")
+        else:
+            self.drop_stale(f"{type(body).__name__} from {sender} on the membership socket")
+
+    def _on_register(self, identity: bytes, sender: Party, body: Register) -> None:
+        registration = self.membership.register(sender, body.info, self._loop.time())
+        refusal = registration.refusal
+        if registration.replaced is not None:
+            self._end_link(registration.replaced, "was replaced by a new incarnation")
+        if refusal is None and registration.must_dial:
+            refusal = self._dial(sender)
+        if refusal is not None:
+            self._metrics.workers_refused.inc()
+            log.warning("refused worker %s: %s", sender, refusal)
+            return
+        if registration.must_dial:
+            log.info("worker %s (%s) registered from %s", sender, body.info.role, body.info.endpoint)
+        self._socket.send([identity, encode(Envelope(self.party, sender, Registered()))])
+
+    def _on_heartbeat(self, sender: Party, body: Heartbeat) -> None:
+        before = self.membership.heartbeat(sender, body.load, self._loop.time())
+        if before is None:
+            self.drop_stale(f"heartbeat from {sender}, which isn't registered")
+        elif before is WorkerState.LOST:
+            log.info("worker %s is heard again", sender)
+            self._dial(sender)
+
+    # ---- links ----
+
+    def _dial(self, worker: Party) -> str | None:
+        """Open the worker's link; the reason in words if that can't be done."""
+        record = self.membership.get(worker)
+        assert record is not None
+        try:
+            self._links[worker] = WorkerLink(
+                self._context,
+                record.info,
+                self.party,
+                on_frames=self._on_link_frames,
+                on_up=self._on_link_up,
+                on_down=self._on_link_down,
+            )
+        except ConfigError as error:
+            self.membership.leave(worker)
+            return str(error)
+        return None
+
+    def _on_link_up(self, link: WorkerLink) -> None:
+        self.membership.link_up(link.party)
+        log.info("worker %s is ready", link.party)
+
+    def _on_link_down(self, link: WorkerLink) -> None:
+        if self._links.get(link.party) is link and self.membership.lose(link.party):
+            self._end_link(link.party, "closed its connection")
+
+    def _on_link_frames(self, worker: Party, frames: list[bytes]) -> None:
+        if len(frames) != 1:
+            self._count_wire_error(str(worker), f"{len(frames)} frames instead of one")
+            return
+        envelope = self._decode(str(worker), frames[0])
+        if envelope is None:
+            return
+        if envelope.sender != worker:
+            self.drop_stale(f"{type(envelope.body).__name__} of {envelope.sender} on the link to {worker}")
+        else:
+            self._on_message(worker, envelope.body)
+
+    def _end_link(self, worker: Party, why: str) -> None:
+        """The worker is gone: close its link and tell whoever has requests there."""
+        link = self._links.pop(worker, None)
+        if link is None:
+            return
+        link.close()
+        self._metrics.workers_lost.inc()
+        log.warning("worker %s %s", worker, why)
+        self._on_lost(worker, why)
+
+    # ---- both ----
+
+    def _decode(self, source: str, payload: bytes) -> Envelope | None:
+        try:
+            envelope = decode(payload)
+        except WireError as error:
+            self._count_wire_error(source, str(error))
+            return None
+        if envelope.to is not None and envelope.to != self.party:
+            self.drop_stale(f"{type(envelope.body).__name__} from {envelope.sender} for {envelope.to}")
+            return None
+        return envelope
+
+    def _count_wire_error(self, source: str, message: str) -> None:
+        self._metrics.wire_errors.inc()
+        self._wire_log.write(self._loop.time(), f"dropped bytes from {source}: {message}")
+
+    def _tick(self) -> None:
+        now = self._loop.time()
+        if now - self._last_tick > self._dead_after_seconds / 2:
+            self.membership.excuse_silence(now)
+        self._last_tick = now
+        for worker in self.membership.expire(now):
+            self._end_link(worker, f"sent no heartbeat for {self._dead_after_seconds:g} s")
+        self._timer = self._loop.call_later(self._tick_seconds, self._tick)

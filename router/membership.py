@@ -1,0 +1,255 @@
+"""The workers that the router knows: who registered, who is alive, what each has in flight. Pure; time is an argument.
+
+    CONNECTING --link up--> READY --link down, heartbeats stop--> LOST --heartbeat--> CONNECTING
+         '-----------------------------------------------------------^
+
+A worker leaves the table when it says Leave, when a new incarnation of it registers, or when it has been LOST for
+``forget_after_seconds``. A replaced incarnation never comes back, however late its messages are.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from splitserve.messages import LayoutRecord, WorkerInfo, WorkerLoad
+from splitserve.request import Party
+from splitserve.router.placement import NO_LOAD, Disaggregated, Placed, RequestShape, Snapshot, WorkerView
+
+MAX_WORKERS = 4096
+MAX_REPLACED_INCARNATIONS = 4096
+
+
+class WorkerState(StrEnum):
+    CONNECTING = "connecting"
+    READY = "ready"
+    LOST = "lost"
+
+
+@dataclass(slots=True)
+class WorkerRecord:
+    """One incarnation of one worker. The counts are this router's own; see :class:`WorkerView`."""
+
+    info: WorkerInfo
+    last_heard: float
+    state: WorkerState = WorkerState.CONNECTING
+    load: WorkerLoad = NO_LOAD
+    num_requests: int = 0
+    prefill_tokens: int = 0
+    context_tokens: int = 0
+    num_placed: int = 0
+
+    def view(self) -> WorkerView:
+        info = self.info
+        return WorkerView(
+            party=info.party,
+            role=info.role,
+            max_num_seqs=max(1, info.max_num_seqs),
+            max_model_len=info.max_model_len,
+            kv_capacity_tokens=info.num_blocks * info.layout.block_size,
+            load=self.load,
+            num_requests=self.num_requests,
+            prefill_tokens=self.prefill_tokens,
+            context_tokens=self.context_tokens,
+            num_placed=self.num_placed,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """Answer to a Register. ``refusal`` says why not; ``must_dial`` that it has no link yet (or not any more);
+    ``replaced`` is the incarnation that this one supersedes."""
+
+    refusal: str | None = None
+    must_dial: bool = False
+    replaced: Party | None = None
+
+
+class Membership:
+    def __init__(self, dead_after_seconds: float, forget_after_seconds: float) -> None:
+        self._dead_after_seconds = dead_after_seconds
+        self._forget_after_seconds = forget_after_seconds
+        self._records: dict[str, WorkerRecord] = {}
+        self._replaced: dict[Party, None] = {}  # in order of arrival
+
+    # ---- what happened ----
+
+    def register(self, sender: Party, info: WorkerInfo, now: float) -> Registration:
+        """Take a worker in, or say why not. Registering twice is harmless."""
+        if info.party != sender:
+            return Registration(refusal=f"it registers {info.party} but is {sender}")
+        if sender in self._replaced:
+            return Registration(refusal="this incarnation has left, or a newer one took its place")
+        known = self._records.get(sender.engine_id)
+        if known is None and len(self._records) >= MAX_WORKERS:
+            return Registration(refusal=f"there are {MAX_WORKERS} workers already")
+        if (mismatch := self._mismatch(info)) is not None:
+            return Registration(refusal=mismatch)
+        if known is not None and known.info.party == sender:
+            was_lost = known.state is WorkerState.LOST
+            known.state = WorkerState.CONNECTING if was_lost else known.state
+            known.last_heard = now
+            return Registration(must_dial=was_lost)
+        self._records[sender.engine_id] = WorkerRecord(info, now)
+        if known is None:
+            return Registration(must_dial=True)
+        self._mark_replaced(known.info.party)
+        return Registration(must_dial=True, replaced=known.info.party)
+
+    def heartbeat(self, sender: Party, load: WorkerLoad, now: float) -> WorkerState | None:
+        """The worker's state before this heartbeat (LOST: it must be dialled again), or None for a stale sender."""
+        record = self.get(sender)
+        if record is None:
+            return None
+        before = record.state
+        record.load = load
+        record.last_heard = now
+        if before is WorkerState.LOST:
+            record.state = WorkerState.CONNECTING
+        return before
+
+    def link_up(self, party: Party) -> None:
+        record = self.get(party)
+        if record is not None and record.state is WorkerState.CONNECTING:
+            record.state = WorkerState.READY
+
+    def lose(self, party: Party) -> bool:
+        """Its link is down. True if that is news."""
+        record = self.get(party)
+        if record is None or record.state is WorkerState.LOST:
+            return False
+        record.state = WorkerState.LOST
+        return True
+
+    def leave(self, party: Party) -> bool:
+        if self.get(party) is None:
+            return False
+        del self._records[party.engine_id]
+        self._mark_replaced(party)
+        return True
+
+    def expire(self, now: float) -> list[Party]:
+        """Mark workers LOST whose heartbeats stopped, and return them; forget those that were lost long ago."""
+        silent = []
+        for engine_id, record in list(self._records.items()):
+            silence_seconds = now - record.last_heard
+            if record.state is not WorkerState.LOST and silence_seconds > self._dead_after_seconds:
+                record.state = WorkerState.LOST
+                silent.append(record.info.party)
+            elif record.state is WorkerState.LOST and silence_seconds > self._forget_after_seconds:
+                del self._records[engine_id]
+        return silent
+
+    def excuse_silence(self, now: float) -> None:
+        """The router itself was not running for a while: nobody's heartbeats can be held against them."""
+        for record in self._records.values():
+            if record.state is not WorkerState.LOST:
+                record.last_heard = now
+
+    def charge(self, placement: Placed, shape: RequestShape) -> "Charge":
+        """Count a placed request against its workers, until the charge is released."""
+        charge = Charge(
+            prefill=self.get(prefill_party(placement)),
+            decode=self.get(decode_party(placement)),
+            num_prompt_tokens=shape.num_prompt_tokens,
+        )
+        charge.apply()
+        return charge
+
+    # ---- what is known ----
+
+    def get(self, party: Party) -> WorkerRecord | None:
+        """The record of exactly this incarnation."""
+        record = self._records.get(party.engine_id)
+        return record if record is not None and record.info.party == party else None
+
+    def records(self) -> list[WorkerRecord]:
+        return list(self._records.values())
+
+    def snapshot(self) -> Snapshot:
+        ready = (record for record in self._records.values() if record.state is WorkerState.READY)
+        return Snapshot(tuple(record.view() for record in ready))
+
+    def model_limits(self) -> tuple[int, int] | None:
+        """``(max_model_len, vocab_size)`` of the ready workers, or None while there is none."""
+        ready = [record.info for record in self._records.values() if record.state is WorkerState.READY]
+        if not ready:
+            return None
+        return max(info.max_model_len for info in ready), ready[0].vocab_size
+
+    def check_invariants(self) -> None:
+        for engine_id, record in self._records.items():
+            assert record.info.party.engine_id == engine_id
+            assert record.info.party not in self._replaced
+            assert min(record.num_requests, record.prefill_tokens, record.context_tokens) >= 0
+        assert len(self._records) <= MAX_WORKERS
+        assert len(self._replaced) <= MAX_REPLACED_INCARNATIONS
+
+    def _mismatch(self, info: WorkerInfo) -> str | None:
+        """How ``info`` differs from the workers that are here: the first one set the model; None if it doesn't."""
+        for record in self._records.values():
+            other = record.info
+            if record.state is WorkerState.LOST or other.party.engine_id == info.party.engine_id:
+                continue
+            ours: LayoutRecord = other.layout
+            if (difference := ours.mismatch(info.layout)) is not None:
+                return f"its KV layout differs from worker {other.party.engine_id}'s: {difference}"
+            if other.vocab_size != info.vocab_size:
+                return f"vocab_size: {other.vocab_size} against {info.vocab_size}"
+        return None
+
+    def _mark_replaced(self, party: Party) -> None:
+        self._replaced[party] = None
+        if len(self._replaced) > MAX_REPLACED_INCARNATIONS:
+            del self._replaced[next(iter(self._replaced))]
+
+
+@dataclass(slots=True)
+class Charge:
+    """What one placed request adds to the counts of its workers (one and the same record for a local request)."""
+
+    prefill: WorkerRecord | None
+    decode: WorkerRecord | None
+    num_prompt_tokens: int
+    _prefilling: bool = False
+    _decoding: bool = False
+
+    def apply(self) -> None:
+        self._prefilling = self._decoding = True
+        if self.prefill is not None:
+            self.prefill.prefill_tokens += self.num_prompt_tokens
+        if self.decode is not None:
+            self.decode.context_tokens += self.num_prompt_tokens
+        self._count_request(1)
+        for record in self._distinct_records():
+            record.num_placed += 1
+
+    def first_token_out(self) -> None:
+        """The prompt has been computed: it's no load on prefill any more."""
+        if self._prefilling and self.prefill is not None:
+            self.prefill.prefill_tokens -= self.num_prompt_tokens
+        self._prefilling = False
+
+    def release(self) -> None:
+        """The request has left its workers. Releasing twice is harmless."""
+        self.first_token_out()
+        if not self._decoding:
+            return
+        self._decoding = False
+        if self.decode is not None:
+            self.decode.context_tokens -= self.num_prompt_tokens
+        self._count_request(-1)
+
+    def _count_request(self, change: int) -> None:
+        for record in self._distinct_records():
+            record.num_requests += change
+
+    def _distinct_records(self) -> list[WorkerRecord]:
+        records = [self.prefill] if self.prefill is self.decode else [self.prefill, self.decode]
+        return [record for record in records if record is not None]
+
+
+def prefill_party(placement: Placed) -> Party:
+    return placement.prefill if isinstance(placement, Disaggregated) else placement.worker
+
+
+def decode_party(placement: Placed) -> Party:
+    return placement.decode if isinstance(placement, Disaggregated) else placement.worker

@@ -1,0 +1,108 @@
+"""Prometheus metrics of the router and, from their last heartbeats, of the workers."""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from splitserve.messages import WorkerLoad
+from splitserve.router.membership import WorkerRecord, WorkerState
+
+_TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
+_E2E_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+_LOAD_COUNTERS = frozenset(
+    {
+        "steps",
+        "prompt_tokens",
+        "output_tokens",
+        "prefix_hit_tokens",
+        "preemptions",
+        "handovers",
+        "handover_bytes",
+        "handover_failures",
+        "stale_messages",
+    }
+)
+
+
+class RouterMetrics:
+    """All metrics, in a registry of their own."""
+
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry()
+        self.http_requests = Counter(
+            "splitserve_http_requests",
+            "HTTP requests by endpoint and status code",
+            ("endpoint", "status"),
+            registry=registry,
+        )
+        self.requests_finished = Counter(
+            "splitserve_requests_finished",
+            "Requests that ended: where they were meant to run, where they ran, and why it ended so",
+            ("intended", "actual", "reason"),
+            registry=registry,
+        )
+        self.requests_in_flight = Gauge(
+            "splitserve_requests_in_flight", "Requests that were admitted and haven't ended", registry=registry
+        )
+        self.ttft_seconds = _histogram(registry, "ttft", "HTTP request read to first token received", _TTFT_BUCKETS)
+        self.itl_seconds = _histogram(registry, "itl", "Time between deliveries of tokens of a request", _ITL_BUCKETS)
+        self.e2e_seconds = _histogram(registry, "e2e", "HTTP request read to last token received", _E2E_BUCKETS)
+        self.prompt_tokens = _counter(registry, "prompt_tokens", "Prompt tokens of placed requests")
+        self.output_tokens = _counter(registry, "output_tokens", "Output tokens received and delivered in order")
+        self.stale_messages = _counter(registry, "stale_messages", "Messages dropped: old attempt, incarnation, ended")
+        self.wire_errors = _counter(registry, "wire_errors", "Bytes from sockets that were no message of our schema")
+        self.workers_refused = _counter(registry, "workers_refused", "Registrations of workers that were refused")
+        self.workers_lost = _counter(registry, "workers_lost", "Workers that died, fell silent or left")
+
+    def watch_workers(self, records: Callable[[], list[WorkerRecord]]) -> None:
+        self.registry.register(_WorkerCollector(records))
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class _WorkerCollector(Collector):
+    """Gauges and counters per worker, read at scrape time."""
+
+    def __init__(self, records: Callable[[], list[WorkerRecord]]) -> None:
+        self._records = records
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        records = self._records()
+        labels = ("worker", "role")
+        ready = GaugeMetricFamily("splitserve_worker_ready", "1 if the worker gets requests", labels=labels)
+        placed = GaugeMetricFamily("splitserve_worker_requests_in_flight", "Requests placed there", labels=labels)
+        for record in records:
+            ready.add_metric(_labels(record), float(record.state is WorkerState.READY))
+            placed.add_metric(_labels(record), record.num_requests)
+        yield ready
+        yield placed
+        for name in WorkerLoad.__struct_fields__:
+            family: CounterMetricFamily | GaugeMetricFamily
+            text = f"{name} of the worker's last heartbeat"
+            if name in _LOAD_COUNTERS:
+                family = CounterMetricFamily(f"splitserve_worker_{name}", text, labels=labels)
+            else:
+                family = GaugeMetricFamily(f"splitserve_worker_{name}", text, labels=labels)
+            for record in records:
+                family.add_metric(_labels(record), getattr(record.load, name))
+            yield family
+
+    def describe(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
+        return ()
+
+
+def _labels(record: WorkerRecord) -> tuple[str, str]:
+    return (record.info.party.engine_id, str(record.info.role))
+
+
+def _counter(registry: CollectorRegistry, name: str, text: str) -> Counter:
+    return Counter(f"splitserve_{name}", text, registry=registry)
+
+
+def _histogram(registry: CollectorRegistry, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+    return Histogram(f"splitserve_{name}_seconds", text, buckets=buckets, registry=registry)

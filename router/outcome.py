@@ -1,0 +1,44 @@
+"""How a request ended, in the words of metrics and of ``return_route``. Pure."""
+
+from typing import Any
+
+import msgspec
+
+from splitserve.router.membership import decode_party, prefill_party
+from splitserve.router.placement import Disaggregated
+from splitserve.router.request_state import Phase, RequestState
+
+
+def outcome(state: RequestState) -> tuple[str, str, str]:
+    """``(intended, actual, reason)`` of a request that has ended.
+
+    ``actual`` is disaggregated only if the final attempt's decode used a block that it had read from prefill; else the
+    reason says why none was needed, so that a fallback can't go unseen.
+    """
+    intended = "disaggregated" if isinstance(state.placement, Disaggregated) else "local"
+    if state.failure is not None:
+        return intended, "failed", state.failure.reason.value
+    if state.phase is Phase.CANCELLED:
+        return intended, "failed", "cancelled"
+    if intended == "local":
+        return intended, "local", "ok"
+    if state.handover is None:
+        num_tokens = max(len(sequence.output_ids) for sequence in state.sequences)
+        return intended, "local", "ended_with_first_token" if num_tokens <= 1 else "no_handover_report"
+    if state.handover.blocks == 0:
+        return intended, "local", "cached_on_decode"
+    return intended, "disaggregated", "ok"
+
+
+def route(state: RequestState) -> dict[str, Any]:
+    """The ``splitserve`` object of an answer: where the request ran and what its hand-over cost."""
+    placement = state.placement
+    assert placement is not None, f"{state.request_id} was never placed"
+    return {
+        "mode": "disaggregated" if isinstance(placement, Disaggregated) else "local",
+        "prefill": prefill_party(placement).engine_id,
+        "decode": decode_party(placement).engine_id,
+        "attempts": state.num_attempts,
+        "cached_tokens": state.num_cached_tokens,
+        "handover": None if state.handover is None else msgspec.to_builtins(state.handover),
+    }

@@ -1,0 +1,122 @@
+"""From a validated body to prompts that can run: chat template, tokenisation, limits, sampling parameters."""
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from splitserve.request import SamplingParams
+from splitserve.router.answers import Prompt
+from splitserve.router.api_error import ApiError
+from splitserve.router.choice import Choice
+from splitserve.router.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from splitserve.router.tokenizer import ChatTemplateError, ModelTokenizer
+
+# 512 characters take 0.1 ms to tokenise, a hop to the pool and back 0.06 to 0.2 ms.
+MAX_INLINE_CHARS = 512
+DEFAULT_COMPLETION_TOKENS = 16
+_TOKENIZER_THREADS = 2
+
+Result = TypeVar("Result")
+
+
+class Preparation:
+    """Prepares prompts for one model. Methods raise :class:`ApiError` 400 that names the field at fault."""
+
+    def __init__(self, tokenizer: ModelTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._pool = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def completion(self, request: CompletionRequest, max_model_len: int, vocab_size: int) -> list[Prompt]:
+        prompts = []
+        for prompt in request.prompts():
+            token_ids = await self._prompt_ids(prompt, vocab_size)
+            room = _room(len(token_ids), max_model_len, "prompt")
+            max_tokens = _max_tokens(request.max_tokens, "max_tokens", len(token_ids), max_model_len)
+            prompts.append(
+                self._prompt(request, token_ids, max_tokens or min(DEFAULT_COMPLETION_TOKENS, room), vocab_size)
+            )
+        return prompts
+
+    async def chat(self, request: ChatCompletionRequest, max_model_len: int, vocab_size: int) -> list[Prompt]:
+        messages = [message.for_template() for message in request.messages]
+        num_chars = sum(len(message["content"]) for message in messages)
+
+        def render_and_encode() -> list[int]:
+            return self._tokenizer.encode(self._tokenizer.render_chat(messages), add_special_tokens=False)
+
+        try:
+            token_ids = await self._run(render_and_encode, num_chars)
+        except ChatTemplateError as error:
+            raise ApiError(400, str(error), param="messages") from None
+        room = _room(len(token_ids), max_model_len, "messages")
+        param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+        wanted = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+        max_tokens = _max_tokens(wanted, param, len(token_ids), max_model_len)
+        return [self._prompt(request, token_ids, max_tokens or room, vocab_size)]
+
+    async def _prompt_ids(self, prompt: str | list[int], vocab_size: int) -> list[int]:
+        if isinstance(prompt, list):
+            _check_vocabulary(prompt, vocab_size, "prompt")
+            return prompt
+        return await self._run(lambda: self._tokenizer.encode(prompt, add_special_tokens=True), len(prompt))
+
+    async def _run(self, work: Callable[[], Result], num_chars: int) -> Result:
+        if num_chars <= MAX_INLINE_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    def _prompt(self, request: GenerationRequest, token_ids: list[int], max_tokens: int, vocab_size: int) -> Prompt:
+        stop_token_ids = request.stop_token_ids or []
+        _check_vocabulary(stop_token_ids, vocab_size, "stop_token_ids")
+        eos_token_ids = () if request.ignore_eos else self._tokenizer.eos_token_ids
+        sampling = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=1.0 if request.temperature is None else request.temperature,
+            top_k=max(0, request.top_k or 0),
+            top_p=1.0 if request.top_p is None else request.top_p,
+            # OpenAI's seeds are signed; two's complement keeps different ones different.
+            seed=secrets.randbits(63) if request.seed is None else request.seed % 2**64,
+            stop_token_ids=tuple(dict.fromkeys((*eos_token_ids, *stop_token_ids))),
+        )
+        return Prompt(token_ids, sampling, Choice(self._tokenizer.detokenizer(), request.stop_strings))
+
+
+def check_not_empty(request: CompletionRequest) -> None:
+    """Raises :class:`ApiError` 400 for a prompt, or one of several, without text or tokens."""
+    if not request.prompt or not all(request.prompts()):
+        raise ApiError(400, "prompt is empty: give at least one token", param="prompt", code="empty_prompt")
+
+
+def _check_vocabulary(token_ids: list[int], vocab_size: int, param: str) -> None:
+    if token_ids and max(token_ids) >= vocab_size:
+        message = f"{param} holds token id {max(token_ids)}; the vocabulary ends at {vocab_size - 1}"
+        raise ApiError(400, message, param=param, code="invalid_token_id")
+
+
+def _room(num_prompt_tokens: int, max_model_len: int, param: str) -> int:
+    """How many output tokens fit behind the prompt: at least one."""
+    if num_prompt_tokens == 0:
+        raise ApiError(400, f"{param} gives no token at all", param=param, code="empty_prompt")
+    if num_prompt_tokens >= max_model_len:
+        message = (
+            f"{param} has {num_prompt_tokens} tokens, which leaves no room for an output token: "
+            f"the context length is {max_model_len}"
+        )
+        raise ApiError(400, message, param=param, code="context_length_exceeded")
+    return max_model_len - num_prompt_tokens
+
+
+def _max_tokens(wanted: int | None, param: str, num_prompt_tokens: int, max_model_len: int) -> int | None:
+    """What the client asked for, checked against the context; None if it left the choice to us."""
+    if wanted is not None and num_prompt_tokens + wanted > max_model_len:
+        message = (
+            f"{num_prompt_tokens} prompt tokens and {param} {wanted} make {num_prompt_tokens + wanted}; "
+            f"the context length is {max_model_len}"
+        )
+        raise ApiError(400, message, param=param, code="context_length_exceeded")
+    return wanted

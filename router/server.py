@@ -1,0 +1,120 @@
+"""The router process: one event loop with the HTTP server, the dispatcher and its sockets. No torch in here."""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import uvicorn
+import uvloop
+
+from splitserve.config import RouterConfig
+from splitserve.errors import ConfigError
+from splitserve.router.app import Api, create_app
+from splitserve.router.dispatcher import Dispatcher
+from splitserve.router.metrics import RouterMetrics
+from splitserve.router.preparation import Preparation
+from splitserve.router.tokenizer import ModelTokenizer
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str, dict[str, str]], None]
+
+_BACKLOG = 2048
+_KEEP_ALIVE_SECONDS = 75
+_SHUTDOWN_SECONDS = 2
+
+
+def run_router(config: RouterConfig, progress: Progress) -> None:
+    """Serve until SIGTERM or SIGINT. Must run on the main thread of its process.
+
+    Calls ``progress("membership", {"endpoint": ...})`` when workers can register and ``progress("listening",
+    {"url": ...})`` when HTTP is accepted. Raises :class:`ConfigError` for settings that can't work, a taken port among
+    them, and :class:`CheckpointError` for a model directory without a usable tokenizer.
+    """
+    with _listen(config.host, config.port) as listener:
+        tokenizer = ModelTokenizer(Path(config.model))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(config, progress, listener, tokenizer))
+
+
+async def _serve(config: RouterConfig, progress: Progress, listener: socket.socket, tokenizer: ModelTokenizer) -> None:
+    metrics = RouterMetrics()
+    dispatcher = Dispatcher(config, metrics)
+    preparation = Preparation(tokenizer)
+    try:
+        progress("membership", {"endpoint": dispatcher.fleet.endpoint})
+        app = create_app(Api(config.served_model_name, dispatcher, preparation, metrics), metrics)
+        server = _HttpServer(
+            uvicorn.Config(
+                app,
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                backlog=_BACKLOG,
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+            ),
+            on_started=lambda: progress("listening", {"url": _url(listener)}),
+        )
+
+        def stop() -> None:
+            # Open streams get their error event first; then the server has nothing left to wait for.
+            dispatcher.close()
+            server.should_exit = True
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop)
+        # What start-up allocated lives as long as the process: keep the collector from walking it at each full pass.
+        gc.collect()
+        gc.freeze()
+        await server.serve(sockets=[listener])
+    finally:
+        dispatcher.close()
+        preparation.close()
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn's server without its signal handling, and with a call when it accepts."""
+
+    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_started = on_started
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_started()
+
+
+@contextlib.contextmanager
+def _listen(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket bound to the address; the server makes it listen. Raises :class:`ConfigError`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"can't listen on {host} port {port}: {error.strerror or error}; choose another --port"
+            ) from error
+        yield listener
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,121 @@
+"""From output tokens to text: incremental detokenisation and stop strings. No I/O.
+
+Both classes hold text back only while it could still change: a :class:`Detokenizer` the bytes of an incomplete
+character, :class:`StopStrings` what could be the beginning of a stop string.
+"""
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+_REPLACEMENT = "\ufffd"
+# An incomplete UTF-8 character is at most three bytes long: one replacement character from byte-level decoders, up to
+# three from byte-fallback decoders. A longer run is invalid output that no further token can repair.
+_MAX_INCOMPLETE_CHARS = 3
+_WINDOW_TOKENS = 16
+_MAX_WINDOW_TOKENS = 64
+
+
+class Detokenizer:
+    """Text of a growing list of token ids, piece by piece; special tokens are left out.
+
+    The pieces together equal ``tokenizer.decode(all_ids, skip_special_tokens=True)`` for byte-level tokenizers. Only
+    a short window of tokens is decoded at each step. It begins where a decoding was complete, so that the window's
+    own text never changes when tokens are added to it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._window: list[int] = []
+        self._num_emitted_chars = 0
+        self._complete_at = 0
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that becomes certain with these tokens."""
+        return "".join([self._push_one(token_id) for token_id in token_ids])
+
+    def flush(self) -> str:
+        """What is left at the end of the output: an incomplete character shows as a replacement character."""
+        text = self._decode()
+        piece = text[self._num_emitted_chars :]
+        self._num_emitted_chars = len(text)
+        return piece
+
+    def _push_one(self, token_id: int) -> str:
+        self._window.append(token_id)
+        text = self._decode()
+        certain = _num_certain_chars(text)
+        piece = text[self._num_emitted_chars : certain]
+        self._num_emitted_chars = max(self._num_emitted_chars, certain)
+        if certain == len(text):
+            if len(self._window) >= _WINDOW_TOKENS:
+                self._restart_window(self._complete_at)
+            self._complete_at = len(self._window)
+        elif len(self._window) >= _MAX_WINDOW_TOKENS:
+            self._restart_window(len(self._window) - _WINDOW_TOKENS)
+        return piece
+
+    def _restart_window(self, first: int) -> None:
+        num_pending_chars = len(self._decode()) - self._num_emitted_chars
+        self._window = self._window[first:]
+        self._num_emitted_chars = len(self._decode()) - num_pending_chars
+        self._complete_at = 0
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._window, skip_special_tokens=True)
+
+
+def _num_certain_chars(text: str) -> int:
+    """Length of ``text`` without replacement characters at its end that may yet become a character."""
+    if not text.endswith(_REPLACEMENT):
+        return len(text)
+    run = len(text) - len(text.rstrip(_REPLACEMENT))
+    return len(text) - min(run, _MAX_INCOMPLETE_CHARS)
+
+
+class StopStrings:
+    """Cuts a text before the first stop string that is completed in it, however the text is cut into pieces."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """``stops`` must not hold an empty string."""
+        self._stops = tuple(stops)
+        self._longest = max((len(stop) for stop in self._stops), default=0)
+        self._held = ""
+        self.stopped = False
+
+    def push(self, piece: str) -> str:
+        """The text that can be shown now. After a stop string was found: the text before it, and then nothing."""
+        if self.stopped:
+            return ""
+        if not self._stops:
+            return piece
+        text = self._held + piece
+        cut = self._find(text)
+        if cut is not None:
+            self.stopped = True
+            self._held = ""
+            return text[:cut]
+        keep = self._num_chars_to_hold(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """What was held back, once no more text comes."""
+        held, self._held = self._held, ""
+        return held
+
+    def _find(self, text: str) -> int | None:
+        """Where the stop string that ends first begins; of those that end together, the longest."""
+        best: tuple[int, int] | None = None
+        for stop in self._stops:
+            begin = text.find(stop)
+            if begin >= 0 and (best is None or (begin + len(stop), begin) < best):
+                best = (begin + len(stop), begin)
+        return None if best is None else best[1]
+
+    def _num_chars_to_hold(self, text: str) -> int:
+        for count in range(min(self._longest - 1, len(text)), 0, -1):
+            tail = text[-count:]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return count
+        return 0
