@@ -20,6 +20,7 @@ from splitserve.orchestration.options import (
     bytes_option,
     cluster_spec,
 )
+from splitserve.orchestration.sizes import format_bytes
 
 BENCHES = {
     "serve": ("splitserve.benchmarks.serve", "load on any OpenAI completions endpoint"),
@@ -98,12 +99,14 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def _add_demo_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="DIR", help="created; must be empty")
-    parser.add_argument("--shape", choices=("tiny", "qwen3-0.6b", "llama-3.2-1b"), default="tiny", help="its size")
-    parser.add_argument("--architecture", choices=("qwen3", "llama"), help="default: the shape's own")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
+    parser.add_argument("directory", metavar="DIR", help="made if needed; a checkpoint in it is replaced")
+    parser.add_argument("--shape", default="tiny", help="tiny, or the true shape of qwen3-0.6b, llama-3.2-1b, ...")
+    parser.add_argument("--architecture", choices=("qwen3", "llama"), help="None: the shape's own")
+    parser.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: the shape's own"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the weights")
-    parser.add_argument("--max-shard-size", type=bytes_option, default="2GB", metavar="SIZE", help="of each file")
+    parser.add_argument("--max-shard-size", type=bytes_option, default="5GB", metavar="SIZE", help="of each file")
     parser.set_defaults(run=_demo_model)
 
 
@@ -122,9 +125,9 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _demo_model(options: argparse.Namespace) -> int:
-    from splitserve.orchestration.demo_model import demo_model
+    from splitserve.models.demo import write_demo_model
 
-    demo_model(
+    written = write_demo_model(
         options.directory,
         shape=options.shape,
         architecture=options.architecture,
@@ -132,6 +135,8 @@ def _demo_model(options: argparse.Namespace) -> int:
         dtype=options.dtype,
         max_shard_bytes=options.max_shard_size,
     )
+    size = sum(file.stat().st_size for file in written.iterdir())
+    print(f"{written}: {format_bytes(size)} in {sum(1 for _ in written.iterdir())} files")
     return 0
 
 

@@ -20,8 +20,12 @@ def _describe(stage: str, detail: dict[str, str]) -> str | None:
     match stage, detail:
         case ("membership" | "error", _):
             return None  # of no use to people; an error ends the start and is shown there
-        case "weights", {"seconds": seconds, "bytes": size}:
-            return f"weights    {format_bytes(float(size))} in {float(seconds):.1f} s"
+        case "weights", {"seconds": seconds, **more}:
+            size = f"{format_bytes(float(more['bytes']))}, " if "bytes" in more else ""
+            dtype = f"{more['dtype']}, " if "dtype" in more else ""
+            return f"weights    {size}{dtype}{float(seconds):.1f} s"
+        case "listening", {"url": url}:
+            return f"listening  {url}"
         case "kv_memory", {"blocks": blocks, "bytes": size, "tokens": tokens}:
             return f"KV memory  {int(blocks):,} blocks, {int(tokens):,} tokens, {format_bytes(float(size))}"
         case "ready", {"threads": threads}:

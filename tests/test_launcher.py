@@ -184,9 +184,7 @@ with stop_on_signals(cluster), cluster:
 @pytest.fixture
 def launcher() -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A launcher in a process of its own, and the pids of its children."""
-    with subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER_PROGRAM], stdout=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen([sys.executable, "-c", LAUNCHER_PROGRAM], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             yield process, [int(pid) for pid in process.stdout.readline().split()]
