@@ -3,6 +3,8 @@
 A decode worker that a hand-over fails computes the prompt itself: the last rung of the ladder before an error.
 """
 
+import logging
+
 import msgspec
 
 from splitserve.decode.peers import PeerTable
@@ -27,6 +29,8 @@ from splitserve.prefill.engine_state import EngineState
 from splitserve.prefill.sequence import Sequence
 from splitserve.prefill.source import SourceSide
 from splitserve.request import Party
+
+logger = logging.getLogger(__name__)
 
 
 class DecodeCore(PrefillCore):
@@ -78,9 +82,7 @@ class DecodeCore(PrefillCore):
 
     # ---- hand-overs ----
 
-    def _on_handover_ready(
-        self, sequence: Sequence, first_token: int, report: HandoverReport, now: float
-    ) -> None:
+    def _on_handover_ready(self, sequence: Sequence, first_token: int, report: HandoverReport) -> None:
         """KV is here and verified. The first token came with it: decode starts with a decode step."""
         self.state.counters.prefix_hit_tokens += sequence.num_cached_tokens
         delta = TokenDelta(
@@ -94,8 +96,8 @@ class DecodeCore(PrefillCore):
         self.state.add_delta(sequence, delta)
         self._decode_scheduler.add_running(sequence)
 
-    def _on_handover_failed(self, sequence: Sequence, reason: str, now: float) -> None:
-        del reason, now
+    def _on_handover_failed(self, sequence: Sequence, reason: str) -> None:
+        logger.warning("hand-over of %s failed, computing its prompt here: %s", sequence.key, reason)
         self._decode_scheduler.add(sequence)
 
     # ---- steps ----

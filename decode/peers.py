@@ -74,10 +74,14 @@ class PeerTable:
         else:
             self.fail(party, f"the connector couldn't connect: {error}")
 
+    def is_up(self, party: Party) -> bool:
+        peer = self._peers.get(party)
+        return peer is not None and peer.state is not PeerState.FAILED
+
     def fail(self, party: Party, reason: str) -> None:
-        """Reads from this peer end; its next request greets it anew."""
-        peer = self._peers[party]
-        if peer.state is not PeerState.FAILED:
+        """Reads from this peer end; its next request greets it anew. Nothing happens to one that failed or was forgotten."""
+        peer = self._peers.get(party)
+        if peer is not None and peer.state is not PeerState.FAILED:
             if peer.state in (PeerState.CONNECTING, PeerState.READY):
                 self._state.outbox.put(Disconnect(party))
             peer.state, peer.failure = PeerState.FAILED, reason

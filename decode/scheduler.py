@@ -1,4 +1,5 @@
-"""Continuous batching: every running sequence gets a token each step; prefill chunks take what is left of the budget."""
+"""Continuous batching: every running sequence gets a token each step; prefill chunks take what is left of the
+budget."""
 
 from splitserve.prefill.scheduler import Planned, PrefillScheduler
 from splitserve.prefill.sequence import BlockManager, Sequence

@@ -23,17 +23,28 @@ class Incoming:
     handover: SinkHandover | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class QuarantinedRead:
+    """A read whose request is over, but which may still write to its blocks."""
+
+    peer: Party
+    local_blocks: ListLike[int]
+    deadline: float
+
+
 class SinkSide:
-    """``on_ready(sequence, first_token, report)`` is called when all KV is here and verified; ``on_failed(sequence, reason)``
-    when the hand-over failed, after which the sequence holds no blocks and nothing of it is in flight under its name."""
+    """``on_ready(sequence, first_token, report)`` is called when all KV is here and verified;
+    ``on_failed(sequence, reason)``
+    when the hand-over failed, after which the sequence holds no blocks and nothing of it is in flight under its
+    name."""
 
     def __init__(
         self,
         state: EngineState,
         peers: PeerTable,
         transport: str,
-        on_ready: Callable[[Sequence, int, HandoverReport, float], None],
-        on_failed: Callable[[Sequence, str, float], None],
+        on_ready: Callable[[Sequence, int, HandoverReport], None],
+        on_failed: Callable[[Sequence, str], None],
     ) -> None:
         self._state = state
         self._peers = peers
@@ -43,7 +54,7 @@ class SinkSide:
         self._waiting: deque[Incoming] = deque()
         self._incoming: dict[RequestKey, Incoming] = {}
         self._reads: dict[int, Incoming] = {}
-        self._quarantined_reads: dict[int, ListLike[int]] = {}
+        self._quarantined_reads: dict[int, QuarantinedRead] = {}
         self._next_read_id = 1
 
     # ---- messages ----
@@ -59,7 +70,9 @@ class SinkSide:
         incoming = self._from_peer(offer.key, sender)
         if incoming is not None and incoming.handover is not None:
             peer = self._peers.get(sender)
-            incoming.handover.on_offer(offer, peer.num_blocks if peer else 0, now)
+            if peer is None or not peer.num_blocks:
+                return  # its welcome is late; until then nothing can be checked, and the offer comes again
+            incoming.handover.on_offer(offer, peer.num_blocks, now)
             self._advance(incoming, now)
 
     def on_withdrawn(self, withdrawn: Withdrawn, sender: Party, now: float) -> None:
@@ -72,7 +85,7 @@ class SinkSide:
         """A read is terminal: go on with its request, or free the blocks that waited for it."""
         quarantined = self._quarantined_reads.pop(result.read_id, None)
         if quarantined is not None:
-            self._state.blocks.pool.lift_quarantine(quarantined)
+            self._state.blocks.pool.lift_quarantine(quarantined.local_blocks)
             return
         incoming = self._reads.pop(result.read_id)
         assert incoming.handover is not None
@@ -121,10 +134,14 @@ class SinkSide:
         for incoming in list(self._incoming.values()):
             if incoming.handover is not None:
                 self._advance(incoming, now)
+        for read in self._quarantined_reads.values():
+            if now >= read.deadline:
+                self._peers.fail(read.peer, "a read missed its deadline")
 
     def next_deadline(self) -> float:
         handovers = (i.handover.next_deadline() for i in self._incoming.values() if i.handover is not None)
-        return min(self._peers.next_deadline(), *handovers, float("inf"))
+        quarantined = (read.deadline for read in self._quarantined_reads.values() if self._peers.is_up(read.peer))
+        return min(self._peers.next_deadline(), *handovers, *quarantined, float("inf"))
 
     @property
     def num_reads_in_flight(self) -> int:
@@ -167,7 +184,7 @@ class SinkSide:
         if handover.state is SinkState.COMPLETE:
             self._complete(incoming, handover, now)
         elif handover.state is SinkState.FAILED:
-            self._fail(incoming, handover, now)
+            self._fail(incoming, handover)
 
     def _keep_verified(self, sequence: Sequence, handover: SinkHandover) -> None:
         verified_blocks = handover.first_block + handover.num_verified_blocks
@@ -190,26 +207,26 @@ class SinkSide:
         )
         self._state.counters.handovers += 1
         self._state.counters.handover_bytes += report.bytes
-        self._on_ready(incoming.sequence, handover.first_tokens[0], report, now)
+        self._on_ready(incoming.sequence, handover.first_tokens[0], report)
 
-    def _fail(self, incoming: Incoming, handover: SinkHandover, now: float) -> None:
+    def _fail(self, incoming: Incoming, handover: SinkHandover) -> None:
         del self._incoming[handover.key]
         if handover.read_was_overdue:
             # The peer is frozen or cut off: only forgetting it makes its reads terminal and their blocks usable again.
             self._peers.fail(incoming.peer, handover.failure)
         self._state.counters.handover_failures += 1
         self._let_go(incoming, complete=False)
-        self._on_failed(incoming.sequence, handover.failure, now)
+        self._on_failed(incoming.sequence, handover.failure)
 
     def _let_go(self, incoming: Incoming, *, complete: bool) -> None:
         handover, sequence = incoming.handover, incoming.sequence
         assert handover is not None
         self._state.outbox.send(incoming.peer, Release(key=handover.key, complete=complete))
-        in_flight = handover.blocks_in_flight()
-        for read_id, block_ids in in_flight.items():
+        held: set[int] = set()
+        for read_id, read in handover.reads_in_flight.items():
             del self._reads[read_id]
-            self._quarantined_reads[read_id] = block_ids
-            self._state.blocks.pool.quarantine(block_ids)
-        held = {block_id for block_ids in in_flight.values() for block_id in block_ids}
+            self._quarantined_reads[read_id] = QuarantinedRead(incoming.peer, read.local_blocks, read.deadline)
+            self._state.blocks.pool.quarantine(read.local_blocks)
+            held.update(read.local_blocks)
         sequence.block_ids = [block_id for block_id in sequence.block_ids if block_id not in held]
         self._state.blocks.give_back(sequence)

@@ -62,7 +62,8 @@ class BlockPool:
         return self._num_free + len(self._cached)
 
     def allocate(self, num_blocks: int, *, after: int | None = None) -> list[int] | None:
-        """Take ``num_blocks`` for new content, each with one reference; None, and nothing taken, if there aren't enough.
+        """Take ``num_blocks`` for new content, each with one reference; None, and nothing taken, if there aren't
+        enough.
 
         Runs of adjacent blocks come first. ``after`` names the block that the first one had best follow.
         """
@@ -82,9 +83,7 @@ class BlockPool:
         """Add one holder to blocks that are referenced or cached."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
-                del self._cached[
-                    block_id
-                ]  # KeyError: the block is free or quarantined, which is a bug of the caller
+                del self._cached[block_id]  # KeyError: the block is free or quarantined, which is a bug of the caller
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
@@ -103,9 +102,7 @@ class BlockPool:
         """Drop the only holder of blocks that something in flight may still write to: not free until lifted."""
         for block_id in block_ids:
             if self._ref_counts[block_id] != 1 or block_id in self._hash_of_block:
-                raise AssertionError(
-                    f"block {block_id} is shared or published; a read can't be writing to it"
-                )
+                raise AssertionError(f"block {block_id} is shared or published; a read can't be writing to it")
             self._ref_counts[block_id] = 0
             self._quarantined.add(block_id)
 
@@ -185,9 +182,7 @@ class BlockPool:
         assert set().union(*groups) == set(range(self.num_blocks)), "a block is in no state"
         assert len(free) == self._num_free, "the count of free blocks is off"
         assert all(count >= 0 for count in self._ref_counts), "a reference count is negative"
-        assert {b: h for h, b in self._block_of_hash.items()} == self._hash_of_block, (
-            "the prefix index is torn"
-        )
+        assert {b: h for h, b in self._block_of_hash.items()} == self._hash_of_block, "the prefix index is torn"
         assert set(self._cached) <= self._hash_of_block.keys() <= (set(self._cached) | referenced), (
             "index of free blocks"
         )

@@ -16,15 +16,14 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 class KVMemory:
     """The block tensor and its generations.
 
-    ``blocks``: ``[num_blocks, layer, kv_head, 2, token, head_dim]``; ``generations``: uint64 ``[num_blocks]``, on the host.
+    ``blocks``: ``[num_blocks, layer, kv_head, 2, token, head_dim]``; ``generations``: uint64 ``[num_blocks]``, on
+    the host.
     CPU memory asks for huge pages: a peer's copy walks pages, and with 4 KiB ones the walk costs as much as the copy.
     """
 
     def __init__(self, layout: LayoutRecord, num_blocks: int) -> None:
         if num_blocks < 1:
-            raise ConfigError(
-                f"KV memory is smaller than one block of {block_bytes(layout)} bytes; raise --kv-memory"
-            )
+            raise ConfigError(f"KV memory is smaller than one block of {block_bytes(layout)} bytes; raise --kv-memory")
         self.layout = layout
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes(layout)

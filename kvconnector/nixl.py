@@ -5,7 +5,8 @@ happens inside the post itself, with the GIL released. There is one agent that s
 agent per peer that we read from: destroying an agent is the only thing that surely stops a posted read, and it
 must not stop the reads from other peers.
 
-Without NIXL's own progress thread a transfer completes only while *both* sides poll. So the thread polls while a read is
+Without NIXL's own progress thread a transfer completes only while *both* sides poll. So the thread polls while a
+read is
 in flight, or while peers may be reading from here (:meth:`NixlConnector.serve`), and sleeps otherwise.
 """
 
@@ -76,7 +77,9 @@ class _PeerReader:
         if not remote_name:
             raise HandshakeError("NIXL didn't accept the peer's metadata")
         self._remote_name = remote_name.decode() if isinstance(remote_name, bytes) else remote_name
-        self._local_blocks = self._prepare("NIXL_INIT_AGENT", memory.blocks_address, memory.num_blocks, memory.block_bytes)
+        self._local_blocks = self._prepare(
+            "NIXL_INIT_AGENT", memory.blocks_address, memory.num_blocks, memory.block_bytes
+        )
         self._remote_blocks = self._prepare(
             self._remote_name, peer.region.blocks_address, peer.region.num_blocks, memory.block_bytes
         )
@@ -190,7 +193,8 @@ class _Inbox:
 
 
 class NixlConnector:
-    """See :class:`splitserve.kvconnector.connector.KVConnector`. ``wake`` is called, from the owner thread, after events."""
+    """See :class:`splitserve.kvconnector.connector.KVConnector`. ``wake`` is called, from the owner thread, after
+    events."""
 
     name = "nixl"
 
@@ -204,7 +208,9 @@ class NixlConnector:
         self._is_serving = False
         self._is_closing = False
         self._server = _create_agent(f"{me}/serve")
-        self._server.register_memory([(memory.blocks_address, memory.num_blocks * memory.block_bytes, 0, "")], MEMORY_KIND)
+        self._server.register_memory(
+            [(memory.blocks_address, memory.num_blocks * memory.block_bytes, 0, "")], MEMORY_KIND
+        )
         self._server.register_memory([(memory.generations_address, memory.num_blocks * 8, 0, "")], MEMORY_KIND)
         self._metadata: bytes = self._server.get_agent_metadata()
         self._thread = threading.Thread(target=self._run, name="nixl", daemon=True)

@@ -106,7 +106,8 @@ class PrefillCore:
     # ---- steps ----
 
     def plan_step(self, now: float) -> StepPlan | None:
-        """The next step, or None if nothing can run. The caller launches it and calls :meth:`commit_step` or :meth:`fail_step`."""
+        """The next step, or None if nothing can run. The caller launches it and calls :meth:`commit_step` or
+        :meth:`fail_step`."""
         assert not self._step, "the last step isn't committed"
         self._before_plan(now)
         self._step = self._scheduler.plan(self._max_num_batched_tokens)
@@ -243,12 +244,9 @@ class PrefillCore:
         return [*self._scheduler.waiting, *self._scheduler.active], []
 
     def check_invariants(self) -> None:
-        """Every reference to a block is explained by a sequence that lives here; see :meth:`BlockPool.check_invariants`."""
+        """Every reference to a block is explained by a sequence that lives here; see
+        :meth:`BlockPool.check_invariants`."""
         pool = self.state.blocks.pool
         pool.check_invariants()
-        held = [
-            b
-            for s in {*self.state.sequences.values(), *(p.sequence for p in self._step)}
-            for b in s.block_ids
-        ]
+        held = [b for s in {*self.state.sequences.values(), *(p.sequence for p in self._step)} for b in s.block_ids]
         assert pool.total_references() == len(held), "references that no sequence explains"

@@ -1,4 +1,5 @@
-"""What a worker's core asks its loop to do. The core itself performs no I/O, so a simulator can stand in for the loop."""
+"""What a worker's core asks its loop to do. The core itself performs no I/O, so a simulator can stand in for the
+loop."""
 
 from dataclasses import dataclass, field
 

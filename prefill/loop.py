@@ -56,6 +56,7 @@ class WorkerLoop:
         core: PrefillCore,
         connector: KVConnector,
         executor: StepExecutor,
+        *,
         sockets: WorkerSockets,
         waker: Waker,
         info: WorkerInfo,
@@ -78,6 +79,10 @@ class WorkerLoop:
         """End :meth:`run`. Callable from a signal handler or another thread."""
         self._stopping = True
         self._waker.wake()
+
+    @property
+    def stopping(self) -> bool:
+        return self._stopping
 
     @property
     def registered(self) -> bool:

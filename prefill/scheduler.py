@@ -17,7 +17,8 @@ class Planned(NamedTuple):
 class PrefillScheduler:
     """First come, first served. A prompt starts only when all of it has room, so two can't wait for each other.
 
-    ``tail_chunk_tokens`` > 0 keeps the last chunk of a long prompt that small: everything before it moves to decode while it
+    ``tail_chunk_tokens`` > 0 keeps the last chunk of a long prompt that small: everything before it moves to
+    decode while it
     is computed, so little is left to move once the first token is out.
     """
 

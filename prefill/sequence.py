@@ -11,9 +11,11 @@ from splitserve.step import SampleSpec, ScheduledChunk
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """``token_ids`` holds the prompt and the output so far; KV is in ``block_ids`` for the first ``num_computed`` of them.
+    """``token_ids`` holds the prompt and the output so far; KV is in ``block_ids`` for the first ``num_computed``
+    of them.
 
-    ``deadline`` is on the worker's own clock. ``num_cached_tokens`` is the prefix hit at the first admission, for usage.
+    ``deadline`` is on the worker's own clock. ``num_cached_tokens`` is the prefix hit at the first admission, for
+    usage.
     ``in_step`` is set while a launched step touches the blocks: they can't be given back before it has completed.
     ``ended``: no more tokens, though an offer may still hold the blocks. ``dropped``: nobody needs the blocks any more.
     """

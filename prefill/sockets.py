@@ -1,6 +1,7 @@
 """A worker's sockets: one that routers and peers connect to, one to membership, one per peer that we dialled."""
 
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Iterator
 
@@ -29,7 +30,9 @@ class WorkerSockets:
         try:
             port = self._server.bind_to_random_port(f"tcp://{host}")
         except zmq.ZMQError as error:
-            raise ConfigError(f"can't bind a socket on {host}: {error}; --host must be an address of this machine") from error
+            raise ConfigError(
+                f"can't bind a socket on {host}: {error}; --host must be an address of this machine"
+            ) from error
         self.endpoint = f"tcp://{host}:{port}"
         self._membership = self._dial(membership)
         self._senders: OrderedDict[Party, bytes] = OrderedDict()
@@ -46,7 +49,7 @@ class WorkerSockets:
 
     def wait(self, timeout_seconds: float) -> None:
         """Sleep until something can be received, or the time is up."""
-        self._poller.poll(max(0.0, timeout_seconds) * 1000)
+        self._poller.poll(math.ceil(max(0.0, timeout_seconds) * 1000))
 
     def receive(self) -> Iterator[Envelope]:
         """What has arrived, without waiting. A bounded number, so that a flood can't stop the engine."""
@@ -63,7 +66,8 @@ class WorkerSockets:
             yield from self._receive_dialled(socket)
 
     def send(self, to: Party, body: Body) -> None:
-        """Send to a dialled peer, or to somebody who has sent to us. Undeliverable messages are counted: all are repeatable."""
+        """Send to a dialled peer, or to somebody who has sent to us. Undeliverable messages are counted: all are
+        repeatable."""
         data = encode(Envelope(self.me, to, body))
         try:
             if to in self._peers:

@@ -1,4 +1,5 @@
-"""Prefill's side of hand-overs: pairs requests with grants, offers what is computed, holds it until decode has read it."""
+"""Prefill's side of hand-overs: pairs requests with grants, offers what is computed, holds it until decode has
+read it."""
 
 from dataclasses import dataclass
 
@@ -40,7 +41,7 @@ class SourceSide:
         self._state = state
         self._scheduler = scheduler
         self._served = served
-        self._ungranted: dict[RequestKey, Sequence] = {}
+        self._ungranted: dict[RequestKey, tuple[Sequence, Party]] = {}
         self._handovers: dict[RequestKey, SourceHandover] = {}
         self._parked_grants: ExpiringMap[RequestKey, tuple[Grant, Party]] = ExpiringMap(
             max_size=state.protocol.max_parked, ttl_seconds=state.protocol.lease_seconds
@@ -70,14 +71,12 @@ class SourceSide:
         )
 
     def on_request(self, request: PrefillRequest, sequence: Sequence, now: float) -> None:
-        del request
         key = sequence.key
         self._state.sequences[key] = sequence
+        self._ungranted[key] = sequence, request.decode.party
         parked = self._parked_grants.pop(key, now)
-        if parked is None:
-            self._ungranted[key] = sequence
-        else:
-            self._start(sequence, *parked, now)
+        if parked is not None:
+            self.on_grant(*parked, now)
 
     def on_grant(self, grant: Grant, sender: Party, now: float) -> None:
         """A new grant starts its request; a repeated one renews the lease."""
@@ -90,7 +89,10 @@ class SourceSide:
         elif reason is not None or handover is not None:
             self._state.outbox.send(sender, Withdrawn(key=key, reason=reason or "granted by another worker"))
         elif key in self._ungranted:
-            self._start(self._ungranted.pop(key), grant, sender, now)
+            if self._ungranted[key][1] == sender:
+                self._start(self._ungranted.pop(key)[0], grant, sender, now)
+            else:
+                self._state.counters.stale_messages += 1
         else:
             self._parked_grants.put(key, (grant, sender), now)
 
@@ -107,6 +109,9 @@ class SourceSide:
         if handover is not None and handover.peer == sender:
             handover.release("complete" if release.complete else "given up by decode")
             self._finish(handover, now)
+        elif release.key in self._ungranted and self._ungranted[release.key][1] == sender:
+            del self._ungranted[release.key]  # its grant was lost; decode did without us
+            self._state.bury(release.key, "given up by decode", now)
         else:
             self._parked_grants.pop(release.key, now)
 
@@ -158,7 +163,7 @@ class SourceSide:
 
     def next_deadline(self) -> float:
         deadlines = [handover.next_deadline() for handover in self._handovers.values()]
-        if self._is_serving and not deadlines:
+        if self._is_serving and not self.num_live:
             deadlines.append(self._serve_until)
         return min(deadlines, default=float("inf"))
 
@@ -193,7 +198,8 @@ class SourceSide:
         del self._handovers[handover.key]
         sequence = self._state.sequences[handover.key]
         if not handover.was_withdrawn and not handover.all_offered:
-            # Decode gave up, or vanished, before the prompt was done: the router hears it from us, in case decode can't tell.
+            # Decode gave up, or vanished, before the prompt was done: the router hears it from us, in case decode
+            # can't tell.
             reason = f"prefill ended early: {handover.release_reason}"
             self._state.fail(sequence, FailureCode.HANDOVER, reason)
             self._scheduler.remove(sequence)

@@ -4,7 +4,8 @@ Prefill runs a :class:`SourceHandover`, decode a :class:`SinkHandover`:
 
     sink                              source
     REQUESTED --Grant-------------->  GRANTED      decode has room for the whole prompt
-    REQUESTED <------------Offer---   OFFERING     blocks whose KV is complete; cumulative, sent again until acknowledged
+    REQUESTED <------------Offer---   OFFERING     blocks whose KV is complete; cumulative, sent again until
+    acknowledged
     READING   --OfferAck----------->
     (read data, then generations)
     READING   <------Offer(last)---   OFFERED      the rest, and the first token
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from splitserve.config import ProtocolConfig
-from splitserve.messages import Grant, Message, Offer, OfferAck, OfferedBlock
+from splitserve.messages import Grant, Offer, OfferAck, OfferedBlock
 from splitserve.request import Party, RequestKey
 
 
@@ -63,9 +64,7 @@ class SourceHandover:
     The owner holds a reference to every offered block until ``state`` is RELEASED.
     """
 
-    def __init__(
-        self, grant: Grant, peer: Party, block_size: int, config: ProtocolConfig, now: float
-    ) -> None:
+    def __init__(self, grant: Grant, peer: Party, block_size: int, config: ProtocolConfig, now: float) -> None:
         self.key = grant.key
         self.peer = peer
         self.state = SourceState.GRANTED
@@ -102,9 +101,7 @@ class SourceHandover:
         self.state = SourceState.OFFERING
         self._offer_due_at = now
 
-    def offer_last(
-        self, blocks: Sequence[OfferedBlock], num_tokens: int, first_tokens: list[int], now: float
-    ) -> None:
+    def offer_last(self, blocks: Sequence[OfferedBlock], num_tokens: int, first_tokens: list[int], now: float) -> None:
         """The rest of the prompt, which may end inside a block, with the first token of each choice."""
         assert self.state in (SourceState.GRANTED, SourceState.OFFERING), self.state
         self._blocks += blocks
@@ -141,9 +138,7 @@ class SourceHandover:
             return None
         if now < self._offer_due_at or self.state is SourceState.WITHDRAWN:
             return None
-        self._offer_due_at = (
-            now + self._config.offer_resend_seconds if self._unacknowledged() else float("inf")
-        )
+        self._offer_due_at = now + self._config.offer_resend_seconds if self._unacknowledged() else float("inf")
         start = self._num_acknowledged - self.first_block
         return Offer(
             key=self.key,
@@ -177,8 +172,10 @@ class SinkState(Enum):
 
 
 @dataclass(slots=True)
-class _ReadInFlight:
-    first_index: int  # into the list of offered blocks
+class ReadInFlight:
+    """A posted read that isn't terminal; ``first_index`` counts from the hand-over's first offered block."""
+
+    first_index: int
     remote: Sequence[OfferedBlock]
     local_blocks: Sequence[int]
     deadline: float
@@ -199,15 +196,17 @@ class SinkStatistics:
 class SinkActions:
     """What is due: messages to prefill, reads to start."""
 
-    messages: list[Message] = field(default_factory=list)
+    messages: list[Grant | OfferAck] = field(default_factory=list)
     reads: list[ReadCommand] = field(default_factory=list)
 
 
 class SinkHandover:
     """Decode's side of one request, from its grant to the last verified block.
 
-    ``local_blocks`` are the destinations of prompt blocks ``first_block, first_block + 1, ...``: blocks that nobody else
-    holds. They are written only by reads of this hand-over. A block counts as verified once the generation that was read *after* its data
+    ``local_blocks`` are the destinations of prompt blocks ``first_block, first_block + 1, ...``: blocks that
+    nobody else
+    holds. They are written only by reads of this hand-over. A block counts as verified once the generation that
+    was read *after* its data
     equals the one that was offered.
     """
 
@@ -245,7 +244,7 @@ class SinkHandover:
         self._num_verified = 0  # without a gap, from first_block on
         self._last_offer_seen = False
         self._ack_due = False
-        self._reads: dict[int, _ReadInFlight] = {}
+        self._reads: dict[int, ReadInFlight] = {}
         self._grant_due_at = now
         self._last_heard_at = now
 
@@ -308,15 +307,12 @@ class SinkHandover:
         actions = SinkActions()
         if self.state not in (SinkState.REQUESTED, SinkState.READING):
             return actions
-        self._fail_if_overdue(now)
-        if self.state is SinkState.FAILED:
+        if self._fail_if_overdue(now):
             return actions
         if self._ack_due:
             self._ack_due = False
             actions.messages.append(
-                OfferAck(
-                    key=self.key, num_blocks=self.first_block + len(self._offered), last=self._last_offer_seen
-                )
+                OfferAck(key=self.key, num_blocks=self.first_block + len(self._offered), last=self._last_offer_seen)
             )
         if now >= self._grant_due_at:
             self._grant_due_at = now + self._config.renew_interval_seconds
@@ -348,9 +344,10 @@ class SinkHandover:
     def last_offer_seen(self) -> bool:
         return self._last_offer_seen
 
-    def blocks_in_flight(self) -> dict[int, Sequence[int]]:
-        """Local blocks that an unfinished read may still write to, by read."""
-        return {read_id: read.local_blocks for read_id, read in self._reads.items()}
+    @property
+    def reads_in_flight(self) -> dict[int, ReadInFlight]:
+        """Unfinished reads by their ids: they may still write to their local blocks."""
+        return self._reads
 
     # ---- inside ----
 
@@ -373,28 +370,26 @@ class SinkHandover:
             return "it contradicts an earlier one"
         return None
 
-    def _fail_if_overdue(self, now: float) -> None:
+    def _fail_if_overdue(self, now: float) -> bool:
         if any(now >= read.deadline for read in self._reads.values()):
             self.read_was_overdue = True
             self.fail("a read missed its deadline")
         elif now - self._last_heard_at >= self._config.dead_after_seconds and not self._last_offer_seen:
             self.fail(f"prefill was silent for {now - self._last_heard_at:.1f} s")
+        else:
+            return False
+        return True
 
     def _can_post(self) -> bool:
-        return (
-            self._num_posted < len(self._offered)
-            and len(self._reads) < self._config.max_reads_in_flight_per_request
-        )
+        return self._num_posted < len(self._offered) and len(self._reads) < self._config.max_reads_in_flight_per_request
 
     def _post_read(self, read_id: int, now: float) -> ReadCommand:
         first = self._num_posted
         remote = self._offered[first : first + self._config.max_blocks_per_read]
         local = list(self._local_blocks[first : first + len(remote)])
         num_bytes = len(remote) * self._block_bytes
-        deadline = (
-            now + self._config.read_deadline_seconds + num_bytes / self._config.min_read_bytes_per_second
-        )
-        self._reads[read_id] = _ReadInFlight(first, remote, local, deadline)
+        deadline = now + self._config.read_deadline_seconds + num_bytes / self._config.min_read_bytes_per_second
+        self._reads[read_id] = ReadInFlight(first, remote, local, deadline)
         self._num_posted += len(remote)
         self.statistics.num_reads += 1
         self.statistics.num_blocks += len(remote)

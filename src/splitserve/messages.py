@@ -5,7 +5,8 @@ Who sends what:
     worker  -> membership: Register, Heartbeat, Leave            membership -> worker: Registered
     router  -> worker:     PrefillRequest, DecodeRequest, LocalRequest, Abort, Introduce
     worker  -> router:     StepTokens, RequestFailed
-    decode  -> prefill:    PeerHello, Grant, OfferAck, Release   prefill -> decode: PeerWelcome, PeerRefused, Offer, Withdrawn
+    decode  -> prefill:    PeerHello, Grant, OfferAck, Release   prefill -> decode: PeerWelcome, PeerRefused,
+    Offer, Withdrawn
 
 Every message travels in an :class:`Envelope` that names the sender's incarnation, and the receiver's where the
 sender knows it. Everything is decoded strictly; see :mod:`splitserve.wire`. Durations are relative (seconds):
@@ -266,7 +267,8 @@ class OfferedBlock(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 
 class Offer(Message, frozen=True):
-    """Blocks of the prompt whose KV is complete, from prompt block ``first_block`` on. Cumulative above what was acknowledged.
+    """Blocks of the prompt whose KV is complete, from prompt block ``first_block`` on. Cumulative above what was
+    acknowledged.
 
     ``num_tokens`` counts the prompt's tokens that are covered up to the end of this offer; only the ``last`` one may
     end inside a block. ``first_tokens`` holds the first output token of each choice, in the last offer only.

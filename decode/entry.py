@@ -1,0 +1,150 @@
+"""A worker process from its config to its end: model, KV memory, connector, loop."""
+
+import logging
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import psutil
+import torch
+
+from splitserve.config import WorkerConfig
+from splitserve.decode.build import build_core
+from splitserve.decode.memory_plan import MemoryPlan, plan_kv_memory
+from splitserve.kvconnector.layout import block_bytes
+from splitserve.kvconnector.memory import KVMemory
+from splitserve.kvconnector.nixl import NixlConnector
+from splitserve.messages import LayoutRecord, WorkerInfo
+from splitserve.models.checkpoint import weights_version
+from splitserve.models.config import ModelConfig, load_model_config
+from splitserve.models.decoder import DecoderModel
+from splitserve.models.loader import load_model, resolve_dtype
+from splitserve.models.runner import ModelRunner
+from splitserve.prefill.executor import StepExecutor
+from splitserve.prefill.loop import Waker, WorkerLoop
+from splitserve.prefill.sockets import WorkerSockets
+from splitserve.request import Party, Role
+from splitserve.step import SampleSpec, ScheduledChunk, StepPlan
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, dict[str, str]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """What a worker serves, once it is loaded and placed."""
+
+    memory: KVMemory
+    runner: ModelRunner
+    max_model_len: int
+    vocab_size: int
+
+
+def run_worker(config: WorkerConfig, progress: Progress) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    ``progress`` hears of the stages "weights", "kv_memory" and "ready". Raises :class:`CheckpointError` or
+    :class:`ConfigError`, before the worker is known to anybody, for what can't be served.
+    """
+    threads = config.engine.threads or _num_usable_cores()
+    torch.set_num_threads(threads)
+    model_config = load_model_config(config.engine.model)
+    model, layout = _load(config, model_config, progress)
+    plan = plan_kv_memory(
+        config.engine,
+        block_bytes=block_bytes(layout),
+        max_position_embeddings=model_config.max_position_embeddings,
+        available_bytes=psutil.virtual_memory().available,
+    )
+    memory = KVMemory(layout, plan.num_blocks)
+    runner = ModelRunner(model, memory.blocks)
+    _warm_up(runner)
+    progress("kv_memory", _describe_memory(memory, plan))
+    served = _Served(memory, runner, plan.max_model_len, model_config.vocab_size)
+    _serve(config, served, threads, progress)
+
+
+def _load(config: WorkerConfig, model_config: ModelConfig, progress: Progress) -> tuple[DecoderModel, LayoutRecord]:
+    engine = config.engine
+    started = time.monotonic()
+    device = torch.device("cpu" if engine.device == "auto" else engine.device)
+    dtype = resolve_dtype(engine.dtype, model_config, device)
+    model = load_model(engine.model, model_config, dtype=dtype, device=device, load_format=engine.load_format)
+    layout = LayoutRecord(
+        model=engine.served_model_name or Path(engine.model).resolve().name,
+        weights_version=weights_version(engine.model, engine.load_format),
+        dtype=str(dtype).removeprefix("torch."),
+        block_size=engine.block_size,
+        num_layers=model_config.num_layers,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+    )
+    progress("weights", {"seconds": f"{time.monotonic() - started:.1f}", "dtype": layout.dtype})
+    return model, layout
+
+
+def _warm_up(runner: ModelRunner) -> None:
+    """Run one small step of each kind, so that the first request doesn't pay for lazy initialisation."""
+    sample = SampleSpec(temperature=1.0, top_k=2, top_p=0.9, seed=0, choice=0, position=1)
+    length = min(8, runner.block_size)
+    runner.run(StepPlan([ScheduledChunk([0] * length, 0, [0], sample)]))
+    runner.run(StepPlan([ScheduledChunk([0], 0, [0], sample)]))
+    runner.kv_cache[0].zero_()
+
+
+def _describe_memory(memory: KVMemory, plan: MemoryPlan) -> dict[str, str]:
+    return {
+        "blocks": str(memory.num_blocks),
+        "bytes": str(memory.num_blocks * memory.block_bytes),
+        "tokens": str(memory.num_blocks * memory.layout.block_size),
+        "max_model_len": str(plan.max_model_len),
+    }
+
+
+def _serve(config: WorkerConfig, served: _Served, threads: int, progress: Progress) -> None:
+    memory = served.memory
+    me = Party(config.engine_id, secrets.randbits(63))
+    waker = Waker()
+    sockets = WorkerSockets(me, config.host, config.membership)
+    connector = NixlConnector(me, memory, waker.wake)
+    core = build_core(
+        config,
+        me,
+        memory.layout,
+        memory.generations,
+        connector,
+        max_model_len=served.max_model_len,
+        vocab_size=served.vocab_size,
+    )
+    info = WorkerInfo(
+        party=me,
+        role=Role(config.role),
+        endpoint=sockets.endpoint,
+        pid=os.getpid(),
+        layout=memory.layout,
+        num_blocks=memory.num_blocks,
+        max_num_seqs=config.engine.max_num_seqs,
+        max_model_len=served.max_model_len,
+        vocab_size=served.vocab_size,
+    )
+    executor = StepExecutor(served.runner, waker.wake)
+    loop = WorkerLoop(config, core, connector, executor, sockets=sockets, waker=waker, info=info)
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signal_number, lambda *_: loop.stop())
+    while not loop.registered and not loop.stopping:
+        loop.run_once()
+    progress("ready", {"endpoint": sockets.endpoint, "threads": str(threads)})
+    loop.run()
+    logger.info("stopped; last load: %s", msgspec.json.encode(core.load()).decode())
+
+
+def _num_usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

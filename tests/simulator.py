@@ -1,0 +1,375 @@
+"""A deterministic simulator of workers: production cores under a seeded scheduler with virtual time.
+
+Only the outside is simulated: the network, the connector's copies, the device. KV is a number per position that depends
+on all tokens up to it, and a drawn token depends on all the KV that the step reads; so a block with the wrong
+content anywhere gives a wrong token, which the oracle sees. Replay a seed with ``python tests/simulator.py SEED``.
+"""
+
+import hashlib
+import heapq
+import itertools
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from splitserve.config import EngineConfig, ProtocolConfig, WorkerConfig
+from splitserve.decode.build import build_core
+from splitserve.handover import ReadCommand, ReadResult
+from splitserve.kvconnector.block_pool import BlockState
+from splitserve.kvconnector.connector import PeerConnected
+from splitserve.kvconnector.layout import block_bytes
+from splitserve.messages import (
+    Abort,
+    Body,
+    DecodeRequest,
+    Envelope,
+    LayoutRecord,
+    LocalRequest,
+    MemoryRegion,
+    PeerRef,
+    PeerWelcome,
+    PrefillRequest,
+    RequestFailed,
+    StepTokens,
+)
+from splitserve.prefill.effects import Connect, Dial, Disconnect, HangUp, Send, Serve, StartRead
+from splitserve.request import Party, RequestKey, Role, SamplingParams
+from splitserve.router.placement import Disaggregated, Local
+from splitserve.router.request_state import RequestState
+from splitserve.step import StepOutput, StepPlan
+
+VOCAB = 50
+BLOCK_SIZE = 4
+LAYOUT = LayoutRecord("sim", "w", "float32", BLOCK_SIZE, 1, 1, 1)
+PROTOCOL = ProtocolConfig(request_deadline_seconds=60.0, max_blocks_per_read=4, tombstone_seconds=60.0)
+ROUTER = Party("router", 1)
+
+
+def mix(*values: int) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=7).digest(), "big")
+
+
+def expected_output(prompt: list[int], sampling: SamplingParams) -> list[int]:
+    """The tokens that a single undisturbed worker gives."""
+    kv: list[int] = []
+    tokens = list(prompt)
+    output: list[int] = []
+    while True:
+        for token in tokens[len(kv) :]:
+            kv.append(mix(kv[-1] if kv else 0, token))
+        output.append(mix(*kv, sampling.seed, len(tokens)) % VOCAB)
+        tokens.append(output[-1])
+        if sampling.finish_reason(output[-1], len(output)):
+            return output
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Probabilities per message, read or request; delays in seconds."""
+
+    drop: float = 0.0
+    duplicate: float = 0.0
+    max_delay: float = 0.01
+    read_error: float = 0.0
+    read_stuck: float = 0.0
+    abort: float = 0.0
+    step_error: float = 0.0
+
+
+@dataclass
+class SimConnector:
+    """Stands in for the connector while a core is built."""
+
+    me: Party
+    num_blocks: int
+    name: str = "sim"
+
+    def metadata(self) -> bytes:
+        return str(self.me).encode()
+
+    def region(self) -> MemoryRegion:
+        return MemoryRegion(0, self.num_blocks, block_bytes(LAYOUT), 0)
+
+
+class SimWorker:
+    """One worker: its production core, its memory, its device."""
+
+    def __init__(self, sim: "Simulator", name: str, role: Role, num_blocks: int, incarnation: int) -> None:
+        self.sim = sim
+        self.party = Party(name, incarnation)
+        self.alive = True
+        self.generations = np.zeros(num_blocks, dtype=np.uint64)
+        self.memory = [[0] * BLOCK_SIZE for _ in range(num_blocks)]
+        engine = EngineConfig(model="sim", max_num_batched_tokens=16, max_num_seqs=4, tail_chunk_tokens=4)
+        config = WorkerConfig(engine_id=name, role=role, engine=engine, membership="", protocol=PROTOCOL)
+        self.core = build_core(
+            config,
+            self.party,
+            LAYOUT,
+            self.generations,
+            SimConnector(self.party, num_blocks),  # type: ignore[arg-type]
+            max_model_len=num_blocks * BLOCK_SIZE,
+            vocab_size=VOCAB,
+            first_generation=sim.random.getrandbits(63),
+        )
+        self.busy = False
+        self.connected: dict[Party, SimWorker] = {}
+        self.reads: dict[int, ReadCommand] = {}
+
+    def deliver(self, envelope: Envelope) -> None:
+        if self.alive:
+            self.core.handle(envelope, self.sim.now)
+            self.settle()
+
+    def settle(self) -> None:
+        """What the engine loop does after every event."""
+        self.core.tick(self.sim.now)
+        self.perform()
+        if not self.busy:
+            plan = self.core.plan_step(self.sim.now)
+            if plan is not None:
+                self.busy = True
+                self.sim.after(self.sim.random.uniform(0.001, 0.02), lambda: self.finish_step(plan))
+            self.perform()
+        self.core.check_invariants()
+        due = self.core.next_deadline()
+        if due < float("inf"):
+            self.sim.at(max(due, self.sim.now + 1e-4), self.wake)
+
+    def wake(self) -> None:
+        if self.alive and self.core.next_deadline() <= self.sim.now:
+            self.settle()
+
+    def perform(self) -> None:
+        for effect in self.core.take_effects():
+            match effect:
+                case Send(to, body):
+                    self.sim.send(self.party, to, body)
+                case StartRead(command):
+                    self.reads[command.read_id] = command
+                    self.sim.start_read(self, command)
+                case Connect(peer, welcome):
+                    self.sim.after(0.01, lambda p=peer, w=welcome: self.connect(p, w))
+                case Disconnect(peer):
+                    self.connected.pop(peer, None)
+                    for read_id in [i for i, c in self.reads.items() if c.peer == peer]:
+                        self.sim.after(0.001, lambda i=read_id: self.finish_read(ReadResult(i, "disconnected")))
+                case Dial() | HangUp() | Serve():
+                    pass
+
+    def connect(self, peer: Party, welcome: PeerWelcome) -> None:
+        other = self.sim.workers.get(welcome.metadata.decode())
+        if other is not None:
+            self.connected[peer] = other
+        self.core.handle_connector_event(PeerConnected(peer, None if other else "gone"), self.sim.now)
+        self.settle()
+
+    def finish_read(self, result: ReadResult) -> None:
+        if self.alive and self.reads.pop(result.read_id, None) is not None:
+            self.core.handle_connector_event(result, self.sim.now)
+            self.settle()
+
+    def finish_step(self, plan: StepPlan) -> None:
+        if not self.alive:
+            return
+        self.busy = False
+        if self.sim.random.random() < self.sim.faults.step_error:
+            self.core.fail_step("planted step error", self.sim.now)
+        else:
+            self.core.commit_step(self.compute(plan), self.sim.now)
+        self.settle()
+
+    def compute(self, plan: StepPlan) -> StepOutput:
+        drawn: list[int | None] = []
+        for chunk in plan.chunks:
+            kv = [self.memory[chunk.block_ids[p // BLOCK_SIZE]][p % BLOCK_SIZE] for p in range(chunk.start)]
+            for position, token in enumerate(chunk.token_ids, start=chunk.start):
+                kv.append(mix(kv[-1] if kv else 0, token))
+                self.memory[chunk.block_ids[position // BLOCK_SIZE]][position % BLOCK_SIZE] = kv[-1]
+            sample = chunk.sample
+            drawn.append(None if sample is None else mix(*kv, sample.seed, sample.position) % VOCAB)
+        return StepOutput(drawn)
+
+
+@dataclass
+class SimRequest:
+    prompt: list[int]
+    sampling: SamplingParams
+    state: RequestState
+    output: list[int] = field(default_factory=list)
+    failed: str | None = None
+    aborted: bool = False
+    done: bool = False
+
+
+class Simulator:
+    def __init__(
+        self, seed: int, faults: Faults, *, prefill: int = 1, decode: int = 1, mixed: int = 0, num_blocks: int = 24
+    ) -> None:
+        self.random = random.Random(seed)
+        self.faults = faults
+        self.now = 0.0
+        self.queue: list[tuple[float, int, Callable[[], None]]] = []
+        self.counter = itertools.count()
+        self.workers: dict[str, SimWorker] = {}
+        for role, number in ((Role.PREFILL, prefill), (Role.DECODE, decode), (Role.MIXED, mixed)):
+            for index in range(number):
+                worker = SimWorker(self, f"{role}-{index}", role, num_blocks, self.random.getrandbits(32))
+                self.workers[str(worker.party)] = worker
+        self.requests: dict[str, SimRequest] = {}
+        self.trace: list[str] = []
+
+    # ---- time and network ----
+
+    def at(self, time: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self.queue, (time, next(self.counter), action))
+
+    def after(self, delay: float, action: Callable[[], None]) -> None:
+        self.at(self.now + delay, action)
+
+    def send(self, sender: Party, to: Party, body: Body) -> None:
+        self.trace.append(f"{self.now:9.4f} {sender.engine_id} -> {to.engine_id}: {body}")
+        reliable = ROUTER in (sender, to)
+        copies = 1
+        if not reliable and self.random.random() < self.faults.drop:
+            copies = 0
+        elif not reliable and self.random.random() < self.faults.duplicate:
+            copies = 2
+        for _ in range(copies):
+            delay = 0.001 if reliable else self.random.uniform(0.0, self.faults.max_delay)
+            self.after(delay, lambda: self.deliver(Envelope(sender, to, body)))
+
+    def deliver(self, envelope: Envelope) -> None:
+        assert envelope.to is not None
+        if envelope.to == ROUTER:
+            self.on_router_message(envelope.sender, envelope.body)
+        elif str(envelope.to) in self.workers:
+            self.workers[str(envelope.to)].deliver(envelope)
+
+    def start_read(self, reader: SimWorker, command: ReadCommand) -> None:
+        """Copy block by block at random moments, then read the generations; or fail, or never finish."""
+        source = reader.connected.get(command.peer)
+        fate = self.random.random()
+        time = self.now
+        for local, remote in zip(command.local_blocks, command.remote_blocks, strict=True):
+            time += self.random.uniform(0.0, 0.01)
+            self.at(time, lambda a=local, b=remote: self.copy_block(reader, command, source, a, b))
+        time += self.random.uniform(0.0, 0.005)
+        if source is None or fate < self.faults.read_error:
+            self.at(time, lambda: reader.finish_read(ReadResult(command.read_id, "planted read error")))
+        elif fate >= self.faults.read_error + self.faults.read_stuck:
+            self.at(time, lambda: self.read_generations(reader, command, source))
+
+    def copy_block(
+        self, reader: SimWorker, command: ReadCommand, source: SimWorker | None, local: int, remote: int
+    ) -> None:
+        if command.read_id in reader.reads and source is not None:
+            pool = reader.core.state.blocks.pool
+            assert pool.state(local) in (BlockState.REFERENCED, BlockState.QUARANTINED), "a read writes to a free block"
+            reader.memory[local] = list(source.memory[remote])
+
+    def read_generations(self, reader: SimWorker, command: ReadCommand, source: SimWorker) -> None:
+        generations = [int(source.generations[block_id]) for block_id in command.remote_blocks]
+        reader.finish_read(ReadResult(command.read_id, None, generations))
+
+    # ---- the router ----
+
+    def submit(self, request_id: str, prompt: list[int], max_tokens: int) -> None:
+        sampling = SamplingParams(max_tokens=max_tokens, seed=self.random.getrandbits(32))
+        request = SimRequest(prompt, sampling, RequestState(request_id, max_tokens))
+        self.requests[request_id] = request
+        by_role = {role: [w for w in self.workers.values() if w.party.engine_id.startswith(role)] for role in Role}
+        key = RequestKey(request_id, 0)
+        if by_role[Role.MIXED]:
+            worker = self.random.choice(by_role[Role.MIXED])
+            request.state.begin(Local(worker.party))
+            self.send(ROUTER, worker.party, LocalRequest(key, prompt, sampling, 60.0))
+            return
+        prefill, decode = self.random.choice(by_role[Role.PREFILL]), self.random.choice(by_role[Role.DECODE])
+        request.state.begin(Disaggregated(prefill.party, decode.party))
+        self.send(ROUTER, decode.party, DecodeRequest(key, prompt, sampling, PeerRef(prefill.party, ""), 60.0))
+        self.send(ROUTER, prefill.party, PrefillRequest(key, prompt, sampling, PeerRef(decode.party, ""), 60.0))
+        if self.random.random() < self.faults.abort:
+            self.after(self.random.uniform(0.0, 0.3), lambda: self.abort(request_id))
+
+    def abort(self, request_id: str) -> None:
+        request = self.requests[request_id]
+        if not request.done:
+            request.aborted = request.done = True
+            self.send_aborts(request, request.state.cancel().aborts)
+
+    def send_aborts(self, request: SimRequest, parties: tuple[Party, ...]) -> None:
+        for party in parties:
+            self.send(ROUTER, party, Abort(RequestKey(request.state.request_id, 0)))
+
+    def on_router_message(self, sender: Party, body: Body) -> None:
+        if isinstance(body, StepTokens):
+            for delta in body.deltas:
+                request = self.requests[delta.key.request_id]
+                update = request.state.on_delta(sender, delta)
+                if update is not None:
+                    assert not (update.token_ids and request.done), "a token after the end"
+                    request.output += update.token_ids
+                    self.end(request, update.ended, update.failure and update.failure.message, update.aborts)
+        elif isinstance(body, RequestFailed):
+            request = self.requests[body.key.request_id]
+            update = request.state.on_request_failed(sender, body)
+            if update is not None:
+                self.end(request, update.ended, update.failure and update.failure.message, update.aborts)
+
+    def end(self, request: SimRequest, ended: bool, failure: str | None, aborts: tuple[Party, ...]) -> None:
+        if ended:
+            request.done, request.failed = True, failure
+            self.send_aborts(request, aborts)
+
+    @property
+    def num_handovers(self) -> int:
+        """Hand-overs that completed: a schedule without any proves nothing."""
+        return sum(worker.core.state.counters.handovers for worker in self.workers.values())
+
+    # ---- running ----
+
+    def run(self, until: float) -> None:
+        while self.queue and self.queue[0][0] <= until:
+            self.now, _, action = heapq.heappop(self.queue)
+            action()
+        self.now = until
+
+    def check_end(self) -> None:
+        """Every request has ended as it should, and every count is back."""
+        for request_id, request in self.requests.items():
+            assert request.done, f"{request_id} never ended"
+            expected = expected_output(request.prompt, request.sampling)
+            if request.aborted or request.failed:
+                assert request.output == expected[: len(request.output)], f"{request_id}: wrong tokens before its end"
+            else:
+                assert request.output == expected, f"{request_id}: {request.output} instead of {expected}"
+        for worker in self.workers.values():
+            pool = worker.core.state.blocks.pool
+            assert pool.count(BlockState.REFERENCED) == 0, f"{worker.party}: blocks are still referenced"
+            assert pool.count(BlockState.QUARANTINED) == 0, f"{worker.party}: blocks are still quarantined"
+            assert worker.core.load().requests_tracked == 0, f"{worker.party}: requests are still tracked"
+
+
+def run_schedule(seed: int, faults: Faults, *, num_requests: int = 8, **shape: int) -> Simulator:
+    """One seeded schedule from start to quiet, with all checks."""
+    sim = Simulator(seed, faults, **shape)
+    shared = [sim.random.randrange(VOCAB) for _ in range(12)]
+    for index in range(num_requests):
+        prefix = shared[: sim.random.choice([0, 0, 4, 8, 12])]
+        prompt = prefix + [sim.random.randrange(VOCAB) for _ in range(sim.random.choice([1, 3, 4, 5, 17, 30]))]
+        max_tokens = sim.random.choice([1, 2, 6, 20])
+        sim.at(sim.random.uniform(0.0, 0.5), lambda i=index, p=prompt, m=max_tokens: sim.submit(f"r{i}", p, m))
+    sim.run(until=200.0)
+    sim.check_end()
+    return sim
+
+
+if __name__ == "__main__":
+    run_schedule(
+        int(sys.argv[1]), Faults(drop=0.1, duplicate=0.1, max_delay=0.3, read_error=0.1, read_stuck=0.1, abort=0.3)
+    )
+    print("every invariant held")
