@@ -1,0 +1,141 @@
+"""The operations of a decoder, one signature each, whatever backend runs them.
+
+A :class:`Kernels` is chosen once at start (:mod:`splitserve.kernels.registry`) and holds one callable per operation.
+Shapes use these letters: T tokens of the step (all sequences, flat, no padding), H query heads, G key/value heads,
+D head_dim, B block_size. KV memory of one layer is a strided view ``[num_blocks, G, 2 (K/V), B, D]``.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What a paged-attention backend has to know before the first step. ``num_layers`` gives the block's stride."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    num_layers: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def rows_per_block(self) -> int:
+        """Rows of ``[B, D]`` in one block of the KV memory, over all layers."""
+        return self.num_layers * self.num_kv_heads * 2
+
+
+@dataclass(frozen=True, slots=True)
+class PagedBatch:
+    """The sequences of one step, in the order of their query tokens in the flat batch.
+
+    ``context_lens`` counts the tokens that the last query token of each sequence sees, itself included; the queries
+    are the last ``query_lens`` of them. ``block_tables`` covers the context and may be longer.
+    """
+
+    query_lens: Sequence[int]
+    context_lens: Sequence[int]
+    block_tables: Sequence[Sequence[int]]
+
+
+class AttentionPlan(Protocol):
+    """What a backend derives from a :class:`PagedBatch`, once per step; every layer's ``run`` uses the same one."""
+
+
+class PagedAttention(Protocol):
+    """Causal attention of flat query tokens over paged KV."""
+
+    def plan(self, batch: PagedBatch) -> AttentionPlan: ...
+
+    def run(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
+        """``query`` [T, H, D] over ``kv_layer`` [num_blocks, G, 2, B, D] -> [T, H, D]; scale is 1/sqrt(D).
+
+        The keys and values of the query tokens themselves must have been written to ``kv_layer`` before.
+        """
+        ...
+
+
+class Linear(Protocol):
+    """A weight in the layout that its GEMM likes best."""
+
+    @property
+    def in_features(self) -> int: ...
+
+    @property
+    def out_features(self) -> int: ...
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``x`` [T, in_features] -> [T, out_features]."""
+        ...
+
+
+class RmsNorm(Protocol):
+    def __call__(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+        """``x / rms(x) * weight`` over the last dimension, the mean taken in float32.
+
+        ``weight`` broadcasts against ``x``. With ``residual`` (the shape of ``x``), ``residual += x`` happens in
+        place first and the sum is what is normalised.
+        """
+        ...
+
+
+class Rope(Protocol):
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotates the halves of each head (the "neox" order). ``x`` [T, heads, D]; ``cos``, ``sin`` [T, D].
+
+        ``sin`` carries the sign of the rotation: its first half is negated (see ``models.decoder.RotaryEmbedding``).
+        """
+        ...
+
+
+class SiluMul(Protocol):
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        """``gate_up`` [T, 2 * intermediate] -> ``silu(gate) * up`` [T, intermediate]."""
+        ...
+
+
+class KvWrite(Protocol):
+    def __call__(self, kv_layer: Tensor, key: Tensor, value: Tensor, slot_blocks: Tensor, slot_offsets: Tensor) -> None:
+        """Writes ``key`` and ``value`` [T, G, D] at (``slot_blocks``, ``slot_offsets``), both int64 [T]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """Per row: how to draw. Plain numbers; ``temperatures`` 0 is greedy, ``top_ks`` 0 keeps all.
+
+    ``positions`` index the drawn token in its sequence; with ``seeds`` and ``choices`` they key the draw.
+    """
+
+    temperatures: Sequence[float]
+    top_ks: Sequence[int]
+    top_ps: Sequence[float]
+    seeds: Sequence[int]
+    choices: Sequence[int]
+    positions: Sequence[int]
+
+
+class Sample(Protocol):
+    def __call__(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        """``logits`` [R, vocab] -> token ids int64 [R] on the logits' device; -1 where a row isn't finite."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The chosen operations. ``backends`` names the backend of each, for logs and ``splitserve doctor``."""
+
+    rms_norm: RmsNorm
+    rope: Rope
+    silu_mul: SiluMul
+    kv_write: KvWrite
+    sample: Sample
+    pack_linear: Callable[[Tensor], Linear]
+    make_attention: Callable[[AttentionShape], PagedAttention]
+    backends: Mapping[str, str]

@@ -1,0 +1,246 @@
+"""Paged attention in plain PyTorch, quick enough to be the default on CPU.
+
+What a step needs is gathered per layer into a small buffer that stays in the cache, head by head (one ``index_select``
+over rows of ``[block_size, head_dim]``), and attended with the fused CPU kernel. Decode tokens of similar context
+are attended together; a prefill chunk attends its earlier context in segments, and itself with the causal mask. The
+parts are merged by their log-sum-exp, as in FlashAttention. So the buffer is bounded for any context length, and no
+mask of chunk x context is ever made.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from splitserve.kernels.api import AttentionPlan, AttentionShape, PagedBatch
+
+GATHER_BYTES = 4 * 1024 * 1024
+"""Bytes gathered at a time: two of these and the activations fit a level-3 cache."""
+_MIN_FILL = 0.75  # of a decode group's padded context that must be real
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """Gathered context of one sequence: ``rows`` [2 * G * num_blocks] of ``[B, D]``; tokens first..last of them."""
+
+    rows: Tensor
+    num_blocks: int
+    first: int
+    last: int
+    causal: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """One sequence on its own: its query tokens first..last of the flat batch, over its segments."""
+
+    first: int
+    last: int
+    segments: tuple[_Segment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeGroup:
+    """Several sequences of one query token each, padded to the longest context.
+
+    ``query_rows`` [S]; ``rows`` [2 * S * G * num_blocks]; ``mask`` [S, 1, 1, context], 0 or -inf; ``padding`` are the
+    gathered token rows that belong to nobody: they hold other content, which may even be NaN, so they're zeroed.
+    """
+
+    query_rows: Tensor
+    rows: Tensor
+    num_blocks: int
+    context: int
+    mask: Tensor | None
+    padding: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReferencePlan:
+    groups: tuple[_DecodeGroup, ...]
+    spans: tuple[_Span, ...]
+
+
+class ReferencePagedAttention:
+    """Implements :class:`splitserve.kernels.api.PagedAttention`."""
+
+    def __init__(self, shape: AttentionShape) -> None:
+        if shape.num_heads % shape.num_kv_heads:
+            raise ValueError(f"{shape.num_heads} query heads can't share {shape.num_kv_heads} key/value heads")
+        self._shape = shape
+        self._scale = 1.0 / math.sqrt(shape.head_dim)
+        row_elements = shape.block_size * shape.head_dim
+        self._block_bytes = 2 * shape.num_kv_heads * row_elements * shape.dtype.itemsize
+        self._gather_blocks = max(1, GATHER_BYTES // self._block_bytes)
+        self._buffer = torch.empty((0, row_elements), dtype=shape.dtype, device=shape.device)
+        # Row of (K or V, head) relative to the block's first row of this layer: [2, 1, G, 1].
+        heads = torch.arange(shape.num_kv_heads).view(1, 1, -1, 1) * 2
+        self._head_rows = heads + torch.arange(2).view(2, 1, 1, 1)
+
+    # ---- once per step ----
+
+    def plan(self, batch: PagedBatch) -> ReferencePlan:
+        decodes: list[tuple[int, int, Sequence[int]]] = []  # (query row, context, block table)
+        spans: list[_Span] = []
+        first = 0
+        for query_len, context, table in zip(batch.query_lens, batch.context_lens, batch.block_tables, strict=True):
+            assert 0 < query_len <= context <= len(table) * self._shape.block_size
+            if query_len == 1 and self._num_blocks(context) <= self._gather_blocks:
+                decodes.append((first, context, table))
+            else:
+                spans.append(_Span(first, first + query_len, self._segments(query_len, context, table)))
+            first += query_len
+        plan = ReferencePlan(tuple(self._groups(decodes)), tuple(spans))
+        self._reserve(plan)
+        return plan
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._shape.block_size)
+
+    def _segments(self, query_len: int, context: int, table: Sequence[int]) -> tuple[_Segment, ...]:
+        """The context before the queries in pieces of the buffer's size, then the queries' own tokens, causal."""
+        step = self._gather_blocks * self._shape.block_size
+        own = context - query_len if query_len > 1 else context
+        bounds = [(start, min(start + step, own), False) for start in range(0, own, step)]
+        if query_len > 1:
+            bounds.append((own, context, True))
+        segments = []
+        for start, end, causal in bounds:
+            first_block = start // self._shape.block_size
+            blocks = table[first_block : self._num_blocks(end)]
+            origin = first_block * self._shape.block_size
+            rows = self._rows([blocks])
+            segments.append(_Segment(rows, len(blocks), start - origin, end - origin, causal))
+        return tuple(segments)
+
+    def _groups(self, decodes: list[tuple[int, int, Sequence[int]]]) -> list[_DecodeGroup]:
+        """Longest first; a group ends when its padding or its buffer would grow too large."""
+        decodes.sort(key=lambda decode: -decode[1])
+        groups: list[_DecodeGroup] = []
+        members: list[tuple[int, int, Sequence[int]]] = []
+        for decode in decodes:
+            if members:
+                longest = self._num_blocks(members[0][1])
+                fits = (len(members) + 1) * longest <= self._gather_blocks
+                if not fits or self._num_blocks(decode[1]) < _MIN_FILL * longest:
+                    groups.append(self._group(members))
+                    members = []
+            members.append(decode)
+        if members:
+            groups.append(self._group(members))
+        return groups
+
+    def _group(self, members: list[tuple[int, int, Sequence[int]]]) -> _DecodeGroup:
+        device = self._shape.device
+        contexts = torch.tensor([context for _, context, _ in members])
+        longest = int(contexts.max())
+        num_blocks = self._num_blocks(longest)
+        # A short table is filled up with its own first block: any valid one would do, its tokens are zeroed.
+        tables = [(*table[:num_blocks], *[table[0]] * (num_blocks - len(table))) for _, _, table in members]
+        mask = padding = None
+        if int(contexts.min()) < longest:
+            token = torch.arange(num_blocks * self._shape.block_size)
+            unseen = token >= contexts.view(1, -1, 1, 1)  # [1, S, 1, tokens]
+            mask = torch.zeros((len(members), 1, 1, longest), dtype=self._shape.dtype)
+            mask.masked_fill_(unseen.view(len(members), 1, 1, -1)[..., :longest], -math.inf)
+            both = unseen.expand(2, -1, self._shape.num_kv_heads, -1)
+            padding = both.reshape(-1).nonzero().squeeze(1).to(device)
+            mask = mask.to(device)
+        query_rows = torch.tensor([row for row, _, _ in members], device=device)
+        return _DecodeGroup(query_rows, self._rows(tables), num_blocks, longest, mask, padding)
+
+    def _rows(self, tables: Sequence[Sequence[int]]) -> Tensor:
+        """Rows of ``[B, D]`` to gather, in the order [2, S, G, num_blocks], relative to a layer's first row."""
+        blocks = torch.tensor(tables).view(1, len(tables), 1, -1)
+        rows = blocks * self._shape.rows_per_block + self._head_rows
+        return rows.flatten().to(self._shape.device)
+
+    def _reserve(self, plan: ReferencePlan) -> None:
+        sizes = [group.rows.numel() for group in plan.groups]
+        sizes += [segment.rows.numel() for span in plan.spans for segment in span.segments]
+        if sizes and max(sizes) > self._buffer.shape[0]:
+            self._buffer = self._buffer.new_empty((max(sizes), self._buffer.shape[1]))
+
+    # ---- once per layer ----
+
+    def run(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
+        assert isinstance(plan, ReferencePlan)
+        out = torch.empty_like(query)
+        kv_rows = self._kv_rows(kv_layer)
+        for group in plan.groups:
+            out[group.query_rows] = self._attend_group(query[group.query_rows], kv_rows, group)
+        for span in plan.spans:
+            out[span.first : span.last] = self._attend_span(query[span.first : span.last], kv_rows, span)
+        return out
+
+    def _kv_rows(self, kv_layer: Tensor) -> Tensor:
+        """``kv_layer`` as rows of ``[B, D]``, from this layer's first row on, over the blocks of all layers."""
+        shape = self._shape
+        row = shape.block_size * shape.head_dim
+        expected = (shape.rows_per_block * row, 2 * row, row, shape.head_dim, 1)
+        assert kv_layer.stride() == expected, (kv_layer.stride(), expected)
+        num_rows = (kv_layer.shape[0] - 1) * shape.rows_per_block + 2 * shape.num_kv_heads
+        return kv_layer.as_strided((num_rows, row), (row, 1))
+
+    def _gather(self, kv_rows: Tensor, rows: Tensor) -> Tensor:
+        gathered = self._buffer[: rows.numel()]
+        return torch.index_select(kv_rows, 0, rows, out=gathered)
+
+    def _attend_group(self, query: Tensor, kv_rows: Tensor, group: _DecodeGroup) -> Tensor:
+        """``query`` [S, H, D] -> [S, H, D]. Query heads that share keys are treated as rows of one query."""
+        shape = self._shape
+        gathered = self._gather(kv_rows, group.rows)
+        if group.padding is not None:
+            gathered.view(-1, shape.head_dim).index_fill_(0, group.padding, 0.0)
+        num_seqs = query.shape[0]
+        keys, values = gathered.view(2, num_seqs, shape.num_kv_heads, -1, shape.head_dim)[
+            ..., : group.context, :
+        ].unbind(0)
+        shared = query.view(num_seqs, shape.num_kv_heads, -1, shape.head_dim)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            shared, keys, values, attn_mask=group.mask, scale=self._scale
+        )
+        return out.reshape(query.shape)
+
+    def _attend_span(self, query: Tensor, kv_rows: Tensor, span: _Span) -> Tensor:
+        """``query`` [L, H, D] -> [L, H, D]."""
+        shape = self._shape
+        heads_first = query.transpose(0, 1).unsqueeze(0)  # [1, H, L, D]
+        merged: tuple[Tensor, Tensor] | None = None
+        for segment in span.segments:
+            gathered = self._gather(kv_rows, segment.rows)
+            keys, values = gathered.view(2, 1, shape.num_kv_heads, -1, shape.head_dim)[
+                ..., segment.first : segment.last, :
+            ].unbind(0)
+            part = attend(heads_first, keys, values, causal=segment.causal, scale=self._scale)
+            merged = part if merged is None else merge(merged, part)
+        assert merged is not None
+        return merged[0].squeeze(0).transpose(0, 1)
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention with its log-sum-exp. ``query`` [1, H, L, D]; ``keys``, ``values`` [1, G, K, D]; causal needs L == K.
+
+    Returns the output [1, H, L, D] and the log of the softmax's denominator, float32 [1, H, L].
+    """
+    assert not causal or query.shape[2] == keys.shape[2]
+    if query.device.type == "cpu":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, keys, values, 0.0, causal, scale=scale
+        )
+        return out, lse.view(query.shape[:3])
+    group_size = query.shape[1] // keys.shape[1]
+    scores = query.float() @ keys.repeat_interleave(group_size, dim=1).transpose(2, 3).float() * scale
+    if causal:
+        scores += torch.full_like(scores[0, 0], -math.inf).triu_(1)
+    weights = scores.softmax(dim=-1) @ values.repeat_interleave(group_size, dim=1).float()
+    return weights.to(query.dtype), scores.logsumexp(dim=-1)
+
+
+def merge(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Attention over two disjoint sets of keys from the attention over each (output, log-sum-exp)."""
+    lse = torch.logaddexp(left[1], right[1])
+    out = left[0] * (left[1] - lse).exp().unsqueeze(-1) + right[0] * (right[1] - lse).exp().unsqueeze(-1)
+    return out.to(left[0].dtype), lse

@@ -1,0 +1,49 @@
+"""Matrix products with weights in the layout that the GEMM wants.
+
+:class:`OneDnnLinear` hands the weight to oneDNN's own blocked layout once, at load; the plain copy can then be freed.
+Measured on two AVX-512 cores (AMD EPYC, float32, weights larger than the cache): 2 to 5 times the speed of
+``F.linear`` from 1 to 16 rows, 2.2 times at 512 rows.
+"""
+
+import torch
+from torch import Tensor
+
+# oneDNN chooses the blocked layout for a number of rows. The layout for 128 rows was the best or within noise of it
+# for every shape tried with 1 to 512 rows; the one for a single row is up to twice as slow elsewhere.
+_LAYOUT_ROWS = 128
+
+
+class PlainLinear:
+    """The weight as it is, [out_features, in_features]: any device, any dtype."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+        self.out_features, self.in_features = weight.shape
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, self._weight)
+
+
+class OneDnnLinear:
+    """A copy of the weight, [out_features, in_features], in oneDNN's blocked layout. CPU, float32 or bfloat16."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _LAYOUT_ROWS)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")
+        return out
+
+
+def onednn_unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why :class:`OneDnnLinear` can't run here, or None."""
+    if device.type != "cpu":
+        return f"it runs on CPU, not on {device.type}"
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"it takes float32 and bfloat16, not {dtype}"
+    if not torch._C._has_mkldnn or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        return "this build of PyTorch has no oneDNN"
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "this CPU lacks the vector instructions that oneDNN needs for bfloat16"
+    return None

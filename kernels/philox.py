@@ -1,0 +1,66 @@
+"""Philox4x32-10, the counter-based generator of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+
+A draw is a pure function of (key, counter): no state, no order. Words are held in int64 tensors, since PyTorch has no
+unsigned 32-bit arithmetic. Integers are exact, so every backend and every machine gets the same words.
+"""
+
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
+_MASK = 0xFFFFFFFF
+
+Word: TypeAlias = Tensor | int
+"""A 32-bit word: an int64 tensor with values below 2**32, or one number for all lanes."""
+
+
+def philox4x32(counter: tuple[Word, Word, Word, Word], key: tuple[int, int]) -> tuple[Word, Word, Word, Word]:
+    """The four output words for each counter. Words that are the same for all lanes may stay plain ints (cheaper)."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        high0, low0 = _multiply(MULTIPLIERS[0], c0)
+        high1, low1 = _multiply(MULTIPLIERS[1], c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0 = (k0 + WEYL[0]) & _MASK
+        k1 = (k1 + WEYL[1]) & _MASK
+    return c0, c1, c2, c3
+
+
+def _multiply(multiplier: int, word: Word) -> tuple[Word, Word]:
+    """High and low 32 bits of the product. The int64 product may wrap: its 64 bits are right, its sign isn't."""
+    product = word * multiplier
+    if isinstance(product, Tensor):
+        return (product >> 32) & _MASK, product & _MASK
+    return product >> 32, product & _MASK
+
+
+def words_of_ids(ids: Tensor, seed: int, choice: int, position: int) -> Tensor:
+    """One 32-bit word per id (int64, same shape): the draw of (seed, choice, position) for that id alone.
+
+    The counter is (id // 4, position, choice, 0) and the word is id % 4 of its four, so no two ids share a word
+    and an id's word doesn't depend on which other ids are asked for.
+    """
+    words = philox4x32((ids >> 2, position & _MASK, choice & _MASK, position >> 32), split_key(seed))
+    stacked = torch.stack([_as_tensor(word, ids) for word in words])
+    return stacked.gather(0, (ids & 3).unsqueeze(0)).squeeze(0)
+
+
+def words_of_range(count: int, seed: int, choice: int, position: int, device: torch.device) -> Tensor:
+    """``words_of_ids(arange(count), ...)``, four times as fast since each counter is used for four ids."""
+    counters = torch.arange((count + 3) // 4, device=device)
+    words = philox4x32((counters, position & _MASK, choice & _MASK, position >> 32), split_key(seed))
+    return torch.stack([_as_tensor(word, counters) for word in words], dim=1).flatten()[:count]
+
+
+def split_key(seed: int) -> tuple[int, int]:
+    """Low and high 32 bits of a 64-bit seed."""
+    return seed & _MASK, (seed >> 32) & _MASK
+
+
+def _as_tensor(word: Word, like: Tensor) -> Tensor:
+    return word if isinstance(word, Tensor) else torch.full_like(like, word)

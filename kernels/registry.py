@@ -1,0 +1,87 @@
+"""Which backend runs each operation: decided once at start, from device and dtype, and overridable by name.
+
+A backend is a :class:`Candidate`: a name, a check that answers why it can't run here (or None), and a loader, so that
+a missing package costs nothing until it's asked for. Candidates stand best first; the reference is last and can
+always run. A new backend is one more line in ``_CANDIDATES``.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from splitserve.kernels import attention, linear, reference, sampling
+from splitserve.kernels.api import Kernels
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What the kernels will run on."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """``why_not`` gives the reason why this backend can't run on a target, or None if it can."""
+
+    backend: str
+    why_not: Callable[[Target], str | None]
+    load: Callable[[], Any]
+
+
+def _always(_target: Target) -> str | None:
+    return None
+
+
+def _onednn_missing(target: Target) -> str | None:
+    return linear.onednn_unavailable_reason(target.device, target.dtype)
+
+
+_CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
+    "rms_norm": (Candidate("reference", _always, lambda: reference.rms_norm),),
+    "rope": (Candidate("reference", _always, lambda: reference.rope),),
+    "silu_mul": (Candidate("reference", _always, lambda: reference.silu_mul),),
+    "kv_write": (Candidate("reference", _always, lambda: reference.kv_write),),
+    "sample": (Candidate("reference", _always, lambda: sampling.sample),),
+    "pack_linear": (
+        Candidate("onednn", _onednn_missing, lambda: linear.OneDnnLinear),
+        Candidate("reference", _always, lambda: linear.PlainLinear),
+    ),
+    "make_attention": (Candidate("reference", _always, lambda: attention.ReferencePagedAttention),),
+}
+
+OPERATIONS = tuple(_CANDIDATES)
+
+
+def select_kernels(device: torch.device, dtype: torch.dtype, overrides: Mapping[str, str] | None = None) -> Kernels:
+    """The best backend of each operation for ``device`` and ``dtype``.
+
+    ``overrides`` maps an operation of :data:`OPERATIONS` to the backend that must run it. Raises ValueError that says
+    what is wrong with an override: an unknown name, or why that backend can't run here.
+    """
+    overrides = overrides or {}
+    target = Target(device, dtype)
+    for operation in overrides:
+        if operation not in _CANDIDATES:
+            raise ValueError(f"unknown operation {operation!r}; there are {', '.join(OPERATIONS)}")
+    chosen = {operation: _choose(operation, target, overrides.get(operation)) for operation in OPERATIONS}
+    return Kernels(
+        **{operation: candidate.load() for operation, candidate in chosen.items()},
+        backends={operation: candidate.backend for operation, candidate in chosen.items()},
+    )
+
+
+def _choose(operation: str, target: Target, wanted: str | None) -> Candidate:
+    candidates = _CANDIDATES[operation]
+    if wanted is None:
+        return next(candidate for candidate in candidates if candidate.why_not(target) is None)
+    for candidate in candidates:
+        if candidate.backend == wanted:
+            if reason := candidate.why_not(target):
+                raise ValueError(f"backend {wanted!r} can't run {operation}: {reason}")
+            return candidate
+    names = ", ".join(candidate.backend for candidate in candidates)
+    raise ValueError(f"{operation} has no backend {wanted!r}; there are {names}")

@@ -1,0 +1,190 @@
+"""What a checkpoint's config.json says, checked and in one frozen structure. No torch here.
+
+Reads what transformers 5 writes (``rope_parameters``, ``dtype``) and what 4.x wrote (``rope_theta``, ``rope_scaling``,
+``torch_dtype``). What isn't supported is refused by name: serving it anyway would give wrong tokens with status 200.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from splitserve.errors import CheckpointError
+from splitserve.models.checkpoint import weights_version
+
+__all__ = ["ModelConfig", "RopeScaling", "load_model_config", "weights_version"]
+
+SUPPORTED_ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """Llama 3's rescaling of the rotary frequencies ("llama3"), for contexts longer than the original one."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A dense decoder. ``architecture`` is "llama" or "qwen3"; ``dtype`` names the checkpoint's own data type.
+
+    ``qk_norm``: each query and key head is RMS-normalised before the rotation. ``eos_token_ids`` come from
+    generation_config.json where it has them, else from config.json.
+    """
+
+    architecture: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    qk_norm: bool
+    tie_word_embeddings: bool
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    dtype: str
+
+
+def load_model_config(path: str | Path) -> ModelConfig:
+    """Reads config.json and generation_config.json of the checkpoint directory ``path``.
+
+    Raises :class:`CheckpointError` naming the file or the field, and what is supported.
+    """
+    directory = Path(path)
+    raw = _read_json(directory / "config.json")
+    architecture = _architecture(raw)
+    _refuse_unsupported(raw)
+    heads = _positive(raw, "num_attention_heads")
+    kv_heads = _positive(raw, "num_key_value_heads", heads)
+    hidden_size = _positive(raw, "hidden_size")
+    if heads % kv_heads:
+        raise CheckpointError(f"config.json: {heads} attention heads can't share {kv_heads} key/value heads evenly")
+    head_dim = _positive(raw, "head_dim", hidden_size // heads)
+    if head_dim % 2:
+        raise CheckpointError(f"config.json: head_dim is {head_dim}; rotary embeddings need an even one")
+    rope_theta, rope_scaling = _rope(raw)
+    generation_path = directory / "generation_config.json"
+    generation = _read_json(generation_path) if generation_path.exists() else {}
+    bos_token_id = raw.get("bos_token_id")
+    return ModelConfig(
+        architecture=architecture,
+        hidden_size=hidden_size,
+        num_layers=_positive(raw, "num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=_positive(raw, "intermediate_size"),
+        vocab_size=_positive(raw, "vocab_size"),
+        max_position_embeddings=_positive(raw, "max_position_embeddings", 2048),
+        rms_norm_eps=_number(raw, "rms_norm_eps", 1e-6),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        qk_norm=architecture == "qwen3",
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        eos_token_ids=_token_ids(generation.get("eos_token_id", raw.get("eos_token_id"))),
+        bos_token_id=bos_token_id if isinstance(bos_token_id, int) else None,
+        dtype=_dtype(raw),
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing: give the directory of a Hugging Face checkpoint") from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} can't be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}; a JSON object is needed")
+    return value
+
+
+def _architecture(raw: Mapping[str, Any]) -> str:
+    names = raw.get("architectures") or []
+    for name in names:
+        if name in SUPPORTED_ARCHITECTURES:
+            return SUPPORTED_ARCHITECTURES[name]
+    supported = ", ".join(SUPPORTED_ARCHITECTURES)
+    raise CheckpointError(f"config.json: architectures is {names}; supported are {supported}")
+
+
+def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
+    if raw.get("quantization_config") is not None:
+        method = raw["quantization_config"].get("quant_method", "unknown")
+        raise CheckpointError(
+            f"config.json: quantization_config ({method}) isn't supported; use the unquantised weights"
+        )
+    for name in ("attention_bias", "mlp_bias"):
+        if raw.get(name):
+            raise CheckpointError(f"config.json: {name} is true; only projections without bias are supported")
+    activation = raw.get("hidden_act", "silu")
+    if activation != "silu":
+        raise CheckpointError(f"config.json: hidden_act is {activation!r}; only 'silu' is supported")
+    other_layers = sorted(set(raw.get("layer_types") or ()) - {"full_attention"})
+    if other_layers or (raw.get("use_sliding_window") and raw.get("sliding_window")):
+        found = f"layer_types has {other_layers}" if other_layers else "use_sliding_window is true"
+        raise CheckpointError(f"config.json: {found}; only full attention in every layer is supported")
+
+
+def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    theta = _number(parameters, "rope_theta", _number(raw, "rope_theta", 10000.0))
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    partial = parameters.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        raise CheckpointError(f"config.json: partial_rotary_factor is {partial}; only 1.0 is supported")
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise CheckpointError(f"config.json: rope type {kind!r} isn't supported; 'default' and 'llama3' are")
+    scaling = RopeScaling(
+        factor=_number(parameters, "factor"),
+        low_freq_factor=_number(parameters, "low_freq_factor"),
+        high_freq_factor=_number(parameters, "high_freq_factor"),
+        original_max_position_embeddings=_positive(parameters, "original_max_position_embeddings"),
+    )
+    if scaling.high_freq_factor <= scaling.low_freq_factor:
+        raise CheckpointError("config.json: high_freq_factor must be larger than low_freq_factor")
+    return theta, scaling
+
+
+def _dtype(raw: Mapping[str, Any]) -> str:
+    dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    if dtype not in _DTYPES:
+        raise CheckpointError(f"config.json: dtype is {dtype!r}; supported are {', '.join(_DTYPES)}")
+    return str(dtype)
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+def _positive(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = raw.get(name)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointError(f"config.json: {name} is {value!r}; a positive integer is needed")
+    return value
+
+
+def _number(raw: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    value = raw.get(name)
+    if value is None:
+        value = default
+    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        raise CheckpointError(f"config.json: {name} is {value!r}; a positive number is needed")
+    return float(value)
