@@ -33,6 +33,7 @@ from splitserve.request import Party
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.0003
+CONNECT_SECONDS = 5.0
 READS_AT_ONCE = 4  # per peer; each needs a scratch row for the generations, further ones wait
 MEMORY_KIND = "DRAM"
 
@@ -66,7 +67,7 @@ class _Read:
 class _PeerReader:
     """Everything for reading from one peer: an agent, descriptor lists, scratch rows. Used by the owner thread only."""
 
-    def __init__(self, name: str, memory: KVMemory, peer: PeerWelcome) -> None:
+    def __init__(self, name: str, memory: KVMemory, party: Party, peer: PeerWelcome) -> None:
         self._agent = _create_agent(name)
         self._region = peer.region
         self._scratch = np.zeros((READS_AT_ONCE, peer.region.num_blocks), dtype=np.uint64)
@@ -85,6 +86,11 @@ class _PeerReader:
         )
         self.active: list[_Read] = []
         self.waiting: deque[ReadCommand] = deque()
+        self.connect_deadline = time.monotonic() + CONNECT_SECONDS
+        self._probe: _Read | None = _Read(
+            ReadCommand(0, party, (), (0,)), time.monotonic(), None, self._free_rows.pop()
+        )
+        self._post_generations(self._probe)
 
     def _register(self, address: int, num_bytes: int) -> None:
         self._agent.register_memory([(address, num_bytes, 0, "")], MEMORY_KIND)
@@ -92,6 +98,24 @@ class _PeerReader:
     def _prepare(self, side: str, address: int, num_blocks: int, block_bytes: int) -> Any:
         rows = _block_descriptors(address, block_bytes, num_blocks)
         return self._agent.prep_xfer_dlist(side, self._agent.get_xfer_descs(rows, MEMORY_KIND))
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.active or self.waiting or self._probe)
+
+    def poll_probe(self) -> str | None:
+        """None while the first, tiny read is under way; then "" if it went through, else what went wrong.
+
+        It makes UCX connect now rather than under the first request, and proves that this peer can be read at all.
+        """
+        if self._probe is None:
+            return None
+        result = self._advance(self._probe)
+        if result is None and time.monotonic() < self.connect_deadline:
+            return None
+        if result is not None:
+            self._probe = None
+        return "" if result is not None and result.error is None else "a probe read of its memory didn't complete"
 
     def start_waiting(self) -> list[ReadResult]:
         """Post waiting reads while there are scratch rows. Returns those that failed at once."""
@@ -126,7 +150,7 @@ class _PeerReader:
         over += [ReadResult(command.read_id, "disconnected") for command in self.waiting]
         self.active.clear()
         self.waiting.clear()
-        self._local_blocks = self._remote_blocks = self._agent = None
+        self._probe = self._local_blocks = self._remote_blocks = self._agent = None
         return over
 
     def _post_data(self, read: _Read) -> None:
@@ -258,7 +282,8 @@ class NixlConnector:
             self._take_commands()
             if self._is_serving:
                 self._server.get_new_notifs()
-            for reader in self._readers.values():
+            for peer, reader in list(self._readers.items()):
+                self._finish_connecting(peer, reader)
                 self._emit(reader.start_waiting())
                 self._emit(reader.poll())
         for peer in list(self._readers):
@@ -267,7 +292,7 @@ class NixlConnector:
 
     def _take_commands(self) -> None:
         """Wait for a command: for ever when idle, for one poll interval while something is under way."""
-        is_busy = self._is_serving or any(reader.active or reader.waiting for reader in self._readers.values())
+        is_busy = self._is_serving or any(reader.is_busy for reader in self._readers.values())
         try:
             self._inbox.commands.get(timeout=POLL_SECONDS if is_busy else None)()
             while True:
@@ -281,16 +306,24 @@ class NixlConnector:
             self._wake()
 
     def _connect(self, peer: Party, welcome: PeerWelcome) -> None:
-        error = None
         try:
             self._disconnect(peer)
             self._num_readers_made += 1
             name = f"{self._me}/read-{self._num_readers_made}"
-            self._readers[peer] = _PeerReader(name, self._memory, welcome)
+            self._readers[peer] = _PeerReader(name, self._memory, peer, welcome)
         except Exception as problem:
             logger.exception("connecting to %s failed", peer)
-            error = f"{type(problem).__name__}: {problem}"
-        self._emit([PeerConnected(peer, error)])
+            self._emit([PeerConnected(peer, f"{type(problem).__name__}: {problem}")])
+
+    def _finish_connecting(self, peer: Party, reader: _PeerReader) -> None:
+        try:
+            problem = reader.poll_probe()
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        if problem is not None:
+            self._emit([PeerConnected(peer, problem or None)])
+        if problem:
+            self._disconnect(peer)
 
     def _disconnect(self, peer: Party) -> None:
         reader = self._readers.pop(peer, None)
