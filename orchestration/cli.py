@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments[:1] == ["bench"] and arguments[1:2] and arguments[1] in BENCHES:
             return _bench(arguments[1], arguments[2:])  # its options are its module's own
-        options = _build_parser().parse_args(arguments)
+        options = build_parser().parse_args(arguments)
         status: int = options.run(options)
         return status
     except SplitserveError as error:
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
-def _build_parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="splitserve", description="Serve large language models with prefill and decode on separate workers."
     )

@@ -146,7 +146,8 @@ def describe_result(result: ChatResult, start_seconds: float) -> str:
         mean_gap = (arrivals[-1] - arrivals[0]) / (len(arrivals) - 1)
         lines += [
             f"first token      after {1e3 * (arrivals[0] - start_seconds):.1f} ms",
-            f"second token     {1e3 * (arrivals[1] - arrivals[0]):.1f} ms later; from then on {1e3 * mean_gap:.1f} ms each",
+            f"second token     {1e3 * (arrivals[1] - arrivals[0]):.1f} ms later; {1e3 * mean_gap:.1f} ms per token on "
+            "average",
         ]
     return "\n".join(lines)
 
