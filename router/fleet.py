@@ -13,8 +13,8 @@ import zmq
 
 from splitserve.config import RouterConfig
 from splitserve.errors import ConfigError, WireError
-from splitserve.messages import Body, Envelope, Heartbeat, Leave, Register, Registered
-from splitserve.request import Party
+from splitserve.messages import Body, Envelope, Heartbeat, Introduce, Leave, PeerRef, Register, Registered
+from splitserve.request import Party, Role
 from splitserve.router.links import LoopSocket, WorkerLink, bind_router_socket
 from splitserve.router.membership import Membership, WorkerState
 from splitserve.router.metrics import RouterMetrics
@@ -158,6 +158,15 @@ class Fleet:
     def _on_link_up(self, link: WorkerLink) -> None:
         self.membership.link_up(link.party)
         log.info("worker %s is ready", link.party)
+        self._introduce(link.party)
+
+    def _introduce(self, newcomer: Party) -> None:
+        """Let decode workers connect to prefill workers before the first request needs it."""
+        for record in self.membership.records():
+            for one, other in ((newcomer, record.info.party), (record.info.party, newcomer)):
+                source, sink = self.membership.get(one), self.membership.get(other)
+                if source and sink and source.info.role is Role.PREFILL and sink.info.role is Role.DECODE:
+                    self.send(other, Introduce(peer=PeerRef(one, source.info.endpoint)))
 
     def _on_link_down(self, link: WorkerLink) -> None:
         if self._links.get(link.party) is link and self.membership.lose(link.party):
