@@ -26,6 +26,7 @@ from splitserve.errors import ConfigError
 
 _NOTABLE_TOKENS_PER_CHUNK = 1.05
 _NOTABLE_LAG_MS = 10.0
+_NOTABLE_BUNCHED_SHARE = 0.1
 
 
 def main(argv: Sequence[str]) -> int:
@@ -107,6 +108,11 @@ def notes(figures: dict[str, Any], output_len: int) -> list[str]:
     per_chunk = figures["tokens_per_chunk"]
     if max(per_chunk.get("mean", 1.0), per_chunk.get("max", 1.0)) > _NOTABLE_TOKENS_PER_CHUNK:
         found.append("the stream packs several tokens into some chunks: ITL is between chunks, not tokens; see TPOT")
+    if figures["bunched_gaps_share"] > _NOTABLE_BUNCHED_SHARE:
+        found.append(
+            f"{100 * figures['bunched_gaps_share']:.0f}% of chunks arrived together with the one before: something on the "
+            "way, or this client, holds chunks back; p50 of ITL means little, look at TPOT and the long ITLs"
+        )
     if figures["dispatch_lag_ms"].get("p99", 0.0) > _NOTABLE_LAG_MS:
         found.append(
             f"requests went out late (p99 {figures['dispatch_lag_ms']['p99']:.0f} ms): the client was short of time"

@@ -14,6 +14,7 @@ import numpy as np
 from splitserve.errors import ConfigError
 
 PERCENTILES = (50, 90, 99)
+BUNCHED_SECONDS = 1e-4  # chunks that arrive closer than this came in one read of the socket
 
 
 @dataclass(slots=True)
@@ -124,6 +125,7 @@ def summarise(records: Sequence[RequestRecord], objective: Objective | None) -> 
         "tpot_ms": percentiles_ms([record.tpot_seconds for record in done if record.output_tokens > 1]),
         "itl_ms": percentiles_ms(gaps),
         "itl_longest_tenth_mean_ms": mean_of_longest_tenth_ms(gaps),
+        "bunched_gaps_share": sum(gap < BUNCHED_SECONDS for gap in gaps) / max(1, len(gaps)),
         "e2e_ms": percentiles_ms([record.end_seconds - record.sent_seconds for record in done]),
         "tokens_per_chunk": _tokens_per_chunk(done),
         "dispatch_lag_ms": percentiles_ms([record.sent_seconds - record.due_seconds for record in records]),

@@ -284,7 +284,14 @@ def test_summary_figures() -> None:
     assert figures["slo_attainment"] == pytest.approx(1 / 3)  # one too slow, one failed
     assert figures["goodput_requests_per_second"] == pytest.approx(1 / 1.59)
     assert figures["dispatch_lag_ms"]["p50"] == pytest.approx(100)
+    assert figures["bunched_gaps_share"] == 0.0
     assert summarise([], None)["completed"] == 0
+
+
+def test_bunched_chunks_are_noticed() -> None:
+    figures = summarise([record(0.1, [0.03, 0.0, 0.0, 0.03, 0.0])], None)
+    assert figures["bunched_gaps_share"] == pytest.approx(0.6)
+    assert any("60% of chunks arrived together" in note for note in serve.notes(figures, 6))
 
 
 def test_objectives() -> None:
