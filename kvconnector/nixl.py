@@ -1,247 +1,209 @@
 """KV connector over NIXL's UCX backend: decode pulls with READ; no progress thread, nothing spins when idle.
 
-One thread owns all agents of this process, since NIXL doesn't lock by default and a copy between processes of one host
-happens inside the post itself, with the GIL released. There is one agent that serves (peers read through it) and one
-agent per peer that we read from: destroying an agent is the only thing that surely stops a posted read, and it
-must not stop the reads from other peers.
+NIXL doesn't lock by default, and a copy between processes of one host happens inside the post itself, with the GIL
+released. So every agent has one thread that owns it: one thread serves (peers read through its agent), and a few read,
+since one thread's copies don't fill the memory bus. A reading thread has an agent of its own per peer: destroying an
+agent is the only thing that surely stops a posted read, and it must not stop the reads from other peers.
 
-Without NIXL's own progress thread a transfer completes only while *both* sides poll. So the thread polls while a
-read is
-in flight, or while peers may be reading from here (:meth:`NixlConnector.serve`), and sleeps otherwise.
+Without NIXL's own progress thread a transfer completes only while *both* sides poll. So a thread polls while its reads
+are in flight, or while peers may be reading from here (:meth:`NixlConnector.serve`), and sleeps otherwise.
 """
 
-import contextlib
+import itertools
 import logging
 import queue
 import threading
-import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
 
-import numpy as np
-import numpy.typing as npt
-
-from splitserve.errors import HandshakeError
 from splitserve.handover import ReadCommand, ReadResult
 from splitserve.kvconnector.connector import PeerConnected
 from splitserve.kvconnector.memory import KVMemory
+from splitserve.kvconnector.nixl_reader import MEMORY_KIND, PeerReader, create_agent
 from splitserve.messages import MemoryRegion, PeerWelcome
 from splitserve.request import Party
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.0003
-CONNECT_SECONDS = 5.0
-READS_AT_ONCE = 4  # per peer; each needs a scratch row for the generations, further ones wait
-MEMORY_KIND = "DRAM"
+READ_THREADS = 2
+SPLIT_ABOVE_BYTES = 4 << 20
+CLOSE_SECONDS = 5.0
+
+Event = ReadResult | PeerConnected
 
 
-def _create_agent(name: str) -> Any:
-    from nixl_cu13._api import nixl_agent, nixl_agent_config
+class _OwnerThread(ABC):
+    """Runs commands, and between them :meth:`poll` for as long as :attr:`is_busy`; sleeps while idle."""
 
-    logging.getLogger("nixl_cu13").setLevel(logging.WARNING)
-    return nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+    def __init__(self, name: str) -> None:
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, command: Callable[[], None]) -> None:
+        self._commands.put(command)
+
+    def close(self) -> None:
+        self.submit(lambda: setattr(self, "_is_closing", True))
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            logger.warning("thread %s is stuck in a transfer; leaving it to the process's end", self._thread.name)
+
+    @property
+    @abstractmethod
+    def is_busy(self) -> bool: ...
+
+    @abstractmethod
+    def poll(self) -> None: ...
+
+    @abstractmethod
+    def finish(self) -> None: ...
+
+    def _run(self) -> None:
+        while not self._is_closing:
+            self._take_commands()
+            self.poll()
+        self.finish()
+
+    def _take_commands(self) -> None:
+        """Wait for a command: for ever when idle, for one poll interval while something is under way."""
+        try:
+            self._commands.get(timeout=POLL_SECONDS if self.is_busy else None)()
+            while True:
+                self._commands.get_nowait()()
+        except queue.Empty:
+            return
 
 
-def _block_descriptors(address: int, block_bytes: int, num_blocks: int) -> npt.NDArray[np.uint64]:
-    """``[num_blocks, 3]``: address, length, device id of each block."""
-    rows = np.zeros((num_blocks, 3), dtype=np.uint64)
-    rows[:, 0] = np.uint64(address) + np.arange(num_blocks, dtype=np.uint64) * np.uint64(block_bytes)
-    rows[:, 1] = block_bytes
-    return rows
+class _Server(_OwnerThread):
+    """Owns the agent that peers read through; polls while ``active``."""
 
-
-@dataclass(slots=True, eq=False)
-class _Read:
-    """A read under way: first its data, then the span of generations that covers its blocks."""
-
-    command: ReadCommand
-    started_at: float
-    handle: Any
-    scratch_row: int
-    reads_generations: bool = False
-
-
-class _PeerReader:
-    """Everything for reading from one peer: an agent, descriptor lists, scratch rows. Used by the owner thread only."""
-
-    def __init__(self, name: str, memory: KVMemory, party: Party, peer: PeerWelcome) -> None:
-        self._agent = _create_agent(name)
-        self._region = peer.region
-        self._scratch = np.zeros((READS_AT_ONCE, peer.region.num_blocks), dtype=np.uint64)
-        self._free_rows = list(range(READS_AT_ONCE))
-        self._register(memory.blocks_address, memory.num_blocks * memory.block_bytes)
-        self._register(int(self._scratch.ctypes.data), self._scratch.nbytes)
-        remote_name = self._agent.add_remote_agent(peer.metadata)
-        if not remote_name:
-            raise HandshakeError("NIXL didn't accept the peer's metadata")
-        self._remote_name = remote_name.decode() if isinstance(remote_name, bytes) else remote_name
-        self._local_blocks = self._prepare(
-            "NIXL_INIT_AGENT", memory.blocks_address, memory.num_blocks, memory.block_bytes
-        )
-        self._remote_blocks = self._prepare(
-            self._remote_name, peer.region.blocks_address, peer.region.num_blocks, memory.block_bytes
-        )
-        self.active: list[_Read] = []
-        self.waiting: deque[ReadCommand] = deque()
-        self.connect_deadline = time.monotonic() + CONNECT_SECONDS
-        self._probe: _Read | None = _Read(
-            ReadCommand(0, party, (), (0,)), time.monotonic(), None, self._free_rows.pop()
-        )
-        self._post_generations(self._probe)
-
-    def _register(self, address: int, num_bytes: int) -> None:
-        self._agent.register_memory([(address, num_bytes, 0, "")], MEMORY_KIND)
-
-    def _prepare(self, side: str, address: int, num_blocks: int, block_bytes: int) -> Any:
-        rows = _block_descriptors(address, block_bytes, num_blocks)
-        return self._agent.prep_xfer_dlist(side, self._agent.get_xfer_descs(rows, MEMORY_KIND))
+    def __init__(self, me: Party, memory: KVMemory) -> None:
+        super().__init__("nixl-serve")
+        self.active = False
+        self._agent = create_agent(f"{me}/serve")
+        num_bytes = memory.num_blocks * memory.block_bytes
+        self._agent.register_memory([(memory.blocks_address, num_bytes, 0, "")], MEMORY_KIND)
+        self._agent.register_memory([(memory.generations_address, memory.num_blocks * 8, 0, "")], MEMORY_KIND)
+        self.metadata: bytes = self._agent.get_agent_metadata()
 
     @property
     def is_busy(self) -> bool:
-        return bool(self.active or self.waiting or self._probe)
+        return self.active
 
-    def poll_probe(self) -> str | None:
-        """None while the first, tiny read is under way; then "" if it went through, else what went wrong.
+    def poll(self) -> None:
+        if self.active:
+            self._agent.get_new_notifs()
 
-        It makes UCX connect now rather than under the first request, and proves that this peer can be read at all.
-        """
-        if self._probe is None:
-            return None
-        result = self._advance(self._probe)
-        if result is None and time.monotonic() < self.connect_deadline:
-            return None
-        if result is not None:
-            self._probe = None
-        return "" if result is not None and result.error is None else "a probe read of its memory didn't complete"
+    def finish(self) -> None:
+        self._agent = None
 
-    def start_waiting(self) -> list[ReadResult]:
-        """Post waiting reads while there are scratch rows. Returns those that failed at once."""
-        failed: list[ReadResult] = []
-        while self.waiting and self._free_rows:
-            command = self.waiting.popleft()
-            read = _Read(command, time.monotonic(), None, self._free_rows.pop())
-            try:
-                self._post_data(read)
-            except Exception as error:
-                failed.append(self._finish(read, f"posting failed: {error}"))
-            else:
-                self.active.append(read)
-        return failed
 
-    def poll(self) -> list[ReadResult]:
-        """Make progress; returns reads that are over."""
-        results: list[ReadResult] = []
-        for read in list(self.active):
-            try:
-                result = self._advance(read)
-            except Exception as error:
-                result = self._finish(read, f"{type(error).__name__}: {error}")
-            if result is not None:
-                self.active.remove(read)
-                results.append(result)
-        return results
+class _ReadThread(_OwnerThread):
+    """Owns one reading agent per peer. Events go to ``emit``."""
 
-    def destroy(self) -> list[ReadResult]:
-        """Stop everything: nothing is written to local blocks after this returns."""
-        over = [ReadResult(read.command.read_id, "disconnected") for read in self.active]
-        over += [ReadResult(command.read_id, "disconnected") for command in self.waiting]
-        self.active.clear()
-        self.waiting.clear()
-        self._probe = self._local_blocks = self._remote_blocks = self._agent = None
-        return over
+    def __init__(self, name: str, memory: KVMemory, emit: Callable[[Event], None]) -> None:
+        super().__init__(name)
+        self._name = name
+        self._memory = memory
+        self._emit = emit
+        self._readers: dict[Party, PeerReader] = {}
+        self._num_readers_made = 0
 
-    def _post_data(self, read: _Read) -> None:
-        command = read.command
-        read.handle = self._agent.make_prepped_xfer(
-            "READ",
-            self._local_blocks,
-            np.asarray(command.local_blocks, dtype=np.int32),
-            self._remote_blocks,
-            np.asarray(command.remote_blocks, dtype=np.int32),
-            b"",
-        )
-        self._agent.transfer(read.handle)
+    @property
+    def is_busy(self) -> bool:
+        return any(reader.is_busy for reader in self._readers.values())
 
-    def _post_generations(self, read: _Read) -> None:
-        read.reads_generations = True
-        first, last = min(read.command.remote_blocks), max(read.command.remote_blocks)
-        num_bytes = (last - first + 1) * 8
-        local = np.array([[self._scratch[read.scratch_row].ctypes.data + first * 8, num_bytes, 0]], dtype=np.uint64)
-        remote = np.array([[self._region.generations_address + first * 8, num_bytes, 0]], dtype=np.uint64)
-        read.handle = self._agent.initialize_xfer(
-            "READ",
-            self._agent.get_xfer_descs(local, MEMORY_KIND),
-            self._agent.get_xfer_descs(remote, MEMORY_KIND),
-            self._remote_name,
-            b"",
-        )
-        self._agent.transfer(read.handle)
+    def connect(self, peer: Party, welcome: PeerWelcome) -> None:
+        self.disconnect(peer)
+        self._num_readers_made += 1
+        try:
+            name = f"{self._name}-{self._num_readers_made}"
+            self._readers[peer] = PeerReader(name, self._memory, peer, welcome)
+        except Exception as problem:
+            logger.exception("connecting to %s failed", peer)
+            self._emit(PeerConnected(peer, f"{type(problem).__name__}: {problem}"))
 
-    def _advance(self, read: _Read) -> ReadResult | None:
-        while True:
-            state = self._agent.check_xfer_state(read.handle)
-            if state == "PROC":
-                return None
-            if state != "DONE":
-                return self._finish(read, f"NIXL reports {state}")
-            self._release_handle(read)
-            if read.reads_generations:
-                return self._finish(read, None)
-            self._post_generations(read)
+    def disconnect(self, peer: Party) -> None:
+        reader = self._readers.pop(peer, None)
+        if reader is not None:
+            self._emit_all(reader.destroy())
 
-    def _finish(self, read: _Read, error: str | None) -> ReadResult:
-        self._release_handle(read)
-        generations: Sequence[int] = ()
-        if error is None:
-            generations = self._scratch[read.scratch_row][np.asarray(read.command.remote_blocks)].tolist()
-        self._free_rows.append(read.scratch_row)
-        return ReadResult(read.command.read_id, error, generations, time.monotonic() - read.started_at)
+    def read(self, command: ReadCommand) -> None:
+        reader = self._readers.get(command.peer)
+        if reader is None:
+            self._emit(ReadResult(command.read_id, f"{command.peer} isn't connected"))
+        else:
+            reader.waiting.append(command)
 
-    def _release_handle(self, read: _Read) -> None:
-        if read.handle is not None:
-            handle, read.handle = read.handle, None
-            # A handle that failed may refuse its release; the agent frees it at its own end.
-            with contextlib.suppress(Exception):
-                self._agent.release_xfer_handle(handle)
+    def poll(self) -> None:
+        for peer, reader in list(self._readers.items()):
+            self._finish_connecting(peer, reader)
+            self._emit_all(reader.start_waiting())
+            self._emit_all(reader.poll())
+
+    def finish(self) -> None:
+        for peer in list(self._readers):
+            self.disconnect(peer)
+
+    def _finish_connecting(self, peer: Party, reader: PeerReader) -> None:
+        try:
+            problem = reader.poll_probe()
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        if problem is not None:
+            self._emit(PeerConnected(peer, problem or None))
+        if problem:
+            self.disconnect(peer)
+
+    def _emit_all(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self._emit(event)
 
 
 @dataclass(slots=True)
-class _Inbox:
-    """Commands for the owner thread and events from it."""
+class _Connecting:
+    """A peer that some read threads have yet to connect to."""
 
-    commands: "queue.SimpleQueue[Callable[[], None]]" = field(default_factory=queue.SimpleQueue)
-    events: deque[ReadResult | PeerConnected] = field(default_factory=deque)
+    num_left: int
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class _SplitRead:
+    """A read whose parts run on several threads. ``results`` are in the order of the parts."""
+
+    results: list[ReadResult | None]
 
 
 class NixlConnector:
-    """See :class:`splitserve.kvconnector.connector.KVConnector`. ``wake`` is called, from the owner thread, after
-    events."""
+    """See :class:`splitserve.kvconnector.connector.KVConnector`. ``wake`` is called, from other threads, after events."""
 
     name = "nixl"
 
     def __init__(self, me: Party, memory: KVMemory, wake: Callable[[], None]) -> None:
-        self._me = me
         self._memory = memory
         self._wake = wake
-        self._inbox = _Inbox()
-        self._readers: dict[Party, _PeerReader] = {}
-        self._num_readers_made = 0
-        self._is_serving = False
-        self._is_closing = False
-        self._server = _create_agent(f"{me}/serve")
-        self._server.register_memory(
-            [(memory.blocks_address, memory.num_blocks * memory.block_bytes, 0, "")], MEMORY_KIND
-        )
-        self._server.register_memory([(memory.generations_address, memory.num_blocks * 8, 0, "")], MEMORY_KIND)
-        self._metadata: bytes = self._server.get_agent_metadata()
-        self._thread = threading.Thread(target=self._run, name="nixl", daemon=True)
-        self._thread.start()
+        self._lock = threading.Lock()
+        self._events: deque[Event] = deque()
+        self._connecting: dict[Party, _Connecting] = {}
+        self._split_reads: dict[int, _SplitRead] = {}
+        self._server = _Server(me, memory)
+        self._threads = [
+            _ReadThread(f"{me}/read-{index}", memory, partial(self._on_event, index)) for index in range(READ_THREADS)
+        ]
+        for thread in (self._server, *self._threads):
+            thread.start()
 
     def metadata(self) -> bytes:
-        return self._metadata
+        return self._server.metadata
 
     def region(self) -> MemoryRegion:
         return MemoryRegion(
@@ -252,88 +214,75 @@ class NixlConnector:
         )
 
     def connect(self, peer: Party, welcome: PeerWelcome) -> None:
-        self._inbox.commands.put(lambda: self._connect(peer, welcome))
+        with self._lock:
+            self._connecting[peer] = _Connecting(len(self._threads))
+        for thread in self._threads:
+            thread.submit(partial(thread.connect, peer, welcome))
 
     def disconnect(self, peer: Party) -> None:
-        self._inbox.commands.put(lambda: self._disconnect(peer))
+        for thread in self._threads:
+            thread.submit(partial(thread.disconnect, peer))
 
     def read(self, command: ReadCommand) -> None:
-        self._inbox.commands.put(lambda: self._read(command))
+        parts = self._parts(command)
+        with self._lock:
+            self._split_reads[command.read_id] = _SplitRead([None] * len(parts))
+        for thread, part in zip(self._threads, parts, strict=False):
+            thread.submit(partial(thread.read, part))
 
     def serve(self, active: bool) -> None:
-        self._inbox.commands.put(lambda: setattr(self, "_is_serving", active))
+        self._server.submit(lambda: setattr(self._server, "active", active))
 
-    def events(self) -> list[ReadResult | PeerConnected]:
-        events: list[ReadResult | PeerConnected] = []
-        while self._inbox.events:
-            events.append(self._inbox.events.popleft())
+    def events(self) -> list[Event]:
+        events: list[Event] = []
+        while self._events:
+            events.append(self._events.popleft())
         return events
 
     def close(self) -> None:
-        self._inbox.commands.put(lambda: setattr(self, "_is_closing", True))
-        self._thread.join(timeout=5)
-        if self._thread.is_alive():
-            logger.warning("the NIXL thread is stuck in a transfer; leaving it to the end of the process")
+        for thread in (*self._threads, self._server):
+            thread.close()
 
-    # ---- the owner thread ----
+    def _parts(self, command: ReadCommand) -> list[ReadCommand]:
+        """A large read in even parts, one per thread; a small one whole."""
+        count = len(command.local_blocks)
+        if count < len(self._threads) or count * self._memory.block_bytes <= SPLIT_ABOVE_BYTES:
+            return [command]
+        bounds = [count * index // len(self._threads) for index in range(len(self._threads) + 1)]
+        return [
+            ReadCommand(command.read_id, command.peer, command.local_blocks[low:high], command.remote_blocks[low:high])
+            for low, high in itertools.pairwise(bounds)
+        ]
 
-    def _run(self) -> None:
-        while not self._is_closing:
-            self._take_commands()
-            if self._is_serving:
-                self._server.get_new_notifs()
-            for peer, reader in list(self._readers.items()):
-                self._finish_connecting(peer, reader)
-                self._emit(reader.start_waiting())
-                self._emit(reader.poll())
-        for peer in list(self._readers):
-            self._disconnect(peer)
-        self._server = None
+    # ---- on the read threads ----
 
-    def _take_commands(self) -> None:
-        """Wait for a command: for ever when idle, for one poll interval while something is under way."""
-        is_busy = self._is_serving or any(reader.is_busy for reader in self._readers.values())
-        try:
-            self._inbox.commands.get(timeout=POLL_SECONDS if is_busy else None)()
-            while True:
-                self._inbox.commands.get_nowait()()
-        except queue.Empty:
-            return
-
-    def _emit(self, events: Sequence[ReadResult | PeerConnected]) -> None:
-        if events:
-            self._inbox.events.extend(events)
+    def _on_event(self, part: int, event: Event) -> None:
+        with self._lock:
+            whole = self._join_connection(event) if isinstance(event, PeerConnected) else self._join_read(part, event)
+        if whole is not None:
+            self._events.append(whole)
             self._wake()
 
-    def _connect(self, peer: Party, welcome: PeerWelcome) -> None:
-        try:
-            self._disconnect(peer)
-            self._num_readers_made += 1
-            name = f"{self._me}/read-{self._num_readers_made}"
-            self._readers[peer] = _PeerReader(name, self._memory, peer, welcome)
-        except Exception as problem:
-            logger.exception("connecting to %s failed", peer)
-            self._emit([PeerConnected(peer, f"{type(problem).__name__}: {problem}")])
+    def _join_connection(self, event: PeerConnected) -> PeerConnected | None:
+        """The peer is connected once every thread is."""
+        connecting = self._connecting.get(event.peer)
+        if connecting is None:
+            return event if event.error else None
+        connecting.num_left -= 1
+        connecting.error = connecting.error or event.error
+        if connecting.num_left:
+            return None
+        del self._connecting[event.peer]
+        return PeerConnected(event.peer, connecting.error)
 
-    def _finish_connecting(self, peer: Party, reader: _PeerReader) -> None:
-        try:
-            problem = reader.poll_probe()
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-        if problem is not None:
-            self._emit([PeerConnected(peer, problem or None)])
-        if problem:
-            self._disconnect(peer)
-
-    def _disconnect(self, peer: Party) -> None:
-        reader = self._readers.pop(peer, None)
-        if reader is not None:
-            self._emit(reader.destroy())
-
-    def _read(self, command: ReadCommand) -> None:
-        reader = self._readers.get(command.peer)
-        if reader is None:
-            self._emit([ReadResult(command.read_id, f"{command.peer} isn't connected")])
-            return
-        reader.waiting.append(command)
-        self._emit(reader.start_waiting())
+    def _join_read(self, part: int, result: ReadResult) -> ReadResult | None:
+        """A read is terminal once all its parts are: only then nothing can write to its blocks any more."""
+        split = self._split_reads[result.read_id]
+        split.results[part] = result
+        results = [each for each in split.results if each is not None]
+        if len(results) < len(split.results):
+            return None
+        del self._split_reads[result.read_id]
+        error = next((each.error for each in results if each.error is not None), None)
+        generations = [generation for each in results for generation in each.generations]
+        return ReadResult(result.read_id, error, generations, max(each.seconds for each in results))
