@@ -163,6 +163,11 @@ class ReferencePagedAttention:
         if sizes and max(sizes) > self._buffer.shape[0]:
             self._buffer = self._buffer.new_empty((max(sizes), self._buffer.shape[1]))
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Size of the gather buffer so far."""
+        return self._buffer.nbytes
+
     # ---- once per layer ----
 
     def run(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
@@ -231,6 +236,13 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, *, causal: bool, scale: 
             query, keys, values, 0.0, causal, scale=scale
         )
         return out, lse.view(query.shape[:3])
+    return attend_portable(query, keys, values, causal=causal, scale=scale)
+
+
+def attend_portable(
+    query: Tensor, keys: Tensor, values: Tensor, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """:func:`attend` in plain operations, for devices without the fused one."""
     group_size = query.shape[1] // keys.shape[1]
     scores = query.float() @ keys.repeat_interleave(group_size, dim=1).transpose(2, 3).float() * scale
     if causal:
