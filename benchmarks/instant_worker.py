@@ -14,12 +14,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import zmq
 
 from splitserve.errors import WireError
 from splitserve.messages import (
-    Abort,
     Body,
     DecodeRequest,
     Envelope,
@@ -58,7 +58,8 @@ class Reply:
     delay_seconds: float = 0.0
 
 
-Script = Callable[[Body], Sequence[Reply]]
+Request: TypeAlias = PrefillRequest | DecodeRequest | LocalRequest
+Script = Callable[[Request], Sequence[Reply]]
 Output = Callable[[Sequence[int]], Iterator[int]]
 
 
@@ -69,16 +70,16 @@ def repeat_prompt(token_ids: Sequence[int]) -> Iterator[int]:
 def default_script(
     output: Output = repeat_prompt, *, tokens_per_message: int = 0, token_seconds: float = 0.0
 ) -> Script:
-    """What a correct worker sends: prefill the first token, decode all of them (with a hand-over report), a mixed worker
-    all of them. ``tokens_per_message`` 0 packs all into one message; ``token_seconds`` paces them."""
+    """What a correct worker sends: prefill the first token, decode all of them with a report, mixed all of them.
 
-    def script(body: Body) -> list[Reply]:
+    ``tokens_per_message`` 0 packs all into one message; ``token_seconds`` paces them.
+    """
+
+    def script(body: Request) -> list[Reply]:
         if isinstance(body, PrefillRequest):
             token_ids, reason = _outputs(body, output)
             first_reason = reason if len(token_ids) == 1 else None
             return [Reply(StepTokens([TokenDelta(body.key, 0, token_ids[:1], finish_reason=first_reason)]))]
-        if not isinstance(body, DecodeRequest | LocalRequest):
-            return []
         token_ids, reason = _outputs(body, output)
         if isinstance(body, DecodeRequest) and len(token_ids) == 1:
             return []  # the first token ends the request: decode never gets to run
@@ -101,9 +102,7 @@ def default_script(
     return script
 
 
-def _outputs(
-    body: PrefillRequest | DecodeRequest | LocalRequest, output: Output
-) -> tuple[list[int], FinishReason | None]:
+def _outputs(body: Request, output: Output) -> tuple[list[int], FinishReason | None]:
     token_ids: list[int] = []
     for token_id in output(body.token_ids):
         token_ids.append(token_id)
@@ -144,12 +143,14 @@ class WorkerOptions:
 
 
 class InstantWorker:
-    """Binds its socket when created; ``run`` serves until ``stop``. ``received`` keeps every request and abort."""
+    """Binds its socket when created; ``run`` serves until ``stop``. ``received`` keeps every message
+    from the router, ``requests`` the requests among them."""
 
     def __init__(self, membership: str, script: Script, options: WorkerOptions | None = None) -> None:
         self.options = options or WorkerOptions()
         self.party = Party(self.options.engine_id, self.options.incarnation)
         self.received: list[Body] = []
+        self.requests: list[Request] = []
         self.registered = threading.Event()
         self.load = WorkerLoad()
         self.keep_record = True
@@ -246,8 +247,10 @@ class InstantWorker:
     def _handle(self, identity: bytes, envelope: Envelope) -> None:
         if self.keep_record:
             self.received.append(envelope.body)
-        if isinstance(envelope.body, Abort):
+        if not isinstance(envelope.body, Request):
             return
+        if self.keep_record:
+            self.requests.append(envelope.body)
         now = time.monotonic()
         for reply in self._script(envelope.body):
             payload = reply.body

@@ -131,8 +131,9 @@ class WorkerLink:
     def close(self) -> None:
         if self._socket.socket.closed:
             return
-        self._monitor.close()
+        # In this order: a monitor that stops says so, and would wait for ever for its other end if that were closed.
         self._socket.socket.disable_monitor()
+        self._monitor.close()
         self._socket.close()
 
     def _on_event(self, frames: list[bytes]) -> None:

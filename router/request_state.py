@@ -186,6 +186,8 @@ class RequestState:
         try:
             new_ids = sequence.accept(delta.position, delta.token_ids, delta.finish_reason)
         except _Contradiction as error:
+            # Whoever is wrong here can't be trusted to have stopped either.
+            self._at_work = list(self.placement.parties) if self.placement is not None else []
             text = f"worker {sender.engine_id} sent {error}"
             return self.fail(Failure(FailureReason.CONTRADICTION, text))
         if all(each.end is not None for each in self.sequences):

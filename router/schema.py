@@ -83,6 +83,10 @@ class StreamOptions(_Strict):
 
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Stop = Annotated[
+    Annotated[StopString, Tag("one")] | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS), Tag("several")],
+    Discriminator(lambda value: "several" if isinstance(value, list) else "one"),
+]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 TokenId = Annotated[int, Field(ge=0)]
 
@@ -96,7 +100,7 @@ class GenerationRequest(_Strict):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     seed: Seed | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop: Stop | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
@@ -221,13 +225,22 @@ def _as_api_error(issues: list[Any]) -> ApiError:
         return ApiError(400, f"the body is not valid JSON: {issue['ctx']['error']}", code="invalid_json")
     if not loc:
         return ApiError(400, f"the body must be a JSON object: {issue['msg']}", code="invalid_json")
-    # Names of union members and tags stand in the location too; a client knows names of fields and indices alone.
-    path = [str(loc[0])]
-    path += [str(part) for part in loc[1:] if isinstance(part, int) or part in _NESTED_NAMES]
-    field = ".".join(path)
-    return ApiError(
-        400, f"{field}: {issue['msg']}", param=str(loc[0]) if len(path) == 1 else field, code="invalid_value"
-    )
+    field = _field_path(issue)
+    # Elements of a plain list have no name of their own: the parameter is the list.
+    param = field if "." in field else str(loc[0])
+    return ApiError(400, f"{field}: {issue['msg']}", param=param, code="invalid_value")
+
+
+def _field_path(issue: Any) -> str:
+    """The field as clients write it (``messages[0].content``), without the names of union members and tags."""
+    loc = issue["loc"]
+    path = str(loc[0])
+    for depth, part in enumerate(loc[1:], start=2):
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part in _NESTED_NAMES or (issue["type"] == "extra_forbidden" and depth == len(loc)):
+            path += f".{part}"
+    return path
 
 
 def _most_telling(issues: list[Any]) -> Any:

@@ -1,0 +1,378 @@
+"""The router when things go wrong: workers that die, fall silent, lie or are slow; clients that leave; shutdown."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import msgspec
+import pytest
+import zmq
+
+from router_harness import RouterProcess, Workers, wait_until, write_model_dir
+from splitserve.benchmarks.instant_worker import DEFAULT_LAYOUT, Reply, default_script
+from splitserve.config import ProtocolConfig
+from splitserve.messages import (
+    Abort,
+    DecodeRequest,
+    Envelope,
+    FailureCode,
+    Heartbeat,
+    Introduce,
+    PeerRef,
+    Register,
+    RequestFailed,
+    StepTokens,
+    TokenDelta,
+    WorkerLoad,
+)
+from splitserve.request import FinishReason, Party, RequestKey, Role
+from splitserve.wire import encode
+
+SLOW = default_script(tokens_per_message=1, token_seconds=0.05)
+PROMPT = {"prompt": [50, 51, 52], "return_token_ids": True}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    path = tmp_path_factory.mktemp("router") / "tiny"
+    write_model_dir(path)
+    return path
+
+
+@pytest.fixture
+def serve(model_dir):
+    """Start a router with settings, get it and its workers; all ends with the test, whose log is checked for bugs."""
+    started = []
+
+    def start(**settings):
+        process = RouterProcess(model_dir, **settings)
+        started.append((process, Workers(process.membership)))
+        return started[-1]
+
+    yield start
+    for process, workers in started:
+        workers.close()
+        _, _, log = process.stop()
+        assert "Traceback" not in log, log
+
+
+def ready(router):
+    wait_until(lambda: router.request("GET", "/ready")[0] == 200)
+
+
+def aborts(worker):
+    return [body for body in worker.received if isinstance(body, Abort)]
+
+
+class Stream:
+    """An open streaming request on a raw socket."""
+
+    def __init__(self, router, **fields):
+        body = json.dumps({"model": "tiny", "stream": True, "max_tokens": 100} | PROMPT | fields).encode()
+        self.socket = socket.create_connection(router.address, timeout=20)
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        self.socket.sendall(head.encode() + body)
+        self.text = ""
+
+    def read_until(self, part):
+        while part not in self.text:
+            data = self.socket.recv(65536)
+            assert data, f"the stream ended without {part!r}: {self.text}"
+            self.text += data.decode()
+
+    def error(self):
+        self.read_until("[DONE]")
+        lines = [line for line in self.text.splitlines() if line.startswith('data: {"error"')]
+        return json.loads(lines[0].removeprefix("data: "))["error"]
+
+
+def test_a_stream_whose_worker_process_is_killed_ends_with_an_error_event(serve):
+    router, workers = serve()
+    prefill = workers.start("p0", Role.PREFILL)
+    command = [sys.executable, "-m", "splitserve.benchmarks.instant_worker", "--membership", router.membership]
+    command += ["--engine-id", "d0", "--role", "decode", "--token-seconds", "0.05", "--tokens-per-message", "1"]
+    decode = subprocess.Popen([*command, "--vocab-size", "400"], stdout=subprocess.DEVNULL)
+    try:
+        ready(router)
+        stream = Stream(router)
+        stream.read_until("[51]")  # the second token: decode is at work
+    finally:
+        decode.kill()
+        decode.wait()
+    error = stream.error()
+    assert error["code"] == "worker_lost" and "d0" in error["message"]
+    wait_until(lambda: router.request("GET", "/ready")[0] == 503)
+    status, _, answer = router.post("/v1/completions", **PROMPT)
+    assert status == 503 and "no decode worker" in answer["error"]["message"]
+    assert not aborts(prefill)  # its part was over
+    name = 'splitserve_requests_finished_total{actual="failed",intended="disaggregated",reason="worker_lost"}'
+    assert router.metric(name) == 1 and router.metric("splitserve_requests_in_flight") == 0
+
+
+def test_a_prefill_worker_that_dies_before_the_first_token_gives_a_status_and_decode_is_told(serve):
+    router, workers = serve()
+    prefill = workers.start("p0", Role.PREFILL, lambda body: [])
+    decode = workers.start("d0", Role.DECODE, lambda body: [])
+    ready(router)
+    answers = []
+    asking = threading.Thread(target=lambda: answers.append(router.post("/v1/completions", **PROMPT, stream=True)))
+    asking.start()
+    wait_until(lambda: prefill.requests and decode.requests)
+    workers.stop(prefill, leave=False)
+    asking.join(20)
+    status, headers, answer = answers[0]
+    assert status == 503 and "retry-after" in headers and answer["error"]["code"] == "worker_lost"
+    wait_until(lambda: aborts(decode))
+    assert aborts(decode)[0].key == decode.requests[0].key
+
+
+def test_a_prefill_worker_may_leave_once_decode_is_at_work(serve):
+    router, workers = serve()
+    prefill = workers.start("p0", Role.PREFILL)
+    workers.start("d0", Role.DECODE, SLOW)
+    ready(router)
+    stream = Stream(router, max_tokens=12)
+    stream.read_until("[51]")
+    workers.stop(prefill)
+    stream.read_until("[DONE]")
+    assert "error" not in stream.text and '"finish_reason":"length"' in stream.text
+
+
+def test_a_silent_worker_is_dead_after_the_limit_and_used_again_when_heard(serve):
+    router, workers = serve(protocol=ProtocolConfig(dead_after_seconds=0.4))
+    worker = workers.start("m0", Role.MIXED, lambda body: [], heartbeat_seconds=3600)
+    ready(router)
+    status, _, answer = router.post("/v1/completions", **PROMPT)
+    assert status == 503 and "no heartbeat" in answer["error"]["message"]
+    assert router.request("GET", "/ready")[0] == 503
+    assert router.metric('splitserve_worker_ready{role="mixed",worker="m0"}') == 0
+    with zmq.Context() as context, context.socket(zmq.DEALER) as again:
+        again.connect(router.membership)
+        again.send(encode(Envelope(worker.party, None, Heartbeat(WorkerLoad(steps=7)))))
+        ready(router)
+    assert router.metric('splitserve_worker_steps_total{role="mixed",worker="m0"}') == 7
+
+
+def test_a_new_incarnation_replaces_the_old_one(serve):
+    router, workers = serve()
+    workers.start("m0", Role.MIXED, SLOW)
+    ready(router)
+    stream = Stream(router)
+    stream.read_until("[50]")
+    new = workers.start("m0", Role.MIXED)
+    assert "new incarnation" in stream.error()["message"]
+    ready(router)
+    assert router.post("/v1/completions", **PROMPT)[0] == 200
+    assert new.requests  # and the old one's heartbeats change nothing
+    assert router.metric("splitserve_stale_messages_total") >= 0
+
+
+def test_decode_workers_learn_of_prefill_workers_before_the_first_request(serve):
+    _, workers = serve()
+    first = workers.start("d0", Role.DECODE)
+    prefill = workers.start("p0", Role.PREFILL)
+    second = workers.start("d1", Role.DECODE)
+    introduction = Introduce(PeerRef(prefill.party, prefill.endpoint))
+    wait_until(lambda: introduction in first.received and introduction in second.received)
+    assert not prefill.received
+
+
+def test_workers_of_another_model_are_refused(serve):
+    router, workers = serve()
+    workers.start("p0", Role.PREFILL)
+    other = msgspec.structs.replace(DEFAULT_LAYOUT, num_layers=2)
+    refused = workers.start("d0", Role.DECODE, layout=other, wait=False)
+    wait_until(lambda: router.metric("splitserve_workers_refused_total") == 1)
+    assert not refused.registered.is_set() and router.request("GET", "/ready")[0] == 503
+    workers.close()
+    _, _, log = router.stop()
+    assert "num_layers: 1 against 2" in log
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        (FailureCode.INVALID, 400),
+        (FailureCode.OVERLOADED, 503),
+        (FailureCode.DEADLINE, 504),
+        (FailureCode.HANDOVER, 502),
+        (FailureCode.INTERNAL, 502),
+    ],
+)
+def test_failures_that_workers_report(serve, code, status):
+    def fail(body):
+        return [Reply(RequestFailed(body.key, code, "so it is"))]
+
+    router, workers = serve()
+    prefill = workers.start("p0", Role.PREFILL, lambda body: [])
+    workers.start("d0", Role.DECODE, fail)
+    ready(router)
+    got, headers, answer = router.post("/v1/completions", **PROMPT)
+    assert got == status and "so it is" in answer["error"]["message"] and answer["error"]["code"] == code
+    assert ("retry-after" in headers) == (status == 503)
+    wait_until(lambda: aborts(prefill))
+
+
+def test_the_deadline_is_the_routers_own(serve):
+    router, workers = serve(protocol=ProtocolConfig(request_deadline_seconds=0.4))
+    silent = [workers.start(f"{role[0]}0", role, lambda body: []) for role in (Role.PREFILL, Role.DECODE)]
+    ready(router)
+    status, _, answer = router.post("/v1/completions", **PROMPT)
+    assert status == 504 and answer["error"]["code"] == "deadline"
+    for worker in silent:
+        wait_until(lambda worker=worker: aborts(worker))
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_client_that_disconnects_aborts_its_request_everywhere(serve, streamed):
+    router, workers = serve()
+    prefill = workers.start("p0", Role.PREFILL)
+    decode = workers.start("d0", Role.DECODE, lambda body: [])
+    ready(router)
+    stream = Stream(router, stream=streamed)
+    if streamed:
+        stream.read_until("[50]")
+    wait_until(lambda: decode.requests)
+    stream.socket.close()
+    wait_until(lambda: aborts(prefill) and aborts(decode))
+    wait_until(lambda: router.metric("splitserve_requests_in_flight") == 0)
+    name = 'splitserve_requests_finished_total{actual="failed",intended="disaggregated",reason="cancelled"}'
+    assert router.metric(name) == 1
+
+
+def test_lost_repeated_and_foreign_messages_do_not_reach_the_client(serve):
+    def messy(body):
+        if not isinstance(body, DecodeRequest):
+            return []
+
+        def tokens(position, ids, key=body.key, finish=None):
+            return Reply(StepTokens([TokenDelta(key, position, ids, finish_reason=finish)]))
+
+        return [
+            tokens(1, [61, 62]),  # before the first
+            tokens(0, [60]),
+            tokens(0, [60, 61]),  # again
+            tokens(3, [99], key=RequestKey(body.key.request_id, 5)),  # another attempt
+            tokens(3, [99], key=RequestKey("nobody", 0)),
+            Reply(encode(Envelope(Party("d0", 1), None, StepTokens([TokenDelta(body.key, 3, [99])])))),
+            Reply(b"junk"),
+            Reply(encode(Envelope(Party("x", 1), Party("router", 1), Heartbeat(WorkerLoad())))),
+            tokens(3, [63], finish=FinishReason.LENGTH),
+            tokens(3, [63], finish=FinishReason.LENGTH),  # after the end
+        ]
+
+    router, workers = serve()
+    workers.start("p0", Role.PREFILL, lambda body: [])
+    workers.start("d0", Role.DECODE, messy)
+    ready(router)
+    status, _, answer = router.post("/v1/completions", **PROMPT, max_tokens=4)
+    assert status == 200 and answer["choices"][0]["token_ids"] == [60, 61, 62, 63]
+    wait_until(lambda: router.metric("splitserve_stale_messages_total") == 5)
+    assert router.metric("splitserve_wire_errors_total") == 1
+
+
+def test_workers_that_contradict_each_other_never_give_a_200(serve):
+    router, workers = serve()
+    workers.start("p0", Role.PREFILL, default_script(lambda prompt: iter([1, 2, 3] * 50)))
+    workers.start(
+        "d0", Role.DECODE, default_script(lambda prompt: iter([5, 6, 7] * 50), tokens_per_message=1, token_seconds=0.05)
+    )
+    ready(router)
+    status, _, answer = router.post("/v1/completions", prompt=[50], ignore_eos=True, max_tokens=9)
+    assert status == 502 and answer["error"]["code"] == "contradiction"
+
+
+def test_junk_on_the_membership_socket_is_counted(serve):
+    router, _ = serve()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as sender:
+        sender.connect(router.membership)
+        sender.send(b"junk")
+        sender.send_multipart([b"two", b"frames"])
+        sender.send(encode(Envelope(Party("x", 1), None, StepTokens([]))))
+        sender.send(encode(Envelope(Party("x", 1), None, Heartbeat(WorkerLoad()))))
+        wait_until(lambda: router.metric("splitserve_wire_errors_total") == 2)
+        wait_until(lambda: router.metric("splitserve_stale_messages_total") == 2)
+
+
+def test_too_many_requests_get_429(serve):
+    router, workers = serve(max_requests_in_flight=2)
+    worker = workers.start("m0", Role.MIXED, SLOW)
+    ready(router)
+    open_streams = [Stream(router) for _ in range(2)]
+    for stream in open_streams:
+        stream.read_until("[50]")
+    status, headers, answer = router.post("/v1/completions", **PROMPT)
+    assert status == 429 and "retry-after" in headers and answer["error"]["type"] == "rate_limit_error"
+    open_streams[0].socket.close()
+    wait_until(lambda: aborts(worker))
+    assert router.post("/v1/completions", **PROMPT, max_tokens=1)[0] == 200
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_shutdown_ends_streams_with_an_error_and_frees_the_port(serve, model_dir, number):
+    router, workers = serve()
+    workers.start("m0", Role.MIXED, SLOW)
+    ready(router)
+    stream = Stream(router)
+    stream.read_until("[50]")
+    os.kill(router.process.pid, number)
+    assert stream.error()["code"] == "shutdown"
+    stream.socket.close()
+    status, out, _ = router.stop()
+    assert status == 0 and json.loads(out)[1]["torch"] == "False"
+    again = RouterProcess(model_dir, port=router.address[1])
+    assert again.request("GET", "/health")[0] == 200
+    again.stop()
+
+
+def test_a_taken_port_is_named(model_dir):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(RuntimeError, match=f"ConfigError.*port {port}"):
+            RouterProcess(model_dir, port=port)
+
+
+def test_settings_that_cannot_work_are_named(model_dir, tmp_path):
+    with pytest.raises(RuntimeError, match=r"CheckpointError.*tokenizer\.json is missing"):
+        RouterProcess(tmp_path)
+    with pytest.raises(RuntimeError, match=r"ConfigError: policy is 'best'"):
+        RouterProcess(model_dir, policy="best")
+    with pytest.raises(RuntimeError, match=r"ConfigError: membership_host '203\.0\.113\.1' can't be bound"):
+        RouterProcess(model_dir, membership_host="203.0.113.1")
+
+
+def test_an_endpoint_that_cannot_be_dialled_is_refused(serve):
+    router, workers = serve()
+    worker = workers.start("m0", Role.MIXED)
+    info = worker._info()
+    for endpoint in ("tcp://not an address", "ipc:///tmp/x", ""):
+        bad = msgspec.structs.replace(info, party=Party("bad", 5), endpoint=endpoint)
+        with zmq.Context() as context, context.socket(zmq.DEALER) as sender:
+            sender.connect(router.membership)
+            before = router.metric("splitserve_workers_refused_total")
+            sender.send(encode(Envelope(bad.party, None, Register(bad))))
+            wait_until(lambda before=before: router.metric("splitserve_workers_refused_total") == before + 1)
+    assert router.request("GET", "/ready")[0] == 200
+
+
+def test_a_hundred_requests_with_a_third_abandoned_leave_nothing_behind(serve):
+    router, workers = serve()
+    pair = [workers.start(f"{role[0]}0", role, SLOW) for role in (Role.PREFILL, Role.DECODE)]
+    ready(router)
+    streams = [Stream(router, max_tokens=4) for _ in range(30)]
+    for index, stream in enumerate(streams):
+        if index % 3 == 0:
+            stream.socket.close()
+    for index, stream in enumerate(streams):
+        if index % 3:
+            stream.read_until("[DONE]")
+            assert "error" not in stream.text
+    wait_until(lambda: router.metric("splitserve_requests_in_flight") == 0)
+    for role, worker in zip(("prefill", "decode"), ("p0", "d0"), strict=True):
+        assert router.metric(f'splitserve_worker_requests_in_flight{{role="{role}",worker="{worker}"}}') == 0
+    keys = [body.key for worker in pair[:1] for body in worker.requests]
+    assert len(set(keys)) == len(keys)

@@ -1,0 +1,184 @@
+"""Request bodies: what is accepted, and how what isn't is named."""
+
+import json
+
+import pytest
+
+from splitserve.router.api_error import ApiError
+from splitserve.router.schema import ChatCompletionRequest, CompletionRequest, parse
+
+
+def completion(**fields):
+    return parse(CompletionRequest, json.dumps({"model": "m", "prompt": "a"} | fields).encode())
+
+
+def chat(*messages, **fields):
+    messages = messages or ({"role": "user", "content": "a"},)
+    return parse(ChatCompletionRequest, json.dumps({"model": "m", "messages": list(messages)} | fields).encode())
+
+
+def refused(call, **fields):
+    with pytest.raises(ApiError) as caught:
+        call(**fields)
+    error = caught.value
+    assert error.status == 400
+    assert set(error.body()["error"]) == {"message", "type", "param", "code"}
+    return error
+
+
+def test_all_parameters():
+    request = completion(
+        max_tokens=3,
+        temperature=0,
+        top_p=0.5,
+        top_k=-1,
+        seed=-5,
+        stop=["a", "b"],
+        stop_token_ids=[1],
+        ignore_eos=True,
+        stream=True,
+        stream_options={"include_usage": True},
+        user="u",
+        return_token_ids=True,
+        return_route=True,
+    )
+    assert request.temperature == 0.0 and request.stop_strings == ["a", "b"] and request.include_usage
+    assert completion(stop="x").stop_strings == ["x"] and completion(stop=None).stop_strings == []
+    assert completion(temperature=None, max_tokens=None).max_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])],
+)
+def test_the_four_forms_of_a_prompt(prompt, prompts):
+    assert completion(prompt=prompt).prompts() == prompts
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [[1], "a"]}, "prompt"),
+        ({"prompt": [1, -1]}, "prompt"),
+        ({"prompt": [1.5]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": ["a"] * 1025}, "prompt"),
+        ({"model": None}, "model"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": 1.0}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.01}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"seed": 2**64}, "seed"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": [1]}, "stop"),
+        ({"stop": "x" * 1025}, "stop"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"stream": 1}, "stream"),
+        ({"stream": True, "stream_options": {"include_usage": "yes"}}, "stream_options.include_usage"),
+        ({"stream": True, "stream_options": {"nope": 1}}, "stream_options.nope"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"surprise": 1}, "surprise"),
+        ({"stop": [1]}, "stop"),
+        ({"stop": {}}, "stop"),
+        ({"messages": []}, "messages"),
+    ],
+)
+def test_bad_values_name_their_field(fields, param):
+    assert refused(completion, **fields).param == param
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "neutral"),
+    [
+        ("n", 2, 1),
+        ("best_of", 3, 1),
+        ("echo", True, False),
+        ("logprobs", 0, None),
+        ("logprobs", 5, None),
+        ("suffix", "x", ""),
+        ("logit_bias", {"5": 1}, {}),
+        ("presence_penalty", 0.5, 0),
+        ("frequency_penalty", -0.5, 0.0),
+        ("min_tokens", 3, 0),
+        ("response_format", {"type": "json_object"}, {"type": "text"}),
+        ("tools", [{"type": "function"}], []),
+        ("min_p", 0.1, 0),
+        ("repetition_penalty", 1.1, 1.0),
+    ],
+)
+def test_unsupported_parameters_are_refused_by_name_unless_neutral(name, value, neutral):
+    error = refused(completion, **{name: value})
+    assert error.param == name and error.code == "unsupported_parameter" and name in error.message
+    assert completion(**{name: neutral}).model == "m"
+    assert completion(**{name: None}).model == "m"
+
+
+def test_a_bad_value_is_named_beside_a_neutral_unsupported_one():
+    assert refused(completion, n=1, max_tokens=0).param == "max_tokens"
+    assert refused(completion, n=True).param == "n"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"5", b'{"model": "m", "prompt": "\xff"}', b'{"prompt": "\\ud800", "model": "m"}', b"[" * 5000],
+)
+def test_bodies_that_are_no_json_object(body):
+    with pytest.raises(ApiError) as caught:
+        parse(CompletionRequest, body)
+    assert caught.value.status == 400 and caught.value.code == "invalid_json"
+    assert len(caught.value.message) < 300
+
+
+def test_not_a_number_is_refused():
+    with pytest.raises(ApiError) as caught:
+        parse(CompletionRequest, b'{"model": "m", "prompt": "a", "temperature": NaN}')
+    assert caught.value.param == "temperature"
+
+
+def test_messages():
+    request = chat(
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "eve"},
+        {"role": "assistant", "content": "c", "refusal": None, "tool_calls": [], "annotations": []},
+    )
+    assert [message.for_template() for message in request.messages] == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "a\nb", "name": "eve"},
+        {"role": "assistant", "content": "c"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "user"}, "messages[0].content"),
+        ({"role": "user", "content": 5}, "messages[0].content"),
+        ({"role": "robot", "content": "a"}, "messages[0].role"),
+        ({"role": "tool", "content": "a"}, "messages[0].role"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content[0].type"),
+        ({"role": "assistant", "content": "a", "tool_calls": [{"id": "x"}]}, "messages[0].tool_calls"),
+        ({"role": "user", "content": "a", "mood": "good"}, "messages[0].mood"),
+        ("hello", "messages"),
+    ],
+)
+def test_bad_messages_name_their_place(message, param):
+    assert refused(lambda: chat(message)).param == param
+
+
+def test_chat_has_its_own_limits():
+    assert refused(lambda: chat(messages=[])).param == "messages"
+    assert refused(lambda: chat(max_tokens=1, max_completion_tokens=2)).param == "max_completion_tokens"
+    assert chat(max_completion_tokens=2).max_completion_tokens == 2
+    assert refused(completion, max_completion_tokens=2).param == "max_completion_tokens"
