@@ -217,13 +217,11 @@ class MembershipMachine(RuleBasedStateMachine):
         self.charges = []
 
     parties = st.builds(Party, st.sampled_from(["a", "b", "c"]), st.integers(1, 3))
-    roles = {"a": Role.PREFILL, "b": Role.DECODE, "c": Role.MIXED}
 
     @rule(party=parties)
     def register(self, party):
-        record = info(
-            party.engine_id, party.incarnation, self.roles[party.engine_id], max_model_len=1000, num_blocks=99
-        )
+        role = {"a": Role.PREFILL, "b": Role.DECODE, "c": Role.MIXED}[party.engine_id]
+        record = info(party.engine_id, party.incarnation, role, max_model_len=1000, num_blocks=99)
         self.members.register(party, record, self.now)
 
     @rule(party=parties)
