@@ -7,7 +7,7 @@ import msgspec
 from splitserve.errors import ConfigError
 
 
-class RequestKey(msgspec.Struct, frozen=True, array_like=True):
+class RequestKey(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Identity of one attempt at one request. A retry is the same request with the next attempt number."""
 
     request_id: str
@@ -17,7 +17,7 @@ class RequestKey(msgspec.Struct, frozen=True, array_like=True):
         return f"{self.request_id}#{self.attempt}"
 
 
-class Party(msgspec.Struct, frozen=True, array_like=True):
+class Party(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A process that sends and receives messages: its stable name and the random number of this life of it."""
 
     engine_id: str
@@ -38,7 +38,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
 
 
-class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """How tokens are drawn and when a sequence ends, in token terms (stop strings belong to the router).
 
     ``temperature`` 0 is greedy. ``top_k`` 0 keeps every token. ``seed`` is always set by the router, so that

@@ -30,5 +30,5 @@ def decode(data: bytes) -> Envelope:
         )
     try:
         return _decoder.decode(memoryview(data)[_HEADER_BYTES:])
-    except (msgspec.DecodeError, ConfigError, RecursionError) as error:
+    except (msgspec.DecodeError, ConfigError, RecursionError, UnicodeDecodeError) as error:
         raise WireError(f"malformed message: {error}") from error
