@@ -84,7 +84,7 @@ class SourceSide:
         reason = self._state.tombstones.get(key, now)
         handover = self._handovers.get(key)
         if handover is not None and handover.peer == sender:
-            handover.renew(grant, now)
+            handover.renew(now)
             self._serve(True)
         elif reason is not None or handover is not None:
             self._state.outbox.send(sender, Withdrawn(key=key, reason=reason or "granted by another worker"))

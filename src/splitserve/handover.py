@@ -79,6 +79,7 @@ class SourceHandover:
         self._num_acknowledged = self.first_block
         self._last_acknowledged = False
         self._first_tokens: list[int] = []
+        self._lease_seconds = grant.lease_seconds
         self.lease_expires_at = now + grant.lease_seconds
         self._offer_due_at = now
 
@@ -87,9 +88,9 @@ class SourceHandover:
         """Blocks of the prompt covered so far, those that decode had cached included."""
         return self.first_block + len(self._blocks)
 
-    def renew(self, grant: Grant, now: float) -> None:
-        """A repeated grant: decode is alive and wants to know where we stand."""
-        self.lease_expires_at = now + grant.lease_seconds
+    def renew(self, now: float) -> None:
+        """A repeated grant: decode is alive and wants to know where we stand. The lease keeps its length."""
+        self.lease_expires_at = now + self._lease_seconds
         self._offer_due_at = now
 
     def offer(self, blocks: Sequence[OfferedBlock], num_tokens: int, now: float) -> None:
@@ -332,8 +333,10 @@ class SinkHandover:
         """When :meth:`poll` has something to do, if nothing happens before."""
         if self.state not in (SinkState.REQUESTED, SinkState.READING):
             return float("inf")
-        silence = self._last_heard_at + self._config.dead_after_seconds
-        return min([self._grant_due_at, silence, *(read.deadline for read in self._reads.values())])
+        deadlines = [self._grant_due_at, *(read.deadline for read in self._reads.values())]
+        if not self._last_offer_seen:
+            deadlines.append(self._last_heard_at + self._config.dead_after_seconds)
+        return min(deadlines)
 
     @property
     def num_verified_blocks(self) -> int:
@@ -354,7 +357,10 @@ class SinkHandover:
     def _problem_with(self, offer: Offer, start: int, num_peer_blocks: int) -> str | None:
         if start < 0:
             return f"it starts at block {offer.first_block}, before the granted one, {self.first_block}"
-        end_tokens = (offer.first_block + len(offer.blocks)) * self._block_size
+        end_block = offer.first_block + len(offer.blocks)
+        if end_block > self.first_block + len(self._local_blocks):
+            return f"it names {end_block} blocks of a prompt of {self._num_prompt_tokens} tokens"
+        end_tokens = end_block * self._block_size
         if offer.last:
             if offer.num_tokens != self._num_prompt_tokens:
                 return f"the last one covers {offer.num_tokens} of {self._num_prompt_tokens} prompt tokens"
