@@ -110,8 +110,8 @@ def notes(figures: dict[str, Any], output_len: int) -> list[str]:
         found.append("the stream packs several tokens into some chunks: ITL is between chunks, not tokens; see TPOT")
     if figures["bunched_gaps_share"] > _NOTABLE_BUNCHED_SHARE:
         found.append(
-            f"{100 * figures['bunched_gaps_share']:.0f}% of chunks arrived together with the one before: something on the "
-            "way, or this client, holds chunks back; p50 of ITL means little, look at TPOT and the long ITLs"
+            f"{100 * figures['bunched_gaps_share']:.0f}% of chunks arrived together with the one before: something on "
+            "the way, or this client, holds chunks back; p50 of ITL means little, look at TPOT and the long ITLs"
         )
     if figures["dispatch_lag_ms"].get("p99", 0.0) > _NOTABLE_LAG_MS:
         found.append(
