@@ -93,9 +93,9 @@ def percentiles_ms(seconds: Sequence[float]) -> dict[str, float]:
     if not seconds:
         return {}
     values = np.asarray(seconds) * 1e3
-    figures = {"mean": float(values.mean())}
+    figures = {"mean": float(np.mean(values))}
     figures |= {f"p{share}": float(np.percentile(values, share)) for share in PERCENTILES}
-    return figures | {"max": float(values.max())}
+    return figures | {"max": float(np.max(values))}
 
 
 def mean_of_longest_tenth_ms(seconds: Sequence[float]) -> float:

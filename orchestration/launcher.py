@@ -223,12 +223,14 @@ def probe_ready(url: str) -> tuple[bool, str]:
 
 @contextmanager
 def stop_on_signals(cluster: LocalCluster) -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP ask the cluster to stop. For the main thread of a command."""
+    """SIGINT, SIGTERM and SIGHUP (unless it is ignored: ``nohup``) ask the cluster to stop. For a command's main thread."""
 
     def handle(number: int, _frame: FrameType | None) -> None:
         cluster.request_stop(signal.Signals(number).name)
 
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signals.append(signal.SIGHUP)
     previous = {number: signal.signal(number, handle) for number in signals}
     try:
         yield

@@ -22,6 +22,7 @@ from splitserve.orchestration.launcher import (
     LaunchInterruptedError,
     LocalCluster,
     probe_ready,
+    stop_on_signals,
 )
 from splitserve.orchestration.process import ChildProgress, child_environment
 from splitserve.orchestration.spec import ClusterSpec
@@ -199,6 +200,17 @@ def test_signals_end_launcher_and_children(launcher, number: signal.Signals) -> 
     process.send_signal(number)
     assert process.wait(20) == 0
     assert not any(is_running(pid) for pid in pids)
+
+
+def test_an_ignored_hangup_stays_ignored(make_cluster) -> None:
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_on_signals(make_cluster(num_mixed=1)):
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_IGN, signal.SIG_DFL)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, previous)
 
 
 def test_no_orphans_after_the_launcher_was_killed(launcher) -> None:
