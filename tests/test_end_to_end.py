@@ -1,0 +1,128 @@
+"""Real clusters on this machine, over HTTP, ZMQ and NIXL: the same tokens everywhere, and nothing left behind."""
+
+import asyncio
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serving import complete_all, storm, transformers_greedy, wait_until_quiet, worker_metrics
+from splitserve.config import EngineConfig
+from splitserve.orchestration.launcher import LocalCluster
+from splitserve.orchestration.spec import ClusterSpec
+
+BLOCK_SIZE = 16
+MAX_TOKENS = 24
+SHAPES: dict[str, dict[str, int]] = {
+    "mixed": {"num_mixed": 1},
+    "1P1D": {"num_prefill": 1, "num_decode": 1},
+    "2P2D": {"num_prefill": 2, "num_decode": 2},
+}
+
+
+@contextmanager
+def cluster(model: Path, shape: str, **engine: Any) -> Iterator[LocalCluster]:
+    """A small cluster in float32 whose prompts take several chunks."""
+    settings = {"kv_memory_bytes": 64 << 20, "max_num_batched_tokens": 64, "max_num_seqs": 32, "tail_chunk_tokens": 16}
+    config = EngineConfig(model=str(model), dtype="float32", block_size=BLOCK_SIZE, **{**settings, **engine})
+    with LocalCluster(ClusterSpec(engine=config, port=0, **SHAPES[shape]), log_level="warning") as running:
+        yield running
+
+
+def make_prompts(vocab_size: int = 1500) -> list[list[int]]:
+    """1 token, a block, a block + 1, several chunks, and prompts that share prefixes of several blocks."""
+    chosen = random.Random(7)
+
+    def draw(n: int) -> list[int]:
+        return [chosen.randrange(300, vocab_size) for _ in range(n)]
+
+    shared = draw(5 * BLOCK_SIZE)
+    lengths = [1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 63, 64, 65, 150, 300, 401]
+    return [*(draw(n) for n in lengths), shared, *(shared + draw(n) for n in (1, 16, 40)), shared[:33], shared[:32]]
+
+
+def body(model: Path, prompt: list[int], **options: Any) -> dict[str, Any]:
+    return {
+        "model": model.name, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True,
+        "return_token_ids": True, "return_route": True, **options,
+    }  # fmt: skip
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_greedy_tokens_are_those_of_transformers(architecture: str, request: pytest.FixtureRequest) -> None:
+    model: Path = request.getfixturevalue(f"tiny_{architecture}")
+    prompts = make_prompts()
+    references = transformers_greedy(model, prompts, MAX_TOKENS)
+    assert sum(len(reference.near_ties) for reference in references) < 0.02 * len(prompts) * MAX_TOKENS
+    bodies = [body(model, prompt) for prompt in prompts]
+    assert len(bodies) == 16
+    for shape in SHAPES:
+        with cluster(model, shape) as running:
+            for at_once in (False, True):
+                answers = complete_all(running.url, bodies, at_once=at_once)
+                for prompt, reference, answer in zip(prompts, references, answers, strict=True):
+                    assert answer["status"] == 200, answer
+                    tokens = answer["choices"][0]["token_ids"]
+                    assert reference.agrees(tokens), f"{shape}, at once {at_once}, prompt of {len(prompt)}: {tokens}"
+                    assert answer["usage"]["prompt_tokens"] == len(prompt)
+                    assert answer["usage"]["completion_tokens"] == MAX_TOKENS
+                    expected_mode = "local" if shape == "mixed" else "disaggregated"
+                    assert answer["splitserve"]["mode"] == expected_mode
+            metrics = wait_until_quiet(running.url)
+            if shape != "mixed":
+                done = sum(worker["handovers_total"] for worker in metrics.values())
+                assert done == 2 * len(prompts), "a request fell back to something else than its hand-over"
+            assert all(worker["handover_failures_total"] == 0 for worker in metrics.values())
+
+
+@pytest.mark.timeout(180)
+def test_sampled_tokens_depend_on_the_seed_alone(tiny_qwen3: Path) -> None:
+    options: dict[str, Any] = {"temperature": 0.9, "top_k": 50, "top_p": 0.95}
+    bodies = [body(tiny_qwen3, prompt, seed=100 + i, **options) for i, prompt in enumerate(make_prompts())]
+    tokens = {}
+    for shape in ("mixed", "1P1D"):
+        with cluster(tiny_qwen3, shape) as running:
+            alone = complete_all(running.url, bodies, at_once=False)
+            together = complete_all(running.url, bodies, at_once=True)
+            tokens[shape] = [answer["choices"][0]["token_ids"] for answer in alone]
+            assert tokens[shape] == [answer["choices"][0]["token_ids"] for answer in together]
+            other_seed = complete_all(running.url, [{**bodies[-1], "seed": 999}], at_once=False)
+            assert other_seed[0]["choices"][0]["token_ids"] != tokens[shape][-1]
+    assert tokens["mixed"] == tokens["1P1D"]
+
+
+@pytest.mark.timeout(180)
+def test_preemption_changes_no_token(tiny_qwen3: Path) -> None:
+    """A pool too small for all sequences at once: some are preempted and recomputed."""
+    prompts = [prompt[:60] for prompt in make_prompts()]
+    bodies = [body(tiny_qwen3, prompt, max_tokens=80) for prompt in prompts]
+    tokens = []
+    for num_blocks in (1000, 30):
+        with cluster(tiny_qwen3, "1P1D", kv_memory_bytes=num_blocks * 65536, max_model_len=256) as running:
+            answers = complete_all(running.url, bodies, at_once=True)
+            tokens.append([answer["choices"][0]["token_ids"] for answer in answers])
+            metrics = wait_until_quiet(running.url)
+    assert metrics["decode-0"]["preemptions_total"] > 0
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.timeout(300)
+def test_a_thousand_requests_with_a_third_aborted_leave_nothing(tiny_qwen3: Path) -> None:
+    chosen = random.Random(3)
+    prompts = make_prompts()
+    bodies = [body(tiny_qwen3, chosen.choice(prompts), max_tokens=chosen.choice([1, 4, 16, 40])) for _ in range(1000)]
+    with cluster(tiny_qwen3, "1P1D", kv_memory_bytes=8 << 20, max_model_len=512) as running:
+        finished = asyncio.run(storm(running.url, bodies[:500], 1 / 3, 24, seed=1))
+        before = {worker: values["resident_bytes"] for worker, values in wait_until_quiet(running.url).items()}
+        finished += asyncio.run(storm(running.url, bodies[500:], 1 / 3, 24, seed=2))
+        after = wait_until_quiet(running.url)
+        assert 600 < finished < 900, "about a third should have been aborted"
+        for worker, values in after.items():
+            assert values["blocks_free"] + values["blocks_cached"] == 128
+            # GEMM primitives are cached per number of rows, so the first half is warm-up
+            assert values["resident_bytes"] < before[worker] + (48 << 20), f"{worker} grew"
+        assert sum(values["handovers_total"] for values in worker_metrics(running.url).values()) > 500
