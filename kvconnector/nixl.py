@@ -146,8 +146,13 @@ class _ReadThread(_OwnerThread):
     def poll(self) -> None:
         for peer, reader in list(self._readers.items()):
             self._finish_connecting(peer, reader)
-            self._emit_all(reader.start_waiting())
-            self._emit_all(reader.poll())
+            results = reader.start_waiting() + reader.poll()
+            if any(result.error is not None for result in results):
+                # What failed may have been posted in part: only the agent's end surely stops it, and the connection
+                # is broken anyway. The core makes a new one.
+                self._readers.pop(peer, None)
+                results += reader.destroy()
+            self._emit_all(results)
 
     def finish(self) -> None:
         for peer in list(self._readers):

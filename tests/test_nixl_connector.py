@@ -1,0 +1,331 @@
+"""NIXL for real, between processes: bytes, generations, killed and frozen peers, idle cost, the end."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+from nixl_source import FIRST_GENERATION, NUM_BLOCKS, PATTERN, SOURCE, make_memory, serve_blocks
+
+from splitserve.handover import ReadCommand, ReadResult
+from splitserve.kvconnector.connector import PeerConnected
+from splitserve.kvconnector.memory import KVMemory
+from splitserve.kvconnector.nixl import NixlConnector
+from splitserve.messages import PeerWelcome
+from splitserve.request import Party
+
+ME = Party("decode-0", 22)
+WAIT_SECONDS = 20.0
+TESTS = Path(__file__).parent
+
+
+class Source:
+    """The process that is read from."""
+
+    def __init__(self, num_blocks: int = NUM_BLOCKS) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve_blocks, args=(theirs, num_blocks), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.welcome: PeerWelcome = receive(self.pipe)
+
+    def tell(self, command: str) -> None:
+        self.pipe.send(command)
+        assert receive(self.pipe) == "done"
+
+    def signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def close(self) -> None:
+        if self.process.is_alive():
+            self.pipe.send("end")
+            self.process.join(WAIT_SECONDS)
+        self.process.kill()
+        self.process.join(WAIT_SECONDS)
+        self.pipe.close()
+
+
+def receive(pipe: "Connection[object, object]") -> object:
+    assert pipe.poll(60.0), "the source process doesn't answer"
+    return pipe.recv()
+
+
+class Reader:
+    """A connector of this process, with the events that came out of it."""
+
+    def __init__(self, me: Party = ME, num_blocks: int = NUM_BLOCKS) -> None:
+        self.memory: KVMemory = make_memory(num_blocks)
+        self.woken = threading.Event()
+        self.connector = NixlConnector(me, self.memory, self.woken.set)
+        self.events: list[ReadResult | PeerConnected] = []
+
+    def wait(self, is_done: Callable[[], bool], seconds: float = WAIT_SECONDS) -> bool:
+        deadline = time.monotonic() + seconds
+        while not is_done() and time.monotonic() < deadline:
+            self.woken.wait(0.05)
+            self.woken.clear()
+            self.events += self.connector.events()
+        return is_done()
+
+    def connect(self, source: Source, peer: Party = SOURCE) -> None:
+        self.connector.connect(peer, source.welcome)
+        assert self.wait(lambda: PeerConnected(peer, None) in self.events), self.events
+        self.events.remove(PeerConnected(peer, None))
+
+    def result(self, read_id: int, seconds: float = WAIT_SECONDS) -> ReadResult | None:
+        self.wait(lambda: any(isinstance(e, ReadResult) and e.read_id == read_id for e in self.events), seconds)
+        found = [e for e in self.events if isinstance(e, ReadResult) and e.read_id == read_id]
+        assert len(found) <= 1, "a read ended twice"
+        return found[0] if found else None
+
+    def read(self, read_id: int, local: list[int], remote: list[int], peer: Party = SOURCE) -> None:
+        self.connector.read(ReadCommand(read_id, peer, local, remote))
+
+    def assert_holds(self, local: list[int], remote: list[int]) -> None:
+        for local_id, remote_id in zip(local, remote, strict=True):
+            assert bool((self.memory.blocks[local_id] == PATTERN + remote_id).all()), (local_id, remote_id)
+
+
+@pytest.fixture(scope="module")
+def source() -> Iterator[Source]:
+    source = Source()
+    yield source
+    source.close()
+
+
+@pytest.fixture
+def reader() -> Iterator[Reader]:
+    reader = Reader()
+    yield reader
+    reader.connector.close()
+
+
+@pytest.mark.parametrize(
+    ("local", "remote"),
+    [
+        ([3], [60]),
+        ([10, 11, 12, 13], [20, 21, 22, 23]),
+        ([5, 6, 7, 1, 2], [40, 41, 9, 10, 11]),
+        ([9, 2, 33, 8, 0], [1, 50, 7, 63, 0]),
+    ],
+    ids=["one", "a run", "runs that end at different places", "shuffled"],
+)
+def test_bytes_and_generations_are_those_of_the_source(
+    source: Source, reader: Reader, local: list[int], remote: list[int]
+) -> None:
+    reader.connect(source)
+    reader.read(1, local, remote)
+    result = reader.result(1)
+    assert result is not None and result.error is None
+    assert list(result.generations) == [FIRST_GENERATION + block_id for block_id in remote]
+    reader.assert_holds(local, remote)
+    others = sorted(set(range(NUM_BLOCKS)) - set(local))
+    assert not reader.memory.blocks[others].any(), "a block that wasn't asked for was written"
+
+
+def test_many_reads_at_once_each_end_once(source: Source, reader: Reader) -> None:
+    reader.connect(source)
+    reads = [(read_id, [4 * read_id + i for i in range(4)]) for read_id in range(NUM_BLOCKS // 4)]
+    for read_id, block_ids in reads:
+        reader.read(read_id, block_ids, block_ids[::-1])
+    assert reader.wait(lambda: len(reader.events) == len(reads)), reader.events
+    for read_id, block_ids in reads:
+        result = reader.result(read_id)
+        assert result is not None and result.error is None
+        assert list(result.generations) == [FIRST_GENERATION + b for b in block_ids[::-1]]
+        reader.assert_holds(block_ids, block_ids[::-1])
+
+
+def test_a_large_read_is_joined_from_its_parts() -> None:
+    num_blocks = 320  # 10 MiB
+    source, reader = Source(num_blocks), Reader(num_blocks=num_blocks)
+    try:
+        reader.connect(source)
+        local, remote = list(range(num_blocks)), list(reversed(range(num_blocks)))
+        reader.read(1, local, remote)
+        result = reader.result(1)
+        assert result is not None and result.error is None
+        assert list(result.generations) == [FIRST_GENERATION + block_id for block_id in remote]
+        reader.assert_holds(local, remote)
+    finally:
+        reader.connector.close()
+        source.close()
+
+
+def test_generations_are_read_as_they_are_now() -> None:
+    source, reader = Source(8), Reader(num_blocks=8)
+    try:
+        reader.connect(source)
+        source.tell("3")
+        reader.read(1, [0, 1], [2, 3])
+        result = reader.result(1)
+        assert result is not None
+        assert list(result.generations) == [FIRST_GENERATION + 2, FIRST_GENERATION + 3 + 1]
+        assert bool((reader.memory.blocks[1] == -1.0).all())
+    finally:
+        reader.connector.close()
+        source.close()
+
+
+def test_a_peer_that_was_never_connected(reader: Reader) -> None:
+    reader.read(7, [0], [0], peer=Party("nobody", 1))
+    result = reader.result(7)
+    assert result is not None and result.error is not None and "isn't connected" in result.error
+
+
+@pytest.mark.parametrize("metadata", [b"", b"not what NIXL sends"])
+def test_metadata_that_nixl_refuses_is_an_error_and_not_the_end(
+    source: Source, reader: Reader, metadata: bytes
+) -> None:
+    welcome = PeerWelcome(source.welcome.layout, "nixl", metadata, source.welcome.region)
+    reader.connector.connect(Party("broken", 1), welcome)
+    assert reader.wait(lambda: bool(reader.events))
+    (event,) = reader.events
+    assert isinstance(event, PeerConnected) and event.error
+    reader.events.clear()
+    reader.connect(source)
+    reader.read(1, [0], [5])
+    result = reader.result(1)
+    assert result is not None and result.error is None
+
+
+def test_after_a_disconnect_the_same_peer_can_be_connected_again(source: Source, reader: Reader) -> None:
+    for read_id in range(3):
+        reader.connect(source)
+        reader.read(read_id, [read_id], [read_id + 1])
+        result = reader.result(read_id)
+        assert result is not None and result.error is None
+        reader.connector.disconnect(SOURCE)
+    reader.read(9, [0], [0])
+    result = reader.result(9)
+    assert result is not None and result.error is not None
+
+
+def test_a_killed_source_is_an_error_and_other_peers_go_on(source: Source, reader: Reader) -> None:
+    doomed, doomed_party = Source(8), Party("prefill-doomed", 1)
+    try:
+        reader.connect(source)
+        reader.connect(doomed, doomed_party)
+        doomed.signal(signal.SIGKILL)
+        doomed.process.join(WAIT_SECONDS)
+        reader.read(1, [0, 1], [0, 1], peer=doomed_party)
+        result = reader.result(1)
+        assert result is not None and result.error is not None
+        reader.read(2, [0, 1], [8, 9])
+        result = reader.result(2)
+        assert result is not None and result.error is None
+        reader.assert_holds([0, 1], [8, 9])
+    finally:
+        doomed.close()
+
+
+def test_a_killed_reader_leaves_the_source_serving(source: Source, reader: Reader) -> None:
+    script = """
+        import os, sys, threading
+        sys.path.insert(0, sys.argv[1])
+        import msgspec
+        from test_nixl_connector import Reader
+        from splitserve.messages import PeerWelcome
+        class Given: welcome = msgspec.msgpack.decode(bytes.fromhex(sys.argv[2]), type=PeerWelcome)
+        reader = Reader()
+        reader.connect(Given)
+        reader.read(1, list(range(64)), list(range(64)))
+        os.kill(os.getpid(), 9)
+    """
+    welcome = msgspec.msgpack.encode(source.welcome).hex()
+    command = [sys.executable, "-c", textwrap.dedent(script), str(TESTS), welcome]
+    ended = subprocess.run(command, timeout=60, check=False, capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    reader.connect(source)
+    reader.read(1, [0, 1], [8, 9])
+    result = reader.result(1)
+    assert result is not None and result.error is None
+    reader.assert_holds([0, 1], [8, 9])
+
+
+FROZEN_SOURCE = """
+    import signal, sys, time
+    sys.path.insert(0, sys.argv[1])
+    from test_nixl_connector import Reader, Source, SOURCE, PATTERN
+
+    def main():
+        source, reader = Source(), Reader()
+        reader.connect(source)
+        reader.read(1, [0], [1])
+        assert reader.result(1).error is None
+        reader.memory.blocks.zero_()
+        source.signal(signal.SIGSTOP)
+        block_ids = list(range(32))
+        reader.read(2, block_ids, block_ids)
+        assert reader.result(2, seconds=1.0) is None, "a frozen peer gives no result"
+        reader.connector.disconnect(SOURCE)
+        result = reader.result(2)
+        assert result is not None and result.error == "disconnected", result
+        reader.memory.blocks.fill_(-7.0)  # the blocks belong to somebody else now
+        source.signal(signal.SIGCONT)
+        time.sleep(1.0)
+        assert bool((reader.memory.blocks == -7.0).all()), "late bytes landed"
+        reader.connector.close()
+        source.process.kill()
+        source.process.join()
+        print("nothing landed")
+
+    if __name__ == "__main__":
+        main()
+"""
+
+
+def test_a_frozen_source_gives_no_result_until_disconnect_and_nothing_lands_after(tmp_path: Path) -> None:
+    """Over TCP, as between machines: CMA copies without the source's help, so it ignores a SIGSTOP."""
+    script = tmp_path / "frozen_source.py"
+    script.write_text(textwrap.dedent(FROZEN_SOURCE))
+    environment = os.environ | {"UCX_TLS": "tcp"}
+    ended = subprocess.run(
+        [sys.executable, str(script), str(TESTS)],
+        timeout=90,
+        check=False,
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert ended.returncode == 0 and "nothing landed" in ended.stdout, ended.stderr[-3000:]
+
+
+def test_an_idle_connected_pair_does_not_spin(source: Source, reader: Reader) -> None:
+    reader.connect(source)
+    reader.read(1, [0], [0])
+    assert reader.result(1) is not None
+    source.tell("rest")
+    try:
+        before = time.process_time(), cpu_seconds(source)
+        time.sleep(1.5)
+        assert time.process_time() - before[0] < 0.15
+        assert cpu_seconds(source) - before[1] < 0.15
+    finally:
+        source.tell("serve")
+
+
+def cpu_seconds(source: Source) -> float:
+    times = psutil.Process(source.process.pid).cpu_times()
+    return times.user + times.system
+
+
+def test_close_ends_reads_and_leaves_no_thread(source: Source) -> None:
+    before = set(threading.enumerate())
+    reader = Reader()
+    assert set(threading.enumerate()) > before
+    reader.connect(source)
+    reader.connector.close()
+    assert set(threading.enumerate()) == before
