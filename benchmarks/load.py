@@ -69,8 +69,7 @@ class Endpoint:
 async def run_load(
     endpoint: Endpoint, bodies: Sequence[dict[str, Any]], due_seconds: Sequence[float], max_concurrency: int = 0
 ) -> list[RequestRecord]:
-    """Send ``bodies`` at ``due_seconds`` from now; a record each, in order. Failures are recorded, never
-    raised.
+    """Send ``bodies`` at ``due_seconds`` from now; a record each, in order. Failures are recorded, never raised.
 
     ``max_concurrency`` above 0 bounds the requests in flight (then it is no open loop any more); the wait for
     a place counts as dispatch lag.
@@ -120,9 +119,7 @@ class _Client:
 
 
 async def _receive(network_chunks: AsyncIterator[bytes], record: RequestRecord, start: float) -> None:
-    """Read server-sent events up to ``[DONE]``. Raises :class:`StreamError` for an error event or an early
-    end.
-    """
+    """Read server-sent events up to ``[DONE]``. Raises :class:`StreamError` for an error event or an early end."""
     buffer = b""
     async for data in network_chunks:
         now = time.perf_counter() - start

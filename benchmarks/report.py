@@ -1,6 +1,4 @@
-"""What every bench says of itself: command, versions, machine; as JSON under ``benchmarks/results/`` and as a
-table.
-"""
+"""What every bench says of itself: command, versions, machine; as JSON under ``benchmarks/results/`` and as a table."""
 
 import datetime
 import importlib.metadata
@@ -22,8 +20,7 @@ _PACKAGES = ("torch", "nixl-cu13", "nixl-cu12", "transformers", "tokenizers", "n
 
 
 def write_result(name: str, argv: Sequence[str], data: dict[str, Any], directory: Path | None = None) -> Path:
-    """Write ``data`` with command, versions and machine to ``<directory>/<name>-<UTC time>.json``; returns
-    the path.
+    """Write ``data`` with command, versions and machine to ``<directory>/<name>-<UTC time>.json``; returns the path.
 
     ``argv`` are the arguments of ``splitserve bench <name>``; ``directory`` None means
     :data:`RESULTS_DIRECTORY`.
@@ -68,9 +65,7 @@ def machine() -> dict[str, Any]:
 
 
 def table(rows: Sequence[Sequence[object]], headers: Sequence[str]) -> str:
-    """Rows as aligned text: the first column to the left, the others to the right; floats with two
-    decimals.
-    """
+    """Rows as aligned text: the first column to the left, the others to the right; floats with two decimals."""
     cells = [list(headers)] + [[_cell(value) for value in row] for row in rows]
     widths = [max(len(row[column]) for row in cells) for column in range(len(headers))]
     lines = []

@@ -22,8 +22,7 @@ class RequestRecord:
     """One request as the client saw it.
 
     ``chunk_seconds`` are the arrivals of the chunks that carried output, ``chunk_tokens`` the number of
-    tokens in each, where the endpoint tells. ``output_tokens`` is the endpoint's own count where it gives
-    one.
+    tokens in each, where the endpoint tells. ``output_tokens`` is the endpoint's own count where it gives one.
     """
 
     due_seconds: float
@@ -54,9 +53,7 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """A service-level objective: bounds in milliseconds that a request must keep; infinite where there is
-    none.
-    """
+    """A service-level objective: bounds in milliseconds that a request must keep; infinite where there is none."""
 
     ttft_ms: float = float("inf")
     tpot_ms: float = float("inf")
@@ -72,9 +69,7 @@ class Objective:
 
 
 def parse_objective(bounds: Sequence[str]) -> Objective:
-    """An objective from ``ttft:500 tpot:30`` (milliseconds). Raises :class:`ConfigError` that names the bad
-    one.
-    """
+    """An objective from ``ttft:500 tpot:30`` (milliseconds). Raises :class:`ConfigError` that names the bad one."""
     values: dict[str, float] = {}
     for bound in bounds:
         name, _, text = bound.partition(":")
@@ -138,9 +133,7 @@ def summarise(records: Sequence[RequestRecord], objective: Objective | None) -> 
 
 
 def _tokens_per_chunk(records: Sequence[RequestRecord]) -> dict[str, float]:
-    """Mean, and maximum where the endpoint gives token ids: above 1, gaps between chunks aren't gaps between
-    tokens.
-    """
+    """Mean, and maximum where the endpoint gives token ids: above 1, gaps between chunks aren't gaps between tokens."""
     num_chunks = sum(len(record.chunk_seconds) for record in records)
     if not num_chunks:
         return {}

@@ -1,6 +1,4 @@
-"""What a load consists of: arrival times and prompts of exact length with an exact shared prefix. Pure and
-seeded.
-"""
+"""What a load consists of: arrival times and prompts of exact length with an exact shared prefix. Pure and seeded."""
 
 import itertools
 import re
@@ -19,9 +17,7 @@ _MIN_WORDS = 16
 
 
 def arrival_seconds(num_requests: int, rate: float, arrival: Arrival, seed: int) -> list[float]:
-    """When each request is due, from 0 s on. ``rate`` is in requests per second; infinite means all at
-    once.
-    """
+    """When each request is due, from 0 s on. ``rate`` is in requests per second; infinite means all at once."""
     if not rate > 0:
         raise ConfigError(f"request rate is {rate}; it must be above 0 (inf sends all at once)")
     if rate == float("inf"):
@@ -34,8 +30,7 @@ def arrival_seconds(num_requests: int, rate: float, arrival: Arrival, seed: int)
 def token_prompts(
     num_prompts: int, num_tokens: int, num_shared_tokens: int, token_ids: Sequence[int], seed: int
 ) -> list[list[int]]:
-    """Prompts of exactly ``num_tokens`` ids out of ``token_ids``; the first ``num_shared_tokens`` are the
-    same in all.
+    """Prompts of exactly ``num_tokens`` ids out of ``token_ids``; the first ``num_shared_tokens`` are the same in all.
 
     The ids that follow the shared ones differ between any two prompts as far as there are enough ids, so that
     the shared prefix is exact and not longer by chance. Raises :class:`ConfigError` for impossible lengths.
@@ -88,9 +83,7 @@ class TextPrompts:
             )
 
     def make(self, num_prompts: int, num_tokens: int, num_shared_tokens: int, seed: int) -> list[str]:
-        """Prompts that encode, special tokens included, to ``num_tokens`` ids of which the first ones are
-        shared.
-        """
+        """Prompts that encode, special tokens included, to ``num_tokens`` ids of which the first ones are shared."""
         num_special = len(self._special_ids)
         num_shared_words = max(0, num_shared_tokens - num_special)
         words = token_prompts(num_prompts, num_tokens - num_special, num_shared_words, self._word_ids, seed)

@@ -5,10 +5,8 @@ Contract with the parent:
 
 - the first line of standard input is an :class:`Order` as JSON. The pipe then stays open: its end means that
   the parent is gone, however it died, and ends this process too;
-- the status pipe carries :class:`Progress` as JSON lines. Stage ``error`` says in one line why the process
-  ends;
-- SIGTERM ends it in order. Exit status: 0 after SIGTERM, 2 for an error that the user can mend, 1 for any
-  other.
+- the status pipe carries :class:`Progress` as JSON lines. Stage ``error`` says in one line why the process ends;
+- SIGTERM ends it in order. Exit status: 0 after SIGTERM, 2 for an error that the user can mend, 1 for any other.
 """
 
 import ctypes
@@ -36,11 +34,9 @@ _log = logging.getLogger(__name__)
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What a child shall run: ``entry`` (``module:function``), called with its config and a callable for
-    progress.
+    """What a child shall run: ``entry`` (``module:function``), called with its config and a callable for progress.
 
-    ``parent_death_signal`` asks the kernel, too, to end the child with the *thread* of the parent that
-    started it.
+    ``parent_death_signal`` asks the kernel, too, to end the child with the *thread* of the parent that started it.
     """
 
     name: str
@@ -64,9 +60,7 @@ Entry = Callable[[Config, Callable[[str, dict[str, str]], None]], None]
 
 
 class StatusPipe:
-    """Writes progress to the parent. A parent that is gone is not this class's business: the life line sees
-    to it.
-    """
+    """Writes progress to the parent. A parent that is gone is not this class's business: the life line sees to it."""
 
     def __init__(self, fd: int) -> None:
         os.set_inheritable(fd, False)  # its end must mean our end, whatever we start
@@ -114,16 +108,13 @@ def _end_with_parent(life_line: FileIO) -> None:
 
 
 def _ask_kernel_for_death_signal() -> None:
-    """SIGTERM when the parent dies, where the platform has it (Linux); elsewhere the life line alone does
-    it.
-    """
+    """SIGTERM when the parent dies, where the platform has it (Linux); elsewhere the life line alone does it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def main() -> int:
-    # Unbuffered: a daemon thread that holds a buffered reader's lock makes the interpreter abort when it
-    # ends.
+    # Unbuffered: a daemon thread that holds a buffered reader's lock makes the interpreter abort when it ends.
     life_line = FileIO(sys.stdin.fileno(), closefd=False)
     order = msgspec.json.decode(life_line.readline(), type=Order)
     set_up_logging(order.name, order.log_level)

@@ -1,8 +1,7 @@
 """The command line: ``splitserve serve | demo | demo-model | bench | version``.
 
 Only the standard library and the shared config are imported here; a command imports what it needs when it
-runs, so that ``--help`` is instant. An error that the user can mend is one line on standard error and exit
-status 2.
+runs, so that ``--help`` is instant. An error that the user can mend is one line on standard error and exit status 2.
 """
 
 import argparse
@@ -25,6 +24,7 @@ from splitserve.orchestration.sizes import format_bytes
 BENCHES = {
     "serve": ("splitserve.benchmarks.serve", "load on any OpenAI completions endpoint"),
     "handover": ("splitserve.benchmarks.handover", "KV hand-over against a plain memory copy"),
+    "latency": ("splitserve.benchmarks.latency", "TTFT and second token of 1P1D against a mixed worker"),
     "router": ("splitserve.benchmarks.router_overhead", "what the router adds to a worker that answers at once"),
     "engine-cpu": ("splitserve.benchmarks.engine_vs_transformers", "the engine on CPU against transformers"),
 }

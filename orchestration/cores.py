@@ -14,8 +14,7 @@ _CPU_ROOT = Path("/sys/devices/system/cpu")
 
 
 def split_cores(num_cores: int, num_workers: int) -> list[int]:
-    """Threads per worker: as even as whole cores allow, at least one each; the first workers get the
-    remainder.
+    """Threads per worker: as even as whole cores allow, at least one each; the first workers get the remainder.
 
     The sum is ``num_cores`` unless there are more workers than cores, where everyone has one.
     """
@@ -26,9 +25,7 @@ def split_cores(num_cores: int, num_workers: int) -> list[int]:
 
 
 def available_cores() -> int:
-    """Physical cores that this process may use: those of its affinity mask, cut to its cgroup's quota; at
-    least one.
-    """
+    """Physical cores that this process may use: those of its affinity mask, cut to its cgroup's quota; at least one."""
     if hasattr(os, "sched_getaffinity"):
         num_cores = count_physical_cores(_CPU_ROOT, os.sched_getaffinity(0))
     else:  # macOS has no affinity mask
@@ -38,9 +35,7 @@ def available_cores() -> int:
 
 
 def count_physical_cores(cpu_root: Path, cpus: Iterable[int]) -> int:
-    """Cores that ``cpus`` (hardware thread ids) lie on; a thread whose core is unknown counts as one of its
-    own.
-    """
+    """Cores that ``cpus`` (hardware thread ids) lie on; a thread whose core is unknown counts as one of its own."""
     cores = set()
     for cpu in cpus:
         siblings = _read_lines(cpu_root / f"cpu{cpu}" / "topology" / "thread_siblings_list")
@@ -49,8 +44,7 @@ def count_physical_cores(cpu_root: Path, cpus: Iterable[int]) -> int:
 
 
 def cpu_quota(cgroup_root: Path, memberships: str) -> float | None:
-    """The tightest CPU quota, in cores, over a process's cgroups and their ancestors, or None where nothing
-    limits it.
+    """The tightest CPU quota, in cores, over a process's cgroups and their ancestors, or None where nothing limits it.
 
     ``memberships`` is the text of ``/proc/<pid>/cgroup``. Knows version 2 (``cpu.max``) and 1
     (``cpu.cfs_quota_us``).
@@ -68,8 +62,7 @@ def cpu_quota(cgroup_root: Path, memberships: str) -> float | None:
 def _quotas_upwards(root: Path, path: str) -> list[float]:
     """Quotas of the cgroup at ``path`` below ``root`` and of all its ancestors.
 
-    Inside a container the path may name a folder that only the host sees: the root then is the container's
-    own.
+    Inside a container the path may name a folder that only the host sees: the root then is the container's own.
     """
     folder = root / path.strip("/") if ".." not in path else root
     quotas = [_quota(folder)]

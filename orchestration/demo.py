@@ -46,9 +46,7 @@ class ChatResult:
 
 
 def run_demo(model: str, prompt: str, max_tokens: int, log_level: str) -> int:
-    """Build a checkpoint unless ``model`` names one, serve it with 1 prefill + 1 decode worker, chat,
-    report.
-    """
+    """Build a checkpoint unless ``model`` names one, serve it with 1 prefill + 1 decode worker, chat, report."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end in order, as on Ctrl-C
     with tempfile.TemporaryDirectory(prefix="splitserve-demo-") as scratch:
         if not model:
@@ -76,9 +74,7 @@ def _build_model(directory: Path) -> str:
 
 
 def chat(url: str, model: str, prompt: str, max_tokens: int) -> ChatResult:
-    """Stream a greedy chat completion to standard output. Raises :class:`DemoError` for anything but its
-    regular end.
-    """
+    """Stream a greedy chat completion to standard output. Raises :class:`DemoError` for any but its regular end."""
     body = {
         "model": model,
         "messages": [{"role": "user", "content": prompt}],

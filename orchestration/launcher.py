@@ -112,9 +112,7 @@ class LocalCluster:
             raise
 
     def watch(self) -> int:
-        """Serve until :meth:`request_stop`; returns the exit status: 1 if the router or the last worker
-        died.
-        """
+        """Serve until :meth:`request_stop`; returns the exit status: 1 if the router or the last worker died."""
         while True:
             match self._events.get():
                 case StopRequested(signal_name):
@@ -223,7 +221,7 @@ def probe_ready(url: str) -> tuple[bool, str]:
 
 @contextmanager
 def stop_on_signals(cluster: LocalCluster) -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP (unless it is ignored: ``nohup``) ask the cluster to stop. For a command's main thread."""
+    """SIGINT, SIGTERM and SIGHUP (unless ignored, as by ``nohup``) ask the cluster to stop. For the main thread."""
 
     def handle(number: int, _frame: FrameType | None) -> None:
         cluster.request_stop(signal.Signals(number).name)

@@ -1,6 +1,4 @@
-"""Logging of every process: one line per record on standard error, with the name of the process (the engine
-id).
-"""
+"""Logging of every process: one line per record on standard error, with the name of the process (the engine id)."""
 
 import logging
 import sys

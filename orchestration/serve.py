@@ -10,9 +10,7 @@ from splitserve.orchestration.spec import ClusterSpec, check_model_directory
 
 
 def serve(spec: ClusterSpec, log_level: str) -> int:
-    """Start, show the URL, serve; returns the exit status. Raises :class:`SplitserveError` if the start
-    fails.
-    """
+    """Start, show the URL, serve; returns the exit status. Raises :class:`SplitserveError` if the start fails."""
     check_model_directory(spec.engine.model)
     num_cores = available_cores()
     cluster = LocalCluster(spec, show=print_progress, log_level=log_level, num_cores=num_cores)

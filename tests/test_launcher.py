@@ -1,6 +1,4 @@
-"""The local launcher: start, failure at start, death of a child, orderly end, and no orphans, with real
-processes.
-"""
+"""The local launcher: start, failure at start, death of a child, orderly end, and no orphans, with real processes."""
 
 import json
 import os
