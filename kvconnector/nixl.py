@@ -189,7 +189,8 @@ class _SplitRead:
 
 
 class NixlConnector:
-    """See :class:`splitserve.kvconnector.connector.KVConnector`. ``wake`` is called, from other threads, after events."""
+    """See :class:`splitserve.kvconnector.connector.KVConnector`. ``wake`` is called, from other threads, after
+    events."""
 
     name = "nixl"
 

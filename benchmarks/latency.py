@@ -1,0 +1,130 @@
+"""``splitserve bench latency``: what the hand-over costs one request on an idle system, 1P1D against a mixed worker.
+
+Both clusters run side by side on the same checkpoint, every worker with the same number of threads; requests alternate
+between them, one at a time, so each finds its cluster idle and a noisy machine disturbs both alike. Reported per
+prompt length: TTFT
+of both and their ratio; the second token minus the first; the steps after it; how long decode waited after the
+last offer.
+"""
+
+import argparse
+import asyncio
+import random
+import statistics
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from splitserve.benchmarks.load import Endpoint, run_load
+from splitserve.benchmarks.report import table, write_result
+from splitserve.benchmarks.stats import RequestRecord
+from splitserve.config import EngineConfig
+from splitserve.errors import SplitserveError
+from splitserve.models.config import load_model_config
+from splitserve.models.demo import SHAPES, write_demo_model
+from splitserve.orchestration.launcher import LocalCluster
+from splitserve.orchestration.spec import ClusterSpec
+
+OUTPUT_TOKENS = 12
+
+
+def start_cluster(options: argparse.Namespace, model: str, **roles: int) -> LocalCluster:
+    engine = EngineConfig(
+        model=model,
+        dtype=options.dtype,
+        device=options.device,
+        load_format=options.load_format,
+        threads=options.threads,
+        kv_memory_bytes=options.kv_memory_mib << 20,
+        max_num_batched_tokens=options.max_batched_tokens,
+        tail_chunk_tokens=options.tail_chunk_tokens,
+        enable_prefix_caching=False,
+    )
+    return LocalCluster(ClusterSpec(engine=engine, port=0, **roles), log_level="warning")
+
+
+def one_request(cluster: LocalCluster, prompt: list[int]) -> RequestRecord:
+    """A single greedy request; its record. Raises :class:`SplitserveError` if it failed."""
+    body = {
+        "model": cluster.spec.served_model_name,
+        "prompt": prompt,
+        "max_tokens": OUTPUT_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    record = asyncio.run(run_load(Endpoint(cluster.url), [body], [0.0]))[0]
+    if record.error:
+        raise SplitserveError(f"a request failed: {record.error}")
+    return record
+
+
+def seconds_of(record: RequestRecord) -> dict[str, float]:
+    """TTFT, second token minus first, and the median of the steps after that."""
+    gaps = record.itl_seconds
+    return {"ttft": record.ttft_seconds, "second": gaps[0], "step": statistics.median(gaps[1:])}
+
+
+def measure(
+    clusters: dict[str, LocalCluster], num_tokens: int, vocab_size: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Alternate the clusters; medians in milliseconds and the ratio of the TTFTs, pair by pair."""
+    chosen = random.Random(options.seed + num_tokens)
+    samples: dict[str, list[dict[str, float]]] = {name: [] for name in clusters}
+    for repeat in range(options.repeats + 1):
+        prompt = [chosen.randrange(vocab_size) for _ in range(num_tokens)]
+        for name, cluster in clusters.items():
+            sample = seconds_of(one_request(cluster, prompt))
+            if repeat:  # the first pair warms up
+                samples[name].append(sample)
+    result: dict[str, Any] = {"prompt_tokens": num_tokens}
+    for name, rows in samples.items():
+        for figure in ("ttft", "second", "step"):
+            result[f"{name}_{figure}_ms"] = statistics.median(row[figure] for row in rows) * 1e3
+    pairs = zip(samples["1P1D"], samples["mixed"], strict=True)
+    result["ttft_ratio"] = statistics.median(split["ttft"] / mixed["ttft"] for split, mixed in pairs)
+    result["second_beyond_step_ms"] = statistics.median(row["second"] - row["step"] for row in samples["1P1D"]) * 1e3
+    return result
+
+
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    with ExitStack() as stack:
+        model = options.model
+        if not model:
+            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="splitserve-bench-"))
+            model = str(write_demo_model(Path(directory) / options.shape, shape=options.shape))
+        vocab_size = min(load_model_config(model).vocab_size, 2000)
+        clusters = {
+            "mixed": stack.enter_context(start_cluster(options, model, num_mixed=1)),
+            "1P1D": stack.enter_context(start_cluster(options, model, num_prefill=1, num_decode=1)),
+        }
+        return [measure(clusters, num_tokens, vocab_size, options) for num_tokens in options.prompt_tokens]
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="splitserve bench latency", description=__doc__)
+    parser.add_argument("--model", default="", help="a checkpoint; without it one of --shape is made")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-0.6b")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--threads", type=int, default=1, help="of every worker, mixed or not")
+    parser.add_argument("--kv-memory-mib", type=int, default=1024)
+    parser.add_argument("--max-batched-tokens", type=int, default=EngineConfig(model="").max_num_batched_tokens)
+    parser.add_argument("--tail-chunk-tokens", type=int, default=EngineConfig(model="").tail_chunk_tokens)
+    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[128, 512])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results/")
+    options = parser.parse_args(list(argv))
+    results = run(options)
+    columns = ["mixed_ttft_ms", "1P1D_ttft_ms", "ttft_ratio", "1P1D_second_ms", "1P1D_step_ms", "second_beyond_step_ms"]
+    rows = [[result["prompt_tokens"], *(f"{result[column]:.2f}" for column in columns)] for result in results]
+    print(table(rows, ["prompt", *columns]))
+    if options.save:
+        print(f"written to {write_result('latency', list(argv), {'results': msgspec.to_builtins(results)})}")
+    return 0
