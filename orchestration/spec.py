@@ -68,7 +68,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def worker_configs(self, membership: str, num_cores: int) -> list[WorkerConfig]:
-        """A config per worker, named ``prefill-0``, ``decode-0``, ...; ``num_cores`` are split unless threads are set."""
+        """Configs of the workers ``prefill-0``, ``decode-0``, ...; ``num_cores`` are split unless threads are set."""
         numbers = {Role.PREFILL: self.num_prefill, Role.DECODE: self.num_decode, Role.MIXED: self.num_mixed}
         places = [(role, index) for role, number in numbers.items() for index in range(number)]
         threads = [self.engine.threads] * len(places) if self.engine.threads else split_cores(num_cores, len(places))
