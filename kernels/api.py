@@ -30,6 +30,15 @@ class AttentionShape:
         """Rows of ``[B, D]`` in one block of the KV memory, over all layers."""
         return self.num_layers * self.num_kv_heads * 2
 
+    def slots(self, block_ids: Tensor, offsets: Tensor) -> Tensor:
+        """Where tokens' keys go: int64 [T, G], rows of ``[D]`` relative to a layer's first row.
+
+        ``block_ids``, ``offsets`` (in the block): int64 [T]. The value's row is ``block_size`` rows after the key's.
+        """
+        first = block_ids * (self.rows_per_block * self.block_size) + offsets
+        heads = torch.arange(self.num_kv_heads, device=block_ids.device) * (2 * self.block_size)
+        return first.unsqueeze(1) + heads
+
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
@@ -96,13 +105,13 @@ class Rope(Protocol):
 
 class SiluMul(Protocol):
     def __call__(self, gate_up: Tensor) -> Tensor:
-        """``gate_up`` [T, 2 * intermediate] -> ``silu(gate) * up`` [T, intermediate]."""
+        """``gate_up`` [T, 2 * intermediate] -> ``silu(gate) * up`` [T, intermediate]. May overwrite ``gate_up``."""
         ...
 
 
 class KvWrite(Protocol):
-    def __call__(self, kv_layer: Tensor, key: Tensor, value: Tensor, slot_blocks: Tensor, slot_offsets: Tensor) -> None:
-        """Writes ``key`` and ``value`` [T, G, D] at (``slot_blocks``, ``slot_offsets``), both int64 [T]."""
+    def __call__(self, kv_layer: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        """Writes ``key`` and ``value`` [T, G, D] at ``slots`` [T, G] (:meth:`AttentionShape.slots`)."""
         ...
 
 

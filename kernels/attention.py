@@ -2,9 +2,9 @@
 
 What a step needs is gathered per layer into a small buffer that stays in the cache, head by head (one ``index_select``
 over rows of ``[block_size, head_dim]``), and attended with the fused CPU kernel. Decode tokens of similar context
-are attended together; a prefill chunk attends its earlier context in segments, and itself with the causal mask. The
-parts are merged by their log-sum-exp, as in FlashAttention. So the buffer is bounded for any context length, and no
-mask of chunk x context is ever made.
+are attended together. A prefill chunk attends in segments: earlier context that doesn't fit the buffer, piece by
+piece, then the rest together with the chunk itself. The parts are merged by their log-sum-exp, as in FlashAttention.
+So the buffer is bounded for any context length, and no mask of chunk x context is ever made.
 """
 
 import math
@@ -19,17 +19,20 @@ from splitserve.kernels.api import AttentionPlan, AttentionShape, PagedBatch
 GATHER_BYTES = 4 * 1024 * 1024
 """Bytes gathered at a time: two of these and the activations fit a level-3 cache."""
 _MIN_FILL = 0.75  # of a decode group's padded context that must be real
+_QUERY_BLOCK = 64  # queries that share one mask: the fused kernel's own causal mode computes what it masks
 
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """Gathered context of one sequence: ``rows`` [2 * G * num_blocks] of ``[B, D]``; tokens first..last of them."""
+    """Context of one sequence to gather at once: ``rows`` [2 * G * num_blocks] of ``[B, D]``; tokens ..last of them.
+
+    ``mask`` is None where all queries see all of it. Else the queries are the last tokens of it, and ``mask``
+    [min(L, _QUERY_BLOCK), last] is what the last ones of them see, 0 or -inf.
+    """
 
     rows: Tensor
-    num_blocks: int
-    first: int
     last: int
-    causal: bool
+    mask: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,20 +103,24 @@ class ReferencePagedAttention:
         return -(-num_tokens // self._shape.block_size)
 
     def _segments(self, query_len: int, context: int, table: Sequence[int]) -> tuple[_Segment, ...]:
-        """The context before the queries in pieces of the buffer's size, then the queries' own tokens, causal."""
-        step = self._gather_blocks * self._shape.block_size
-        own = context - query_len if query_len > 1 else context
-        bounds = [(start, min(start + step, own), False) for start in range(0, own, step)]
-        if query_len > 1:
-            bounds.append((own, context, True))
+        """Earlier context in pieces of the buffer's size; the last segment holds what is left and all queries."""
+        size = self._shape.block_size
+        num_blocks = self._num_blocks(context)
+        own_blocks = num_blocks - (context - query_len) // size
+        num_last = max(own_blocks, min(num_blocks, self._gather_blocks))
         segments = []
-        for start, end, causal in bounds:
-            first_block = start // self._shape.block_size
-            blocks = table[first_block : self._num_blocks(end)]
-            origin = first_block * self._shape.block_size
-            rows = self._rows([blocks])
-            segments.append(_Segment(rows, len(blocks), start - origin, end - origin, causal))
+        for first in range(0, num_blocks - num_last, self._gather_blocks):
+            blocks = table[first : min(first + self._gather_blocks, num_blocks - num_last)]
+            segments.append(_Segment(self._rows([blocks]), len(blocks) * size, None))
+        last = context - (num_blocks - num_last) * size
+        rows = self._rows([table[num_blocks - num_last : num_blocks]])
+        segments.append(_Segment(rows, last, self._causal_mask(query_len, last) if query_len > 1 else None))
         return tuple(segments)
+
+    def _causal_mask(self, query_len: int, num_keys: int) -> Tensor:
+        num_rows = min(query_len, _QUERY_BLOCK)
+        mask = torch.full((num_rows, num_keys), -math.inf, dtype=self._shape.dtype, device=self._shape.device)
+        return mask.triu_(num_keys - num_rows + 1)
 
     def _groups(self, decodes: list[tuple[int, int, Sequence[int]]]) -> list[_DecodeGroup]:
         """Longest first; a group ends when its padding or its buffer would grow too large."""
@@ -216,39 +223,55 @@ class ReferencePagedAttention:
         merged: tuple[Tensor, Tensor] | None = None
         for segment in span.segments:
             gathered = self._gather(kv_rows, segment.rows)
-            keys, values = gathered.view(2, 1, shape.num_kv_heads, -1, shape.head_dim)[
-                ..., segment.first : segment.last, :
-            ].unbind(0)
-            part = attend(heads_first, keys, values, causal=segment.causal, scale=self._scale)
+            keys, values = gathered.view(2, 1, shape.num_kv_heads, -1, shape.head_dim)[..., : segment.last, :].unbind(0)
+            part = attend_segment(heads_first, keys, values, segment.mask, self._scale)
             merged = part if merged is None else merge(merged, part)
         assert merged is not None
         return merged[0].squeeze(0).transpose(0, 1)
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention with its log-sum-exp. ``query`` [1, H, L, D]; ``keys``, ``values`` [1, G, K, D]; causal needs L == K.
+def attend_segment(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """:func:`attend` of all queries, or block by block over the keys that each block sees (see :class:`_Segment`)."""
+    if mask is None:
+        return attend(query, keys, values, None, scale)
+    num_queries, num_keys = query.shape[2], keys.shape[2]
+    # Blocks are counted from the end, so that one mask serves them all: an earlier block sees its right-hand part.
+    parts = []
+    for last in range(num_queries, 0, -_QUERY_BLOCK):
+        first = max(0, last - _QUERY_BLOCK)
+        seen = num_keys - (num_queries - last)
+        block_mask = mask[first - last :, num_keys - seen :]
+        parts.append(attend(query[:, :, first:last], keys[:, :, :seen], values[:, :, :seen], block_mask, scale))
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([out for out, _ in reversed(parts)], 2), torch.cat([lse for _, lse in reversed(parts)], 2)
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention with its log-sum-exp: ``query`` [1, H, L, D], ``keys`` and ``values`` [1, G, K, D], ``mask`` [L, K].
 
     Returns the output [1, H, L, D] and the log of the softmax's denominator, float32 [1, H, L].
     """
-    assert not causal or query.shape[2] == keys.shape[2]
     if query.device.type == "cpu":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, keys, values, 0.0, causal, scale=scale
+            query, keys, values, 0.0, False, attn_mask=mask, scale=scale
         )
         return out, lse.view(query.shape[:3])
-    return attend_portable(query, keys, values, causal=causal, scale=scale)
+    return attend_portable(query, keys, values, mask, scale)
 
 
 def attend_portable(
-    query: Tensor, keys: Tensor, values: Tensor, *, causal: bool, scale: float
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """:func:`attend` in plain operations, for devices without the fused one."""
     group_size = query.shape[1] // keys.shape[1]
     scores = query.float() @ keys.repeat_interleave(group_size, dim=1).transpose(2, 3).float() * scale
-    if causal:
-        scores += torch.full_like(scores[0, 0], -math.inf).triu_(1)
-    weights = scores.softmax(dim=-1) @ values.repeat_interleave(group_size, dim=1).float()
-    return weights.to(query.dtype), scores.logsumexp(dim=-1)
+    if mask is not None:
+        scores += mask
+    out = scores.softmax(dim=-1) @ values.repeat_interleave(group_size, dim=1).float()
+    return out.to(query.dtype), scores.logsumexp(dim=-1)
 
 
 def merge(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -21,18 +21,26 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """See :class:`splitserve.kernels.api.Rope`."""
     half = x.shape[-1] // 2
-    swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
-    return (x * cos.unsqueeze(1)).addcmul_(swapped, sin.unsqueeze(1))
+    first, second = x[..., :half], x[..., half:]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    torch.mul(first, cos[..., :half], out=out[..., :half]).addcmul_(second, sin[..., :half])
+    torch.mul(second, cos[..., half:], out=out[..., half:]).addcmul_(first, sin[..., half:])
+    return out
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """See :class:`splitserve.kernels.api.SiluMul`."""
     gate, up = gate_up.chunk(2, dim=-1)
-    activated: Tensor = torch.nn.functional.silu(gate)
-    return activated.mul_(up)
+    return torch.nn.functional.silu(gate, inplace=True) * up
 
 
-def kv_write(kv_layer: Tensor, key: Tensor, value: Tensor, slot_blocks: Tensor, slot_offsets: Tensor) -> None:
-    """See :class:`splitserve.kernels.api.KvWrite`."""
-    kv_layer[slot_blocks, :, 0, slot_offsets] = key
-    kv_layer[slot_blocks, :, 1, slot_offsets] = value
+def kv_write(kv_layer: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
+    """See :class:`splitserve.kernels.api.KvWrite`. A flat view takes half the time of indexing all dimensions."""
+    num_blocks, num_kv_heads, _, block_size, head_dim = kv_layer.shape
+    num_rows = (num_blocks - 1) * (kv_layer.stride(0) // head_dim) + (2 * num_kv_heads - 1) * block_size
+    rows = slots.flatten()
+    for index, content in enumerate((key, value)):
+        offset = kv_layer.storage_offset() + index * block_size * head_dim
+        flat = kv_layer.as_strided((num_rows, head_dim), (head_dim, 1), offset)
+        flat.index_put_((rows,), content.reshape(-1, head_dim))

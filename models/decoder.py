@@ -18,14 +18,13 @@ from splitserve.models.config import ModelConfig
 class ForwardBatch:
     """The tensors of one step, on the model's device. T tokens, R rows to sample from (R may be 0).
 
-    ``token_ids``, ``positions``, ``slot_blocks``, ``slot_offsets``: int64 [T]. ``sample_rows``: int64 [R], rows of
-    the flat batch.
+    ``token_ids``, ``positions``: int64 [T]. ``slots``: int64 [T, G], where the KV goes. ``sample_rows``: int64 [R],
+    rows of the flat batch.
     """
 
     token_ids: Tensor
     positions: Tensor
-    slot_blocks: Tensor
-    slot_offsets: Tensor
+    slots: Tensor
     sample_rows: Tensor
     attention_plan: AttentionPlan
 
@@ -138,7 +137,7 @@ class DecoderModel:
             rotated = self.kernels.rms_norm(rotated, layer.qk_norm, config.rms_norm_eps)
         rotated = self.kernels.rope(rotated, *rotation)
         query, key = rotated[:, : config.num_heads], rotated[:, config.num_heads :]
-        self.kernels.kv_write(kv_layer, key, qkv[:, num_rotated:], batch.slot_blocks, batch.slot_offsets)
+        self.kernels.kv_write(kv_layer, key, qkv[:, num_rotated:], batch.slots)
         return query
 
     def _mlp(self, layer: LayerWeights, attended: Tensor, residual: Tensor) -> Tensor:

@@ -50,17 +50,16 @@ class ModelRunner:
         self.kv_cache = kv_cache
         self.block_size = block_size
         self._kv_layers = [kv_cache[:, layer] for layer in range(config.num_layers)]
-        self._attention = model.kernels.make_attention(
-            AttentionShape(
-                num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                block_size=block_size,
-                num_layers=config.num_layers,
-                dtype=model.dtype,
-                device=model.device,
-            )
+        self._shape = AttentionShape(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_size=block_size,
+            num_layers=config.num_layers,
+            dtype=model.dtype,
+            device=model.device,
         )
+        self._attention = model.kernels.make_attention(self._shape)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:
@@ -102,8 +101,7 @@ class ModelRunner:
         return ForwardBatch(
             token_ids=flat[0],
             positions=flat[1],
-            slot_blocks=flat[2],
-            slot_offsets=flat[1] % size,
+            slots=self._shape.slots(flat[2], flat[1] % size),
             sample_rows=torch.tensor(sample_rows, dtype=torch.int64, device=self.model.device),
             attention_plan=self._attention.plan(paged),
         )

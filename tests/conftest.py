@@ -1,19 +1,33 @@
 """Fixtures that several tests share: tiny checkpoints of both architectures, made once per run."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from splitserve.models.demo import write_demo_model
 
 
 @pytest.fixture(scope="session")
 def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a Qwen3 checkpoint of about 5 MB, with tokenizer and chat template."""
+    from splitserve.models.demo import write_demo_model
+
     return write_demo_model(tmp_path_factory.mktemp("checkpoints") / "tiny-qwen3", architecture="qwen3")
 
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a Llama checkpoint of about 5 MB, with llama3 rope scaling, tokenizer and chat template."""
+    from splitserve.models.demo import write_demo_model
+
     return write_demo_model(tmp_path_factory.mktemp("checkpoints") / "tiny-llama", architecture="llama")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """PyTorch with one thread: tiny operations gain nothing from more, and lose much on a busy machine."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -8,6 +8,8 @@ import torch
 
 from splitserve.benchmarks.engine_vs_transformers import main
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def test_report(tiny_qwen3: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "report.json"

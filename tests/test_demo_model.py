@@ -15,6 +15,8 @@ from splitserve.errors import ConfigError
 from splitserve.models.config import load_model_config
 from splitserve.models.demo import SHAPES, demo_tensor, write_demo_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def digests(directory: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.iterdir())}

@@ -10,6 +10,8 @@ from torch import Tensor
 from splitserve.kernels import attention
 from splitserve.kernels.api import AttentionShape, PagedBatch
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CPU = torch.device("cpu")
 
 
@@ -93,6 +95,7 @@ def test_mixed_steps_of_decodes_and_chunks(
         [(1, 100), (1, 100), (1, 100)],
         [(1, 100), (1, 99), (1, 80), (1, 2)],
         [(200, 300)],
+        [(64, 64), (65, 129), (127, 128), (128, 500)],
     ],
 )
 def test_single_kinds(lengths: list[tuple[int, int]]) -> None:
@@ -125,9 +128,9 @@ def test_a_layer_view_of_other_strides_is_refused() -> None:
 def test_the_portable_form_of_attention_agrees_with_the_fused_one() -> None:
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, 6, 9, 16, generator=generator)
-    keys, values = (torch.randn(1, 2, 9, 16, generator=generator) for _ in range(2))
-    for causal in (False, True):
-        fused = attention.attend(query, keys, values, causal=causal, scale=0.25)
-        portable = attention.attend_portable(query, keys, values, causal=causal, scale=0.25)
+    keys, values = (torch.randn(1, 2, 12, 16, generator=generator) for _ in range(2))
+    for mask in (None, torch.full((9, 12), -math.inf).triu_(4)):
+        fused = attention.attend(query, keys, values, mask, 0.25)
+        portable = attention.attend_portable(query, keys, values, mask, 0.25)
         for left, right in zip(fused, portable, strict=True):
             torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)

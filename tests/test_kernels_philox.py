@@ -1,10 +1,13 @@
 """Philox4x32-10 against Random123's known answers, and the keying of words by id."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitserve.kernels import philox
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 U32 = 0xFFFFFFFF
 KNOWN_ANSWERS = [  # counter, key, output: kat_vectors of Random123

@@ -5,7 +5,10 @@ import torch
 from torch import Tensor
 
 from splitserve.kernels import linear, reference
+from splitserve.kernels.api import AttentionShape
 from splitserve.kernels.registry import OPERATIONS, select_kernels
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -66,7 +69,8 @@ def test_rope_rotates_each_pair_of_halves(tokens: int, heads: int, head_dim: int
 def test_silu_mul(tokens: int, intermediate: int, dtype: torch.dtype) -> None:
     gate_up = random(tokens, 2 * intermediate, dtype=dtype)
     gate, up = gate_up[:, :intermediate].double(), gate_up[:, intermediate:].double()
-    assert_close(reference.silu_mul(gate_up), gate / (1 + (-gate).exp()) * up)
+    expected = gate / (1 + (-gate).exp()) * up
+    assert_close(reference.silu_mul(gate_up), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -78,7 +82,8 @@ def test_kv_write_touches_its_slots_and_nothing_else(dtype: torch.dtype) -> None
     # Strided, as they come out of the fused projection.
     key = random(4, 7, head_dim, dtype=dtype, seed=1)[:, 3:5]
     value = random(4, 7, head_dim, dtype=dtype, seed=1)[:, 5:]
-    reference.kv_write(cache[:, 1], key, value, blocks, offsets)
+    shape = AttentionShape(heads, heads, head_dim, block_size, num_layers, dtype, CPU)
+    reference.kv_write(cache[:, 1], key, value, shape.slots(blocks, offsets))
     for token, (block, offset) in enumerate(zip(blocks.tolist(), offsets.tolist(), strict=True)):
         for head in range(heads):
             expected[block, 1, head, 0, offset] = key[token, head]

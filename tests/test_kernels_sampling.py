@@ -10,6 +10,8 @@ from splitserve.kernels import philox
 from splitserve.kernels.api import SamplingBatch
 from splitserve.kernels.sampling import NOT_FINITE, gumbel, keep_thresholds, sample
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 Row = tuple[float, int, float, int, int, int]  # temperature, top_k, top_p, seed, choice, position
 
 

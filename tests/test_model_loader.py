@@ -19,6 +19,8 @@ from splitserve.models.loader import load_model, resolve_dtype
 from splitserve.models.runner import ModelRunner
 from splitserve.step import SampleSpec, ScheduledChunk, StepPlan
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CPU = torch.device("cpu")
 Q_PROJ = "model.layers.2.self_attn.q_proj.weight"
 

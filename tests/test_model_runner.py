@@ -17,6 +17,8 @@ from splitserve.models.loader import load_model
 from splitserve.models.runner import ModelRunner, NonFiniteLogitsError
 from splitserve.step import SampleSpec, ScheduledChunk, StepPlan
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BLOCK_SIZE = 16
 NUM_NEW_TOKENS = 24
 NEAR_TIE = 1e-4
