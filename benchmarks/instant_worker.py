@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import msgspec
 import zmq
 
 from splitserve.errors import WireError
@@ -28,6 +29,7 @@ from splitserve.messages import (
     LayoutRecord,
     Leave,
     LocalRequest,
+    PeerRef,
     PrefillRequest,
     Register,
     Registered,
@@ -269,7 +271,7 @@ class InstantWorker:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """One worker in this process, until it is killed."""
+    """One worker in this process, until it is killed. Prints who and where it is as one line of JSON."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--membership", required=True, help="the router's membership endpoint")
     parser.add_argument("--engine-id", default="instant-0")
@@ -290,7 +292,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         ),
     )
     worker.keep_record = False
-    print(worker.endpoint, flush=True)
+    print(msgspec.json.encode(PeerRef(worker.party, worker.endpoint)).decode(), flush=True)
     worker.run()
 
 

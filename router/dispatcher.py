@@ -167,13 +167,19 @@ class Dispatcher:
             for delta in body.deltas:
                 generation = self._active.get(delta.key.request_id)
                 update = None if generation is None else generation.state.on_delta(sender, delta)
-                self._apply_or_drop(generation, update, f"tokens of {delta.key} from {sender}")
+                if generation is None or update is None:
+                    self.fleet.drop_stale("tokens", delta.key, sender)
+                else:
+                    self._apply(generation, update)
         elif isinstance(body, RequestFailed):
             generation = self._active.get(body.key.request_id)
             update = None if generation is None else generation.state.on_request_failed(sender, body)
-            self._apply_or_drop(generation, update, f"failure of {body.key} from {sender}")
+            if generation is None or update is None:
+                self.fleet.drop_stale("failure", body.key, sender)
+            else:
+                self._apply(generation, update)
         else:
-            self.fleet.drop_stale(f"{type(body).__name__} from {sender}, which a router doesn't take")
+            self.fleet.drop_stale(type(body).__name__, "which a router doesn't take", sender)
 
     def _on_worker_lost(self, worker: Party, why: str) -> None:
         for generation in list(self._active.values()):
@@ -186,12 +192,6 @@ class Dispatcher:
         if generation is not None:
             message = f"the request took longer than {self._deadline_seconds:g} s"
             self._apply(generation, generation.state.fail(Failure(FailureReason.DEADLINE, message)))
-
-    def _apply_or_drop(self, generation: Generation | None, update: Update | None, what: str) -> None:
-        if generation is None or update is None:
-            self.fleet.drop_stale(what)
-        else:
-            self._apply(generation, update)
 
     def _apply(self, generation: Generation, update: Update) -> None:
         """Carry out what a transition asks for."""

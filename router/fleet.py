@@ -78,10 +78,10 @@ class Fleet:
         link = self._links.get(worker)
         return link is not None and link.send(body)
 
-    def drop_stale(self, what: str) -> None:
+    def drop_stale(self, kind: str, detail: object, sender: Party) -> None:
         """Count and log a message that came too late or from nobody we know."""
         self._metrics.stale_messages.inc()
-        self._stale_log.write(self._loop.time(), f"dropped a stale message: {what}")
+        self._stale_log.write(self._loop.time(), f"dropped a stale message from {sender}: {kind}, {detail}")
 
     def close(self) -> None:
         self._timer.cancel()
@@ -110,7 +110,7 @@ class Fleet:
             if self.membership.leave(sender):
                 self._end_link(sender, "has left")
         else:
-            self.drop_stale(f"{type(body).__name__} from {sender} on the membership socket")
+            self.drop_stale(type(body).__name__, "on the membership socket", sender)
 
     def _on_register(self, identity: bytes, sender: Party, body: Register) -> None:
         registration = self.membership.register(sender, body.info, self._loop.time())
@@ -130,7 +130,7 @@ class Fleet:
     def _on_heartbeat(self, sender: Party, body: Heartbeat) -> None:
         before = self.membership.heartbeat(sender, body.load, self._loop.time())
         if before is None:
-            self.drop_stale(f"heartbeat from {sender}, which isn't registered")
+            self.drop_stale("heartbeat", "of a worker that isn't registered", sender)
         elif before is WorkerState.LOST:
             log.info("worker %s is heard again", sender)
             self._dial(sender)
@@ -174,13 +174,13 @@ class Fleet:
 
     def _on_link_frames(self, worker: Party, frames: list[bytes]) -> None:
         if len(frames) != 1:
-            self._count_wire_error(str(worker), f"{len(frames)} frames instead of one")
+            self._count_wire_error(worker, f"{len(frames)} frames instead of one")
             return
-        envelope = self._decode(str(worker), frames[0])
+        envelope = self._decode(worker, frames[0])
         if envelope is None:
             return
         if envelope.sender != worker:
-            self.drop_stale(f"{type(envelope.body).__name__} of {envelope.sender} on the link to {worker}")
+            self.drop_stale(type(envelope.body).__name__, f"on the link to {worker}", envelope.sender)
         else:
             self._on_message(worker, envelope.body)
 
@@ -196,18 +196,18 @@ class Fleet:
 
     # ---- both ----
 
-    def _decode(self, source: str, payload: bytes) -> Envelope | None:
+    def _decode(self, source: object, payload: bytes) -> Envelope | None:
         try:
             envelope = decode(payload)
         except WireError as error:
             self._count_wire_error(source, str(error))
             return None
         if envelope.to is not None and envelope.to != self.party:
-            self.drop_stale(f"{type(envelope.body).__name__} from {envelope.sender} for {envelope.to}")
+            self.drop_stale(type(envelope.body).__name__, f"for {envelope.to}", envelope.sender)
             return None
         return envelope
 
-    def _count_wire_error(self, source: str, message: str) -> None:
+    def _count_wire_error(self, source: object, message: str) -> None:
         self._metrics.wire_errors.inc()
         self._wire_log.write(self._loop.time(), f"dropped bytes from {source}: {message}")
 

@@ -112,15 +112,18 @@ class TokenSequence:
         self.finish_reason = finish_reason
 
     def _merge(self, position: int, token_ids: Sequence[int]) -> None:
+        fresh = {}
         for offset, token_id in enumerate(token_ids, start=position):
             known = self.output_ids[offset] if offset < len(self.output_ids) else self._held.get(offset)
             if known is None:
-                self._held[offset] = token_id
+                fresh[offset] = token_id
             elif known != token_id:
                 raise _Contradiction(f"token {token_id} at position {offset}, where {known} stood")
+        self._held |= fresh
         while (next_id := self._held.pop(len(self.output_ids), None)) is not None:
             self.output_ids.append(next_id)
         if len(self._held) > MAX_HELD_TOKENS:
+            self._held.clear()
             raise _Contradiction(f"more than {MAX_HELD_TOKENS} tokens after a missing one")
 
     def drop_held(self) -> None:
@@ -146,6 +149,7 @@ class RequestState:
         self.sequences = [TokenSequence(max_tokens) for _ in range(num_choices)]
         self.placement: Placed | None = None
         self.num_attempts = 0
+        self.key = RequestKey(request_id)  # of the current attempt
         self.failure: Failure | None = None
         self.handover: HandoverReport | None = None
         self.num_cached_tokens = 0
@@ -156,11 +160,6 @@ class RequestState:
     def ended(self) -> bool:
         return self.phase in ENDED
 
-    @property
-    def key(self) -> RequestKey:
-        """Identity of the current attempt."""
-        return RequestKey(self.request_id, max(0, self.num_attempts - 1))
-
     def begin(self, placement: Placed) -> tuple[Party, ...]:
         """Start the next attempt on ``placement``; returns the workers of the last one that must be told to stop."""
         assert not self.ended, f"{self.request_id} has ended"
@@ -169,6 +168,7 @@ class RequestState:
             if not sequence.complete:
                 sequence.drop_held()
         self.placement = placement
+        self.key = RequestKey(self.request_id, self.num_attempts)
         self.num_attempts += 1
         self.handover = None
         self.num_cached_tokens = 0

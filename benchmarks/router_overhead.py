@@ -1,0 +1,323 @@
+"""What the router adds to a worker that answers at once: open-loop requests through it, and straight to the worker.
+
+    client --HTTP--> router --ZMQ--> instant worker        arms "whole" and "stream"
+    client --------------------ZMQ--> the same worker      arm "direct"
+
+The three processes are the real ones (but for the worker's engine), and all arms run one after the other in one
+run. A router arm's figure minus the direct arm's is what the router adds: HTTP, validation, tokenisation, placement,
+one more hop, detokenisation, JSON. The client's own time is in it. The router's CPU time per request is the figure
+that a busy machine disturbs least.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import uvloop
+import zmq
+
+from splitserve.benchmarks.report import table, write_result
+from splitserve.benchmarks.stats import percentiles_ms
+from splitserve.benchmarks.workload import arrival_seconds
+from splitserve.config import RouterConfig
+from splitserve.errors import ConfigError
+from splitserve.messages import Envelope, LocalRequest, PeerRef, StepTokens
+from splitserve.models.demo_tokenizer import QWEN_TOKENS, train_tokenizer
+from splitserve.request import Party, RequestKey, SamplingParams
+from splitserve.router.links import LoopSocket
+from splitserve.wire import decode, encode
+
+MODEL_ID = "instant"
+_WARMUP_REQUESTS = 50
+_READY_SECONDS = 30
+_CHAT = "The prefill worker computes the prompt, the decode worker goes on from the first token. "
+
+
+@dataclass(slots=True)
+class Arm:
+    """Latencies of one arm in seconds, and how late its requests were sent."""
+
+    first_seconds: list[float] = field(default_factory=list)
+    last_seconds: list[float] = field(default_factory=list)
+    lag_seconds: list[float] = field(default_factory=list)
+    num_failed: int = 0
+
+
+Call = Callable[[Arm], Coroutine[Any, Any, None]]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark that ``argv`` describes; exit status 1 if a request failed."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    options = _parser().parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder, _processes(Path(folder)) as (url, router_pid, worker):
+        rows = uvloop.run(_measure(options, url, router_pid, worker))
+    headers = [
+        "arm",
+        "req/s",
+        "requests",
+        "first p50",
+        "first p99",
+        "last p50",
+        "last p99",
+        "added p50",
+        "added p99",
+        "cpu/req",
+    ]
+    print(table([_cells(row) for row in rows], headers))
+    print("milliseconds; first = first token, last = end of the answer, added = last minus the direct arm's")
+    if options.save:
+        print(f"written to {write_result('router', arguments, {'results': rows})}")
+    return 1 if any(row["failed"] for row in rows) else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="splitserve bench router", description=__doc__)
+    parser.add_argument("--rate", type=float, nargs="+", default=[100.0, 300.0], help="requests per second")
+    parser.add_argument("--seconds", type=float, default=10.0, help="length of each arm")
+    parser.add_argument("--arrival", choices=["poisson", "fixed"], default="poisson")
+    parser.add_argument("--prompt-chars", type=int, default=400)
+    parser.add_argument("--output-tokens", type=int, default=16, help="each in a message of its own")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results/")
+    return parser
+
+
+def _cells(row: dict[str, Any]) -> list[object]:
+    added = row["added_ms"]
+    return [
+        row["arm"],
+        f"{row['rate']:g}",
+        row["requests"],
+        *(row[which][share] for which in ("first_ms", "last_ms") for share in ("p50", "p99")),
+        *((added["p50"], added["p99"]) if added else ("", "")),
+        row["router_cpu_ms"],
+    ]
+
+
+# ---- processes ----
+
+
+@contextlib.contextmanager
+def _processes(folder: Path) -> Iterator[tuple[str, int, PeerRef]]:
+    """A router and a worker as child processes; yields the router's URL and process id, and where the worker is."""
+    _write_model(folder)
+    config = RouterConfig(model=str(folder), served_model_name=MODEL_ID, port=0)
+    module = "splitserve.benchmarks.router_process"
+    with contextlib.ExitStack() as stack:
+        router = stack.enter_context(_child(module, msgspec.json.encode(config).decode()))
+        membership = json.loads(_line(router))["endpoint"]
+        url = json.loads(_line(router))["url"]
+        vocab_size = len(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"])
+        worker_options = ["--membership", membership, "--tokens-per-message", "1", "--vocab-size", str(vocab_size)]
+        worker = stack.enter_context(_child("splitserve.benchmarks.instant_worker", *worker_options))
+        yield url, router.pid, msgspec.json.decode(_line(worker), type=PeerRef)
+
+
+@contextlib.contextmanager
+def _child(module: str, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
+    with subprocess.Popen([sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _line(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    line = process.stdout.readline().strip()
+    if not line:
+        raise ConfigError(f"a child process ended with status {process.wait()} before it was ready")
+    return line
+
+
+def _write_model(folder: Path) -> None:
+    tokenizer = train_tokenizer(2000, QWEN_TOKENS, seed=0)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": QWEN_TOKENS.eos, "chat_template": QWEN_TOKENS.chat_template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+# ---- load ----
+
+
+async def _measure(options: argparse.Namespace, url: str, router_pid: int, worker: PeerRef) -> list[dict[str, Any]]:
+    text = (_CHAT * (options.prompt_chars // len(_CHAT) + 1))[: options.prompt_chars]
+    host, port = url.removeprefix("http://").split(":")
+    pool = HttpPool(host, int(port))
+    direct = DirectClient(worker, options.output_tokens)
+    router = psutil.Process(router_pid)
+    try:
+        await _wait_ready(pool)
+        calls: dict[str, Call] = {
+            "direct": direct.call,
+            "whole": lambda arm: pool.chat(_chat_body(text, options.output_tokens, stream=False), arm),
+            "stream": lambda arm: pool.chat(_chat_body(text, options.output_tokens, stream=True), arm),
+        }
+        for call in calls.values():
+            await asyncio.gather(*(call(Arm()) for _ in range(_WARMUP_REQUESTS)))
+        rows = []
+        for rate in options.rate:
+            base: dict[str, float] = {}
+            for name, call in calls.items():
+                due = arrival_seconds(int(rate * options.seconds), rate, options.arrival, options.seed)
+                cpu_before = _cpu_seconds(router)
+                arm = await _open_loop(call, due)
+                cpu_ms = 1e3 * (_cpu_seconds(router) - cpu_before) / len(due)
+                row = _row(name, rate, arm, base) | {"router_cpu_ms": cpu_ms}
+                base = base or row["last_ms"]
+                rows.append(row)
+        return rows
+    finally:
+        direct.close()
+        pool.close()
+
+
+async def _open_loop(call: Call, due_seconds: Sequence[float]) -> Arm:
+    """Send each request when it is due, whatever became of the ones before."""
+    arm = Arm()
+    loop = asyncio.get_running_loop()
+    start = loop.time() + 0.1
+    tasks: list[asyncio.Task[None]] = []
+    for due in due_seconds:
+        delay = start + due - loop.time()
+        if delay > 0:
+            await asyncio.sleep(delay)
+        arm.lag_seconds.append(loop.time() - start - due)
+        tasks.append(asyncio.create_task(call(arm)))
+    await asyncio.gather(*tasks)
+    return arm
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def _row(name: str, rate: float, arm: Arm, base: dict[str, float]) -> dict[str, Any]:
+    last_ms = percentiles_ms(arm.last_seconds)
+    return {
+        "arm": name,
+        "rate": rate,
+        "requests": len(arm.last_seconds),
+        "failed": arm.num_failed,
+        "first_ms": percentiles_ms(arm.first_seconds),
+        "last_ms": last_ms,
+        "lag_ms": percentiles_ms(arm.lag_seconds),
+        "added_ms": {share: last_ms[share] - base[share] for share in last_ms} if base else {},
+    }
+
+
+def _chat_body(text: str, max_tokens: int, *, stream: bool) -> bytes:
+    messages = [{"role": "user", "content": text}]
+    body = {"model": MODEL_ID, "messages": messages, "max_tokens": max_tokens, "stream": stream, "ignore_eos": True}
+    return json.dumps(body).encode()
+
+
+async def _wait_ready(pool: "HttpPool") -> None:
+    end = time.monotonic() + _READY_SECONDS
+    while await pool.get("/ready") != 200:
+        if time.monotonic() > end:
+            raise ConfigError(f"the worker wasn't ready after {_READY_SECONDS} s")
+        await asyncio.sleep(0.05)
+
+
+class HttpPool:
+    """Kept-alive HTTP/1.1 connections, with as little of a client's own work as can be."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._address = (host, port)
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def get(self, path: str) -> int:
+        """The status of a GET."""
+        return (await self._exchange(f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode()))[0]
+
+    async def chat(self, body: bytes, arm: Arm) -> None:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        start = time.perf_counter()
+        status, first = await self._exchange(head.encode() + body)
+        if status != 200:
+            arm.num_failed += 1
+            return
+        arm.first_seconds.append(first - start)
+        arm.last_seconds.append(time.perf_counter() - start)
+
+    async def _exchange(self, request: bytes) -> tuple[int, float]:
+        """Status, and when the head of the answer was there; returns at the answer's end."""
+        reader, writer = self._idle.pop() if self._idle else await asyncio.open_connection(*self._address)
+        writer.write(request)
+        head = await reader.readuntil(b"\r\n\r\n")
+        first = time.perf_counter()
+        length = head.partition(b"content-length: ")[2].partition(b"\r\n")[0]
+        await (reader.readexactly(int(length)) if length else reader.readuntil(b"\r\n0\r\n\r\n"))
+        self._idle.append((reader, writer))
+        return int(head[9:12]), first
+
+    def close(self) -> None:
+        for _, writer in self._idle:
+            writer.close()
+
+
+class DirectClient:
+    """Requests straight to the worker, over the same kind of socket as the router's."""
+
+    def __init__(self, worker: PeerRef, output_tokens: int) -> None:
+        self._worker = worker.party
+        self._party = Party("bench", os.getpid())
+        self._waiting: dict[str, tuple[float, Arm, asyncio.Future[None]]] = {}
+        self._sampling = SamplingParams(max_tokens=output_tokens)
+        self._num_sent = 0
+        self._context = zmq.Context()
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(worker.endpoint)
+        self._socket = LoopSocket(socket, self._on_frames)
+
+    async def call(self, arm: Arm) -> None:
+        request_id = f"direct-{self._num_sent}"
+        self._num_sent += 1
+        done = asyncio.get_running_loop().create_future()
+        body = LocalRequest(RequestKey(request_id), list(range(100)), self._sampling, 60.0)
+        start = time.perf_counter()
+        self._waiting[request_id] = (start, arm, done)
+        self._socket.send([encode(Envelope(self._party, self._worker, body))])
+        await done
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        body = decode(frames[0]).body
+        now = time.perf_counter()
+        if not isinstance(body, StepTokens):
+            return
+        for delta in body.deltas:
+            start, arm, done = self._waiting[delta.key.request_id]
+            if delta.position == 0:
+                arm.first_seconds.append(now - start)
+            if delta.finish_reason is not None:
+                arm.last_seconds.append(now - start)
+                del self._waiting[delta.key.request_id]
+                done.set_result(None)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
