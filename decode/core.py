@@ -59,7 +59,7 @@ class DecodeCore(PrefillCore):
             PeerWelcome: self.peers.on_welcome,
             PeerRefused: self.peers.on_refused,
             Offer: self.sink.on_offer,
-            Withdrawn: self.sink.on_withdrawn,
+            Withdrawn: self._on_withdrawn,
         }
 
     # ---- messages ----
@@ -76,6 +76,13 @@ class DecodeCore(PrefillCore):
             self.state.sequences[sequence.key] = sequence
             self._decode_scheduler.add(sequence)
 
+    def _on_withdrawn(self, withdrawn: Withdrawn, sender: Party, now: float) -> None:
+        sequence = self.state.sequences.get(withdrawn.key)
+        if withdrawn.attempt_over and sequence is not None and self.sink.pulls(sequence, sender):
+            self._end(sequence, withdrawn.reason, now)
+        else:
+            self.sink.on_withdrawn(withdrawn, sender, now)
+
     def _on_introduce(self, introduce: Introduce, sender: Party, now: float) -> None:
         del sender
         self.peers.introduce(introduce.peer, now)
@@ -85,6 +92,16 @@ class DecodeCore(PrefillCore):
     def _on_handover_ready(self, sequence: Sequence, first_token: int, report: HandoverReport) -> None:
         """KV is here and verified. The first token came with it: decode starts with a decode step."""
         self.state.counters.prefix_hit_tokens += sequence.num_cached_tokens
+        self._repeat_first_token(sequence, first_token, report)
+        self._decode_scheduler.add_running(sequence)
+
+    def _on_handover_failed(self, sequence: Sequence, reason: str, first_token: int | None) -> None:
+        logger.warning("hand-over of %s failed, computing its prompt here: %s", sequence.key, reason)
+        if first_token is not None:  # the client has it: drawn again from rounded KV, it might be another one
+            self._repeat_first_token(sequence, first_token, None)
+        self._decode_scheduler.add(sequence)
+
+    def _repeat_first_token(self, sequence: Sequence, first_token: int, report: HandoverReport | None) -> None:
         delta = TokenDelta(
             key=sequence.key,
             position=sequence.num_output_tokens,
@@ -94,11 +111,6 @@ class DecodeCore(PrefillCore):
         )
         sequence.token_ids.append(first_token)
         self.state.add_delta(sequence, delta)
-        self._decode_scheduler.add_running(sequence)
-
-    def _on_handover_failed(self, sequence: Sequence, reason: str) -> None:
-        logger.warning("hand-over of %s failed, computing its prompt here: %s", sequence.key, reason)
-        self._decode_scheduler.add(sequence)
 
     # ---- steps ----
 
@@ -119,10 +131,10 @@ class DecodeCore(PrefillCore):
             self._decode_scheduler.prefill.remove(sequence)
             self._decode_scheduler.add_running(sequence)
 
-    def _end(self, sequence: Sequence, reason: str, now: float) -> None:
+    def _end(self, sequence: Sequence, reason: str, now: float, *, attempt_over: bool = True) -> None:
         if self.sink.owns(sequence):
             self.sink.abort(sequence)
-        super()._end(sequence, reason, now)
+        super()._end(sequence, reason, now, attempt_over=attempt_over)
 
     # ---- the connector, time ----
 

@@ -21,6 +21,7 @@ class Peer:
     ref: PeerRef
     state: PeerState
     hello_due_at: float
+    give_up_at: float
     num_blocks: int = 0
     failure: str = ""
 
@@ -43,7 +44,8 @@ class PeerTable:
             return
         for party in [p for p in self._peers if p.engine_id == ref.party.engine_id]:
             self.forget(party)
-        self._peers[ref.party] = Peer(ref, PeerState.GREETED, hello_due_at=now)
+        give_up_at = now + self._state.protocol.dead_after_seconds
+        self._peers[ref.party] = Peer(ref, PeerState.GREETED, hello_due_at=now, give_up_at=give_up_at)
         self._state.outbox.put(Dial(ref))
         self.poll(now)
 
@@ -74,12 +76,17 @@ class PeerTable:
         else:
             self.fail(party, f"the connector couldn't connect: {error}")
 
-    def is_up(self, party: Party) -> bool:
+    def on_read_ended(self, party: Party, error: str | None) -> None:
+        """An error breaks the connection, and with it all reads under way: the next request makes a new one.
+
+        Reads that ended because of a disconnect are told before a new connection is ready, and don't break it.
+        """
         peer = self._peers.get(party)
-        return peer is not None and peer.state is not PeerState.FAILED
+        if error is not None and peer is not None and peer.state is PeerState.READY:
+            self.fail(party, f"a read from it failed: {error}")
 
     def fail(self, party: Party, reason: str) -> None:
-        """Reads from this peer end; its next request greets it anew. Nothing happens to one that failed or was forgotten."""
+        """Reads from this peer end; its next request greets it anew. No effect on one that failed or was forgotten."""
         peer = self._peers.get(party)
         if peer is not None and peer.state is not PeerState.FAILED:
             if peer.state in (PeerState.CONNECTING, PeerState.READY):
@@ -92,14 +99,18 @@ class PeerTable:
         self._state.outbox.put(HangUp(party))
 
     def poll(self, now: float) -> None:
-        """Greet again where no answer came."""
+        """Greet again where no answer came, for a while."""
         for peer in self._peers.values():
-            if peer.state is PeerState.GREETED and now >= peer.hello_due_at:
+            if peer.state is PeerState.GREETED and now >= peer.give_up_at:
+                self.fail(peer.ref.party, "it doesn't answer")
+            elif peer.state is PeerState.GREETED and now >= peer.hello_due_at:
                 peer.hello_due_at = now + self._state.protocol.offer_resend_seconds
                 self._state.outbox.send(peer.ref.party, PeerHello(layout=self._state.layout))
 
     def next_deadline(self) -> float:
-        due = (peer.hello_due_at for peer in self._peers.values() if peer.state is PeerState.GREETED)
+        due = (
+            min(peer.hello_due_at, peer.give_up_at) for peer in self._peers.values() if peer.state is PeerState.GREETED
+        )
         return min(due, default=float("inf"))
 
     def _problem_with(self, welcome: PeerWelcome) -> str | None:

@@ -23,7 +23,7 @@ class Incoming:
     handover: SinkHandover | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class QuarantinedRead:
     """A read whose request is over, but which may still write to its blocks."""
 
@@ -34,9 +34,9 @@ class QuarantinedRead:
 
 class SinkSide:
     """``on_ready(sequence, first_token, report)`` is called when all KV is here and verified;
-    ``on_failed(sequence, reason)``
+    ``on_failed(sequence, reason, first_token)``
     when the hand-over failed, after which the sequence holds no blocks and nothing of it is in flight under its
-    name."""
+    name; ``first_token`` is None unless prefill has told it."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class SinkSide:
         peers: PeerTable,
         transport: str,
         on_ready: Callable[[Sequence, int, HandoverReport], None],
-        on_failed: Callable[[Sequence, str], None],
+        on_failed: Callable[[Sequence, str, int | None], None],
     ) -> None:
         self._state = state
         self._peers = peers
@@ -85,9 +85,11 @@ class SinkSide:
         """A read is terminal: go on with its request, or free the blocks that waited for it."""
         quarantined = self._quarantined_reads.pop(result.read_id, None)
         if quarantined is not None:
+            self._peers.on_read_ended(quarantined.peer, result.error)
             self._state.blocks.pool.lift_quarantine(quarantined.local_blocks)
             return
         incoming = self._reads.pop(result.read_id)
+        self._peers.on_read_ended(incoming.peer, result.error)
         assert incoming.handover is not None
         incoming.handover.on_read_result(result, now)
         self._advance(incoming, now)
@@ -103,6 +105,10 @@ class SinkSide:
 
     def owns(self, sequence: Sequence) -> bool:
         return sequence.key in self._incoming
+
+    def pulls(self, sequence: Sequence, peer: Party) -> bool:
+        """Whether the sequence's KV is to come from ``peer``."""
+        return sequence.key in self._incoming and self._incoming[sequence.key].peer == peer
 
     # ---- time ----
 
@@ -136,11 +142,12 @@ class SinkSide:
                 self._advance(incoming, now)
         for read in self._quarantined_reads.values():
             if now >= read.deadline:
+                read.deadline = float("inf")  # once: the peer may be greeted anew before the read is terminal
                 self._peers.fail(read.peer, "a read missed its deadline")
 
     def next_deadline(self) -> float:
         handovers = (i.handover.next_deadline() for i in self._incoming.values() if i.handover is not None)
-        quarantined = (read.deadline for read in self._quarantined_reads.values() if self._peers.is_up(read.peer))
+        quarantined = (read.deadline for read in self._quarantined_reads.values())
         return min(self._peers.next_deadline(), *handovers, *quarantined, float("inf"))
 
     @property
@@ -216,7 +223,8 @@ class SinkSide:
             self._peers.fail(incoming.peer, handover.failure)
         self._state.counters.handover_failures += 1
         self._let_go(incoming, complete=False)
-        self._on_failed(incoming.sequence, handover.failure)
+        first_token = handover.first_tokens[0] if handover.first_tokens else None
+        self._on_failed(incoming.sequence, handover.failure, first_token)
 
     def _let_go(self, incoming: Incoming, *, complete: bool) -> None:
         handover, sequence = incoming.handover, incoming.sequence

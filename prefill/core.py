@@ -146,7 +146,7 @@ class PrefillCore:
                 self.state.blocks.give_back(sequence)
             if not sequence.ended:
                 self.state.fail(sequence, FailureCode.INTERNAL, error)
-                self._end(sequence, error, now)
+                self._end(sequence, error, now, attempt_over=False)
 
     def _on_token(self, sequence: Sequence, token_id: int, now: float) -> None:
         """A token was drawn: deliver it, and end the request or hand it on."""
@@ -173,12 +173,12 @@ class PrefillCore:
         self._scheduler.remove(sequence)
         self.source.on_prefilled(sequence, token_id, now)
 
-    def _end(self, sequence: Sequence, reason: str, now: float) -> None:
-        """The request is over on this worker, for whatever reason."""
+    def _end(self, sequence: Sequence, reason: str, now: float, *, attempt_over: bool = True) -> None:
+        """The request is over on this worker; ``attempt_over``: on every worker."""
         sequence.ended = True
         self._scheduler.remove(sequence)
         if self.source.owns(sequence):
-            self.source.withdraw(sequence, reason, now)
+            self.source.withdraw(sequence, reason, now, attempt_over=attempt_over)
         else:
             self.state.bury(sequence.key, reason, now)
             self.state.drop_blocks(sequence)

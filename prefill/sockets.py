@@ -27,6 +27,7 @@ class WorkerSockets:
         self._context = zmq.Context()
         self._server = self._socket(zmq.ROUTER)
         self._server.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._server.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer that dials anew keeps its identity
         try:
             port = self._server.bind_to_random_port(f"tcp://{host}")
         except zmq.ZMQError as error:

@@ -58,7 +58,7 @@ class SourceSide:
             reason = f"{self._state.me.engine_id} and {sender.engine_id} differ in {difference}"
             self._state.outbox.send(sender, PeerRefused(reason=reason))
             return
-        self._serve_until = now + self._state.protocol.renew_interval_seconds
+        self._serve_until = now + self._state.protocol.dead_after_seconds
         self._serve(True)  # the peer's connector may need our progress to connect
         self._state.outbox.send(
             sender,
@@ -85,7 +85,8 @@ class SourceSide:
         handover = self._handovers.get(key)
         if handover is not None and handover.peer == sender:
             handover.renew(now)
-            self._serve(True)
+            if handover.was_withdrawn:  # decode doesn't know it yet
+                self._state.outbox.send(sender, Withdrawn(key=key, reason=handover.release_reason))
         elif reason is not None or handover is not None:
             self._state.outbox.send(sender, Withdrawn(key=key, reason=reason or "granted by another worker"))
         elif key in self._ungranted:
@@ -114,6 +115,8 @@ class SourceSide:
             self._state.bury(release.key, "given up by decode", now)
         else:
             self._parked_grants.pop(release.key, now)
+            if self._state.tombstones.get(release.key, now) is None:  # its request is still on its way to us
+                self._state.tombstones.put(release.key, "given up by decode", now)
 
     # ---- the engine's progress ----
 
@@ -133,12 +136,13 @@ class SourceSide:
         blocks = self._blocks_to_offer(sequence, handover, len(sequence.block_ids))
         handover.offer_last(blocks, sequence.num_computed, [first_token], now)
 
-    def withdraw(self, sequence: Sequence, reason: str, now: float) -> None:
+    def withdraw(self, sequence: Sequence, reason: str, now: float, *, attempt_over: bool) -> None:
         """The request ends here. What was offered stays until decode releases it or its lease runs out."""
         self._ungranted.pop(sequence.key, None)
         handover = self._handovers.get(sequence.key)
         if handover is not None:
-            self._state.outbox.send(handover.peer, Withdrawn(key=sequence.key, reason=reason))
+            withdrawn = Withdrawn(key=sequence.key, reason=reason, attempt_over=attempt_over)
+            self._state.outbox.send(handover.peer, withdrawn)
             handover.withdraw(reason)
             if handover.num_offered_blocks > handover.first_block:
                 self._state.tombstones.put(sequence.key, reason, now)
@@ -158,12 +162,12 @@ class SourceSide:
             if handover.state is SourceState.RELEASED:
                 self._finish(handover, now)
         self._parked_grants.expire(now)
-        if now >= self._serve_until and not self.num_live:
+        if now >= self._serve_until and not self._handovers:
             self._serve(False)
 
     def next_deadline(self) -> float:
         deadlines = [handover.next_deadline() for handover in self._handovers.values()]
-        if self._is_serving and not self.num_live:
+        if self._is_serving and not self._handovers:
             deadlines.append(self._serve_until)
         return min(deadlines, default=float("inf"))
 
@@ -185,7 +189,8 @@ class SourceSide:
             or grant.num_cached_tokens % block_size
             or not 0 < grant.lease_seconds <= self._state.protocol.request_deadline_seconds
         ):
-            reason = f"decode's grant ({grant.num_cached_tokens} of {grant.num_prompt_tokens} tokens) doesn't fit the request"
+            held = f"{grant.num_cached_tokens} of {grant.num_prompt_tokens} tokens for {grant.lease_seconds} s"
+            reason = f"decode's grant ({held}) doesn't fit a prompt of {num_tokens} tokens"
             self._state.outbox.send(peer, Withdrawn(key=grant.key, reason=reason))
             self._state.fail(sequence, FailureCode.HANDOVER, reason)
             self._state.bury(sequence.key, reason, now)
@@ -197,13 +202,10 @@ class SourceSide:
     def _finish(self, handover: SourceHandover, now: float) -> None:
         del self._handovers[handover.key]
         sequence = self._state.sequences[handover.key]
-        if not handover.was_withdrawn and not handover.all_offered:
-            # Decode gave up, or vanished, before the prompt was done: the router hears it from us, in case decode
-            # can't tell.
-            reason = f"prefill ended early: {handover.release_reason}"
-            self._state.fail(sequence, FailureCode.HANDOVER, reason)
-            self._scheduler.remove(sequence)
+        self._scheduler.remove(sequence)
         if handover.release_reason == "lease expired":
+            # No failure of the request: decode may be alive, cut off from us alone, and then computes the prompt by
+            # itself. A decode worker that died is what membership tells the router.
             self._state.counters.handover_failures += 1
             self._state.outbox.send(handover.peer, Withdrawn(key=handover.key, reason="the lease expired"))
         self._state.bury(handover.key, handover.release_reason, now)

@@ -10,7 +10,7 @@ import heapq
 import itertools
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -68,7 +68,11 @@ def expected_output(prompt: list[int], sampling: SamplingParams) -> list[int]:
 
 @dataclass(frozen=True)
 class Faults:
-    """Probabilities per message, read or request; delays in seconds."""
+    """Probabilities per message, read or request; delays in seconds.
+
+    ``read_seconds`` is the longest time that one block's copy takes. In a partition, messages between workers are lost
+    while reads go on: that is how a lease runs out under a reader. ``partitions`` counts them.
+    """
 
     drop: float = 0.0
     duplicate: float = 0.0
@@ -77,6 +81,9 @@ class Faults:
     read_stuck: float = 0.0
     abort: float = 0.0
     step_error: float = 0.0
+    read_seconds: float = 0.01
+    partitions: int = 0
+    partition_seconds: float = 3.0
 
 
 @dataclass
@@ -104,7 +111,7 @@ class SimWorker:
         self.generations = np.zeros(num_blocks, dtype=np.uint64)
         self.memory = [[0] * BLOCK_SIZE for _ in range(num_blocks)]
         engine = EngineConfig(model="sim", max_num_batched_tokens=16, max_num_seqs=4, tail_chunk_tokens=4)
-        config = WorkerConfig(engine_id=name, role=role, engine=engine, membership="", protocol=PROTOCOL)
+        config = WorkerConfig(engine_id=name, role=role, engine=engine, membership="", protocol=sim.protocol)
         self.core = build_core(
             config,
             self.party,
@@ -132,12 +139,14 @@ class SimWorker:
             plan = self.core.plan_step(self.sim.now)
             if plan is not None:
                 self.busy = True
-                self.sim.after(self.sim.random.uniform(0.001, 0.02), lambda: self.finish_step(plan))
+                taken = self.stamp([block_id for chunk in plan.chunks for block_id in chunk.block_ids])
+                self.sim.after(self.sim.random.uniform(0.001, 0.02), lambda: self.finish_step(plan, taken))
             self.perform()
         self.core.check_invariants()
         due = self.core.next_deadline()
+        assert due > self.sim.now, "something stays due although all that is due was done: the engine loop would spin"
         if due < float("inf"):
-            self.sim.at(max(due, self.sim.now + 1e-4), self.wake)
+            self.sim.at(due, self.wake)
 
     def wake(self) -> None:
         if self.alive and self.core.next_deadline() <= self.sim.now:
@@ -172,9 +181,21 @@ class SimWorker:
             self.core.handle_connector_event(result, self.sim.now)
             self.settle()
 
-    def finish_step(self, plan: StepPlan) -> None:
+    def stamp(self, block_ids: Sequence[int]) -> dict[int, int]:
+        """Blocks that something launched now will touch, with their generations."""
+        return {block_id: int(self.generations[block_id]) for block_id in block_ids}
+
+    def assert_kept(self, taken: dict[int, int], what: str) -> None:
+        """Nothing may take a block while something launched touches it."""
+        pool = self.core.state.blocks.pool
+        for block_id, generation in taken.items():
+            kept = pool.state(block_id) in (BlockState.REFERENCED, BlockState.QUARANTINED)
+            assert kept and int(self.generations[block_id]) == generation, f"block {block_id} was freed under {what}"
+
+    def finish_step(self, plan: StepPlan, taken: dict[int, int]) -> None:
         if not self.alive:
             return
+        self.assert_kept(taken, "a step")
         self.busy = False
         if self.sim.random.random() < self.sim.faults.step_error:
             self.core.fail_step("planted step error", self.sim.now)
@@ -207,10 +228,21 @@ class SimRequest:
 
 class Simulator:
     def __init__(
-        self, seed: int, faults: Faults, *, prefill: int = 1, decode: int = 1, mixed: int = 0, num_blocks: int = 24
+        self,
+        seed: int,
+        faults: Faults,
+        *,
+        prefill: int = 1,
+        decode: int = 1,
+        mixed: int = 0,
+        num_blocks: int = 24,
+        protocol: ProtocolConfig = PROTOCOL,
     ) -> None:
         self.random = random.Random(seed)
         self.faults = faults
+        self.protocol = protocol
+        starts = [self.random.uniform(0.0, 2.0) for _ in range(faults.partitions)]
+        self.partitions = [(start, start + self.random.uniform(0.0, faults.partition_seconds)) for start in starts]
         self.now = 0.0
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self.counter = itertools.count()
@@ -234,13 +266,16 @@ class Simulator:
         self.trace.append(f"{self.now:9.4f} {sender.engine_id} -> {to.engine_id}: {body}")
         reliable = ROUTER in (sender, to)
         copies = 1
-        if not reliable and self.random.random() < self.faults.drop:
+        if not reliable and (self.is_partitioned() or self.random.random() < self.faults.drop):
             copies = 0
         elif not reliable and self.random.random() < self.faults.duplicate:
             copies = 2
         for _ in range(copies):
             delay = 0.001 if reliable else self.random.uniform(0.0, self.faults.max_delay)
             self.after(delay, lambda: self.deliver(Envelope(sender, to, body)))
+
+    def is_partitioned(self) -> bool:
+        return any(start <= self.now < end for start, end in self.partitions)
 
     def deliver(self, envelope: Envelope) -> None:
         assert envelope.to is not None
@@ -252,11 +287,13 @@ class Simulator:
     def start_read(self, reader: SimWorker, command: ReadCommand) -> None:
         """Copy block by block at random moments, then read the generations; or fail, or never finish."""
         source = reader.connected.get(command.peer)
+        taken = reader.stamp(command.local_blocks)
         fate = self.random.random()
         time = self.now
         for local, remote in zip(command.local_blocks, command.remote_blocks, strict=True):
-            time += self.random.uniform(0.0, 0.01)
-            self.at(time, lambda a=local, b=remote: self.copy_block(reader, command, source, a, b))
+            time += self.random.uniform(0.0, self.faults.read_seconds)
+            destination = {local: taken[local]}
+            self.at(time, lambda a=destination, b=remote: self.copy_block(reader, command, source, a, b))
         time += self.random.uniform(0.0, 0.005)
         if source is None or fate < self.faults.read_error:
             self.at(time, lambda: reader.finish_read(ReadResult(command.read_id, "planted read error")))
@@ -264,11 +301,16 @@ class Simulator:
             self.at(time, lambda: self.read_generations(reader, command, source))
 
     def copy_block(
-        self, reader: SimWorker, command: ReadCommand, source: SimWorker | None, local: int, remote: int
+        self,
+        reader: SimWorker,
+        command: ReadCommand,
+        source: SimWorker | None,
+        destination: dict[int, int],
+        remote: int,
     ) -> None:
         if command.read_id in reader.reads and source is not None:
-            pool = reader.core.state.blocks.pool
-            assert pool.state(local) in (BlockState.REFERENCED, BlockState.QUARANTINED), "a read writes to a free block"
+            reader.assert_kept(destination, "a read")
+            (local,) = destination
             reader.memory[local] = list(source.memory[remote])
 
     def read_generations(self, reader: SimWorker, command: ReadCommand, source: SimWorker) -> None:
@@ -283,6 +325,8 @@ class Simulator:
         self.requests[request_id] = request
         by_role = {role: [w for w in self.workers.values() if w.party.engine_id.startswith(role)] for role in Role}
         key = RequestKey(request_id, 0)
+        if self.random.random() < self.faults.abort:
+            self.after(self.random.uniform(0.0, 0.3), lambda: self.abort(request_id))
         if by_role[Role.MIXED]:
             worker = self.random.choice(by_role[Role.MIXED])
             request.state.begin(Local(worker.party))
@@ -292,8 +336,6 @@ class Simulator:
         request.state.begin(Disaggregated(prefill.party, decode.party))
         self.send(ROUTER, decode.party, DecodeRequest(key, prompt, sampling, PeerRef(prefill.party, ""), 60.0))
         self.send(ROUTER, prefill.party, PrefillRequest(key, prompt, sampling, PeerRef(decode.party, ""), 60.0))
-        if self.random.random() < self.faults.abort:
-            self.after(self.random.uniform(0.0, 0.3), lambda: self.abort(request_id))
 
     def abort(self, request_id: str) -> None:
         request = self.requests[request_id]
@@ -330,6 +372,12 @@ class Simulator:
         """Hand-overs that completed: a schedule without any proves nothing."""
         return sum(worker.core.state.counters.handovers for worker in self.workers.values())
 
+    @property
+    def num_handover_failures(self) -> int:
+        """As decode saw them."""
+        decode = (worker for worker in self.workers.values() if worker.party.engine_id.startswith(Role.DECODE))
+        return sum(worker.core.state.counters.handover_failures for worker in decode)
+
     # ---- running ----
 
     def run(self, until: float) -> None:
@@ -354,9 +402,11 @@ class Simulator:
             assert worker.core.load().requests_tracked == 0, f"{worker.party}: requests are still tracked"
 
 
-def run_schedule(seed: int, faults: Faults, *, num_requests: int = 8, **shape: int) -> Simulator:
+def run_schedule(
+    seed: int, faults: Faults, *, num_requests: int = 8, protocol: ProtocolConfig = PROTOCOL, **shape: int
+) -> Simulator:
     """One seeded schedule from start to quiet, with all checks."""
-    sim = Simulator(seed, faults, **shape)
+    sim = Simulator(seed, faults, protocol=protocol, **shape)
     shared = [sim.random.randrange(VOCAB) for _ in range(12)]
     for index in range(num_requests):
         prefix = shared[: sim.random.choice([0, 0, 4, 8, 12])]

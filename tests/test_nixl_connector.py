@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
-from nixl_source import FIRST_GENERATION, NUM_BLOCKS, PATTERN, SOURCE, make_memory, serve_blocks
 
+from nixl_source import FIRST_GENERATION, NUM_BLOCKS, PATTERN, SOURCE, make_memory, serve_blocks
 from splitserve.handover import ReadCommand, ReadResult
 from splitserve.kvconnector.connector import PeerConnected
 from splitserve.kvconnector.memory import KVMemory

@@ -380,7 +380,7 @@ class SinkHandover:
         if any(now >= read.deadline for read in self._reads.values()):
             self.read_was_overdue = True
             self.fail("a read missed its deadline")
-        elif now - self._last_heard_at >= self._config.dead_after_seconds and not self._last_offer_seen:
+        elif now >= self._last_heard_at + self._config.dead_after_seconds and not self._last_offer_seen:
             self.fail(f"prefill was silent for {now - self._last_heard_at:.1f} s")
         else:
             return False

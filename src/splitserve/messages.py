@@ -298,10 +298,15 @@ class Release(Message, frozen=True):
 
 
 class Withdrawn(Message, frozen=True):
-    """Prefill offers nothing (more) for this request."""
+    """Prefill offers nothing (more) for this request.
+
+    ``attempt_over``: nobody waits for this attempt any more (its first token was its last one, or it was aborted),
+    so decode needn't compute it either.
+    """
 
     key: RequestKey
     reason: str
+    attempt_over: bool = False
 
 
 Body: TypeAlias = (
