@@ -43,11 +43,11 @@ class Api:
         arrived_at = asyncio.get_running_loop().time()
         body = await self._read(request, CompletionRequest)
         check_not_empty(body)
-        limits = self._dispatcher.model_limits()
+        limits = self._dispatcher.limits()
         count = len(body.prompts())
         self._dispatcher.admit(count, "prompt")
         try:
-            prompts = await self._preparation.completion(body, *limits)
+            prompts = await self._preparation.completion(body, limits)
             return self._answer(CompletionFormat, body, prompts, arrived_at)
         except BaseException:
             self._dispatcher.release(count)
@@ -56,10 +56,10 @@ class Api:
     async def chat_completions(self, request: Request) -> Response:
         arrived_at = asyncio.get_running_loop().time()
         body = await self._read(request, ChatCompletionRequest)
-        limits = self._dispatcher.model_limits()
+        limits = self._dispatcher.limits()
         self._dispatcher.admit(1)
         try:
-            prompts = await self._preparation.chat(body, *limits)
+            prompts = await self._preparation.chat(body, limits)
             return self._answer(ChatFormat, body, prompts, arrived_at)
         except BaseException:
             self._dispatcher.release(1)

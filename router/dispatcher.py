@@ -29,7 +29,15 @@ from splitserve.router.inbox import Inbox
 from splitserve.router.membership import Charge
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.outcome import outcome
-from splitserve.router.placement import Disaggregated, NoWorker, Placed, Placement, RequestShape, policy_by_name
+from splitserve.router.placement import (
+    Disaggregated,
+    NoWorker,
+    Placed,
+    Placement,
+    RequestShape,
+    context_limits,
+    policy_by_name,
+)
 from splitserve.router.request_state import NOTHING, Failure, FailureReason, RequestState, Update
 
 
@@ -50,6 +58,19 @@ class Generation:
     @property
     def shape(self) -> RequestShape:
         return RequestShape(num_prompt_tokens=len(self.token_ids), max_tokens=self.sampling.max_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """``max_model_len`` bounds a sequence on the largest workers, ``common_model_len`` on every one of them."""
+
+    max_model_len: int
+    common_model_len: int
+    vocab_size: int
+
+
+def _no_worker(reason: str) -> ApiError:
+    return ApiError(503, f"{reason}: try again", code="no_worker")
 
 
 class Dispatcher:
@@ -90,12 +111,14 @@ class Dispatcher:
             return NoWorker("the router is shutting down")
         return self._policy(self.fleet.membership.snapshot(), shape)
 
-    def model_limits(self) -> tuple[int, int]:
-        """``(max_model_len, vocab_size)``. Raises :class:`ApiError` 503 while no worker is ready."""
-        limits = self.fleet.membership.model_limits()
-        if limits is None:
-            raise ApiError(503, "no worker is ready: try again", code="no_worker")
-        return limits
+    def limits(self) -> Limits:
+        """What prompts must keep. Raises :class:`ApiError` 503 while no request could be placed."""
+        lengths = context_limits(self.fleet.membership.snapshot())
+        vocab_size = self.fleet.membership.vocab_size()
+        if lengths is None or vocab_size is None:
+            placement = self.place(RequestShape(num_prompt_tokens=1, max_tokens=1))
+            raise _no_worker(placement.reason if isinstance(placement, NoWorker) else "no worker is ready")
+        return Limits(*lengths, vocab_size)
 
     def submit(
         self, index: int, token_ids: list[int], sampling: SamplingParams, inbox: Inbox, arrived_at: float
@@ -105,7 +128,7 @@ class Dispatcher:
         generation = Generation(index, token_ids, sampling, inbox, arrived_at, state)
         placement = self.place(generation.shape)
         if isinstance(placement, NoWorker):
-            raise ApiError(503, f"{placement.reason}: try again", code="no_worker")
+            raise _no_worker(placement.reason)
         self._active[state.request_id] = generation
         self._metrics.prompt_tokens.inc(len(token_ids))
         generation.deadline = self._loop.call_at(

@@ -168,12 +168,9 @@ class Membership:
         ready = (record for record in self._records.values() if record.state is WorkerState.READY)
         return Snapshot(tuple(record.view() for record in ready))
 
-    def model_limits(self) -> tuple[int, int] | None:
-        """``(max_model_len, vocab_size)`` of the ready workers, or None while there is none."""
-        ready = [record.info for record in self._records.values() if record.state is WorkerState.READY]
-        if not ready:
-            return None
-        return max(info.max_model_len for info in ready), ready[0].vocab_size
+    def vocab_size(self) -> int | None:
+        """The same for all workers; None while there is none."""
+        return next((record.info.vocab_size for record in self._records.values()), None)
 
     def check_invariants(self) -> None:
         for engine_id, record in self._records.items():

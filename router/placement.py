@@ -38,6 +38,11 @@ class WorkerView:
     num_placed: int = 0
     prefix_match_tokens: int = 0
 
+    @property
+    def context_tokens_limit(self) -> int:
+        """The longest sequence that the worker can hold."""
+        return min(self.max_model_len, self.kv_capacity_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
@@ -107,12 +112,26 @@ def least_loaded(snapshot: Snapshot, shape: RequestShape) -> Placement:
     return NoWorker(_why_not(snapshot, fitting, shape))
 
 
+def context_limits(snapshot: Snapshot) -> tuple[int, int] | None:
+    """Tokens of the longest sequence that some workers can take, and of the longest that all of a kind can.
+
+    None while there is neither a mixed worker nor a pair. Workers may differ: each cuts its context to its KV memory.
+    """
+    limits = {role: [worker.context_tokens_limit for worker in _of_role(snapshot.workers, role)] for role in Role}
+    longest = max(limits[Role.MIXED], default=0)
+    lasting = list(limits[Role.MIXED])
+    if limits[Role.PREFILL] and limits[Role.DECODE]:
+        longest = max(longest, min(max(limits[Role.PREFILL]), max(limits[Role.DECODE])))
+        lasting += limits[Role.DECODE]
+    return (longest, min(longest, *lasting)) if lasting else None
+
+
 def _fits(worker: WorkerView, shape: RequestShape) -> bool:
-    if worker.max_model_len < shape.max_context_tokens:
-        return False
-    # A prefill worker holds the prompt alone; the others hold the sequence up to its last token.
-    needed = shape.num_prompt_tokens if worker.role is Role.PREFILL else shape.max_context_tokens
-    return worker.kv_capacity_tokens >= needed
+    needed = shape.max_context_tokens
+    if worker.role is Role.PREFILL:
+        # It holds the prompt alone; one token more than its own, or it would take the first for the last.
+        needed = min(needed, shape.num_prompt_tokens + 2)
+    return worker.context_tokens_limit >= needed
 
 
 def _of_role(workers: Iterable[WorkerView], role: Role) -> list[WorkerView]:

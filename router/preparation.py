@@ -10,6 +10,7 @@ from splitserve.request import SamplingParams
 from splitserve.router.answers import Prompt
 from splitserve.router.api_error import ApiError
 from splitserve.router.choice import Choice
+from splitserve.router.dispatcher import Limits
 from splitserve.router.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from splitserve.router.tokenizer import ChatTemplateError, ModelTokenizer
 
@@ -31,18 +32,18 @@ class Preparation:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def completion(self, request: CompletionRequest, max_model_len: int, vocab_size: int) -> list[Prompt]:
+    async def completion(self, request: CompletionRequest, limits: Limits) -> list[Prompt]:
         prompts = []
         for prompt in request.prompts():
-            token_ids = await self._prompt_ids(prompt, vocab_size)
-            room = _room(len(token_ids), max_model_len, "prompt")
-            max_tokens = _max_tokens(request.max_tokens, "max_tokens", len(token_ids), max_model_len)
+            token_ids = await self._prompt_ids(prompt, limits.vocab_size)
+            room = _room(len(token_ids), limits.max_model_len, "prompt")
+            max_tokens = _max_tokens(request.max_tokens, "max_tokens", len(token_ids), limits.max_model_len)
             prompts.append(
-                self._prompt(request, token_ids, max_tokens or min(DEFAULT_COMPLETION_TOKENS, room), vocab_size)
+                self._prompt(request, token_ids, max_tokens or min(DEFAULT_COMPLETION_TOKENS, room), limits.vocab_size)
             )
         return prompts
 
-    async def chat(self, request: ChatCompletionRequest, max_model_len: int, vocab_size: int) -> list[Prompt]:
+    async def chat(self, request: ChatCompletionRequest, limits: Limits) -> list[Prompt]:
         messages = [message.for_template() for message in request.messages]
         num_chars = sum(len(message["content"]) for message in messages)
 
@@ -53,11 +54,14 @@ class Preparation:
             token_ids = await self._run(render_and_encode, num_chars)
         except ChatTemplateError as error:
             raise ApiError(400, str(error), param="messages") from None
-        room = _room(len(token_ids), max_model_len, "messages")
+        room = _room(len(token_ids), limits.max_model_len, "messages")
+        if len(token_ids) < limits.common_model_len:
+            # Up to where every worker can go on, so that the load isn't all the largest one's.
+            room = limits.common_model_len - len(token_ids)
         param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         wanted = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-        max_tokens = _max_tokens(wanted, param, len(token_ids), max_model_len)
-        return [self._prompt(request, token_ids, max_tokens or room, vocab_size)]
+        max_tokens = _max_tokens(wanted, param, len(token_ids), limits.max_model_len)
+        return [self._prompt(request, token_ids, max_tokens or room, limits.vocab_size)]
 
     async def _prompt_ids(self, prompt: str | list[int], vocab_size: int) -> list[int]:
         if isinstance(prompt, list):

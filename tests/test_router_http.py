@@ -3,10 +3,13 @@
 import json
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import openai
 import pytest
 
+import splitserve.router.server
 from router_harness import EOS, RouterProcess, Workers, wait_until, write_model_dir
 from splitserve.benchmarks.instant_worker import default_script
 from splitserve.messages import DecodeRequest, LocalRequest, PrefillRequest
@@ -377,3 +380,34 @@ def test_mixed_workers_get_local_requests(model):
         status, out, _ = router.stop()
     assert status == 0
     assert json.loads(out)[1]["torch"] == "False"
+
+
+def test_workers_with_different_contexts_serve_together(model):
+    router = RouterProcess(model[0])
+    workers = Workers(router.membership)
+    try:
+        workers.start("p0", Role.PREFILL, max_model_len=150)
+        small, large = (workers.start(f"d{size}", Role.DECODE, max_model_len=size) for size in (100, 200))
+        wait_until(lambda: router.metric('splitserve_worker_ready{role="prefill",worker="p0"}') == 1)
+        wait_until(lambda: router.metric('splitserve_worker_ready{role="decode",worker="d100"}') == 1)
+        wait_until(lambda: router.metric('splitserve_worker_ready{role="decode",worker="d200"}') == 1)
+        messages = [{"role": "user", "content": "x"}]
+        for _ in range(2):
+            _, _, answer = router.post("/v1/chat/completions", messages=messages, ignore_eos=True)
+            assert answer["usage"]["total_tokens"] == 100
+        assert len(small.requests) == len(large.requests) == 1
+        _, _, answer = router.post("/v1/completions", prompt=[5] * 20, max_tokens=130)
+        assert answer["usage"]["total_tokens"] == 150
+        status, _, answer = router.post("/v1/completions", prompt=[5] * 20, max_tokens=131)
+        assert status == 400 and "150" in answer["error"]["message"]
+    finally:
+        workers.close()
+        router.stop()
+
+
+def test_the_router_needs_no_torch():
+    folder = Path(splitserve.router.server.__file__).parent
+    modules = sorted(f"splitserve.router.{path.stem}" for path in folder.glob("*.py"))
+    code = f"import sys, {', '.join(modules)}; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["False", "False"] and len(modules) > 10

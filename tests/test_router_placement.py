@@ -20,6 +20,7 @@ from splitserve.router.placement import (
     RequestShape,
     Snapshot,
     WorkerView,
+    context_limits,
     least_loaded,
     policy_by_name,
 )
@@ -79,7 +80,21 @@ def test_reasons_name_what_is_missing():
     assert small == NoWorker("no ready decode worker has room for a sequence of 120 tokens")
     assert isinstance(place(view("m", Role.MIXED, kv_capacity_tokens=119)), NoWorker)
     # A prefill worker holds the prompt only.
-    assert isinstance(place(view("p", Role.PREFILL, kv_capacity_tokens=100), view("d", Role.DECODE)), Disaggregated)
+    assert isinstance(place(view("p", Role.PREFILL, kv_capacity_tokens=102), view("d", Role.DECODE)), Disaggregated)
+    assert isinstance(place(view("p", Role.PREFILL, kv_capacity_tokens=101), view("d", Role.DECODE)), NoWorker)
+
+
+def test_context_limits_are_those_of_the_workers_that_would_serve():
+    def limits(*workers):
+        return context_limits(Snapshot(workers))
+
+    prefill = [view("p0", Role.PREFILL, max_model_len=500), view("p1", Role.PREFILL, max_model_len=300)]
+    decode = [view("d0", Role.DECODE, kv_capacity_tokens=400), view("d1", Role.DECODE, max_model_len=200)]
+    assert limits() is None and limits(*prefill) is None and limits(*decode) is None
+    assert limits(*prefill, *decode) == (400, 200)
+    assert limits(prefill[1], decode[0]) == (300, 300)
+    assert limits(*prefill, *decode, view("m", Role.MIXED, max_model_len=700)) == (700, 200)
+    assert limits(prefill[0], view("m", Role.MIXED, max_model_len=70)) == (70, 70)
 
 
 def test_an_unknown_policy_is_refused_by_name():
@@ -117,7 +132,8 @@ def test_a_placement_names_fitting_workers_of_the_right_role_and_none_less_loade
         return
     roles = [by_party[party].role for party in placement.parties]
     assert roles == ([Role.MIXED] if isinstance(placement, Local) else [Role.PREFILL, Role.DECODE])
-    assert all(by_party[party].max_model_len >= 120 for party in placement.parties)
+    assert by_party[placement.parties[-1]].context_tokens_limit >= 120
+    assert by_party[placement.parties[0]].context_tokens_limit >= 102
     chosen = by_party[placement.parties[-1]]
     lighter = dataclasses.replace(chosen, party=Party("zz", 1), num_requests=0, context_tokens=0, max_num_seqs=9)
     if (chosen.num_requests or chosen.context_tokens) and chosen.num_requests / chosen.max_num_seqs > 0:
@@ -151,10 +167,9 @@ def register(members, record, now=0.0):
 def test_a_worker_is_used_once_its_link_is_up_and_lost_when_silent():
     members, worker = table(), info()
     assert register(members, worker).must_dial
-    assert not members.snapshot().workers and members.model_limits() is None
+    assert not members.snapshot().workers and members.vocab_size() == 50
     members.link_up(worker.party)
     assert [each.party for each in members.snapshot().workers] == [worker.party]
-    assert members.model_limits() == (100, 50)
     assert members.heartbeat(worker.party, WorkerLoad(num_running=3), 4.0) is WorkerState.READY
     assert members.snapshot().workers[0].load.num_running == 3
     assert members.expire(8.9) == [] and members.expire(9.1) == [worker.party]
