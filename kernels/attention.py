@@ -1,10 +1,14 @@
 """Paged attention in plain PyTorch, quick enough to be the default on CPU.
 
-What a step needs is gathered per layer into a small buffer that stays in the cache, head by head (one ``index_select``
-over rows of ``[block_size, head_dim]``), and attended with the fused CPU kernel. Decode tokens of similar context
-are attended together. A prefill chunk attends in segments: earlier context that doesn't fit the buffer, piece by
+Decode tokens of similar context are attended together. Their keys are gathered per layer into a small buffer that
+stays in the cache (one ``index_select`` over rows of ``[block_size, head_dim]``), head by head, for one batched
+product. Their values are never copied: the weighted sum over scattered rows is an embedding bag.
+
+A prefill chunk attends with the fused CPU kernel in segments: earlier context that doesn't fit the buffer, piece by
 piece, then the rest together with the chunk itself. The parts are merged by their log-sum-exp, as in FlashAttention.
 So the buffer is bounded for any context length, and no mask of chunk x context is ever made.
+
+Memory that no sequence has written may hold anything, NaN too: it's never multiplied with a weight, not even with zero.
 """
 
 import math
@@ -17,7 +21,7 @@ from torch import Tensor
 from splitserve.kernels.api import AttentionPlan, AttentionShape, PagedBatch
 
 GATHER_BYTES = 4 * 1024 * 1024
-"""Bytes gathered at a time: two of these and the activations fit a level-3 cache."""
+"""Bytes gathered at a time: this and the activations fit a level-3 cache. 2 to 8 MiB measured about the same."""
 _MIN_FILL = 0.75  # of a decode group's padded context that must be real
 _QUERY_BLOCK = 64  # queries that share one mask: the fused kernel's own causal mode computes what it masks
 
@@ -46,18 +50,19 @@ class _Span:
 
 @dataclass(frozen=True, slots=True)
 class _DecodeGroup:
-    """Several sequences of one query token each, padded to the longest context.
+    """Several sequences (S) of one query token each, padded to the longest context (C tokens).
 
-    ``query_rows`` [S]; ``rows`` [2 * S * G * num_blocks]; ``mask`` [S, 1, 1, context], 0 or -inf; ``padding`` are the
-    gathered token rows that belong to nobody: they hold other content, which may even be NaN, so they're zeroed.
+    ``query_rows`` [S], a slice where they're adjacent; ``key_rows``: rows of ``[B, D]`` to gather at a time, each
+    [S * G * blocks], together all blocks; ``unseen`` bool [S, 1, 1, C], None if there's no padding; ``value_rows``
+    [S * H * C], rows of ``[D]``, and the ``bags`` [S * H + 1] that they fall into.
     """
 
-    query_rows: Tensor
-    rows: Tensor
-    num_blocks: int
+    query_rows: Tensor | slice
+    key_rows: tuple[Tensor, ...]
     context: int
-    mask: Tensor | None
-    padding: Tensor | None
+    unseen: Tensor | None
+    value_rows: Tensor
+    bags: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +95,7 @@ class ReferencePagedAttention:
         first = 0
         for query_len, context, table in zip(batch.query_lens, batch.context_lens, batch.block_tables, strict=True):
             assert 0 < query_len <= context <= len(table) * self._shape.block_size
-            if query_len == 1 and self._num_blocks(context) <= self._gather_blocks:
+            if query_len == 1:
                 decodes.append((first, context, table))
             else:
                 spans.append(_Span(first, first + query_len, self._segments(query_len, context, table)))
@@ -111,9 +116,9 @@ class ReferencePagedAttention:
         segments = []
         for first in range(0, num_blocks - num_last, self._gather_blocks):
             blocks = table[first : min(first + self._gather_blocks, num_blocks - num_last)]
-            segments.append(_Segment(self._rows([blocks]), len(blocks) * size, None))
+            segments.append(_Segment(self._rows([blocks]).flatten(), len(blocks) * size, None))
         last = context - (num_blocks - num_last) * size
-        rows = self._rows([table[num_blocks - num_last : num_blocks]])
+        rows = self._rows([table[num_blocks - num_last : num_blocks]]).flatten()
         segments.append(_Segment(rows, last, self._causal_mask(query_len, last) if query_len > 1 else None))
         return tuple(segments)
 
@@ -123,15 +128,14 @@ class ReferencePagedAttention:
         return mask.triu_(num_keys - num_rows + 1)
 
     def _groups(self, decodes: list[tuple[int, int, Sequence[int]]]) -> list[_DecodeGroup]:
-        """Longest first; a group ends when its padding or its buffer would grow too large."""
+        """Longest first; a group ends where the next context would be mostly padding."""
         decodes.sort(key=lambda decode: -decode[1])
         groups: list[_DecodeGroup] = []
         members: list[tuple[int, int, Sequence[int]]] = []
         for decode in decodes:
             if members:
                 longest = self._num_blocks(members[0][1])
-                fits = (len(members) + 1) * longest <= self._gather_blocks
-                if not fits or self._num_blocks(decode[1]) < _MIN_FILL * longest:
+                if self._num_blocks(decode[1]) < _MIN_FILL * longest:
                     groups.append(self._group(members))
                     members = []
             members.append(decode)
@@ -140,32 +144,47 @@ class ReferencePagedAttention:
         return groups
 
     def _group(self, members: list[tuple[int, int, Sequence[int]]]) -> _DecodeGroup:
-        device = self._shape.device
+        shape = self._shape
+        members = sorted(members, key=lambda member: member[0])
+        first_row, last_row = members[0][0], members[-1][0]
+        query_rows: Tensor | slice = slice(first_row, last_row + 1)
+        if last_row - first_row >= len(members):
+            query_rows = torch.tensor([row for row, _, _ in members], device=shape.device)
         contexts = torch.tensor([context for _, context, _ in members])
         longest = int(contexts.max())
         num_blocks = self._num_blocks(longest)
-        # A short table is filled up with its own first block: any valid one would do, its tokens are zeroed.
+        # A short table is filled up with its own first block; what is read there is masked.
         tables = [(*table[:num_blocks], *[table[0]] * (num_blocks - len(table))) for _, _, table in members]
-        mask = padding = None
-        if int(contexts.min()) < longest:
-            token = torch.arange(num_blocks * self._shape.block_size)
-            unseen = token >= contexts.view(1, -1, 1, 1)  # [1, S, 1, tokens]
-            mask = torch.zeros((len(members), 1, 1, longest), dtype=self._shape.dtype)
-            mask.masked_fill_(unseen.view(len(members), 1, 1, -1)[..., :longest], -math.inf)
-            both = unseen.expand(2, -1, self._shape.num_kv_heads, -1)
-            padding = both.reshape(-1).nonzero().squeeze(1).to(device)
-            mask = mask.to(device)
-        query_rows = torch.tensor([row for row, _, _ in members], device=device)
-        return _DecodeGroup(query_rows, self._rows(tables), num_blocks, longest, mask, padding)
+        tokens = torch.arange(longest)
+        unseen = tokens >= contexts.view(-1, 1)  # [S, C]
+        step = max(1, 2 * self._gather_blocks // len(members))  # keys alone take half of a block
+        return _DecodeGroup(
+            query_rows=query_rows,
+            key_rows=tuple(
+                self._rows([table[first : first + step] for table in tables])[0] for first in range(0, num_blocks, step)
+            ),
+            context=longest,
+            unseen=unseen.view(len(members), 1, 1, longest).to(shape.device) if bool(unseen.any()) else None,
+            value_rows=self._value_rows(torch.tensor(tables), tokens.where(~unseen, 0)).to(shape.device),
+            bags=torch.arange(len(members) * shape.num_heads + 1, device=shape.device) * longest,
+        )
+
+    def _value_rows(self, tables: Tensor, tokens: Tensor) -> Tensor:
+        """Rows of ``[D]`` of the values of ``tokens`` [S, C], per query head: [S * H * C], from a layer's first."""
+        shape = self._shape
+        blocks = tables.gather(1, tokens // shape.block_size)  # [S, C]
+        rows = blocks * (shape.rows_per_block * shape.block_size) + tokens % shape.block_size + shape.block_size
+        kv_heads = torch.arange(shape.num_heads) // (shape.num_heads // shape.num_kv_heads)
+        return (rows.unsqueeze(1) + kv_heads.view(-1, 1) * (2 * shape.block_size)).flatten()
 
     def _rows(self, tables: Sequence[Sequence[int]]) -> Tensor:
-        """Rows of ``[B, D]`` to gather, in the order [2, S, G, num_blocks], relative to a layer's first row."""
+        """Rows of ``[B, D]`` of keys and values, [2, S * G * num_blocks], relative to a layer's first row."""
         blocks = torch.tensor(tables).view(1, len(tables), 1, -1)
         rows = blocks * self._shape.rows_per_block + self._head_rows
-        return rows.flatten().to(self._shape.device)
+        return rows.flatten(1).to(self._shape.device)
 
     def _reserve(self, plan: ReferencePlan) -> None:
-        sizes = [group.rows.numel() for group in plan.groups]
+        sizes = [rows.numel() for group in plan.groups for rows in group.key_rows]
         sizes += [segment.rows.numel() for span in plan.spans for segment in span.segments]
         if sizes and max(sizes) > self._buffer.shape[0]:
             self._buffer = self._buffer.new_empty((max(sizes), self._buffer.shape[1]))
@@ -201,20 +220,29 @@ class ReferencePagedAttention:
         return torch.index_select(kv_rows, 0, rows, out=gathered)
 
     def _attend_group(self, query: Tensor, kv_rows: Tensor, group: _DecodeGroup) -> Tensor:
-        """``query`` [S, H, D] -> [S, H, D]. Query heads that share keys are treated as rows of one query."""
+        """``query`` [S, H, D] -> [S, H, D]. Query heads that share keys are the rows of one product."""
         shape = self._shape
-        gathered = self._gather(kv_rows, group.rows)
-        if group.padding is not None:
-            gathered.view(-1, shape.head_dim).index_fill_(0, group.padding, 0.0)
         num_seqs = query.shape[0]
-        keys, values = gathered.view(2, num_seqs, shape.num_kv_heads, -1, shape.head_dim)[
-            ..., : group.context, :
-        ].unbind(0)
-        shared = query.view(num_seqs, shape.num_kv_heads, -1, shape.head_dim)
-        out = torch.nn.functional.scaled_dot_product_attention(
-            shared, keys, values, attn_mask=group.mask, scale=self._scale
-        )
-        return out.reshape(query.shape)
+        shared = (query * self._scale).view(num_seqs * shape.num_kv_heads, -1, shape.head_dim)
+        parts = []
+        for rows in group.key_rows:
+            keys = self._gather(kv_rows, rows).view(num_seqs * shape.num_kv_heads, -1, shape.head_dim)
+            parts.append(torch.bmm(shared, keys.transpose(1, 2)))
+        scores = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        scores = scores[..., : group.context].view(num_seqs, shape.num_kv_heads, -1, group.context)
+        if group.unseen is not None:
+            scores = scores.masked_fill(group.unseen, -math.inf)
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype).flatten()
+        token_rows = kv_rows.view(-1, shape.head_dim)
+        out = torch.embedding_bag(
+            token_rows,
+            group.value_rows,
+            group.bags,
+            mode=0,  # sum
+            per_sample_weights=weights,
+            include_last_offset=True,
+        )[0]
+        return out.view(query.shape)
 
     def _attend_span(self, query: Tensor, kv_rows: Tensor, span: _Span) -> Tensor:
         """``query`` [L, H, D] -> [L, H, D]."""
