@@ -1,0 +1,106 @@
+"""Drives one worker's core by hand: messages in, effects out, every invariant checked after each event."""
+
+import numpy as np
+
+from simulator import LAYOUT, PROTOCOL, VOCAB, SimConnector
+from splitserve.config import EngineConfig, WorkerConfig
+from splitserve.decode.build import build_core
+from splitserve.handover import ReadResult
+from splitserve.kvconnector.block_pool import BlockState
+from splitserve.kvconnector.connector import PeerConnected
+from splitserve.messages import (
+    Body,
+    DecodeRequest,
+    Envelope,
+    Grant,
+    PeerRef,
+    PrefillRequest,
+)
+from splitserve.prefill.core import PrefillCore
+from splitserve.prefill.effects import Effect, Send
+from splitserve.request import Party, RequestKey, Role, SamplingParams
+from splitserve.step import StepOutput, StepPlan
+
+PREFILL, DECODE = Party("prefill-0", 11), Party("decode-0", 22)
+KEY = RequestKey("r0", 0)
+PROMPT = list(range(10))  # two full blocks and a half
+SAMPLING = SamplingParams(max_tokens=5)
+NUM_BLOCKS = 32
+
+
+class Worker:
+    """One core, with what came out of it since the last look."""
+
+    def __init__(self, role: Role, me: Party) -> None:
+        self.me = me
+        engine = EngineConfig(model="m", max_num_batched_tokens=8, max_num_seqs=4, tail_chunk_tokens=4)
+        config = WorkerConfig(engine_id=me.engine_id, role=role, engine=engine, membership="", protocol=PROTOCOL)
+        self.core: PrefillCore = build_core(
+            config,
+            me,
+            LAYOUT,
+            np.zeros(NUM_BLOCKS, dtype=np.uint64),
+            SimConnector(me, NUM_BLOCKS),  # type: ignore[arg-type]
+            max_model_len=64,
+            vocab_size=VOCAB,
+            first_generation=1,
+        )
+        self.now = 0.0
+
+    def hear(self, sender: Party, body: Body) -> list[Effect]:
+        self.core.handle(Envelope(sender, self.me, body), self.now)
+        return self.tick()
+
+    def tick(self, seconds: float = 0.0) -> list[Effect]:
+        self.now += seconds
+        self.core.tick(self.now)
+        self.core.check_invariants()
+        assert self.core.next_deadline() > self.now
+        return self.core.take_effects()
+
+    def wait(self, seconds: float) -> list[Effect]:
+        effects: list[Effect] = []
+        end = self.now + seconds
+        while self.now < end:
+            effects += self.tick(min(0.1, end - self.now))
+        return effects
+
+    def plan(self) -> StepPlan | None:
+        plan = self.core.plan_step(self.now)
+        self.core.check_invariants()
+        return plan
+
+    def commit(self, plan: StepPlan, token: int = 3) -> list[Effect]:
+        drawn = [None if chunk.sample is None else token for chunk in plan.chunks]
+        self.core.commit_step(StepOutput(drawn), self.now)
+        return self.tick()
+
+    def event(self, event: ReadResult | PeerConnected) -> list[Effect]:
+        self.core.handle_connector_event(event, self.now)
+        return self.tick()
+
+    def assert_idle(self) -> None:
+        pool = self.core.state.blocks.pool
+        assert self.core.load().requests_tracked == 0
+        assert (pool.count(BlockState.REFERENCED), pool.count(BlockState.QUARANTINED)) == (0, 0)
+        assert self.plan() is None
+
+
+def sent(effects: list[Effect], kind: type) -> list[Body]:
+    return [effect.body for effect in effects if isinstance(effect, Send) and isinstance(effect.body, kind)]
+
+
+def of(effects: list[Effect], kind: type) -> list[Effect]:
+    return [effect for effect in effects if isinstance(effect, kind)]
+
+
+def prefill_request(key: RequestKey = KEY, max_tokens: int = 5) -> PrefillRequest:
+    return PrefillRequest(key, PROMPT, SamplingParams(max_tokens=max_tokens), PeerRef(DECODE, ""), 60.0)
+
+
+def decode_request(key: RequestKey = KEY, prefill: Party = PREFILL) -> DecodeRequest:
+    return DecodeRequest(key, PROMPT, SAMPLING, PeerRef(prefill, f"tcp://{prefill.engine_id}"), 60.0)
+
+
+def grant(key: RequestKey = KEY) -> Grant:
+    return Grant(key, len(PROMPT), 0, PROTOCOL.lease_seconds)

@@ -1,0 +1,266 @@
+"""Races in a decode worker: broken reads, lost peers, new incarnations, withdrawn and ended attempts."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from core_driver import DECODE, KEY, NUM_BLOCKS, PREFILL, Worker, decode_request, of, sent
+from simulator import LAYOUT, PROTOCOL, ROUTER, SimConnector
+from splitserve.decode.core import DecodeCore
+from splitserve.handover import ReadCommand, ReadResult
+from splitserve.kvconnector.block_pool import BlockState
+from splitserve.kvconnector.connector import PeerConnected
+from splitserve.messages import (
+    Abort,
+    Body,
+    Grant,
+    Introduce,
+    LayoutRecord,
+    Offer,
+    OfferedBlock,
+    PeerHello,
+    PeerRef,
+    PeerRefused,
+    PeerWelcome,
+    Release,
+    RequestFailed,
+    StepTokens,
+    Withdrawn,
+)
+from splitserve.prefill.effects import Connect, Dial, Disconnect, Effect, HangUp, StartRead
+from splitserve.prefill.sockets import WorkerSockets
+from splitserve.request import Party, RequestKey, Role
+
+
+@pytest.fixture
+def decode() -> Iterator[Worker]:
+    yield Worker(Role.DECODE, DECODE)
+
+
+class TestDecode:
+    def welcome(self, party: Party = PREFILL, num_blocks: int = NUM_BLOCKS) -> PeerWelcome:
+        connector = SimConnector(party, num_blocks)
+        return PeerWelcome(LAYOUT, connector.name, connector.metadata(), connector.region())
+
+    def connect(self, decode: Worker) -> None:
+        decode.hear(ROUTER, Introduce(PeerRef(PREFILL, "tcp://prefill-0")))
+        assert len(of(decode.hear(PREFILL, self.welcome()), Connect)) == 1
+        decode.event(PeerConnected(PREFILL, None))
+
+    def offer(self, key: RequestKey = KEY, *, last: bool = True) -> Offer:
+        blocks = [OfferedBlock(block_id, 100 + block_id) for block_id in range(3 if last else 2)]
+        return Offer(key, 0, blocks, 10 if last else 8, last, [3] if last else [])
+
+    def begin_read(self, decode: Worker, key: RequestKey = KEY, *, last: bool = True) -> ReadCommand:
+        decode.hear(ROUTER, decode_request(key))
+        (start,) = of(decode.hear(PREFILL, self.offer(key, last=last)), StartRead)
+        assert isinstance(start, StartRead)
+        return start.command
+
+    def verified(self, command: ReadCommand) -> ReadResult:
+        return ReadResult(command.read_id, None, [100 + block_id for block_id in command.remote_blocks])
+
+    def run_to_end(self, decode: Worker, first_position: int) -> list[int]:
+        tokens: list[int] = []
+        for _ in range(20):
+            plan = decode.plan()
+            if plan is None:
+                break
+            for body in sent(decode.commit(plan), StepTokens):
+                assert isinstance(body, StepTokens)
+                for delta in body.deltas:
+                    assert delta.position == first_position + len(tokens)
+                    tokens += delta.token_ids
+        return tokens
+
+    def test_an_ordinary_handover(self, decode: Worker) -> None:
+        self.connect(decode)
+        command = self.begin_read(decode)
+        effects = decode.event(self.verified(command))
+        assert sent(effects, Release) == [Release(KEY, True)]
+        (tokens,) = sent(effects, StepTokens)
+        assert isinstance(tokens, StepTokens)
+        (delta,) = tokens.deltas
+        assert (delta.position, delta.token_ids) == (0, [3]) and delta.handover is not None
+        plan = decode.plan()
+        assert plan is not None and plan.num_tokens == 1, "it starts with a decode step"
+        decode.commit(plan)
+        assert len(self.run_to_end(decode, 2)) == 3
+        decode.assert_idle()
+
+    def test_a_read_error_breaks_the_connection_and_the_prompt_is_computed_here(self, decode: Worker) -> None:
+        self.connect(decode)
+        command = self.begin_read(decode, last=False)
+        effects = decode.event(ReadResult(command.read_id, "reset by peer"))
+        assert of(effects, Disconnect) == [Disconnect(PREFILL)]
+        assert sent(effects, Release) == [Release(KEY, False)]
+        assert len(self.run_to_end(decode, 0)) == 5
+        decode.assert_idle()
+
+    def test_after_a_read_error_the_next_request_makes_a_new_connection(self, decode: Worker) -> None:
+        self.connect(decode)
+        one = self.begin_read(decode)
+        two = self.begin_read(decode, RequestKey("r1"))
+        decode.event(ReadResult(one.read_id, "reset by peer"))
+        effects = decode.hear(ROUTER, decode_request(RequestKey("r2")))
+        assert len(of(effects, Dial)) == 1 and len(sent(effects, PeerHello)) == 1
+        decode.hear(PREFILL, self.welcome())
+        effects = decode.event(ReadResult(two.read_id, "disconnected"))  # of the old connection
+        assert of(effects, Disconnect) == []
+        decode.event(PeerConnected(PREFILL, None))
+        (start,) = of(decode.hear(PREFILL, self.offer(RequestKey("r2"))), StartRead)
+        assert isinstance(start, StartRead)
+        assert sent(decode.event(self.verified(start.command)), Release) == [Release(RequestKey("r2"), True)]
+
+    def test_a_first_token_that_prefill_has_told_is_kept_when_the_prompt_is_computed_here(self, decode: Worker) -> None:
+        self.connect(decode)
+        command = self.begin_read(decode)
+        effects = decode.event(ReadResult(command.read_id, None, [1, 2, 3]))
+        (tokens,) = sent(effects, StepTokens)
+        assert isinstance(tokens, StepTokens)
+        assert (tokens.deltas[0].position, tokens.deltas[0].token_ids) == (0, [3])
+        assert tokens.deltas[0].handover is None
+        assert len(self.run_to_end(decode, 1)) == 4
+        decode.assert_idle()
+
+    def test_a_stuck_read_keeps_its_blocks_until_it_is_terminal(self, decode: Worker) -> None:
+        self.connect(decode)
+        command = self.begin_read(decode)
+        decode.hear(ROUTER, Abort(KEY))
+        pool = decode.core.state.blocks.pool
+        assert [pool.state(b) for b in command.local_blocks] == [BlockState.QUARANTINED] * 3
+        effects = decode.wait(PROTOCOL.read_deadline_seconds + 1.0)
+        assert of(effects, Disconnect) == [Disconnect(PREFILL)]
+        assert pool.count(BlockState.QUARANTINED) == 3, "the connector hasn't said that it's over"
+        effects = decode.hear(ROUTER, decode_request(RequestKey("r1")))
+        assert len(sent(effects, PeerHello)) == 1
+        decode.hear(PREFILL, self.welcome())
+        assert of(decode.wait(1.0), Disconnect) == [], "an old read's deadline doesn't break the new connection"
+        decode.event(ReadResult(command.read_id, "disconnected"))
+        assert pool.count(BlockState.QUARANTINED) == 0
+
+    def test_an_attempt_that_prefill_ended_is_not_computed(self, decode: Worker) -> None:
+        self.connect(decode)
+        command = self.begin_read(decode, last=False)
+        effects = decode.hear(PREFILL, Withdrawn(KEY, "finished: length", attempt_over=True))
+        assert sent(effects, Release) == [Release(KEY, False)]
+        decode.event(self.verified(command))
+        assert decode.core.load().handover_failures == 0
+        decode.assert_idle()
+
+    def test_only_its_own_prefill_worker_can_withdraw(self, decode: Worker) -> None:
+        self.connect(decode)
+        self.begin_read(decode, last=False)
+        decode.hear(Party("prefill-1", 9), Withdrawn(KEY, "?", attempt_over=True))
+        decode.hear(Party("prefill-1", 9), Withdrawn(KEY, "?"))
+        assert decode.core.load().requests_tracked == 1 and decode.plan() is None
+
+    def test_any_other_withdrawal_means_that_decode_computes_the_prompt(self, decode: Worker) -> None:
+        self.connect(decode)
+        decode.hear(ROUTER, decode_request())
+        decode.hear(PREFILL, Withdrawn(KEY, "a step failed"))
+        assert len(self.run_to_end(decode, 0)) == 5
+        decode.assert_idle()
+
+    def test_a_refused_peer(self, decode: Worker) -> None:
+        decode.hear(ROUTER, decode_request())
+        effects = decode.hear(PREFILL, PeerRefused("dtype differs"))
+        assert sent(effects, Release) == [Release(KEY, False)]
+        assert len(self.run_to_end(decode, 0)) == 5
+        decode.assert_idle()
+
+    @pytest.mark.parametrize("change", [{"dtype": "bfloat16"}, {"weights_version": "other"}])
+    def test_a_welcome_with_another_layout(self, decode: Worker, change: dict[str, str]) -> None:
+        decode.hear(ROUTER, decode_request())
+        fields = {name: getattr(LAYOUT, name) for name in LAYOUT.__struct_fields__} | change
+        good = self.welcome()
+        welcome = PeerWelcome(LayoutRecord(**fields), good.connector, good.metadata, good.region)
+        assert of(decode.hear(PREFILL, welcome), Connect) == []
+        assert len(self.run_to_end(decode, 0)) == 5
+
+    def test_a_lost_welcome_is_asked_for_again_for_a_while(self, decode: Worker) -> None:
+        decode.hear(ROUTER, Introduce(PeerRef(PREFILL, "tcp://prefill-0")))
+        hellos = sent(decode.wait(PROTOCOL.dead_after_seconds + 1.0), PeerHello)
+        assert 5 < len(hellos) < 15
+        assert sent(decode.wait(20.0), PeerHello) == [], "nobody greets the dead for ever"
+        assert decode.core.next_deadline() == float("inf")
+        decode.hear(ROUTER, decode_request())
+        decode.hear(PREFILL, self.welcome())
+        decode.event(PeerConnected(PREFILL, None))
+        assert len(of(decode.hear(PREFILL, self.offer()), StartRead)) == 1
+
+    def test_a_new_incarnation_replaces_the_old_one(self, decode: Worker) -> None:
+        self.connect(decode)
+        command = self.begin_read(decode)
+        reborn = Party(PREFILL.engine_id, PREFILL.incarnation + 1)
+        effects = decode.hear(ROUTER, decode_request(RequestKey("r1"), reborn))
+        assert of(effects, HangUp) == [HangUp(PREFILL)] and of(effects, Disconnect) == [Disconnect(PREFILL)]
+        assert isinstance(decode.core, DecodeCore) and decode.core.peers.get(PREFILL) is None
+        stale_before = decode.core.load().stale_messages
+        decode.hear(PREFILL, self.offer(RequestKey("r1")))
+        assert decode.core.load().stale_messages == stale_before + 1, "an offer of the old incarnation"
+        assert decode.core.state.blocks.pool.count(BlockState.QUARANTINED) == 3
+        decode.event(ReadResult(command.read_id, "disconnected"))
+        assert decode.core.state.blocks.pool.count(BlockState.QUARANTINED) == 0
+
+    def test_silence_ends_the_handover_not_the_request(self, decode: Worker) -> None:
+        self.connect(decode)
+        decode.hear(ROUTER, decode_request())
+        assert decode.plan() is None
+        decode.wait(PROTOCOL.dead_after_seconds + 0.2)
+        assert len(self.run_to_end(decode, 0)) == 5
+        decode.assert_idle()
+
+    def test_an_offer_after_the_end_is_dropped(self, decode: Worker) -> None:
+        self.connect(decode)
+        command = self.begin_read(decode)
+        decode.event(self.verified(command))
+        decode.hear(ROUTER, Abort(KEY))
+        effects = decode.hear(PREFILL, self.offer())
+        assert of(effects, StartRead) == []
+        decode.assert_idle()
+
+    def test_a_prompt_that_waits_for_room_is_granted_later_and_can_be_aborted_before(self, decode: Worker) -> None:
+        self.connect(decode)
+        taken = decode.core.state.blocks.pool.allocate(NUM_BLOCKS - 3)
+        assert taken is not None
+        decode.core.check_invariants = lambda: None  # type: ignore[method-assign]  # the test itself holds blocks
+        assert len(sent(decode.hear(ROUTER, decode_request()), Grant)) == 1
+        assert sent(decode.hear(ROUTER, decode_request(RequestKey("r1"))), Grant) == []
+        assert sent(decode.hear(ROUTER, decode_request(RequestKey("r2"))), Grant) == []
+        decode.hear(ROUTER, Abort(RequestKey("r1")))
+        decode.core.state.blocks.pool.release(taken)
+        (granted,) = [g for g in sent(decode.tick(), Grant) if isinstance(g, Grant) and g.key != KEY]
+        assert isinstance(granted, Grant) and granted.key == RequestKey("r2")
+
+    def test_a_request_past_its_deadline_fails_and_gives_everything_back(self, decode: Worker) -> None:
+        self.connect(decode)
+        command = self.begin_read(decode, last=False)
+        decode.event(self.verified(command))
+        renewed: list[Effect] = []
+        while decode.now < 60.5:
+            renewed += decode.wait(1.0)
+            renewed += decode.hear(PREFILL, Offer(KEY, 2, [], 8))
+        assert len(sent(renewed, RequestFailed)) == 1
+        assert Release(KEY, False) in sent(renewed, Release)
+        decode.assert_idle()
+
+
+def test_a_peer_that_dials_again_is_heard() -> None:
+    """The new connection has the identity of the old one, which may not be gone yet."""
+    nowhere = "tcp://127.0.0.1:9"
+    one, other = (WorkerSockets(Party(name, 1), "127.0.0.1", nowhere) for name in ("one", "other"))
+    try:
+        for attempt in range(40):
+            one.dial(PeerRef(other.me, other.endpoint))
+            one.send(other.me, Release(RequestKey("r", attempt), True))
+            heard: list[Body] = []
+            for _ in range(40):
+                other.wait(0.05)
+                heard += [envelope.body for envelope in other.receive()]
+                if Release(RequestKey("r", attempt), True) in heard:
+                    break
+            assert Release(RequestKey("r", attempt), True) in heard
+    finally:
+        one.close()
+        other.close()
