@@ -28,8 +28,12 @@ class Waker:
         self.read_fd, self._write_fd = os.pipe()
         os.set_blocking(self.read_fd, False)
         os.set_blocking(self._write_fd, False)
+        self._is_closed = False
 
     def wake(self) -> None:
+        """Has no effect once closed: a second signal, or a thread that was stuck, may come late."""
+        if self._is_closed:
+            return
         try:
             os.write(self._write_fd, b"\0")
         except BlockingIOError:
@@ -43,6 +47,7 @@ class Waker:
             return
 
     def close(self) -> None:
+        self._is_closed = True
         os.close(self.read_fd)
         os.close(self._write_fd)
 
@@ -91,13 +96,15 @@ class WorkerLoop:
 
     def run(self) -> None:
         """Serve until :meth:`stop`."""
-        while not self._stopping:
-            self.run_once()
-        self._sockets.send_membership(Leave())
-        self._executor.close(STOP_SECONDS)
-        self._connector.close()
-        self._sockets.close()
-        self._waker.close()
+        try:
+            while not self._stopping:
+                self.run_once()
+        finally:  # after an error too: membership hears at once that this worker is gone
+            self._sockets.send_membership(Leave())
+            self._executor.close(STOP_SECONDS)
+            self._connector.close()
+            self._sockets.close()
+            self._waker.close()
 
     def run_once(self) -> None:
         """One round: wait for something to do, then do all of it."""

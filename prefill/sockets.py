@@ -87,8 +87,14 @@ class WorkerSockets:
             self.num_undeliverable += 1
 
     def dial(self, peer: PeerRef) -> None:
+        """Connect to a peer. One with an endpoint that can't be is as good as one that never answers."""
         self.hang_up(peer.party)
-        self._peers[peer.party] = self._dial(peer.endpoint)
+        try:
+            self._peers[peer.party] = self._dial(peer.endpoint)
+        except zmq.ZMQError as error:
+            self.num_undeliverable += 1
+            logger.error("can't dial %s at %r: %s", peer.party, peer.endpoint, error)
+            return
         self._poller.register(self._peers[peer.party], zmq.POLLIN)
 
     def hang_up(self, peer: Party) -> None:
@@ -140,5 +146,9 @@ class WorkerSockets:
     def _dial(self, endpoint: str) -> "zmq.Socket[bytes]":
         socket = self._socket(zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, str(self.me).encode())
-        socket.connect(endpoint)
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError:
+            socket.close()
+            raise
         return socket

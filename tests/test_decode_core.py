@@ -12,7 +12,6 @@ from splitserve.kvconnector.block_pool import BlockState
 from splitserve.kvconnector.connector import PeerConnected
 from splitserve.messages import (
     Abort,
-    Body,
     Grant,
     Introduce,
     LayoutRecord,
@@ -28,7 +27,6 @@ from splitserve.messages import (
     Withdrawn,
 )
 from splitserve.prefill.effects import Connect, Dial, Disconnect, Effect, HangUp, StartRead
-from splitserve.prefill.sockets import WorkerSockets
 from splitserve.request import Party, RequestKey, Role
 
 
@@ -244,23 +242,3 @@ class TestDecode:
         assert len(sent(renewed, RequestFailed)) == 1
         assert Release(KEY, False) in sent(renewed, Release)
         decode.assert_idle()
-
-
-def test_a_peer_that_dials_again_is_heard() -> None:
-    """The new connection has the identity of the old one, which may not be gone yet."""
-    nowhere = "tcp://127.0.0.1:9"
-    one, other = (WorkerSockets(Party(name, 1), "127.0.0.1", nowhere) for name in ("one", "other"))
-    try:
-        for attempt in range(40):
-            one.dial(PeerRef(other.me, other.endpoint))
-            one.send(other.me, Release(RequestKey("r", attempt), True))
-            heard: list[Body] = []
-            for _ in range(40):
-                other.wait(0.05)
-                heard += [envelope.body for envelope in other.receive()]
-                if Release(RequestKey("r", attempt), True) in heard:
-                    break
-            assert Release(RequestKey("r", attempt), True) in heard
-    finally:
-        one.close()
-        other.close()
