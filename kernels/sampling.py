@@ -6,6 +6,7 @@ softmax, and the same on every worker, in every batch and for every attempt. Noi
 passed the filters.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -14,21 +15,22 @@ from torch import Tensor
 from splitserve.kernels import philox
 from splitserve.kernels.api import SamplingBatch
 
-_FIRST_SORTED = 1024  # a nucleus is nearly always found among this many tokens; sorting the vocabulary costs 10x more
 NOT_FINITE = -1
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """See :class:`splitserve.kernels.api.Sample`."""
-    best, token_ids = logits.max(dim=-1)
-    random_rows = [row for row, temperature in enumerate(batch.temperatures) if temperature > 0.0]
+    best, token_ids = logits.max(dim=-1)  # a NaN anywhere in a row makes its maximum NaN
+    finite = best.isfinite()
+    is_finite = finite.tolist()
+    random_rows = [row for row, heat in enumerate(batch.temperatures) if heat > 0.0 and is_finite[row]]
     filtered = [row for row in random_rows if batch.top_ks[row] > 0 or batch.top_ps[row] < 1.0]
     if filtered:
         token_ids[filtered] = _draw_filtered(_scaled(logits, filtered, batch), filtered, batch)
     for row in sorted(set(random_rows).difference(filtered)):
         words = philox.words_of_range(logits.shape[1], *_draw_key(batch, row), logits.device)
         token_ids[row] = (_scaled(logits, [row], batch)[0] + gumbel(words)).argmax()
-    return token_ids.masked_fill_(~best.isfinite(), NOT_FINITE)
+    return token_ids.masked_fill_(~finite, NOT_FINITE)
 
 
 def gumbel(words: Tensor) -> Tensor:
@@ -58,29 +60,29 @@ def _draw_filtered(scaled: Tensor, rows: Sequence[int], batch: SamplingBatch) ->
 
 
 def keep_thresholds(scaled: Tensor, top_ks: Sequence[int], top_ps: Sequence[float]) -> Tensor:
-    """Per row of ``scaled`` [R, vocab]: the smallest logit that top-k and then top-p keep, [R].
+    """Per row of ``scaled`` (float64 [R, vocab]): the smallest logit that top-k and then top-p keep, [R].
 
     Top-k keeps the k largest. Top-p keeps, of what top-k left, the smallest set of largest tokens whose probability
     reaches p. Ties at the threshold are all kept, so the result doesn't depend on any order.
     """
-    vocab_size = scaled.shape[1]
-    limits = [min(top_k, vocab_size) if top_k else vocab_size for top_k in top_ks]
-    num_sorted = min(vocab_size, max(_FIRST_SORTED, *(limit for limit in limits if limit < vocab_size), 1))
-    if num_sorted > vocab_size // 4:
-        num_sorted = vocab_size
-    limit = torch.tensor(limits, device=scaled.device).unsqueeze(1)
-    top_p = torch.tensor(top_ps, dtype=scaled.dtype, device=scaled.device).unsqueeze(1)
-    log_total = scaled.logsumexp(dim=1, keepdim=True)
-    while True:
-        largest = scaled.topk(num_sorted, dim=1).values
-        in_top_k = torch.arange(num_sorted, device=scaled.device) < limit
-        weights = (largest - log_total).exp_().masked_fill_(~in_top_k, 0.0)
-        cumulative = weights.cumsum(dim=1)
-        within_sorted = limit <= num_sorted
-        total = torch.where(within_sorted, cumulative[:, -1:], 1.0)
-        if num_sorted == vocab_size or bool((within_sorted | (cumulative[:, -1:] >= top_p)).all()):
-            break
-        num_sorted = vocab_size
-    kept = in_top_k & ((cumulative - weights < top_p * total) | (top_p >= 1.0))
-    last_kept = kept.sum(dim=1, keepdim=True) - 1
-    return largest.gather(1, last_kept.clamp_(min=0)).squeeze(1)
+    return torch.stack([_threshold(*row) for row in zip(scaled, top_ks, top_ps, strict=True)])
+
+
+def _threshold(logits: Tensor, top_k: int, top_p: float) -> Tensor:
+    vocab_size = logits.shape[0]
+    if 0 < top_k < vocab_size:
+        candidates = logits.topk(top_k).values
+        log_total = candidates.logsumexp(0)
+    elif top_p < 1.0:
+        # Tokens below (1 - p) / vocab have less than 1 - p together: what reaches p lies above, only that is sorted.
+        log_total = logits.logsumexp(0)
+        possible = logits >= log_total + math.log((1.0 - top_p) / vocab_size)
+        candidates = logits[possible].sort(descending=True).values
+    else:
+        return logits.min()
+    if top_p >= 1.0:
+        return candidates[-1]
+    weights = (candidates - log_total).exp_()
+    mass_before = weights.cumsum(0).sub_(weights)
+    num_kept = (mass_before < top_p).sum().clamp_(min=1)
+    return candidates[num_kept - 1]

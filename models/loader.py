@@ -100,6 +100,10 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 class _Source(Protocol):
     def get(self, name: str) -> Tensor: ...
 
+    def remap(self, name: str, tensor: Tensor) -> Tensor:
+        """``tensor``, which ``get(name)`` gave, without the pages that were made resident since."""
+        ...
+
 
 class _FileSource:
     """Tensors of the checkpoint's files, as views of the mapped files."""
@@ -119,6 +123,12 @@ class _FileSource:
             raise CheckpointError(f"{file}: tensor {name} can't be read: {error}") from error
         return tensor
 
+    def remap(self, name: str, tensor: Tensor) -> Tensor:
+        self._open.clear()
+        fresh = self.get(name)
+        assert fresh.shape == tensor.shape
+        return fresh
+
 
 class _DummySource:
     """Random weights of the right shapes, the same for every worker."""
@@ -133,6 +143,9 @@ class _DummySource:
         if len(shape) == 1:
             return torch.ones(shape, dtype=self._dtype)
         return torch.empty(shape, dtype=self._dtype).normal_(0.0, _DUMMY_STD, generator=self._generator)
+
+    def remap(self, name: str, tensor: Tensor) -> Tensor:  # noqa: ARG002
+        return tensor
 
 
 def _check_records(records: Mapping[str, TensorRecord], expected: Mapping[str, tuple[int, ...]]) -> None:
@@ -203,13 +216,14 @@ class _Builder:
         )
 
     def _embedding_and_head(self) -> tuple[Tensor, Linear]:
-        table = self._source.get("model.embed_tokens.weight")
+        name = "model.embed_tokens.weight"
+        table = self._source.get(name)
         if not self._config.tie_word_embeddings:
             return table.to(device=self._device, dtype=self._dtype, copy=True), self._linear("lm_head")
         head = table.to(device=self._device, dtype=self._dtype)
         lm_head = self._kernels.pack_linear(head)
-        # A plain head shares its memory with the table; a packed one leaves the table in the mapped file.
-        return (head if isinstance(lm_head, PlainLinear) else table.to(self._device)), lm_head
+        # A plain head shares its memory with the table; beside a packed one the table stays in the mapped file.
+        return (head if isinstance(lm_head, PlainLinear) else self._source.remap(name, table).to(self._device)), lm_head
 
     def _vector(self, name: str) -> Tensor:
         return self._source.get(f"{name}.weight").to(device=self._device, dtype=self._dtype, copy=True)
