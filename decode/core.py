@@ -118,6 +118,9 @@ class DecodeCore(PrefillCore):
         self._admit(now)
 
     def _admit(self, now: float) -> None:
+        waiting = self._decode_scheduler.prefill.waiting
+        if waiting and waiting[0].was_admitted:
+            return  # it ran before and lost its blocks: newcomers would keep it from ever getting them back
         running = len(self._decode_scheduler.running)
         self.sink.admit(running, self._max_num_seqs - running - self.sink.num_granted, now)
 

@@ -10,13 +10,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from simulator import PROTOCOL, Faults, Simulator, run_schedule
+from simulator import PROTOCOL, VOCAB, Faults, SimRequest, Simulator, run_schedule
 from splitserve.config import ProtocolConfig
 from splitserve.decode.sink import SinkSide
 from splitserve.handover import Offer, ReadResult, SinkHandover, SourceHandover
 from splitserve.kvconnector.block_pool import BlockPool
 from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.sequence import BlockManager, Sequence
+from splitserve.request import Party
 from splitserve.step import StepPlan
 
 
@@ -282,3 +283,26 @@ def test_a_planted_bug_is_found(plant: Plant, run: Callable[[int], None], monkey
         except (AssertionError, KeyError, IndexError):
             return
     pytest.fail(f"{num_schedules} schedules didn't notice")
+
+
+def test_a_preempted_request_is_not_overtaken_by_newcomers_for_ever() -> None:
+    sim = Simulator(1, QUIET, num_blocks=16)
+    ends: dict[str, float] = {}
+    original = sim.end
+
+    def end(request: SimRequest, ended: bool, failure: str | None, aborts: tuple[Party, ...]) -> None:
+        if ended:
+            ends[request.state.request_id] = sim.now
+        original(request, ended, failure, aborts)
+
+    sim.end = end  # type: ignore[method-assign]
+    num_requests, interval_seconds = 200, 0.012  # faster than they can be served
+    for index in range(num_requests):
+        prompt = [sim.random.randrange(VOCAB) for _ in range(sim.random.choice([3, 9, 17, 30]))]
+        sim.at(index * interval_seconds, lambda i=index, p=prompt: sim.submit(f"r{i}", p, 20))  # type: ignore[misc]
+    sim.run(until=300.0)
+    sim.check_end()
+    decode = next(worker for worker in sim.workers.values() if worker.party.engine_id == "decode-0")
+    assert decode.core.load().preemptions > 0
+    first_ones = [ends[f"r{index}"] for index in range(10)]
+    assert max(first_ones) < max(ends.values()) / 4, "first come, first served"
