@@ -42,6 +42,7 @@ class _OwnerThread(ABC):
     def __init__(self, name: str) -> None:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_closing = False
+        self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -49,6 +50,11 @@ class _OwnerThread(ABC):
 
     def submit(self, command: Callable[[], None]) -> None:
         self._commands.put(command)
+
+    def check(self) -> None:
+        """Raise what the thread died of: without it nothing would ever complete, and nobody would say so."""
+        if self._failure is not None:
+            raise RuntimeError(f"thread {self._thread.name} of the NIXL connector died") from self._failure
 
     def close(self) -> None:
         self.submit(lambda: setattr(self, "_is_closing", True))
@@ -67,10 +73,13 @@ class _OwnerThread(ABC):
     def finish(self) -> None: ...
 
     def _run(self) -> None:
-        while not self._is_closing:
-            self._take_commands()
-            self.poll()
-        self.finish()
+        try:
+            while not self._is_closing:
+                self._take_commands()
+                self.poll()
+            self.finish()
+        except Exception as error:
+            self._failure = error
 
     def _take_commands(self) -> None:
         """Wait for a command: for ever when idle, for one poll interval while something is under way."""
@@ -240,6 +249,8 @@ class NixlConnector:
         self._server.submit(lambda: setattr(self._server, "active", active))
 
     def events(self) -> list[Event]:
+        for thread in (self._server, *self._threads):
+            thread.check()
         events: list[Event] = []
         while self._events:
             events.append(self._events.popleft())

@@ -329,3 +329,12 @@ def test_close_ends_reads_and_leaves_no_thread(source: Source) -> None:
     reader.connect(source)
     reader.connector.close()
     assert set(threading.enumerate()) == before
+
+
+def test_the_death_of_a_thread_is_not_silent(reader: Reader) -> None:
+    def fail() -> None:
+        raise OSError("planted")
+
+    reader.connector._threads[0].submit(fail)
+    with pytest.raises(RuntimeError, match=r"read-0.* died"):
+        reader.wait(lambda: False, seconds=5.0)
