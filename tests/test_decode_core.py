@@ -100,6 +100,7 @@ class TestDecode:
         one = self.begin_read(decode)
         two = self.begin_read(decode, RequestKey("r1"))
         decode.event(ReadResult(one.read_id, "reset by peer"))
+        decode.plan()  # whoever waits for room here goes before newcomers
         effects = decode.hear(ROUTER, decode_request(RequestKey("r2")))
         assert len(of(effects, Dial)) == 1 and len(sent(effects, PeerHello)) == 1
         decode.hear(PREFILL, self.welcome())
