@@ -47,7 +47,7 @@ class _Served:
 
 
 def run_worker(config: WorkerConfig, progress: Progress) -> None:
-    """Serve until SIGTERM or SIGINT.
+    """Serve until SIGTERM, which drains (a second one ends it at once), or SIGINT, which ends it at once.
 
     ``progress`` hears of the stages "weights", "kv_memory" and "ready". Raises :class:`CheckpointError` or
     :class:`ConfigError`, before the worker is known to anybody, for what can't be served.
@@ -135,8 +135,8 @@ def _serve(config: WorkerConfig, served: _Served, threads: int, progress: Progre
     )
     executor = StepExecutor(served.runner, waker.wake)
     loop = WorkerLoop(config, core, connector, executor, sockets=sockets, waker=waker, info=info)
-    for signal_number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signal_number, lambda *_: loop.stop())
+    signal.signal(signal.SIGTERM, lambda *_: loop.drain())
+    signal.signal(signal.SIGINT, lambda *_: loop.stop())
     while not loop.registered and not loop.stopping:
         loop.run_once()
     progress("ready", {"endpoint": sockets.endpoint, "threads": str(threads)})

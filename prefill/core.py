@@ -25,7 +25,7 @@ from splitserve.prefill.effects import Effect
 from splitserve.prefill.engine_state import EngineState
 from splitserve.prefill.scheduler import Planned, PrefillScheduler
 from splitserve.prefill.sequence import Sequence
-from splitserve.prefill.source import SourceSide
+from splitserve.prefill.source import DRAINING_REASON, SourceSide
 from splitserve.request import FinishReason, Party
 from splitserve.step import StepOutput, StepPlan
 
@@ -96,12 +96,26 @@ class PrefillCore:
             sampling=request.sampling,
             deadline=now + min(request.deadline_seconds, self.state.protocol.request_deadline_seconds),
         )
+        if self.state.is_draining:
+            self.state.fail(sequence, FailureCode.OVERLOADED, DRAINING_REASON)
+            self.state.bury(request.key, DRAINING_REASON, now)
+            return None
         problem = self.state.why_impossible(sequence)
         if problem:
             self.state.fail(sequence, FailureCode.INVALID, problem)
             self.state.bury(request.key, problem, now)
             return None
         return sequence
+
+    def drain(self) -> None:
+        """Refuse requests from now on. Those that are here go on, and their peers go on reading."""
+        self.state.is_draining = True
+        self.source.drain()
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is under way: no request, no hand-over, no step. Reads that were given up don't count."""
+        return not (self.state.sequences or self.source.num_live or self._step)
 
     # ---- steps ----
 

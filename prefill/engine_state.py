@@ -27,7 +27,10 @@ class Counters:
 
 @dataclass(slots=True)
 class EngineState:
-    """``sequences`` holds every request that lives in this worker, in whatever state, by its key."""
+    """``sequences`` holds every request that lives in this worker, in whatever state, by its key.
+
+    ``is_draining``: new requests are refused, those that are here go on.
+    """
 
     me: Party
     layout: LayoutRecord
@@ -40,6 +43,7 @@ class EngineState:
     counters: Counters = field(default_factory=Counters)
     tombstones: ExpiringMap[RequestKey, str] = field(init=False)
     deltas: dict[Party, list[TokenDelta]] = field(default_factory=dict)
+    is_draining: bool = False
 
     def __post_init__(self) -> None:
         self.tombstones = ExpiringMap(

@@ -9,8 +9,9 @@ import psutil
 
 from splitserve.config import WorkerConfig
 from splitserve.kvconnector.connector import KVConnector
-from splitserve.messages import Heartbeat, Leave, Register, Registered, WorkerInfo
+from splitserve.messages import Draining, Envelope, Heartbeat, Leave, Register, Registered, RegisterRefused, WorkerInfo
 from splitserve.prefill.core import PrefillCore
+from splitserve.prefill.drain import Drain
 from splitserve.prefill.effects import Connect, Dial, Disconnect, Effect, HangUp, Send, Serve, StartRead
 from splitserve.prefill.executor import StepExecutor
 from splitserve.prefill.sockets import WorkerSockets
@@ -53,7 +54,7 @@ class Waker:
 
 
 class WorkerLoop:
-    """Owns the sockets; drives one core. ``run`` returns after :meth:`stop`."""
+    """Owns the sockets; drives one core. ``run`` returns after :meth:`stop`, or when a :meth:`drain` is over."""
 
     def __init__(
         self,
@@ -74,6 +75,8 @@ class WorkerLoop:
         self._waker = waker
         self._info = info
         self._process = psutil.Process()
+        self._drain = Drain(config.protocol.drain_seconds)
+        self._drain_requested = False
         self._stopping = False
         self._registered = False
         self._heartbeat_due_at = 0.0
@@ -83,6 +86,15 @@ class WorkerLoop:
     def stop(self) -> None:
         """End :meth:`run`. Callable from a signal handler or another thread."""
         self._stopping = True
+        self._waker.wake()
+
+    def drain(self) -> None:
+        """Take no more requests, finish those that are here, end :meth:`run`; asked twice: end it now.
+
+        Callable like :meth:`stop`.
+        """
+        self._stopping = self._stopping or self._drain_requested
+        self._drain_requested = True
         self._waker.wake()
 
     @property
@@ -111,6 +123,8 @@ class WorkerLoop:
         self._sockets.wait(self._seconds_until_due())
         self._waker.drain()
         now = time.monotonic()
+        if self._drain_requested and not self._drain.has_begun:
+            self._begin_drain(now)
         for envelope in self._sockets.receive():
             if isinstance(envelope.body, Registered):
                 self._registered = True
@@ -124,6 +138,29 @@ class WorkerLoop:
         self._launch(now)
         self._perform(self._core.take_effects())
         self._keep_membership(now)
+        self._end_drain(now)
+
+    def _on_membership(self, envelope: Envelope) -> None:
+        if envelope.to != self._info.party:
+            return
+        if isinstance(envelope.body, RegisterRefused):
+            self._refusal = envelope.body.reason
+        else:
+            self._registered, self._refusal = True, ""
+
+    def _begin_drain(self, now: float) -> None:
+        """The router hears of it first, so that requests go elsewhere from now on."""
+        self._drain.begin(now)
+        self._sockets.send_membership(Draining())
+        self._core.drain()
+        logger.info("draining: %d requests are here", self._core.load().requests_tracked)
+
+    def _end_drain(self, now: float) -> None:
+        if self._drain.is_over(self._core.is_idle, now):
+            self._stopping = True
+            left = self._core.load().requests_tracked
+            log_level = logging.WARNING if left else logging.INFO
+            logger.log(log_level, "drained: %s, %d requests left; leaving", self._drain.reason, left)
 
     def _take_result(self, now: float) -> None:
         result = self._executor.result()
@@ -158,7 +195,7 @@ class WorkerLoop:
                     self._connector.disconnect(peer)
 
     def _keep_membership(self, now: float) -> None:
-        if now >= self._register_due_at:  # repeated: membership may have restarted
+        if now >= self._register_due_at and not self._drain.has_begun:  # repeated: membership may have restarted
             interval = REGISTER_INTERVAL_SECONDS if self._registered else self._config.protocol.heartbeat_seconds
             self._register_due_at = now + interval
             self._sockets.send_membership(Register(info=self._info))
@@ -166,7 +203,10 @@ class WorkerLoop:
             self._heartbeat_due_at = now + self._config.protocol.heartbeat_seconds
             load = msgspec.structs.replace(self._core.load(), resident_bytes=self._process.memory_info().rss)
             self._sockets.send_membership(Heartbeat(load=load))
+            if self._drain.has_begun:  # after the heartbeat, which makes a lost worker a candidate again
+                self._sockets.send_membership(Draining())
 
     def _seconds_until_due(self) -> float:
-        due_at = min(self._core.next_deadline(), self._heartbeat_due_at, self._register_due_at)
+        register_due_at = float("inf") if self._drain.has_begun else self._register_due_at
+        due_at = min(self._core.next_deadline(), self._heartbeat_due_at, register_due_at, self._drain.next_deadline())
         return due_at - time.monotonic()

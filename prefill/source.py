@@ -24,6 +24,8 @@ from splitserve.prefill.scheduler import PrefillScheduler
 from splitserve.prefill.sequence import Sequence
 from splitserve.request import Party, RequestKey
 
+DRAINING_REASON = "this worker is draining"
+
 
 @dataclass(frozen=True, slots=True)
 class ServedMemory:
@@ -94,6 +96,8 @@ class SourceSide:
                 self._start(self._ungranted.pop(key)[0], grant, sender, now)
             else:
                 self._state.counters.stale_messages += 1
+        elif self._state.is_draining:  # its request, if it still comes, will be refused
+            self._state.outbox.send(sender, Withdrawn(key=key, reason=DRAINING_REASON))
         else:
             self._parked_grants.put(key, (grant, sender), now)
 
@@ -150,6 +154,11 @@ class SourceSide:
             del self._handovers[sequence.key]
         self._state.bury(sequence.key, reason, now)
         self._state.drop_blocks(sequence)
+
+    def drain(self) -> None:
+        """No new requests come: who waits for one is told, what was granted goes on."""
+        for grant, sender in self._parked_grants.take_all():
+            self._state.outbox.send(sender, Withdrawn(key=grant.key, reason=DRAINING_REASON))
 
     # ---- time ----
 

@@ -13,7 +13,18 @@ import zmq
 
 from splitserve.config import RouterConfig
 from splitserve.errors import ConfigError, WireError
-from splitserve.messages import Body, Envelope, Heartbeat, Introduce, Leave, PeerRef, Register, Registered
+from splitserve.messages import (
+    Body,
+    Draining,
+    Envelope,
+    Heartbeat,
+    Introduce,
+    Leave,
+    PeerRef,
+    Register,
+    Registered,
+    RegisterRefused,
+)
 from splitserve.request import Party, Role
 from splitserve.router.links import LoopSocket, WorkerLink, bind_router_socket
 from splitserve.router.membership import Membership, WorkerState
@@ -106,6 +117,9 @@ class Fleet:
             self._on_register(identity, sender, body)
         elif isinstance(body, Heartbeat):
             self._on_heartbeat(sender, body)
+        elif isinstance(body, Draining):
+            if self.membership.drain(sender):
+                log.info("worker %s drains", sender)
         elif isinstance(body, Leave):
             if self.membership.leave(sender):
                 self._end_link(sender, "has left")

@@ -1,7 +1,11 @@
 """The workers that the router knows: who registered, who is alive, what each has in flight. Pure; time is an argument.
 
     CONNECTING --link up--> READY --link down, heartbeats stop--> LOST --heartbeat--> CONNECTING
-         '-----------------------------------------------------------^
+         |                    |                                   ^ ^
+         |------Draining------'--> DRAINING --link down, silence--' |
+         '----------------------------------------------------------'
+
+A draining worker gets no new requests; those that it has go on.
 
 A worker leaves the table when it says Leave, when a new incarnation of it registers, or when it has been LOST for
 ``forget_after_seconds``. A replaced incarnation never comes back, however late its messages are.
@@ -21,6 +25,7 @@ MAX_REPLACED_INCARNATIONS = 4096
 class WorkerState(StrEnum):
     CONNECTING = "connecting"
     READY = "ready"
+    DRAINING = "draining"
     LOST = "lost"
 
 
@@ -110,6 +115,14 @@ class Membership:
         record = self.get(party)
         if record is not None and record.state is WorkerState.CONNECTING:
             record.state = WorkerState.READY
+
+    def drain(self, party: Party) -> bool:
+        """It takes no more requests. True if that is news."""
+        record = self.get(party)
+        if record is None or record.state in (WorkerState.DRAINING, WorkerState.LOST):
+            return False
+        record.state = WorkerState.DRAINING
+        return True
 
     def lose(self, party: Party) -> bool:
         """Its link is down. True if that is news."""

@@ -34,6 +34,12 @@ class ExpiringMap(Generic[K, V]):
         entry = self._entries.get(key)
         return entry[1] if entry else None
 
+    def take_all(self) -> list[V]:
+        """Every value, expired ones that nobody has looked at included; nothing is left."""
+        values = [value for _, value in self._entries.values()]
+        self._entries.clear()
+        return values
+
     def expire(self, now: float) -> None:
         while self._entries:
             key = next(iter(self._entries))

@@ -21,6 +21,8 @@ class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_seconds: float = 1.0
     dead_after_seconds: float = 5.0
     tombstone_seconds: float = 60.0
+    drain_seconds: float = 30.0
+    no_worker_wait_seconds: float = 10.0
     max_tombstones: int = 4096
     max_parked: int = 1024
     max_reads_in_flight_per_request: int = 2

@@ -2,7 +2,7 @@
 
 Who sends what:
 
-    worker  -> membership: Register, Heartbeat, Leave            membership -> worker: Registered
+    worker  -> membership: Register, Heartbeat, Draining, Leave  membership -> worker: Registered, RegisterRefused
     router  -> worker:     PrefillRequest, DecodeRequest, LocalRequest, Abort, Introduce
     worker  -> router:     StepTokens, RequestFailed
     decode  -> prefill:    PeerHello, Grant, OfferAck, Release   prefill -> decode: PeerWelcome, PeerRefused,
@@ -100,6 +100,10 @@ class Registered(Message, frozen=True):
 
 class Heartbeat(Message, frozen=True):
     load: WorkerLoad
+
+
+class Draining(Message, frozen=True):
+    """No new requests, please: the sender finishes those it has, and says Leave when it is idle."""
 
 
 class Leave(Message, frozen=True):
@@ -313,6 +317,7 @@ Body: TypeAlias = (
     Register
     | Registered
     | Heartbeat
+    | Draining
     | Leave
     | PrefillRequest
     | DecodeRequest
