@@ -6,6 +6,7 @@ its own with ``python -m splitserve.benchmarks.instant_worker --membership tcp:/
 """
 
 import argparse
+import contextlib
 import heapq
 import itertools
 import os
@@ -33,12 +34,14 @@ from splitserve.messages import (
     PrefillRequest,
     Register,
     Registered,
+    RegisterRefused,
     StepTokens,
     TokenDelta,
     WorkerInfo,
     WorkerLoad,
 )
 from splitserve.request import FinishReason, Party, Role
+from splitserve.security import SocketSecurity
 from splitserve.wire import decode, encode
 
 DEFAULT_LAYOUT = LayoutRecord(
@@ -141,12 +144,13 @@ class WorkerOptions:
     max_model_len: int = 4096
     vocab_size: int = 1000
     heartbeat_seconds: float = 0.2
+    secret: str = ""
     incarnation: int = field(default_factory=lambda: secrets.randbits(63))
 
 
 class InstantWorker:
     """Binds its socket when created; ``run`` serves until ``stop``. ``received`` keeps every message
-    from the router, ``requests`` the requests among them."""
+    from the router, ``requests`` the requests among them; ``refusal`` is why the router doesn't take this worker."""
 
     def __init__(self, membership: str, script: Script, options: WorkerOptions | None = None) -> None:
         self.options = options or WorkerOptions()
@@ -159,12 +163,16 @@ class InstantWorker:
         self._script = script
         self._stopping = threading.Event()
         self._say_leave = True
+        self.refusal = ""
         self._context = zmq.Context()
+        self._security = SocketSecurity(self._context, self.options.secret)
         self._requests = self._context.socket(zmq.ROUTER)
+        self._security.protect_bound(self._requests)
         self._requests.setsockopt(zmq.LINGER, 0)
         self._requests.bind(f"tcp://{self.options.host}:*")
         self.endpoint = self._requests.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self._membership = self._context.socket(zmq.DEALER)
+        self._security.protect_connecting(self._membership)
         self._membership.setsockopt(zmq.LINGER, 100)
         self._membership.setsockopt(zmq.IDENTITY, f"{self.party.engine_id}@{self.party.incarnation}".encode())
         self._membership.connect(membership)
@@ -199,6 +207,7 @@ class InstantWorker:
         finally:
             self._requests.close()
             self._membership.close()
+            self._security.close()
             self._context.term()
 
     def _info(self) -> WorkerInfo:
@@ -216,7 +225,8 @@ class InstantWorker:
         )
 
     def _tell(self, body: Body) -> None:
-        self._membership.send(encode(Envelope(self.party, None, body)))
+        with contextlib.suppress(zmq.Again):  # nobody is there, or nobody who shares the secret
+            self._membership.send(encode(Envelope(self.party, None, body)), zmq.NOBLOCK)
 
     def _wait_ms(self, now: float, next_heartbeat: float) -> int:
         due = min([next_heartbeat, *(entry[0] for entry in self._outbox[:1])])
@@ -231,6 +241,8 @@ class InstantWorker:
                 return
             if isinstance(envelope.body, Registered) and envelope.to == self.party:
                 self.registered.set()
+            elif isinstance(envelope.body, RegisterRefused):
+                self.refusal = envelope.body.reason
 
     def _on_requests(self) -> None:
         while True:

@@ -16,6 +16,7 @@ import torch
 from splitserve.config import WorkerConfig
 from splitserve.decode.build import build_core
 from splitserve.decode.memory_plan import MemoryPlan, plan_kv_memory
+from splitserve.errors import HandshakeError
 from splitserve.kvconnector.layout import block_bytes
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.nixl import NixlConnector
@@ -29,6 +30,7 @@ from splitserve.prefill.executor import StepExecutor
 from splitserve.prefill.loop import Waker, WorkerLoop
 from splitserve.prefill.sockets import WorkerSockets
 from splitserve.request import Party, Role
+from splitserve.security import check_exposure, is_loopback
 from splitserve.step import SampleSpec, ScheduledChunk, StepPlan
 
 logger = logging.getLogger(__name__)
@@ -50,8 +52,13 @@ def run_worker(config: WorkerConfig, progress: Progress) -> None:
     """Serve until SIGTERM, which drains (a second one ends it at once), or SIGINT, which ends it at once.
 
     ``progress`` hears of the stages "weights", "kv_memory" and "ready". Raises :class:`CheckpointError` or
-    :class:`ConfigError`, before the worker is known to anybody, for what can't be served.
+    :class:`ConfigError`, before the worker is known to anybody, for what can't be served; :class:`HandshakeError` if
+    the router refuses it.
     """
+    check_exposure(config.host, config.secret)
+    if is_loopback(config.host):
+        # UCX listens on every network interface and asks nobody who he is: keep it to this machine, too.
+        os.environ.setdefault("UCX_NET_DEVICES", "lo")
     threads = config.engine.threads or _num_usable_cores()
     torch.set_num_threads(threads)
     model_config = load_model_config(config.engine.model)
@@ -111,7 +118,7 @@ def _serve(config: WorkerConfig, served: _Served, threads: int, progress: Progre
     memory = served.memory
     me = Party(config.engine_id, secrets.randbits(63))
     waker = Waker()
-    sockets = WorkerSockets(me, config.host, config.membership)
+    sockets = WorkerSockets(me, config.host, config.membership, config.secret)
     connector = NixlConnector(me, memory, waker.wake)
     core = build_core(
         config,
@@ -139,6 +146,11 @@ def _serve(config: WorkerConfig, served: _Served, threads: int, progress: Progre
     signal.signal(signal.SIGINT, lambda *_: loop.stop())
     while not loop.registered and not loop.stopping:
         loop.run_once()
+        if loop.refusal:
+            loop.stop()
+    if loop.refusal:
+        loop.run()  # which ends at once, and closes what it owns
+        raise HandshakeError(f"the router refuses {config.engine_id}: {loop.refusal}")
     progress("ready", {"endpoint": sockets.endpoint, "threads": str(threads)})
     loop.run()
     logger.info("stopped; last load: %s", msgspec.json.encode(core.load()).decode())

@@ -3,12 +3,15 @@ follow vLLM.
 """
 
 import argparse
+import os
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from splitserve.config import DEVICES, DTYPES, EngineConfig, RouterConfig
 from splitserve.errors import ConfigError
+from splitserve.orchestration.process import SECRET_VARIABLES
 from splitserve.orchestration.sizes import parse_bytes
 from splitserve.orchestration.spec import ClusterSpec
 
@@ -16,6 +19,8 @@ _ENGINE_DEFAULTS: dict[str, Any] = {
     field.name: field.default for field in msgspec.structs.fields(EngineConfig) if field.name != "model"
 }
 _ROUTER_DEFAULTS: dict[str, Any] = {field.name: field.default for field in msgspec.structs.fields(RouterConfig)}
+_WORKER_HOST = _ROUTER_DEFAULTS["membership_host"]
+SECRET_VARIABLE, API_KEY_VARIABLE = SECRET_VARIABLES
 
 
 def bytes_option(text: str) -> int:
@@ -34,6 +39,16 @@ def add_worker_options(parser: argparse.ArgumentParser, num_prefill: int = 0, nu
     group.add_argument(
         "--threads", type=int, default=0, metavar="T", help="per worker; 0 splits the cores between the workers"
     )
+    group.add_argument(
+        "--worker-host", default=_WORKER_HOST, metavar="ADDRESS", help="address that workers and membership bind"
+    )
+    group.add_argument(
+        "--secret-file",
+        default="",
+        metavar="PATH",
+        help="file with the secret that protects what the processes tell each other, needed off loopback; "
+        f"empty: ${SECRET_VARIABLE}, else none",
+    )
 
 
 def add_router_options(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +56,12 @@ def add_router_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--host", default=_ROUTER_DEFAULTS["host"], help="address to bind")
     group.add_argument("--port", type=int, default=_ROUTER_DEFAULTS["port"], help="port to bind; 0 takes a free one")
     group.add_argument("--served-model-name", default="", metavar="ID", help="model id; empty: the directory's name")
+    group.add_argument(
+        "--api-key-file",
+        default="",
+        metavar="PATH",
+        help=f"file with the key that /v1 wants as 'Authorization: Bearer KEY'; empty: ${API_KEY_VARIABLE}, else none",
+    )
     group.add_argument("--policy", default=_ROUTER_DEFAULTS["policy"], help="how requests are placed")
 
 
@@ -92,4 +113,23 @@ def cluster_spec(options: argparse.Namespace) -> ClusterSpec:
         host=options.host,
         port=options.port,
         policy=options.policy,
+        worker_host=options.worker_host,
+        secret=read_secret(options.secret_file, SECRET_VARIABLE),
+        api_key=read_secret(options.api_key_file, API_KEY_VARIABLE),
     )
+
+
+def read_secret(path: str, variable: str) -> str:
+    """The content of the file at ``path``, else of the environment's ``variable``, stripped; "" if neither is set.
+
+    Neither comes from the command line, which every user of the machine can see. Raises :class:`ConfigError`.
+    """
+    if not path:
+        return os.environ.get(variable, "").strip()
+    try:
+        text = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"can't read {path}: {error}") from error
+    if not text:
+        raise ConfigError(f"{path} is empty; write the secret into it, or leave the option away")
+    return text

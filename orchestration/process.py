@@ -48,6 +48,8 @@ class StopRequested:
     signal_name: str
 
 
+SECRET_VARIABLES = ("SPLITSERVE_SECRET", "SPLITSERVE_API_KEY")
+
 Event = ChildProgress | ChildExited | StopRequested
 
 
@@ -55,7 +57,8 @@ def child_environment(threads: int, base: Mapping[str, str]) -> dict[str, str]:
     """``base`` plus what must be set before torch, tokenizers and NIXL are imported. ``threads`` 0 leaves
     thread counts.
 
-    What the user has set already wins, thread counts excepted: those follow ``--threads``.
+    What the user has set already wins, thread counts excepted: those follow ``--threads``. Secrets are left out: they
+    travel in the config.
     """
     defaults = {
         "GOMP_SPINCOUNT": _OPENMP_SPIN_TURNS,
@@ -65,7 +68,8 @@ def child_environment(threads: int, base: Mapping[str, str]) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
     }
     counts = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS") if threads else ()
-    return {**defaults, **base, **dict.fromkeys(counts, str(threads))}
+    inherited = {name: value for name, value in base.items() if name not in SECRET_VARIABLES}
+    return {**defaults, **inherited, **dict.fromkeys(counts, str(threads))}
 
 
 class ChildProcess:

@@ -4,14 +4,18 @@ from pathlib import Path
 
 import msgspec
 
-from splitserve.config import EngineConfig, RouterConfig, WorkerConfig
+from splitserve.config import Confidential, EngineConfig, RouterConfig, WorkerConfig
 from splitserve.errors import CheckpointError, ConfigError
 from splitserve.orchestration.cores import split_cores
 from splitserve.request import Role
+from splitserve.security import check_exposure
 
 
-class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
+class ClusterSpec(Confidential, frozen=True, kw_only=True):
     """One model on one machine: the engine's settings, how many workers of each role, where the router listens.
+
+    ``worker_host`` is the address of the side channels: workers and membership bind it; off loopback it takes a
+    ``secret``. ``api_key`` is what clients must show.
 
     ``engine.threads`` 0 splits the cores between the workers; otherwise each worker gets that many. Raises
     :class:`ConfigError` for numbers of workers that can't serve.
@@ -24,6 +28,9 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 8000
     policy: str = "least-loaded"
+    worker_host: str = "127.0.0.1"
+    secret: str = ""
+    api_key: str = ""
 
     def __post_init__(self) -> None:
         for name in ("num_prefill", "num_decode", "num_mixed"):
@@ -43,6 +50,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("no workers: say --prefill P --decode D (disaggregated) or --mixed N (not disaggregated)")
         if not 0 <= self.port < 2**16:
             raise ConfigError(f"port is {self.port}; it must be 0 (take a free one) to 65535")
+        check_exposure(self.worker_host, self.secret)
 
     @property
     def num_workers(self) -> int:
@@ -65,6 +73,9 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
             host=self.host,
             port=self.port,
             policy=self.policy,
+            membership_host=self.worker_host,
+            secret=self.secret,
+            api_key=self.api_key,
         )
 
     def worker_configs(self, membership: str, num_cores: int) -> list[WorkerConfig]:
@@ -80,6 +91,8 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
                     self.engine, threads=num_threads, served_model_name=self.served_model_name
                 ),
                 membership=membership,
+                host=self.worker_host,
+                secret=self.secret,
             )
             for (role, index), num_threads in zip(places, threads, strict=True)
         ]

@@ -19,6 +19,7 @@ from splitserve.prefill.sockets import WorkerSockets
 logger = logging.getLogger(__name__)
 
 REGISTER_INTERVAL_SECONDS = 5.0
+COMPLAINT_INTERVAL_SECONDS = 5.0
 STOP_SECONDS = 1.0
 
 
@@ -79,6 +80,8 @@ class WorkerLoop:
         self._drain_requested = False
         self._stopping = False
         self._registered = False
+        self._refusal = ""
+        self._complaint_due_at = time.monotonic() + COMPLAINT_INTERVAL_SECONDS
         self._heartbeat_due_at = 0.0
         self._register_due_at = 0.0
         sockets.watch(waker.read_fd)
@@ -106,6 +109,11 @@ class WorkerLoop:
         """Whether membership has accepted this worker."""
         return self._registered
 
+    @property
+    def refusal(self) -> str:
+        """Why membership doesn't take this worker, in its words; "" unless it said so."""
+        return self._refusal
+
     def run(self) -> None:
         """Serve until :meth:`stop`."""
         try:
@@ -126,8 +134,8 @@ class WorkerLoop:
         if self._drain_requested and not self._drain.has_begun:
             self._begin_drain(now)
         for envelope in self._sockets.receive():
-            if isinstance(envelope.body, Registered):
-                self._registered = True
+            if isinstance(envelope.body, Registered | RegisterRefused):
+                self._on_membership(envelope)
             else:
                 self._core.handle(envelope, now)
         for event in self._connector.events():
@@ -199,6 +207,9 @@ class WorkerLoop:
             interval = REGISTER_INTERVAL_SECONDS if self._registered else self._config.protocol.heartbeat_seconds
             self._register_due_at = now + interval
             self._sockets.send_membership(Register(info=self._info))
+        if now >= self._complaint_due_at:
+            self._complaint_due_at = now + COMPLAINT_INTERVAL_SECONDS
+            self._complain()
         if now >= self._heartbeat_due_at:
             self._heartbeat_due_at = now + self._config.protocol.heartbeat_seconds
             load = msgspec.structs.replace(self._core.load(), resident_bytes=self._process.memory_info().rss)
@@ -206,6 +217,14 @@ class WorkerLoop:
             if self._drain.has_begun:  # after the heartbeat, which makes a lost worker a candidate again
                 self._sockets.send_membership(Draining())
 
+
+    def _complain(self) -> None:
+        """Say it where somebody looks for the reason that no request comes here."""
+        if self._refusal:
+            logger.error("the router refuses this worker: %s", self._refusal)
+        elif not self._registered:
+            endpoint = self._config.membership
+            logger.warning("no answer from %s: is the router there, and has it the same shared secret?", endpoint)
     def _seconds_until_due(self) -> float:
         register_due_at = float("inf") if self._drain.has_begun else self._register_due_at
         due_at = min(self._core.next_deadline(), self._heartbeat_due_at, register_due_at, self._drain.next_deadline())

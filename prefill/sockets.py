@@ -10,6 +10,7 @@ import zmq
 from splitserve.errors import ConfigError, WireError
 from splitserve.messages import Body, Envelope, PeerRef
 from splitserve.request import Party
+from splitserve.security import SocketSecurity, check_exposure
 from splitserve.wire import MAX_MESSAGE_BYTES, decode, encode
 
 logger = logging.getLogger(__name__)
@@ -20,21 +21,21 @@ HIGH_WATER_MARK = 10_000
 
 
 class WorkerSockets:
-    """Binds ``tcp://host:*``; every message goes out in an envelope from ``me``. Not thread-safe."""
+    """Binds ``tcp://host:*``; every message goes out in an envelope from ``me``. Not thread-safe.
 
-    def __init__(self, me: Party, host: str, membership: str) -> None:
+    A ``secret`` protects all connections. Raises :class:`ConfigError` for a host that can't be bound or that needs one.
+    """
+
+    def __init__(self, me: Party, host: str, membership: str, secret: str = "") -> None:
+        check_exposure(host, secret)
         self.me = me
         self._context = zmq.Context()
+        self._security = SocketSecurity(self._context, secret)
         self._server = self._socket(zmq.ROUTER)
+        self._security.protect_bound(self._server)
         self._server.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._server.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer that dials anew keeps its identity
-        try:
-            port = self._server.bind_to_random_port(f"tcp://{host}")
-        except zmq.ZMQError as error:
-            raise ConfigError(
-                f"can't bind a socket on {host}: {error}; --host must be an address of this machine"
-            ) from error
-        self.endpoint = f"tcp://{host}:{port}"
+        self.endpoint = self._bind(host)
         self._membership = self._dial(membership)
         self._senders: OrderedDict[Party, bytes] = OrderedDict()
         self._peers: dict[Party, zmq.Socket[bytes]] = {}
@@ -90,6 +91,8 @@ class WorkerSockets:
         """Connect to a peer. One with an endpoint that can't be is as good as one that never answers."""
         self.hang_up(peer.party)
         try:
+            if not peer.endpoint.startswith("tcp://"):
+                raise zmq.ZMQError(zmq.EPROTONOSUPPORT)
             self._peers[peer.party] = self._dial(peer.endpoint)
         except zmq.ZMQError as error:
             self.num_undeliverable += 1
@@ -109,6 +112,7 @@ class WorkerSockets:
             self.hang_up(peer)
         for socket in (self._server, self._membership):
             socket.close(linger=int(linger_seconds * 1000))
+        self._security.close()
         self._context.term()
 
     def _receive_dialled(self, socket: "zmq.Socket[bytes]") -> Iterator[Envelope]:
@@ -143,8 +147,23 @@ class WorkerSockets:
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         return socket
 
+    def _bind(self, host: str) -> str:
+        address = f"[{host}]" if ":" in host else host
+        try:
+            self._server.setsockopt(zmq.IPV6, int(":" in host))
+            return f"tcp://{address}:{self._server.bind_to_random_port(f'tcp://{address}')}"
+        except zmq.ZMQError as error:
+            self._server.close()
+            self._security.close()
+            self._context.term()
+            raise ConfigError(
+                f"can't bind a socket on {host}: {error}; --worker-host must be an address of this machine"
+            ) from error
+
     def _dial(self, endpoint: str) -> "zmq.Socket[bytes]":
         socket = self._socket(zmq.DEALER)
+        socket.setsockopt(zmq.IPV6, 1)  # dials IPv4, too
+        self._security.protect_connecting(socket)
         socket.setsockopt(zmq.IDENTITY, str(self.me).encode())
         try:
             socket.connect(endpoint)

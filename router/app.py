@@ -1,6 +1,8 @@
 """The HTTP interface: OpenAI's endpoints, health, readiness, metrics. Every error has OpenAI's shape."""
 
 import asyncio
+import hashlib
+import hmac
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeAlias, TypeVar
@@ -134,8 +136,8 @@ async def _read_body(request: Request) -> bytes:
     return b"".join(chunks)
 
 
-def create_app(api: Api, metrics: RouterMetrics) -> ASGIApp:
-    """The ASGI application: routes, errors in OpenAI's shape, request counts."""
+def create_app(api: Api, metrics: RouterMetrics, api_key: str = "") -> ASGIApp:
+    """The ASGI application: routes, errors in OpenAI's shape, request counts; /v1 takes ``api_key`` unless it's ""."""
     app = FastAPI(title="Splitserve", version=__version__, docs_url=None, redoc_url=None)
     schemas: dict[str, Any] = {}
     posts: list[tuple[str, Handler, type[GenerationRequest]]] = [
@@ -160,7 +162,7 @@ def create_app(api: Api, metrics: RouterMetrics) -> ASGIApp:
     app.add_exception_handler(ClientDisconnect, _on_client_disconnect)
     app.add_exception_handler(Exception, _on_unexpected)
     app.openapi().setdefault("components", {}).setdefault("schemas", {}).update(schemas)
-    return CountRequests(app, metrics)
+    return CountRequests(RequireKey(app, api_key) if api_key else app, metrics)
 
 
 def _json_content(model: type[GenerationRequest], schemas: dict[str, Any]) -> dict[str, Any]:
@@ -194,10 +196,31 @@ async def _on_unexpected(request: Request, _error: Exception) -> Response:
     return await _on_api_error(request, ApiError(500, "internal error", code="internal_error"))
 
 
+class RequireKey:
+    """ASGI middleware that answers 401 under /v1 unless the request shows the API key. The body isn't read before."""
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self._app = app
+        self._digest = hashlib.sha256(api_key.encode()).digest()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not scope["path"].startswith("/v1/") or self._is_allowed(scope["headers"]):
+            await self._app(scope, receive, send)
+            return
+        error = ApiError(401, "incorrect or missing API key: send 'Authorization: Bearer KEY'", code="invalid_api_key")
+        await Response(error.encode(), 401, {"www-authenticate": "Bearer"}, "application/json")(scope, receive, send)
+
+    def _is_allowed(self, headers: list[tuple[bytes, bytes]]) -> bool:
+        given = [value for name, value in headers if name == b"authorization"]
+        scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        # Equal lengths: the time of the comparison tells nothing of the key.
+        return scheme.lower() == b"bearer" and hmac.compare_digest(hashlib.sha256(key.strip()).digest(), self._digest)
+
+
 class CountRequests:
     """ASGI middleware that counts requests by endpoint and status."""
 
-    def __init__(self, app: FastAPI, metrics: RouterMetrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: RouterMetrics) -> None:
         self._app = app
         self._metrics = metrics
         self._paths = frozenset(

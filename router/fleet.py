@@ -29,6 +29,7 @@ from splitserve.request import Party, Role
 from splitserve.router.links import LoopSocket, WorkerLink, bind_router_socket
 from splitserve.router.membership import Membership, WorkerState
 from splitserve.router.metrics import RouterMetrics
+from splitserve.security import SocketSecurity, check_exposure
 from splitserve.wire import decode, encode
 
 log = logging.getLogger(__name__)
@@ -76,9 +77,16 @@ class Fleet:
         self._links: dict[Party, WorkerLink] = {}
         self._stale_log = RateLimitedLog(logging.INFO)  # ordinary after an abort
         self._wire_log = RateLimitedLog(logging.WARNING)
+        self._refusal_log = RateLimitedLog(logging.WARNING)
         self._loop = asyncio.get_running_loop()
+        check_exposure(config.membership_host, config.secret)
         self._context = zmq.Context()
-        socket, self.endpoint = bind_router_socket(self._context, config.membership_host)
+        self._security = SocketSecurity(self._context, config.secret)
+        try:
+            socket, self.endpoint = bind_router_socket(self._context, config.membership_host, self._security)
+        except ConfigError:
+            self._security.close()
+            raise
         self._socket = LoopSocket(socket, self._on_membership_frames)
         self._tick_seconds = min(_MAX_TICK_SECONDS, protocol.dead_after_seconds / 4)
         self._last_tick = self._loop.time()
@@ -100,6 +108,7 @@ class Fleet:
             link.close()
         self._links.clear()
         self._socket.close()
+        self._security.close()
         self._context.term()
 
     # ---- the membership socket ----
@@ -135,7 +144,8 @@ class Fleet:
             refusal = self._dial(sender)
         if refusal is not None:
             self._metrics.workers_refused.inc()
-            log.warning("refused worker %s: %s", sender, refusal)
+            self._refusal_log.write(self._loop.time(), f"refused worker {sender}: {refusal}")
+            self._socket.send([identity, encode(Envelope(self.party, sender, RegisterRefused(refusal)))])
             return
         if registration.must_dial:
             log.info("worker %s (%s) registered from %s", sender, body.info.role, body.info.endpoint)
@@ -160,6 +170,7 @@ class Fleet:
                 self._context,
                 record.info,
                 self.party,
+                self._security,
                 on_frames=self._on_link_frames,
                 on_up=self._on_link_up,
                 on_down=self._on_link_down,

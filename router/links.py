@@ -13,6 +13,7 @@ import zmq
 from splitserve.errors import ConfigError
 from splitserve.messages import Body, Envelope, WorkerInfo
 from splitserve.request import Party
+from splitserve.security import SocketSecurity
 from splitserve.wire import MAX_MESSAGE_BYTES, encode
 
 log = logging.getLogger(__name__)
@@ -73,9 +74,12 @@ class LoopSocket:
         self._drain_soon()
 
 
-def bind_router_socket(context: "zmq.Context[zmq.Socket[bytes]]", host: str) -> "tuple[zmq.Socket[bytes], str]":
+def bind_router_socket(
+    context: "zmq.Context[zmq.Socket[bytes]]", host: str, security: SocketSecurity
+) -> "tuple[zmq.Socket[bytes], str]":
     """A ROUTER socket on a free port of ``host``, and its endpoint. Raises :class:`ConfigError`."""
     socket = _new_socket(context, zmq.ROUTER)
+    security.protect_bound(socket)
     # A worker that reconnects before its old connection was seen to end must not be shut out.
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
     address = f"[{host}]" if ":" in host else host
@@ -100,6 +104,7 @@ class WorkerLink:
         context: "zmq.Context[zmq.Socket[bytes]]",
         info: WorkerInfo,
         router: Party,
+        security: SocketSecurity,
         *,
         on_frames: Callable[[Party, list[bytes]], None],
         on_up: Callable[["WorkerLink"], None],
@@ -113,6 +118,8 @@ class WorkerLink:
         if not info.endpoint.startswith("tcp://"):
             raise ConfigError(f"endpoint {info.endpoint!r} isn't a tcp:// address")
         socket = _new_socket(context, zmq.DEALER)
+        security.protect_connecting(socket)
+        socket.setsockopt(zmq.IPV6, 1)  # dials IPv4, too
         socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a worker that isn't there
         monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | _DOWN_EVENTS)
         try:

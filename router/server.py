@@ -19,6 +19,7 @@ from splitserve.router.dispatcher import Dispatcher
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.preparation import Preparation
 from splitserve.router.tokenizer import ModelTokenizer
+from splitserve.security import is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,12 @@ def run_router(config: RouterConfig, progress: Progress) -> None:
     {"url": ...})`` when HTTP is accepted. Raises :class:`ConfigError` for settings that can't work, a taken port among
     them, and :class:`CheckpointError` for a model directory without a usable tokenizer.
     """
+    if not config.api_key and not is_loopback(config.host):
+        log.warning(
+            "anybody who reaches %s can use the endpoint: set SPLITSERVE_API_KEY or --api-key-file, unless a proxy in "
+            "front of it asks for credentials",
+            config.host,
+        )
     with _listen(config.host, config.port) as listener:
         tokenizer = ModelTokenizer(Path(config.model))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -48,7 +55,7 @@ async def _serve(config: RouterConfig, progress: Progress, listener: socket.sock
     preparation = Preparation(tokenizer)
     try:
         progress("membership", {"endpoint": dispatcher.fleet.endpoint})
-        app = create_app(Api(config.served_model_name, dispatcher, preparation, metrics), metrics)
+        app = create_app(Api(config.served_model_name, dispatcher, preparation, metrics), metrics, config.api_key)
         server = _HttpServer(
             uvicorn.Config(
                 app,

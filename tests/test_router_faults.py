@@ -342,7 +342,7 @@ def test_settings_that_cannot_work_are_named(model_dir, tmp_path):
     with pytest.raises(RuntimeError, match=r"ConfigError: policy is 'best'"):
         RouterProcess(model_dir, policy="best")
     with pytest.raises(RuntimeError, match=r"ConfigError: membership_host '203\.0\.113\.1' can't be bound"):
-        RouterProcess(model_dir, membership_host="203.0.113.1")
+        RouterProcess(model_dir, membership_host="203.0.113.1", secret="sixteen or more characters")
 
 
 def test_an_endpoint_that_cannot_be_dialled_is_refused(serve):

@@ -36,6 +36,7 @@ from splitserve.messages import (
     PrefillRequest,
     Register,
     Registered,
+    RegisterRefused,
     Release,
     RequestFailed,
     StepTokens,
@@ -76,6 +77,7 @@ EXAMPLES: list[Body] = [
     OfferAck(KEY, 4, False),
     Release(KEY, True),
     Withdrawn(KEY, "aborted"),
+    RegisterRefused("another vocabulary"),
 ]
 
 

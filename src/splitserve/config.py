@@ -7,6 +7,7 @@ from splitserve.request import Role
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
+SECRETS = ("secret", "api_key")
 
 
 class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,8 +73,23 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
-class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker process. ``membership`` is the endpoint that it registers with; ``host`` the address it binds."""
+class Confidential(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of configs with secrets: those never show in a repr, and with that in no log and no traceback."""
+
+    def __repr__(self) -> str:
+        shown = (f"{name}={self._shown(name)}" for name in self.__struct_fields__)
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    def _shown(self, name: str) -> str:
+        value = getattr(self, name)
+        return "'...'" if name in SECRETS and value else repr(value)
+
+
+class WorkerConfig(Confidential, frozen=True, kw_only=True):
+    """One worker process. ``membership`` is the endpoint that it registers with; ``host`` the address it binds.
+
+    ``secret`` protects its side channels; see :mod:`splitserve.security`.
+    """
 
     engine_id: str
     role: Role
@@ -81,10 +97,14 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     membership: str
     host: str = "127.0.0.1"
     protocol: ProtocolConfig = ProtocolConfig()
+    secret: str = ""
 
 
-class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The router process. ``port`` 0 takes a free one. ``max_waiting`` bounds requests in flight (429 beyond)."""
+class RouterConfig(Confidential, frozen=True, kw_only=True):
+    """The router process. ``port`` 0 takes a free one. ``max_requests_in_flight`` bounds what it admits (429 beyond).
+
+    ``secret`` protects its side channels; ``api_key`` is what /v1 wants of clients, "" asks for nothing.
+    """
 
     model: str
     served_model_name: str
@@ -94,3 +114,5 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = "least-loaded"
     max_requests_in_flight: int = 1024
     protocol: ProtocolConfig = ProtocolConfig()
+    secret: str = ""
+    api_key: str = ""

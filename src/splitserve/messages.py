@@ -96,6 +96,10 @@ class Register(Message, frozen=True):
 
 class Registered(Message, frozen=True):
     pass
+class RegisterRefused(Message, frozen=True):
+    reason: str
+
+
 
 
 class Heartbeat(Message, frozen=True):
@@ -316,6 +320,7 @@ class Withdrawn(Message, frozen=True):
 Body: TypeAlias = (
     Register
     | Registered
+    | RegisterRefused
     | Heartbeat
     | Draining
     | Leave
