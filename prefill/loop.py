@@ -217,7 +217,6 @@ class WorkerLoop:
             if self._drain.has_begun:  # after the heartbeat, which makes a lost worker a candidate again
                 self._sockets.send_membership(Draining())
 
-
     def _complain(self) -> None:
         """Say it where somebody looks for the reason that no request comes here."""
         if self._refusal:
@@ -225,6 +224,7 @@ class WorkerLoop:
         elif not self._registered:
             endpoint = self._config.membership
             logger.warning("no answer from %s: is the router there, and has it the same shared secret?", endpoint)
+
     def _seconds_until_due(self) -> float:
         register_due_at = float("inf") if self._drain.has_begun else self._register_due_at
         due_at = min(self._core.next_deadline(), self._heartbeat_due_at, register_due_at, self._drain.next_deadline())

@@ -96,10 +96,10 @@ class Register(Message, frozen=True):
 
 class Registered(Message, frozen=True):
     pass
+
+
 class RegisterRefused(Message, frozen=True):
     reason: str
-
-
 
 
 class Heartbeat(Message, frozen=True):
