@@ -6,7 +6,8 @@ Contract with the parent:
 - the first line of standard input is an :class:`Order` as JSON. The pipe then stays open: its end means that
   the parent is gone, however it died, and ends this process too;
 - the status pipe carries :class:`Progress` as JSON lines. Stage ``error`` says in one line why the process ends;
-- SIGTERM ends it in order. Exit status: 0 after SIGTERM, 2 for an error that the user can mend, 1 for any other.
+- SIGINT ends it in order, now. SIGTERM ends it in order, a worker once it has drained. Exit status: 0 after a signal,
+  2 for an error that the user can mend, 1 for any other.
 """
 
 import ctypes
@@ -102,18 +103,19 @@ def run(order: Order, status: StatusPipe) -> int:
 def _end_with_parent(life_line: FileIO) -> None:
     """Wait for the parent's end, ask this process to end in order, and see to it that it does."""
     life_line.read()
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGINT)
     time.sleep(ORPHAN_GRACE_SECONDS)
     os._exit(1)
 
 
 def _ask_kernel_for_death_signal() -> None:
-    """SIGTERM when the parent dies, where the platform has it (Linux); elsewhere the life line alone does it."""
+    """SIGINT when the parent dies, where the platform has it (Linux); elsewhere the life line alone does it."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT, 0, 0, 0)
 
 
 def main() -> int:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits it ignored
     # Unbuffered: a daemon thread that holds a buffered reader's lock makes the interpreter abort when it ends.
     life_line = FileIO(sys.stdin.fileno(), closefd=False)
     order = msgspec.json.decode(life_line.readline(), type=Order)

@@ -67,6 +67,9 @@ def build_parser() -> argparse.ArgumentParser:
     add_worker_options(serve)
     add_router_options(serve)
     add_engine_options(serve)
+    serve.add_argument(
+        "--restart", action=argparse.BooleanOptionalAction, default=True, help="start workers that end again"
+    )
     serve.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="of every process")
     serve.set_defaults(run=_serve)
 
@@ -114,7 +117,7 @@ def _serve(options: argparse.Namespace) -> int:
     from splitserve.orchestration.serve import serve
 
     set_up_logging("launcher", options.log_level)
-    return serve(cluster_spec(options), options.log_level)
+    return serve(cluster_spec(options), options.log_level, restart=options.restart)
 
 
 def _demo(options: argparse.Namespace) -> int:

@@ -1,15 +1,18 @@
 """A cluster of processes on this machine: the router first, then all workers at once.
 
 :class:`LocalCluster` starts them, shows their progress, watches them and ends them. It is one loop over the
-children's events (see :mod:`.process`); nothing is restarted. No child outlives it: they are asked with
-SIGTERM, killed after :data:`STOP_GRACE_SECONDS`, and end by themselves if this process dies without a word.
+children's events (see :mod:`.process`). A worker that ends is started again (see :mod:`.restarts`): same name, new
+incarnation. No child outlives the cluster: they are asked with SIGINT, which doesn't wait for requests, killed after
+:data:`STOP_GRACE_SECONDS`, and end by themselves if this process dies without a word.
 """
 
 import http.client
 import logging
+import random
 import signal
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -21,6 +24,7 @@ from splitserve.errors import SplitserveError
 from splitserve.orchestration.child import Config
 from splitserve.orchestration.cores import available_cores
 from splitserve.orchestration.process import ChildExited, ChildProcess, ChildProgress, Event, StopRequested
+from splitserve.orchestration.restarts import RestartPolicy
 from splitserve.orchestration.spec import ClusterSpec
 
 STOP_GRACE_SECONDS = 3.0
@@ -54,7 +58,8 @@ def ignore_progress(_event: ChildProgress) -> None:
 class LocalCluster:
     """Use as a context manager (ready inside, gone after), or ``start``, ``watch``, ``stop``.
 
-    Start it from a thread that outlives it; in the main thread the kernel guards against orphans, too.
+    Start it from a thread that outlives it; in the main thread the kernel guards against orphans, too. Workers are
+    started again while :meth:`watch` runs, unless ``restart`` is off. ``environment`` is added to the children's own.
     """
 
     def __init__(
@@ -65,6 +70,8 @@ class LocalCluster:
         log_level: str = "info",
         entries: Entries = Entries(),
         num_cores: int | None = None,
+        restart: bool = True,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.spec = spec
         self.url = ""
@@ -74,8 +81,16 @@ class LocalCluster:
         self._log_level = log_level
         self._entries = entries
         self._events: SimpleQueue[Event] = SimpleQueue()
+        self._restart = restart
+        self._environment = environment
+        self._changed = threading.Condition()  # guards what watch() changes and others look at
         self._children: dict[str, ChildProcess] = {}
-        self._ready: set[str] = set()
+        self._ready_since: dict[str, float] = {}
+        self._leaving: set[str] = set()  # were told to end
+        self._worker_configs: dict[str, WorkerConfig] = {}
+        self._policies: dict[str, RestartPolicy] = {}
+        self._restart_due_at: dict[str, float] = {}
+        self._chosen = random.Random()
 
     def __enter__(self) -> "LocalCluster":
         self.start()
@@ -92,7 +107,30 @@ class LocalCluster:
     @property
     def pids(self) -> dict[str, int]:
         """Process ids by name (``router``, ``prefill-0``, ...)."""
-        return {name: child.pid for name, child in self._children.items()}
+        with self._changed:
+            return {name: child.pid for name, child in self._children.items()}
+
+    @property
+    def ready(self) -> frozenset[str]:
+        """Workers that said that they are ready, and have neither ended nor been sent away since."""
+        with self._changed:
+            return frozenset(self._ready_since.keys() - self._leaving)
+
+    def wait_ready(self, name: str, timeout_seconds: float) -> bool:
+        """Wait until a worker is ready; False if that takes longer."""
+        with self._changed:
+            return self._changed.wait_for(lambda: name in self.ready, timeout_seconds)
+
+    def send_signal(self, name: str, signal_number: int) -> None:
+        """To a process that is running; nothing if it has just ended. Raises :class:`KeyError` for an unknown name."""
+        with self._changed:
+            self._children[name].send_signal(signal_number)
+            if signal_number in (signal.SIGTERM, signal.SIGKILL):
+                self._leaving.add(name)
+
+    def restart(self, name: str) -> None:
+        """Ask a worker to drain; :meth:`watch` starts it again when it has ended."""
+        self.send_signal(name, signal.SIGTERM)
 
     def start(self) -> None:
         """Return when every worker is ready and the router says so; on any failure everything is stopped.
@@ -104,7 +142,9 @@ class LocalCluster:
             self._spawn("router", self._entries.router, self.spec.router_config(), threads=0)
             self._handle_events_until(lambda: self._membership != "", "the router's membership endpoint", deadline)
             for config in self.spec.worker_configs(self._membership, self._num_cores):
-                self._spawn_worker(config)
+                self._worker_configs[config.engine_id] = config
+                self._policies[config.engine_id] = RestartPolicy()
+                self._spawn_worker(config.engine_id)
             self._handle_events_until(lambda: self._all_ready() and self.url != "", "all workers", deadline)
             self._wait_until_router_ready(time.monotonic() + ROUTER_READY_TIMEOUT_SECONDS)
         except BaseException:
@@ -112,25 +152,40 @@ class LocalCluster:
             raise
 
     def watch(self) -> int:
-        """Serve until :meth:`request_stop`; returns the exit status: 1 if the router or the last worker died."""
+        """Serve until :meth:`request_stop`; returns the exit status: 1 if the router died or no worker is left."""
         while True:
-            match self._events.get():
-                case StopRequested(signal_name):
-                    _log.info("%s: stopping", signal_name)
+            match self._next_event():
+                case StopRequested(reason):
+                    _log.info("%s: stopping", reason)
                     return 0
                 case ChildExited(name, returncode):
-                    child = self._children.pop(name)
-                    child.join(STOP_GRACE_SECONDS)
-                    _log.error("%s", child.describe_exit(returncode))
+                    self._on_exit(name, returncode)
                     if name == "router":
                         _log.error("the router is gone: stopping")
                         return 1
-                    if len(self._children) == 1:
+                    if len(self._children) == 1 and not self._restart_due_at:
                         _log.error("no worker is left: stopping")
                         return 1
-                    _log.error("%s is not restarted; %s go on", name, ", ".join(sorted(self._children)))
                 case ChildProgress() as progress:
-                    self._show(progress)
+                    self._note_progress(progress)
+            self._start_due_workers()
+
+    @contextmanager
+    def supervised(self) -> Iterator[None]:
+        """:meth:`watch` in a thread of its own, for a caller with something else to do.
+
+        Raises :class:`LaunchError` at the end if the cluster had ended by itself.
+        """
+        statuses: list[int] = []
+        watcher = threading.Thread(target=lambda: statuses.append(self.watch()), name="watch", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            self.request_stop("the supervision's end")
+            watcher.join()
+        if statuses != [0]:
+            raise LaunchError("the cluster ended by itself: its log says why")
 
     def request_stop(self, reason: str) -> None:
         """Make :meth:`start` or :meth:`watch` return; safe in a signal handler and from any thread."""
@@ -139,37 +194,87 @@ class LocalCluster:
     def stop(self) -> None:
         """End every child within :data:`STOP_GRACE_SECONDS`, by force if need be. Idempotent."""
         for child in self._children.values():
-            child.terminate()
+            child.interrupt()
         deadline = time.monotonic() + STOP_GRACE_SECONDS
         for child in self._children.values():
             if not child.join(max(0.0, deadline - time.monotonic())):
                 _log.warning("%s (pid %d) did not end within %g s: killed", child.name, child.pid, STOP_GRACE_SECONDS)
                 child.kill()
                 child.join(STOP_GRACE_SECONDS)
-        self._children.clear()
+        with self._changed:
+            self._children.clear()
+            self._ready_since.clear()
+            self._leaving.clear()
+            self._restart_due_at.clear()
 
-    def _spawn_worker(self, config: WorkerConfig) -> None:
-        self._spawn(config.engine_id, self._entries.worker, config, config.engine.threads)
+    def _spawn_worker(self, name: str) -> None:
+        config = self._worker_configs[name]
+        self._spawn(name, self._entries.worker, config, config.engine.threads)
 
     def _spawn(self, name: str, entry: str, config: Config, threads: int) -> None:
-        self._children[name] = ChildProcess(
+        child = ChildProcess(
             name=name,
             entry=entry,
             config=config,
             threads=threads,
             log_level=self._log_level,
             events=self._events,
+            environment=self._environment,
         )
+        with self._changed:
+            self._children[name] = child
+
+    def _next_event(self) -> Event | None:
+        """The next event; None when a worker is due to be started before one comes."""
+        due_at = min(self._restart_due_at.values(), default=None)
+        try:
+            return self._events.get(timeout=None if due_at is None else max(0.0, due_at - time.monotonic()))
+        except Empty:
+            return None
+
+    def _on_exit(self, name: str, returncode: int) -> None:
+        """Take note of a child's end, and decide whether and when it is started again."""
+        now = time.monotonic()
+        with self._changed:
+            child = self._children.pop(name)
+            ready_since = self._ready_since.pop(name, None)
+            self._leaving.discard(name)
+        child.join(STOP_GRACE_SECONDS)
+        _log.log(logging.ERROR if returncode else logging.INFO, "%s", child.describe_exit(returncode))
+        if name == "router":
+            return
+        delay_seconds: float | None = None
+        if self._restart:
+            seconds_ready = None if ready_since is None else now - ready_since
+            policy = self._policies[name]
+            delay_seconds = policy.on_death(seconds_ready, self._chosen) if returncode else 0.0
+        if delay_seconds is None:
+            _log.error("%s is not restarted; %s go on", name, ", ".join(sorted(self._children)))
+            return
+        _log.warning("%s is started again%s", name, f" in {delay_seconds:.1f} s" if delay_seconds else "")
+        self._restart_due_at[name] = now + delay_seconds
+
+    def _start_due_workers(self) -> None:
+        now = time.monotonic()
+        for name in [name for name, due_at in self._restart_due_at.items() if due_at <= now]:
+            del self._restart_due_at[name]
+            try:
+                self._spawn_worker(name)
+            except OSError as error:  # no memory, no process: as if it had died at once
+                delay_seconds = self._policies[name].on_death(None, self._chosen)
+                _log.error("%s can't be started: %s", name, error)
+                if delay_seconds is not None:
+                    self._restart_due_at[name] = now + delay_seconds
 
     def _all_ready(self) -> bool:
-        return self._ready >= self._children.keys() - {"router"}
+        return self._ready_since.keys() >= self._children.keys() - {"router"}
 
     def _handle_events_until(self, condition: Callable[[], bool], awaited: str, deadline: float) -> None:
         while not condition():
             try:
                 event = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
             except Empty:
-                missing = ", ".join(sorted(self._children.keys() - self._ready - {"router"})) or "router"
+                missing = ", ".join(sorted(self._children.keys() - self._ready_since.keys() - {"router"})) or "router"
                 raise LaunchError(f"gave up waiting for {awaited}; not ready: {missing}") from None
             self._handle_start_event(event)
 
@@ -180,14 +285,19 @@ class LocalCluster:
             case ChildExited(name, returncode):
                 child = self._children[name]
                 raise LaunchError(f"{name}: {child.describe_exit(returncode)}")
-            case ChildProgress(name, stage, detail):
+            case ChildProgress(_, stage, detail):
                 if stage == "membership":
                     self._membership = detail["endpoint"]
                 elif stage == "listening":
                     self.url = detail["url"]
-                elif stage == "ready":
-                    self._ready.add(name)
-                self._show(event)
+                self._note_progress(event)
+
+    def _note_progress(self, progress: ChildProgress) -> None:
+        if progress.stage == "ready":
+            with self._changed:
+                self._ready_since[progress.name] = time.monotonic()
+                self._changed.notify_all()
+        self._show(progress)
 
     def _wait_until_router_ready(self, deadline: float) -> None:
         answer = "no answer"

@@ -84,6 +84,7 @@ class ChildProcess:
         threads: int,
         log_level: str,
         events: "SimpleQueue[Event]",
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
         self.error_message = ""
@@ -104,7 +105,7 @@ class ChildProcess:
                 [sys.executable, "-m", "splitserve.orchestration.child"],
                 stdin=subprocess.PIPE,
                 pass_fds=(write_fd,),
-                env=child_environment(threads, os.environ),
+                env=child_environment(threads, {**os.environ, **(environment or {})}),
                 start_new_session=True,  # a terminal's Ctrl-C reaches the launcher alone
             )
         except OSError:
@@ -123,9 +124,13 @@ class ChildProcess:
     def is_alive(self) -> bool:
         return self._popen.poll() is None
 
-    def terminate(self) -> None:
-        """Ask for an orderly end; nothing if it has ended."""
-        self._popen.terminate()
+    def send_signal(self, signal_number: int) -> None:
+        """Nothing if it has ended."""
+        self._popen.send_signal(signal_number)
+
+    def interrupt(self) -> None:
+        """Ask for an orderly end now; a worker that is to finish its requests first gets SIGTERM instead."""
+        self.send_signal(signal.SIGINT)
 
     def kill(self) -> None:
         self._popen.kill()

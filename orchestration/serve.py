@@ -9,11 +9,14 @@ from splitserve.orchestration.launcher import LaunchInterruptedError, LocalClust
 from splitserve.orchestration.spec import ClusterSpec, check_model_directory
 
 
-def serve(spec: ClusterSpec, log_level: str) -> int:
-    """Start, show the URL, serve; returns the exit status. Raises :class:`SplitserveError` if the start fails."""
+def serve(spec: ClusterSpec, log_level: str, *, restart: bool = True) -> int:
+    """Start, show the URL, serve; returns the exit status. Raises :class:`SplitserveError` if the start fails.
+
+    ``restart``: workers that end are started again.
+    """
     check_model_directory(spec.engine.model)
     num_cores = available_cores()
-    cluster = LocalCluster(spec, show=print_progress, log_level=log_level, num_cores=num_cores)
+    cluster = LocalCluster(spec, show=print_progress, log_level=log_level, num_cores=num_cores, restart=restart)
     print(f"splitserve {__version__}: {spec.served_model_name} on {spec.describe()}, {num_cores} cores", flush=True)
     try:
         with stop_on_signals(cluster), cluster:

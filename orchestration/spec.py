@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 
-from splitserve.config import Confidential, EngineConfig, RouterConfig, WorkerConfig
+from splitserve.config import Confidential, EngineConfig, ProtocolConfig, RouterConfig, WorkerConfig
 from splitserve.errors import CheckpointError, ConfigError
 from splitserve.orchestration.cores import split_cores
 from splitserve.request import Role
@@ -31,6 +31,7 @@ class ClusterSpec(Confidential, frozen=True, kw_only=True):
     worker_host: str = "127.0.0.1"
     secret: str = ""
     api_key: str = ""
+    protocol: ProtocolConfig = ProtocolConfig()
 
     def __post_init__(self) -> None:
         for name in ("num_prefill", "num_decode", "num_mixed"):
@@ -76,6 +77,7 @@ class ClusterSpec(Confidential, frozen=True, kw_only=True):
             membership_host=self.worker_host,
             secret=self.secret,
             api_key=self.api_key,
+            protocol=self.protocol,
         )
 
     def worker_configs(self, membership: str, num_cores: int) -> list[WorkerConfig]:
@@ -93,6 +95,7 @@ class ClusterSpec(Confidential, frozen=True, kw_only=True):
                 membership=membership,
                 host=self.worker_host,
                 secret=self.secret,
+                protocol=self.protocol,
             )
             for (role, index), num_threads in zip(places, threads, strict=True)
         ]

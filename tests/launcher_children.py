@@ -24,7 +24,8 @@ def behaviour_of(name: str) -> str:
 
 def wait_for_sigterm() -> None:
     stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
     while not stop.wait(60):
         pass
 
@@ -60,7 +61,8 @@ def run_worker(config: WorkerConfig, progress: Progress) -> None:
         case "slow":
             time.sleep(60)
         case "stubborn":
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
             progress("ready", {})
             time.sleep(600)
     progress("weights", {"seconds": "0.1", "bytes": "1024"})

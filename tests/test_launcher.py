@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -23,6 +24,12 @@ from splitserve.orchestration.launcher import (
     stop_on_signals,
 )
 from splitserve.orchestration.process import ChildProgress, child_environment
+from splitserve.orchestration.restarts import (
+    MAX_BACKOFF_SECONDS,
+    MAX_QUICK_DEATHS,
+    SOON_SECONDS,
+    RestartPolicy,
+)
 from splitserve.orchestration.spec import ClusterSpec
 
 ENTRIES = Entries(router="launcher_children:run_router", worker="launcher_children:run_worker")
@@ -43,9 +50,9 @@ def events() -> list[ChildProgress]:
 def make_cluster(events: list[ChildProgress]) -> Iterator[Callable[..., LocalCluster]]:
     clusters = []
 
-    def make(**numbers: int) -> LocalCluster:
+    def make(*, restart: bool = True, **numbers: int) -> LocalCluster:
         spec = ClusterSpec(engine=EngineConfig(model="some/model"), port=0, **numbers)
-        clusters.append(LocalCluster(spec, entries=ENTRIES, show=events.append, num_cores=5))
+        clusters.append(LocalCluster(spec, entries=ENTRIES, show=events.append, num_cores=5, restart=restart))
         return clusters[-1]
 
     yield make
@@ -131,7 +138,7 @@ def test_stop_request_during_start(make_cluster, monkeypatch: pytest.MonkeyPatch
 
 
 def test_dead_worker_is_reported_and_the_rest_goes_on(make_cluster, caplog: pytest.LogCaptureFixture) -> None:
-    cluster = make_cluster(num_prefill=1, num_decode=2)
+    cluster = make_cluster(num_prefill=1, num_decode=2, restart=False)
     with cluster:
         statuses: list[int] = []
         watcher = threading.Thread(target=lambda: statuses.append(cluster.watch()))
@@ -147,9 +154,61 @@ def test_dead_worker_is_reported_and_the_rest_goes_on(make_cluster, caplog: pyte
 
 @pytest.mark.parametrize("victim", ["router", "mixed-0"])
 def test_death_of_the_router_or_the_last_worker_ends_all(make_cluster, victim: str) -> None:
-    with make_cluster(num_mixed=1) as cluster:
+    with make_cluster(num_mixed=1, restart=False) as cluster:
         os.kill(cluster.pids[victim], signal.SIGKILL)
         assert cluster.watch() == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_worker_that_ends_is_started_again(make_cluster, number: signal.Signals) -> None:
+    with make_cluster(num_prefill=1, num_decode=1) as cluster, cluster.supervised():
+        before = cluster.pids
+        cluster.send_signal("decode-0", number)
+        assert "decode-0" not in cluster.ready
+        assert cluster.wait_ready("decode-0", 20)
+        assert cluster.pids["decode-0"] != before["decode-0"]
+        assert cluster.pids["prefill-0"] == before["prefill-0"] and is_running(cluster.pids["decode-0"])
+        pids = cluster.pids.values()
+    assert not any(is_running(pid) for pid in pids)
+
+
+def test_workers_that_all_die_at_once_come_back(make_cluster) -> None:
+    with make_cluster(num_mixed=2) as cluster, cluster.supervised():
+        for _ in range(2):
+            for name in ("mixed-0", "mixed-1"):
+                cluster.send_signal(name, signal.SIGKILL)
+            assert all(cluster.wait_ready(name, 20) for name in ("mixed-0", "mixed-1"))
+
+
+def test_a_worker_that_cannot_be_started_any_more_is_given_up_in_the_end(
+    make_cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("splitserve.orchestration.restarts.MAX_QUICK_DEATHS", 2)
+    with make_cluster(num_mixed=1) as cluster:
+        monkeypatch.setenv("SPLITSERVE_TEST_BEHAVIOUR", "mixed-0=crash")
+        cluster.send_signal("mixed-0", signal.SIGKILL)
+        assert cluster.watch() == 1
+    assert "mixed-0 is not restarted" in caplog.text
+
+
+def test_the_end_of_a_supervised_cluster_is_an_error(make_cluster, caplog: pytest.LogCaptureFixture) -> None:
+    cluster = make_cluster(num_mixed=1)
+    with pytest.raises(LaunchError, match="ended by itself"), cluster, cluster.supervised():
+        cluster.send_signal("router", signal.SIGKILL)
+        wait_until(lambda: "the router is gone" in caplog.text)
+
+
+def test_restarts_wait_longer_each_time_and_end() -> None:
+    chosen, policy = random.Random(0), RestartPolicy()
+    assert policy.on_death(SOON_SECONDS, chosen) == 0.0
+    assert policy.on_death(1.0, chosen) == 0.0, "the first quick death may be chance"
+    delays = [policy.on_death(1.0, chosen) for _ in range(MAX_QUICK_DEATHS - 1)]
+    assert None not in delays
+    assert all(0.5 * 2**n <= delay <= 2**n for n, delay in enumerate(delays[:5]) if delay is not None)
+    assert max(delay or 0.0 for delay in delays) <= MAX_BACKOFF_SECONDS
+    assert policy.on_death(1.0, chosen) is None
+    assert policy.on_death(SOON_SECONDS, chosen) == 0.0, "whoever served for a while begins anew"
+    assert RestartPolicy().on_death(None, chosen) != 0.0, "it never got ready: it might not next time either"
 
 
 def test_child_that_ignores_sigterm_is_killed(

@@ -1,0 +1,33 @@
+"""When a worker that died is started again. Pure: time and chance are arguments.
+
+A worker that had served for a while comes back at once. One that dies again and again soon after its start waits,
+each time twice as long, with jitter, so that several don't come back in step; in the end it is given up.
+"""
+
+import random
+from dataclasses import dataclass
+
+SOON_SECONDS = 10.0
+FIRST_BACKOFF_SECONDS = 0.5
+MAX_BACKOFF_SECONDS = 30.0
+MAX_QUICK_DEATHS = 12
+
+
+@dataclass(slots=True)
+class RestartPolicy:
+    """One worker's history. ``num_quick_deaths`` counts those in a row."""
+
+    num_quick_deaths: int = 0
+
+    def on_death(self, seconds_ready: float | None, chosen: random.Random) -> float | None:
+        """Seconds until the next start, or None: given up. ``seconds_ready``: how long it had been ready, if ever."""
+        if seconds_ready is not None and seconds_ready >= SOON_SECONDS:
+            self.num_quick_deaths = 0
+            return 0.0
+        self.num_quick_deaths += 1
+        if self.num_quick_deaths > MAX_QUICK_DEATHS:
+            return None
+        if seconds_ready is not None and self.num_quick_deaths == 1:
+            return 0.0
+        backoff_seconds = FIRST_BACKOFF_SECONDS * 2.0 ** (self.num_quick_deaths - 1)
+        return chosen.uniform(0.5, 1.0) * min(MAX_BACKOFF_SECONDS, backoff_seconds)
