@@ -1,6 +1,7 @@
 """``splitserve bench handover``: blocks read from another process by the production connector, against a memory copy.
 
-A child process owns the source's KV memory and serves it, as a prefill worker does; this process reads, as a decode worker
+A child process owns the source's KV memory and serves it, as a prefill worker does; this process reads, as a
+decode worker
 does: data, then generations, from the read's command to its result. The baseline copies the same blocks inside this
 process, from memory of its own. The two alternate; the table shows medians and their ratio.
 """

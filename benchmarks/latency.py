@@ -32,7 +32,9 @@ from splitserve.orchestration.spec import ClusterSpec
 OUTPUT_TOKENS = 12
 
 
-def start_cluster(options: argparse.Namespace, model: str, **roles: int) -> LocalCluster:
+def start_cluster(
+    options: argparse.Namespace, model: str, num_prefill: int = 0, num_decode: int = 0, num_mixed: int = 0
+) -> LocalCluster:
     engine = EngineConfig(
         model=model,
         dtype=options.dtype,
@@ -44,7 +46,8 @@ def start_cluster(options: argparse.Namespace, model: str, **roles: int) -> Loca
         tail_chunk_tokens=options.tail_chunk_tokens,
         enable_prefix_caching=False,
     )
-    return LocalCluster(ClusterSpec(engine=engine, port=0, **roles), log_level="warning")
+    spec = ClusterSpec(engine=engine, port=0, num_prefill=num_prefill, num_decode=num_decode, num_mixed=num_mixed)
+    return LocalCluster(spec, log_level="warning")
 
 
 def one_request(cluster: LocalCluster, prompt: list[int]) -> RequestRecord:

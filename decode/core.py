@@ -1,9 +1,7 @@
 """The core of a decode worker, and of a mixed one: pulls KV or computes it, then decodes.
 
-A decode worker that a hand-over fails computes the prompt itself: the last rung of the ladder before an error.
+A hand-over that fails is reported to the router, which owns the failure ladder.
 """
-
-import logging
 
 import msgspec
 
@@ -14,6 +12,7 @@ from splitserve.handover import ReadResult
 from splitserve.kvconnector.connector import PeerConnected
 from splitserve.messages import (
     DecodeRequest,
+    FailureCode,
     HandoverReport,
     Introduce,
     LocalRequest,
@@ -29,8 +28,6 @@ from splitserve.prefill.engine_state import EngineState
 from splitserve.prefill.sequence import Sequence
 from splitserve.prefill.source import SourceSide
 from splitserve.request import Party
-
-logger = logging.getLogger(__name__)
 
 
 class DecodeCore(PrefillCore):
@@ -92,16 +89,6 @@ class DecodeCore(PrefillCore):
     def _on_handover_ready(self, sequence: Sequence, first_token: int, report: HandoverReport) -> None:
         """KV is here and verified. The first token came with it: decode starts with a decode step."""
         self.state.counters.prefix_hit_tokens += sequence.num_cached_tokens
-        self._repeat_first_token(sequence, first_token, report)
-        self._decode_scheduler.add_running(sequence)
-
-    def _on_handover_failed(self, sequence: Sequence, reason: str, first_token: int | None) -> None:
-        logger.warning("hand-over of %s failed, computing its prompt here: %s", sequence.key, reason)
-        if first_token is not None:  # the client has it: drawn again from rounded KV, it might be another one
-            self._repeat_first_token(sequence, first_token, None)
-        self._decode_scheduler.add(sequence)
-
-    def _repeat_first_token(self, sequence: Sequence, first_token: int, report: HandoverReport | None) -> None:
         delta = TokenDelta(
             key=sequence.key,
             position=sequence.num_output_tokens,
@@ -111,6 +98,12 @@ class DecodeCore(PrefillCore):
         )
         sequence.token_ids.append(first_token)
         self.state.add_delta(sequence, delta)
+        self._decode_scheduler.add_running(sequence)
+
+    def _on_handover_failed(self, sequence: Sequence, reason: str, now: float) -> None:
+        """The router decides what comes next; what was verified stays in the prefix index."""
+        self.state.fail(sequence, FailureCode.HANDOVER, reason)
+        self._end(sequence, reason, now, attempt_over=False)
 
     # ---- steps ----
 

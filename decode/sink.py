@@ -33,10 +33,10 @@ class QuarantinedRead:
 
 
 class SinkSide:
-    """``on_ready(sequence, first_token, report)`` is called when all KV is here and verified;
-    ``on_failed(sequence, reason, first_token)``
-    when the hand-over failed, after which the sequence holds no blocks and nothing of it is in flight under its
-    name; ``first_token`` is None unless prefill has told it."""
+    """Calls ``on_ready(sequence, first_token, report)`` when all KV is here and verified, and
+    ``on_failed(sequence, reason, now)`` when a hand-over failed; the sequence holds no blocks then, and nothing in
+    flight writes to blocks of its.
+    """
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class SinkSide:
         peers: PeerTable,
         transport: str,
         on_ready: Callable[[Sequence, int, HandoverReport], None],
-        on_failed: Callable[[Sequence, str, int | None], None],
+        on_failed: Callable[[Sequence, str, float], None],
     ) -> None:
         self._state = state
         self._peers = peers
@@ -191,7 +191,7 @@ class SinkSide:
         if handover.state is SinkState.COMPLETE:
             self._complete(incoming, handover, now)
         elif handover.state is SinkState.FAILED:
-            self._fail(incoming, handover)
+            self._fail(incoming, handover, now)
 
     def _keep_verified(self, sequence: Sequence, handover: SinkHandover) -> None:
         verified_blocks = handover.first_block + handover.num_verified_blocks
@@ -216,15 +216,14 @@ class SinkSide:
         self._state.counters.handover_bytes += report.bytes
         self._on_ready(incoming.sequence, handover.first_tokens[0], report)
 
-    def _fail(self, incoming: Incoming, handover: SinkHandover) -> None:
+    def _fail(self, incoming: Incoming, handover: SinkHandover, now: float) -> None:
         del self._incoming[handover.key]
         if handover.read_was_overdue:
             # The peer is frozen or cut off: only forgetting it makes its reads terminal and their blocks usable again.
             self._peers.fail(incoming.peer, handover.failure)
         self._state.counters.handover_failures += 1
         self._let_go(incoming, complete=False)
-        first_token = handover.first_tokens[0] if handover.first_tokens else None
-        self._on_failed(incoming.sequence, handover.failure, first_token)
+        self._on_failed(incoming.sequence, handover.failure, now)
 
     def _let_go(self, incoming: Incoming, *, complete: bool) -> None:
         handover, sequence = incoming.handover, incoming.sequence

@@ -213,8 +213,8 @@ class SourceSide:
         sequence = self._state.sequences[handover.key]
         self._scheduler.remove(sequence)
         if handover.release_reason == "lease expired":
-            # No failure of the request: decode may be alive, cut off from us alone, and then computes the prompt by
-            # itself. A decode worker that died is what membership tells the router.
+            # Not for us to report: decode, if alive and cut off from us alone, tells the router itself; and of a decode
+            # worker that died the router knows by membership.
             self._state.counters.handover_failures += 1
             self._state.outbox.send(handover.peer, Withdrawn(key=handover.key, reason="the lease expired"))
         self._state.bury(handover.key, handover.release_reason, now)

@@ -8,25 +8,30 @@ membership, request_state); this one carries them out.
 """
 
 import asyncio
+import logging
+import random
 import secrets
 from dataclasses import dataclass
 
+from splitserve.bounded import ExpiringMap
 from splitserve.config import RouterConfig
 from splitserve.messages import (
     Abort,
     Body,
     DecodeRequest,
+    FailureCode,
     LocalRequest,
     PeerRef,
     PrefillRequest,
     RequestFailed,
     StepTokens,
 )
-from splitserve.request import Party, SamplingParams
+from splitserve.request import Party, RequestKey, SamplingParams
 from splitserve.router.api_error import ApiError
 from splitserve.router.fleet import Fleet
 from splitserve.router.inbox import Inbox
-from splitserve.router.membership import Charge
+from splitserve.router.ladder import MAX_ATTEMPTS, backoff_seconds, next_step
+from splitserve.router.membership import MAX_WORKERS, Charge
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.outcome import outcome
 from splitserve.router.placement import (
@@ -38,7 +43,9 @@ from splitserve.router.placement import (
     context_limits,
     policy_by_name,
 )
-from splitserve.router.request_state import NOTHING, Failure, FailureReason, RequestState, Update
+from splitserve.router.request_state import NOTHING, Failure, FailureReason, Phase, RequestState, Update
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -54,10 +61,17 @@ class Generation:
     charge: Charge | None = None
     deadline: asyncio.TimerHandle | None = None
     last_token_at: float = 0.0
+    retry: asyncio.TimerHandle | None = None
+    num_waits: int = 0
+    stranded_at: float = 0.0
 
     @property
     def shape(self) -> RequestShape:
-        return RequestShape(num_prompt_tokens=len(self.token_ids), max_tokens=self.sampling.max_tokens)
+        return RequestShape(
+            num_prompt_tokens=len(self.token_ids),
+            max_tokens=self.sampling.max_tokens,
+            num_output_tokens=len(self.state.delivered_ids),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +99,15 @@ class Dispatcher:
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
         self._closing = False
-        self.fleet = Fleet(config, metrics, on_message=self._on_message, on_lost=self._on_worker_lost)
+        self._no_worker_wait_seconds = config.protocol.no_worker_wait_seconds
+        self._jitter = random.Random()
+        # attempts that a lost worker may still be at work on, should it be heard again
+        self._orphans: ExpiringMap[Party, list[RequestKey]] = ExpiringMap(
+            max_size=MAX_WORKERS, ttl_seconds=config.protocol.tombstone_seconds
+        )
+        self.fleet = Fleet(
+            config, metrics, on_message=self._on_message, on_lost=self._on_worker_lost, on_ready=self._on_worker_ready
+        )
         metrics.watch_workers(self.fleet.membership.records)
 
     # ---- for the HTTP layer ----
@@ -109,11 +131,11 @@ class Dispatcher:
         """Where a request of this shape would run now."""
         if self._closing:
             return NoWorker("the router is shutting down")
-        return self._policy(self.fleet.membership.snapshot(), shape)
+        return self._policy(self.fleet.membership.snapshot(self._loop.time()), shape)
 
     def limits(self) -> Limits:
         """What prompts must keep. Raises :class:`ApiError` 503 while no request could be placed."""
-        lengths = context_limits(self.fleet.membership.snapshot())
+        lengths = context_limits(self.fleet.membership.snapshot(self._loop.time()))
         vocab_size = self.fleet.membership.vocab_size()
         if lengths is None or vocab_size is None:
             placement = self.place(RequestShape(num_prompt_tokens=1, max_tokens=1))
@@ -159,23 +181,49 @@ class Dispatcher:
     def _start_attempt(self, generation: Generation, placement: Placed) -> None:
         state = generation.state
         state.begin(placement)
+        generation.stranded_at, generation.num_waits = 0.0, 0
         generation.charge = self.fleet.membership.charge(placement, generation.shape)
         for party, body in self._messages(generation, placement):
             if not self.fleet.send(party, body):
-                failure = Failure(FailureReason.OVERLOADED, f"worker {party.engine_id} takes no more messages")
-                self._apply(generation, state.fail(failure))
+                refused = RequestFailed(state.key, FailureCode.OVERLOADED, "it takes no more messages")
+                self._apply(generation, state.on_request_failed(party, refused) or NOTHING)
                 return
+
+    def _step_down(self, generation: Generation) -> None:
+        """An attempt has failed: begin the next one where the ladder says, wait for workers, or fail the request."""
+        state, now = generation.state, self._loop.time()
+        last = state.history[-1]
+        step = next_step(self.fleet.membership.snapshot(now), generation.shape, self._policy, state.history)
+        if not isinstance(step.placement, NoWorker):
+            self._metrics.ladder_steps.labels(step.rung, last.failure.reason).inc()
+            log.info("request %s goes on (%s): %s", state.key, step.rung, last.failure.message)
+            self._start_attempt(generation, step.placement)
+            return
+        generation.stranded_at = generation.stranded_at or now
+        if len(state.history) < MAX_ATTEMPTS and now - generation.stranded_at < self._no_worker_wait_seconds:
+            delay = backoff_seconds(generation.num_waits, self._jitter)
+            generation.num_waits += 1
+            generation.retry = self._loop.call_later(delay, self._retry, state.request_id)
+            return
+        self._metrics.ladder_steps.labels(step.rung, last.failure.reason).inc()
+        self._apply(generation, state.fail(Failure(last.failure.reason, step.placement.reason)))
+
+    def _retry(self, request_id: str) -> None:
+        generation = self._active.get(request_id)
+        if generation is not None:
+            self._step_down(generation)
 
     def _messages(self, generation: Generation, placement: Placed) -> list[tuple[Party, Body]]:
         """What to send for an attempt. Decode comes first: it reserves room while prefill's message travels."""
         key, prompt, sampling = generation.state.key, generation.token_ids, generation.sampling
+        delivered = generation.state.delivered_ids
         left_seconds = max(0.001, generation.arrived_at + self._deadline_seconds - self._loop.time())
         if not isinstance(placement, Disaggregated):
-            return [(placement.worker, LocalRequest(key, prompt, sampling, left_seconds))]
+            return [(placement.worker, LocalRequest(key, prompt, sampling, left_seconds, delivered))]
         prefill, decode = self._peer(placement.prefill), self._peer(placement.decode)
         return [
-            (placement.decode, DecodeRequest(key, prompt, sampling, prefill, left_seconds)),
-            (placement.prefill, PrefillRequest(key, prompt, sampling, decode, left_seconds)),
+            (placement.decode, DecodeRequest(key, prompt, sampling, prefill, left_seconds, delivered)),
+            (placement.prefill, PrefillRequest(key, prompt, sampling, decode, left_seconds, delivered)),
         ]
 
     def _peer(self, party: Party) -> PeerRef:
@@ -205,10 +253,18 @@ class Dispatcher:
             self.fleet.drop_stale(type(body).__name__, "which a router doesn't take", sender)
 
     def _on_worker_lost(self, worker: Party, why: str) -> None:
+        now = self._loop.time()
         for generation in list(self._active.values()):
+            key = generation.state.key
             update = generation.state.on_worker_lost(worker, why)
             if update is not None:
+                self._orphans.put(worker, [*(self._orphans.get(worker, now) or ()), key], now)
                 self._apply(generation, update)
+
+    def _on_worker_ready(self, worker: Party) -> None:
+        """A worker that was lost is heard again: what it did for us is done elsewhere by now."""
+        for key in self._orphans.pop(worker, self._loop.time()) or ():
+            self.fleet.send(worker, Abort(key))
 
     def _on_deadline(self, request_id: str) -> None:
         generation = self._active.get(request_id)
@@ -224,9 +280,23 @@ class Dispatcher:
             self._note_tokens(generation, len(update.token_ids))
         for worker in update.aborts:
             self.fleet.send(worker, Abort(generation.state.key))
+        if update.retry:
+            self._end_attempt(generation)
+            self._step_down(generation)
+            return
         if update.ended:
             self._retire(generation)
         generation.inbox.put(generation.index, update)
+
+    def _end_attempt(self, generation: Generation) -> None:
+        """Take the failed attempt off its workers' counts, and hold it against the one to blame."""
+        if generation.charge is not None:
+            generation.charge.release()
+            generation.charge = None
+        attempt = generation.state.history[-1]
+        record = self.fleet.membership.get(attempt.culprit)
+        if record is not None and attempt.failure.reason is not FailureReason.OVERLOADED:
+            record.breaker.on_failure(self._loop.time())
 
     def _note_tokens(self, generation: Generation, count: int) -> None:
         now = self._loop.time()
@@ -241,9 +311,15 @@ class Dispatcher:
 
     def _retire(self, generation: Generation) -> None:
         del self._active[generation.state.request_id]
-        if generation.deadline is not None:
-            generation.deadline.cancel()
+        for timer in (generation.deadline, generation.retry):
+            if timer is not None:
+                timer.cancel()
         if generation.charge is not None:
             generation.charge.release()
+        if generation.state.phase is Phase.FINISHED and generation.state.placement is not None:
+            for party in generation.state.placement.parties:
+                record = self.fleet.membership.get(party)
+                if record is not None:
+                    record.breaker.on_success()
         self._metrics.e2e_seconds.observe(self._loop.time() - generation.arrived_at)
         self._metrics.requests_finished.labels(*outcome(generation.state)).inc()

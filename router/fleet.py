@@ -66,6 +66,7 @@ class Fleet:
         *,
         on_message: Callable[[Party, Body], None],
         on_lost: Callable[[Party, str], None],
+        on_ready: Callable[[Party], None],
     ) -> None:
         protocol = config.protocol
         self.party = Party("router", secrets.randbits(63))
@@ -74,6 +75,7 @@ class Fleet:
         self._metrics = metrics
         self._on_message = on_message
         self._on_lost = on_lost
+        self._on_ready = on_ready
         self._links: dict[Party, WorkerLink] = {}
         self._stale_log = RateLimitedLog(logging.INFO)  # ordinary after an abort
         self._wire_log = RateLimitedLog(logging.WARNING)
@@ -182,6 +184,7 @@ class Fleet:
 
     def _on_link_up(self, link: WorkerLink) -> None:
         self.membership.link_up(link.party)
+        self._on_ready(link.party)
         log.info("worker %s is ready", link.party)
         self._introduce(link.party)
 

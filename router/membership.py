@@ -11,11 +11,12 @@ A worker leaves the table when it says Leave, when a new incarnation of it regis
 ``forget_after_seconds``. A replaced incarnation never comes back, however late its messages are.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from splitserve.messages import LayoutRecord, WorkerInfo, WorkerLoad
 from splitserve.request import Party
+from splitserve.router.breaker import Breaker
 from splitserve.router.placement import NO_LOAD, Disaggregated, Placed, RequestShape, Snapshot, WorkerView
 
 MAX_WORKERS = 4096
@@ -41,6 +42,7 @@ class WorkerRecord:
     prefill_tokens: int = 0
     context_tokens: int = 0
     num_placed: int = 0
+    breaker: Breaker = field(default_factory=Breaker)
 
     def view(self) -> WorkerView:
         info = self.info
@@ -177,9 +179,12 @@ class Membership:
     def records(self) -> list[WorkerRecord]:
         return list(self._records.values())
 
-    def snapshot(self) -> Snapshot:
-        ready = (record for record in self._records.values() if record.state is WorkerState.READY)
-        return Snapshot(tuple(record.view() for record in ready))
+    def snapshot(self, now: float) -> Snapshot:
+        """Ready workers; those with an open breaker only where their role has no others."""
+        ready = [record for record in self._records.values() if record.state is WorkerState.READY]
+        trusted_roles = {record.info.role for record in ready if record.breaker.allows(now)}
+        usable = (r for r in ready if r.breaker.allows(now) or r.info.role not in trusted_roles)
+        return Snapshot(tuple(record.view() for record in usable))
 
     def vocab_size(self) -> int | None:
         """The same for all workers; None while there is none."""

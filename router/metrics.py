@@ -53,6 +53,12 @@ class RouterMetrics:
         self.e2e_seconds = _histogram(registry, "e2e", "HTTP request read to last token received", _E2E_BUCKETS)
         self.prompt_tokens = _counter(registry, "prompt_tokens", "Prompt tokens of placed requests")
         self.output_tokens = _counter(registry, "output_tokens", "Output tokens received and delivered in order")
+        self.ladder_steps = Counter(
+            "splitserve_ladder_steps",
+            "Attempts that failed, by what came next (handover, local, gave_up) and why",
+            ["rung", "reason"],
+            registry=registry,
+        )
         self.stale_messages = _counter(registry, "stale_messages", "Messages dropped: old attempt, incarnation, ended")
         self.wire_errors = _counter(registry, "wire_errors", "Bytes from sockets that were no message of our schema")
         self.workers_refused = _counter(registry, "workers_refused", "Registrations of workers that were refused")

@@ -15,13 +15,15 @@ def outcome(state: RequestState) -> tuple[str, str, str]:
     ``actual`` is disaggregated only if the final attempt's decode used a block that it had read from prefill; else the
     reason says why none was needed, so that a fallback can't go unseen.
     """
-    intended = "disaggregated" if isinstance(state.placement, Disaggregated) else "local"
+    intended = "disaggregated" if state.was_disaggregated else "local"
     if state.failure is not None:
         return intended, "failed", state.failure.reason.value
     if state.phase is Phase.CANCELLED:
         return intended, "failed", "cancelled"
     if intended == "local":
         return intended, "local", "ok"
+    if not isinstance(state.placement, Disaggregated):
+        return intended, "local", f"after_{state.history[-1].failure.reason}"
     if state.handover is None:
         num_tokens = max(len(sequence.output_ids) for sequence in state.sequences)
         return intended, "local", "ended_with_first_token" if num_tokens <= 1 else "no_handover_report"
@@ -33,7 +35,8 @@ def outcome(state: RequestState) -> tuple[str, str, str]:
 def route(state: RequestState) -> dict[str, Any]:
     """The ``splitserve`` object of an answer: where the request ran and what its hand-over cost."""
     placement = state.placement
-    assert placement is not None, f"{state.request_id} was never placed"
+    if placement is None:  # between attempts
+        placement = state.history[-1].placement
     return {
         "mode": "disaggregated" if isinstance(placement, Disaggregated) else "local",
         "prefill": prefill_party(placement).engine_id,

@@ -100,10 +100,10 @@ def least_loaded(snapshot: Snapshot, shape: RequestShape) -> Placement:
     Where there are both whole pairs and mixed workers, the less loaded of the best two takes the request; ties go to
     the pair. Among equals the worker that was given the fewest requests so far, so that an idle system takes turns.
     """
-    fitting = [worker for worker in snapshot.workers if _fits(worker, shape)]
-    decode = min(_of_role(fitting, Role.DECODE), key=_decode_load, default=None)
+    fitting = [worker for worker in snapshot.workers if fits(worker, shape)]
+    decode = min(_of_role(fitting, Role.DECODE), key=decode_load, default=None)
     prefill = min(_of_role(fitting, Role.PREFILL), key=_prefill_load, default=None)
-    mixed = min(_of_role(fitting, Role.MIXED), key=_decode_load, default=None)
+    mixed = min(_of_role(fitting, Role.MIXED), key=decode_load, default=None)
     pair_is_best = decode is not None and (mixed is None or _used_share(decode) <= _used_share(mixed))
     if decode is not None and prefill is not None and pair_is_best:
         return Disaggregated(prefill=prefill.party, decode=decode.party)
@@ -126,7 +126,8 @@ def context_limits(snapshot: Snapshot) -> tuple[int, int] | None:
     return (longest, min(longest, *lasting)) if lasting else None
 
 
-def _fits(worker: WorkerView, shape: RequestShape) -> bool:
+def fits(worker: WorkerView, shape: RequestShape) -> bool:
+    """Whether the worker's context is long enough for a request of this shape in the worker's role."""
     needed = shape.max_context_tokens
     if worker.role is Role.PREFILL:
         # It holds the prompt alone; one token more than its own, or it would take the first for the last.
@@ -143,7 +144,8 @@ def _used_share(worker: WorkerView) -> float:
     return max(worker.num_requests / worker.max_num_seqs, worker.context_tokens / max(1, worker.kv_capacity_tokens))
 
 
-def _decode_load(worker: WorkerView) -> tuple[float, int, int, str]:
+def decode_load(worker: WorkerView) -> tuple[float, int, int, str]:
+    """Sorts decode (and mixed) workers, the best to place a request on first."""
     return (_used_share(worker), worker.load.num_waiting, worker.num_placed, worker.party.engine_id)
 
 

@@ -1,8 +1,11 @@
 """One request as the router knows it: a state machine without I/O and without a clock.
 
     WAITING --first token--> STREAMING --last token, stop string--> FINISHED
-       |                         |------worker failed, deadline---> FAILED
+       |                         |------failed for good, deadline-> FAILED
        |-------------------------'------client gone---------------> CANCELLED
+
+An attempt that fails leaves the phase as it is and has no placement until the next one begins (:mod:`.ladder` says
+where).
 
 It owns what must hold whatever the network does: tokens come out once, in order, and never after the end; messages of
 another attempt, of a worker that isn't part of the attempt, or after the end are dropped (``None`` is returned, for the
@@ -51,12 +54,28 @@ class Failure:
     message: str
 
 
+RETRIED = frozenset(
+    {FailureReason.WORKER_LOST, FailureReason.HANDOVER, FailureReason.INTERNAL, FailureReason.OVERLOADED}
+)
+"""Reasons that another worker may do better with. The others are the client's, or would fool it."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailedAttempt:
+    """An attempt that came to nothing, and the worker that is to blame as far as one can tell."""
+
+    placement: Placed
+    culprit: Party
+    failure: Failure
+
+
 @dataclass(frozen=True, slots=True)
 class Update:
     """What one transition asks for.
 
     ``token_ids`` are the next output tokens of ``choice``; ``finish_reason`` is set when that choice has ended with
     them. ``ended`` says that the whole request has. ``aborts`` lists the workers that may still be at work on it.
+    ``retry``: the attempt is over, but not the request: the caller begins the next attempt, or fails the request.
     """
 
     token_ids: Sequence[int] = ()
@@ -65,6 +84,7 @@ class Update:
     failure: Failure | None = None
     ended: bool = False
     aborts: tuple[Party, ...] = ()
+    retry: bool = False
 
 
 NOTHING = Update()
@@ -153,6 +173,8 @@ class RequestState:
         self.failure: Failure | None = None
         self.handover: HandoverReport | None = None
         self.num_cached_tokens = 0
+        self.history: list[FailedAttempt] = []
+        self.was_disaggregated = False  # as first placed
         self._at_work: list[Party] = []
         self._decode_started = False
 
@@ -167,6 +189,8 @@ class RequestState:
         for sequence in self.sequences:
             if not sequence.complete:
                 sequence.drop_held()
+        if not self.num_attempts:
+            self.was_disaggregated = isinstance(placement, Disaggregated)
         self.placement = placement
         self.key = RequestKey(self.request_id, self.num_attempts)
         self.num_attempts += 1
@@ -204,14 +228,14 @@ class RequestState:
         """A worker gave the request up. None: the message is stale and was dropped."""
         if not self._is_current(sender, message.key):
             return None
-        reason = FailureReason(message.code.value)
-        return self._without(sender, Failure(reason, f"worker {sender.engine_id}: {message.message}"))
+        failure = Failure(FailureReason(message.code.value), f"worker {sender.engine_id}: {message.message}")
+        return self._without(sender, failure, self._culprit(sender, failure))
 
     def on_worker_lost(self, worker: Party, why: str) -> Update | None:
         """A worker died or left. None: it has no part in the current attempt."""
         if self.ended or self.placement is None or worker not in self.placement.parties:
             return None
-        return self._without(worker, Failure(FailureReason.WORKER_LOST, f"worker {worker.engine_id} {why}"))
+        return self._without(worker, Failure(FailureReason.WORKER_LOST, f"worker {worker.engine_id} {why}"), worker)
 
     def finish_at_stop_string(self) -> Update:
         """The text of a choice reached a stop string: the request is over, whatever its workers still compute."""
@@ -232,7 +256,7 @@ class RequestState:
             sequence.check_invariants()
         assert not (self.ended and self._at_work)
         assert (self.phase is Phase.FAILED) == (self.failure is not None)
-        assert self.placement is None or set(self._at_work) <= set(self.placement.parties)
+        assert set(self._at_work) <= set(self.placement.parties if self.placement is not None else ())
         if self.phase is Phase.WAITING:
             assert not any(sequence.output_ids for sequence in self.sequences)
 
@@ -252,12 +276,30 @@ class RequestState:
         if delta.handover is not None:
             self.handover = delta.handover
 
-    def _without(self, worker: Party, failure: Failure) -> Update:
-        """Go on without ``worker`` where its part was over already, else fail."""
+    def _without(self, worker: Party, failure: Failure, culprit: Party) -> Update:
+        """Go on without ``worker`` where its part was over already; else end the attempt, or the request."""
         self._forget(worker)
         if isinstance(self.placement, Disaggregated) and worker == self.placement.prefill and self._decode_started:
             return NOTHING
-        return self.fail(failure)
+        if failure.reason not in RETRIED:
+            return self.fail(failure)
+        assert self.placement is not None
+        self.history.append(FailedAttempt(self.placement, culprit, failure))
+        self.placement = None
+        aborts = tuple(self._at_work)
+        self._at_work.clear()
+        return Update(aborts=aborts, retry=True)
+
+    def _culprit(self, sender: Party, failure: Failure) -> Party:
+        """Who is to blame: for a hand-over that one side reports, the other side."""
+        if failure.reason is FailureReason.HANDOVER and isinstance(self.placement, Disaggregated):
+            return next(party for party in self.placement.parties if party != sender)
+        return sender
+
+    @property
+    def delivered_ids(self) -> list[int]:
+        """Output tokens that the client has, or will have: the next attempt starts after them."""
+        return list(self.sequences[0].output_ids)
 
     def _forget(self, worker: Party) -> None:
         if worker in self._at_work:

@@ -11,10 +11,11 @@ import itertools
 import random
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
+from simulated_router import ROUTER, SimRouter
 from splitserve.config import EngineConfig, ProtocolConfig, WorkerConfig
 from splitserve.decode.build import build_core
 from splitserve.handover import ReadCommand, ReadResult
@@ -22,30 +23,20 @@ from splitserve.kvconnector.block_pool import BlockState
 from splitserve.kvconnector.connector import PeerConnected
 from splitserve.kvconnector.layout import block_bytes
 from splitserve.messages import (
-    Abort,
     Body,
-    DecodeRequest,
     Envelope,
     LayoutRecord,
-    LocalRequest,
     MemoryRegion,
-    PeerRef,
     PeerWelcome,
-    PrefillRequest,
-    RequestFailed,
-    StepTokens,
 )
 from splitserve.prefill.effects import Connect, Dial, Disconnect, HangUp, Send, Serve, StartRead
-from splitserve.request import Party, RequestKey, Role, SamplingParams
-from splitserve.router.placement import Disaggregated, Local
-from splitserve.router.request_state import RequestState
+from splitserve.request import Party, Role, SamplingParams
 from splitserve.step import StepOutput, StepPlan
 
 VOCAB = 50
 BLOCK_SIZE = 4
 LAYOUT = LayoutRecord("sim", "w", "float32", BLOCK_SIZE, 1, 1, 1)
 PROTOCOL = ProtocolConfig(request_deadline_seconds=60.0, max_blocks_per_read=4, tombstone_seconds=60.0)
-ROUTER = Party("router", 1)
 
 
 def mix(*values: int) -> int:
@@ -71,7 +62,8 @@ class Faults:
     """Probabilities per message, read or request; delays in seconds.
 
     ``read_seconds`` is the longest time that one block's copy takes. In a partition, messages between workers are lost
-    while reads go on: that is how a lease runs out under a reader. ``partitions`` counts them.
+    while reads go on: that is how a lease runs out under a reader. ``partitions``, ``kills`` and ``freezes``
+    count them.
     """
 
     drop: float = 0.0
@@ -84,6 +76,8 @@ class Faults:
     read_seconds: float = 0.01
     partitions: int = 0
     partition_seconds: float = 3.0
+    kills: int = 0
+    freezes: int = 0
 
 
 @dataclass
@@ -107,7 +101,10 @@ class SimWorker:
     def __init__(self, sim: "Simulator", name: str, role: Role, num_blocks: int, incarnation: int) -> None:
         self.sim = sim
         self.party = Party(name, incarnation)
+        self.role = role
+        self.num_blocks = num_blocks
         self.alive = True
+        self.frozen_until = 0.0
         self.generations = np.zeros(num_blocks, dtype=np.uint64)
         self.memory = [[0] * BLOCK_SIZE for _ in range(num_blocks)]
         engine = EngineConfig(model="sim", max_num_batched_tokens=16, max_num_seqs=4, tail_chunk_tokens=4)
@@ -126,8 +123,15 @@ class SimWorker:
         self.connected: dict[Party, SimWorker] = {}
         self.reads: dict[int, ReadCommand] = {}
 
+    def thaws_first(self, action: Callable[[], None]) -> bool:
+        """While frozen nothing happens here: ``action`` is put off until the end of it, and True is returned."""
+        if self.sim.now < self.frozen_until:
+            self.sim.at(self.frozen_until, action)
+            return True
+        return False
+
     def deliver(self, envelope: Envelope) -> None:
-        if self.alive:
+        if self.alive and not self.thaws_first(lambda: self.deliver(envelope)):
             self.core.handle(envelope, self.sim.now)
             self.settle()
 
@@ -149,7 +153,7 @@ class SimWorker:
             self.sim.at(due, self.wake)
 
     def wake(self) -> None:
-        if self.alive and self.core.next_deadline() <= self.sim.now:
+        if self.alive and not self.thaws_first(self.wake) and self.core.next_deadline() <= self.sim.now:
             self.settle()
 
     def perform(self) -> None:
@@ -170,14 +174,18 @@ class SimWorker:
                     pass
 
     def connect(self, peer: Party, welcome: PeerWelcome) -> None:
+        if not self.alive or self.thaws_first(lambda: self.connect(peer, welcome)):
+            return
         other = self.sim.workers.get(welcome.metadata.decode())
-        if other is not None:
+        if other is not None and other.alive:
             self.connected[peer] = other
-        self.core.handle_connector_event(PeerConnected(peer, None if other else "gone"), self.sim.now)
+        self.core.handle_connector_event(PeerConnected(peer, None if peer in self.connected else "gone"), self.sim.now)
         self.settle()
 
     def finish_read(self, result: ReadResult) -> None:
-        if self.alive and self.reads.pop(result.read_id, None) is not None:
+        if not self.alive or self.thaws_first(lambda: self.finish_read(result)):
+            return
+        if self.reads.pop(result.read_id, None) is not None:
             self.core.handle_connector_event(result, self.sim.now)
             self.settle()
 
@@ -193,7 +201,7 @@ class SimWorker:
             assert kept and int(self.generations[block_id]) == generation, f"block {block_id} was freed under {what}"
 
     def finish_step(self, plan: StepPlan, taken: dict[int, int]) -> None:
-        if not self.alive:
+        if not self.alive or self.thaws_first(lambda: self.finish_step(plan, taken)):
             return
         self.assert_kept(taken, "a step")
         self.busy = False
@@ -213,17 +221,6 @@ class SimWorker:
             sample = chunk.sample
             drawn.append(None if sample is None else mix(*kv, sample.seed, sample.position) % VOCAB)
         return StepOutput(drawn)
-
-
-@dataclass
-class SimRequest:
-    prompt: list[int]
-    sampling: SamplingParams
-    state: RequestState
-    output: list[int] = field(default_factory=list)
-    failed: str | None = None
-    aborted: bool = False
-    done: bool = False
 
 
 class Simulator:
@@ -246,13 +243,13 @@ class Simulator:
         self.now = 0.0
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self.counter = itertools.count()
+        self.trace: list[str] = []
         self.workers: dict[str, SimWorker] = {}
+        self.router = SimRouter(self)
         for role, number in ((Role.PREFILL, prefill), (Role.DECODE, decode), (Role.MIXED, mixed)):
             for index in range(number):
-                worker = SimWorker(self, f"{role}-{index}", role, num_blocks, self.random.getrandbits(32))
-                self.workers[str(worker.party)] = worker
-        self.requests: dict[str, SimRequest] = {}
-        self.trace: list[str] = []
+                self.start_worker(f"{role}-{index}", role, num_blocks)
+        self.plan_disasters()
 
     # ---- time and network ----
 
@@ -280,7 +277,7 @@ class Simulator:
     def deliver(self, envelope: Envelope) -> None:
         assert envelope.to is not None
         if envelope.to == ROUTER:
-            self.on_router_message(envelope.sender, envelope.body)
+            self.router.on_message(envelope.sender, envelope.body)
         elif str(envelope.to) in self.workers:
             self.workers[str(envelope.to)].deliver(envelope)
 
@@ -308,64 +305,53 @@ class Simulator:
         destination: dict[int, int],
         remote: int,
     ) -> None:
-        if command.read_id in reader.reads and source is not None:
+        if command.read_id in reader.reads and source is not None and source.alive:
             reader.assert_kept(destination, "a read")
             (local,) = destination
             reader.memory[local] = list(source.memory[remote])
 
     def read_generations(self, reader: SimWorker, command: ReadCommand, source: SimWorker) -> None:
+        if self.now < source.frozen_until and self.random.random() < 0.5:  # over TCP a frozen source stalls the read
+            self.at(source.frozen_until, lambda: self.read_generations(reader, command, source))
+            return
+        if not source.alive:
+            reader.finish_read(ReadResult(command.read_id, "the source died"))
+            return
         generations = [int(source.generations[block_id]) for block_id in command.remote_blocks]
         reader.finish_read(ReadResult(command.read_id, None, generations))
 
-    # ---- the router ----
+    # ---- workers come, go and freeze ----
 
-    def submit(self, request_id: str, prompt: list[int], max_tokens: int) -> None:
-        sampling = SamplingParams(max_tokens=max_tokens, seed=self.random.getrandbits(32))
-        request = SimRequest(prompt, sampling, RequestState(request_id, max_tokens))
-        self.requests[request_id] = request
-        by_role = {role: [w for w in self.workers.values() if w.party.engine_id.startswith(role)] for role in Role}
-        key = RequestKey(request_id, 0)
-        if self.random.random() < self.faults.abort:
-            self.after(self.random.uniform(0.0, 0.3), lambda: self.abort(request_id))
-        if by_role[Role.MIXED]:
-            worker = self.random.choice(by_role[Role.MIXED])
-            request.state.begin(Local(worker.party))
-            self.send(ROUTER, worker.party, LocalRequest(key, prompt, sampling, 60.0))
-            return
-        prefill, decode = self.random.choice(by_role[Role.PREFILL]), self.random.choice(by_role[Role.DECODE])
-        request.state.begin(Disaggregated(prefill.party, decode.party))
-        self.send(ROUTER, decode.party, DecodeRequest(key, prompt, sampling, PeerRef(prefill.party, ""), 60.0))
-        self.send(ROUTER, prefill.party, PrefillRequest(key, prompt, sampling, PeerRef(decode.party, ""), 60.0))
+    def start_worker(self, name: str, role: Role, num_blocks: int) -> "SimWorker":
+        worker = SimWorker(self, name, role, num_blocks, self.random.getrandbits(32))
+        self.workers[str(worker.party)] = worker
+        self.router.on_started(worker)
+        return worker
 
-    def abort(self, request_id: str) -> None:
-        request = self.requests[request_id]
-        if not request.done:
-            request.aborted = request.done = True
-            self.send_aborts(request, request.state.cancel().aborts)
+    def kill(self, worker: "SimWorker", restart_after: float) -> None:
+        """SIGKILL: its connections close, its reads end, a new incarnation takes its name later."""
+        if worker.alive:
+            self.trace.append(f"{self.now:9.4f} {worker.party} is killed")
+            worker.alive = False
+            self.after(0.005, lambda: self.router.on_connection_closed(worker.party))
+            self.after(restart_after, lambda: self.start_worker(worker.party.engine_id, worker.role, worker.num_blocks))
 
-    def send_aborts(self, request: SimRequest, parties: tuple[Party, ...]) -> None:
-        for party in parties:
-            self.send(ROUTER, party, Abort(RequestKey(request.state.request_id, 0)))
+    def freeze(self, worker: "SimWorker", seconds: float) -> None:
+        """SIGSTOP, and SIGCONT later: nothing in it moves, nobody is told."""
+        if worker.alive:
+            self.trace.append(f"{self.now:9.4f} {worker.party} is frozen for {seconds:.1f} s")
+            worker.frozen_until = max(worker.frozen_until, self.now + seconds)
 
-    def on_router_message(self, sender: Party, body: Body) -> None:
-        if isinstance(body, StepTokens):
-            for delta in body.deltas:
-                request = self.requests[delta.key.request_id]
-                update = request.state.on_delta(sender, delta)
-                if update is not None:
-                    assert not (update.token_ids and request.done), "a token after the end"
-                    request.output += update.token_ids
-                    self.end(request, update.ended, update.failure and update.failure.message, update.aborts)
-        elif isinstance(body, RequestFailed):
-            request = self.requests[body.key.request_id]
-            update = request.state.on_request_failed(sender, body)
-            if update is not None:
-                self.end(request, update.ended, update.failure and update.failure.message, update.aborts)
+    def plan_disasters(self) -> None:
+        for number, act in ((self.faults.kills, self.kill), (self.faults.freezes, self.freeze)):
+            for _ in range(number):
+                seconds = self.random.uniform(0.1, 2.0) if act == self.kill else self.random.uniform(1.0, 9.0)
+                name = self.random.choice(sorted(worker.party.engine_id for worker in self.workers.values()))
+                self.at(self.random.uniform(0.0, 2.0), lambda a=act, n=name, t=seconds: a(self.living(n), t))
 
-    def end(self, request: SimRequest, ended: bool, failure: str | None, aborts: tuple[Party, ...]) -> None:
-        if ended:
-            request.done, request.failed = True, failure
-            self.send_aborts(request, aborts)
+    def living(self, name: str) -> "SimWorker":
+        """The youngest incarnation of this name."""
+        return [worker for worker in self.workers.values() if worker.party.engine_id == name][-1]
 
     @property
     def num_handovers(self) -> int:
@@ -388,14 +374,8 @@ class Simulator:
 
     def check_end(self) -> None:
         """Every request has ended as it should, and every count is back."""
-        for request_id, request in self.requests.items():
-            assert request.done, f"{request_id} never ended"
-            expected = expected_output(request.prompt, request.sampling)
-            if request.aborted or request.failed:
-                assert request.output == expected[: len(request.output)], f"{request_id}: wrong tokens before its end"
-            else:
-                assert request.output == expected, f"{request_id}: {request.output} instead of {expected}"
-        for worker in self.workers.values():
+        self.router.check_end(expected_output, may_fail=self.faults.step_error > 0)
+        for worker in (worker for worker in self.workers.values() if worker.alive):
             pool = worker.core.state.blocks.pool
             assert pool.count(BlockState.REFERENCED) == 0, f"{worker.party}: blocks are still referenced"
             assert pool.count(BlockState.QUARANTINED) == 0, f"{worker.party}: blocks are still quarantined"
@@ -412,7 +392,7 @@ def run_schedule(
         prefix = shared[: sim.random.choice([0, 0, 4, 8, 12])]
         prompt = prefix + [sim.random.randrange(VOCAB) for _ in range(sim.random.choice([1, 3, 4, 5, 17, 30]))]
         max_tokens = sim.random.choice([1, 2, 6, 20])
-        sim.at(sim.random.uniform(0.0, 0.5), lambda i=index, p=prompt, m=max_tokens: sim.submit(f"r{i}", p, m))
+        sim.at(sim.random.uniform(0.0, 0.5), lambda i=index, p=prompt, m=max_tokens: sim.router.submit(f"r{i}", p, m))
     sim.run(until=200.0)
     sim.check_end()
     return sim

@@ -5,13 +5,15 @@ from collections.abc import Iterator
 import pytest
 
 from core_driver import DECODE, KEY, NUM_BLOCKS, PREFILL, Worker, decode_request, of, sent
-from simulator import LAYOUT, PROTOCOL, ROUTER, SimConnector
+from simulated_router import ROUTER
+from simulator import LAYOUT, PROTOCOL, SimConnector
 from splitserve.decode.core import DecodeCore
 from splitserve.handover import ReadCommand, ReadResult
 from splitserve.kvconnector.block_pool import BlockState
 from splitserve.kvconnector.connector import PeerConnected
 from splitserve.messages import (
     Abort,
+    FailureCode,
     Grant,
     Introduce,
     LayoutRecord,
@@ -71,6 +73,13 @@ class TestDecode:
                     tokens += delta.token_ids
         return tokens
 
+    def assert_handover_failed(self, effects: list[Effect]) -> str:
+        """The router is told once, so that it can go on elsewhere; returns the reason in words."""
+        (failure,) = sent(effects, RequestFailed)
+        assert isinstance(failure, RequestFailed)
+        assert (failure.key, failure.code) == (KEY, FailureCode.HANDOVER)
+        return failure.message
+
     def test_an_ordinary_handover(self, decode: Worker) -> None:
         self.connect(decode)
         command = self.begin_read(decode)
@@ -86,13 +95,13 @@ class TestDecode:
         assert len(self.run_to_end(decode, 2)) == 3
         decode.assert_idle()
 
-    def test_a_read_error_breaks_the_connection_and_the_prompt_is_computed_here(self, decode: Worker) -> None:
+    def test_a_read_error_breaks_the_connection_and_is_reported(self, decode: Worker) -> None:
         self.connect(decode)
         command = self.begin_read(decode, last=False)
         effects = decode.event(ReadResult(command.read_id, "reset by peer"))
         assert of(effects, Disconnect) == [Disconnect(PREFILL)]
         assert sent(effects, Release) == [Release(KEY, False)]
-        assert len(self.run_to_end(decode, 0)) == 5
+        self.assert_handover_failed(effects)
         decode.assert_idle()
 
     def test_after_a_read_error_the_next_request_makes_a_new_connection(self, decode: Worker) -> None:
@@ -112,15 +121,13 @@ class TestDecode:
         assert isinstance(start, StartRead)
         assert sent(decode.event(self.verified(start.command)), Release) == [Release(RequestKey("r2"), True)]
 
-    def test_a_first_token_that_prefill_has_told_is_kept_when_the_prompt_is_computed_here(self, decode: Worker) -> None:
+    def test_content_that_moved_is_reported_and_not_kept(self, decode: Worker) -> None:
         self.connect(decode)
         command = self.begin_read(decode)
         effects = decode.event(ReadResult(command.read_id, None, [1, 2, 3]))
-        (tokens,) = sent(effects, StepTokens)
-        assert isinstance(tokens, StepTokens)
-        assert (tokens.deltas[0].position, tokens.deltas[0].token_ids) == (0, [3])
-        assert tokens.deltas[0].handover is None
-        assert len(self.run_to_end(decode, 1)) == 4
+        assert sent(effects, StepTokens) == []
+        assert "changed while they were read" in self.assert_handover_failed(effects)
+        assert decode.core.state.blocks.pool.count(BlockState.CACHED) == 0
         decode.assert_idle()
 
     def test_a_stuck_read_keeps_its_blocks_until_it_is_terminal(self, decode: Worker) -> None:
@@ -155,18 +162,17 @@ class TestDecode:
         decode.hear(Party("prefill-1", 9), Withdrawn(KEY, "?"))
         assert decode.core.load().requests_tracked == 1 and decode.plan() is None
 
-    def test_any_other_withdrawal_means_that_decode_computes_the_prompt(self, decode: Worker) -> None:
+    def test_any_other_withdrawal_is_reported(self, decode: Worker) -> None:
         self.connect(decode)
         decode.hear(ROUTER, decode_request())
-        decode.hear(PREFILL, Withdrawn(KEY, "a step failed"))
-        assert len(self.run_to_end(decode, 0)) == 5
+        assert "a step failed" in self.assert_handover_failed(decode.hear(PREFILL, Withdrawn(KEY, "a step failed")))
         decode.assert_idle()
 
     def test_a_refused_peer(self, decode: Worker) -> None:
         decode.hear(ROUTER, decode_request())
         effects = decode.hear(PREFILL, PeerRefused("dtype differs"))
         assert sent(effects, Release) == [Release(KEY, False)]
-        assert len(self.run_to_end(decode, 0)) == 5
+        self.assert_handover_failed(effects)
         decode.assert_idle()
 
     @pytest.mark.parametrize("change", [{"dtype": "bfloat16"}, {"weights_version": "other"}])
@@ -175,8 +181,9 @@ class TestDecode:
         fields = {name: getattr(LAYOUT, name) for name in LAYOUT.__struct_fields__} | change
         good = self.welcome()
         welcome = PeerWelcome(LayoutRecord(**fields), good.connector, good.metadata, good.region)
-        assert of(decode.hear(PREFILL, welcome), Connect) == []
-        assert len(self.run_to_end(decode, 0)) == 5
+        effects = decode.hear(PREFILL, welcome)
+        assert of(effects, Connect) == []
+        assert next(iter(change)) in self.assert_handover_failed(effects)
 
     def test_a_lost_welcome_is_asked_for_again_for_a_while(self, decode: Worker) -> None:
         decode.hear(ROUTER, Introduce(PeerRef(PREFILL, "tcp://prefill-0")))
@@ -203,12 +210,11 @@ class TestDecode:
         decode.event(ReadResult(command.read_id, "disconnected"))
         assert decode.core.state.blocks.pool.count(BlockState.QUARANTINED) == 0
 
-    def test_silence_ends_the_handover_not_the_request(self, decode: Worker) -> None:
+    def test_silence_ends_the_handover(self, decode: Worker) -> None:
         self.connect(decode)
         decode.hear(ROUTER, decode_request())
         assert decode.plan() is None
-        decode.wait(PROTOCOL.dead_after_seconds + 0.2)
-        assert len(self.run_to_end(decode, 0)) == 5
+        assert "silent" in self.assert_handover_failed(decode.wait(PROTOCOL.dead_after_seconds + 0.2))
         decode.assert_idle()
 
     def test_an_offer_after_the_end_is_dropped(self, decode: Worker) -> None:

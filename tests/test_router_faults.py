@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from splitserve.messages import (
     FailureCode,
     Heartbeat,
     Introduce,
+    LocalRequest,
     PeerRef,
     Register,
     RequestFailed,
@@ -90,8 +92,11 @@ class Stream:
         return json.loads(lines[0].removeprefix("data: "))["error"]
 
 
+IMPATIENT = ProtocolConfig(no_worker_wait_seconds=0.3)
+
+
 def test_a_stream_whose_worker_process_is_killed_ends_with_an_error_event(serve):
-    router, workers = serve()
+    router, workers = serve(protocol=IMPATIENT)
     prefill = workers.start("p0", Role.PREFILL)
     command = [sys.executable, "-m", "splitserve.benchmarks.instant_worker", "--membership", router.membership]
     command += ["--engine-id", "d0", "--role", "decode", "--token-seconds", "0.05", "--tokens-per-message", "1"]
@@ -113,21 +118,50 @@ def test_a_stream_whose_worker_process_is_killed_ends_with_an_error_event(serve)
     assert router.metric(name) == 1 and router.metric("splitserve_requests_in_flight") == 0
 
 
-def test_a_prefill_worker_that_dies_before_the_first_token_gives_a_status_and_decode_is_told(serve):
+def test_when_the_only_prefill_worker_dies_decode_computes_the_prompt(serve):
     router, workers = serve()
     prefill = workers.start("p0", Role.PREFILL, lambda body: [])
-    decode = workers.start("d0", Role.DECODE, lambda body: [])
+    decode = workers.start("d0", Role.DECODE, lambda body: local_answer(body))
     ready(router)
     answers = []
-    asking = threading.Thread(target=lambda: answers.append(router.post("/v1/completions", **PROMPT, stream=True)))
+    asking = threading.Thread(
+        target=lambda: answers.append(router.post("/v1/completions", **PROMPT, return_route=True))
+    )
     asking.start()
     wait_until(lambda: prefill.requests and decode.requests)
     workers.stop(prefill, leave=False)
     asking.join(20)
-    status, headers, answer = answers[0]
-    assert status == 503 and "retry-after" in headers and answer["error"]["code"] == "worker_lost"
-    wait_until(lambda: aborts(decode))
-    assert aborts(decode)[0].key == decode.requests[0].key
+    status, _, answer = answers[0]
+    assert status == 200 and answer["splitserve"]["mode"] == "local" and answer["splitserve"]["attempts"] == 2
+    assert [type(body) for body in decode.requests] == [DecodeRequest, LocalRequest]
+    assert aborts(decode)[0].key == decode.requests[0].key, "the attempt that came to nothing is aborted"
+    assert router.metric('splitserve_ladder_steps_total{reason="worker_lost",rung="local"}') == 1
+
+
+def local_answer(body):
+    """A worker that answers what it computes by itself, and leaves hand-overs hanging."""
+    if not isinstance(body, LocalRequest):
+        return []
+    delta = TokenDelta(body.key, len(body.output_ids), [50], finish_reason=FinishReason.STOP)
+    return [Reply(StepTokens([delta]))]
+
+
+def test_a_stream_goes_on_where_its_dead_decode_worker_stopped(serve):
+    router, workers = serve()
+    workers.start("p0", Role.PREFILL)
+    first = workers.start("d0", Role.DECODE, SLOW)
+    ready(router)
+    stream = Stream(router, max_tokens=12, return_token_ids=True)
+    stream.read_until("[51]")
+    second = workers.start("d1", Role.DECODE, SLOW)
+    wait_until(lambda: router.metric('splitserve_worker_ready{role="decode",worker="d1"}') == 1)
+    workers.stop(first, leave=False)
+    stream.read_until("[DONE]")
+    assert "error" not in stream.text and '"finish_reason":"length"' in stream.text
+    ids = [token for part in re.findall(r'"token_ids":\[([\d,]*)\]', stream.text) for token in part.split(",") if token]
+    assert len(ids) == 12
+    delivered = second.requests[0].output_ids
+    assert 2 <= len(delivered) < 12 and [str(each) for each in delivered] == ids[: len(delivered)]
 
 
 def test_a_prefill_worker_may_leave_once_decode_is_at_work(serve):
@@ -161,10 +195,11 @@ def test_a_new_incarnation_replaces_the_old_one(serve):
     router, workers = serve()
     workers.start("m0", Role.MIXED, SLOW)
     ready(router)
-    stream = Stream(router)
+    stream = Stream(router, max_tokens=12)
     stream.read_until("[50]")
     new = workers.start("m0", Role.MIXED)
-    assert "new incarnation" in stream.error()["message"]
+    stream.read_until("[DONE]")
+    assert "error" not in stream.text and new.requests[0].output_ids, "its stream goes on with the new one"
     ready(router)
     assert router.post("/v1/completions", **PROMPT)[0] == 200
     assert new.requests  # and the old one's heartbeats change nothing

@@ -167,16 +167,16 @@ def register(members, record, now=0.0):
 def test_a_worker_is_used_once_its_link_is_up_and_lost_when_silent():
     members, worker = table(), info()
     assert register(members, worker).must_dial
-    assert not members.snapshot().workers and members.vocab_size() == 50
+    assert not members.snapshot(0.0).workers and members.vocab_size() == 50
     members.link_up(worker.party)
-    assert [each.party for each in members.snapshot().workers] == [worker.party]
+    assert [each.party for each in members.snapshot(0.0).workers] == [worker.party]
     assert members.heartbeat(worker.party, WorkerLoad(num_running=3), 4.0) is WorkerState.READY
-    assert members.snapshot().workers[0].load.num_running == 3
+    assert members.snapshot(0.0).workers[0].load.num_running == 3
     assert members.expire(8.9) == [] and members.expire(9.1) == [worker.party]
-    assert members.expire(9.2) == [] and not members.snapshot().workers
+    assert members.expire(9.2) == [] and not members.snapshot(0.0).workers
     assert members.heartbeat(worker.party, WorkerLoad(), 10.0) is WorkerState.LOST
     members.link_up(worker.party)
-    assert members.snapshot().workers
+    assert members.snapshot(0.0).workers
 
 
 def test_a_new_incarnation_replaces_the_old_one_for_good():
@@ -263,7 +263,7 @@ class MembershipMachine(RuleBasedStateMachine):
     @rule(tokens=st.integers(1, 50))
     def charge(self, tokens):
         shape = RequestShape(tokens, 10)
-        placement = least_loaded(self.members.snapshot(), shape)
+        placement = least_loaded(self.members.snapshot(0.0), shape)
         if not isinstance(placement, NoWorker):
             self.charges.append(self.members.charge(placement, shape))
 

@@ -112,13 +112,44 @@ def test_stale_messages_are_dropped():
     assert state.on_worker_lost(P, "died") is None
 
 
-def test_failures_abort_the_survivor():
+def test_a_failed_attempt_aborts_the_survivor_and_may_be_retried():
     state = begin()
     update = state.on_request_failed(P, failed(state, FailureCode.OVERLOADED, "queue full"))
-    assert update.failure == Failure(FailureReason.OVERLOADED, "worker p0: queue full") and update.aborts == (D,)
+    assert update.retry and not update.ended and update.aborts == (D,)
+    assert state.history[-1].failure == Failure(FailureReason.OVERLOADED, "worker p0: queue full")
+    assert state.history[-1].culprit == P
+    assert state.on_delta(D, delta(state, 0, [5])) is None, "nobody is at work between attempts"
     state = begin()
     update = state.on_worker_lost(D, "died")
-    assert update.failure.reason is FailureReason.WORKER_LOST and update.aborts == (P,)
+    assert update.retry and update.aborts == (P,) and state.history[-1].culprit == D
+    assert state.fail(Failure(FailureReason.WORKER_LOST, "nobody is left")).aborts == ()
+    assert outcome(state) == ("disaggregated", "failed", "worker_lost")
+
+
+def test_a_handover_that_one_side_reports_is_the_other_sides_fault():
+    for sender, culprit in ((D, P), (P, D)):
+        state = begin()
+        assert state.on_request_failed(sender, failed(state)).retry
+        assert state.history[-1].culprit == culprit
+
+
+def test_what_no_other_worker_would_do_better_fails_the_request():
+    for code in (FailureCode.INVALID, FailureCode.DEADLINE):
+        state = begin()
+        update = state.on_request_failed(P, failed(state, code, "no"))
+        assert update.ended and update.failure.reason.value == code.value and update.aborts == (D,)
+
+
+def test_the_next_attempt_goes_on_after_the_delivered_tokens():
+    state = begin(max_tokens=4)
+    state.on_delta(P, delta(state, 0, [5]))
+    state.on_delta(D, delta(state, 0, [5, 6], handover=REPORT))
+    assert state.on_worker_lost(D, "died").retry and state.delivered_ids == [5, 6]
+    state.begin(Local(worker=M))
+    assert state.key == RequestKey("r", 1)
+    assert list(state.on_delta(M, delta(state, 2, [7])).token_ids) == [7]
+    assert state.on_delta(M, delta(state, 3, [8], LENGTH)).ended
+    assert outcome(state) == ("disaggregated", "local", "after_worker_lost")
 
 
 def test_prefill_may_die_once_decode_has_the_prompt():

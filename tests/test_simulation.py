@@ -10,14 +10,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from simulator import PROTOCOL, VOCAB, Faults, SimRequest, Simulator, run_schedule
+from simulated_router import SimRequest
+from simulator import PROTOCOL, VOCAB, Faults, Simulator, run_schedule
 from splitserve.config import ProtocolConfig
 from splitserve.decode.sink import SinkSide
 from splitserve.handover import Offer, ReadResult, SinkHandover, SourceHandover
 from splitserve.kvconnector.block_pool import BlockPool
 from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.sequence import BlockManager, Sequence
-from splitserve.request import Party
+from splitserve.router.request_state import Update
 from splitserve.step import StepPlan
 
 
@@ -62,10 +63,10 @@ bounded = settings(deadline=None, max_examples=120, suppress_health_check=[Healt
 @bounded
 def test_a_quiet_schedule_hands_every_request_over(seed: int, shape: str) -> None:
     sim = run_schedule(seed, QUIET, **SHAPES[shape])
-    expected = sum(len(request.output) > 1 for request in sim.requests.values())
+    expected = sum(len(request.output) > 1 for request in sim.router.requests.values())
     assert sim.num_handovers == expected, "a first token that ends its request cancels the hand-over"
     assert sim.num_handover_failures == 0
-    assert all(request.failed is None for request in sim.requests.values())
+    assert all(request.failed is None for request in sim.router.requests.values())
 
 
 @given(seed=seeds, shape=st.sampled_from(["1P1D", "2P2D"]))
@@ -73,7 +74,7 @@ def test_a_quiet_schedule_hands_every_request_over(seed: int, shape: str) -> Non
 def test_lost_messages_cost_time_only(seed: int, shape: str) -> None:
     sim = run_schedule(seed, LOSSY, protocol=PATIENT, **SHAPES[shape])
     assert sim.num_handover_failures == 0
-    assert sim.num_handovers == sum(len(request.output) > 1 for request in sim.requests.values())
+    assert sim.num_handovers == sum(len(request.output) > 1 for request in sim.router.requests.values())
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_lost_messages_cost_time_only(seed: int, shape: str) -> None:
 def test_every_schedule_ends_well(faults: Faults, settings_of_protocol: ProtocolConfig, seed: int, shape: str) -> None:
     sim = run_schedule(seed, faults, protocol=settings_of_protocol, **SHAPES[shape])
     if faults not in CAN_FAIL:
-        assert [request.failed for request in sim.requests.values() if request.failed] == []
+        assert [request.failed for request in sim.router.requests.values() if request.failed] == []
 
 
 @given(
@@ -288,18 +289,18 @@ def test_a_planted_bug_is_found(plant: Plant, run: Callable[[int], None], monkey
 def test_a_preempted_request_is_not_overtaken_by_newcomers_for_ever() -> None:
     sim = Simulator(1, QUIET, num_blocks=16)
     ends: dict[str, float] = {}
-    original = sim.end
+    original = sim.router.apply
 
-    def end(request: SimRequest, ended: bool, failure: str | None, aborts: tuple[Party, ...]) -> None:
-        if ended:
+    def apply(request: SimRequest, update: Update) -> None:
+        if update.ended:
             ends[request.state.request_id] = sim.now
-        original(request, ended, failure, aborts)
+        original(request, update)
 
-    sim.end = end  # type: ignore[method-assign]
+    sim.router.apply = apply  # type: ignore[method-assign]
     num_requests, interval_seconds = 200, 0.012  # faster than they can be served
     for index in range(num_requests):
         prompt = [sim.random.randrange(VOCAB) for _ in range(sim.random.choice([3, 9, 17, 30]))]
-        sim.at(index * interval_seconds, lambda i=index, p=prompt: sim.submit(f"r{i}", p, 20))  # type: ignore[misc]
+        sim.at(index * interval_seconds, lambda i=index, p=prompt: sim.router.submit(f"r{i}", p, 20))  # type: ignore[misc]
     sim.run(until=300.0)
     sim.check_end()
     decode = next(worker for worker in sim.workers.values() if worker.party.engine_id == "decode-0")

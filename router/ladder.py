@@ -1,0 +1,83 @@
+"""The failure ladder: where a request goes next when an attempt has failed. Pure, like placement.
+
+    1. another hand-over, without the workers that failed this request; decode stays where it was if it can, since
+       what it has verified, and what it computes best without, is there
+    2. prefill on a decode (or mixed) worker itself
+    3. an error
+
+The same function runs in the router and in the fault simulator.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from splitserve.request import Party, Role
+from splitserve.router.placement import (
+    Disaggregated,
+    Local,
+    NoWorker,
+    Placed,
+    Policy,
+    RequestShape,
+    Snapshot,
+    WorkerView,
+    decode_load,
+    fits,
+)
+from splitserve.router.request_state import FailedAttempt, FailureReason
+
+MAX_HANDOVERS = 4
+MAX_ATTEMPTS = 8
+FIRST_BACKOFF_SECONDS = 0.05
+MAX_BACKOFF_SECONDS = 1.0
+
+
+class Rung(StrEnum):
+    HANDOVER = "handover"
+    LOCAL = "local"
+    GAVE_UP = "gave_up"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The next attempt and the rung it stands on; ``placement`` is :class:`NoWorker` where nobody can help *now*."""
+
+    rung: Rung
+    placement: Placed | NoWorker
+
+
+def next_step(snapshot: Snapshot, shape: RequestShape, policy: Policy, history: Sequence[FailedAttempt]) -> Step:
+    """Where a request goes whose attempts so far, at least one, all failed."""
+    failures = history[-1].failure.message
+    if len(history) >= MAX_ATTEMPTS:
+        return Step(Rung.GAVE_UP, NoWorker(f"{len(history)} attempts failed; the last: {failures}"))
+    # One that was lost and is here again was frozen or cut off: no reason to shun it.
+    culprits = {attempt.culprit for attempt in history if attempt.failure.reason is not FailureReason.WORKER_LOST}
+    helpers = [worker for worker in snapshot.workers if worker.party not in culprits]
+    previous = _previous_decode(history, helpers)
+    num_handovers = sum(isinstance(attempt.placement, Disaggregated) for attempt in history)
+    if num_handovers < MAX_HANDOVERS:
+        others = [worker for worker in helpers if worker.role is not Role.DECODE or worker.party == previous]
+        for candidates in (others, helpers):
+            placement = policy(Snapshot(tuple(candidates)), shape)
+            if isinstance(placement, Disaggregated):
+                return Step(Rung.HANDOVER, placement)
+    able = [worker for worker in helpers if worker.role is not Role.PREFILL and fits(worker, shape)]
+    best = min(able, key=lambda worker: (worker.party != previous, *decode_load(worker)), default=None)
+    if best is not None:
+        return Step(Rung.LOCAL, Local(best.party))
+    return Step(Rung.GAVE_UP, NoWorker(f"no worker is left that could go on; the last attempt: {failures}"))
+
+
+def backoff_seconds(num_tries: int, chosen: random.Random) -> float:
+    """How long to wait for workers to come before try ``num_tries`` (from 0): doubling, with full jitter."""
+    return chosen.uniform(0.5, 1.0) * min(MAX_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2.0 ** min(num_tries, 10))
+
+
+def _previous_decode(history: Sequence[FailedAttempt], helpers: Sequence[WorkerView]) -> Party | None:
+    """The last attempt's decode worker, if it is still here and blameless."""
+    placement = history[-1].placement
+    party = placement.decode if isinstance(placement, Disaggregated) else placement.worker
+    return party if any(worker.party == party for worker in helpers) else None
