@@ -19,6 +19,9 @@ from splitserve.request import Party
 
 CONNECT_SECONDS = 5.0
 READS_AT_ONCE = 4  # per peer; each needs a scratch row for the generations, further ones wait
+MAX_PEER_BLOCKS = 1 << 22  # bounds what a peer's word makes us allocate: 56 bytes per block
+MAX_METADATA_BYTES = 1 << 20
+_ADDRESS_SPACE_BYTES = 1 << 64
 MEMORY_KIND = "DRAM"
 
 
@@ -37,6 +40,27 @@ def _block_descriptors(address: int, block_bytes: int, num_blocks: int) -> npt.N
     return rows
 
 
+def check_welcome(welcome: PeerWelcome, block_bytes: int) -> None:
+    """Raise :class:`HandshakeError` for numbers that no peer's memory can have.
+
+    That is all that can be told from here. Whether the addresses are those that the peer registered is checked by NIXL
+    against the peer's metadata, before it reads a byte.
+    """
+    region = welcome.region
+    if not 0 < region.num_blocks <= MAX_PEER_BLOCKS:
+        raise HandshakeError(f"the peer claims {region.num_blocks} KV blocks; 1 to {MAX_PEER_BLOCKS} are accepted")
+    if region.block_bytes != block_bytes:
+        raise HandshakeError(f"the peer's blocks have {region.block_bytes} bytes, ours {block_bytes}")
+    for name, address, size in (
+        ("blocks", region.blocks_address, region.num_blocks * block_bytes),
+        ("generations", region.generations_address, region.num_blocks * 8),
+    ):
+        if not 0 < address <= _ADDRESS_SPACE_BYTES - size:
+            raise HandshakeError(f"the peer's {name} can't be {size} bytes at address {address:#x}")
+    if len(welcome.metadata) > MAX_METADATA_BYTES:
+        raise HandshakeError(f"the peer's metadata has {len(welcome.metadata)} bytes; at most {MAX_METADATA_BYTES}")
+
+
 @dataclass(slots=True, eq=False)
 class Read:
     """A read under way: first its data, then the span of generations that covers its blocks."""
@@ -52,6 +76,7 @@ class PeerReader:
     """Everything for reading from one peer: an agent, descriptor lists, scratch rows. Used by the owner thread only."""
 
     def __init__(self, name: str, memory: KVMemory, party: Party, peer: PeerWelcome) -> None:
+        check_welcome(peer, memory.block_bytes)
         self._agent = create_agent(name)
         self._region = peer.region
         self._scratch = np.zeros((READS_AT_ONCE, peer.region.num_blocks), dtype=np.uint64)
@@ -65,9 +90,12 @@ class PeerReader:
         self._local_blocks = self._prepare(
             "NIXL_INIT_AGENT", memory.blocks_address, memory.num_blocks, memory.block_bytes
         )
-        self._remote_blocks = self._prepare(
-            self._remote_name, peer.region.blocks_address, peer.region.num_blocks, memory.block_bytes
-        )
+        try:
+            self._remote_blocks = self._prepare(
+                self._remote_name, peer.region.blocks_address, peer.region.num_blocks, memory.block_bytes
+            )
+        except Exception as error:
+            raise HandshakeError(f"the peer's blocks aren't in the memory that it registered: {error}") from error
         self.active: list[Read] = []
         self.waiting: deque[ReadCommand] = deque()
         self.connect_deadline = time.monotonic() + CONNECT_SECONDS

@@ -338,3 +338,38 @@ def test_the_death_of_a_thread_is_not_silent(reader: Reader) -> None:
     reader.connector._threads[0].submit(fail)
     with pytest.raises(RuntimeError, match=r"read-0.* died"):
         reader.wait(lambda: False, seconds=5.0)
+
+
+LIES = {
+    "no blocks": ({"num_blocks": 0}, "claims 0 KV blocks"),
+    "negative": ({"num_blocks": -5}, "claims -5 KV blocks"),
+    "gigantic": ({"num_blocks": 2**62}, "KV blocks; 1 to"),
+    "one more than registered": ({"num_blocks": NUM_BLOCKS + 1}, "aren't in the memory that it registered"),
+    "many more than registered": ({"num_blocks": 1 << 18}, "aren't in the memory that it registered"),
+    "other size": ({"block_bytes": 1}, "blocks have 1 bytes"),
+    "null": ({"blocks_address": 0}, "can't be"),
+    "unregistered": ({"blocks_address": 4096}, "aren't in the memory that it registered"),
+    "beyond the address space": ({"blocks_address": 2**64 - 8}, "can't be"),
+    "negative address": ({"generations_address": -8}, "can't be"),
+    "unregistered generations": ({"generations_address": 4096}, "NOT_FOUND"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_peer_that_lies_about_its_memory_is_refused_before_a_byte_is_read(
+    source: Source, reader: Reader, lie: str
+) -> None:
+    changes, expected = LIES[lie]
+    region = msgspec.structs.replace(source.welcome.region, **changes)
+    resident = psutil.Process().memory_info().rss
+    reader.connector.connect(SOURCE, msgspec.structs.replace(source.welcome, region=region))
+    assert reader.wait(lambda: bool(reader.events))
+    (event,) = reader.events
+    assert isinstance(event, PeerConnected) and event.error is not None and expected in event.error
+    assert psutil.Process().memory_info().rss - resident < 256 << 20
+    reader.events.clear()
+    reader.connect(source)  # the truth still works
+    reader.read(1, [0], [3])
+    result = reader.result(1)
+    assert result is not None and result.error is None
+    reader.assert_holds([0], [3])
