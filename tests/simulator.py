@@ -61,7 +61,7 @@ def expected_output(prompt: list[int], sampling: SamplingParams) -> list[int]:
 class Faults:
     """Probabilities per message, read or request; delays in seconds.
 
-    ``read_seconds`` is the longest time that one block's copy takes. In a partition, messages between workers are lost
+    ``read_seconds`` is the longest time that one block's copy takes. In a partition, messages of one pair are lost
     while reads go on: that is how a lease runs out under a reader. ``partitions``, ``kills`` and ``freezes``
     count them.
     """
@@ -238,8 +238,7 @@ class Simulator:
         self.random = random.Random(seed)
         self.faults = faults
         self.protocol = protocol
-        starts = [self.random.uniform(0.0, 2.0) for _ in range(faults.partitions)]
-        self.partitions = [(start, start + self.random.uniform(0.0, faults.partition_seconds)) for start in starts]
+        self.partitions: list[tuple[float, float, set[str]]] = []
         self.now = 0.0
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self.counter = itertools.count()
@@ -263,7 +262,7 @@ class Simulator:
         self.trace.append(f"{self.now:9.4f} {sender.engine_id} -> {to.engine_id}: {body}")
         reliable = ROUTER in (sender, to)
         copies = 1
-        if not reliable and (self.is_partitioned() or self.random.random() < self.faults.drop):
+        if not reliable and (self.is_cut(sender, to) or self.random.random() < self.faults.drop):
             copies = 0
         elif not reliable and self.random.random() < self.faults.duplicate:
             copies = 2
@@ -271,8 +270,9 @@ class Simulator:
             delay = 0.001 if reliable else self.random.uniform(0.0, self.faults.max_delay)
             self.after(delay, lambda: self.deliver(Envelope(sender, to, body)))
 
-    def is_partitioned(self) -> bool:
-        return any(start <= self.now < end for start, end in self.partitions)
+    def is_cut(self, one: Party, other: Party) -> bool:
+        pair = {one.engine_id, other.engine_id}
+        return any(start <= self.now < end and pair == cut for start, end, cut in self.partitions)
 
     def deliver(self, envelope: Envelope) -> None:
         assert envelope.to is not None
@@ -343,6 +343,11 @@ class Simulator:
             worker.frozen_until = max(worker.frozen_until, self.now + seconds)
 
     def plan_disasters(self) -> None:
+        names = sorted(worker.party.engine_id for worker in self.workers.values())
+        for _ in range(self.faults.partitions):
+            start = self.random.uniform(0.0, 2.0)
+            pair = {self.random.choice([n for n in names if n.startswith(role)] or names) for role in ("pre", "dec")}
+            self.partitions.append((start, start + self.random.uniform(0.0, self.faults.partition_seconds), pair))
         for number, act in ((self.faults.kills, self.kill), (self.faults.freezes, self.freeze)):
             for _ in range(number):
                 seconds = self.random.uniform(0.1, 2.0) if act == self.kill else self.random.uniform(1.0, 9.0)

@@ -121,7 +121,7 @@ def test_a_stream_whose_worker_process_is_killed_ends_with_an_error_event(serve)
 def test_when_the_only_prefill_worker_dies_decode_computes_the_prompt(serve):
     router, workers = serve()
     prefill = workers.start("p0", Role.PREFILL, lambda body: [])
-    decode = workers.start("d0", Role.DECODE, lambda body: local_answer(body))
+    decode = workers.start("d0", Role.DECODE, local_answer)
     ready(router)
     answers = []
     asking = threading.Thread(

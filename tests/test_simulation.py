@@ -257,7 +257,7 @@ def one_schedule(faults: Faults, **options: object) -> Callable[[int], None]:
     return run
 
 
-EXPIRING = one_schedule(LEASES_EXPIRE, protocol=SHORT_LEASES, num_blocks=16, num_requests=16)
+EXPIRING = one_schedule(LEASES_EXPIRE, protocol=SHORT_LEASES, decode=2, num_blocks=16, num_requests=24)
 
 
 @pytest.mark.parametrize(
