@@ -150,8 +150,8 @@ def test_truncated_or_trailing_bytes_are_refused(body: Body) -> None:
         decode(data + b"\x00")
 
 
-GRANT = fields(EXAMPLES[14])
-LOCAL = fields(EXAMPLES[6])
+GRANT, LOCAL = (fields(next(e for e in EXAMPLES if isinstance(e, kind))) for kind in (Grant, LocalRequest))
+OFFER, REGISTER = (fields(next(e for e in EXAMPLES if isinstance(e, kind))) for kind in (Offer, Register))
 SENDER = ["prefill-0", 1]
 
 
@@ -180,6 +180,15 @@ SENDER = ["prefill-0", 1]
         [SENDER, None, LOCAL | {"sampling": {"max_tokens": 1, "temperature": float("inf")}}],
         [SENDER, None, LOCAL | {"sampling": {"max_tokens": 1, "seed": -1}}],
         [SENDER, None, LOCAL | {"sampling": {"max_tokens": 1, "best_of": 3}}],
+        [SENDER, None, LOCAL | {"sampling": {"max_tokens": 1, "top_k": 2**31}}],
+        [SENDER, None, LOCAL | {"token_ids": [-1]}],
+        [SENDER, None, LOCAL | {"deadline_seconds": float("nan")}],
+        [SENDER, None, LOCAL | {"deadline_seconds": float("inf")}],
+        [SENDER, None, GRANT | {"num_prompt_tokens": -1}],
+        [SENDER, None, GRANT | {"lease_seconds": -0.5}],
+        [SENDER, None, OFFER | {"blocks": [[-1, 0]]}],
+        [SENDER, None, OFFER | {"first_tokens": [2**31]}],
+        [SENDER, None, REGISTER | {"info": REGISTER["info"] | {"num_blocks": 0}}],
         {},
         [],
         7,

@@ -14,13 +14,20 @@ clocks of two machines are never compared.
 """
 
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
 from splitserve.request import FinishReason, Party, RequestKey, Role, SamplingParams
 
 SCHEMA_VERSION = 1
+
+# Bounds that hold for every sender, so that no receiver has to think of negative sizes or of durations that are NaN.
+TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+Size: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+Unsigned: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]  # up to 2**64 - 1, by msgpack's own bound
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -39,10 +46,10 @@ class LayoutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str
     weights_version: str
     dtype: str
-    block_size: int
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    block_size: Size
+    num_layers: Size
+    num_kv_heads: Size
+    head_dim: Size
 
     def mismatch(self, other: "LayoutRecord") -> str | None:
         """The first difference in words (``name: ours against theirs``), or None."""
@@ -58,36 +65,36 @@ class WorkerInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     party: Party
     role: Role
     endpoint: str
-    pid: int
+    pid: Count
     layout: LayoutRecord
-    num_blocks: int
-    max_num_seqs: int
-    max_model_len: int
-    vocab_size: int
+    num_blocks: Size
+    max_num_seqs: Size
+    max_model_len: Size
+    vocab_size: Size
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A worker's load, sent with each heartbeat. Counters are since start."""
 
-    num_waiting: int = 0
-    num_running: int = 0
-    waiting_tokens: int = 0
-    blocks_free: int = 0
-    blocks_cached: int = 0
-    blocks_referenced: int = 0
-    blocks_quarantined: int = 0
-    reads_in_flight: int = 0
-    steps: int = 0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    preemptions: int = 0
-    handovers: int = 0
-    handover_bytes: int = 0
-    handover_failures: int = 0
-    stale_messages: int = 0
-    resident_bytes: int = 0
-    requests_tracked: int = 0
+    num_waiting: Count = 0
+    num_running: Count = 0
+    waiting_tokens: Count = 0
+    blocks_free: Count = 0
+    blocks_cached: Count = 0
+    blocks_referenced: Count = 0
+    blocks_quarantined: Count = 0
+    reads_in_flight: Count = 0
+    steps: Count = 0
+    prompt_tokens: Count = 0
+    output_tokens: Count = 0
+    prefix_hit_tokens: Count = 0
+    preemptions: Count = 0
+    handovers: Count = 0
+    handover_bytes: Count = 0
+    handover_failures: Count = 0
+    stale_messages: Count = 0
+    resident_bytes: Count = 0
+    requests_tracked: Count = 0
 
 
 class Register(Message, frozen=True):
@@ -130,32 +137,32 @@ class PrefillRequest(Message, frozen=True):
     """Compute the prompt's KV, draw the first token, offer the KV to ``decode``."""
 
     key: RequestKey
-    token_ids: list[int]
+    token_ids: list[TokenId]
     sampling: SamplingParams
     decode: PeerRef
-    deadline_seconds: float
-    output_ids: list[int] = []
+    deadline_seconds: Seconds
+    output_ids: list[TokenId] = []
 
 
 class DecodeRequest(Message, frozen=True):
     """Reserve room for the prompt, pull its KV from ``prefill``, go on from the first token."""
 
     key: RequestKey
-    token_ids: list[int]
+    token_ids: list[TokenId]
     sampling: SamplingParams
     prefill: PeerRef
-    deadline_seconds: float
-    output_ids: list[int] = []
+    deadline_seconds: Seconds
+    output_ids: list[TokenId] = []
 
 
 class LocalRequest(Message, frozen=True):
     """Do both phases here."""
 
     key: RequestKey
-    token_ids: list[int]
+    token_ids: list[TokenId]
     sampling: SamplingParams
-    deadline_seconds: float
-    output_ids: list[int] = []
+    deadline_seconds: Seconds
+    output_ids: list[TokenId] = []
 
 
 class Abort(Message, frozen=True):
@@ -180,12 +187,12 @@ class HandoverReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     prefill: str
     transport: str
-    blocks: int
-    bytes: int
-    cached_tokens: int
-    reads: int
-    seconds: float
-    exposed_seconds: float
+    blocks: Count
+    bytes: Count
+    cached_tokens: Count
+    reads: Count
+    seconds: Seconds
+    exposed_seconds: Seconds
 
 
 class TokenDelta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -195,11 +202,11 @@ class TokenDelta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     key: RequestKey
-    position: int
-    token_ids: list[int]
-    choice: int = 0
+    position: Count
+    token_ids: list[TokenId]
+    choice: Count = 0
     finish_reason: FinishReason | None = None
-    num_cached_tokens: int = 0
+    num_cached_tokens: Count = 0
     handover: HandoverReport | None = None
 
 
@@ -237,10 +244,10 @@ class PeerHello(Message, frozen=True):
 class MemoryRegion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Registered memory of the sender: KV blocks and their generations (uint64, one per block)."""
 
-    blocks_address: int
-    num_blocks: int
-    block_bytes: int
-    generations_address: int
+    blocks_address: Unsigned
+    num_blocks: Size
+    block_bytes: Size
+    generations_address: Unsigned
     device_id: int = 0
 
 
@@ -264,14 +271,14 @@ class Grant(Message, frozen=True):
     """
 
     key: RequestKey
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    lease_seconds: float
+    num_prompt_tokens: Count
+    num_cached_tokens: Count
+    lease_seconds: Seconds
 
 
 class OfferedBlock(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    block_id: int
-    generation: int
+    block_id: Count
+    generation: Unsigned
 
 
 class Offer(Message, frozen=True):
@@ -283,18 +290,18 @@ class Offer(Message, frozen=True):
     """
 
     key: RequestKey
-    first_block: int
+    first_block: Count
     blocks: list[OfferedBlock]
-    num_tokens: int
+    num_tokens: Count
     last: bool = False
-    first_tokens: list[int] = []
+    first_tokens: list[TokenId] = []
 
 
 class OfferAck(Message, frozen=True):
     """Decode knows the offers up to prompt block ``num_blocks`` (it need not have read them yet)."""
 
     key: RequestKey
-    num_blocks: int
+    num_blocks: Count
     last: bool
 
 

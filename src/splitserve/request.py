@@ -58,8 +58,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
             raise ConfigError(f"max_tokens is {self.max_tokens}; it must be at least 1")
         if not 0.0 <= self.temperature <= 100.0:
             raise ConfigError(f"temperature is {self.temperature}; it must be in [0, 100]")
-        if self.top_k < 0:
-            raise ConfigError(f"top_k is {self.top_k}; it must be 0 (all tokens) or positive")
+        if not 0 <= self.top_k < 2**31:
+            raise ConfigError(f"top_k is {self.top_k}; it must be 0 (all tokens) or positive, and fit 31 bits")
         if not 0.0 < self.top_p <= 1.0:
             raise ConfigError(f"top_p is {self.top_p}; it must be in (0, 1]")
         if not 0 <= self.seed < 2**64:

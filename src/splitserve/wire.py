@@ -7,7 +7,7 @@ from splitserve.messages import SCHEMA_VERSION, Envelope
 
 _MAGIC = b"SP"
 _HEADER_BYTES = 4
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024  # a prompt of three million tokens
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Envelope, strict=True)
