@@ -158,7 +158,7 @@ class InstantWorker:
         self.received: list[Body] = []
         self.requests: list[Request] = []
         self.registered = threading.Event()
-        self.load = WorkerLoad()
+        self.load = WorkerLoad(peers_ready=int(self.options.role is Role.DECODE))
         self.keep_record = True
         self._script = script
         self._stopping = threading.Event()

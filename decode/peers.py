@@ -34,16 +34,29 @@ class PeerTable:
         self._connector = connector
         self._peers: dict[Party, Peer] = {}
 
+    @property
+    def num_ready(self) -> int:
+        """Peers that reads can start from at once."""
+        return sum(peer.state is PeerState.READY for peer in self._peers.values())
+
     def get(self, party: Party) -> Peer | None:
         return self._peers.get(party)
 
+    def __len__(self) -> int:
+        return len(self._peers)
+
     def introduce(self, ref: PeerRef, now: float) -> None:
-        """Make sure that we know this peer; greet it if it's new, or if it failed before."""
+        """Make sure that we know this peer; greet it if it's new, or if it failed before.
+
+        Where there's no room left the peer stays unknown, and hand-overs from it fail.
+        """
         known = self._peers.get(ref.party)
         if known is not None and known.state is not PeerState.FAILED:
             return
         for party in [p for p in self._peers if p.engine_id == ref.party.engine_id]:
             self.forget(party)
+        if not self._has_room():
+            return
         give_up_at = now + self._state.protocol.dead_after_seconds
         self._peers[ref.party] = Peer(ref, PeerState.GREETED, hello_due_at=now, give_up_at=give_up_at)
         self._state.outbox.put(Dial(ref))
@@ -112,6 +125,14 @@ class PeerTable:
             min(peer.hello_due_at, peer.give_up_at) for peer in self._peers.values() if peer.state is PeerState.GREETED
         )
         return min(due, default=float("inf"))
+
+    def _has_room(self) -> bool:
+        """Whether one peer more can be kept, if need be in place of the one that failed first."""
+        if len(self._peers) >= self._state.protocol.max_peers:
+            failed = (party for party, peer in self._peers.items() if peer.state is PeerState.FAILED)
+            if (oldest := next(failed, None)) is not None:
+                self.forget(oldest)
+        return len(self._peers) < self._state.protocol.max_peers
 
     def _problem_with(self, welcome: PeerWelcome) -> str | None:
         difference = self._state.layout.mismatch(welcome.layout)

@@ -210,7 +210,8 @@ class WorkerLoop:
         if now >= self._complaint_due_at:
             self._complaint_due_at = now + COMPLAINT_INTERVAL_SECONDS
             self._complain()
-        if now >= self._heartbeat_due_at:
+        if now >= self._heartbeat_due_at or self._core.has_news:
+            self._core.has_news = False
             self._heartbeat_due_at = now + self._config.protocol.heartbeat_seconds
             load = msgspec.structs.replace(self._core.load(), resident_bytes=self._process.memory_info().rss)
             self._sockets.send_membership(Heartbeat(load=load))

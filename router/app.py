@@ -20,7 +20,7 @@ from splitserve.router.api_error import ApiError
 from splitserve.router.dispatcher import Dispatcher
 from splitserve.router.formats import ChatFormat, CompletionFormat, Format
 from splitserve.router.metrics import RouterMetrics
-from splitserve.router.placement import NoWorker, RequestShape
+from splitserve.router.placement import Disaggregated, NoWorker, RequestShape
 from splitserve.router.preparation import Preparation, check_not_empty
 from splitserve.router.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest, parse
 
@@ -81,6 +81,9 @@ class Api:
         placement = self._dispatcher.place(RequestShape(num_prompt_tokens=1, max_tokens=1))
         if isinstance(placement, NoWorker):
             return JSONResponse({"status": "not ready", "reason": placement.reason}, 503)
+        if isinstance(placement, Disaggregated) and not self._dispatcher.fleet.membership.is_connected():
+            reason = "decode workers are connecting to prefill workers"
+            return JSONResponse({"status": "not ready", "reason": reason}, 503)
         return JSONResponse({"status": "ready"})
 
     async def version(self, _request: Request) -> Response:

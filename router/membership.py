@@ -186,6 +186,10 @@ class Membership:
         usable = (r for r in ready if r.breaker.allows(now) or r.info.role not in trusted_roles)
         return Snapshot(tuple(record.view() for record in usable))
 
+    def is_connected(self) -> bool:
+        """Whether a decode worker can read from a prefill worker now: else a first request had to wait for that."""
+        return any(record.state is WorkerState.READY and record.load.peers_ready for record in self._records.values())
+
     def vocab_size(self) -> int | None:
         """The same for all workers; None while there is none."""
         return next((record.info.vocab_size for record in self._records.values()), None)

@@ -95,6 +95,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stale_messages: Count = 0
     resident_bytes: Count = 0
     requests_tracked: Count = 0
+    peers_ready: Count = 0
 
 
 class Register(Message, frozen=True):
