@@ -26,6 +26,7 @@ BENCHES = {
     "handover": ("splitserve.benchmarks.handover", "KV hand-over against a plain memory copy"),
     "latency": ("splitserve.benchmarks.latency", "TTFT and second token of 1P1D against a mixed worker"),
     "router": ("splitserve.benchmarks.router_overhead", "what the router adds to a worker that answers at once"),
+    "chaos": ("splitserve.benchmarks.chaos", "kills, freezes and drains under load: right tokens, nothing left over"),
     "engine-cpu": ("splitserve.benchmarks.engine_vs_transformers", "the engine on CPU against transformers"),
 }
 EXIT_ERROR = 2

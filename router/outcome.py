@@ -33,7 +33,7 @@ def outcome(state: RequestState) -> tuple[str, str, str]:
 
 
 def route(state: RequestState) -> dict[str, Any]:
-    """The ``splitserve`` object of an answer: where the request ran and what its hand-over cost."""
+    """The ``splitserve`` object of an answer: where the request ran, what its hand-over cost, what failed before."""
     placement = state.placement
     if placement is None:  # between attempts
         placement = state.history[-1].placement
@@ -42,6 +42,9 @@ def route(state: RequestState) -> dict[str, Any]:
         "prefill": prefill_party(placement).engine_id,
         "decode": decode_party(placement).engine_id,
         "attempts": state.num_attempts,
+        "failed_attempts": [
+            {"worker": attempt.culprit.engine_id, "reason": attempt.failure.reason.value} for attempt in state.history
+        ],
         "cached_tokens": state.num_cached_tokens,
         "handover": None if state.handover is None else msgspec.to_builtins(state.handover),
     }

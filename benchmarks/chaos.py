@@ -1,0 +1,274 @@
+"""``splitserve bench chaos``: workers die, freeze and drain under load, and no client notices.
+
+A small float32 checkpoint, 2 prefill and 2 decode processes, real NIXL. First a quiet run records the tokens of every
+request; then streams ask them again, many at once, while random workers get SIGKILL, SIGSTOP for longer than a lease,
+or SIGTERM, and come back. Exit status 0 says: every request completed with exactly the quiet run's answer, streams of
+killed workers went on in time, and afterwards nothing is held, left over, or larger than it was.
+"""
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from splitserve.benchmarks.chaos_checks import Leftovers, Metrics, ProcessState, growth, process_states
+from splitserve.benchmarks.chaos_faults import FaultInjector, FaultKind
+from splitserve.benchmarks.chaos_load import Answer, Expected, Streams, make_cases, record_expected
+from splitserve.benchmarks.chaos_recovery import p99_seconds, recovery
+from splitserve.benchmarks.report import table, write_result
+from splitserve.config import EngineConfig, ProtocolConfig
+from splitserve.models.demo import write_demo_model
+from splitserve.orchestration.launcher import LocalCluster
+from splitserve.orchestration.logs import LOG_LEVELS, set_up_logging
+from splitserve.orchestration.spec import ClusterSpec
+
+TRANSPORTS: dict[str, dict[str, str]] = {"shm": {}, "tcp": {"UCX_TLS": "tcp"}}
+KV_MEMORY_BYTES = 16 << 20  # less than all prompts take: blocks are evicted, reused, and computed again
+RECOVERY_BOUND_SECONDS = {"decode": 2.0, "prefill": 1.0}  # plus a prefill
+MEMORY_BOUND_BYTES = 64 << 20
+HANDLE_BOUND = 16
+SETTLE_TIMEOUT_SECONDS = 60.0
+MAX_SHOWN_PROBLEMS = 20
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What the run saw. ``checks`` holds the problems found under each heading: all empty is success."""
+
+    expected: Expected
+    answers: list[Answer] = field(default_factory=list)
+    injector: FaultInjector | None = None
+    metrics: Metrics | None = None
+    before: dict[str, ProcessState] = field(default_factory=dict)
+    after: dict[str, ProcessState] = field(default_factory=dict)
+    checks: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        return not any(self.checks.values())
+
+
+def cluster_spec(options: argparse.Namespace, model: str) -> ClusterSpec:
+    engine = EngineConfig(
+        model=model,
+        dtype="float32",
+        threads=1,
+        block_size=16,
+        kv_memory_bytes=KV_MEMORY_BYTES,
+        max_num_batched_tokens=128,
+        max_num_seqs=32,
+        tail_chunk_tokens=16,
+        max_model_len=1024,
+    )
+    protocol = ProtocolConfig(
+        lease_seconds=options.lease_seconds,
+        renew_interval_seconds=options.lease_seconds / 5,
+        read_deadline_seconds=options.read_deadline_seconds,
+        heartbeat_seconds=options.heartbeat_seconds,
+        dead_after_seconds=options.dead_after_seconds,
+        drain_seconds=options.drain_seconds,
+    )
+    return ClusterSpec(engine=engine, num_prefill=2, num_decode=2, port=0, protocol=protocol)
+
+
+async def fetch_metrics(session: aiohttp.ClientSession, url: str) -> Metrics:
+    async with session.get(f"{url}/metrics") as response:
+        return Metrics.parse(await response.text())
+
+
+async def wait_until_quiet(session: aiohttp.ClientSession, cluster: LocalCluster) -> tuple[Metrics, list[str]]:
+    """Metrics once every worker is ready and nothing is held for requests; or what still is when that doesn't come."""
+    deadline = time.monotonic() + SETTLE_TIMEOUT_SECONDS
+    names = cluster.pids.keys() - {"router"}
+    num_quiet = 0
+    while True:
+        # heartbeats carry the figures: two looks apart by more than one interval, or an old one might pass for new
+        await asyncio.sleep(1.2 * cluster.spec.protocol.heartbeat_seconds)
+        metrics = await fetch_metrics(session, cluster.url)
+        missing = sorted(names - metrics.ready)
+        problems = metrics.held() + [f"{name} is not ready" for name in missing]
+        num_quiet = 0 if problems else num_quiet + 1
+        if num_quiet == 2 or time.monotonic() > deadline:
+            return metrics, problems
+
+
+async def storm(cluster: LocalCluster, options: argparse.Namespace, leftovers: Leftovers) -> Outcome:
+    """The quiet run, the storm, and what is there once it is over."""
+    cases = make_cases(cluster.spec.served_model_name, options.cases, options.seed)
+    async with aiohttp.ClientSession() as session:
+        say(f"quiet run: {len(cases)} requests, alone and {options.streams} at once")
+        outcome = Outcome(await record_expected(cluster.url, cases, options.streams))
+        before, problems = await wait_until_quiet(session, cluster)
+        outcome.checks["quiet before the storm"] = problems
+        outcome.before = process_states(cluster.pids)
+
+        async def ready_workers() -> set[str]:
+            return (await fetch_metrics(session, cluster.url)).ready
+
+        outcome.injector = injector = FaultInjector(
+            cluster,
+            ready_workers,
+            kinds=[FaultKind(kind) for kind in options.faults],
+            freeze_seconds=options.lease_seconds + 0.5,
+            pause_seconds=options.pause_seconds,
+            seed=options.seed,
+            before_fault=lambda: leftovers.note_pids(cluster.pids),
+        )
+        say(f"storm: {options.duration:g} s")
+        streams = Streams(cluster.url, outcome.expected.cases, options.streams, options.seed, outcome.answers.append)
+        try:
+            await injector.run_until(time.monotonic() + options.duration)
+            await injector.finish()
+            await streams.finish()
+        finally:
+            injector.thaw_all()
+        outcome.metrics, problems = await wait_until_quiet(session, cluster)
+    leftovers.note_pids(cluster.pids)
+    outcome.after = process_states(cluster.pids)
+    outcome.checks["blocks free or cached, nothing held"] = problems + [
+        f"{name}: {count} blocks free or cached of {before.free_or_cached()[name]}"
+        for name, count in outcome.metrics.free_or_cached().items()
+        if count != before.free_or_cached().get(name, count)
+    ]
+    outcome.checks["memory, threads, handles where they began"] = growth(
+        outcome.before, outcome.after, memory_bytes=MEMORY_BOUND_BYTES, handles=HANDLE_BOUND
+    )
+    return outcome
+
+
+def check_answers(outcome: Outcome) -> None:
+    """Every request completed, with exactly the quiet run's answer."""
+    wrong = []
+    for answer in outcome.answers:
+        difference = answer.difference(outcome.expected.answers[answer.case])
+        if difference:
+            attempts = ", ".join(f"{attempt.worker} {attempt.reason}" for attempt in answer.failed_attempts)
+            wrong.append(f"{answer.case}: {difference} (failed attempts: {attempts or 'none'})")
+    outcome.checks["all requests complete with the quiet run's tokens"] = wrong
+    outcome.checks["something happened"] = [
+        text
+        for missing, text in (
+            (not outcome.answers, "no request was made"),
+            (not outcome.injector or not outcome.injector.faults, "no fault was injected"),
+        )
+        if missing
+    ]
+
+
+def check_recovery(outcome: Outcome) -> None:
+    """Streams of killed workers go on in time."""
+    assert outcome.injector is not None
+    prefill_seconds = max(outcome.expected.ttft_seconds)
+    problems = []
+    for role, bound in RECOVERY_BOUND_SECONDS.items():
+        p99 = p99_seconds(outcome.answers, outcome.injector.faults, role)
+        limit = bound + prefill_seconds
+        if p99 is not None and p99 > limit:
+            problems.append(f"p99 after SIGKILL of a {role} worker is {p99:.2f} s, at most {limit:.2f} s")
+    outcome.checks["streams of killed workers go on in time"] = problems
+
+
+def summary(outcome: Outcome) -> dict[str, Any]:
+    """The figures, for the JSON file."""
+    assert outcome.injector is not None and outcome.metrics is not None
+    faults, answers = outcome.injector.faults, outcome.answers
+    retried = [answer for answer in answers if answer.failed_attempts]
+    return {
+        "requests": len(answers),
+        "requests_with_failed_attempts": len(retried),
+        "failed_attempts": Counter(attempt.reason for answer in retried for attempt in answer.failed_attempts),
+        "cases": len(outcome.expected.cases),
+        "unstable_cases": outcome.expected.num_unstable,
+        "output_tokens": sum(len(answer.token_ids) for answer in answers),
+        "max_quiet_ttft_ms": max(outcome.expected.ttft_seconds) * 1e3,
+        "faults": Counter(f"{fault.kind.value} {fault.role}" for fault in faults),
+        "recovery": recovery(answers, faults),
+        "ladder_steps": outcome.metrics.labelled("ladder_steps_total"),
+        "requests_finished": outcome.metrics.labelled("requests_finished_total"),
+        "resident_mib": {
+            name: [outcome.before[name].resident_bytes >> 20, state.resident_bytes >> 20]
+            for name, state in sorted(outcome.after.items())
+        },
+        "checks": {name: problems or "ok" for name, problems in outcome.checks.items()},
+    }
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def print_summary(figures: dict[str, Any], outcome: Outcome) -> None:
+    say(f"{figures['requests']} requests, {figures['output_tokens']} tokens")
+    say(f"{figures['requests_with_failed_attempts']} requests survived failed attempts")
+    say(f"{figures['unstable_cases']} cases left out: near-ties\n")
+    rows = [
+        [name, row["faults"], row["requests"], row.get("p50_ms", "-"), row.get("p99_ms", "-")]
+        for name, row in figures["recovery"].items()
+    ]
+    say(table(rows, ["fault", "times", "requests hit", "next token p50 ms", "p99 ms"]) + "\n")
+    for title, name in (("ladder steps", "ladder_steps"), ("requests finished", "requests_finished")):
+        say(table([[labels, int(count)] for labels, count in figures[name].items()], [title, ""]) + "\n")
+    for name, problems in outcome.checks.items():
+        say(f"{'ok  ' if not problems else 'FAIL'} {name}")
+        for problem in problems[:MAX_SHOWN_PROBLEMS]:
+            say(f"       {problem}")
+        if len(problems) > MAX_SHOWN_PROBLEMS:
+            say(f"       and {len(problems) - MAX_SHOWN_PROBLEMS} more")
+
+
+def run(options: argparse.Namespace) -> Outcome:
+    """Everything, from the checkpoint to the last look for leftovers."""
+    leftovers = Leftovers()
+    with tempfile.TemporaryDirectory(prefix="splitserve-chaos-") as directory:
+        model = str(write_demo_model(Path(directory) / "model"))
+        cluster = LocalCluster(
+            cluster_spec(options, model),
+            log_level=options.log_level,
+            environment={**TRANSPORTS[options.transport], **leftovers.environment},
+        )
+        with cluster, cluster.supervised():
+            leftovers.note_pids(cluster.pids)
+            outcome = asyncio.run(storm(cluster, options, leftovers))
+    outcome.checks["no process, thread, handle or shared memory left over"] = leftovers.found()
+    check_answers(outcome)
+    check_recovery(outcome)
+    return outcome
+
+
+def build_parser() -> argparse.ArgumentParser:
+    defaults = ProtocolConfig()
+    parser = argparse.ArgumentParser(
+        prog="splitserve bench chaos", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--duration", type=float, default=600.0, metavar="SECONDS", help="of the storm")
+    parser.add_argument("--transport", choices=sorted(TRANSPORTS), default="shm", help="shm: UCX's own choice")
+    parser.add_argument("--streams", type=int, default=16, help="requests under way at any time")
+    parser.add_argument("--cases", type=int, default=48, help="different requests")
+    parser.add_argument("--faults", nargs="+", choices=[kind.value for kind in FaultKind], default=list(FaultKind))
+    parser.add_argument("--pause-seconds", type=float, default=2.0, help="between faults, on average, at least")
+    parser.add_argument("--seed", type=int, default=0, help="of requests and faults")
+    for name in ("lease", "read_deadline", "heartbeat", "dead_after", "drain"):
+        flag, value = f"--{name.replace('_', '-')}-seconds", getattr(defaults, f"{name}_seconds")
+        parser.add_argument(flag, type=float, default=value, help="as in ProtocolConfig")
+    parser.add_argument("--log-level", choices=LOG_LEVELS, default="error", help="of every process")
+    parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results/")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    options = build_parser().parse_args(list(argv))
+    set_up_logging("launcher", options.log_level)
+    outcome = run(options)
+    figures = summary(outcome)
+    print_summary(figures, outcome)
+    if options.save:
+        print(f"written to {write_result('chaos', argv, {'options': vars(options), **figures})}", file=sys.stderr)
+    return 0 if outcome.ok else 1
