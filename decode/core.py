@@ -137,6 +137,7 @@ class DecodeCore(PrefillCore):
     def handle_connector_event(self, event: ReadResult | PeerConnected, now: float) -> None:
         if isinstance(event, PeerConnected):
             self.peers.on_connected(event.peer, event.error)
+            self.has_news = True
             self.sink.poll(now)
         else:
             self.sink.on_read_result(event, now)
@@ -155,6 +156,7 @@ class DecodeCore(PrefillCore):
         return msgspec.structs.replace(
             super().load(),
             reads_in_flight=self.sink.num_reads_in_flight,
+            peers_ready=self.peers.num_ready,
             preemptions=self._decode_scheduler.num_preemptions,
         )
 

@@ -51,6 +51,7 @@ class PrefillCore:
         self._scheduler = scheduler
         self._max_num_batched_tokens = max_num_batched_tokens
         self._step: list[Planned] = []
+        self.has_news = False  # membership should hear of it before the next heartbeat is due
         self._handlers: dict[type, Handler] = {
             PrefillRequest: self._on_prefill_request,
             Abort: self._on_abort,
@@ -99,6 +100,11 @@ class PrefillCore:
         if self.state.is_draining:
             self.state.fail(sequence, FailureCode.OVERLOADED, DRAINING_REASON)
             self.state.bury(request.key, DRAINING_REASON, now)
+            return None
+        if len(self.state.sequences) >= self.state.protocol.max_requests:
+            problem = f"{len(self.state.sequences)} requests are here already"
+            self.state.fail(sequence, FailureCode.OVERLOADED, problem)
+            self.state.bury(request.key, problem, now)
             return None
         problem = self.state.why_impossible(sequence)
         if problem:

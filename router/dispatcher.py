@@ -30,7 +30,7 @@ from splitserve.request import Party, RequestKey, SamplingParams
 from splitserve.router.api_error import ApiError
 from splitserve.router.fleet import Fleet
 from splitserve.router.inbox import Inbox
-from splitserve.router.ladder import MAX_ATTEMPTS, backoff_seconds, next_step
+from splitserve.router.ladder import backoff_seconds, may_wait, next_step
 from splitserve.router.membership import MAX_WORKERS, Charge
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.outcome import outcome
@@ -200,7 +200,8 @@ class Dispatcher:
             self._start_attempt(generation, step.placement)
             return
         generation.stranded_at = generation.stranded_at or now
-        if len(state.history) < MAX_ATTEMPTS and now - generation.stranded_at < self._no_worker_wait_seconds:
+        waited_seconds = now - generation.stranded_at
+        if may_wait(state.history) and waited_seconds < self._no_worker_wait_seconds:
             delay = backoff_seconds(generation.num_waits, self._jitter)
             generation.num_waits += 1
             generation.retry = self._loop.call_later(delay, self._retry, state.request_id)

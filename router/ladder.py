@@ -71,6 +71,11 @@ def next_step(snapshot: Snapshot, shape: RequestShape, policy: Policy, history: 
     return Step(Rung.GAVE_UP, NoWorker(f"no worker is left that could go on; the last attempt: {failures}"))
 
 
+def may_wait(history: Sequence[FailedAttempt]) -> bool:
+    """Whether time may bring help where there's none now: a worker that was lost comes back, or is replaced."""
+    return len(history) < MAX_ATTEMPTS and history[-1].failure.reason is FailureReason.WORKER_LOST
+
+
 def backoff_seconds(num_tries: int, chosen: random.Random) -> float:
     """How long to wait for workers to come before try ``num_tries`` (from 0): doubling, with full jitter."""
     return chosen.uniform(0.5, 1.0) * min(MAX_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2.0 ** min(num_tries, 10))

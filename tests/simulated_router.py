@@ -20,7 +20,7 @@ from splitserve.messages import (
     WorkerInfo,
 )
 from splitserve.request import Party, RequestKey, SamplingParams
-from splitserve.router.ladder import MAX_ATTEMPTS, backoff_seconds, next_step
+from splitserve.router.ladder import backoff_seconds, may_wait, next_step
 from splitserve.router.membership import Membership, WorkerState
 from splitserve.router.placement import Disaggregated, NoWorker, Placed, RequestShape, least_loaded
 from splitserve.router.request_state import Failure, RequestState, Update
@@ -139,7 +139,7 @@ class SimRouter:
             return
         request.stranded_at = now if request.stranded_at is None else request.stranded_at
         waited = now - request.stranded_at
-        if len(state.history) < MAX_ATTEMPTS and waited < self.sim.protocol.no_worker_wait_seconds:
+        if may_wait(state.history) and waited < self.sim.protocol.no_worker_wait_seconds:
             self.sim.after(backoff_seconds(1, self.sim.random), lambda: self.step_down(request))
         else:
             failure = Failure(state.history[-1].failure.reason, step.placement.reason)

@@ -26,6 +26,8 @@ class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
     no_worker_wait_seconds: float = 10.0
     max_tombstones: int = 4096
     max_parked: int = 1024
+    max_requests: int = 4096
+    max_peers: int = 256
     max_reads_in_flight_per_request: int = 2
     max_blocks_per_read: int = 256
 
