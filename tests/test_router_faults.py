@@ -177,7 +177,7 @@ def test_a_prefill_worker_may_leave_once_decode_is_at_work(serve):
 
 
 def test_a_silent_worker_is_dead_after_the_limit_and_used_again_when_heard(serve):
-    router, workers = serve(protocol=ProtocolConfig(dead_after_seconds=0.4))
+    router, workers = serve(protocol=ProtocolConfig(dead_after_seconds=0.4, no_worker_wait_seconds=0.3))
     worker = workers.start("m0", Role.MIXED, lambda body: [], heartbeat_seconds=3600)
     ready(router)
     status, _, answer = router.post("/v1/completions", **PROMPT)
