@@ -87,6 +87,7 @@ class _WorkerCollector(Collector):
             placed.add_metric(_labels(record), record.num_requests)
         yield ready
         yield placed
+        yield _identities(records)
         for name in WorkerLoad.__struct_fields__:
             family: CounterMetricFamily | GaugeMetricFamily
             text = f"{name} of the worker's last heartbeat"
@@ -100,6 +101,16 @@ class _WorkerCollector(Collector):
 
     def describe(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
         return ()
+
+
+def _identities(records: list[WorkerRecord]) -> GaugeMetricFamily:
+    """Which process a worker is: what an operator needs to look at it, or to end it."""
+    labels = ("worker", "role", "incarnation", "endpoint", "pid")
+    family = GaugeMetricFamily("splitserve_worker_info", "Always 1; the labels say who and where it is", labels=labels)
+    for record in records:
+        info = record.info
+        family.add_metric((*_labels(record), f"{info.party.incarnation:x}", info.endpoint, str(info.pid)), 1.0)
+    return family
 
 
 def _labels(record: WorkerRecord) -> tuple[str, str]:
