@@ -163,17 +163,19 @@ def check_answers(outcome: Outcome) -> None:
     ]
 
 
-def check_recovery(outcome: Outcome) -> None:
-    """Streams of killed workers go on in time."""
+def check_recovery(outcome: Outcome, options: argparse.Namespace) -> None:
+    """Streams of killed workers go on in time; those of frozen ones, once that could be known."""
     assert outcome.injector is not None
     prefill_seconds = max(outcome.expected.ttft_seconds)
+    detection_seconds = {FaultKind.KILL: 0.0, FaultKind.FREEZE: options.dead_after_seconds}
     problems = []
-    for role, bound in RECOVERY_BOUND_SECONDS.items():
-        p99 = p99_seconds(outcome.answers, outcome.injector.faults, role)
-        limit = bound + prefill_seconds
-        if p99 is not None and p99 > limit:
-            problems.append(f"p99 after SIGKILL of a {role} worker is {p99:.2f} s, at most {limit:.2f} s")
-    outcome.checks["streams of killed workers go on in time"] = problems
+    for kind, seconds in detection_seconds.items():
+        for role, bound in RECOVERY_BOUND_SECONDS.items():
+            p99 = p99_seconds(outcome.answers, outcome.injector.faults, kind, role)
+            limit = seconds + bound + prefill_seconds
+            if p99 is not None and p99 > limit:
+                problems.append(f"p99 after the {kind.value} of a {role} worker is {p99:.2f} s, at most {limit:.2f} s")
+    outcome.checks["streams of killed and frozen workers go on in time"] = problems
 
 
 def summary(outcome: Outcome) -> dict[str, Any]:
@@ -239,7 +241,7 @@ def run(options: argparse.Namespace) -> Outcome:
             outcome = asyncio.run(storm(cluster, options, leftovers))
     outcome.checks["no process, thread, handle or shared memory left over"] = leftovers.found()
     check_answers(outcome)
-    check_recovery(outcome)
+    check_recovery(outcome, options)
     return outcome
 
 

@@ -50,8 +50,7 @@ def recovery(answers: Sequence[Answer], faults: Sequence[Fault]) -> dict[str, di
     }
 
 
-def p99_seconds(answers: Sequence[Answer], faults: Sequence[Fault], role: str) -> float | None:
-    """The 99th percentile after kills of workers of ``role``; None without any."""
-    kills = [fault for fault in faults if fault.kind is FaultKind.KILL and fault.role == role]
-    figures = recovery(answers, kills).get(f"{FaultKind.KILL.value} {role}", {})
+def p99_seconds(answers: Sequence[Answer], faults: Sequence[Fault], kind: FaultKind, role: str) -> float | None:
+    """The 99th percentile after such faults of workers of ``role``; None if they hit no request."""
+    figures = recovery(answers, faults).get(f"{kind.value} {role}", {})
     return figures["p99_ms"] / 1e3 if "p99_ms" in figures else None

@@ -14,6 +14,7 @@ import ctypes
 import importlib
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -37,6 +38,7 @@ _log = logging.getLogger(__name__)
 class Order(msgspec.Struct, frozen=True, kw_only=True):
     """What a child shall run: ``entry`` (``module:function``), called with its config and a callable for progress.
 
+    ``shared_memory`` is a folder to remove at the end, in case the parent is gone by then.
     ``parent_death_signal`` asks the kernel, too, to end the child with the *thread* of the parent that started it.
     """
 
@@ -46,6 +48,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     config: msgspec.Raw
     status_fd: int
     log_level: str = "info"
+    shared_memory: str = ""
     parent_death_signal: bool = True
 
 
@@ -100,11 +103,17 @@ def run(order: Order, status: StatusPipe) -> int:
     return 0
 
 
-def _end_with_parent(life_line: FileIO) -> None:
+def remove_shared_memory(order: Order) -> None:
+    if order.shared_memory:
+        shutil.rmtree(order.shared_memory, ignore_errors=True)
+
+
+def _end_with_parent(life_line: FileIO, order: Order) -> None:
     """Wait for the parent's end, ask this process to end in order, and see to it that it does."""
     life_line.read()
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(ORPHAN_GRACE_SECONDS)
+    remove_shared_memory(order)
     os._exit(1)
 
 
@@ -122,8 +131,11 @@ def main() -> int:
     set_up_logging(order.name, order.log_level)
     if order.parent_death_signal:
         _ask_kernel_for_death_signal()
-    threading.Thread(target=_end_with_parent, args=(life_line,), name="life-line", daemon=True).start()
-    return run(order, StatusPipe(order.status_fd))
+    threading.Thread(target=_end_with_parent, args=(life_line, order), name="life-line", daemon=True).start()
+    try:
+        return run(order, StatusPipe(order.status_fd))
+    finally:
+        remove_shared_memory(order)
 
 
 if __name__ == "__main__":

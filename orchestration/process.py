@@ -5,12 +5,15 @@ launcher is one loop.
 """
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from queue import SimpleQueue
 
 import msgspec
@@ -72,6 +75,18 @@ def child_environment(threads: int, base: Mapping[str, str]) -> dict[str, str]:
     return {**defaults, **inherited, **dict.fromkeys(counts, str(threads))}
 
 
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the place of shared memory, not of temporary files
+
+
+def make_shared_memory_folder(name: str) -> str:
+    """A folder of the child's own for UCX's shared memory; "" where the platform has no such place.
+
+    UCX unlinks each segment right after its creation, but a process that is killed in between leaves it behind, under
+    a random name. In a folder of its own it can be found.
+    """
+    return tempfile.mkdtemp(prefix=f"splitserve-{name}-", dir=SHARED_MEMORY) if SHARED_MEMORY.is_dir() else ""
+
+
 class ChildProcess:
     """A running child of this process. ``events`` receives its progress and, last, its exit."""
 
@@ -89,13 +104,16 @@ class ChildProcess:
         self.name = name
         self.error_message = ""
         self._events = events
+        is_router = isinstance(config, RouterConfig)
+        self._shared_memory = "" if is_router else make_shared_memory_folder(name)
         read_fd, write_fd = os.pipe()
         order = Order(
             name=name,
-            kind="router" if isinstance(config, RouterConfig) else "worker",
+            kind="router" if is_router else "worker",
             entry=entry,
             config=msgspec.Raw(msgspec.json.encode(config)),
             status_fd=write_fd,
+            shared_memory=self._shared_memory,
             log_level=log_level,
             # The signal follows the thread that forked. Only the main thread lives as long as the process.
             parent_death_signal=threading.current_thread() is threading.main_thread(),
@@ -105,11 +123,12 @@ class ChildProcess:
                 [sys.executable, "-m", "splitserve.orchestration.child"],
                 stdin=subprocess.PIPE,
                 pass_fds=(write_fd,),
-                env=child_environment(threads, {**os.environ, **(environment or {})}),
+                env=child_environment(threads, {**self._defaults(), **os.environ, **(environment or {})}),
                 start_new_session=True,  # a terminal's Ctrl-C reaches the launcher alone
             )
         except OSError:
             os.close(read_fd)
+            self._remove_shared_memory()
             raise
         finally:
             os.close(write_fd)
@@ -144,6 +163,7 @@ class ChildProcess:
         self._reader.join()
         if self._popen.stdin is not None:
             self._popen.stdin.close()
+        self._remove_shared_memory()
         return True
 
     def describe_exit(self, returncode: int) -> str:
@@ -156,6 +176,13 @@ class ChildProcess:
             return f"{self.name} was ended by {signal.Signals(-returncode).name}"
         except ValueError:
             return f"{self.name} was ended by signal {-returncode}"
+
+    def _defaults(self) -> dict[str, str]:
+        return {"UCX_POSIX_DIR": self._shared_memory} if self._shared_memory else {}
+
+    def _remove_shared_memory(self) -> None:
+        if self._shared_memory:
+            shutil.rmtree(self._shared_memory, ignore_errors=True)  # the child may have done it itself
 
     def _send_order(self, order: Order) -> None:
         assert self._popen.stdin is not None
