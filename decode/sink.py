@@ -72,6 +72,8 @@ class SinkSide:
             peer = self._peers.get(sender)
             if peer is None or not peer.num_blocks:
                 return  # its welcome is late; until then nothing can be checked, and the offer comes again
+            if any(token_id >= self._state.vocab_size for token_id in offer.first_tokens):
+                incoming.handover.fail(f"prefill sent a first token outside the vocabulary of {self._state.vocab_size}")
             incoming.handover.on_offer(offer, peer.num_blocks, now)
             self._advance(incoming, now)
 
@@ -178,7 +180,9 @@ class SinkSide:
         assert handover is not None
         peer = self._peers.get(incoming.peer)
         if peer is None or peer.state is PeerState.FAILED:
-            handover.fail(peer.failure if peer else "the peer was replaced by a new incarnation")
+            handover.fail(
+                peer.failure if peer else "the peer is unknown: a new incarnation took its place, or there is no room"
+            )
         can_read = peer is not None and peer.state is PeerState.READY
         actions = handover.poll(now, can_read=can_read, next_read_id=self._next_read_id)
         for message in actions.messages:
