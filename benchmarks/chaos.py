@@ -22,7 +22,7 @@ import aiohttp
 from splitserve.benchmarks.chaos_checks import Leftovers, Metrics, ProcessState, growth, process_states
 from splitserve.benchmarks.chaos_faults import FaultInjector, FaultKind
 from splitserve.benchmarks.chaos_load import Answer, Expected, Streams, make_cases, record_expected
-from splitserve.benchmarks.chaos_recovery import p99_seconds, recovery
+from splitserve.benchmarks.chaos_recovery import p99_seconds, recovery, worst_stalls
 from splitserve.benchmarks.report import table, write_result
 from splitserve.config import EngineConfig, ProtocolConfig
 from splitserve.models.demo import write_demo_model
@@ -37,6 +37,7 @@ MEMORY_BOUND_BYTES = 64 << 20
 HANDLE_BOUND = 16
 SETTLE_TIMEOUT_SECONDS = 60.0
 MAX_SHOWN_PROBLEMS = 20
+MAX_SHOWN_STALLS = 5
 
 
 @dataclass(slots=True)
@@ -193,6 +194,7 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "max_quiet_ttft_ms": max(outcome.expected.ttft_seconds) * 1e3,
         "faults": Counter(f"{fault.kind.value} {fault.role}" for fault in faults),
         "recovery": recovery(answers, faults),
+        "worst_stalls": worst_stalls(answers, faults, MAX_SHOWN_STALLS),
         "ladder_steps": outcome.metrics.labelled("ladder_steps_total"),
         "requests_finished": outcome.metrics.labelled("requests_finished_total"),
         "resident_mib": {
@@ -216,6 +218,9 @@ def print_summary(figures: dict[str, Any], outcome: Outcome) -> None:
         for name, row in figures["recovery"].items()
     ]
     say(table(rows, ["fault", "times", "requests hit", "next token p50 ms", "p99 ms"]) + "\n")
+    for stall in figures["worst_stalls"]:
+        say("stalled: " + ", ".join(f"{key} {value}" for key, value in stall.items()))
+    say("")
     for title, name in (("ladder steps", "ladder_steps"), ("requests finished", "requests_finished")):
         say(table([[labels, int(count)] for labels, count in figures[name].items()], [title, ""]) + "\n")
     for name, problems in outcome.checks.items():

@@ -117,8 +117,8 @@ def _role(name: str) -> str:
 class Leftovers:
     """Remembers what there was before anything started, and says afterwards what is left over.
 
-    Children carry ``environment``, so that even one that was orphaned is found. Shared memory of others on the machine
-    is told apart by somebody living having it mapped.
+    Children carry ``environment``, so that even one that was orphaned is found. Shared memory is that of the children's
+    own folders, whatever else UCX makes and nobody living has mapped, and System V's by its creator.
     """
 
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -143,10 +143,13 @@ class Leftovers:
         handles = psutil.Process().num_fds()
         if handles > self.handles:
             found.append(f"{handles - self.handles} handles of this process")
-        new_files = set(_shared_memory_files()) - self.shared_memory
-        if new_files:
+        ours = f"splitserve-{os.getpid()}-"
+        new = sorted(
+            name for name in set(_shared_memory_files()) - self.shared_memory if name.startswith((ours, "ucx_"))
+        )
+        if new:
             mapped = _mapped_shared_memory()
-            found += [f"shared memory {SHARED_MEMORY / name}" for name in sorted(new_files) if name not in mapped]
+            found += [f"shared memory {SHARED_MEMORY / name}" for name in new if name not in mapped]
         return found + [f"System V shared memory {segment}" for segment in self._sysv_segments()]
 
     def _processes(self) -> Iterator[psutil.Process]:

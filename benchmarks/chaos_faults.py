@@ -1,12 +1,13 @@
 """Faults for the chaos bench: kills, freezes and drains of random workers, never of the last one of a pool."""
 
 import asyncio
+import datetime
 import os
 import random
 import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from splitserve.orchestration.launcher import LocalCluster
@@ -28,6 +29,7 @@ class Fault:
     worker: str
     at: float
     seconds: float = 0.0
+    wall_time: str = field(default_factory=lambda: f"{datetime.datetime.now():%H:%M:%S.%f}"[:-3])  # as in the logs
 
     @property
     def role(self) -> str:

@@ -50,6 +50,25 @@ def recovery(answers: Sequence[Answer], faults: Sequence[Fault]) -> dict[str, di
     }
 
 
+def worst_stalls(answers: Sequence[Answer], faults: Sequence[Fault], count: int) -> list[dict[str, Any]]:
+    """The requests that stood still the longest after kills, with what they went through."""
+    stalls: list[dict[str, Any]] = [
+        {
+            "seconds": round(stall, 3),
+            "fault": f"{fault.kind.value} {fault.worker}",
+            "time": fault.wall_time,
+            "case": answer.case,
+            "tokens_before": sum(arrival <= fault.at for arrival in answer.arrivals),
+            "failed_attempts": [f"{attempt.worker} {attempt.reason}" for attempt in answer.failed_attempts],
+        }
+        for fault in faults
+        if fault.kind is FaultKind.KILL
+        for answer in answers
+        if (stall := stall_seconds(answer, fault)) is not None
+    ]
+    return sorted(stalls, key=lambda stall: stall["seconds"], reverse=True)[:count]
+
+
 def p99_seconds(answers: Sequence[Answer], faults: Sequence[Fault], kind: FaultKind, role: str) -> float | None:
     """The 99th percentile after such faults of workers of ``role``; None if they hit no request."""
     figures = recovery(answers, faults).get(f"{kind.value} {role}", {})

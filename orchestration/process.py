@@ -84,7 +84,11 @@ def make_shared_memory_folder(name: str) -> str:
     UCX unlinks each segment right after its creation, but a process that is killed in between leaves it behind, under
     a random name. In a folder of its own it can be found.
     """
-    return tempfile.mkdtemp(prefix=f"splitserve-{name}-", dir=SHARED_MEMORY) if SHARED_MEMORY.is_dir() else ""
+    return (
+        tempfile.mkdtemp(prefix=f"splitserve-{os.getpid()}-{name}-", dir=SHARED_MEMORY)
+        if SHARED_MEMORY.is_dir()
+        else ""
+    )
 
 
 class ChildProcess:
