@@ -137,7 +137,7 @@ class _ReadThread(_OwnerThread):
             name = f"{self._name}-{self._num_readers_made}"
             self._readers[peer] = PeerReader(name, self._memory, peer, welcome)
         except Exception as problem:
-            logger.exception("connecting to %s failed", peer)
+            logger.warning("can't connect to %s: %s: %s", peer, type(problem).__name__, problem)
             self._emit(PeerConnected(peer, f"{type(problem).__name__}: {problem}"))
 
     def disconnect(self, peer: Party) -> None:
