@@ -134,10 +134,9 @@ class WorkerLoop:
         if self._drain_requested and not self._drain.has_begun:
             self._begin_drain(now)
         for envelope in self._sockets.receive():
-            if isinstance(envelope.body, Registered | RegisterRefused):
-                self._on_membership(envelope)
-            else:
-                self._core.handle(envelope, now)
+            self._core.handle(envelope, now)
+        for envelope in self._sockets.receive_membership():
+            self._on_membership(envelope)
         for event in self._connector.events():
             self._core.handle_connector_event(event, now)
         self._take_result(now)
@@ -153,7 +152,7 @@ class WorkerLoop:
             return
         if isinstance(envelope.body, RegisterRefused):
             self._refusal = envelope.body.reason
-        else:
+        elif isinstance(envelope.body, Registered):
             self._registered, self._refusal = True, ""
 
     def _begin_drain(self, now: float) -> None:

@@ -54,7 +54,7 @@ class WorkerSockets:
         self._poller.poll(math.ceil(max(0.0, timeout_seconds) * 1000))
 
     def receive(self) -> Iterator[Envelope]:
-        """What has arrived, without waiting. A bounded number, so that a flood can't stop the engine."""
+        """What routers and peers sent, without waiting. A bounded number, so that a flood can't stop the engine."""
         for _ in range(MESSAGES_PER_ROUND):
             try:
                 frames = self._server.recv_multipart(zmq.NOBLOCK)
@@ -64,8 +64,12 @@ class WorkerSockets:
             if envelope is not None:
                 self._remember(envelope.sender, frames[0])
                 yield envelope
-        for socket in (self._membership, *self._peers.values()):
+        for socket in list(self._peers.values()):
             yield from self._receive_dialled(socket)
+
+    def receive_membership(self) -> Iterator[Envelope]:
+        """What membership says: nobody else is believed about it."""
+        yield from self._receive_dialled(self._membership)
 
     def send(self, to: Party, body: Body) -> None:
         """Send to a dialled peer, or to somebody who has sent to us. Undeliverable messages are counted: all are

@@ -69,10 +69,13 @@ class MessageFuzzer:
     Requests, keys and peers come from small pools, so that much of it hits something that lives.
     """
 
-    def __init__(self, rng: random.Random, me: Party, endpoint: str = "tcp://127.0.0.1:9") -> None:
+    def __init__(
+        self, rng: random.Random, me: Party, endpoint: str = "tcp://127.0.0.1:9", deadline_seconds: float = 60.0
+    ) -> None:
         self.rng = rng
         self.me = me
         self._endpoint = endpoint
+        self._deadline_seconds = deadline_seconds
         self._num_messages = 0
         self.grants: deque[Grant] = deque(maxlen=4)  # the last ones that the worker sent
 
@@ -98,12 +101,13 @@ class MessageFuzzer:
         sampling = SamplingParams(max_tokens=rng.choice([1, 2, 5, 40]), seed=rng.getrandbits(64))
         prefill = PeerRef(PREFILL if rng.random() < 0.95 else rng.choice(PARTIES), self._endpoint)
         decode = PeerRef(DECODE if rng.random() < 0.95 else rng.choice(PARTIES), "")
-        seconds = rng.choice([0.0, 0.01, 1.0, 60.0])
+        longest = self._deadline_seconds
+        seconds = rng.choice([0.0, 0.01, 1.0, longest])
         makers: list[tuple[int, Callable[[], Body]]] = [
             (2, lambda: PrefillRequest(key, tokens, sampling, decode, seconds, output)),
-            (3, lambda: PrefillRequest(key, prompt, sampling, decode, 60.0)),
+            (3, lambda: PrefillRequest(key, prompt, sampling, decode, longest)),
             (2, lambda: DecodeRequest(key, tokens, sampling, prefill, seconds, output)),
-            (3, lambda: DecodeRequest(key, prompt, sampling, prefill, 60.0)),
+            (3, lambda: DecodeRequest(key, prompt, sampling, prefill, longest)),
             (2, lambda: LocalRequest(key, tokens, sampling, seconds, output)),
             (1, lambda: Abort(key)),
             (1, lambda: Introduce(prefill)),
