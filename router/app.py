@@ -20,12 +20,13 @@ from splitserve.router.api_error import ApiError
 from splitserve.router.dispatcher import Dispatcher
 from splitserve.router.formats import ChatFormat, CompletionFormat, Format
 from splitserve.router.metrics import RouterMetrics
+from splitserve.router.openapi import openapi_document
 from splitserve.router.placement import Disaggregated, NoWorker, RequestShape
 from splitserve.router.preparation import Preparation, check_not_empty
 from splitserve.router.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest, parse
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
-_SCHEMA_PREFIX = "#/components/schemas/"
+BODY_SECONDS = 60.0  # a client that takes longer to send its body holds memory and a connection for nothing
 
 Handler: TypeAlias = Callable[[Request], Coroutine[Any, Any, Response]]
 RequestModel = TypeVar("RequestModel", bound=GenerationRequest)
@@ -35,7 +36,7 @@ class Api:
     """The endpoints' handlers, for one model."""
 
     def __init__(self, model_id: str, dispatcher: Dispatcher, preparation: Preparation, metrics: RouterMetrics) -> None:
-        self._model_id = model_id
+        self.model_id = model_id
         self._dispatcher = dispatcher
         self._preparation = preparation
         self._metrics = metrics
@@ -101,7 +102,7 @@ class Api:
         self, kind: type[Format], body: GenerationRequest, prompts: list[Prompt], arrived_at: float
     ) -> GenerationResponse:
         answer_format = kind(
-            self._model_id, include_usage=body.include_usage, return_token_ids=bool(body.return_token_ids)
+            self.model_id, include_usage=body.include_usage, return_token_ids=bool(body.return_token_ids)
         )
         return GenerationResponse(
             self._dispatcher,
@@ -114,12 +115,12 @@ class Api:
         )
 
     def _check_model(self, model_id: str) -> None:
-        if model_id != self._model_id:
-            message = f"the model {model_id!r} does not exist; this server serves {self._model_id!r}"
+        if model_id != self.model_id:
+            message = f"the model {model_id!r} does not exist; this server serves {self.model_id!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def _model_card(self) -> dict[str, Any]:
-        return {"id": self._model_id, "object": "model", "created": self._created, "owned_by": "splitserve"}
+        return {"id": self.model_id, "object": "model", "created": self._created, "owned_by": "splitserve"}
 
 
 async def _read_body(request: Request) -> bytes:
@@ -129,11 +130,15 @@ async def _read_body(request: Request) -> bytes:
     chunks = []
     if size <= MAX_BODY_BYTES:
         size = 0
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > MAX_BODY_BYTES:
-                break
-            chunks.append(chunk)
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for chunk in request.stream():
+                    size += len(chunk)
+                    if size > MAX_BODY_BYTES:
+                        break
+                    chunks.append(chunk)
+        except TimeoutError:
+            raise ApiError(408, f"the body didn't come within {BODY_SECONDS:g} s", code="request_timeout") from None
     if size > MAX_BODY_BYTES:
         raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="body_too_large")
     return b"".join(chunks)
@@ -141,11 +146,15 @@ async def _read_body(request: Request) -> bytes:
 
 def create_app(api: Api, metrics: RouterMetrics, api_key: str = "") -> ASGIApp:
     """The ASGI application: routes, errors in OpenAI's shape, request counts; /v1 takes ``api_key`` unless it's ""."""
-    app = FastAPI(title="Splitserve", version=__version__, docs_url=None, redoc_url=None)
-    schemas: dict[str, Any] = {}
-    posts: list[tuple[str, Handler, type[GenerationRequest]]] = [
-        ("/v1/completions", api.completions, CompletionRequest),
-        ("/v1/chat/completions", api.chat_completions, ChatCompletionRequest),
+    app = FastAPI(title="Splitserve", version=__version__, openapi_url=None)  # which is written by hand
+    document = openapi_document(api.model_id, wants_key=bool(api_key))
+
+    async def openapi(_request: Request) -> Response:
+        return JSONResponse(document)
+
+    posts: list[tuple[str, Handler]] = [
+        ("/v1/completions", api.completions),
+        ("/v1/chat/completions", api.chat_completions),
     ]
     gets: list[tuple[str, Handler]] = [
         ("/v1/models", api.models),
@@ -154,25 +163,17 @@ def create_app(api: Api, metrics: RouterMetrics, api_key: str = "") -> ASGIApp:
         ("/ready", api.ready),
         ("/version", api.version),
         ("/metrics", api.metrics),
+        ("/openapi.json", openapi),
     ]
-    for path, handler, model in posts:
-        extra = {"requestBody": {"required": True, "content": _json_content(model, schemas)}}
-        app.add_api_route(path, handler, methods=["POST"], openapi_extra=extra)
+    for path, handler in posts:
+        app.add_api_route(path, handler, methods=["POST"])
     for path, handler in gets:
         app.add_api_route(path, handler, methods=["GET"])
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ClientDisconnect, _on_client_disconnect)
     app.add_exception_handler(Exception, _on_unexpected)
-    app.openapi().setdefault("components", {}).setdefault("schemas", {}).update(schemas)
     return CountRequests(RequireKey(app, api_key) if api_key else app, metrics)
-
-
-def _json_content(model: type[GenerationRequest], schemas: dict[str, Any]) -> dict[str, Any]:
-    schema = model.model_json_schema(ref_template=_SCHEMA_PREFIX + "{model}")
-    schemas.update(schema.pop("$defs", {}))
-    schemas[model.__name__] = schema
-    return {"application/json": {"schema": {"$ref": _SCHEMA_PREFIX + model.__name__}}}
 
 
 async def _on_api_error(_request: Request, error: Exception) -> Response:

@@ -18,7 +18,7 @@ MAX_PROMPTS = 1024
 
 # Parameters of OpenAI's API, or of other servers of it, that we know but don't support, with the values besides null
 # that ask for nothing.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "allowed_token_ids": ([],),
     "audio": (),
@@ -126,11 +126,14 @@ def _prompt_kind(value: Any) -> str:
     return "token_lists" if isinstance(first, list) else "strings" if isinstance(first, str) else "tokens"
 
 
+# An empty prompt is refused with an error code of its own, so only the schema that clients see has these bounds.
+_TEXT = Field(json_schema_extra={"minLength": 1})
+_LIST = Field(json_schema_extra={"minItems": 1})
 Prompt = Annotated[
-    Annotated[str, Tag("string")]
-    | Annotated[list[str], Field(max_length=MAX_PROMPTS), Tag("strings")]
-    | Annotated[list[TokenId], Tag("tokens")]
-    | Annotated[list[list[TokenId]], Field(max_length=MAX_PROMPTS), Tag("token_lists")],
+    Annotated[str, _TEXT, Tag("string")]
+    | Annotated[list[Annotated[str, _TEXT]], _LIST, Field(max_length=MAX_PROMPTS), Tag("strings")]
+    | Annotated[list[TokenId], _LIST, Tag("tokens")]
+    | Annotated[list[Annotated[list[TokenId], _LIST]], _LIST, Field(max_length=MAX_PROMPTS), Tag("token_lists")],
     Discriminator(_prompt_kind),
 ]
 
@@ -195,9 +198,9 @@ def _retry_without_neutral(model: type[RequestModel], body: bytes, error: pydant
     issues = error.errors(include_url=False)
     extras = {str(issue["loc"][0]): issue["input"] for issue in issues if _is_extra(issue)}
     for name, value in extras.items():
-        if name not in _UNSUPPORTED:
+        if name not in NEUTRAL_ONLY:
             raise ApiError(400, f"unknown parameter: {name}", param=name, code="unknown_parameter")
-        if not _is_neutral(value, _UNSUPPORTED[name]):
+        if not _is_neutral(value, NEUTRAL_ONLY[name]):
             raise ApiError(400, f"{name} is not supported yet", param=name, code="unsupported_parameter")
     if not extras:
         raise _as_api_error(issues)
