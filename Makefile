@@ -1,4 +1,4 @@
-.PHONY: setup check test demo format
+.PHONY: setup check test fuzz demo format
 
 setup:
 	scripts/setup
@@ -8,6 +8,10 @@ check:
 
 test:
 	scripts/test
+
+# Random schedules of the fault simulator: make fuzz SCHEDULES=1000000 FIRST=0
+fuzz: setup
+	.venv/bin/python tests/schedules.py --fuzz $(or $(SCHEDULES),1000000) --first $(or $(FIRST),0)
 
 demo:
 	scripts/demo

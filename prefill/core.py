@@ -80,7 +80,7 @@ class PrefillCore:
         del sender
         sequence = self.state.sequences.get(abort.key)
         if sequence is None:
-            self.state.tombstones.put(abort.key, "aborted", now)
+            self.state.bury(abort.key, "aborted", now, attempt_over=True)
         elif not sequence.ended:
             self._end(sequence, "aborted", now)
 
@@ -200,7 +200,7 @@ class PrefillCore:
         if self.source.owns(sequence):
             self.source.withdraw(sequence, reason, now, attempt_over=attempt_over)
         else:
-            self.state.bury(sequence.key, reason, now)
+            self.state.bury(sequence.key, reason, now, attempt_over=attempt_over)
             self.state.drop_blocks(sequence)
 
     def _count_tokens(self, planned: Planned) -> None:

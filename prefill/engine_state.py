@@ -1,6 +1,7 @@
 """What the parts of one worker's core share: who it is, its blocks, its live sequences, its outbox, its counters."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from splitserve.bounded import ExpiringMap
 from splitserve.config import ProtocolConfig
@@ -25,6 +26,13 @@ class Counters:
     stale_messages: int = 0
 
 
+class Tombstone(NamedTuple):
+    """Why a request is over; ``attempt_over``: on every worker."""
+
+    reason: str
+    attempt_over: bool
+
+
 @dataclass(slots=True)
 class EngineState:
     """``sequences`` holds every request that lives in this worker, in whatever state, by its key.
@@ -41,7 +49,7 @@ class EngineState:
     outbox: Outbox = field(default_factory=Outbox)
     sequences: dict[RequestKey, Sequence] = field(default_factory=dict)
     counters: Counters = field(default_factory=Counters)
-    tombstones: ExpiringMap[RequestKey, str] = field(init=False)
+    tombstones: ExpiringMap[RequestKey, Tombstone] = field(init=False)
     deltas: dict[Party, list[TokenDelta]] = field(default_factory=dict)
     is_draining: bool = False
 
@@ -82,10 +90,10 @@ class EngineState:
         """Tell the router that this worker gives a request up."""
         self.outbox.send(sequence.reply_to, RequestFailed(key=sequence.key, code=code, message=message))
 
-    def bury(self, key: RequestKey, reason: str, now: float) -> None:
+    def bury(self, key: RequestKey, reason: str, now: float, *, attempt_over: bool = False) -> None:
         """Forget a request, and remember that it's over, so that late messages don't bring it back."""
         self.sequences.pop(key, None)
-        self.tombstones.put(key, reason, now)
+        self.tombstones.put(key, Tombstone(reason, attempt_over), now)
 
     def drop_blocks(self, sequence: Sequence) -> None:
         """Give a sequence's blocks back: now, or when the step that touches them has completed."""

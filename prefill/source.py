@@ -19,7 +19,7 @@ from splitserve.messages import (
     Withdrawn,
 )
 from splitserve.prefill.effects import Serve
-from splitserve.prefill.engine_state import EngineState
+from splitserve.prefill.engine_state import EngineState, Tombstone
 from splitserve.prefill.scheduler import PrefillScheduler
 from splitserve.prefill.sequence import Sequence
 from splitserve.request import Party, RequestKey
@@ -83,14 +83,17 @@ class SourceSide:
     def on_grant(self, grant: Grant, sender: Party, now: float) -> None:
         """A new grant starts its request; a repeated one renews the lease."""
         key = grant.key
-        reason = self._state.tombstones.get(key, now)
+        tombstone = self._state.tombstones.get(key, now)
         handover = self._handovers.get(key)
         if handover is not None and handover.peer == sender:
             handover.renew(now)
             if handover.was_withdrawn:  # decode doesn't know it yet
-                self._state.outbox.send(sender, Withdrawn(key=key, reason=handover.release_reason))
-        elif reason is not None or handover is not None:
-            self._state.outbox.send(sender, Withdrawn(key=key, reason=reason or "granted by another worker"))
+                over = handover.attempt_over
+                self._state.outbox.send(sender, Withdrawn(key=key, reason=handover.release_reason, attempt_over=over))
+        elif tombstone is not None:
+            self._state.outbox.send(sender, Withdrawn(key, tombstone.reason, tombstone.attempt_over))
+        elif handover is not None:
+            self._state.outbox.send(sender, Withdrawn(key=key, reason="granted by another worker"))
         elif key in self._ungranted:
             if self._ungranted[key][1] == sender:
                 self._start(self._ungranted.pop(key)[0], grant, sender, now)
@@ -119,8 +122,9 @@ class SourceSide:
             self._state.bury(release.key, "given up by decode", now)
         else:
             self._parked_grants.pop(release.key, now)
-            if self._state.tombstones.get(release.key, now) is None:  # its request is still on its way to us
-                self._state.tombstones.put(release.key, "given up by decode", now)
+            is_known = release.key in self._state.sequences or release.key in self._state.tombstones
+            if not is_known:  # its request is still on its way to us
+                self._state.tombstones.put(release.key, Tombstone("given up by decode", False), now)
 
     # ---- the engine's progress ----
 
@@ -147,12 +151,12 @@ class SourceSide:
         if handover is not None:
             withdrawn = Withdrawn(key=sequence.key, reason=reason, attempt_over=attempt_over)
             self._state.outbox.send(handover.peer, withdrawn)
-            handover.withdraw(reason)
+            handover.withdraw(reason, attempt_over=attempt_over)
             if handover.num_offered_blocks > handover.first_block:
-                self._state.tombstones.put(sequence.key, reason, now)
+                self._state.tombstones.put(sequence.key, Tombstone(reason, attempt_over), now)
                 return
             del self._handovers[sequence.key]
-        self._state.bury(sequence.key, reason, now)
+        self._state.bury(sequence.key, reason, now, attempt_over=attempt_over)
         self._state.drop_blocks(sequence)
 
     def drain(self) -> None:
@@ -217,7 +221,7 @@ class SourceSide:
             # worker that died the router knows by membership.
             self._state.counters.handover_failures += 1
             self._state.outbox.send(handover.peer, Withdrawn(key=handover.key, reason="the lease expired"))
-        self._state.bury(handover.key, handover.release_reason, now)
+        self._state.bury(handover.key, handover.release_reason, now, attempt_over=handover.attempt_over)
         self._state.drop_blocks(sequence)
 
     def _blocks_to_offer(self, sequence: Sequence, handover: SourceHandover, end: int) -> list[OfferedBlock]:

@@ -130,8 +130,8 @@ def fits(worker: WorkerView, shape: RequestShape) -> bool:
     """Whether the worker's context is long enough for a request of this shape in the worker's role."""
     needed = shape.max_context_tokens
     if worker.role is Role.PREFILL:
-        # It holds the prompt alone; one token more than its own, or it would take the first for the last.
-        needed = min(needed, shape.num_prompt_tokens + 2)
+        # It holds the prompt, and what was delivered; one token more than its own, or it would take that for the last.
+        needed = min(needed, shape.num_prompt_tokens + shape.num_output_tokens + 2)
     return worker.context_tokens_limit >= needed
 
 

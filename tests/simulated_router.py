@@ -4,10 +4,11 @@ Membership, placement, the failure ladder and the state of each request are the 
 :mod:`splitserve.router.dispatcher` and :mod:`splitserve.router.fleet` do with sockets and timers.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from simulated_model import ROUTER, expected_output
 from splitserve.messages import (
     Abort,
     Body,
@@ -17,18 +18,21 @@ from splitserve.messages import (
     PrefillRequest,
     RequestFailed,
     StepTokens,
+    TokenDelta,
     WorkerInfo,
 )
-from splitserve.request import Party, RequestKey, SamplingParams
-from splitserve.router.ladder import backoff_seconds, may_wait, next_step
-from splitserve.router.membership import Membership, WorkerState
+from splitserve.request import Party, RequestKey, Role, SamplingParams
+from splitserve.router.ladder import MAX_ATTEMPTS, backoff_seconds, next_step
+from splitserve.router.membership import Charge, Membership, WorkerState
 from splitserve.router.placement import Disaggregated, NoWorker, Placed, RequestShape, least_loaded
-from splitserve.router.request_state import Failure, RequestState, Update
+from splitserve.router.request_state import Failure, FailureReason, Phase, RequestState, Update
 
 if TYPE_CHECKING:
-    from simulator import Simulator, SimWorker
+    from simulated_worker import SimWorker
+    from simulator import Simulator
 
-ROUTER = Party("router", 1)
+TICK_SECONDS = 0.25
+LINK_SECONDS = 0.2  # the longest time that a link takes to come up
 
 
 @dataclass
@@ -36,10 +40,12 @@ class SimRequest:
     prompt: list[int]
     sampling: SamplingParams
     state: RequestState
+    deadline: float
+    charge: Charge | None = None
     output: list[int] = field(default_factory=list)
-    failed: str | None = None
-    aborted: bool = False
     stranded_at: float | None = None
+    num_waits: int = 0
+    was_helpless: bool = False
 
     @property
     def shape(self) -> RequestShape:
@@ -52,7 +58,8 @@ class SimRouter:
         self.requests: dict[str, SimRequest] = {}
         self.membership = Membership(sim.protocol.dead_after_seconds, sim.protocol.tombstone_seconds)
         self.orphans: dict[Party, list[RequestKey]] = {}
-        sim.after(0.25, self.tick)
+        self._able_at: list[tuple[float, bool]] = []
+        sim.after(TICK_SECONDS, self.tick)
 
     # ---- membership ----
 
@@ -70,24 +77,44 @@ class SimRouter:
         )
         registration = self.membership.register(worker.party, info, self.sim.now)
         assert registration.refusal is None, registration.refusal
-        self.membership.link_up(worker.party)
         if registration.replaced is not None:
             self.on_lost(registration.replaced)
+        self.dial(worker)
         self.heartbeat(worker)
 
-    def heartbeat(self, worker: "SimWorker") -> None:
-        if not worker.alive or worker.thaws_first(lambda: self.heartbeat(worker)):
-            return
-        if self.membership.heartbeat(worker.party, worker.core.load(), self.sim.now) is WorkerState.LOST:
+    def dial(self, worker: "SimWorker") -> None:
+        self.sim.after(self.sim.random.uniform(0.001, LINK_SECONDS), lambda: self.on_link_up(worker))
+
+    def on_link_up(self, worker: "SimWorker") -> None:
+        if worker.alive:
             self.membership.link_up(worker.party)
             for key in self.orphans.pop(worker.party, []):
                 self.sim.send(ROUTER, worker.party, Abort(key))
+
+    def heartbeat(self, worker: "SimWorker") -> None:
+        if not worker.can_run(lambda: self.heartbeat(worker)):
+            return
+        worker.settle()  # the loop wakes up for its heartbeat
+        if self.membership.heartbeat(worker.party, worker.core.load(), self.sim.now) is WorkerState.LOST:
+            self.dial(worker)
+        if worker.drain_clock.has_begun:
+            self.membership.drain(worker.party)
         self.sim.after(self.sim.protocol.heartbeat_seconds, lambda: self.heartbeat(worker))
 
     def tick(self) -> None:
         for party in self.membership.expire(self.sim.now):
             self.on_lost(party)
-        self.sim.after(0.25, self.tick)
+        self.membership.check_invariants()
+        able = any(view.role is not Role.PREFILL for view in self.membership.snapshot(self.sim.now).workers)
+        self._able_at.append((self.sim.now, able))
+        self.sim.after(TICK_SECONDS, self.tick)
+
+    def on_draining(self, party: Party) -> None:
+        self.membership.drain(party)
+
+    def on_leave(self, party: Party) -> None:
+        if self.membership.leave(party):
+            self.on_lost(party)
 
     def on_connection_closed(self, party: Party) -> None:
         if self.membership.lose(party):
@@ -105,29 +132,37 @@ class SimRouter:
 
     def submit(self, request_id: str, prompt: list[int], max_tokens: int) -> None:
         sampling = SamplingParams(max_tokens=max_tokens, seed=self.sim.random.getrandbits(32))
-        request = SimRequest(prompt, sampling, RequestState(request_id, max_tokens))
+        deadline = self.sim.now + self.sim.protocol.request_deadline_seconds
+        request = SimRequest(prompt, sampling, RequestState(request_id, max_tokens), deadline)
         placement = least_loaded(self.membership.snapshot(self.sim.now), request.shape)
         if isinstance(placement, NoWorker):  # a client would get 503 and try again
             self.sim.after(0.5, lambda: self.submit(request_id, prompt, max_tokens))
             return
         self.requests[request_id] = request
+        self.sim.at(deadline, lambda: self.on_deadline(request))
         self.start_attempt(request, placement)
         if self.sim.random.random() < self.sim.faults.abort:
-            self.sim.after(self.sim.random.uniform(0.0, 0.3), lambda: self.abort(request))
+            self.sim.after(self.sim.random.uniform(0.0, 0.3), lambda: self.apply(request, request.state.cancel()))
+
+    def on_deadline(self, request: SimRequest) -> None:
+        self.apply(request, request.state.fail(Failure(FailureReason.DEADLINE, "the request took too long")))
 
     def start_attempt(self, request: SimRequest, placement: Placed) -> None:
         request.state.begin(placement)
-        request.stranded_at = None
-        key, delivered = request.state.key, request.state.delivered_ids
+        request.stranded_at, request.num_waits = None, 0
+        request.charge = self.membership.charge(placement, request.shape)
+        for party, body in self.messages(request, placement):
+            self.sim.send(ROUTER, party, body)
+
+    def messages(self, request: SimRequest, placement: Placed) -> Iterable[tuple[Party, Body]]:
+        key, prompt, sampling = request.state.key, request.prompt, request.sampling
+        delivered, left = request.state.delivered_ids, request.deadline - self.sim.now
         if isinstance(placement, Disaggregated):
             prefill, decode = PeerRef(placement.prefill, ""), PeerRef(placement.decode, "")
-            to_decode = DecodeRequest(key, request.prompt, request.sampling, prefill, 60.0, delivered)
-            to_prefill = PrefillRequest(key, request.prompt, request.sampling, decode, 60.0, delivered)
-            self.sim.send(ROUTER, placement.decode, to_decode)
-            self.sim.send(ROUTER, placement.prefill, to_prefill)
+            yield placement.decode, DecodeRequest(key, prompt, sampling, prefill, left, delivered)
+            yield placement.prefill, PrefillRequest(key, prompt, sampling, decode, left, delivered)
         else:
-            local = LocalRequest(key, request.prompt, request.sampling, 60.0, delivered)
-            self.sim.send(ROUTER, placement.worker, local)
+            yield placement.worker, LocalRequest(key, prompt, sampling, left, delivered)
 
     def step_down(self, request: SimRequest) -> None:
         state, now = request.state, self.sim.now
@@ -139,52 +174,79 @@ class SimRouter:
             return
         request.stranded_at = now if request.stranded_at is None else request.stranded_at
         waited = now - request.stranded_at
-        if may_wait(state.history) and waited < self.sim.protocol.no_worker_wait_seconds:
-            self.sim.after(backoff_seconds(1, self.sim.random), lambda: self.step_down(request))
-        else:
-            failure = Failure(state.history[-1].failure.reason, step.placement.reason)
-            self.apply(request, state.fail(failure))
-
-    def abort(self, request: SimRequest) -> None:
-        if not request.state.ended:
-            request.aborted = True
-            self.apply(request, request.state.cancel())
+        if len(state.history) < MAX_ATTEMPTS and waited < self.sim.protocol.no_worker_wait_seconds:
+            self.sim.after(backoff_seconds(request.num_waits, self.sim.random), lambda: self.step_down(request))
+            request.num_waits += 1
+            return
+        request.was_helpless = not any(able for time, able in self._able_at if time >= request.stranded_at)
+        self.apply(request, state.fail(Failure(state.history[-1].failure.reason, step.placement.reason)))
 
     def on_message(self, sender: Party, body: Body) -> None:
         if isinstance(body, StepTokens):
             for delta in body.deltas:
-                request = self.requests[delta.key.request_id]
-                had_ended = request.state.ended
-                update = request.state.on_delta(sender, delta)
-                if update is not None:
-                    assert not (update.token_ids and had_ended), "a token after the end"
-                    self.apply(request, update)
+                self.hear(sender, delta)
         elif isinstance(body, RequestFailed):
-            request = self.requests[body.key.request_id]
-            update = request.state.on_request_failed(sender, body)
-            if update is not None:
-                self.apply(request, update)
+            self.hear(sender, body)
+
+    def hear(self, sender: Party, news: TokenDelta | RequestFailed) -> None:
+        request = self.requests[news.key.request_id]
+        state, current, had_ended = request.state, request.state.key, request.state.ended
+        workers = state.placement.parties if state.placement is not None else ()
+        if isinstance(news, TokenDelta):
+            update = state.on_delta(sender, news)
+        else:
+            update = state.on_request_failed(sender, news)
+        if update is not None:
+            assert not had_ended, "a message after the end was taken in"
+            assert news.key == current and sender in workers, f"a message of {news.key} was taken in for {current}"
+            self.apply(request, update)
 
     def apply(self, request: SimRequest, update: Update) -> None:
         request.output += update.token_ids
+        if update.token_ids and request.charge is not None:
+            request.charge.first_token_out()
         for party in update.aborts:
             self.sim.send(ROUTER, party, Abort(request.state.key))
-        if update.failure is not None:
-            request.failed = update.failure.message
         request.state.check_invariants()
+        if (update.retry or update.ended) and request.charge is not None:
+            request.charge.release()
+            request.charge = None
         if update.retry:
-            record = self.membership.get(request.state.history[-1].culprit)
-            if record is not None:
+            last = request.state.history[-1]
+            record = self.membership.get(last.culprit)
+            if record is not None and last.failure.reason is not FailureReason.OVERLOADED:
                 record.breaker.on_failure(self.sim.now)
             self.step_down(request)
+        elif request.state.phase is Phase.FINISHED and request.state.placement is not None:
+            for party in request.state.placement.parties:
+                record = self.membership.get(party)
+                if record is not None:
+                    record.breaker.on_success()
 
-    def check_end(self, expected_output: Callable[[list[int], SamplingParams], list[int]], *, may_fail: bool) -> None:
-        """Every request ended with the tokens of an undisturbed worker; none failed unless ``may_fail``."""
+    # ---- how it must end ----
+
+    @property
+    def failures(self) -> list[str]:
+        """What clients were told of requests that failed."""
+        return [r.state.failure.message for r in self.requests.values() if r.state.failure is not None]
+
+    def has_ended(self, num_requests: int) -> bool:
+        return len(self.requests) == num_requests and all(request.state.ended for request in self.requests.values())
+
+    def check_end(self) -> None:
+        """Every request ended, with the tokens that it should have: all of them, if anybody could help."""
         for request_id, request in self.requests.items():
             assert request.state.ended, f"{request_id} never ended"
-            expected = expected_output(request.prompt, request.sampling)
-            if request.aborted or request.failed:
-                assert request.output == expected[: len(request.output)], f"{request_id}: wrong tokens before its end"
-                assert may_fail or request.aborted, f"{request_id} failed: {request.failed}"
+            is_complete = request.state.phase is Phase.FINISHED
+            if self.sim.faults.rounding:
+                assert not is_complete or len(request.output) == request.sampling.max_tokens, f"{request_id}: too short"
             else:
+                expected = expected_output(request.prompt, request.sampling)
+                expected = expected if is_complete else expected[: len(request.output)]
                 assert request.output == expected, f"{request_id}: {request.output} instead of {expected}"
+            failure = request.state.failure
+            may_fail = request.was_helpless or self.sim.faults.step_error > 0
+            assert failure is None or may_fail, f"{request_id} failed: {failure and failure.message}"
+        for record in self.membership.records():
+            counts = (record.num_requests, record.prefill_tokens, record.context_tokens)
+            assert counts == (0, 0, 0), f"{record.info.party} is still charged {counts}"

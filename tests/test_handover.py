@@ -140,7 +140,7 @@ class TestSource:
     def test_withdrawn_it_offers_nothing_but_keeps_its_lease(self) -> None:
         source = make_source()
         source.offer(blocks(1), 4, now=0.0)
-        source.withdraw("aborted")
+        source.withdraw("aborted", attempt_over=True)
         assert source.poll(0.0) is None
         assert source.next_deadline() == 10.0
         source.poll(10.0)

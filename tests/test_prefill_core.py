@@ -109,7 +109,8 @@ class TestPrefill:
         prefill.hear(ROUTER, Abort(KEY))
         prefill.hear(ROUTER, prefill_request())
         effects = prefill.hear(DECODE, grant())
-        assert [type(body) for body in sent(effects, Withdrawn)] == [Withdrawn]
+        (withdrawn,) = sent(effects, Withdrawn)
+        assert isinstance(withdrawn, Withdrawn) and withdrawn.attempt_over, "decode needn't compute it either"
         prefill.assert_idle()
 
     def test_an_abort_during_a_step(self, prefill: Worker) -> None:
@@ -133,7 +134,8 @@ class TestPrefill:
         self.finish(prefill)
         prefill.hear(ROUTER, Abort(KEY))
         effects = prefill.hear(DECODE, grant())
-        assert [type(body) for body in sent(effects, Withdrawn)] == [Withdrawn]
+        (withdrawn,) = sent(effects, Withdrawn)
+        assert isinstance(withdrawn, Withdrawn) and withdrawn.attempt_over, "as it was said the first time"
         assert sent(effects, Offer) == []
 
     def test_a_first_token_that_ends_the_request_cancels_the_handover(self, prefill: Worker) -> None:

@@ -47,6 +47,13 @@ def test_the_least_loaded_of_each_pool_is_taken():
     assert placement == Disaggregated(prefill=Party("p1", 1), decode=Party("d0", 1))
 
 
+def test_a_prefill_worker_must_hold_what_was_delivered_too():
+    prefill, decode = view("p", Role.PREFILL, kv_capacity_tokens=105), view("d", Role.DECODE)
+    assert isinstance(place(prefill, decode), Disaggregated)
+    delivered = dataclasses.replace(SHAPE, num_output_tokens=10)
+    assert not isinstance(place(prefill, decode, shape=delivered), Disaggregated)
+
+
 def test_decode_load_is_the_scarcer_of_slots_and_memory():
     few_but_long = view("d0", Role.DECODE, num_requests=1, context_tokens=9_000)
     many_but_short = view("d1", Role.DECODE, num_requests=4, context_tokens=400)

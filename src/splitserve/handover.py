@@ -70,6 +70,7 @@ class SourceHandover:
         self.state = SourceState.GRANTED
         self.release_reason = ""
         self.was_withdrawn = False
+        self.attempt_over = False
         self.all_offered = False
         self._config = config
         self._block_size = block_size
@@ -120,10 +121,14 @@ class SourceHandover:
         if not self._unacknowledged():
             self._offer_due_at = float("inf")
 
-    def withdraw(self, reason: str) -> None:
-        """No more offers; what was offered stays until decode releases it or the lease runs out."""
+    def withdraw(self, reason: str, *, attempt_over: bool) -> None:
+        """No more offers; what was offered stays until decode releases it or the lease runs out.
+
+        ``attempt_over`` as in :class:`splitserve.messages.Withdrawn`, which may have to be said again.
+        """
         self.state = SourceState.WITHDRAWN
         self.was_withdrawn = True
+        self.attempt_over = attempt_over
         self.release_reason = reason
 
     def release(self, reason: str) -> None:

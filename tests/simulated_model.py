@@ -1,0 +1,107 @@
+"""What everything in the simulator shares: its tiny model, its settings, the faults that a schedule may have.
+
+KV is a number per position that depends on all tokens up to it, and a drawn token depends on all the KV that the step
+reads; so a block with the wrong content anywhere gives a wrong token, which the oracle sees.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import msgspec
+
+from splitserve.config import ProtocolConfig
+from splitserve.kvconnector.layout import block_bytes
+from splitserve.messages import LayoutRecord, MemoryRegion
+from splitserve.request import Party, Role, SamplingParams
+
+VOCAB = 50
+BLOCK_SIZE = 4
+LAYOUT = LayoutRecord("sim", "w", "float32", BLOCK_SIZE, 1, 1, 1)
+PROTOCOL = ProtocolConfig(request_deadline_seconds=60.0, max_blocks_per_read=4, tombstone_seconds=60.0)
+ROUTER = Party("router", 1)
+
+
+def mix(*values: int) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=7).digest(), "big")
+
+
+def expected_output(prompt: list[int], sampling: SamplingParams) -> list[int]:
+    """The tokens that a single undisturbed worker gives."""
+    kv: list[int] = []
+    tokens = list(prompt)
+    output: list[int] = []
+    while True:
+        for token in tokens[len(kv) :]:
+            kv.append(mix(kv[-1] if kv else 0, token))
+        output.append(mix(*kv, sampling.seed, len(tokens)) % VOCAB)
+        tokens.append(output[-1])
+        if sampling.finish_reason(output[-1], len(output)):
+            return output
+
+
+class Faults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What may go wrong in a schedule: probabilities, longest times in seconds, numbers of disasters.
+
+    Between peers, messages are lost (``drop``), repeated and reordered; a router's link is ordered and loses messages
+    only when its worker dies. Per read: ``post_error`` fails at once, ``read_error`` later, ``read_stuck`` never ends,
+    ``read_late`` ends after its deadline; ``disconnect_seconds`` is how long giving reads up takes, bytes landing
+    meanwhile. ``partitions`` cut pairs of workers while reads between them go on: that is how a lease runs out under a
+    reader. ``mutes`` are workers that listen to their peers, but never answer, for ``partition_seconds``. ``kills``
+    are followed by a restart at the same address. ``clocks`` is how far the workers' clocks are apart. With
+    ``rounding`` no two workers draw the same token: a client must see one stream all the same.
+    """
+
+    drop: float = 0.0
+    duplicate: float = 0.0
+    max_delay: float = 0.01
+    post_error: float = 0.0
+    read_error: float = 0.0
+    read_stuck: float = 0.0
+    read_late: float = 0.0
+    read_seconds: float = 0.01
+    disconnect_seconds: float = 0.001
+    step_error: float = 0.0
+    step_seconds: float = 0.02
+    abort: float = 0.0
+    partitions: int = 0
+    mutes: int = 0
+    partition_seconds: float = 3.0
+    kills: int = 0
+    freezes: int = 0
+    drains: int = 0
+    clocks: float = 600.0
+    rounding: bool = False
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How many workers with how many blocks each. ``prefill_blocks`` 0: as many as the others."""
+
+    prefill: int = 1
+    decode: int = 1
+    mixed: int = 0
+    num_blocks: int = 24
+    prefill_blocks: int = 0
+
+    def workers(self) -> list[tuple[str, Role, int]]:
+        """Name, role and number of blocks of each."""
+        numbers = {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.MIXED: self.mixed}
+        return [
+            (f"{role}-{index}", role, (role is Role.PREFILL and self.prefill_blocks) or self.num_blocks)
+            for role, number in numbers.items()
+            for index in range(number)
+        ]
+
+
+@dataclass
+class SimConnector:
+    """Stands in for the connector while a core is built."""
+
+    me: Party
+    num_blocks: int
+    name: str = "sim"
+
+    def metadata(self) -> bytes:
+        return str(self.me).encode()
+
+    def region(self) -> MemoryRegion:
+        return MemoryRegion(0x1000, self.num_blocks, block_bytes(LAYOUT), 0x1000)

@@ -1,0 +1,101 @@
+"""The connector's part in the simulator: connections to peers, copies block by block, then the generations."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from splitserve.handover import ReadCommand, ReadResult
+from splitserve.kvconnector.connector import PeerConnected
+from splitserve.messages import PeerWelcome
+from splitserve.request import Party
+
+if TYPE_CHECKING:
+    from simulated_worker import SimWorker
+    from simulator import Simulator
+
+CONNECT_SECONDS = 5.0
+
+
+class SimReader:
+    """Reads of one worker. Like the real connector, it breaks a connection whose read failed."""
+
+    def __init__(self, sim: "Simulator", worker: "SimWorker", emit: Callable[[ReadResult | PeerConnected], None]):
+        self._sim = sim
+        self._worker = worker
+        self._emit = emit
+        self._connected: dict[Party, SimWorker] = {}
+        self._reads: dict[int, ReadCommand] = {}
+        self._free_at = 0.0
+
+    def connect(self, peer: Party, welcome: PeerWelcome) -> None:
+        """After what was asked for before; a frozen peer may let it time out."""
+        other = self._sim.workers.get(welcome.metadata.decode())
+        stalls = other is not None and self._sim.now < other.frozen_until and self._sim.random.random() < 0.5
+        delay = CONNECT_SECONDS if stalls else 0.01
+        self._sim.at(max(self._sim.now, self._free_at) + delay, lambda: self._finish_connect(peer, other, stalls))
+
+    def _finish_connect(self, peer: Party, other: "SimWorker | None", stalls: bool) -> None:
+        if other is None or not other.alive or stalls:
+            self._emit(PeerConnected(peer, "a probe read didn't complete"))
+        else:
+            self._connected[peer] = other
+            self._emit(PeerConnected(peer, None))
+
+    def disconnect(self, peer: Party) -> None:
+        """Destroying the agent takes a while, in which bytes still land."""
+        self._connected.pop(peer, None)
+        self._free_at = self._sim.now + self._sim.random.uniform(0.0, self._sim.faults.disconnect_seconds)
+        for read_id in self._reads_from(peer):
+            self._sim.at(self._free_at, lambda i=read_id: self._finish(i, "disconnected"))
+
+    def start(self, command: ReadCommand) -> None:
+        """Copy block by block at random moments, then read the generations; or fail, or end late, or never."""
+        sim, faults = self._sim, self._sim.faults
+        self._reads[command.read_id] = command
+        source = self._connected.get(command.peer)
+        if source is None or sim.random.random() < faults.post_error:
+            sim.after(0.0, lambda: self._fail(command, "posting failed"))
+            return
+        taken = self._worker.stamp(command.local_blocks)
+        fate = sim.random.random()
+        is_late = sim.random.random() < faults.read_late
+        time = sim.now
+        for local, remote in zip(command.local_blocks, command.remote_blocks, strict=True):
+            time += sim.random.uniform(0.0, faults.read_seconds)
+            if is_late:
+                time += sim.random.uniform(0.0, 2 * sim.protocol.read_deadline_seconds)
+            sim.at(time, lambda a=local, b=remote: self._copy(command, source, {a: taken[a]}, b))
+        time += sim.random.uniform(0.0, 0.005)
+        if fate < faults.read_error:
+            sim.at(time, lambda: self._fail(command, "planted read error"))
+        elif fate >= faults.read_error + faults.read_stuck:
+            sim.at(time, lambda: self._read_generations(command, source))
+
+    def _copy(self, command: ReadCommand, source: "SimWorker", destination: dict[int, int], remote: int) -> None:
+        if command.read_id in self._reads and source.alive and self._worker.alive:
+            self._worker.assert_kept(destination, "a read")
+            (local,) = destination
+            self._worker.memory[local] = list(source.memory[remote])
+
+    def _read_generations(self, command: ReadCommand, source: "SimWorker") -> None:
+        if self._sim.now < source.frozen_until and self._sim.random.random() < 0.5:  # TCP needs the source's help
+            self._sim.at(source.frozen_until, lambda: self._read_generations(command, source))
+        elif source.alive:
+            self._finish(command.read_id, None, [int(source.generations[block]) for block in command.remote_blocks])
+        else:
+            self._fail(command, "the source died")
+
+    def _fail(self, command: ReadCommand, error: str) -> None:
+        """The connection breaks, and ends the peer's other reads with it."""
+        if command.read_id in self._reads:
+            self._connected.pop(command.peer, None)
+            others = [read_id for read_id in self._reads_from(command.peer) if read_id != command.read_id]
+            self._finish(command.read_id, error)
+            for read_id in others:
+                self._finish(read_id, "disconnected")
+
+    def _finish(self, read_id: int, error: str | None, generations: list[int] | None = None) -> None:
+        if self._reads.pop(read_id, None) is not None:
+            self._emit(ReadResult(read_id, error, generations or []))
+
+    def _reads_from(self, peer: Party) -> list[int]:
+        return [read_id for read_id, command in self._reads.items() if command.peer == peer]

@@ -1,0 +1,174 @@
+"""One worker of the simulator: its production core, its memory, its device; the loop's part is played here."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from simulated_model import BLOCK_SIZE, LAYOUT, VOCAB, SimConnector, mix
+from simulated_reader import SimReader
+from splitserve.config import EngineConfig, WorkerConfig
+from splitserve.decode.build import build_core
+from splitserve.handover import ReadResult
+from splitserve.kvconnector.block_pool import BlockState
+from splitserve.kvconnector.connector import PeerConnected
+from splitserve.messages import Envelope
+from splitserve.prefill.drain import Drain
+from splitserve.prefill.effects import Connect, Dial, Disconnect, HangUp, Send, Serve, StartRead
+from splitserve.request import Party, Role
+from splitserve.step import ScheduledChunk, StepOutput, StepPlan
+
+if TYPE_CHECKING:
+    from simulator import Simulator
+
+TIMER_SLACK_SECONDS = 1e-9  # more than what adding and taking off a clock's offset may round away
+
+
+class SimWorker:
+    def __init__(self, sim: "Simulator", name: str, role: Role, num_blocks: int, incarnation: int) -> None:
+        self.sim = sim
+        self.party = Party(name, incarnation)
+        self.role = role
+        self.num_blocks = num_blocks
+        self.alive = True
+        self.frozen_until = 0.0
+        self.clock_offset = sim.random.uniform(-sim.faults.clocks, sim.faults.clocks)
+        self.generations = np.zeros(num_blocks, dtype=np.uint64)
+        self.memory = [[0] * BLOCK_SIZE for _ in range(num_blocks)]
+        engine = EngineConfig(model="sim", max_num_batched_tokens=16, max_num_seqs=4, tail_chunk_tokens=4)
+        config = WorkerConfig(engine_id=name, role=role, engine=engine, membership="", protocol=sim.protocol)
+        self.core = build_core(
+            config,
+            self.party,
+            LAYOUT,
+            self.generations,
+            SimConnector(self.party, num_blocks),  # type: ignore[arg-type]
+            max_model_len=num_blocks * BLOCK_SIZE,
+            vocab_size=VOCAB,
+            first_generation=sim.random.getrandbits(63),
+        )
+        self.drain_clock = Drain(sim.protocol.drain_seconds)
+        self.reader = SimReader(sim, self, self.on_connector_event)
+        self.busy = False
+
+    @property
+    def clock(self) -> float:
+        """The time as this worker's monotonic clock shows it."""
+        return self.sim.now + self.clock_offset
+
+    def can_run(self, action: Callable[[], None]) -> bool:
+        """False for the dead; and for the frozen, whose ``action`` comes when they thaw."""
+        if self.alive and self.sim.now < self.frozen_until:
+            self.sim.at(self.frozen_until, action)
+            return False
+        return self.alive
+
+    # ---- the engine loop ----
+
+    def deliver(self, envelope: Envelope) -> None:
+        if not self.can_run(lambda: self.deliver(envelope)):
+            return
+        is_stale = envelope.to not in (None, self.party)
+        num_stale = self.core.state.counters.stale_messages
+        self.core.handle(envelope, self.clock)
+        assert not is_stale or self.core.state.counters.stale_messages == num_stale + 1, f"took in a stale {envelope}"
+        self.settle()
+
+    def on_connector_event(self, event: ReadResult | PeerConnected) -> None:
+        if self.can_run(lambda: self.on_connector_event(event)):
+            self.core.handle_connector_event(event, self.clock)
+            self.settle()
+
+    def settle(self) -> None:
+        """What the engine loop does after every event."""
+        self.core.tick(self.clock)
+        self.perform()
+        if not self.busy:
+            plan = self.core.plan_step(self.clock)
+            if plan is not None:
+                self.launch(plan)
+            self.perform()
+        self.core.check_invariants()
+        if self.drain_clock.is_over(self.core.is_idle, self.clock):
+            self.sim.leave(self)
+            return
+        due = min(self.core.next_deadline(), self.drain_clock.next_deadline())
+        assert due > self.clock, "something stays due although all that is due was done: the engine loop would spin"
+        if due < float("inf"):
+            self.sim.at(due - self.clock_offset + TIMER_SLACK_SECONDS, self.wake)
+
+    def wake(self) -> None:
+        due = min(self.core.next_deadline(), self.drain_clock.next_deadline())
+        if self.can_run(self.wake) and due <= self.clock:
+            self.settle()
+
+    def drain(self) -> None:
+        if self.can_run(self.drain) and not self.drain_clock.has_begun:
+            self.drain_clock.begin(self.clock)
+            self.sim.router.on_draining(self.party)
+            self.core.drain()
+            self.settle()
+
+    def perform(self) -> None:
+        for effect in self.core.take_effects():
+            match effect:
+                case Send(to, body):
+                    self.sim.send(self.party, to, body)
+                case StartRead(command):
+                    self.reader.start(command)
+                case Connect(peer, welcome):
+                    self.reader.connect(peer, welcome)
+                case Disconnect(peer):
+                    self.reader.disconnect(peer)
+                case Dial() | HangUp() | Serve():
+                    pass
+
+    # ---- the device ----
+
+    def stamp(self, block_ids: Sequence[int]) -> dict[int, int]:
+        """Blocks that something launched now will touch, with their generations."""
+        return {block_id: int(self.generations[block_id]) for block_id in block_ids}
+
+    def assert_kept(self, taken: dict[int, int], what: str) -> None:
+        """Nothing may take a block while something launched touches it."""
+        pool = self.core.state.blocks.pool
+        for block_id, generation in taken.items():
+            kept = pool.state(block_id) in (BlockState.REFERENCED, BlockState.QUARANTINED)
+            assert kept and int(self.generations[block_id]) == generation, f"block {block_id} was freed under {what}"
+
+    def launch(self, plan: StepPlan) -> None:
+        """The step's KV is written at some moment before the step is over; a step that fails may write anything."""
+        random = self.sim.random
+        self.busy = True
+        taken = self.stamp([block_id for chunk in plan.chunks for block_id in chunk.block_ids])
+        fails = random.random() < self.sim.faults.step_error
+        seconds = random.uniform(0.001, self.sim.faults.step_seconds)
+        drawn: list[int | None] = []
+        self.sim.after(seconds * random.random(), lambda: self.compute(plan, taken, drawn, fails))
+        self.sim.after(seconds, lambda: self.finish_step(taken, drawn, fails))
+
+    def compute(self, plan: StepPlan, taken: dict[int, int], drawn: list[int | None], fails: bool) -> None:
+        if self.alive:
+            self.assert_kept(taken, "a step")
+            for chunk in plan.chunks:
+                drawn.append(self.compute_chunk(chunk, self.sim.random.getrandbits(50) if fails else 0))
+
+    def compute_chunk(self, chunk: ScheduledChunk, garbage: int) -> int | None:
+        kv = [self.memory[chunk.block_ids[p // BLOCK_SIZE]][p % BLOCK_SIZE] for p in range(chunk.start)]
+        for position, token in enumerate(chunk.token_ids, start=chunk.start):
+            kv.append(mix(kv[-1] if kv else 0, token) ^ garbage)
+            self.memory[chunk.block_ids[position // BLOCK_SIZE]][position % BLOCK_SIZE] = kv[-1]
+        sample = chunk.sample
+        rounding = (self.party.incarnation,) if self.sim.faults.rounding else ()
+        return None if sample is None else mix(*kv, sample.seed, sample.position, *rounding) % VOCAB
+
+    def finish_step(self, taken: dict[int, int], drawn: list[int | None], fails: bool) -> None:
+        if not self.can_run(lambda: self.finish_step(taken, drawn, fails)):
+            return
+        self.assert_kept(taken, "a step")
+        self.busy = False
+        if fails:
+            self.core.fail_step("planted step error", self.clock)
+        else:
+            self.core.commit_step(StepOutput(drawn), self.clock)
+        self.settle()
