@@ -13,14 +13,17 @@ LATE_ARRIVAL_SECONDS = 0.25  # tokens that were on their way at the kill may sti
 
 
 def stall_seconds(answer: Answer, fault: Fault) -> float | None:
-    """From the fault to the end of the gap that it tore into the answer's tokens; None if it hit another request.
+    """From the fault to the end of the gap that it tore into the answer's tokens; None if it didn't hit this request.
+
+    None, too, if others hit it: a stream that a kill sends to a worker that is frozen, but not yet known to be, waits
+    for that.
 
     Tokens that were on their way when the worker died arrive after its death, so the gap is the longest one of those
     that begin no later than ``LATE_ARRIVAL_SECONDS`` after it.
     """
     if not answer.sent_at < fault.at < answer.ended_at:
         return None
-    if all(attempt.worker != fault.worker for attempt in answer.failed_attempts):
+    if {attempt.worker for attempt in answer.failed_attempts} != {fault.worker}:
         return None
     times = [answer.sent_at, *answer.arrivals]
     gaps = [
