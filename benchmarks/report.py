@@ -16,7 +16,19 @@ import psutil
 from splitserve import __version__
 
 RESULTS_DIRECTORY = Path(__file__).resolve().parent / "results"
-_PACKAGES = ("torch", "nixl-cu13", "nixl-cu12", "transformers", "tokenizers", "numpy", "pyzmq", "uvicorn", "aiohttp")
+_PACKAGES = (
+    "torch",
+    "triton",
+    "flashinfer-python",
+    "nixl-cu13",
+    "nixl-cu12",
+    "transformers",
+    "tokenizers",
+    "numpy",
+    "pyzmq",
+    "uvicorn",
+    "aiohttp",
+)
 
 
 def write_result(name: str, argv: Sequence[str], data: dict[str, Any], directory: Path | None = None) -> Path:

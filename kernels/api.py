@@ -57,10 +57,23 @@ class AttentionPlan(Protocol):
     """What a backend derives from a :class:`PagedBatch`, once per step; every layer's ``run`` uses the same one."""
 
 
+class DecodePlan(AttentionPlan, Protocol):
+    """A plan for a fixed number of sequences of one query token each, whose tensors stay where they are: a CUDA graph
+    that ran with it can be replayed after :meth:`update`."""
+
+    def update(self, batch: PagedBatch) -> None:
+        """Fill it for ``batch``, of exactly as many sequences, in the order of the current stream."""
+        ...
+
+
 class PagedAttention(Protocol):
     """Causal attention of flat query tokens over paged KV."""
 
     def plan(self, batch: PagedBatch) -> AttentionPlan: ...
+
+    def make_decode_plan(self, batch_size: int, max_blocks: int) -> DecodePlan:
+        """For ``batch_size`` sequences of at most ``max_blocks`` blocks. Raises NotImplementedError without CUDA."""
+        ...
 
     def run(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
         """``query`` [T, H, D] over ``kv_layer`` [num_blocks, G, 2, B, D] -> [T, H, D]; scale is 1/sqrt(D).
@@ -94,11 +107,23 @@ class RmsNorm(Protocol):
         ...
 
 
-class Rope(Protocol):
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotates the halves of each head (the "neox" order). ``x`` [T, heads, D]; ``cos``, ``sin`` [T, D].
+class PrepareQkv(Protocol):
+    def __call__(
+        self,
+        qkv: Tensor,
+        qk_norm: Tensor | None,
+        eps: float,
+        rotation: tuple[Tensor, Tensor],
+        *,
+        kv_layer: Tensor,
+        slots: Tensor,
+    ) -> Tensor:
+        """Norm, rotation and KV write between the projection ``qkv`` [T, H + 2 * G, D] and attention.
 
-        ``sin`` carries the sign of the rotation: its first half is negated (see ``models.decoder.RotaryEmbedding``).
+        Normalises queries and keys by ``qk_norm`` [H + G, D] if there is one, rotates the halves of each of their heads
+        (the "neox" order) by ``rotation`` (cos, sin: [T, D]), writes keys and values into ``kv_layer`` [num_blocks, G,
+        2, B, D] at ``slots`` [T, G] (:meth:`AttentionShape.slots`), returns the queries [T, H, D]. ``sin`` carries the
+        sign of the rotation: its first half is negated (see ``models.decoder.RotaryEmbedding``).
         """
         ...
 
@@ -106,12 +131,6 @@ class Rope(Protocol):
 class SiluMul(Protocol):
     def __call__(self, gate_up: Tensor) -> Tensor:
         """``gate_up`` [T, 2 * intermediate] -> ``silu(gate) * up`` [T, intermediate]. May overwrite ``gate_up``."""
-        ...
-
-
-class KvWrite(Protocol):
-    def __call__(self, kv_layer: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
-        """Writes ``key`` and ``value`` [T, G, D] at ``slots`` [T, G] (:meth:`AttentionShape.slots`)."""
         ...
 
 
@@ -132,7 +151,7 @@ class SamplingBatch:
 
 class Sample(Protocol):
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        """``logits`` [R, vocab] -> token ids int64 [R] on the logits' device; -1 where a row isn't finite."""
+        """``logits`` [R, vocab], any float dtype -> ids int64 [R] on their device; -1 where a row isn't finite."""
         ...
 
 
@@ -141,9 +160,8 @@ class Kernels:
     """The chosen operations. ``backends`` names the backend of each, for logs and ``splitserve doctor``."""
 
     rms_norm: RmsNorm
-    rope: Rope
+    prepare_qkv: PrepareQkv
     silu_mul: SiluMul
-    kv_write: KvWrite
     sample: Sample
     pack_linear: Callable[[Tensor], Linear]
     make_attention: Callable[[AttentionShape], PagedAttention]

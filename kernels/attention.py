@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from splitserve.kernels.api import AttentionPlan, AttentionShape, PagedBatch
+from splitserve.kernels.api import AttentionPlan, AttentionShape, DecodePlan, PagedBatch
 
 GATHER_BYTES = 4 * 1024 * 1024
 """Bytes gathered at a time: this and the activations fit a level-3 cache. 2 to 8 MiB measured about the same."""
@@ -103,6 +103,13 @@ class ReferencePagedAttention:
         plan = ReferencePlan(tuple(self._groups(decodes)), tuple(spans))
         self._reserve(plan)
         return plan
+
+    def make_decode_plan(self, batch_size: int, max_blocks: int) -> DecodePlan:
+        """There are no CUDA graphs here."""
+        raise NotImplementedError(
+            f"the reference attention has no fixed plan for {batch_size} sequences of {max_blocks} blocks; use "
+            "--enforce-eager with it"
+        )
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._shape.block_size)

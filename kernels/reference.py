@@ -19,7 +19,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """See :class:`splitserve.kernels.api.Rope`."""
+    """Rotates the halves of each head. ``x`` [T, heads, D]; ``cos``, ``sin`` [T, D], the first half of sin negated."""
     half = x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -35,8 +35,29 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate, inplace=True) * up
 
 
+def prepare_qkv(
+    qkv: Tensor,
+    qk_norm: Tensor | None,
+    eps: float,
+    rotation: tuple[Tensor, Tensor],
+    *,
+    kv_layer: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """See :class:`splitserve.kernels.api.PrepareQkv`."""
+    num_kv_heads = kv_layer.shape[1]
+    num_rotated = qkv.shape[1] - num_kv_heads
+    rotated = qkv[:, :num_rotated]
+    if qk_norm is not None:
+        rotated = rms_norm(rotated, qk_norm, eps)
+    rotated = rope(rotated, *rotation)
+    num_heads = num_rotated - num_kv_heads
+    kv_write(kv_layer, rotated[:, num_heads:], qkv[:, num_rotated:], slots)
+    return rotated[:, :num_heads]
+
+
 def kv_write(kv_layer: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
-    """See :class:`splitserve.kernels.api.KvWrite`. A flat view takes half the time of indexing all dimensions."""
+    """Writes ``key`` and ``value`` [T, G, D] at ``slots`` [T, G]. A flat view takes half the time of full indexing."""
     num_blocks, num_kv_heads, _, block_size, head_dim = kv_layer.shape
     num_rows = (num_blocks - 1) * (kv_layer.stride(0) // head_dim) + (2 * num_kv_heads - 1) * block_size
     rows = slots.flatten()

@@ -5,6 +5,8 @@ a missing package costs nothing until it's asked for. Candidates stand best firs
 always run. A new backend is one more line in ``_CANDIDATES``.
 """
 
+import importlib
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -40,17 +42,49 @@ def _onednn_missing(target: Target) -> str | None:
     return linear.onednn_unavailable_reason(target.device, target.dtype)
 
 
+def _triton_missing(target: Target) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton isn't installed; pip install 'splitserve[gpu]'"
+    if target.device.type != "cuda":
+        return f"it runs on CUDA devices, not on {target.device.type}"
+    return None
+
+
+def _flashinfer_missing(target: Target) -> str | None:
+    if target.device.type != "cuda":
+        return f"it runs on CUDA devices, not on {target.device.type}"
+    if target.dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes bfloat16 and float16, not {target.dtype}"
+    if importlib.util.find_spec("flashinfer") is None:
+        return "the package flashinfer isn't installed; pip install 'splitserve[gpu]'"
+    return _triton_missing(target)
+
+
+def _load(module: str, name: str) -> Callable[[], Any]:
+    return lambda: getattr(importlib.import_module(f"splitserve.kernels.{module}"), name)
+
+
+def _triton(module: str, name: str) -> Candidate:
+    return Candidate("triton", _triton_missing, _load(module, name))
+
+
 _CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
-    "rms_norm": (Candidate("reference", _always, lambda: reference.rms_norm),),
-    "rope": (Candidate("reference", _always, lambda: reference.rope),),
-    "silu_mul": (Candidate("reference", _always, lambda: reference.silu_mul),),
-    "kv_write": (Candidate("reference", _always, lambda: reference.kv_write),),
-    "sample": (Candidate("reference", _always, lambda: sampling.sample),),
+    "rms_norm": (_triton("triton_ops", "rms_norm"), Candidate("reference", _always, lambda: reference.rms_norm)),
+    "prepare_qkv": (
+        _triton("triton_ops", "prepare_qkv"),
+        Candidate("reference", _always, lambda: reference.prepare_qkv),
+    ),
+    "silu_mul": (_triton("triton_ops", "silu_mul"), Candidate("reference", _always, lambda: reference.silu_mul)),
+    "sample": (_triton("triton_sampling", "sample"), Candidate("reference", _always, lambda: sampling.sample)),
     "pack_linear": (
         Candidate("onednn", _onednn_missing, lambda: linear.OneDnnLinear),
         Candidate("reference", _always, lambda: linear.PlainLinear),
     ),
-    "make_attention": (Candidate("reference", _always, lambda: attention.ReferencePagedAttention),),
+    "make_attention": (
+        Candidate("flashinfer", _flashinfer_missing, _load("flashinfer_attention", "FlashInferPagedAttention")),
+        _triton("triton_attention", "TritonPagedAttention"),
+        Candidate("reference", _always, lambda: attention.ReferencePagedAttention),
+    ),
 }
 
 OPERATIONS = tuple(_CANDIDATES)

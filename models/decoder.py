@@ -19,13 +19,13 @@ class ForwardBatch:
     """The tensors of one step, on the model's device. T tokens, R rows to sample from (R may be 0).
 
     ``token_ids``, ``positions``: int64 [T]. ``slots``: int64 [T, G], where the KV goes. ``sample_rows``: int64 [R],
-    rows of the flat batch.
+    rows of the flat batch; None stands for all of them.
     """
 
     token_ids: Tensor
     positions: Tensor
     slots: Tensor
-    sample_rows: Tensor
+    sample_rows: Tensor | None
     attention_plan: AttentionPlan
 
 
@@ -53,15 +53,28 @@ class ModelWeights:
 
 
 class RotaryEmbedding:
-    """Cosines and signed sines of positions, in float32 as the reference implementations compute them."""
+    """Cosines and signed sines of positions, in float32 as the reference implementations compute them.
 
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+    On GPUs they are looked up in a table of all positions: one kernel instead of eight.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self._inverse_frequencies = inverse_frequencies(config).to(device)
+        self._dtype = dtype
+        self._table: Tensor | None = None
+        if device.type == "cuda":
+            self._table = torch.stack(self._compute(torch.arange(config.max_position_embeddings, device=device)), 1)
 
-    def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """``positions`` [T] -> cos, sin [T, D]; the first half of sin is negated, for :class:`kernels.api.Rope`."""
+    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """``positions`` [T] -> cos, sin [T, D]; the first half of sin is negated (:class:`kernels.api.PrepareQkv`)."""
+        if self._table is None:
+            return self._compute(positions)
+        cos, sin = self._table[positions].unbind(1)
+        return cos, sin
+
+    def _compute(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions.float().unsqueeze(1) * self._inverse_frequencies
-        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        cos, sin = angles.cos().to(self._dtype), angles.sin().to(self._dtype)
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
@@ -96,49 +109,32 @@ class DecoderModel:
         self.dtype = dtype
         self.device = device
         self._weights = weights
-        self._rotary = RotaryEmbedding(config, device)
+        self._rotary = RotaryEmbedding(config, dtype, device)
 
     def forward(self, batch: ForwardBatch, kv_layers: list[Tensor], attention: PagedAttention) -> Tensor | None:
-        """Writes the KV of all tokens and returns float32 logits [R, vocab] of ``batch.sample_rows``, None if R is 0.
+        """Writes the KV of all tokens and returns logits [R, vocab] of ``batch.sample_rows``, None if R is 0.
 
         ``kv_layers``: per layer the view ``[num_blocks, G, 2, B, D]`` of the KV memory.
         """
-        eps = self.config.rms_norm_eps
-        rotation = self._rotary(batch.positions, self.dtype)
+        eps, rows = self.config.rms_norm_eps, batch.sample_rows
+        rotation = self._rotary(batch.positions)
         hidden = torch.nn.functional.embedding(batch.token_ids, self._weights.embedding).to(self.dtype)
         residual = torch.zeros_like(hidden)
         last = len(self._weights.layers) - 1
         for index, layer in enumerate(self._weights.layers):
             normed = self.kernels.rms_norm(hidden, layer.input_norm, eps, residual)
-            query = self._write_kv(layer, normed, batch, kv_layers[index], rotation)
-            if index == last and batch.sample_rows.shape[0] == 0:
+            qkv = layer.qkv(normed).view(normed.shape[0], -1, self.config.head_dim)
+            query = self.kernels.prepare_qkv(
+                qkv, layer.qk_norm, eps, rotation, kv_layer=kv_layers[index], slots=batch.slots
+            )
+            if index == last and rows is not None and rows.shape[0] == 0:
                 return None  # only the KV was wanted
             context = attention.run(query, kv_layers[index], batch.attention_plan).flatten(1)
-            if index == last:  # what follows works row by row, and only these rows are read
-                context, residual = context[batch.sample_rows], residual[batch.sample_rows]
+            if index == last and rows is not None:  # what follows works row by row, and only these rows are read
+                context, residual = context[rows], residual[rows]
             hidden = self._mlp(layer, layer.output(context), residual)
         normed = self.kernels.rms_norm(hidden, self._weights.final_norm, eps, residual)
-        return self._weights.lm_head(normed).float()
-
-    def _write_kv(
-        self,
-        layer: LayerWeights,
-        normed: Tensor,
-        batch: ForwardBatch,
-        kv_layer: Tensor,
-        rotation: tuple[Tensor, Tensor],
-    ) -> Tensor:
-        """Projects, normalises and rotates; writes keys and values; returns the queries [T, H, D]."""
-        config = self.config
-        num_rotated = config.num_heads + config.num_kv_heads
-        qkv = layer.qkv(normed).view(-1, num_rotated + config.num_kv_heads, config.head_dim)
-        rotated = qkv[:, :num_rotated]
-        if layer.qk_norm is not None:
-            rotated = self.kernels.rms_norm(rotated, layer.qk_norm, config.rms_norm_eps)
-        rotated = self.kernels.rope(rotated, *rotation)
-        query, key = rotated[:, : config.num_heads], rotated[:, config.num_heads :]
-        self.kernels.kv_write(kv_layer, key, qkv[:, num_rotated:], batch.slots)
-        return query
+        return self._weights.lm_head(normed)
 
     def _mlp(self, layer: LayerWeights, attended: Tensor, residual: Tensor) -> Tensor:
         normed = self.kernels.rms_norm(attended, layer.post_attention_norm, self.config.rms_norm_eps, residual)

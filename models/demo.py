@@ -103,6 +103,31 @@ def write_demo_model(
     return target
 
 
+def shape_config(shape: str) -> ModelConfig:
+    """What :func:`load_model_config` would read from a demo checkpoint of ``shape``, without writing one."""
+    sizes = _resolve(shape, None, "auto")
+    assert sizes.architecture is not None
+    return ModelConfig(
+        architecture=sizes.architecture,
+        hidden_size=sizes.hidden_size,
+        num_layers=sizes.num_layers,
+        num_heads=sizes.num_heads,
+        num_kv_heads=sizes.num_kv_heads,
+        head_dim=sizes.head_dim,
+        intermediate_size=sizes.intermediate_size,
+        vocab_size=sizes.vocab_size,
+        max_position_embeddings=sizes.max_position_embeddings,
+        rms_norm_eps=sizes.rms_norm_eps,
+        rope_theta=sizes.rope_theta,
+        rope_scaling=sizes.rope_scaling,
+        qk_norm=sizes.architecture == "qwen3",
+        tie_word_embeddings=sizes.tie_word_embeddings,
+        eos_token_ids=(),
+        bos_token_id=None,
+        dtype=sizes.dtype,
+    )
+
+
 def _resolve(shape: str, architecture: str | None, dtype: str) -> DemoShape:
     if shape not in SHAPES:
         raise ConfigError(f"shape is {shape!r}; choose one of {', '.join(SHAPES)}")

@@ -62,9 +62,9 @@ def load_model(
         kernels = select_kernels(device, dtype)
     source: _Source
     if load_format == "dummy":
-        source = _DummySource(expected_shapes(config), dtype)
+        source = _DummySource(expected_shapes(config), dtype, device)
     else:
-        source = _FileSource(Path(path), expected_shapes(config))
+        source = _FileSource(Path(path), expected_shapes(config), device)
     with torch.inference_mode():
         builder = _Builder(source, config, kernels, dtype=dtype, device=device)
         weights = builder.build(progress or _no_progress)
@@ -106,9 +106,10 @@ class _Source(Protocol):
 
 
 class _FileSource:
-    """Tensors of the checkpoint's files, as views of the mapped files."""
+    """Tensors of the checkpoint's files: on CPU views of the mapped files, else straight on the device."""
 
-    def __init__(self, directory: Path, expected: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, directory: Path, expected: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
+        self._device = device
         self._records = read_records(directory)
         _check_records(self._records, expected)
         self._open: dict[Path, Any] = {}
@@ -117,7 +118,7 @@ class _FileSource:
         file = self._records[name].file
         try:
             if file not in self._open:
-                self._open[file] = safe_open(file, framework="pt")
+                self._open[file] = safe_open(file, framework="pt", device=str(self._device))
             tensor: Tensor = self._open[file].get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file}: tensor {name} can't be read: {error}") from error
@@ -133,16 +134,19 @@ class _FileSource:
 class _DummySource:
     """Random weights of the right shapes, the same for every worker."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> None:
         self._shapes = shapes
         self._dtype = dtype
-        self._generator = torch.Generator().manual_seed(0)
+        self._device = device
+        self._generator = torch.Generator(device).manual_seed(0)
 
     def get(self, name: str) -> Tensor:
         shape = self._shapes[name]
         if len(shape) == 1:
-            return torch.ones(shape, dtype=self._dtype)
-        return torch.empty(shape, dtype=self._dtype).normal_(0.0, _DUMMY_STD, generator=self._generator)
+            return torch.ones(shape, dtype=self._dtype, device=self._device)
+        return torch.empty(shape, dtype=self._dtype, device=self._device).normal_(
+            0.0, _DUMMY_STD, generator=self._generator
+        )
 
     def remap(self, name: str, tensor: Tensor) -> Tensor:  # noqa: ARG002
         return tensor

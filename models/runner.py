@@ -72,7 +72,7 @@ class ModelRunner:
         token_ids: list[int | None] = [None] * len(plan.chunks)
         if logits is None:
             return StepOutput(token_ids)
-        drawn = self.model.kernels.sample(logits, _sampling_batch(plan.chunks)).tolist()
+        drawn = self.model.kernels.sample(logits, sampling_batch(plan.chunks)).tolist()
         if failed := tuple(index for index, token in zip(sampled, drawn, strict=True) if token < 0):
             raise NonFiniteLogitsError(failed)
         for index, token in zip(sampled, drawn, strict=True):
@@ -107,7 +107,8 @@ class ModelRunner:
         )
 
 
-def _sampling_batch(chunks: Sequence[ScheduledChunk]) -> SamplingBatch:
+def sampling_batch(chunks: Sequence[ScheduledChunk]) -> SamplingBatch:
+    """How the chunks that draw a token want it drawn, in their order."""
     specs = [chunk.sample for chunk in chunks if chunk.sample is not None]
     return SamplingBatch(
         temperatures=[spec.temperature for spec in specs],

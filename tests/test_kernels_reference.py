@@ -128,7 +128,7 @@ def test_selection_names_a_backend_for_each_operation() -> None:
     ("overrides", "message"),
     [
         ({"convolve": "reference"}, "unknown operation 'convolve'"),
-        ({"rope": "magic"}, "rope has no backend 'magic'; there are reference"),
+        ({"silu_mul": "magic"}, "silu_mul has no backend 'magic'; there are triton, reference"),
         ({"pack_linear": "onednn"}, "can't run pack_linear: it takes float32 and bfloat16"),
     ],
 )

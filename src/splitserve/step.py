@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+UNKNOWN_TOKEN = -1
+"""Stands for a token that a step under way will draw."""
+
 
 @dataclass(frozen=True, slots=True)
 class SampleSpec:
@@ -27,12 +30,15 @@ class ScheduledChunk:
     ``token_ids`` stand at positions ``start .. start + len(token_ids) - 1``; the KV of positions below ``start`` is
     in ``block_ids`` already. ``block_ids`` is the block table that covers all positions up to the chunk's end.
     ``sample`` is None for a chunk that doesn't end the known tokens.
+    ``previous_chunk``, if not None, is the chunk of the step planned just before this one that draws this chunk's only
+    token: it isn't known yet, and ``token_ids`` holds :data:`UNKNOWN_TOKEN` in its place.
     """
 
     token_ids: Sequence[int]
     start: int
     block_ids: Sequence[int]
     sample: SampleSpec | None
+    previous_chunk: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,397 @@
+"""Paged attention as Triton kernels, for any GPU: flash-decoding (Dao et al., 2023) and flash attention over blocks.
+
+Leading sequences with one query token are decoded: a program per (sequence, key/value head, part of the context) serves
+all query heads of the group, and a second kernel joins the parts by their log-sum-exp. All others are cut into tiles of
+query tokens. A context's last tile is masked: unwritten memory may hold NaN.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from splitserve.kernels.api import AttentionPlan, AttentionShape, PagedBatch
+from splitserve.kernels.paged import FlatTables, flat_tables, num_leading_decodes
+from splitserve.kernels.triton_sampling import to_device
+
+_TILE = 64  # tokens of context that a program looks at in one go
+_QUERY_TILE = 64
+_MIN_DOT = 16  # rows that a matrix instruction wants
+_PROGRAMS_PER_DEVICE = 528  # 4 for each of an H100's 132 multiprocessors
+_MAX_PARTS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePart:
+    """The sequences of one query token each: device arrays as in :class:`FlatTables`, and room for the parts."""
+
+    num_sequences: int
+    indptr: Tensor
+    indices: Tensor
+    context_lens: Tensor
+    partial: Tensor  # float32 [S, H, parts, D]
+    partial_lse: Tensor  # float32 [S, H, parts]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPart:
+    """Longer chunks. ``tiles`` int32 [4, N]: first query row, its offset in the chunk, rows, sequence."""
+
+    indptr: Tensor
+    indices: Tensor
+    tiles: Tensor
+    starts: Tensor  # int32 [S]: context before the chunk
+
+
+@dataclass(frozen=True, slots=True)
+class TritonPlan:
+    decode: DecodePart | None
+    chunks: ChunkPart | None
+
+
+class TritonPagedAttention:
+    """Implements :class:`splitserve.kernels.api.PagedAttention`."""
+
+    def __init__(self, shape: AttentionShape) -> None:
+        if reason := unsupported_reason(shape):
+            raise ValueError(reason)
+        self._shape = shape
+        self._scale = 1.0 / math.sqrt(shape.head_dim)
+
+    # ---- once per step ----
+
+    def plan(self, batch: PagedBatch) -> TritonPlan:
+        num_decodes = num_leading_decodes(batch)
+        tables = flat_tables(batch, self._shape.block_size)
+        indptr, indices, context_lens = (
+            to_device(torch.from_numpy(array), self._shape.device)
+            for array in (tables.indptr, tables.indices, tables.context_lens)
+        )
+        decode = chunks = None
+        if num_decodes:
+            decode = DecodePart(num_decodes, indptr, indices, context_lens, *self._partials(num_decodes))
+        if num_decodes < len(batch.query_lens):
+            tiles, starts = self._tiles(batch, num_decodes)
+            chunks = ChunkPart(indptr[num_decodes:], indices, tiles, starts)
+        return TritonPlan(decode, chunks)
+
+    def make_decode_plan(self, batch_size: int, max_blocks: int) -> "TritonDecodePlan":
+        """See :class:`splitserve.kernels.api.PagedAttention`."""
+        return TritonDecodePlan(self._shape, batch_size, max_blocks, self._partials(batch_size))
+
+    def _partials(self, num_sequences: int) -> tuple[Tensor, Tensor]:
+        shape = self._shape
+        num_parts = _PROGRAMS_PER_DEVICE // (num_sequences * shape.num_kv_heads)
+        num_parts = max(1, min(_MAX_PARTS, num_parts))
+        sizes = (num_sequences, shape.num_heads, num_parts)
+        partial = torch.empty((*sizes, shape.head_dim), dtype=torch.float32, device=shape.device)
+        return partial, torch.empty(sizes, dtype=torch.float32, device=shape.device)
+
+    def _tiles(self, batch: PagedBatch, first: int) -> tuple[Tensor, Tensor]:
+        tiles: list[tuple[int, int, int, int]] = []
+        row = first
+        for index, query_len in enumerate(batch.query_lens[first:]):
+            tiles += [
+                (row + offset, offset, min(_QUERY_TILE, query_len - offset), index)
+                for offset in range(0, query_len, _QUERY_TILE)
+            ]
+            row += query_len
+        tiles.sort(key=lambda tile: -tile[1])  # those that see most start first
+        starts = np.subtract(batch.context_lens[first:], batch.query_lens[first:]).astype(np.int32)
+        device = self._shape.device
+        flat = torch.from_numpy(np.ascontiguousarray(np.array(tiles, dtype=np.int32).T))
+        return to_device(flat, device), to_device(torch.from_numpy(starts), device)
+
+    # ---- once per layer ----
+
+    def run(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
+        """See :class:`splitserve.kernels.api.PagedAttention`."""
+        if isinstance(plan, TritonDecodePlan):
+            plan = plan.fixed
+        assert isinstance(plan, TritonPlan) and query.is_contiguous()
+        shape = self._shape
+        block_elements = shape.block_size * shape.head_dim
+        assert kv_layer.stride()[1:] == (2 * block_elements, block_elements, shape.head_dim, 1)
+        out = torch.empty_like(query)
+        if plan.decode is not None:
+            self._run_decode(query, kv_layer, out, plan.decode)
+        if plan.chunks is not None:
+            self._run_chunks(query, kv_layer, out, plan.chunks)
+        return out
+
+    def _run_decode(self, query: Tensor, kv_layer: Tensor, out: Tensor, part: DecodePart) -> None:
+        shape = self._shape
+        num_parts = part.partial.shape[2]
+        group = shape.num_heads // shape.num_kv_heads
+        _decode_kernel[(part.num_sequences, shape.num_kv_heads, num_parts)](
+            query,
+            kv_layer,
+            part.indptr,
+            part.indices,
+            part.context_lens,
+            part.partial,
+            part.partial_lse,
+            out,
+            self._scale * math.log2(math.e),
+            kv_layer.stride(0),
+            GROUP=group,
+            ROWS=max(_MIN_DOT, triton.next_power_of_2(group)),
+            KV_HEADS=shape.num_kv_heads,
+            BLOCK_SIZE=shape.block_size,
+            HEAD_DIM=shape.head_dim,
+            DIM=triton.next_power_of_2(shape.head_dim),
+            TILE=_TILE,
+            PARTS=num_parts,
+            PRECISION="ieee" if shape.dtype == torch.float32 else "tf32",
+            num_warps=4,
+            num_stages=3,
+        )
+        if num_parts > 1:
+            _join_parts_kernel[(part.num_sequences, shape.num_heads)](
+                part.partial,
+                part.partial_lse,
+                out,
+                shape.num_heads,
+                HEAD_DIM=shape.head_dim,
+                DIM=triton.next_power_of_2(shape.head_dim),
+                PARTS=num_parts,
+                PARTS_PADDED=triton.next_power_of_2(num_parts),
+                num_warps=4,
+            )
+
+    def _run_chunks(self, query: Tensor, kv_layer: Tensor, out: Tensor, part: ChunkPart) -> None:
+        shape = self._shape
+        _chunk_kernel[(part.tiles.shape[1], shape.num_heads)](
+            query,
+            kv_layer,
+            part.indptr,
+            part.indices,
+            part.tiles,
+            part.starts,
+            out,
+            self._scale * math.log2(math.e),
+            kv_layer.stride(0),
+            part.tiles.shape[1],
+            NUM_HEADS=shape.num_heads,
+            GROUP=shape.num_heads // shape.num_kv_heads,
+            BLOCK_SIZE=shape.block_size,
+            HEAD_DIM=shape.head_dim,
+            DIM=triton.next_power_of_2(shape.head_dim),
+            TILE=_TILE,
+            QUERIES=_QUERY_TILE,
+            PRECISION="ieee" if shape.dtype == torch.float32 else "tf32",
+            num_warps=4,
+            num_stages=2,
+        )
+
+
+class TritonDecodePlan:
+    """A plan whose tensors stay where they are, for CUDA graphs. Implements ``kernels.api.DecodePlan``."""
+
+    def __init__(
+        self, shape: AttentionShape, batch_size: int, max_blocks: int, partials: tuple[Tensor, Tensor]
+    ) -> None:
+        self._block_size = shape.block_size
+        sizes = (batch_size + 1, batch_size * max_blocks, batch_size)
+        buffers = [torch.zeros(size, dtype=torch.int32, device=shape.device) for size in sizes]
+        indptr, indices, context_lens = buffers
+        self._part = DecodePart(batch_size, indptr, indices, context_lens, *partials)
+        self.fixed = TritonPlan(self._part, None)
+
+    def update(self, batch: PagedBatch) -> None:
+        """See :class:`splitserve.kernels.api.DecodePlan`."""
+        part, tables = self._part, flat_tables(batch, self._block_size)
+        assert len(tables.context_lens) == part.num_sequences and len(tables.indices) <= part.indices.shape[0]
+        copy_tables(tables, part.indptr, part.indices, part.context_lens)
+
+
+def copy_tables(tables: FlatTables, indptr: Tensor, indices: Tensor, context_lens: Tensor) -> None:
+    """Into buffers on the device that stay where they are, in the stream's order, by one copy from pinned memory."""
+    sizes = [len(tables.indptr), len(tables.indices), len(tables.context_lens)]
+    packed = torch.from_numpy(np.concatenate((tables.indptr, tables.indices, tables.context_lens)))
+    parts = to_device(packed, indptr.device).split(sizes)
+    for target, part in zip((indptr, indices, context_lens), parts, strict=True):
+        target[: part.shape[0]].copy_(part)
+
+
+def unsupported_reason(shape: AttentionShape) -> str | None:
+    """Why these kernels can't serve ``shape``, or None."""
+    if shape.num_heads % shape.num_kv_heads:
+        return f"{shape.num_heads} query heads can't share {shape.num_kv_heads} key/value heads"
+    if shape.head_dim > 256:
+        return f"head_dim {shape.head_dim} is larger than 256"
+    return None
+
+
+@triton.jit
+def _decode_kernel(
+    query_ptr,
+    kv_ptr,
+    indptr_ptr,
+    indices_ptr,
+    context_ptr,
+    partial_ptr,
+    lse_ptr,
+    out_ptr,
+    scale_log2,
+    block_stride,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    sequence = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    part = tl.program_id(2)
+    context = tl.load(context_ptr + sequence)
+    table = indices_ptr + tl.load(indptr_ptr + sequence)
+    size = tl.cdiv(tl.cdiv(context, PARTS), TILE) * TILE
+    first = part * size
+    last = tl.minimum(first + size, context)
+
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, DIM)
+    head = sequence.to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + row
+    is_head = row < GROUP
+    is_column = column < HEAD_DIM
+    query = tl.load(
+        query_ptr + head[:, None] * HEAD_DIM + column[None, :], mask=is_head[:, None] & is_column[None, :], other=0.0
+    )
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    mixed = tl.zeros((ROWS, DIM), tl.float32)
+    inner = tl.arange(0, TILE)
+    head_offset = kv_head * (2 * BLOCK_SIZE * HEAD_DIM)
+    for tile in tl.range(first, last, TILE):
+        token = tile + inner
+        is_token = token < last
+        if BLOCK_SIZE % TILE == 0:
+            block = tl.load(table + tile // BLOCK_SIZE).to(tl.int64)
+            base = block * block_stride + head_offset + (tile % BLOCK_SIZE + inner) * HEAD_DIM
+        else:
+            block = tl.load(table + token // BLOCK_SIZE, mask=is_token, other=0).to(tl.int64)
+            base = block * block_stride + head_offset + (token % BLOCK_SIZE) * HEAD_DIM
+        keys_at = kv_ptr + base[:, None] + column[None, :]
+        mask = is_token[:, None] & is_column[None, :]
+        keys = tl.load(keys_at, mask=mask, other=0.0)
+        values = tl.load(keys_at + BLOCK_SIZE * HEAD_DIM, mask=mask, other=0.0)
+        scores = tl.dot(query, keys.T, input_precision=PRECISION) * scale_log2
+        scores = tl.where(is_token[None, :], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(weights, 1)
+        mixed = mixed * shrink[:, None]
+        mixed = tl.dot(weights.to(values.dtype), values, mixed, input_precision=PRECISION)
+        top = new_top
+    is_empty = first >= last
+    total = tl.where(is_empty, 1.0, total)
+    result = mixed / total[:, None]
+    if PARTS == 1:
+        target = out_ptr + head[:, None] * HEAD_DIM + column[None, :]
+        tl.store(target, result.to(out_ptr.dtype.element_ty), mask=is_head[:, None] & is_column[None, :])
+    else:
+        target = partial_ptr + (head[:, None] * PARTS + part) * HEAD_DIM + column[None, :]
+        tl.store(target, result, mask=is_head[:, None] & is_column[None, :])
+        lse = tl.where(is_empty, float("-inf"), top + tl.log2(total))
+        tl.store(lse_ptr + head * PARTS + part, lse, mask=is_head)
+
+
+@triton.jit
+def _join_parts_kernel(
+    partial_ptr,
+    lse_ptr,
+    out_ptr,
+    num_heads,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    PARTS: tl.constexpr,
+    PARTS_PADDED: tl.constexpr,
+):
+    head = tl.program_id(0).to(tl.int64) * num_heads + tl.program_id(1)
+    part = tl.arange(0, PARTS_PADDED)
+    column = tl.arange(0, DIM)
+    lse = tl.load(lse_ptr + head * PARTS + part, mask=part < PARTS, other=float("-inf"))
+    weights = tl.exp2(lse - tl.max(lse))
+    weights = weights / tl.sum(weights)
+    mask = (part < PARTS)[:, None] & (column < HEAD_DIM)[None, :]
+    partial = tl.load(partial_ptr + (head * PARTS + part)[:, None] * HEAD_DIM + column[None, :], mask=mask, other=0.0)
+    out = tl.sum(partial * weights[:, None], 0)
+    tl.store(out_ptr + head * HEAD_DIM + column, out.to(out_ptr.dtype.element_ty), mask=column < HEAD_DIM)
+
+
+@triton.jit
+def _chunk_kernel(
+    query_ptr,
+    kv_ptr,
+    indptr_ptr,
+    indices_ptr,
+    tiles_ptr,
+    starts_ptr,
+    out_ptr,
+    scale_log2,
+    block_stride,
+    num_tiles,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    index = tl.program_id(0)
+    head = tl.program_id(1)
+    first_row = tl.load(tiles_ptr + index)
+    offset = tl.load(tiles_ptr + num_tiles + index)
+    num_rows = tl.load(tiles_ptr + 2 * num_tiles + index)
+    sequence = tl.load(tiles_ptr + 3 * num_tiles + index)
+    start = tl.load(starts_ptr + sequence) + offset  # position of the tile's first query
+    table = indices_ptr + tl.load(indptr_ptr + sequence)
+
+    row = tl.arange(0, QUERIES)
+    column = tl.arange(0, DIM)
+    is_column = column < HEAD_DIM
+    at = (first_row + row).to(tl.int64)[:, None] * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM + column[None, :]
+    mask_rows = (row < num_rows)[:, None] & is_column[None, :]
+    query = tl.load(query_ptr + at, mask=mask_rows, other=0.0)
+    top = tl.full((QUERIES,), float("-inf"), tl.float32)
+    total = tl.zeros((QUERIES,), tl.float32)
+    mixed = tl.zeros((QUERIES, DIM), tl.float32)
+    inner = tl.arange(0, TILE)
+    head_offset = (head // GROUP) * (2 * BLOCK_SIZE * HEAD_DIM)
+    context = start + num_rows
+    for tile in tl.range(0, context, TILE):
+        token = tile + inner
+        is_token = token < context
+        if BLOCK_SIZE % TILE == 0:
+            block = tl.load(table + tile // BLOCK_SIZE).to(tl.int64)
+            base = block * block_stride + head_offset + (tile % BLOCK_SIZE + inner) * HEAD_DIM
+        else:
+            block = tl.load(table + token // BLOCK_SIZE, mask=is_token, other=0).to(tl.int64)
+            base = block * block_stride + head_offset + (token % BLOCK_SIZE) * HEAD_DIM
+        keys_at = kv_ptr + base[:, None] + column[None, :]
+        mask = is_token[:, None] & is_column[None, :]
+        keys = tl.load(keys_at, mask=mask, other=0.0)
+        values = tl.load(keys_at + BLOCK_SIZE * HEAD_DIM, mask=mask, other=0.0)
+        scores = tl.dot(query, keys.T, input_precision=PRECISION) * scale_log2
+        scores = tl.where(token[None, :] <= (start + row)[:, None], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(weights, 1)
+        mixed = mixed * shrink[:, None]
+        mixed = tl.dot(weights.to(values.dtype), values, mixed, input_precision=PRECISION)
+        top = new_top
+    tl.store(out_ptr + at, (mixed / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask_rows)

@@ -1,0 +1,191 @@
+"""Norm, query/key/value preparation and activation as Triton kernels; one pass over memory each.
+
+Signatures and shapes are those of :mod:`splitserve.kernels.api`. Offsets that can pass 2**31 elements (KV memory, long
+flat batches) are computed in 64 bits.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_SILU_BLOCK = 1024
+_HEADS_PER_PROGRAM = 8
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+    """See :class:`splitserve.kernels.api.RmsNorm`; ``weight`` has ``x``'s last dimension, or its last two."""
+    size = x.shape[-1]
+    rows, weights = x.reshape(-1, size), weight.reshape(-1, size)
+    assert residual is None or (residual.is_contiguous() and residual.shape == x.shape)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _rms_norm_kernel[(rows.shape[0],)](
+        rows,
+        weights,
+        out,
+        rows if residual is None else residual,
+        rows.stride(0),
+        weights.shape[0],
+        size,
+        eps,
+        HAS_RESIDUAL=residual is not None,
+        BLOCK=triton.next_power_of_2(size),
+        num_warps=8 if size > 1024 else 1,
+    )
+    return out
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    residual_ptr,
+    x_stride,
+    num_weight_rows,
+    size,
+    eps,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    weight = tl.load(weight_ptr + (row % num_weight_rows) * size + columns, mask=inside, other=0.0)
+    x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0)
+    if HAS_RESIDUAL:
+        added = tl.load(residual_ptr + row * size + columns, mask=inside, other=0.0)
+        x = (x.to(tl.float32) + added.to(tl.float32)).to(x.dtype)
+        tl.store(residual_ptr + row * size + columns, x, mask=inside)
+    wide = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide) / size + eps)
+    normed = (wide * scale).to(x.dtype).to(tl.float32) * weight.to(tl.float32)
+    tl.store(out_ptr + row * size + columns, normed.to(x.dtype), mask=inside)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """See :class:`splitserve.kernels.api.SiluMul`. Leaves ``gate_up`` as it is."""
+    num_tokens, width = gate_up.shape
+    size = width // 2
+    out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
+    _silu_mul_kernel[(num_tokens, triton.cdiv(size, _SILU_BLOCK))](
+        gate_up, out, gate_up.stride(0), size, BLOCK=_SILU_BLOCK, num_warps=4
+    )
+    return out
+
+
+@triton.jit
+def _silu_mul_kernel(gate_up_ptr, out_ptr, row_stride, size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < size
+    gate = tl.load(gate_up_ptr + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * row_stride + size + columns, mask=inside, other=0.0)
+    activated = (gate / (1.0 + tl.exp(-gate))).to(up.dtype).to(tl.float32) * up.to(tl.float32)
+    tl.store(out_ptr + row * size + columns, activated.to(up.dtype), mask=inside)
+
+
+def prepare_qkv(
+    qkv: Tensor,
+    qk_norm: Tensor | None,
+    eps: float,
+    rotation: tuple[Tensor, Tensor],
+    *,
+    kv_layer: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """See :class:`splitserve.kernels.api.PrepareQkv`: norm, rotation and KV write in one kernel."""
+    num_tokens, num_all_heads, head_dim = qkv.shape
+    num_kv_heads, block_size = kv_layer.shape[1], kv_layer.shape[3]
+    num_heads = num_all_heads - 2 * num_kv_heads
+    cos, sin = rotation
+    assert qkv.is_contiguous() and slots.is_contiguous()
+    assert cos.stride() == sin.stride() and cos.stride(1) == 1
+    assert kv_layer.stride()[1:] == (2 * block_size * head_dim, block_size * head_dim, head_dim, 1)
+    query = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    _prepare_qkv_kernel[(num_tokens, triton.cdiv(num_all_heads, _HEADS_PER_PROGRAM))](
+        qkv,
+        qkv if qk_norm is None else qk_norm,
+        cos,
+        sin,
+        slots,
+        query,
+        kv_layer,
+        eps,
+        cos.stride(0),
+        num_heads,
+        num_kv_heads,
+        block_size,
+        HEAD_DIM=head_dim,
+        HALF=triton.next_power_of_2(head_dim // 2),
+        HAS_NORM=qk_norm is not None,
+        HEADS=_HEADS_PER_PROGRAM,
+        num_warps=4,
+    )
+    return query
+
+
+@triton.jit
+def _prepare_qkv_kernel(
+    qkv_ptr,
+    norm_ptr,
+    cos_ptr,
+    sin_ptr,
+    slots_ptr,
+    query_ptr,
+    kv_ptr,
+    eps,
+    angle_stride,
+    num_heads,
+    num_kv_heads,
+    block_size,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    num_rotated = num_heads + num_kv_heads
+    num_all = num_rotated + num_kv_heads
+    column = tl.arange(0, HALF)
+    middle: tl.constexpr = HEAD_DIM // 2
+    inside = (head[:, None] < num_all) & (column[None, :] < middle)
+    source = qkv_ptr + (token * num_all + head[:, None]) * HEAD_DIM + column[None, :]
+    first = tl.load(source, mask=inside, other=0.0)
+    second = tl.load(source + middle, mask=inside, other=0.0)
+
+    is_rotated = head[:, None] < num_rotated
+    wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
+    if HAS_NORM:
+        squares = tl.sum(wide_first * wide_first + wide_second * wide_second, axis=1)
+        scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        norm = norm_ptr + head[:, None] * HEAD_DIM + column[None, :]
+        weight_first = tl.load(norm, mask=inside & is_rotated, other=0.0)
+        weight_second = tl.load(norm + middle, mask=inside & is_rotated, other=0.0)
+        wide_first = (wide_first * scale).to(first.dtype).to(tl.float32) * weight_first.to(tl.float32)
+        wide_first = wide_first.to(first.dtype).to(tl.float32)
+        wide_second = (wide_second * scale).to(first.dtype).to(tl.float32) * weight_second.to(tl.float32)
+        wide_second = wide_second.to(first.dtype).to(tl.float32)
+    angle = token * angle_stride + column
+    cos = tl.load(cos_ptr + angle, mask=column < middle, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + angle + middle, mask=column < middle, other=0.0).to(tl.float32)[None, :]
+    rotated_first = (wide_first * cos - wide_second * sin).to(first.dtype)
+    rotated_second = (wide_second * cos + wide_first * sin).to(first.dtype)
+    first = tl.where(is_rotated, rotated_first, first)
+    second = tl.where(is_rotated, rotated_second, second)
+
+    is_query = head[:, None] < num_heads
+    target = query_ptr + (token * num_heads + head[:, None]) * HEAD_DIM + column[None, :]
+    tl.store(target, first, mask=inside & is_query)
+    tl.store(target + middle, second, mask=inside & is_query)
+
+    is_kv = (head >= num_heads) & (head < num_all)
+    is_value = head >= num_rotated
+    kv_head = tl.where(is_value, head - num_rotated, head - num_heads)
+    row = tl.load(slots_ptr + token * num_kv_heads + kv_head, mask=is_kv, other=0)
+    row = tl.where(is_value, row + block_size, row)
+    written = kv_ptr + row[:, None] * HEAD_DIM + column[None, :]
+    tl.store(written, first, mask=inside & is_kv[:, None])
+    tl.store(written + middle, second, mask=inside & is_kv[:, None])

@@ -1,0 +1,191 @@
+"""The model runner on a CUDA device: steps are launched, and waited for later.
+
+Everything runs in one stream. A step's numbers go there from pinned memory in one copy, drawn tokens come back in
+another; the host waits for nothing else. A step may be launched while the one before it still runs: a token that is yet
+to be drawn by that one is looked up on the device (:attr:`ScheduledChunk.previous_chunk`).
+
+Steps of decode tokens alone replay a CUDA graph of the next larger size of :func:`batch_sizes`. The rows left over
+repeat the last sequence: they compute and write the same values once more, so no kernel has to know of them.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from splitserve.kernels.api import AttentionPlan, DecodePlan, PagedBatch
+from splitserve.models.decoder import DecoderModel, ForwardBatch
+from splitserve.models.runner import ModelRunner, NonFiniteLogitsError, sampling_batch
+from splitserve.step import SampleSpec, ScheduledChunk, StepOutput, StepPlan
+
+_WARM_UP_RUNS = 2
+_NO_ROW = -1
+
+
+def batch_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes worth a graph of their own: at most an eighth of the rows is left over from 16 on."""
+    sizes = [1, 2, 4, 8, *range(16, 64, 8), *range(64, 256, 16), *range(256, max_num_seqs + 32, 32)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+@dataclass(frozen=True, slots=True)
+class PendingStep:
+    """A launched step. ``drawn`` int64 [R], pinned, is valid once ``done`` has happened; ``sampled`` [R] are chunks."""
+
+    num_chunks: int
+    sampled: tuple[int, ...]
+    drawn: Tensor
+    done: torch.cuda.Event
+
+    def wait(self) -> StepOutput:
+        """Blocks until the step has completed. Raises :class:`NonFiniteLogitsError`, or what the device reports."""
+        self.done.synchronize()
+        token_ids: list[int | None] = [None] * self.num_chunks
+        drawn = self.drawn.tolist()
+        if failed := tuple(index for index, token in zip(self.sampled, drawn, strict=True) if token < 0):
+            raise NonFiniteLogitsError(failed)
+        for index, token in zip(self.sampled, drawn, strict=True):
+            token_ids[index] = token
+        return StepOutput(token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeGraph:
+    """One captured batch size. ``inputs`` int64 [4, S]: tokens, positions, blocks to write, rows of drawn tokens."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: Tensor
+    plan: DecodePlan
+    logits: Tensor
+
+
+class CudaRunner(ModelRunner):
+    """:class:`ModelRunner` with ``launch``. Call :meth:`capture` once before the first step, unless graphs are off."""
+
+    def __init__(self, model: DecoderModel, kv_cache: Tensor, *, max_num_seqs: int, max_model_len: int) -> None:
+        super().__init__(model, kv_cache)
+        self._max_num_seqs = max_num_seqs
+        self._max_blocks = -(-max_model_len // self.block_size)
+        self._stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(model.device))
+        self._drawn = torch.zeros(2 * max_num_seqs, dtype=torch.int64, device=model.device)  # of the last launched step
+        self._row_of_chunk: dict[int, int] = {}  # of the last launched step: where in _drawn
+        self._graphs: dict[int, _DecodeGraph] = {}
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        """See :meth:`ModelRunner.run`."""
+        return self.launch(plan).wait()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Queues the step behind those that were launched before, and returns at once."""
+        sampled = tuple(index for index, chunk in enumerate(plan.chunks) if chunk.sample is not None)
+        with torch.cuda.stream(self._stream):
+            size = self._graph_size(plan.chunks)
+            logits = self._eager(plan.chunks) if size is None else self._replay(plan.chunks, size)
+            host = torch.empty(len(sampled), dtype=torch.int64, pin_memory=True)
+            if logits is not None:
+                drawn = self.model.kernels.sample(logits, sampling_batch(plan.chunks))
+                self._drawn[: drawn.shape[0]].copy_(drawn)
+                host.copy_(drawn, non_blocking=True)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(self._stream)
+        self._row_of_chunk = {chunk: row for row, chunk in enumerate(sampled)}
+        return PendingStep(len(plan.chunks), sampled, host, done)
+
+    # ---- eager ----
+
+    def _eager(self, chunks: Sequence[ScheduledChunk]) -> Tensor | None:
+        """Any step: float logits [R, vocab], or None if nothing is to be drawn."""
+        counts = np.array([len(chunk.token_ids) for chunk in chunks])
+        num_tokens = int(counts.sum())
+        flat = np.empty((4, num_tokens), dtype=np.int64)
+        ends = np.cumsum(counts)
+        for chunk, count, end in zip(chunks, counts.tolist(), ends.tolist(), strict=True):
+            first = end - count
+            positions = np.arange(chunk.start, chunk.start + count)
+            flat[0, first:end] = chunk.token_ids
+            flat[1, first:end] = positions
+            flat[2, first:end] = np.asarray(chunk.block_ids)[positions // self.block_size]
+            flat[3, first:end] = self._previous_row(chunk)
+        rows = np.array([end - 1 for chunk, end in zip(chunks, ends.tolist(), strict=True) if chunk.sample is not None])
+        packed = torch.from_numpy(np.concatenate((flat.ravel(), rows.astype(np.int64)))).pin_memory()
+        on_device = packed.to(self.model.device, non_blocking=True)
+        inputs = on_device[: 4 * num_tokens].view(4, num_tokens)
+        batch = self._forward_batch(inputs, on_device[4 * num_tokens :], self._attention.plan(_paged_batch(chunks)))
+        return self.model.forward(batch, self._kv_layers, self._attention)
+
+    def _previous_row(self, chunk: ScheduledChunk) -> int:
+        return _NO_ROW if chunk.previous_chunk is None else self._row_of_chunk[chunk.previous_chunk]
+
+    def _forward_batch(self, inputs: Tensor, rows: Tensor | None, plan: AttentionPlan) -> ForwardBatch:
+        """``inputs`` [4, T] on the device, as in :class:`_DecodeGraph`."""
+        token_ids, positions, blocks, previous = inputs.unbind(0)
+        token_ids = torch.where(previous >= 0, self._drawn[previous.clamp(min=0)], token_ids)
+        slots = self._shape.slots(blocks, positions % self.block_size)
+        return ForwardBatch(token_ids, positions, slots, rows, plan)
+
+    # ---- graphs ----
+
+    def _graph_size(self, chunks: Sequence[ScheduledChunk]) -> int | None:
+        """The captured size that serves these chunks, or None."""
+        if any(len(chunk.token_ids) != 1 or chunk.sample is None for chunk in chunks):
+            return None
+        return min((size for size in self._graphs if size >= len(chunks)), default=None)
+
+    def _replay(self, chunks: Sequence[ScheduledChunk], size: int) -> Tensor:
+        graph = self._graphs[size]
+        self._fill(graph.inputs, graph.plan, chunks, size)
+        graph.graph.replay()
+        return graph.logits[: len(chunks)]
+
+    def _fill(self, inputs: Tensor, plan: DecodePlan, chunks: Sequence[ScheduledChunk], size: int) -> None:
+        padded = [*chunks, *[chunks[-1]] * (size - len(chunks))]
+        numbers = [
+            [chunk.token_ids[0] for chunk in padded],
+            [chunk.start for chunk in padded],
+            [chunk.block_ids[chunk.start // self.block_size] for chunk in padded],
+            [self._previous_row(chunk) for chunk in padded],
+        ]
+        inputs.copy_(torch.tensor(numbers, dtype=torch.int64).pin_memory(), non_blocking=True)
+        plan.update(_paged_batch(padded))
+
+    @torch.inference_mode()
+    def capture(self, sizes: Sequence[int] | None = None) -> float:
+        """Captures the decode graphs, largest first, so that the others share its memory. Returns the seconds taken.
+
+        The first block of the KV memory is written meanwhile.
+        """
+        started = time.perf_counter()
+        pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.stream(self._stream):
+            for size in sorted(sizes or batch_sizes(self._max_num_seqs), reverse=True):
+                self._graphs[size] = self._capture_size(size, pool)
+        self._stream.synchronize()
+        return time.perf_counter() - started
+
+    def _capture_size(self, size: int, pool: Any) -> _DecodeGraph:
+        spec = SampleSpec(temperature=0.0, top_k=0, top_p=1.0, seed=0, choice=0, position=1)
+        chunks = [ScheduledChunk([0], 0, [0], spec)] * size
+        inputs = torch.zeros((4, size), dtype=torch.int64, device=self.model.device)
+        plan = self._attention.make_decode_plan(size, self._max_blocks)
+        for _ in range(_WARM_UP_RUNS if not self._graphs else 1):  # compiles kernels, sets libraries up
+            self._fill(inputs, plan, chunks, size)
+            self.model.forward(self._forward_batch(inputs, None, plan), self._kv_layers, self._attention)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+            logits = self.model.forward(self._forward_batch(inputs, None, plan), self._kv_layers, self._attention)
+        assert logits is not None
+        return _DecodeGraph(graph, inputs, plan, logits)
+
+
+def _paged_batch(chunks: Sequence[ScheduledChunk]) -> PagedBatch:
+    return PagedBatch(
+        query_lens=[len(chunk.token_ids) for chunk in chunks],
+        context_lens=[chunk.start + len(chunk.token_ids) for chunk in chunks],
+        block_tables=[chunk.block_ids for chunk in chunks],
+    )

@@ -1,0 +1,148 @@
+"""Triton kernels against the reference: compiled where there is a GPU, else under Triton's interpreter."""
+
+import math
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")  # conftest.py chose its interpreter, if need be, before this import
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+from splitserve.kernels import reference, sampling, triton_ops, triton_sampling  # noqa: E402
+from splitserve.kernels.api import AttentionShape, PagedBatch, SamplingBatch  # noqa: E402
+from splitserve.kernels.attention import ReferencePagedAttention  # noqa: E402
+from splitserve.kernels.triton_attention import TritonPagedAttention  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+# The interpreter rounds casts to bfloat16 towards zero and mixes up its matrix products.
+NARROW = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
+DTYPES = [torch.float32, NARROW]
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype
+    tolerance = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), [(1, 7), (3, 128), (5, 1030)])
+def test_rms_norm(rows: int, size: int, dtype: torch.dtype) -> None:
+    x, residual, weight = rand(rows, size, dtype=dtype), rand(rows, size, dtype=dtype, seed=1), rand(size, seed=2)
+    weight = weight.to(dtype)
+    assert_close(triton_ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    kept = residual.clone()
+    expected = reference.rms_norm(x, weight, 1e-5, kept)
+    assert_close(triton_ops.rms_norm(x, weight, 1e-5, residual), expected)
+    assert torch.equal(residual, kept)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "size"), [(1, 5), (3, 1500)])
+def test_silu_mul(tokens: int, size: int, dtype: torch.dtype) -> None:
+    gate_up = rand(tokens, 2 * size, dtype=dtype)
+    assert_close(triton_ops.silu_mul(gate_up), reference.silu_mul(gate_up.clone()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(1, 1, 6), (6, 2, 24), (8, 4, 32), (9, 3, 16)])
+def test_prepare_qkv(heads: int, kv_heads: int, head_dim: int, with_norm: bool, dtype: torch.dtype) -> None:
+    num_tokens, layers, block_size = 5, 3, 4
+    cache = rand(6, layers, kv_heads, 2, block_size, head_dim, dtype=dtype)
+    expected_cache = cache.clone()
+    qkv = rand(num_tokens, heads + 2 * kv_heads, head_dim, dtype=dtype, seed=1)
+    norm = rand(heads + kv_heads, head_dim, dtype=dtype, seed=2) if with_norm else None
+    angles = rand(num_tokens, head_dim // 2, seed=3)
+    cos = torch.cat((angles.cos(), angles.cos()), 1).to(dtype)
+    sin = torch.cat((-angles.sin(), angles.sin()), 1).to(dtype)
+    shape = AttentionShape(heads, kv_heads, head_dim, block_size, layers, dtype, DEVICE)
+    slots = shape.slots(torch.tensor([5, 0, 5, 2, 2], device=DEVICE), torch.tensor([3, 0, 1, 2, 3], device=DEVICE))
+    layer, expected_layer = cache[:, 1], expected_cache[:, 1]
+    query = triton_ops.prepare_qkv(qkv, norm, 1e-6, (cos, sin), kv_layer=layer, slots=slots)
+    expected = reference.prepare_qkv(qkv, norm, 1e-6, (cos, sin), kv_layer=expected_layer, slots=slots)
+    assert_close(query, expected.contiguous())
+    assert_close(cache, expected_cache)
+
+
+def paged_case(shape: AttentionShape, lengths: list[tuple[int, int]]) -> tuple[Tensor, Tensor, PagedBatch]:
+    """``lengths`` are (query, context); blocks are scattered; what no sequence wrote is NaN."""
+    size = shape.block_size
+    needed = [-(-context // size) for _, context in lengths]
+    ids = random.Random(0).sample(range(sum(needed) + 3), sum(needed))
+    cache = torch.full((sum(needed) + 3, shape.num_layers, shape.num_kv_heads, 2, size, shape.head_dim), math.nan)
+    tables = []
+    for (_, context), count in zip(lengths, needed, strict=True):
+        table, ids = ids[:count], ids[count:]
+        tables.append(table)
+        content = torch.randn(count * size, shape.num_kv_heads, 2, shape.head_dim)
+        content[context:] = math.nan
+        cache[table, 1] = content.view(count, size, *content.shape[1:]).permute(0, 2, 3, 1, 4)
+    query = rand(sum(length for length, _ in lengths), shape.num_heads, shape.head_dim, dtype=shape.dtype)
+    batch = PagedBatch([length for length, _ in lengths], [context for _, context in lengths], tables)
+    return query, cache.to(shape.dtype).to(DEVICE)[:, 1], batch
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size"), [(2, 2, 16, 16), (6, 2, 24, 5), (4, 1, 32, 64)]
+)
+def test_attention(heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype) -> None:
+    shape = AttentionShape(heads, kv_heads, head_dim, block_size, 2, dtype, DEVICE)
+    oracle, backend = ReferencePagedAttention(shape), TritonPagedAttention(shape)
+    for lengths in ([(1, 1), (1, 70), (3, 3), (66, 80), (1, 9)], [(1, 65)]):
+        query, layer, batch = paged_case(shape, lengths)
+        assert_close(backend.run(query, layer, backend.plan(batch)), oracle.run(query, layer, oracle.plan(batch)))
+
+
+def test_a_decode_plan_is_filled_again_and_keeps_its_tensors() -> None:
+    shape = AttentionShape(4, 2, 16, 16, 2, torch.float32, DEVICE)
+    oracle, backend = ReferencePagedAttention(shape), TritonPagedAttention(shape)
+    plan = backend.make_decode_plan(2, 5)
+    decode = plan.fixed.decode
+    assert decode is not None
+    kept = decode.indices.data_ptr()
+    for lengths in ([(1, 70), (1, 2)], [(1, 5), (1, 64)]):
+        query, layer, batch = paged_case(shape, lengths)
+        plan.update(batch)
+        assert_close(backend.run(query, layer, plan), oracle.run(query, layer, oracle.plan(batch)))
+    assert decode.indices.data_ptr() == kept
+
+
+def sampling_batch(rows: list[tuple[float, int, float]]) -> SamplingBatch:
+    heats, top_ks, top_ps = zip(*rows, strict=True)
+    count = len(rows)
+    return SamplingBatch(heats, top_ks, top_ps, [2**63 + 7 * i for i in range(count)], [i % 2 for i in range(count)], [
+        3 + i for i in range(count)
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(50, NARROW), (2049, torch.float32)])
+def test_draws_are_those_of_the_reference(vocab_size: int, dtype: torch.dtype) -> None:
+    rows = [
+        (0.0, 0, 1.0),
+        (1.0, 0, 1.0),
+        (0.7, 5, 1.0),
+        (1.5, 0, 0.9),
+        (0.9, 40, 0.5),
+        (2.0, 10**6, 0.99),
+        (1.0, 1, 0.1),
+    ]
+    logits = 3 * rand(len(rows), vocab_size, dtype=dtype)
+    for batch in (sampling_batch(rows), sampling_batch(rows[:1] * 7), sampling_batch(rows[:2] * 3 + rows[:1])):
+        assert torch.equal(triton_sampling.sample(logits, batch), sampling.sample(logits, batch))
+
+
+def test_rows_that_are_not_finite_are_marked() -> None:
+    logits = rand(4, 300)
+    logits[0, 299], logits[1, 7], logits[2] = math.nan, math.inf, -math.inf
+    drawn = triton_sampling.sample(logits, sampling_batch([(0.0, 0, 1.0)] * 4))
+    assert drawn.tolist() == [-1, -1, -1, int(logits[3].argmax())]
