@@ -12,11 +12,11 @@ from splitserve.decode.build import build_core
 from splitserve.handover import ReadResult
 from splitserve.kvconnector.block_pool import BlockState
 from splitserve.kvconnector.connector import PeerConnected
-from splitserve.messages import Envelope
+from splitserve.messages import Envelope, Grant, Withdrawn
 from splitserve.prefill.drain import Drain
 from splitserve.prefill.effects import Connect, Dial, Disconnect, HangUp, Send, Serve, StartRead
-from splitserve.request import Party, Role
-from splitserve.step import ScheduledChunk, StepOutput, StepPlan
+from splitserve.request import Party, RequestKey, Role
+from splitserve.step import UNKNOWN_TOKEN, ScheduledChunk, StepOutput, StepPlan
 
 if TYPE_CHECKING:
     from simulator import Simulator
@@ -49,7 +49,11 @@ class SimWorker:
         )
         self.drain_clock = Drain(sim.protocol.drain_seconds)
         self.reader = SimReader(sim, self, self.on_connector_event)
-        self.busy = False
+        self.num_steps = 0  # launched and not over
+        self.max_steps = 1 + self.party.incarnation % 2  # every other worker overlaps two steps, as on a GPU
+        self.device_free_at = 0.0
+        self.last_drawn: list[int | None] = []  # by the step launched last, once it has drawn
+        self.known: set[RequestKey] = set()  # requests that were ever here
 
     @property
     def clock(self) -> float:
@@ -71,8 +75,17 @@ class SimWorker:
         is_stale = envelope.to not in (None, self.party)
         num_stale = self.core.state.counters.stale_messages
         self.core.handle(envelope, self.clock)
-        assert not is_stale or self.core.state.counters.stale_messages == num_stale + 1, f"took in a stale {envelope}"
+        if is_stale:
+            assert self.core.state.counters.stale_messages == num_stale + 1, f"took in a stale {envelope}"
+        elif isinstance(envelope.body, Grant):
+            self.check_answer(envelope.body)
         self.settle()
+
+    def check_answer(self, grant: Grant) -> None:
+        """Whoever grants what is over here hears so at once."""
+        if grant.key in self.known and grant.key not in self.core.state.sequences:
+            answers = [effect.body for effect in self.core.state.outbox.effects if isinstance(effect, Send)]
+            assert any(isinstance(body, Withdrawn) for body in answers), f"{grant.key} is over, but was granted anew"
 
     def on_connector_event(self, event: ReadResult | PeerConnected) -> None:
         if self.can_run(lambda: self.on_connector_event(event)):
@@ -83,12 +96,15 @@ class SimWorker:
         """What the engine loop does after every event."""
         self.core.tick(self.clock)
         self.perform()
-        if not self.busy:
+        while self.num_steps < self.max_steps:
             plan = self.core.plan_step(self.clock)
             if plan is not None:
                 self.launch(plan)
             self.perform()
+            if plan is None:
+                break
         self.core.check_invariants()
+        self.known |= self.core.state.sequences.keys()
         if self.drain_clock.is_over(self.core.is_idle, self.clock):
             self.sim.leave(self)
             return
@@ -139,23 +155,39 @@ class SimWorker:
     def launch(self, plan: StepPlan) -> None:
         """The step's KV is written at some moment before the step is over; a step that fails may write anything."""
         random = self.sim.random
-        self.busy = True
+        self.num_steps += 1
         taken = self.stamp([block_id for chunk in plan.chunks for block_id in chunk.block_ids])
         fails = random.random() < self.sim.faults.step_error
         seconds = random.uniform(0.001, self.sim.faults.step_seconds)
         drawn: list[int | None] = []
-        self.sim.after(seconds * random.random(), lambda: self.compute(plan, taken, drawn, fails))
-        self.sim.after(seconds, lambda: self.finish_step(taken, drawn, fails))
+        previous, self.last_drawn = self.last_drawn, drawn
+        wait = max(0.0, self.device_free_at - self.sim.now)
+        self.device_free_at = self.sim.now + wait + seconds
+        self.sim.after(wait + seconds * random.random(), lambda: self.compute(plan, taken, drawn, fails, previous))
+        self.sim.after(wait + seconds, lambda: self.finish_step(taken, drawn, fails))
 
-    def compute(self, plan: StepPlan, taken: dict[int, int], drawn: list[int | None], fails: bool) -> None:
+    def compute(
+        self,
+        plan: StepPlan,
+        taken: dict[int, int],
+        drawn: list[int | None],
+        fails: bool,
+        previous: list[int | None],
+    ) -> None:
         if self.alive:
             self.assert_kept(taken, "a step")
             for chunk in plan.chunks:
-                drawn.append(self.compute_chunk(chunk, self.sim.random.getrandbits(50) if fails else 0))
+                tokens = chunk.token_ids
+                if chunk.previous_chunk is not None:
+                    assert list(tokens) == [UNKNOWN_TOKEN]
+                    token = previous[chunk.previous_chunk]
+                    assert token is not None, "a step follows a chunk that draws nothing"
+                    tokens = [token]
+                drawn.append(self.compute_chunk(chunk, tokens, self.sim.random.getrandbits(50) if fails else 0))
 
-    def compute_chunk(self, chunk: ScheduledChunk, garbage: int) -> int | None:
+    def compute_chunk(self, chunk: ScheduledChunk, tokens: Sequence[int], garbage: int) -> int | None:
         kv = [self.memory[chunk.block_ids[p // BLOCK_SIZE]][p % BLOCK_SIZE] for p in range(chunk.start)]
-        for position, token in enumerate(chunk.token_ids, start=chunk.start):
+        for position, token in enumerate(tokens, start=chunk.start):
             kv.append(mix(kv[-1] if kv else 0, token) ^ garbage)
             self.memory[chunk.block_ids[position // BLOCK_SIZE]][position % BLOCK_SIZE] = kv[-1]
         sample = chunk.sample
@@ -166,7 +198,7 @@ class SimWorker:
         if not self.can_run(lambda: self.finish_step(taken, drawn, fails)):
             return
         self.assert_kept(taken, "a step")
-        self.busy = False
+        self.num_steps -= 1
         if fails:
             self.core.fail_step("planted step error", self.clock)
         else:

@@ -1,0 +1,380 @@
+"""Bugs planted one at a time in production code: the simulator finds each within a bounded number of schedules.
+
+So the checks of test_simulation.py can fail, and for the reasons that they're meant for.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from schedules import LONG_WAITS, SHORT_LEASES, Schedule, run_schedule
+from simulator import Faults, Shape, Simulator
+from splitserve.bounded import ExpiringMap
+from splitserve.decode.sink import SinkSide
+from splitserve.handover import Offer, ReadResult, SinkActions, SinkHandover, SourceHandover
+from splitserve.kvconnector.block_pool import BlockPool
+from splitserve.messages import Envelope, Grant, OfferAck
+from splitserve.prefill.core import PrefillCore
+from splitserve.prefill.engine_state import Tombstone
+from splitserve.prefill.sequence import BlockManager, Sequence
+from splitserve.prefill.source import SourceSide
+from splitserve.request import Party, RequestKey
+from splitserve.router.placement import Placed
+from splitserve.router.request_state import RequestState, TokenSequence
+from splitserve.step import StepPlan
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+NUM_SCHEDULES = 300  # within which each must be found
+
+
+# ---- reading, verifying, publishing ----
+
+
+def generations_unchecked(patch: pytest.MonkeyPatch) -> None:
+    original = SinkHandover.on_read_result
+
+    def believe(self: SinkHandover, result: ReadResult, now: float) -> None:
+        read = self.reads_in_flight.get(result.read_id)
+        if read is not None and result.error is None:
+            result = dataclasses.replace(result, generations=[block.generation for block in read.remote])
+        original(self, result, now)
+
+    patch.setattr(SinkHandover, "on_read_result", believe)
+
+
+def published_before_verified(patch: pytest.MonkeyPatch) -> None:
+    original = SinkSide._keep_verified
+
+    def publish_early(self: SinkSide, sequence: Sequence, handover: SinkHandover) -> None:
+        original(self, sequence, handover)
+        num_computed = sequence.num_computed
+        posted = handover.first_block + handover.statistics.num_blocks
+        sequence.num_computed = min(posted * self._state.blocks.block_size, len(sequence.token_ids))
+        self._state.blocks.publish_computed(sequence)
+        sequence.num_computed = num_computed
+
+    patch.setattr(SinkSide, "_keep_verified", publish_early)
+
+
+def no_quarantine(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BlockPool, "quarantine", BlockPool.release)
+    patch.setattr(BlockPool, "lift_quarantine", lambda self, block_ids: None)
+
+
+def offered_before_the_step_completed(patch: pytest.MonkeyPatch) -> None:
+    original = PrefillCore.plan_step
+
+    def offer_at_launch(self: PrefillCore, now: float) -> StepPlan | None:
+        plan = original(self, now)
+        for planned in self._steps[-1] if plan else ():
+            if planned.chunk.sample is None:
+                planned.sequence.num_computed += len(planned.chunk.token_ids)
+                self.source.on_computed(planned.sequence, now)
+                planned.sequence.num_computed -= len(planned.chunk.token_ids)
+        self.source.poll(now)
+        return plan
+
+    patch.setattr(PrefillCore, "plan_step", offer_at_launch)
+
+
+def offers_sent_once(patch: pytest.MonkeyPatch) -> None:
+    original = SourceHandover.poll
+
+    def send_once(self: SourceHandover, now: float) -> Offer | None:
+        offer = original(self, now)
+        self._offer_due_at = float("inf")
+        return offer
+
+    def renew_only(self: SourceHandover, now: float) -> None:
+        self.lease_expires_at = now + self._lease_seconds
+
+    patch.setattr(SourceHandover, "poll", send_once)
+    patch.setattr(SourceHandover, "renew", renew_only)
+
+
+def generation_kept_when_taken(patch: pytest.MonkeyPatch) -> None:
+    original = BlockPool.allocate
+
+    def take(self: BlockPool, num_blocks: int, *, after: int | None = None) -> list[int] | None:
+        taken = original(self, num_blocks, after=after)
+        for block_id in taken or ():
+            self._generations[block_id] -= 1
+        return taken
+
+    patch.setattr(BlockPool, "allocate", take)
+
+
+def blocks_given_back_during_a_step(patch: pytest.MonkeyPatch) -> None:
+    def drop_now(self: object, sequence: Sequence) -> None:
+        sequence.ended = True
+        in_step, sequence.in_step = sequence.in_step, 0
+        self.blocks.give_back(sequence)  # type: ignore[attr-defined]
+        sequence.in_step = in_step
+
+    patch.setattr("splitserve.prefill.engine_state.EngineState.drop_blocks", drop_now)
+
+
+def published_before_computed(patch: pytest.MonkeyPatch) -> None:
+    original = BlockManager.reserve
+
+    def reserve(self: BlockManager, sequence: Sequence, headroom: int = 0) -> bool:
+        if not original(self, sequence, headroom):
+            return False
+        computed, sequence.num_computed = sequence.num_computed, len(sequence.token_ids)
+        self.publish_computed(sequence)
+        sequence.num_computed = computed
+        return True
+
+    patch.setattr(BlockManager, "reserve", reserve)
+
+
+def blocks_kept_for_ever(patch: pytest.MonkeyPatch) -> None:
+    original = Simulator.send
+
+    def send(self: Simulator, sender: object, to: object, body: object) -> None:
+        if type(body).__name__ != "Release":
+            original(self, sender, to, body)  # type: ignore[arg-type]
+
+    def never(self: SourceHandover, now: float) -> Offer | None:
+        self.lease_expires_at = float("inf")
+        return poll(self, now)
+
+    poll = SourceHandover.poll
+    patch.setattr(Simulator, "send", send)
+    patch.setattr(SourceHandover, "poll", never)
+
+
+def partial_block_published(patch: pytest.MonkeyPatch) -> None:
+    original = BlockManager.publish_computed
+
+    def publish(self: BlockManager, sequence: Sequence) -> None:
+        computed = sequence.num_computed
+        sequence.num_computed = min(-(-computed // self.block_size) * self.block_size, len(sequence.token_ids))
+        original(self, sequence)
+        sequence.num_computed = computed
+
+    patch.setattr(BlockManager, "publish_computed", publish)
+
+
+def quarantine_ends_with_the_deadline(patch: pytest.MonkeyPatch) -> None:
+    original = SinkSide._fail
+
+    def fail(self: SinkSide, incoming: Any, handover: SinkHandover, now: float) -> None:
+        overdue = {read_id: read for read_id, read in handover.reads_in_flight.items() if now >= read.deadline}
+        for read_id in overdue:
+            del handover.reads_in_flight[read_id]
+        original(self, incoming, handover, now)
+
+    def on_read_result(self: SinkSide, result: ReadResult, now: float) -> None:
+        if result.read_id in self._quarantined_reads or self._reads[result.read_id].handover.reads_in_flight:  # type: ignore[union-attr]
+            heard(self, result, now)
+
+    heard = SinkSide.on_read_result
+    patch.setattr(SinkSide, "_fail", fail)
+    patch.setattr(SinkSide, "on_read_result", on_read_result)
+
+
+# ---- leases, grants, releases ----
+
+
+def freed_when_acknowledged(patch: pytest.MonkeyPatch) -> None:
+    original = SourceSide.on_ack
+
+    def on_ack(self: SourceSide, ack: OfferAck, sender: Party, now: float) -> None:
+        original(self, ack, sender, now)
+        handover = self._handovers.get(ack.key)
+        if handover is not None and ack.last:
+            handover.release("acknowledged")
+            self._finish(handover, now)
+
+    patch.setattr(SourceSide, "on_ack", on_ack)
+
+
+def lease_by_the_other_clock(patch: pytest.MonkeyPatch) -> None:
+    granted_until: dict[RequestKey, float] = {}
+    poll, start, renew = SinkHandover.poll, SourceHandover.__init__, SourceHandover.renew
+
+    def grant(self: SinkHandover, now: float, **options: Any) -> SinkActions:
+        actions = poll(self, now, **options)
+        if any(isinstance(message, Grant) for message in actions.messages):
+            granted_until[self.key] = now + self._config.lease_seconds
+        return actions
+
+    def begin(self: SourceHandover, *arguments: Any) -> None:
+        start(self, *arguments)
+        self.lease_expires_at = granted_until[self.key]
+
+    def extend(self: SourceHandover, now: float) -> None:
+        renew(self, now)
+        self.lease_expires_at = granted_until[self.key]
+
+    patch.setattr(SinkHandover, "poll", grant)
+    patch.setattr(SourceHandover, "__init__", begin)
+    patch.setattr(SourceHandover, "renew", extend)
+
+
+def grant_not_all_or_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Who waits for room keeps what there is of it meanwhile."""
+    original = BlockManager.reserve
+
+    def reserve(self: BlockManager, sequence: Sequence, headroom: int = 0) -> bool:
+        self.pool.release(sequence.block_ids)
+        sequence.block_ids = []
+        if original(self, sequence, headroom):
+            return True
+        missing = -(-len(sequence.token_ids) // self.block_size) - 1
+        sequence.block_ids = self.pool.allocate(min(missing, self.pool.num_available)) or []
+        return False
+
+    patch.setattr(BlockManager, "reserve", reserve)
+
+
+# ---- attempts, incarnations, what is over ----
+
+
+def attempts_unnumbered(patch: pytest.MonkeyPatch) -> None:
+    original = RequestState.begin
+
+    def begin(self: RequestState, placement: Placed) -> tuple[Party, ...]:
+        abandoned = original(self, placement)
+        self.key = RequestKey(self.request_id)
+        return abandoned
+
+    patch.setattr(RequestState, "begin", begin)
+
+
+def old_attempts_heard(patch: pytest.MonkeyPatch) -> None:
+    def is_current(self: RequestState, sender: Party, key: RequestKey) -> bool:
+        return not self.ended and self.placement is not None and sender in self.placement.parties
+
+    patch.setattr(RequestState, "_is_current", is_current)
+
+
+def other_incarnations_served(patch: pytest.MonkeyPatch) -> None:
+    original = PrefillCore.handle
+
+    def handle(self: PrefillCore, envelope: Envelope, now: float) -> None:
+        original(self, Envelope(envelope.sender, None, envelope.body), now)
+
+    patch.setattr(PrefillCore, "handle", handle)
+
+
+def tombstones_forgotten(patch: pytest.MonkeyPatch) -> None:
+    original = ExpiringMap.put
+
+    def put(self: ExpiringMap[Any, Any], key: Any, value: Any, now: float) -> None:
+        if not isinstance(value, Tombstone):
+            original(self, key, value, now)
+
+    patch.setattr(ExpiringMap, "put", put)
+
+
+# ---- the router's part ----
+
+
+def delivered_without_deduplication(patch: pytest.MonkeyPatch) -> None:
+    def accept(self: TokenSequence, position: int, token_ids: list[int], finish_reason: Any) -> list[int]:
+        self.output_ids.extend(token_ids)
+        if finish_reason is not None:
+            self.end, self.finish_reason = len(self.output_ids), finish_reason
+        return list(token_ids)
+
+    patch.setattr(TokenSequence, "accept", accept)
+
+
+def retried_from_the_prompt(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RequestState, "delivered_ids", property(lambda self: []))
+
+
+def heard_after_the_end(patch: pytest.MonkeyPatch) -> None:
+    def is_current(self: RequestState, sender: Party, key: RequestKey) -> bool:
+        return key == self.key
+
+    patch.setattr(RequestState, "_is_current", is_current)
+
+
+# ---- and the schedules that must find them ----
+
+LITTLE_MEMORY = Shape(num_blocks=16)
+TWO_DECODE = Shape(decode=2, num_blocks=16)
+TWO_EACH = Shape(prefill=2, decode=2)
+
+
+def schedules(number: int, **options: Any) -> Iterator[Schedule]:
+    for seed in range(number):
+        yield Schedule(seed=seed, **options)
+
+
+QUIET: dict[str, Any] = {}
+SLOW_READS = {"faults": Faults(read_seconds=0.1)}
+BAD_READS = {"faults": Faults(read_error=0.2, read_stuck=0.1, disconnect_seconds=1.0)}
+LATE_READS = {"faults": Faults(read_late=0.3, disconnect_seconds=2.0), "shape": LITTLE_MEMORY, "num_requests": 16}
+ABORTS = {"faults": Faults(abort=0.5, max_delay=0.1)}
+LOSSY = {"faults": Faults(drop=0.2, duplicate=0.2, max_delay=0.3), "protocol": LONG_WAITS}
+EXPIRING = {
+    "faults": Faults(partitions=2, read_seconds=1.0),
+    "protocol": SHORT_LEASES,
+    "shape": TWO_DECODE,
+    "num_requests": 24,
+}
+DEATHS = {"faults": Faults(kills=4, freezes=1, step_seconds=0.1, read_seconds=0.3), "shape": TWO_EACH}
+INTERRUPTED = {
+    "faults": Faults(abort=0.6, step_seconds=0.1),
+    "shape": Shape(prefill=0, decode=0, mixed=1, num_blocks=64),
+    "num_requests": 40,
+}
+FALSE_STARTS = {"faults": Faults(kills=3, read_error=0.2, rounding=True, step_seconds=0.1), "shape": TWO_EACH}
+
+
+@pytest.mark.parametrize(
+    ("plant", "options"),
+    [
+        (generations_unchecked, EXPIRING),
+        (generation_kept_when_taken, EXPIRING),
+        (published_before_verified, SLOW_READS),
+        (published_before_computed, QUIET),
+        (partial_block_published, INTERRUPTED),
+        (no_quarantine, BAD_READS),
+        (quarantine_ends_with_the_deadline, LATE_READS),
+        (offered_before_the_step_completed, QUIET),
+        (offers_sent_once, LOSSY),
+        (blocks_given_back_during_a_step, ABORTS),
+        (blocks_kept_for_ever, QUIET),
+        (freed_when_acknowledged, SLOW_READS | {"shape": LITTLE_MEMORY}),
+        (lease_by_the_other_clock, QUIET),
+        (grant_not_all_or_nothing, {"shape": LITTLE_MEMORY, "num_requests": 24}),
+        (attempts_unnumbered, BAD_READS),
+        (old_attempts_heard, DEATHS),
+        (other_incarnations_served, DEATHS),
+        (tombstones_forgotten, LOSSY),
+        (delivered_without_deduplication, QUIET),
+        (retried_from_the_prompt, FALSE_STARTS),
+        (heard_after_the_end, ABORTS),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_planted_bug_is_found(plant: Plant, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    for schedule in schedules(NUM_SCHEDULES, **options):
+        try:
+            sim = run_schedule(schedule)
+        except (AssertionError, KeyError, IndexError):
+            return
+        if are_handovers_sure(schedule) and sim.num_handover_failures:
+            return
+    pytest.fail(f"{NUM_SCHEDULES} schedules didn't notice")
+
+
+def are_handovers_sure(schedule: Schedule) -> bool:
+    """Whether nothing that can make a hand-over fail is in a schedule: see test_simulation.py."""
+    faults = schedule.faults
+    return faults in (Faults(), SLOW_READS["faults"]) or (faults == LOSSY["faults"] and schedule.protocol == LONG_WAITS)
+
+
+@pytest.mark.parametrize("options", [QUIET, SLOW_READS, LOSSY, {"shape": LITTLE_MEMORY, "num_requests": 24}])
+def test_without_a_planted_bug_nothing_is_found(options: dict[str, Any]) -> None:
+    for schedule in schedules(40, **options):
+        sim = run_schedule(schedule)
+        assert not (are_handovers_sure(schedule) and sim.num_handover_failures)
