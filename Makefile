@@ -1,4 +1,4 @@
-.PHONY: setup check test fuzz demo format
+.PHONY: setup check test fuzz fuzz-messages fuzz-http demo format
 
 setup:
 	scripts/setup
@@ -12,6 +12,15 @@ test:
 # Random schedules of the fault simulator: make fuzz SCHEDULES=1000000 FIRST=0
 fuzz: setup
 	.venv/bin/python tests/schedules.py --fuzz $(or $(SCHEDULES),1000000) --first $(or $(FIRST),0)
+
+# Hostile messages and hostile HTTP; NUMBER of each, from SEED on
+fuzz-messages: setup
+	SPLITSERVE_FUZZ_MESSAGES=$(or $(NUMBER),100000) SPLITSERVE_FUZZ_SEED=$(or $(SEED),0) \
+		.venv/bin/python -m pytest -q tests/test_fuzz_messages.py tests/test_fuzz_sockets.py
+
+fuzz-http: setup
+	SPLITSERVE_FUZZ_REQUESTS=$(or $(NUMBER),10000) SPLITSERVE_FUZZ_SEED=$(or $(SEED),0) \
+		.venv/bin/python -m pytest -q tests/test_fuzz_http.py
 
 demo:
 	scripts/demo

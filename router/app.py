@@ -26,6 +26,7 @@ from splitserve.router.preparation import Preparation, check_not_empty
 from splitserve.router.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest, parse
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
+_CLOSED_TRANSPORT = "the handler is closed"  # what uvloop says between a connection's reset and its report of it
 BODY_SECONDS = 60.0  # a client that takes longer to send its body holds memory and a connection for nothing
 
 Handler: TypeAlias = Callable[[Request], Coroutine[Any, Any, Response]]
@@ -240,6 +241,10 @@ class CountRequests:
         async def count_and_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self._metrics.http_requests.labels(path, str(message["status"])).inc()
-            await send(message)
+            try:
+                await send(message)
+            except RuntimeError as error:
+                if _CLOSED_TRANSPORT not in str(error):
+                    raise  # else the client has reset the connection, of which the application hears in a moment
 
         await self._app(scope, receive, count_and_send)

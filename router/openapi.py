@@ -62,7 +62,7 @@ def openapi_document(model_id: str, *, wants_key: bool) -> Json:
 
 def _generation(summary: str, kind: str, errors: tuple[int, ...]) -> Json:
     """One of the two that generate: a whole object, or server-sent events when the body says ``stream``."""
-    content = _json(_ref(kind)) | {"text/event-stream": {"schema": _STRING}}
+    content = _json(_ref(kind)) | {"text/event-stream": {"itemSchema": _ref("Event")}}
     body = {"required": True, "content": _json(_ref(f"{kind}Request"))}
     return _operation(summary, content, errors) | {"requestBody": body}
 
@@ -90,6 +90,11 @@ def _schemas(model_id: str) -> Json:
     error |= {name: {"type": ["string", "null"]} for name in ("param", "code")}
     return _requests(model_id) | {
         "Error": _object({"error": _object(error)}),
+        "Event": {
+            "type": "object",
+            "required": ["data"],
+            "properties": {"data": _STRING | {"description": "A chunk or an error as JSON; [DONE] ends the stream"}},
+        },
         "Model": _object(
             {"id": {"const": model_id}, "object": {"const": "model"}, "created": _INTEGER, "owned_by": _STRING}
         ),
