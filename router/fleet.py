@@ -27,7 +27,7 @@ from splitserve.messages import (
 )
 from splitserve.request import Party, Role
 from splitserve.router.links import LoopSocket, WorkerLink, bind_router_socket
-from splitserve.router.membership import Membership, WorkerState
+from splitserve.router.membership import MAX_WORKERS, Membership, WorkerState
 from splitserve.router.metrics import RouterMetrics
 from splitserve.security import SocketSecurity, check_exposure
 from splitserve.wire import decode, encode
@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 _MAX_TICK_SECONDS = 0.25
 _LOG_INTERVAL_SECONDS = 1.0
+_SOCKETS_PER_WORKER = 3  # its link, and both ends of the link's monitor
+_OTHER_SOCKETS = 16
 
 
 class RateLimitedLog:
@@ -83,6 +85,7 @@ class Fleet:
         self._loop = asyncio.get_running_loop()
         check_exposure(config.membership_host, config.secret)
         self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, _SOCKETS_PER_WORKER * MAX_WORKERS + _OTHER_SOCKETS)
         self._security = SocketSecurity(self._context, config.secret)
         try:
             socket, self.endpoint = bind_router_socket(self._context, config.membership_host, self._security)
@@ -178,7 +181,7 @@ class Fleet:
                 on_down=self._on_link_down,
             )
         except ConfigError as error:
-            self.membership.leave(worker)
+            self.membership.forget(worker)  # it may register again, once it can be dialled
             return str(error)
         return None
 

@@ -70,7 +70,11 @@ class LoopSocket:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._on_frames(frames)
+            try:
+                self._on_frames(frames)
+            except BaseException:
+                self._drain_soon()  # a message that we fail at must not leave those behind it lying
+                raise
         self._drain_soon()
 
 
@@ -117,19 +121,32 @@ class WorkerLink:
         self._on_down = on_down
         if not info.endpoint.startswith("tcp://"):
             raise ConfigError(f"endpoint {info.endpoint!r} isn't a tcp:// address")
-        socket = _new_socket(context, zmq.DEALER)
-        security.protect_connecting(socket)
-        socket.setsockopt(zmq.IPV6, 1)  # dials IPv4, too
-        socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a worker that isn't there
-        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | _DOWN_EVENTS)
         try:
-            socket.connect(info.endpoint)
+            socket, monitor = self._connect(context, security)
         except zmq.ZMQError as error:
-            socket.disable_monitor()
-            socket.close(linger=0)
             raise ConfigError(f"endpoint {info.endpoint!r} can't be dialled: {error.strerror}") from error
         self._monitor = LoopSocket(monitor, self._on_event)
         self._socket = LoopSocket(socket, lambda frames: on_frames(self.party, frames))
+
+    def _connect(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", security: SocketSecurity
+    ) -> "tuple[zmq.Socket[bytes], zmq.Socket[bytes]]":
+        """The link's socket and its monitor; nothing stays open after an error."""
+        socket = _new_socket(context, zmq.DEALER)
+        try:
+            security.protect_connecting(socket)
+            socket.setsockopt(zmq.IPV6, 1)  # dials IPv4, too
+            socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a worker that isn't there
+            monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | _DOWN_EVENTS)
+            try:
+                socket.connect(self.info.endpoint)
+            except zmq.ZMQError:
+                socket.disable_monitor()
+                raise
+        except zmq.ZMQError:
+            socket.close(linger=0)
+            raise
+        return socket, monitor
 
     def send(self, body: Body) -> bool:
         """False if the worker doesn't take messages any more, or not fast enough."""

@@ -135,10 +135,17 @@ class Membership:
         return True
 
     def leave(self, party: Party) -> bool:
+        """It is gone for good. True if that is news."""
+        is_news = self.forget(party)
+        if is_news:
+            self._mark_replaced(party)
+        return is_news
+
+    def forget(self, party: Party) -> bool:
+        """As if it had never registered; it may do so again."""
         if self.get(party) is None:
             return False
         del self._records[party.engine_id]
-        self._mark_replaced(party)
         return True
 
     def expire(self, now: float) -> list[Party]:

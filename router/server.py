@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -43,10 +44,18 @@ def run_router(config: RouterConfig, progress: Progress) -> None:
             "front of it asks for credentials",
             config.host,
         )
+    _allow_many_files()
     with _listen(config.host, config.port) as listener:
         tokenizer = ModelTokenizer(Path(config.model))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(config, progress, listener, tokenizer))
+
+
+def _allow_many_files() -> None:
+    """Every connection takes a file descriptor, and the soft limit is often only 1024: take all that we may have."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # some systems allow less than they say
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def _serve(config: RouterConfig, progress: Progress, listener: socket.socket, tokenizer: ModelTokenizer) -> None:

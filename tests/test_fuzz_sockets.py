@@ -17,9 +17,17 @@ import zmq
 from fuzzing import ROUTER, MessageFuzzer
 from router_harness import RouterProcess, Workers, wait_until, write_model_dir
 from serving import complete_all, wait_until_quiet
-from splitserve.benchmarks.instant_worker import Reply, Request, default_script
+from splitserve.benchmarks.instant_worker import DEFAULT_LAYOUT, Reply, Request, default_script
 from splitserve.config import EngineConfig, ProtocolConfig
-from splitserve.messages import Envelope, LayoutRecord, PeerHello, PeerRefused
+from splitserve.messages import (
+    Envelope,
+    LayoutRecord,
+    PeerHello,
+    PeerRefused,
+    Register,
+    RegisterRefused,
+    WorkerInfo,
+)
 from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.process import ChildProgress
 from splitserve.orchestration.spec import ClusterSpec
@@ -28,6 +36,7 @@ from splitserve.wire import MAX_MESSAGE_BYTES, decode, encode
 
 NUM_MESSAGES = int(os.environ.get("SPLITSERVE_FUZZ_MESSAGES", "6000")) // 4
 SEED = int(os.environ.get("SPLITSERVE_FUZZ_SEED", "0"))
+NOWHERE = "tcp://127.0.0.1:9"
 ZMTP_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
 
 
@@ -165,6 +174,33 @@ def test_nothing_on_the_membership_socket_ends_the_router(model_dir: Path) -> No
         wait_until(lambda: process.num_fds() <= files + 4, 20.0)  # the sockets of those that registered are gone
         assert process.memory_info().rss - resident < 200 << 20
         assert router.metric("splitserve_wire_errors_total") > 0
+    finally:
+        workers.close()
+        status, _, log = router.stop()
+    assert status == 0 and "Traceback" not in log, log
+
+
+def test_a_flood_of_registrations_is_refused_in_words_and_passes(model_dir: Path) -> None:
+    """More workers than the router has file descriptors for, none of which is there."""
+    router = RouterProcess(model_dir, protocol=ProtocolConfig(tombstone_seconds=2.0, dead_after_seconds=2.0))
+    workers = Workers(router.membership)
+    try:
+        workers.start("good", Role.MIXED)
+        wait_until(lambda: router.request("GET", "/ready")[0] == 200)
+        psutil.Process(router.process.pid).rlimit(psutil.RLIMIT_NOFILE, (200, 200))
+        with zmq.Context() as context, dealer(context, router.membership) as flood:
+            for index in range(300):
+                me = Party(f"fake-{index}", 1)
+                info = WorkerInfo(me, Role.MIXED, NOWHERE, 1, DEFAULT_LAYOUT, 64, 8, 1024, 400)
+                flood.send(encode(Envelope(me, None, Register(info))))
+            answers = []
+            while len(answers) < 300:
+                assert flood.poll(10_000), f"only {len(answers)} registrations were answered"
+                answers.append(decode(flood.recv()).body)
+        refusals = [answer.reason for answer in answers if isinstance(answer, RegisterRefused)]
+        assert refusals and all("Too many open files" in reason for reason in refusals)
+        wait_until(lambda: router.metric("splitserve_workers_lost_total") >= 300 - len(refusals), 20.0)
+        wait_until(lambda: good(router))
     finally:
         workers.close()
         status, _, log = router.stop()
