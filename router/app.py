@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from splitserve import __version__
 from splitserve.router.answers import GenerationResponse, Prompt
 from splitserve.router.api_error import ApiError
+from splitserve.router.body import BodyReader
 from splitserve.router.dispatcher import Dispatcher
 from splitserve.router.formats import ChatFormat, CompletionFormat, Format
 from splitserve.router.metrics import RouterMetrics
@@ -25,9 +26,7 @@ from splitserve.router.placement import Disaggregated, NoWorker, RequestShape
 from splitserve.router.preparation import Preparation, check_not_empty
 from splitserve.router.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest, parse
 
-MAX_BODY_BYTES = 16 * 1024 * 1024
 _CLOSED_TRANSPORT = "the handler is closed"  # what uvloop says between a connection's reset and its report of it
-BODY_SECONDS = 60.0  # a client that takes longer to send its body holds memory and a connection for nothing
 
 Handler: TypeAlias = Callable[[Request], Coroutine[Any, Any, Response]]
 RequestModel = TypeVar("RequestModel", bound=GenerationRequest)
@@ -42,6 +41,7 @@ class Api:
         self._preparation = preparation
         self._metrics = metrics
         self._created = int(time.time())
+        self._bodies = BodyReader()
 
     async def completions(self, request: Request) -> Response:
         arrived_at = asyncio.get_running_loop().time()
@@ -95,7 +95,7 @@ class Api:
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _read(self, request: Request, model: type[RequestModel]) -> RequestModel:
-        body = parse(model, await _read_body(request))
+        body = parse(model, await self._bodies.read(request))
         self._check_model(body.model)
         return body
 
@@ -122,27 +122,6 @@ class Api:
 
     def _model_card(self) -> dict[str, Any]:
         return {"id": self.model_id, "object": "model", "created": self._created, "owned_by": "splitserve"}
-
-
-async def _read_body(request: Request) -> bytes:
-    """The body, never more than ``MAX_BODY_BYTES`` of it in memory."""
-    declared = request.headers.get("content-length", "")
-    size = int(declared) if declared.isascii() and declared.isdigit() else 0
-    chunks = []
-    if size <= MAX_BODY_BYTES:
-        size = 0
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                async for chunk in request.stream():
-                    size += len(chunk)
-                    if size > MAX_BODY_BYTES:
-                        break
-                    chunks.append(chunk)
-        except TimeoutError:
-            raise ApiError(408, f"the body didn't come within {BODY_SECONDS:g} s", code="request_timeout") from None
-    if size > MAX_BODY_BYTES:
-        raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="body_too_large")
-    return b"".join(chunks)
 
 
 def create_app(api: Api, metrics: RouterMetrics, api_key: str = "") -> ASGIApp:
