@@ -107,6 +107,10 @@ async def storm(cluster: LocalCluster, options: argparse.Namespace, leftovers: L
     async with aiohttp.ClientSession() as session:
         say(f"quiet run: {len(cases)} requests, alone and {options.streams} at once")
         outcome = Outcome(await record_expected(cluster.url, cases, options.streams))
+        say(f"warm-up: {options.warm_up:g} s")
+        warm_up = Streams(cluster.url, outcome.expected.cases, options.streams, options.seed, outcome.answers.append)
+        await asyncio.sleep(options.warm_up)
+        await warm_up.finish()
         before, problems = await wait_until_quiet(session, cluster)
         outcome.checks["quiet before the storm"] = problems
         outcome.before = process_states(cluster.pids)
@@ -265,6 +269,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--streams", type=int, default=16, help="requests under way at any time")
     parser.add_argument("--cases", type=int, default=48, help="different requests")
     parser.add_argument("--faults", nargs="+", choices=[kind.value for kind in FaultKind], default=list(FaultKind))
+    parser.add_argument(
+        "--warm-up", type=float, default=30.0, metavar="SECONDS", help="load before memory is looked at first"
+    )
     parser.add_argument("--pause-seconds", type=float, default=2.0, help="between faults, on average, at least")
     parser.add_argument("--seed", type=int, default=0, help="of requests and faults")
     for name in ("lease", "read_deadline", "heartbeat", "dead_after", "drain"):

@@ -16,12 +16,21 @@ class Breaker:
     """
 
     num_failures: int = 0
+    counted_at: float = float("-inf")
     open_until: float = float("-inf")
 
     def allows(self, now: float) -> bool:
         return now >= self.open_until
 
-    def on_failure(self, now: float) -> None:
+    def on_failure(self, now: float, began_at: float) -> None:
+        """An attempt that began at ``began_at`` failed.
+
+        Those that were under way when another one's failure was counted tell nothing new: a worker that was frozen, and
+        failed ten requests with that, failed once.
+        """
+        if began_at <= self.counted_at:
+            return
+        self.counted_at = now
         self.num_failures += 1
         excess = self.num_failures - FAILURES_TO_OPEN
         if excess >= 0:

@@ -60,6 +60,7 @@ class Generation:
     state: RequestState
     charge: Charge | None = None
     deadline: asyncio.TimerHandle | None = None
+    attempt_began_at: float = 0.0
     last_token_at: float = 0.0
     retry: asyncio.TimerHandle | None = None
     num_waits: int = 0
@@ -181,6 +182,7 @@ class Dispatcher:
     def _start_attempt(self, generation: Generation, placement: Placed) -> None:
         state = generation.state
         state.begin(placement)
+        generation.attempt_began_at = self._loop.time()
         generation.stranded_at, generation.num_waits = 0.0, 0
         generation.charge = self.fleet.membership.charge(placement, generation.shape)
         for party, body in self._messages(generation, placement):
@@ -297,7 +299,7 @@ class Dispatcher:
         attempt = generation.state.history[-1]
         record = self.fleet.membership.get(attempt.culprit)
         if record is not None and attempt.failure.reason is not FailureReason.OVERLOADED:
-            record.breaker.on_failure(self._loop.time())
+            record.breaker.on_failure(self._loop.time(), generation.attempt_began_at)
 
     def _note_tokens(self, generation: Generation, count: int) -> None:
         now = self._loop.time()

@@ -25,8 +25,7 @@ def outcome(state: RequestState) -> tuple[str, str, str]:
     if not isinstance(state.placement, Disaggregated):
         return intended, "local", f"after_{state.history[-1].failure.reason}"
     if state.handover is None:
-        num_tokens = max(len(sequence.output_ids) for sequence in state.sequences)
-        return intended, "local", "ended_with_first_token" if num_tokens <= 1 else "no_handover_report"
+        return intended, "local", "ended_with_first_token" if state.num_attempt_tokens <= 1 else "no_handover_report"
     if state.handover.blocks == 0:
         return intended, "local", "cached_on_decode"
     return intended, "disaggregated", "ok"

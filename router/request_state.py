@@ -175,6 +175,7 @@ class RequestState:
         self.num_cached_tokens = 0
         self.history: list[FailedAttempt] = []
         self.was_disaggregated = False  # as first placed
+        self._num_delivered_before = 0  # by earlier attempts
         self._at_work: list[Party] = []
         self._decode_started = False
 
@@ -191,6 +192,7 @@ class RequestState:
                 sequence.drop_held()
         if not self.num_attempts:
             self.was_disaggregated = isinstance(placement, Disaggregated)
+        self._num_delivered_before = sum(len(sequence.output_ids) for sequence in self.sequences)
         self.placement = placement
         self.key = RequestKey(self.request_id, self.num_attempts)
         self.num_attempts += 1
@@ -295,6 +297,11 @@ class RequestState:
         if failure.reason is FailureReason.HANDOVER and isinstance(self.placement, Disaggregated):
             return next(party for party in self.placement.parties if party != sender)
         return sender
+
+    @property
+    def num_attempt_tokens(self) -> int:
+        """Output tokens that the current attempt has delivered."""
+        return sum(len(sequence.output_ids) for sequence in self.sequences) - self._num_delivered_before
 
     @property
     def delivered_ids(self) -> list[int]:

@@ -45,6 +45,7 @@ class SimRequest:
     output: list[int] = field(default_factory=list)
     stranded_at: float | None = None
     num_waits: int = 0
+    attempt_began_at: float = 0.0
     was_helpless: bool = False
 
     @property
@@ -149,6 +150,7 @@ class SimRouter:
 
     def start_attempt(self, request: SimRequest, placement: Placed) -> None:
         request.state.begin(placement)
+        request.attempt_began_at = self.sim.now
         request.stranded_at, request.num_waits = None, 0
         request.charge = self.membership.charge(placement, request.shape)
         for party, body in self.messages(request, placement):
@@ -215,7 +217,7 @@ class SimRouter:
             last = request.state.history[-1]
             record = self.membership.get(last.culprit)
             if record is not None and last.failure.reason is not FailureReason.OVERLOADED:
-                record.breaker.on_failure(self.sim.now)
+                record.breaker.on_failure(self.sim.now, request.attempt_began_at)
             self.step_down(request)
         elif request.state.phase is Phase.FINISHED and request.state.placement is not None:
             for party in request.state.placement.parties:
