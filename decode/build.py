@@ -10,6 +10,7 @@ from splitserve.decode.core import DecodeCore
 from splitserve.decode.scheduler import DecodeScheduler
 from splitserve.kvconnector.block_pool import BlockPool
 from splitserve.kvconnector.connector import KVConnector
+from splitserve.kvconnector.digest import DigestBlocks, no_digests
 from splitserve.messages import LayoutRecord
 from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.engine_state import EngineState
@@ -29,8 +30,12 @@ def build_core(
     max_model_len: int,
     vocab_size: int,
     first_generation: int | None = None,
+    digest_blocks: DigestBlocks = no_digests,
 ) -> PrefillCore:
-    """A prefill worker pulls from nobody; decode and mixed workers can do both phases."""
+    """A prefill worker pulls from nobody; decode and mixed workers can do both phases.
+
+    ``digest_blocks`` gives the digests that go with offered blocks.
+    """
     engine = config.engine
     pool = BlockPool(
         generations,
@@ -52,7 +57,7 @@ def build_core(
         tail_chunk_tokens=engine.tail_chunk_tokens if config.role is Role.PREFILL else 0,
     )
     served = ServedMemory(connector.name, connector.metadata(), connector.region())
-    source = SourceSide(state, prefill, served)
+    source = SourceSide(state, prefill, served, digest_blocks)
     if config.role is Role.PREFILL:
         return PrefillCore(state, prefill, source, max_num_batched_tokens=engine.max_num_batched_tokens)
     return DecodeCore(

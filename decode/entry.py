@@ -17,6 +17,7 @@ from splitserve.config import WorkerConfig
 from splitserve.decode.build import build_core
 from splitserve.decode.memory_plan import MemoryPlan, plan_kv_memory
 from splitserve.errors import HandshakeError
+from splitserve.kvconnector.digest import digests_of, first_digests_of, no_digests
 from splitserve.kvconnector.layout import block_bytes
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.nixl import NixlConnector
@@ -119,7 +120,8 @@ def _serve(config: WorkerConfig, served: _Served, threads: int, progress: Progre
     me = Party(config.engine_id, secrets.randbits(63))
     waker = Waker()
     sockets = WorkerSockets(me, config.host, config.membership, config.secret)
-    connector = NixlConnector(me, memory, waker.wake)
+    verify = config.engine.verify_kv
+    connector = NixlConnector(me, memory, waker.wake, digests_of(memory) if verify else no_digests)
     core = build_core(
         config,
         me,
@@ -128,6 +130,7 @@ def _serve(config: WorkerConfig, served: _Served, threads: int, progress: Progre
         connector,
         max_model_len=served.max_model_len,
         vocab_size=served.vocab_size,
+        digest_blocks=first_digests_of(memory) if verify else no_digests,
     )
     info = WorkerInfo(
         party=me,

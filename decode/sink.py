@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from splitserve.decode.peers import PeerState, PeerTable
 from splitserve.handover import ReadResult, SinkHandover, SinkState
 from splitserve.messages import DecodeRequest, HandoverReport, Offer, Release, Withdrawn
-from splitserve.prefill.effects import StartRead
+from splitserve.prefill.effects import Incident, StartRead
 from splitserve.prefill.engine_state import EngineState
 from splitserve.prefill.sequence import Sequence
 from splitserve.request import Party, RequestKey
@@ -226,13 +226,22 @@ class SinkSide:
             # The peer is frozen or cut off: only forgetting it makes its reads terminal and their blocks usable again.
             self._peers.fail(incoming.peer, handover.failure)
         self._state.counters.handover_failures += 1
+        if handover.mismatches:
+            self._report_mismatches(incoming, handover.mismatches)
         self._let_go(incoming, complete=False)
         self._on_failed(incoming.sequence, handover.failure, now)
+
+    def _report_mismatches(self, incoming: Incoming, mismatches: list[str]) -> None:
+        self._state.counters.kv_mismatches += len(mismatches)
+        key, me, peer = incoming.sequence.key, self._state.me, incoming.peer
+        text = f"request {key}: KV read from {peer} by {me} differs from what was offered, in blocks"
+        self._state.outbox.put(Incident(f"{text} {', '.join(mismatches)} (theirs -> ours)"))
 
     def _let_go(self, incoming: Incoming, *, complete: bool) -> None:
         handover, sequence = incoming.handover, incoming.sequence
         assert handover is not None
-        self._state.outbox.send(incoming.peer, Release(key=handover.key, complete=complete))
+        mismatch = bool(handover.mismatches)
+        self._state.outbox.send(incoming.peer, Release(key=handover.key, complete=complete, mismatch=mismatch))
         held: set[int] = set()
         for read_id, read in handover.reads_in_flight.items():
             del self._reads[read_id]

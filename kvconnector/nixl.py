@@ -21,6 +21,7 @@ from functools import partial
 
 from splitserve.handover import ReadCommand, ReadResult
 from splitserve.kvconnector.connector import PeerConnected
+from splitserve.kvconnector.digest import DigestBlocks, no_digests
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.nixl_reader import MEMORY_KIND, PeerReader, create_agent
 from splitserve.messages import MemoryRegion, PeerWelcome
@@ -99,7 +100,9 @@ class _Server(_OwnerThread):
         self.active = False
         self._agent = create_agent(f"{me}/serve")
         num_bytes = memory.num_blocks * memory.block_bytes
-        self._agent.register_memory([(memory.blocks_address, num_bytes, 0, "")], MEMORY_KIND)
+        self._agent.register_memory(
+            [(memory.blocks_address, num_bytes, memory.device_index, "")], memory.blocks_kind
+        )
         self._agent.register_memory([(memory.generations_address, memory.num_blocks * 8, 0, "")], MEMORY_KIND)
         self.metadata: bytes = self._agent.get_agent_metadata()
 
@@ -118,10 +121,11 @@ class _Server(_OwnerThread):
 class _ReadThread(_OwnerThread):
     """Owns one reading agent per peer. Events go to ``emit``."""
 
-    def __init__(self, name: str, memory: KVMemory, emit: Callable[[Event], None]) -> None:
+    def __init__(self, name: str, memory: KVMemory, digest_blocks: DigestBlocks, emit: Callable[[Event], None]) -> None:
         super().__init__(name)
         self._name = name
         self._memory = memory
+        self._digest_blocks = digest_blocks
         self._emit = emit
         self._readers: dict[Party, PeerReader] = {}
         self._num_readers_made = 0
@@ -135,7 +139,7 @@ class _ReadThread(_OwnerThread):
         self._num_readers_made += 1
         try:
             name = f"{self._name}-{self._num_readers_made}"
-            self._readers[peer] = PeerReader(name, self._memory, peer, welcome)
+            self._readers[peer] = PeerReader(name, self._memory, peer, welcome, self._digest_blocks)
         except Exception as problem:
             logger.warning("can't connect to %s: %s: %s", peer, type(problem).__name__, problem)
             self._emit(PeerConnected(peer, f"{type(problem).__name__}: {problem}"))
@@ -198,12 +202,14 @@ class _SplitRead:
 
 
 class NixlConnector:
-    """See :class:`splitserve.kvconnector.connector.KVConnector`. ``wake`` is called, from other threads, after
-    events."""
+    """See :class:`splitserve.kvconnector.connector.KVConnector`. ``wake`` is called, from other threads, after events;
+    ``digest_blocks`` for what has landed."""
 
     name = "nixl"
 
-    def __init__(self, me: Party, memory: KVMemory, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, me: Party, memory: KVMemory, wake: Callable[[], None], digest_blocks: DigestBlocks = no_digests
+    ) -> None:
         self._memory = memory
         self._wake = wake
         self._lock = threading.Lock()
@@ -212,7 +218,8 @@ class NixlConnector:
         self._split_reads: dict[int, _SplitRead] = {}
         self._server = _Server(me, memory)
         self._threads = [
-            _ReadThread(f"{me}/read-{index}", memory, partial(self._on_event, index)) for index in range(READ_THREADS)
+            _ReadThread(f"{me}/read-{index}", memory, digest_blocks, partial(self._on_event, index))
+            for index in range(READ_THREADS)
         ]
         for thread in (self._server, *self._threads):
             thread.start()
@@ -302,4 +309,6 @@ class NixlConnector:
         del self._split_reads[result.read_id]
         error = next((each.error for each in results if each.error is not None), None)
         generations = [generation for each in results for generation in each.generations]
-        return ReadResult(result.read_id, error, generations, max(each.seconds for each in results))
+        digests = [digest for each in results for digest in each.digests]
+        seconds = max(each.seconds for each in results)
+        return ReadResult(result.read_id, error, generations, seconds, digests)

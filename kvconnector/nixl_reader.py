@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from splitserve.errors import HandshakeError
 from splitserve.handover import ReadCommand, ReadResult
+from splitserve.kvconnector.digest import DigestBlocks
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.messages import PeerWelcome
 from splitserve.request import Party
@@ -75,9 +76,12 @@ class Read:
 class PeerReader:
     """Everything for reading from one peer: an agent, descriptor lists, scratch rows. Used by the owner thread only."""
 
-    def __init__(self, name: str, memory: KVMemory, party: Party, peer: PeerWelcome) -> None:
+    def __init__(
+        self, name: str, memory: KVMemory, party: Party, peer: PeerWelcome, digest_blocks: DigestBlocks
+    ) -> None:
         check_welcome(peer, memory.block_bytes)
         self._agent = create_agent(name)
+        self._digest_blocks = digest_blocks
         self._region = peer.region
         self._scratch = np.zeros((READS_AT_ONCE, peer.region.num_blocks), dtype=np.uint64)
         self._free_rows = list(range(READS_AT_ONCE))
@@ -205,10 +209,13 @@ class PeerReader:
     def _finish(self, read: Read, error: str | None) -> ReadResult:
         self._release_handle(read)
         generations: Sequence[int] = ()
+        digests: Sequence[bytes] = ()
         if error is None:
+            digests = self._digest_blocks(read.command.local_blocks)
             generations = self._scratch[read.scratch_row][np.asarray(read.command.remote_blocks)].tolist()
         self._free_rows.append(read.scratch_row)
-        return ReadResult(read.command.read_id, error, generations, time.monotonic() - read.started_at)
+        seconds = time.monotonic() - read.started_at
+        return ReadResult(read.command.read_id, error, generations, seconds, digests)
 
     def _release_handle(self, read: Read) -> None:
         if read.handle is not None:

@@ -99,6 +99,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="find KV of earlier prompts that begin alike",
     )
+    add(
+        "--verify-kv",
+        field="verify_kv",
+        action="store_true",
+        help="digest blocks on both sides of a hand-over; a difference is logged, counted, and never used",
+    )
     add("--seed", field="seed", type=int, help="of dummy weights")
 
 

@@ -255,6 +255,7 @@ class PrefillCore:
             handover_bytes=counters.handover_bytes,
             handover_failures=counters.handover_failures,
             stale_messages=counters.stale_messages,
+            kv_mismatches=counters.kv_mismatches,
             requests_tracked=len(self.state.sequences) + self.source.num_live,
         )
 

@@ -57,7 +57,14 @@ class Serve:
     active: bool
 
 
-Effect = Send | Dial | HangUp | Connect | Disconnect | StartRead | Serve
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """Something happened that must not: people have to hear of it."""
+
+    description: str
+
+
+Effect = Send | Dial | HangUp | Connect | Disconnect | StartRead | Serve | Incident
 
 
 @dataclass(slots=True)

@@ -24,6 +24,7 @@ class Counters:
     handover_bytes: int = 0
     handover_failures: int = 0
     stale_messages: int = 0
+    kv_mismatches: int = 0
 
 
 class Tombstone(NamedTuple):

@@ -12,7 +12,7 @@ from splitserve.kvconnector.connector import KVConnector
 from splitserve.messages import Draining, Envelope, Heartbeat, Leave, Register, Registered, RegisterRefused, WorkerInfo
 from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.drain import Drain
-from splitserve.prefill.effects import Connect, Dial, Disconnect, Effect, HangUp, Send, Serve, StartRead
+from splitserve.prefill.effects import Connect, Dial, Disconnect, Effect, HangUp, Incident, Send, Serve, StartRead
 from splitserve.prefill.executor import StepExecutor
 from splitserve.prefill.sockets import WorkerSockets
 
@@ -200,6 +200,8 @@ class WorkerLoop:
                     self._connector.connect(peer, welcome)
                 case Disconnect(peer):
                     self._connector.disconnect(peer)
+                case Incident(description):
+                    logger.error("%s", description)
 
     def _keep_membership(self, now: float) -> None:
         if now >= self._register_due_at and not self._drain.has_begun:  # repeated: membership may have restarted

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from splitserve.bounded import ExpiringMap
 from splitserve.handover import SourceHandover, SourceState
+from splitserve.kvconnector.digest import DigestBlocks
 from splitserve.messages import (
     FailureCode,
     Grant,
@@ -18,7 +19,7 @@ from splitserve.messages import (
     Release,
     Withdrawn,
 )
-from splitserve.prefill.effects import Serve
+from splitserve.prefill.effects import Incident, Serve
 from splitserve.prefill.engine_state import EngineState, Tombstone
 from splitserve.prefill.scheduler import PrefillScheduler
 from splitserve.prefill.sequence import Sequence
@@ -39,10 +40,13 @@ class ServedMemory:
 class SourceSide:
     """A request computes only once both its :class:`PrefillRequest` and decode's :class:`Grant` are here."""
 
-    def __init__(self, state: EngineState, scheduler: PrefillScheduler, served: ServedMemory) -> None:
+    def __init__(
+        self, state: EngineState, scheduler: PrefillScheduler, served: ServedMemory, digest_blocks: DigestBlocks
+    ) -> None:
         self._state = state
         self._scheduler = scheduler
         self._served = served
+        self._digest_blocks = digest_blocks
         self._ungranted: dict[RequestKey, tuple[Sequence, Party]] = {}
         self._handovers: dict[RequestKey, SourceHandover] = {}
         self._parked_grants: ExpiringMap[RequestKey, tuple[Grant, Party]] = ExpiringMap(
@@ -116,6 +120,10 @@ class SourceSide:
         handover = self._handovers.get(release.key)
         if handover is not None and handover.peer == sender:
             handover.release("complete" if release.complete else "given up by decode")
+            if release.mismatch:  # nobody knows what else is damaged, or was computed from it
+                self._state.blocks.pool.clear_prefix_index()
+                text = f"{sender} read other bytes than were offered for {release.key}: the prefix cache is dropped"
+                self._state.outbox.put(Incident(text))
             self._finish(handover, now)
         elif release.key in self._ungranted and self._ungranted[release.key][1] == sender:
             del self._ungranted[release.key]  # its grant was lost; decode did without us
@@ -227,7 +235,10 @@ class SourceSide:
     def _blocks_to_offer(self, sequence: Sequence, handover: SourceHandover, end: int) -> list[OfferedBlock]:
         pool = self._state.blocks.pool
         new = sequence.block_ids[handover.num_offered_blocks : end]
-        return [OfferedBlock(block_id, pool.generation(block_id)) for block_id in new]
+        return [
+            OfferedBlock(block_id, pool.generation(block_id), digest)
+            for block_id, digest in zip(new, self._digest_blocks(new), strict=True)
+        ]
 
     def _serve(self, active: bool) -> None:
         if active != self._is_serving:

@@ -24,6 +24,7 @@ _LOAD_COUNTERS = frozenset(
         "handover_bytes",
         "handover_failures",
         "stale_messages",
+        "kv_mismatches",
     }
 )
 

@@ -112,6 +112,7 @@ def random_schedule(seed: int) -> Schedule:
         freezes=few(3),
         drains=few(2),
         rounding=chosen.random() < 0.2,
+        damage=sometimes(0.0, 0.1),
     )
     protocol = chosen.choice([{}, {}, SHORT_LEASES, LONG_WAITS])
     return Schedule(

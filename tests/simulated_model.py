@@ -47,7 +47,8 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ``read_late`` ends after its deadline; ``disconnect_seconds`` is how long giving reads up takes, bytes landing
     meanwhile. ``partitions`` cut pairs of workers while reads between them go on: that is how a lease runs out under a
     reader. ``mutes`` are workers that listen to their peers, but never answer, for ``partition_seconds``. ``kills``
-    are followed by a restart at the same address. ``clocks`` is how far the workers' clocks are apart. With
+    are followed by a restart at the same address. ``damage`` is the probability that a block arrives with other bytes,
+    against which digests are verified. ``clocks`` is how far the workers' clocks are apart. With
     ``rounding`` no two workers draw the same token: a client must see one stream all the same.
     """
 
@@ -71,6 +72,7 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     drains: int = 0
     clocks: float = 600.0
     rounding: bool = False
+    damage: float = 0.0
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

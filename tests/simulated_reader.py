@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from simulated_model import BLOCK_SIZE
 from splitserve.handover import ReadCommand, ReadResult
 from splitserve.kvconnector.connector import PeerConnected
 from splitserve.messages import PeerWelcome
@@ -45,7 +46,7 @@ class SimReader:
         self._connected.pop(peer, None)
         self._free_at = self._sim.now + self._sim.random.uniform(0.0, self._sim.faults.disconnect_seconds)
         for read_id in self._reads_from(peer):
-            self._sim.at(self._free_at, lambda i=read_id: self._finish(i, "disconnected"))
+            self._sim.at(self._free_at, lambda i=read_id: self._finish(ReadResult(i, "disconnected")))
 
     def start(self, command: ReadCommand) -> None:
         """Copy block by block at random moments, then read the generations; or fail, or end late, or never."""
@@ -75,12 +76,16 @@ class SimReader:
             self._worker.assert_kept(destination, "a read")
             (local,) = destination
             self._worker.memory[local] = list(source.memory[remote])
+            if self._sim.random.random() < self._sim.faults.damage:
+                self._worker.memory[local][self._sim.random.randrange(BLOCK_SIZE)] ^= 1
 
     def _read_generations(self, command: ReadCommand, source: "SimWorker") -> None:
         if self._sim.now < source.frozen_until and self._sim.random.random() < 0.5:  # TCP needs the source's help
             self._sim.at(source.frozen_until, lambda: self._read_generations(command, source))
         elif source.alive:
-            self._finish(command.read_id, None, [int(source.generations[block]) for block in command.remote_blocks])
+            generations = [int(source.generations[block]) for block in command.remote_blocks]
+            digests = self._worker.digest_blocks(command.local_blocks)
+            self._finish(ReadResult(command.read_id, None, generations, 0.0, digests))
         else:
             self._fail(command, "the source died")
 
@@ -89,13 +94,13 @@ class SimReader:
         if command.read_id in self._reads:
             self._connected.pop(command.peer, None)
             others = [read_id for read_id in self._reads_from(command.peer) if read_id != command.read_id]
-            self._finish(command.read_id, error)
+            self._finish(ReadResult(command.read_id, error))
             for read_id in others:
-                self._finish(read_id, "disconnected")
+                self._finish(ReadResult(read_id, "disconnected"))
 
-    def _finish(self, read_id: int, error: str | None, generations: list[int] | None = None) -> None:
-        if self._reads.pop(read_id, None) is not None:
-            self._emit(ReadResult(read_id, error, generations or []))
+    def _finish(self, result: ReadResult) -> None:
+        if self._reads.pop(result.read_id, None) is not None:
+            self._emit(result)
 
     def _reads_from(self, peer: Party) -> list[int]:
         return [read_id for read_id, command in self._reads.items() if command.peer == peer]

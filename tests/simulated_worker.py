@@ -12,9 +12,10 @@ from splitserve.decode.build import build_core
 from splitserve.handover import ReadResult
 from splitserve.kvconnector.block_pool import BlockState
 from splitserve.kvconnector.connector import PeerConnected
+from splitserve.kvconnector.digest import no_digests
 from splitserve.messages import Envelope, Grant, Withdrawn
 from splitserve.prefill.drain import Drain
-from splitserve.prefill.effects import Connect, Dial, Disconnect, HangUp, Send, Serve, StartRead
+from splitserve.prefill.effects import Connect, Dial, Disconnect, HangUp, Incident, Send, Serve, StartRead
 from splitserve.request import Party, RequestKey, Role
 from splitserve.step import UNKNOWN_TOKEN, ScheduledChunk, StepOutput, StepPlan
 
@@ -46,6 +47,7 @@ class SimWorker:
             max_model_len=num_blocks * BLOCK_SIZE,
             vocab_size=VOCAB,
             first_generation=sim.random.getrandbits(63),
+            digest_blocks=self.digest_blocks,
         )
         self.drain_clock = Drain(sim.protocol.drain_seconds)
         self.reader = SimReader(sim, self, self.on_connector_event)
@@ -136,10 +138,17 @@ class SimWorker:
                     self.reader.connect(peer, welcome)
                 case Disconnect(peer):
                     self.reader.disconnect(peer)
+                case Incident(description):
+                    self.sim.note(description)
                 case Dial() | HangUp() | Serve():
                     pass
 
     # ---- the device ----
+
+    def digest_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
+        if not self.sim.faults.damage:
+            return no_digests(block_ids)
+        return [mix(*self.memory[block_id]).to_bytes(16, "big") for block_id in block_ids]
 
     def stamp(self, block_ids: Sequence[int]) -> dict[int, int]:
         """Blocks that something launched now will touch, with their generations."""

@@ -28,7 +28,7 @@ from splitserve.messages import (
     StepTokens,
     Withdrawn,
 )
-from splitserve.prefill.effects import Connect, Dial, Disconnect, Effect, HangUp, StartRead
+from splitserve.prefill.effects import Connect, Dial, Disconnect, Effect, HangUp, Incident, StartRead
 from splitserve.request import Party, RequestKey, Role
 
 
@@ -102,6 +102,25 @@ class TestDecode:
         assert of(effects, Disconnect) == [Disconnect(PREFILL)]
         assert sent(effects, Release) == [Release(KEY, False)]
         self.assert_handover_failed(effects)
+        decode.assert_idle()
+
+    def test_bytes_that_differ_from_those_offered_are_an_incident(self, decode: Worker) -> None:
+        self.connect(decode)
+        decode.hear(ROUTER, decode_request())
+        digests = [bytes([block_id] * 16) for block_id in range(3)]
+        blocks = [OfferedBlock(block_id, 100, digest) for block_id, digest in enumerate(digests)]
+        (start,) = of(decode.hear(PREFILL, Offer(KEY, 0, blocks, 10, True, [3])), StartRead)
+        assert isinstance(start, StartRead)
+        landed = [digests[0], b"?" * 16, digests[2]]
+        effects = decode.event(ReadResult(start.command.read_id, None, [100] * 3, 0.0, landed))
+        (incident,) = of(effects, Incident)
+        assert isinstance(incident, Incident)
+        for named in (KEY, PREFILL, DECODE, f"1 -> {start.command.local_blocks[1]}"):
+            assert str(named) in incident.description
+        assert sent(effects, Release) == [Release(KEY, False, mismatch=True)]
+        assert "other bytes" in self.assert_handover_failed(effects)
+        assert decode.core.load().kv_mismatches == 1
+        assert decode.core.load().blocks_cached == 0, "nothing of it is published"
         decode.assert_idle()
 
     def test_after_a_read_error_the_next_request_makes_a_new_connection(self, decode: Worker) -> None:

@@ -146,6 +146,10 @@ def blocks_kept_for_ever(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SourceHandover, "poll", never)
 
 
+def digests_unchecked(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SinkHandover, "_digests_agree", lambda self, read, digests: True)
+
+
 def partial_block_published(patch: pytest.MonkeyPatch) -> None:
     original = BlockManager.publish_computed
 
@@ -309,6 +313,7 @@ def schedules(number: int, **options: Any) -> Iterator[Schedule]:
 
 QUIET: dict[str, Any] = {}
 SLOW_READS = {"faults": Faults(read_seconds=0.1)}
+DAMAGE = {"faults": Faults(damage=0.1)}
 BAD_READS = {"faults": Faults(read_error=0.2, read_stuck=0.1, disconnect_seconds=1.0)}
 LATE_READS = {"faults": Faults(read_late=0.3, disconnect_seconds=2.0), "shape": LITTLE_MEMORY, "num_requests": 16}
 ABORTS = {"faults": Faults(abort=0.5, max_delay=0.1)}
@@ -336,6 +341,7 @@ FALSE_STARTS = {"faults": Faults(kills=3, read_error=0.2, rounding=True, step_se
         (published_before_verified, SLOW_READS),
         (published_before_computed, QUIET),
         (partial_block_published, INTERRUPTED),
+        (digests_unchecked, DAMAGE),
         (no_quarantine, BAD_READS),
         (quarantine_ends_with_the_deadline, LATE_READS),
         (offered_before_the_step_completed, QUIET),

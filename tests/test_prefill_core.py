@@ -21,7 +21,7 @@ from splitserve.messages import (
     StepTokens,
     Withdrawn,
 )
-from splitserve.prefill.effects import Effect, Serve
+from splitserve.prefill.effects import Effect, Incident, Serve
 from splitserve.request import Party, RequestKey, Role
 from splitserve.step import StepPlan
 
@@ -66,6 +66,21 @@ class TestPrefill:
         assert prefill.core.state.blocks.pool.count(BlockState.REFERENCED) == 3
         effects = prefill.hear(DECODE, Release(KEY, True))
         assert sent(effects, RequestFailed) == []
+        prefill.assert_idle()
+
+    def test_a_mismatch_drops_the_prefix_cache(self, prefill: Worker) -> None:
+        self.finish(prefill)
+        prefill.hear(DECODE, Release(KEY, True))
+        assert prefill.core.load().blocks_cached == 2
+        other = RequestKey("r1")
+        prefill.hear(DECODE, grant(other))
+        prefill.hear(ROUTER, prefill_request(other))
+        for _ in range(2):
+            plan = prefill.plan()
+            if plan is not None:
+                prefill.commit(plan)
+        assert of(prefill.hear(DECODE, Release(other, False, mismatch=True)), Incident)
+        assert prefill.core.load().blocks_cached == 0
         prefill.assert_idle()
 
     def test_a_release_by_somebody_else_changes_nothing(self, prefill: Worker) -> None:

@@ -28,6 +28,7 @@ LEASES_EXPIRE = Faults(partitions=2, read_seconds=1.0)
 HALF_OPEN = Faults(mutes=1, partition_seconds=100.0)
 DEATHS = Faults(kills=3, freezes=1, step_seconds=0.1)
 DRAINS = Faults(drains=3, step_seconds=0.1)
+DAMAGE = Faults(damage=0.1)
 OTHER_ROUNDING = Faults(kills=3, read_error=0.2, rounding=True, step_seconds=0.1)
 EVERYTHING = Faults(
     drop=0.1, duplicate=0.1, max_delay=0.3, read_error=0.1, read_stuck=0.1, abort=0.3, step_error=0.03, partitions=1,
@@ -76,6 +77,7 @@ def test_a_half_open_prefill_worker_costs_a_rung_and_no_request(seed: int, prefi
         (DEATHS, {}),
         (DEATHS, SHORT_LEASES),
         (DRAINS, {}),
+        (DAMAGE, {}),
         (OTHER_ROUNDING, {}),
         (EVERYTHING, {}),
         (EVERYTHING, SHORT_LEASES),
@@ -87,6 +89,14 @@ def test_a_half_open_prefill_worker_costs_a_rung_and_no_request(seed: int, prefi
 def test_every_schedule_ends_well(faults: Faults, protocol: dict[str, float], seed: int, shape: Shape) -> None:
     """``run_schedule`` checks that no request fails without need; see ``SimRouter.check_end``."""
     run_schedule(Schedule(seed=seed, faults=faults, shape=shape, protocol=protocol))
+
+
+def test_damaged_blocks_are_noticed_counted_and_never_used() -> None:
+    sims = [run_schedule(Schedule(seed=seed, faults=DAMAGE, shape=TWO_EACH)) for seed in range(20)]
+    counters = [worker.core.load() for sim in sims for worker in sim.workers.values()]
+    assert sum(load.kv_mismatches for load in counters) > 10
+    assert sum(load.handovers for load in counters) > 10
+    assert any("differs from what was offered" in line for sim in sims for line in sim.trace)
 
 
 some = st.integers(0, 3)
@@ -115,6 +125,7 @@ some = st.integers(0, 3)
         drains=some,
         partition_seconds=st.floats(0.1, 12.0),
         rounding=st.booleans(),
+        damage=st.floats(0, 0.3),
     ),
 )
 @settings(parent=bounded, max_examples=400)

@@ -38,6 +38,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``kv_memory_bytes`` 0 and ``max_model_len`` 0 mean: decide at start. ``max_num_batched_tokens`` bounds the tokens of
     one step. ``tail_chunk_tokens`` keeps the last chunk of a prompt that is handed over small, so that little is
     left to move once the first token is out. ``threads`` 0 means: all cores of the process's affinity mask.
+    With ``verify_kv`` blocks that are handed over carry digests, which decode compares with what landed: a pass over
+    the data on both sides.
     """
 
     model: str
@@ -52,6 +54,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 64
     tail_chunk_tokens: int = 64
     enable_prefix_caching: bool = True
+    verify_kv: bool = False
     threads: int = 0
     seed: int = 0
 

@@ -42,12 +42,14 @@ class ReadResult:
 
     ``generations[i]`` is the remote block's generation, read after all data had landed. ``error`` is None on success;
     after an error nothing is known of the local blocks' content. ``seconds`` is what the read took, for metrics.
+    ``digests[i]`` is of the bytes that landed in the local block, empty unless they are to be verified.
     """
 
     read_id: int
     error: str | None
     generations: Sequence[int] = ()
     seconds: float = 0.0
+    digests: Sequence[bytes] = ()
 
 
 class SourceState(Enum):
@@ -235,6 +237,7 @@ class SinkHandover:
         self.state = SinkState.REQUESTED
         self.failure = ""
         self.read_was_overdue = False
+        self.mismatches: list[str] = []
         self.first_tokens: list[int] = []
         self.statistics = SinkStatistics()
         self.first_block = num_cached_tokens // block_size
@@ -289,6 +292,8 @@ class SinkHandover:
         if list(result.generations) != offered:
             moved = sum(a != b for a, b in zip(offered, result.generations, strict=False))
             self.fail(f"{moved} of {len(offered)} blocks changed while they were read")
+            return
+        if any(result.digests) and not self._digests_agree(read, result.digests):
             return
         for index in range(read.first_index, read.first_index + len(read.remote)):
             self._is_verified[index] = True
@@ -380,6 +385,17 @@ class SinkHandover:
         if known != offer.blocks[: len(known)]:
             return "it contradicts an earlier one"
         return None
+
+    def _digests_agree(self, read: ReadInFlight, digests: Sequence[bytes]) -> bool:
+        """Whether the bytes that landed are those that were offered; fails the hand-over if not."""
+        if not all(block.digest for block in read.remote):
+            self.fail("prefill's offers have no digests to verify: start it with --verify-kv, too")
+            return False
+        pairs = zip(read.remote, read.local_blocks, digests, strict=True)
+        self.mismatches = [f"{block.block_id} -> {local}" for block, local, found in pairs if block.digest != found]
+        if self.mismatches:
+            self.fail(f"{len(self.mismatches)} of {len(digests)} blocks arrived with other bytes than were offered")
+        return not self.mismatches
 
     def _fail_if_overdue(self, now: float) -> bool:
         if any(now >= read.deadline for read in self._reads.values()):

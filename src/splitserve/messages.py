@@ -27,6 +27,7 @@ TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 Size: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+Digest: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=16)]
 Unsigned: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]  # up to 2**64 - 1, by msgpack's own bound
 
 
@@ -96,6 +97,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     resident_bytes: Count = 0
     requests_tracked: Count = 0
     peers_ready: Count = 0
+    kv_mismatches: Count = 0
 
 
 class Register(Message, frozen=True):
@@ -278,8 +280,11 @@ class Grant(Message, frozen=True):
 
 
 class OfferedBlock(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """``digest`` is of the block's bytes, empty unless they are to be verified (``--verify-kv``)."""
+
     block_id: Count
     generation: Unsigned
+    digest: Digest = b""
 
 
 class Offer(Message, frozen=True):
@@ -307,10 +312,14 @@ class OfferAck(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """Decode needs the blocks no more: read and verified (``complete``), or given up."""
+    """Decode needs the blocks no more: read and verified (``complete``), or given up.
+
+    ``mismatch``: what arrived wasn't what was offered; the sender's memory may be to blame.
+    """
 
     key: RequestKey
     complete: bool
+    mismatch: bool = False
 
 
 class Withdrawn(Message, frozen=True):
