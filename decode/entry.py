@@ -13,10 +13,12 @@ import msgspec
 import psutil
 import torch
 
-from splitserve.config import WorkerConfig
+from splitserve.config import EngineConfig, WorkerConfig
 from splitserve.decode.build import build_core
+from splitserve.decode.gpu_memory import free_kv_bytes
 from splitserve.decode.memory_plan import MemoryPlan, plan_kv_memory
-from splitserve.errors import HandshakeError
+from splitserve.errors import ConfigError, HandshakeError
+from splitserve.kernels.registry import select_kernels
 from splitserve.kvconnector.digest import digests_of, first_digests_of, no_digests
 from splitserve.kvconnector.layout import block_bytes
 from splitserve.kvconnector.memory import KVMemory
@@ -24,10 +26,11 @@ from splitserve.kvconnector.nixl import NixlConnector
 from splitserve.messages import LayoutRecord, WorkerInfo
 from splitserve.models.checkpoint import weights_version
 from splitserve.models.config import ModelConfig, load_model_config
+from splitserve.models.cuda_runner import CudaRunner
 from splitserve.models.decoder import DecoderModel
 from splitserve.models.loader import load_model, resolve_dtype
 from splitserve.models.runner import ModelRunner
-from splitserve.prefill.executor import StepExecutor
+from splitserve.prefill.executor import Executor, OverlappedExecutor, StepExecutor
 from splitserve.prefill.loop import Waker, WorkerLoop
 from splitserve.prefill.sockets import WorkerSockets
 from splitserve.request import Party, Role
@@ -35,6 +38,9 @@ from splitserve.security import check_exposure, is_loopback
 from splitserve.step import SampleSpec, ScheduledChunk, StepPlan
 
 logger = logging.getLogger(__name__)
+
+GPU_BLOCK_SIZE = 64
+CPU_BLOCK_SIZE = 16
 
 Progress = Callable[[str, dict[str, str]], None]
 
@@ -63,27 +69,65 @@ def run_worker(config: WorkerConfig, progress: Progress) -> None:
     threads = config.engine.threads or _num_usable_cores()
     torch.set_num_threads(threads)
     model_config = load_model_config(config.engine.model)
-    model, layout = _load(config, model_config, progress)
+    device = _device(config.engine.device)
+    engine = _engine_on(device, config.engine)
+    config = msgspec.structs.replace(config, engine=engine)
+    model, layout = _load(config, model_config, device, progress)
+    if device.type == "cuda" and not engine.kv_memory_bytes:
+        engine = msgspec.structs.replace(engine, kv_memory_bytes=free_kv_bytes(model, layout, engine))
     plan = plan_kv_memory(
-        config.engine,
+        engine,
         block_bytes=block_bytes(layout),
         max_position_embeddings=model_config.max_position_embeddings,
         available_bytes=psutil.virtual_memory().available,
     )
-    memory = KVMemory(layout, plan.num_blocks)
-    runner = ModelRunner(model, memory.blocks)
+    memory = KVMemory(layout, plan.num_blocks, device)
+    runner = _make_runner(model, memory, plan.max_model_len, engine)
     _warm_up(runner)
     progress("kv_memory", _describe_memory(memory, plan))
     served = _Served(memory, runner, plan.max_model_len, model_config.vocab_size)
     _serve(config, served, threads, progress)
 
 
-def _load(config: WorkerConfig, model_config: ModelConfig, progress: Progress) -> tuple[DecoderModel, LayoutRecord]:
+def _device(wanted: str) -> torch.device:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device is cuda, but PyTorch finds no CUDA device; use --device cpu or auto")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _engine_on(device: torch.device, engine: EngineConfig) -> EngineConfig:
+    """The settings that depend on the device, decided."""
+    block_size = GPU_BLOCK_SIZE if device.type == "cuda" else CPU_BLOCK_SIZE
+    return msgspec.structs.replace(engine, block_size=engine.block_size or block_size)
+
+
+def _make_runner(model: DecoderModel, memory: KVMemory, max_model_len: int, engine: EngineConfig) -> ModelRunner:
+    if model.device.type != "cuda":
+        return ModelRunner(model, memory.blocks)
+    runner = CudaRunner(model, memory.blocks, max_num_seqs=engine.max_num_seqs, max_model_len=max_model_len)
+    if not engine.enforce_eager:
+        logger.info("CUDA graphs captured in %.1f s", runner.capture())
+    return runner
+
+
+def _load(
+    config: WorkerConfig, model_config: ModelConfig, device: torch.device, progress: Progress
+) -> tuple[DecoderModel, LayoutRecord]:
     engine = config.engine
     started = time.monotonic()
-    device = torch.device("cpu" if engine.device == "auto" else engine.device)
     dtype = resolve_dtype(engine.dtype, model_config, device)
-    model = load_model(engine.model, model_config, dtype=dtype, device=device, load_format=engine.load_format)
+    backend = engine.attention_backend
+    overrides = {} if backend == "auto" else {"make_attention": backend}
+    try:
+        kernels = select_kernels(device, dtype, overrides, model_config.head_dim)
+    except ValueError as error:
+        raise ConfigError(f"--attention-backend {backend}: {error}") from error
+    logger.info("kernels: %s", ", ".join(f"{name} {choice}" for name, choice in kernels.backends.items()))
+    model = load_model(
+        engine.model, model_config, dtype=dtype, device=device, load_format=engine.load_format, kernels=kernels
+    )
     layout = LayoutRecord(
         model=engine.served_model_name or Path(engine.model).resolve().name,
         weights_version=weights_version(engine.model, engine.load_format),
@@ -143,7 +187,11 @@ def _serve(config: WorkerConfig, served: _Served, threads: int, progress: Progre
         max_model_len=served.max_model_len,
         vocab_size=served.vocab_size,
     )
-    executor = StepExecutor(served.runner, waker.wake)
+    executor: Executor
+    if isinstance(served.runner, CudaRunner):
+        executor = OverlappedExecutor(served.runner, waker.wake)
+    else:
+        executor = StepExecutor(served.runner, waker.wake)
     loop = WorkerLoop(config, core, connector, executor, sockets=sockets, waker=waker, info=info)
     signal.signal(signal.SIGTERM, lambda *_: loop.drain())
     signal.signal(signal.SIGINT, lambda *_: loop.stop())

@@ -32,21 +32,25 @@ class DecodeScheduler:
             self.prefill.remove(sequence)
 
     def plan(self, budget: int) -> list[Planned]:
-        """One step of at most ``budget`` tokens."""
+        """One step of at most ``budget`` tokens. A sequence whose last token a launched step draws is left out."""
         planned: list[Planned] = []
         index = 0
-        while index < min(len(self.running), self._max_num_seqs, budget):
+        while index < len(self.running) and len(planned) < min(self._max_num_seqs, budget):
             sequence = self.running[index]
-            if not self._make_room(sequence):
-                break  # it was itself the newest: everybody before it is planned
-            planned.append(Planned(sequence, sequence.chunk(1, self._blocks.block_size)))
             index += 1
+            if sequence.in_step and not sequence.may_go_on:
+                continue
+            if not self._make_room(sequence):
+                break  # it was itself the newest, or that one is in a step: everybody before it is planned
+            planned.append(Planned(sequence, sequence.chunk(1, self._blocks.block_size)))
         planned += self.prefill.plan(budget - len(planned), num_running=len(self.running))
         return planned
 
     def _make_room(self, sequence: Sequence) -> bool:
         while not self._blocks.grow(sequence):
             newest = self.running[-1]
+            if newest.in_step:
+                return False
             self._preempt(newest)
             if newest is sequence:
                 return False

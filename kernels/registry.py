@@ -23,6 +23,7 @@ class Target:
 
     device: torch.device
     dtype: torch.dtype
+    head_dim: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,8 @@ def _flashinfer_missing(target: Target) -> str | None:
         return f"it runs on CUDA devices, not on {target.device.type}"
     if target.dtype not in (torch.bfloat16, torch.float16):
         return f"it takes bfloat16 and float16, not {target.dtype}"
+    if target.head_dim not in (None, 64, 128, 256):
+        return f"it has no kernel for head_dim {target.head_dim}"
     if importlib.util.find_spec("flashinfer") is None:
         return "the package flashinfer isn't installed; pip install 'splitserve[gpu]'"
     return _triton_missing(target)
@@ -81,6 +84,7 @@ _CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
         Candidate("reference", _always, lambda: linear.PlainLinear),
     ),
     "make_attention": (
+        Candidate("hybrid", _flashinfer_missing, _load("hybrid_attention", "HybridPagedAttention")),
         Candidate("flashinfer", _flashinfer_missing, _load("flashinfer_attention", "FlashInferPagedAttention")),
         _triton("triton_attention", "TritonPagedAttention"),
         Candidate("reference", _always, lambda: attention.ReferencePagedAttention),
@@ -90,14 +94,16 @@ _CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
 OPERATIONS = tuple(_CANDIDATES)
 
 
-def select_kernels(device: torch.device, dtype: torch.dtype, overrides: Mapping[str, str] | None = None) -> Kernels:
-    """The best backend of each operation for ``device`` and ``dtype``.
+def select_kernels(
+    device: torch.device, dtype: torch.dtype, overrides: Mapping[str, str] | None = None, head_dim: int | None = None
+) -> Kernels:
+    """The best backend of each operation for ``device``, ``dtype`` and ``head_dim`` (None: any).
 
     ``overrides`` maps an operation of :data:`OPERATIONS` to the backend that must run it. Raises ValueError that says
     what is wrong with an override: an unknown name, or why that backend can't run here.
     """
     overrides = overrides or {}
-    target = Target(device, dtype)
+    target = Target(device, dtype, head_dim)
     for operation in overrides:
         if operation not in _CANDIDATES:
             raise ValueError(f"unknown operation {operation!r}; there are {', '.join(OPERATIONS)}")

@@ -18,22 +18,35 @@ class KVMemory:
 
     ``blocks``: ``[num_blocks, layer, kv_head, 2, token, head_dim]``; ``generations``: uint64 ``[num_blocks]``, on
     the host.
+    ``device``: where the blocks are; generations are on the host always.
     CPU memory asks for huge pages: a peer's copy walks pages, and with 4 KiB ones the walk costs as much as the copy.
     """
 
-    def __init__(self, layout: LayoutRecord, num_blocks: int) -> None:
+    def __init__(self, layout: LayoutRecord, num_blocks: int, device: torch.device | None = None) -> None:
         if num_blocks < 1:
             raise ConfigError(f"KV memory is smaller than one block of {block_bytes(layout)} bytes; raise --kv-memory")
         self.layout = layout
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes(layout)
-        self._buffer = _anonymous_memory(num_blocks * self.block_bytes)
-        flat = torch.frombuffer(self._buffer, dtype=torch.uint8)
+        if device is None or device.type == "cpu":
+            flat = torch.frombuffer(_anonymous_memory(num_blocks * self.block_bytes), dtype=torch.uint8)
+        else:
+            flat = torch.empty(num_blocks * self.block_bytes, dtype=torch.uint8, device=device)
         flat.zero_()  # first touch: pages are ours before a peer or a step needs them
         self.blocks = flat.view(TORCH_DTYPES[layout.dtype]).view(num_blocks, *block_shape(layout))
         self.generations: npt.NDArray[np.uint64] = np.frombuffer(
             _anonymous_memory(num_blocks * 8), dtype=np.uint64, count=num_blocks
         )
+
+    @property
+    def blocks_kind(self) -> str:
+        """NIXL's name of the memory that holds the blocks."""
+        return "VRAM" if self.blocks.is_cuda else "DRAM"
+
+    @property
+    def device_index(self) -> int:
+        """Of the GPU that holds the blocks; 0 on the host."""
+        return self.blocks.device.index or 0
 
     @property
     def blocks_address(self) -> int:

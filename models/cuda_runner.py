@@ -120,12 +120,16 @@ class CudaRunner(ModelRunner):
         return self.model.forward(batch, self._kv_layers, self._attention)
 
     def _previous_row(self, chunk: ScheduledChunk) -> int:
-        return _NO_ROW if chunk.previous_chunk is None else self._row_of_chunk[chunk.previous_chunk]
+        """Where the token that ``chunk`` continues stands. After a failed launch any will do: its sequences end."""
+        if chunk.previous_chunk is None:
+            return _NO_ROW
+        return self._row_of_chunk.get(chunk.previous_chunk, 0)
 
     def _forward_batch(self, inputs: Tensor, rows: Tensor | None, plan: AttentionPlan) -> ForwardBatch:
         """``inputs`` [4, T] on the device, as in :class:`_DecodeGraph`."""
         token_ids, positions, blocks, previous = inputs.unbind(0)
-        token_ids = torch.where(previous >= 0, self._drawn[previous.clamp(min=0)], token_ids)
+        drawn = self._drawn[previous.clamp(min=0)].clamp(min=0)  # -1 where the logits weren't finite
+        token_ids = torch.where(previous >= 0, drawn, token_ids)
         slots = self._shape.slots(blocks, positions % self.block_size)
         return ForwardBatch(token_ids, positions, slots, rows, plan)
 

@@ -59,7 +59,7 @@ def load_model(
     files that can't be read.
     """
     if kernels is None:
-        kernels = select_kernels(device, dtype)
+        kernels = select_kernels(device, dtype, head_dim=config.head_dim)
     source: _Source
     if load_format == "dummy":
         source = _DummySource(expected_shapes(config), dtype, device)

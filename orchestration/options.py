@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from splitserve.config import DEVICES, DTYPES, EngineConfig, RouterConfig
+from splitserve.config import ATTENTION_BACKENDS, DEVICES, DTYPES, EngineConfig, RouterConfig
 from splitserve.errors import ConfigError
 from splitserve.orchestration.process import SECRET_VARIABLES
 from splitserve.orchestration.sizes import parse_bytes
@@ -74,7 +74,24 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--dtype", field="dtype", choices=DTYPES, help="of weights and KV; auto: the checkpoint's")
     add("--device", field="device", choices=DEVICES, help="auto: CUDA where there is one")
     add("--load-format", field="load_format", choices=("auto", "dummy"), help="dummy: random weights, for measuring")
-    add("--block-size", field="block_size", type=int, metavar="TOKENS", help="tokens per KV block")
+    add(
+        "--block-size",
+        field="block_size",
+        type=int,
+        metavar="TOKENS",
+        help="tokens per KV block; 0: 64 on a GPU, 16 on CPU",
+    )
+    add(
+        "--attention-backend", field="attention_backend", choices=ATTENTION_BACKENDS, help="auto: the best that can run"
+    )
+    add("--enforce-eager", field="enforce_eager", action="store_true", help="no CUDA graphs")
+    add(
+        "--gpu-memory-utilization",
+        field="gpu_memory_utilization",
+        type=float,
+        metavar="SHARE",
+        help="of a GPU's memory that a worker takes in all, unless --kv-memory is given",
+    )
     add(
         "--kv-memory",
         "--kv-cache-memory-bytes",

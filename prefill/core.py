@@ -3,6 +3,7 @@
 No I/O, no clock, no torch: the loop (:mod:`splitserve.prefill.loop`) and the fault simulator drive the same object.
 """
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -27,7 +28,7 @@ from splitserve.prefill.scheduler import Planned, PrefillScheduler
 from splitserve.prefill.sequence import Sequence
 from splitserve.prefill.source import DRAINING_REASON, SourceSide
 from splitserve.request import FinishReason, Party
-from splitserve.step import StepOutput, StepPlan
+from splitserve.step import MAX_STEPS_UNDER_WAY, StepOutput, StepPlan
 
 Handler = Callable[[Any, Party, float], None]
 
@@ -50,7 +51,7 @@ class PrefillCore:
         self.source = source
         self._scheduler = scheduler
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._step: list[Planned] = []
+        self._steps: deque[list[Planned]] = deque()  # launched, oldest first
         self.has_news = False  # membership should hear of it before the next heartbeat is due
         self._handlers: dict[type, Handler] = {
             PrefillRequest: self._on_prefill_request,
@@ -96,15 +97,16 @@ class PrefillCore:
             num_prompt_tokens=len(request.token_ids),
             sampling=request.sampling,
             deadline=now + min(request.deadline_seconds, self.state.protocol.request_deadline_seconds),
+            max_length=self.state.max_model_len,
         )
         if self.state.is_draining:
             self.state.fail(sequence, FailureCode.OVERLOADED, DRAINING_REASON)
             self.state.bury(request.key, DRAINING_REASON, now)
             return None
         if len(self.state.sequences) >= self.state.protocol.max_requests:
-            problem = f"{len(self.state.sequences)} requests are here already"
-            self.state.fail(sequence, FailureCode.OVERLOADED, problem)
-            self.state.bury(request.key, problem, now)
+            crowded = f"{len(self.state.sequences)} requests are here already"
+            self.state.fail(sequence, FailureCode.OVERLOADED, crowded)
+            self.state.bury(request.key, crowded, now)
             return None
         problem = self.state.why_impossible(sequence)
         if problem:
@@ -121,31 +123,30 @@ class PrefillCore:
     @property
     def is_idle(self) -> bool:
         """Nothing is under way: no request, no hand-over, no step. Reads that were given up don't count."""
-        return not (self.state.sequences or self.source.num_live or self._step)
+        return not (self.state.sequences or self.source.num_live or self._steps)
 
     # ---- steps ----
 
     def plan_step(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can run. The caller launches it and calls :meth:`commit_step` or
-        :meth:`fail_step`."""
-        assert not self._step, "the last step isn't committed"
+        :meth:`fail_step`, in the order of the plans. One step may be planned while another is under way."""
+        assert len(self._steps) < MAX_STEPS_UNDER_WAY, "a third step before the first one is committed"
         self._before_plan(now)
-        self._step = self._scheduler.plan(self._max_num_batched_tokens)
-        if not self._step:
+        step = self._scheduler.plan(self._max_num_batched_tokens)
+        if not step:
             return None
-        for planned in self._step:
-            planned.sequence.in_step = True
-        return StepPlan([planned.chunk for planned in self._step])
+        for index, planned in enumerate(step):
+            planned.sequence.on_launched(planned.chunk, index)
+        self._steps.append(step)
+        return StepPlan([planned.chunk for planned in step])
 
     def commit_step(self, output: StepOutput, now: float) -> None:
         """The step has completed on the device: its KV is written, its tokens are drawn."""
-        step, self._step = self._step, []
+        step = self._steps.popleft()
         self.state.counters.steps += 1
         for planned, token_id in zip(step, output.token_ids, strict=True):
             sequence = planned.sequence
-            sequence.in_step = False
-            if sequence.dropped:
-                self.state.blocks.give_back(sequence)
+            self._complete(planned)
             if sequence.ended:
                 continue
             self._count_tokens(planned)
@@ -158,15 +159,19 @@ class PrefillCore:
 
     def fail_step(self, error: str, now: float) -> None:
         """The step failed: its requests end with its error. Nothing it wrote was published."""
-        step, self._step = self._step, []
-        for planned in step:
+        for planned in self._steps.popleft():
             sequence = planned.sequence
-            sequence.in_step = False
-            if sequence.dropped:
-                self.state.blocks.give_back(sequence)
+            self._complete(planned)
             if not sequence.ended:
                 self.state.fail(sequence, FailureCode.INTERNAL, error)
                 self._end(sequence, error, now, attempt_over=False)
+
+    def _complete(self, planned: Planned) -> None:
+        """The step no longer touches the sequence's blocks."""
+        sequence = planned.sequence
+        sequence.on_completed(planned.chunk)
+        if sequence.dropped and not sequence.in_step:
+            self.state.blocks.give_back(sequence)
 
     def _on_token(self, sequence: Sequence, token_id: int, now: float) -> None:
         """A token was drawn: deliver it, and end the request or hand it on."""
@@ -269,5 +274,9 @@ class PrefillCore:
         :meth:`BlockPool.check_invariants`."""
         pool = self.state.blocks.pool
         pool.check_invariants()
-        held = [b for s in {*self.state.sequences.values(), *(p.sequence for p in self._step)} for b in s.block_ids]
+        held = [
+            b
+            for s in {*self.state.sequences.values(), *(p.sequence for step in self._steps for p in step)}
+            for b in s.block_ids
+        ]
         assert pool.total_references() == len(held), "references that no sequence explains"

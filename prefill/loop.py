@@ -13,7 +13,7 @@ from splitserve.messages import Draining, Envelope, Heartbeat, Leave, Register, 
 from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.drain import Drain
 from splitserve.prefill.effects import Connect, Dial, Disconnect, Effect, HangUp, Incident, Send, Serve, StartRead
-from splitserve.prefill.executor import StepExecutor
+from splitserve.prefill.executor import Executor
 from splitserve.prefill.sockets import WorkerSockets
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class WorkerLoop:
         config: WorkerConfig,
         core: PrefillCore,
         connector: KVConnector,
-        executor: StepExecutor,
+        executor: Executor,
         *,
         sockets: WorkerSockets,
         waker: Waker,
@@ -139,7 +139,7 @@ class WorkerLoop:
             self._on_membership(envelope)
         for event in self._connector.events():
             self._core.handle_connector_event(event, now)
-        self._take_result(now)
+        self._take_results(now)
         self._core.tick(now)
         self._perform(self._core.take_effects())  # tokens leave before the next step is planned
         self._launch(now)
@@ -169,19 +169,20 @@ class WorkerLoop:
             log_level = logging.WARNING if left else logging.INFO
             logger.log(log_level, "drained: %s, %d requests left; leaving", self._drain.reason, left)
 
-    def _take_result(self, now: float) -> None:
-        result = self._executor.result()
-        if isinstance(result, Exception):
-            logger.error("a step failed", exc_info=result)
-            self._core.fail_step(f"{type(result).__name__}: {result}", now)
-        elif result is not None:
-            self._core.commit_step(result, now)
+    def _take_results(self, now: float) -> None:
+        while (result := self._executor.result()) is not None:
+            if isinstance(result, Exception):
+                logger.error("a step failed", exc_info=result)
+                self._core.fail_step(f"{type(result).__name__}: {result}", now)
+            else:
+                self._core.commit_step(result, now)
 
     def _launch(self, now: float) -> None:
-        if not self._executor.is_busy:
+        while self._executor.has_room:
             plan = self._core.plan_step(now)
-            if plan is not None:
-                self._executor.launch(plan)
+            if plan is None:
+                return
+            self._executor.launch(plan)
 
     def _perform(self, effects: list[Effect]) -> None:
         for effect in effects:

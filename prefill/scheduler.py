@@ -63,13 +63,13 @@ class PrefillScheduler:
 
     def chunk_tokens(self, sequence: Sequence, budget: int) -> int:
         """Length of the sequence's next chunk. A chunk that isn't the last ends on a block's edge if it can."""
-        remaining, block_size = sequence.num_remaining, self._blocks.block_size
+        remaining, block_size = sequence.num_unplanned, self._blocks.block_size
         tail = self._tail_chunk_tokens
         wanted = remaining
         if tail and remaining >= TAIL_SPLIT_FACTOR * tail:
             wanted = remaining - tail
         if wanted == remaining and remaining <= budget:
             return remaining
-        end = sequence.num_computed + min(wanted, budget)
-        aligned = end // block_size * block_size - sequence.num_computed
+        start = sequence.num_computed + sequence.num_launched
+        aligned = (start + min(wanted, budget)) // block_size * block_size - start
         return aligned if aligned > 0 else min(wanted, budget)

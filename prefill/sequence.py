@@ -6,7 +6,7 @@ from splitserve.block_hash import extend_hashes
 from splitserve.kvconnector.block_pool import BlockPool
 from splitserve.kvconnector.layout import num_blocks_for
 from splitserve.request import Party, RequestKey, SamplingParams
-from splitserve.step import SampleSpec, ScheduledChunk
+from splitserve.step import UNKNOWN_TOKEN, SampleSpec, ScheduledChunk
 
 
 @dataclass(slots=True, eq=False)
@@ -16,7 +16,9 @@ class Sequence:
 
     ``deadline`` is on the worker's own clock. ``num_cached_tokens`` is the prefix hit at the first admission, for
     usage.
-    ``in_step`` is set while a launched step touches the blocks: they can't be given back before it has completed.
+    ``in_step`` counts the launched steps that touch the blocks: they can't be given back before those have completed.
+    ``num_launched`` tokens beyond ``num_computed`` are theirs; ``drawing_chunk`` is the chunk of the last launched step
+    that draws the token after them, if one does. ``max_length`` bounds prompt and output.
     ``ended``: no more tokens, though an offer may still hold the blocks. ``dropped``: nobody needs the blocks any more.
     """
 
@@ -33,7 +35,10 @@ class Sequence:
     num_published: int = 0
     num_cached_tokens: int = 0
     was_admitted: bool = False
-    in_step: bool = False
+    in_step: int = 0
+    num_launched: int = 0
+    drawing_chunk: int | None = None
+    max_length: int = 2**31
     ended: bool = False
     dropped: bool = False
 
@@ -43,14 +48,29 @@ class Sequence:
         return len(self.token_ids) - self.num_computed
 
     @property
+    def num_unplanned(self) -> int:
+        """Known tokens that no launched step computes, either."""
+        return self.num_remaining - self.num_launched
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the token that a launched step draws can be followed by another, as far as lengths tell."""
+        return self.num_output_tokens + 1 < self.sampling.max_tokens and len(self.token_ids) + 1 < self.max_length
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
     def chunk(self, num_tokens: int, block_size: int) -> ScheduledChunk:
-        """The next ``num_tokens`` known tokens as a chunk; it draws a token if it reaches the last known one."""
-        start, end = self.num_computed, self.num_computed + num_tokens
+        """The next ``num_tokens`` known tokens as a chunk; it draws a token if it reaches the last known one.
+
+        Where a launched step is about to draw one more, that one is the next.
+        """
+        start = self.num_computed + self.num_launched
+        end = start + num_tokens
+        is_unknown = self.drawing_chunk is not None
         sample = None
-        if end == len(self.token_ids):
+        if end == len(self.token_ids) + is_unknown:
             sampling = self.sampling
             sample = SampleSpec(
                 temperature=sampling.temperature,
@@ -61,11 +81,25 @@ class Sequence:
                 position=end,
             )
         return ScheduledChunk(
-            token_ids=self.token_ids[start:end],
+            token_ids=[UNKNOWN_TOKEN] if is_unknown else self.token_ids[start:end],
             start=start,
             block_ids=self.block_ids[: num_blocks_for(end, block_size)],
             sample=sample,
+            previous_chunk=self.drawing_chunk,
         )
+
+    def on_launched(self, chunk: ScheduledChunk, index: int) -> None:
+        """A step has been planned whose chunk number ``index`` is this sequence's ``chunk``."""
+        self.in_step += 1
+        self.num_launched += len(chunk.token_ids)
+        self.drawing_chunk = None if chunk.sample is None else index
+
+    def on_completed(self, chunk: ScheduledChunk) -> None:
+        """The step with ``chunk`` is over."""
+        self.in_step -= 1
+        self.num_launched -= len(chunk.token_ids)
+        if not self.in_step:
+            self.drawing_chunk = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +136,7 @@ class BlockManager:
 
     def grow(self, sequence: Sequence) -> bool:
         """Make room for one more token. False if no block is available."""
-        if len(sequence.block_ids) * self.block_size > sequence.num_computed:
+        if len(sequence.block_ids) * self.block_size > sequence.num_computed + sequence.num_launched:
             return True
         fresh = self.pool.allocate(1, after=sequence.block_ids[-1])
         if fresh is None:

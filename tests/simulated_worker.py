@@ -1,5 +1,6 @@
 """One worker of the simulator: its production core, its memory, its device; the loop's part is played here."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -51,7 +52,8 @@ class SimWorker:
         )
         self.drain_clock = Drain(sim.protocol.drain_seconds)
         self.reader = SimReader(sim, self, self.on_connector_event)
-        self.num_steps = 0  # launched and not over
+        # Launched and not over, oldest first: blocks touched, tokens drawn, whether it fails.
+        self.steps: deque[tuple[dict[int, int], list[int | None], bool]] = deque()
         self.max_steps = 1 + self.party.incarnation % 2  # every other worker overlaps two steps, as on a GPU
         self.device_free_at = 0.0
         self.last_drawn: list[int | None] = []  # by the step launched last, once it has drawn
@@ -98,7 +100,7 @@ class SimWorker:
         """What the engine loop does after every event."""
         self.core.tick(self.clock)
         self.perform()
-        while self.num_steps < self.max_steps:
+        while len(self.steps) < self.max_steps:
             plan = self.core.plan_step(self.clock)
             if plan is not None:
                 self.launch(plan)
@@ -164,16 +166,16 @@ class SimWorker:
     def launch(self, plan: StepPlan) -> None:
         """The step's KV is written at some moment before the step is over; a step that fails may write anything."""
         random = self.sim.random
-        self.num_steps += 1
         taken = self.stamp([block_id for chunk in plan.chunks for block_id in chunk.block_ids])
         fails = random.random() < self.sim.faults.step_error
         seconds = random.uniform(0.001, self.sim.faults.step_seconds)
         drawn: list[int | None] = []
+        self.steps.append((taken, drawn, fails))
         previous, self.last_drawn = self.last_drawn, drawn
         wait = max(0.0, self.device_free_at - self.sim.now)
         self.device_free_at = self.sim.now + wait + seconds
         self.sim.after(wait + seconds * random.random(), lambda: self.compute(plan, taken, drawn, fails, previous))
-        self.sim.after(wait + seconds, lambda: self.finish_step(taken, drawn, fails))
+        self.sim.after(wait + seconds, self.finish_step)
 
     def compute(
         self,
@@ -203,11 +205,12 @@ class SimWorker:
         rounding = (self.party.incarnation,) if self.sim.faults.rounding else ()
         return None if sample is None else mix(*kv, sample.seed, sample.position, *rounding) % VOCAB
 
-    def finish_step(self, taken: dict[int, int], drawn: list[int | None], fails: bool) -> None:
-        if not self.can_run(lambda: self.finish_step(taken, drawn, fails)):
+    def finish_step(self) -> None:
+        """The oldest one: after a freeze, all that are over are heard of in their order."""
+        if not self.can_run(self.finish_step):
             return
+        taken, drawn, fails = self.steps.popleft()
         self.assert_kept(taken, "a step")
-        self.num_steps -= 1
         if fails:
             self.core.fail_step("planted step error", self.clock)
         else:

@@ -89,7 +89,7 @@ def test_threads_can_be_chosen() -> None:
         (["--decode", "2"], "no prefill worker.*--prefill N"),
         (["--prefill", "-1", "--decode", "1"], "num_prefill is -1"),
         (["--mixed", "1", "--port", "70000"], "port is 70000"),
-        (["--mixed", "1", "--block-size", "0"], "block_size is 0"),
+        (["--mixed", "1", "--block-size", "-1"], "block_size is -1"),
         (["--mixed", "1", "--max-batched-tokens", "4"], r"max_num_batched_tokens \(4\)"),
     ],
 )

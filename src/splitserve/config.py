@@ -7,6 +7,7 @@ from splitserve.request import Role
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
+ATTENTION_BACKENDS = ("auto", "hybrid", "flashinfer", "triton", "reference")
 SECRETS = ("secret", "api_key")
 
 
@@ -40,6 +41,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     left to move once the first token is out. ``threads`` 0 means: all cores of the process's affinity mask.
     With ``verify_kv`` blocks that are handed over carry digests, which decode compares with what landed: a pass over
     the data on both sides.
+    ``block_size`` 0 is 64 tokens on a GPU and 16 on CPU. ``gpu_memory_utilization`` is the share of a GPU's memory that
+    the worker takes in all, if ``kv_memory_bytes`` doesn't say. ``enforce_eager`` turns CUDA graphs off.
     """
 
     model: str
@@ -47,7 +50,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "auto"
     device: str = "auto"
     load_format: str = "auto"
-    block_size: int = 16
+    block_size: int = 0
     kv_memory_bytes: int = 0
     max_model_len: int = 0
     max_num_batched_tokens: int = 512
@@ -55,6 +58,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     tail_chunk_tokens: int = 64
     enable_prefix_caching: bool = True
     verify_kv: bool = False
+    attention_backend: str = "auto"
+    enforce_eager: bool = False
+    gpu_memory_utilization: float = 0.9
     threads: int = 0
     seed: int = 0
 
@@ -65,10 +71,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"device is {self.device!r}; choose one of {', '.join(DEVICES)}")
         if self.load_format not in ("auto", "dummy"):
             raise ConfigError(f"load_format is {self.load_format!r}; choose auto or dummy")
-        for name in ("block_size", "max_num_batched_tokens", "max_num_seqs", "tail_chunk_tokens"):
+        if self.attention_backend not in ATTENTION_BACKENDS:
+            raise ConfigError(
+                f"attention_backend is {self.attention_backend!r}; choose one of {', '.join(ATTENTION_BACKENDS)}"
+            )
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be in (0, 1]")
+        for name in ("max_num_batched_tokens", "max_num_seqs", "tail_chunk_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("kv_memory_bytes", "max_model_len", "threads"):
+        for name in ("block_size", "kv_memory_bytes", "max_model_len", "threads"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must not be negative")
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+MAX_STEPS_UNDER_WAY = 2
+"""One that the device runs, and the next one, so that the device needn't wait for it."""
+
 UNKNOWN_TOKEN = -1
 """Stands for a token that a step under way will draw."""
 
