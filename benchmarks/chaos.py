@@ -31,7 +31,9 @@ from splitserve.orchestration.logs import LOG_LEVELS, set_up_logging
 from splitserve.orchestration.spec import ClusterSpec
 
 TRANSPORTS: dict[str, dict[str, str]] = {"shm": {}, "tcp": {"UCX_TLS": "tcp"}}
-KV_MEMORY_BYTES = 16 << 20  # less than all prompts take: blocks are evicted, reused, and computed again
+# One decode worker must hold all streams, or those of a killed one would wait for room; all prompts together take more,
+# so that blocks are evicted, reused, and computed again.
+KV_MEMORY_BYTES = 32 << 20
 RECOVERY_BOUND_SECONDS = {"decode": 2.0, "prefill": 1.0}  # plus a prefill
 MEMORY_BOUND_BYTES = 64 << 20
 HANDLE_BOUND = 16
