@@ -265,9 +265,13 @@ class Dispatcher:
                 self._apply(generation, update)
 
     def _on_worker_ready(self, worker: Party) -> None:
-        """A worker that was lost is heard again: what it did for us is done elsewhere by now."""
+        """Requests that wait for a worker needn't wait longer. What it did before it was lost, others have done."""
         for key in self._orphans.pop(worker, self._loop.time()) or ():
             self.fleet.send(worker, Abort(key))
+        for generation in list(self._active.values()):
+            if generation.state.placement is None and generation.retry is not None:
+                generation.retry.cancel()
+                self._step_down(generation)
 
     def _on_deadline(self, request_id: str) -> None:
         generation = self._active.get(request_id)

@@ -45,6 +45,7 @@ class SimRequest:
     output: list[int] = field(default_factory=list)
     stranded_at: float | None = None
     num_waits: int = 0
+    retry: object = None  # the timer that is pending
     attempt_began_at: float = 0.0
     was_helpless: bool = False
 
@@ -91,6 +92,9 @@ class SimRouter:
             self.membership.link_up(worker.party)
             for key in self.orphans.pop(worker.party, []):
                 self.sim.send(ROUTER, worker.party, Abort(key))
+            for request in self.requests.values():
+                if request.stranded_at is not None:
+                    self.step_down(request)
 
     def heartbeat(self, worker: "SimWorker") -> None:
         if not worker.can_run(lambda: self.heartbeat(worker)):
@@ -151,7 +155,7 @@ class SimRouter:
     def start_attempt(self, request: SimRequest, placement: Placed) -> None:
         request.state.begin(placement)
         request.attempt_began_at = self.sim.now
-        request.stranded_at, request.num_waits = None, 0
+        request.stranded_at, request.num_waits, request.retry = None, 0, None
         request.charge = self.membership.charge(placement, request.shape)
         for party, body in self.messages(request, placement):
             self.sim.send(ROUTER, party, body)
@@ -177,11 +181,17 @@ class SimRouter:
         request.stranded_at = now if request.stranded_at is None else request.stranded_at
         waited = now - request.stranded_at
         if len(state.history) < MAX_ATTEMPTS and waited < self.sim.protocol.no_worker_wait_seconds:
-            self.sim.after(backoff_seconds(request.num_waits, self.sim.random), lambda: self.step_down(request))
             request.num_waits += 1
+            timer = request.retry = object()
+            delay = backoff_seconds(request.num_waits - 1, self.sim.random)
+            self.sim.after(delay, lambda: self.on_retry(request, timer))
             return
         request.was_helpless = not any(able for time, able in self._able_at if time >= request.stranded_at)
         self.apply(request, state.fail(Failure(state.history[-1].failure.reason, step.placement.reason)))
+
+    def on_retry(self, request: SimRequest, timer: object) -> None:
+        if request.retry is timer:
+            self.step_down(request)
 
     def on_message(self, sender: Party, body: Body) -> None:
         if isinstance(body, StepTokens):
