@@ -100,9 +100,7 @@ class _Server(_OwnerThread):
         self.active = False
         self._agent = create_agent(f"{me}/serve")
         num_bytes = memory.num_blocks * memory.block_bytes
-        self._agent.register_memory(
-            [(memory.blocks_address, num_bytes, memory.device_index, "")], memory.blocks_kind
-        )
+        self._agent.register_memory([(memory.blocks_address, num_bytes, memory.device_index, "")], memory.blocks_kind)
         self._agent.register_memory([(memory.generations_address, memory.num_blocks * 8, 0, "")], MEMORY_KIND)
         self.metadata: bytes = self._agent.get_agent_metadata()
 
