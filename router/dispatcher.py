@@ -30,12 +30,13 @@ from splitserve.request import Party, RequestKey, SamplingParams
 from splitserve.router.api_error import ApiError
 from splitserve.router.fleet import Fleet
 from splitserve.router.inbox import Inbox
-from splitserve.router.ladder import backoff_seconds, may_wait, next_step
+from splitserve.router.ladder import backoff_seconds, local_placement, may_wait, next_step
 from splitserve.router.membership import MAX_WORKERS, Charge
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.outcome import outcome
 from splitserve.router.placement import (
     Disaggregated,
+    Local,
     NoWorker,
     Placed,
     Placement,
@@ -150,15 +151,23 @@ class Dispatcher:
         state = RequestState(secrets.token_hex(12), sampling.max_tokens)
         generation = Generation(index, token_ids, sampling, inbox, arrived_at, state)
         placement = self.place(generation.shape)
-        if isinstance(placement, NoWorker):
-            raise _no_worker(placement.reason)
+        fallback = None
+        if isinstance(placement, NoWorker):  # no pair: a decode worker alone can help, though nobody planned it so
+            fallback = None if self._closing else self._local_placement(generation.shape)
+            if fallback is None:
+                raise _no_worker(placement.reason)
+            placement = fallback
         self._active[state.request_id] = generation
         self._metrics.prompt_tokens.inc(len(token_ids))
         generation.deadline = self._loop.call_at(
             arrived_at + self._deadline_seconds, self._on_deadline, state.request_id
         )
         self._start_attempt(generation, placement)
+        state.was_disaggregated |= fallback is not None
         return generation
+
+    def _local_placement(self, shape: RequestShape) -> Local | None:
+        return local_placement(self.fleet.membership.snapshot(self._loop.time()).workers, shape)
 
     def finish_at_stop_string(self, generation: Generation) -> None:
         self._apply(generation, generation.state.finish_at_stop_string())

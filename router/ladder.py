@@ -64,11 +64,17 @@ def next_step(snapshot: Snapshot, shape: RequestShape, policy: Policy, history: 
             placement = policy(Snapshot(tuple(candidates)), shape)
             if isinstance(placement, Disaggregated):
                 return Step(Rung.HANDOVER, placement)
-    able = [worker for worker in helpers if worker.role is not Role.PREFILL and fits(worker, shape)]
-    best = min(able, key=lambda worker: (worker.party != previous, *decode_load(worker)), default=None)
-    if best is not None:
-        return Step(Rung.LOCAL, Local(best.party))
+    local = local_placement(helpers, shape, previous)
+    if local is not None:
+        return Step(Rung.LOCAL, local)
     return Step(Rung.GAVE_UP, NoWorker(f"no worker is left that could go on; the last attempt: {failures}"))
+
+
+def local_placement(workers: Sequence[WorkerView], shape: RequestShape, preferred: Party | None = None) -> Local | None:
+    """Both phases on one decode or mixed worker, the ``preferred`` one if it can; None if none of them can."""
+    able = [worker for worker in workers if worker.role is not Role.PREFILL and fits(worker, shape)]
+    best = min(able, key=lambda worker: (worker.party != preferred, *decode_load(worker)), default=None)
+    return None if best is None else Local(best.party)
 
 
 def may_wait(history: Sequence[FailedAttempt]) -> bool:

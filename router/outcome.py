@@ -23,7 +23,7 @@ def outcome(state: RequestState) -> tuple[str, str, str]:
     if intended == "local":
         return intended, "local", "ok"
     if not isinstance(state.placement, Disaggregated):
-        return intended, "local", f"after_{state.history[-1].failure.reason}"
+        return intended, "local", f"after_{state.history[-1].failure.reason}" if state.history else "no_prefill_worker"
     if state.handover is None:
         return intended, "local", "ended_with_first_token" if state.num_attempt_tokens <= 1 else "no_handover_report"
     if state.handover.blocks == 0:

@@ -115,13 +115,15 @@ def least_loaded(snapshot: Snapshot, shape: RequestShape) -> Placement:
 def context_limits(snapshot: Snapshot) -> tuple[int, int] | None:
     """Tokens of the longest sequence that some workers can take, and of the longest that all of a kind can.
 
-    None while there is neither a mixed worker nor a pair. Workers may differ: each cuts its context to its KV memory.
+    None while there is neither a mixed nor a decode worker; without prefill workers, decode can do both phases. Workers
+    may differ: each cuts its context to its KV memory.
     """
     limits = {role: [worker.context_tokens_limit for worker in _of_role(snapshot.workers, role)] for role in Role}
     longest = max(limits[Role.MIXED], default=0)
     lasting = list(limits[Role.MIXED])
-    if limits[Role.PREFILL] and limits[Role.DECODE]:
-        longest = max(longest, min(max(limits[Role.PREFILL]), max(limits[Role.DECODE])))
+    if limits[Role.DECODE]:
+        longest_prompt = max(limits[Role.PREFILL] or limits[Role.DECODE])
+        longest = max(longest, min(longest_prompt, max(limits[Role.DECODE])))
         lasting += limits[Role.DECODE]
     return (longest, min(longest, *lasting)) if lasting else None
 

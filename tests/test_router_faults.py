@@ -138,6 +138,17 @@ def test_when_the_only_prefill_worker_dies_decode_computes_the_prompt(serve):
     assert router.metric('splitserve_ladder_steps_total{reason="worker_lost",rung="local"}') == 1
 
 
+def test_without_a_prefill_worker_decode_computes_prompts_and_it_is_counted(serve):
+    router, workers = serve()
+    workers.start("d0", Role.DECODE, local_answer)
+    wait_until(lambda: router.metric('splitserve_worker_ready{role="decode",worker="d0"}') == 1)
+    status, _, answer = router.post("/v1/completions", **PROMPT, return_route=True)
+    assert status == 200 and answer["splitserve"]["mode"] == "local"
+    name = 'splitserve_requests_finished_total{actual="local",intended="disaggregated",reason="no_prefill_worker"}'
+    assert router.metric(name) == 1
+    assert router.request("GET", "/ready")[0] == 503, "it isn't what was asked for"
+
+
 def local_answer(body):
     """A worker that answers what it computes by itself, and leaves hand-overs hanging."""
     if not isinstance(body, LocalRequest):

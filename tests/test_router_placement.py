@@ -97,7 +97,8 @@ def test_context_limits_are_those_of_the_workers_that_would_serve():
 
     prefill = [view("p0", Role.PREFILL, max_model_len=500), view("p1", Role.PREFILL, max_model_len=300)]
     decode = [view("d0", Role.DECODE, kv_capacity_tokens=400), view("d1", Role.DECODE, max_model_len=200)]
-    assert limits() is None and limits(*prefill) is None and limits(*decode) is None
+    assert limits() is None and limits(*prefill) is None
+    assert limits(*decode) == (400, 200), "decode workers alone can do both phases"
     assert limits(*prefill, *decode) == (400, 200)
     assert limits(prefill[1], decode[0]) == (300, 300)
     assert limits(*prefill, *decode, view("m", Role.MIXED, max_model_len=700)) == (700, 200)
