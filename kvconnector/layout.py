@@ -1,4 +1,4 @@
-"""The shape of KV memory: one allocation per worker, ``[block, layer, kv_head, 2 (K/V), token, head_dim]``."""
+"""The shape of KV memory: one allocation per rank, ``[block, layer, kv_head, 2 (K/V), token, head_dim]``."""
 
 from splitserve.messages import LayoutRecord
 
@@ -6,12 +6,12 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def block_shape(layout: LayoutRecord) -> tuple[int, int, int, int, int]:
-    """``(layer, kv_head, 2, token, head_dim)``."""
-    return layout.num_layers, layout.num_kv_heads, 2, layout.block_size, layout.head_dim
+    """``(layer, kv_head, 2, token, head_dim)`` of one rank."""
+    return layout.num_layers, layout.kv_heads_per_rank, 2, layout.block_size, layout.head_dim
 
 
 def block_bytes(layout: LayoutRecord) -> int:
-    """Bytes of one block over all layers: contiguous, so one descriptor moves it."""
+    """Bytes of one block of one rank over all layers: contiguous, so one descriptor moves it."""
     size = DTYPE_BYTES[layout.dtype]
     for extent in block_shape(layout):
         size *= extent

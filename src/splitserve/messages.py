@@ -21,6 +21,7 @@ import msgspec
 from splitserve.request import FinishReason, Party, RequestKey, Role, SamplingParams
 
 SCHEMA_VERSION = 1
+BLOCK_ORDER = "layer, kv_head, 2 (K/V), token, head_dim"
 
 # Bounds that hold for every sender, so that no receiver has to think of negative sizes or of durations that are NaN.
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -41,7 +42,8 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 class LayoutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The shape of a worker's KV memory: what two workers must agree on to exchange blocks.
 
-    A block is ``[layer, kv_head, 2 (K/V), token, head_dim]``, contiguous.
+    A block is contiguous, its dimensions in the order of ``order``. ``num_kv_heads`` counts the model's; with tensor
+    parallelism every rank has blocks of its own, with :attr:`kv_heads_per_rank` of them.
     """
 
     model: str
@@ -51,6 +53,17 @@ class LayoutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_layers: Size
     num_kv_heads: Size
     head_dim: Size
+    tensor_parallel_size: Size = 1
+    order: str = BLOCK_ORDER
+
+    @property
+    def kv_heads_per_rank(self) -> int:
+        """One at least: with more ranks than heads, neighbouring ranks hold the same head."""
+        return max(1, self.num_kv_heads // self.tensor_parallel_size)
+
+    def first_kv_head(self, rank: int) -> int:
+        """The model's number of the first key/value head in ``rank``'s blocks."""
+        return rank * self.num_kv_heads // self.tensor_parallel_size
 
     def mismatch(self, other: "LayoutRecord") -> str | None:
         """The first difference in words (``name: ours against theirs``), or None."""
