@@ -84,7 +84,8 @@ class PagedAttention(Protocol):
 
 
 class Linear(Protocol):
-    """A weight in the layout that its GEMM likes best."""
+    """A weight [out_features, in_features] in the layout that its GEMM likes best, and its product with what a decoder
+    has around it. ``x`` is [T, in_features]."""
 
     @property
     def in_features(self) -> int: ...
@@ -93,17 +94,26 @@ class Linear(Protocol):
     def out_features(self) -> int: ...
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``x`` [T, in_features] -> [T, out_features]."""
+        """-> [T, out_features]."""
+        ...
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """``residual`` [T, out_features] += the product, in place."""
+        ...
+
+    def after_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """The product with the RMS-normalised ``x`` (:class:`RmsNorm`) -> [T, out_features]."""
+        ...
+
+    def gated_after_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """As ``after_norm``; the first half of the outputs gates the second (:class:`SiluMul`)
+        -> [T, out_features / 2]."""
         ...
 
 
 class RmsNorm(Protocol):
-    def __call__(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-        """``x / rms(x) * weight`` over the last dimension, the mean taken in float32.
-
-        ``weight`` broadcasts against ``x``. With ``residual`` (the shape of ``x``), ``residual += x`` happens in
-        place first and the sum is what is normalised.
-        """
+    def __call__(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """``x / rms(x) * weight`` over the last dimension, the mean taken in float32; ``weight`` broadcasts."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Matrix products with weights in the layout that the GEMM wants.
+"""Matrix products with weights in the layout that the GEMM wants, in plain PyTorch.
 
 :class:`OneDnnLinear` hands the weight to oneDNN's own blocked layout once, at load; the plain copy can then be freed.
 Measured on two AVX-512 cores (AMD EPYC, float32, weights larger than the cache): 2 to 5 times the speed of
@@ -8,32 +8,59 @@ Measured on two AVX-512 cores (AMD EPYC, float32, weights larger than the cache)
 import torch
 from torch import Tensor
 
+from splitserve.kernels.api import RmsNorm, SiluMul
+
 # oneDNN chooses the blocked layout for a number of rows. The layout for 128 rows was the best or within noise of it
 # for every shape tried with 1 to 512 rows; the one for a single row is up to twice as slow elsewhere.
 _LAYOUT_ROWS = 128
 
 
 class PlainLinear:
-    """The weight as it is, [out_features, in_features]: any device, any dtype."""
+    """The weight as it is, [out_features, in_features]: any device, any dtype. See :class:`kernels.api.Linear`."""
 
-    def __init__(self, weight: Tensor) -> None:
-        self._weight = weight
+    def __init__(self, weight: Tensor, *, rms_norm: RmsNorm, silu_mul: SiluMul) -> None:
+        self.weight = weight
         self.out_features, self.in_features = weight.shape
+        self._rms_norm = rms_norm
+        self._silu_mul = silu_mul
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.linear(x, self._weight)
+        return torch.nn.functional.linear(x, self.weight)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        torch.addmm(residual, x, self.weight.t(), out=residual)
+
+    def after_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        return self(self._rms_norm(x, norm, eps))
+
+    def gated_after_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        return self._silu_mul(self.after_norm(x, norm, eps))
 
 
 class OneDnnLinear:
-    """A copy of the weight, [out_features, in_features], in oneDNN's blocked layout. CPU, float32 or bfloat16."""
+    """A copy of the weight, [out_features, in_features], in oneDNN's blocked layout. CPU, float32 or bfloat16.
 
-    def __init__(self, weight: Tensor) -> None:
+    See :class:`kernels.api.Linear`.
+    """
+
+    def __init__(self, weight: Tensor, *, rms_norm: RmsNorm, silu_mul: SiluMul) -> None:
         self.out_features, self.in_features = weight.shape
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _LAYOUT_ROWS)
+        self._rms_norm = rms_norm
+        self._silu_mul = silu_mul
 
     def __call__(self, x: Tensor) -> Tensor:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")
         return out
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        residual.add_(self(x))
+
+    def after_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        return self(self._rms_norm(x, norm, eps))
+
+    def gated_after_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        return self._silu_mul(self.after_norm(x, norm, eps))
 
 
 def onednn_unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -7,10 +7,8 @@ import torch
 from torch import Tensor
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See :class:`splitserve.kernels.api.RmsNorm`. The product with ``weight`` is in the dtype of ``x``."""
-    if residual is not None:
-        x = residual.add_(x)
     wide = x.float()
     scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
     scale.div_(x.shape[-1]).add_(eps).rsqrt_()

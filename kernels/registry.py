@@ -5,6 +5,7 @@ a missing package costs nothing until it's asked for. Candidates stand best firs
 always run. A new backend is one more line in ``_CANDIDATES``.
 """
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
@@ -108,10 +109,10 @@ def select_kernels(
         if operation not in _CANDIDATES:
             raise ValueError(f"unknown operation {operation!r}; there are {', '.join(OPERATIONS)}")
     chosen = {operation: _choose(operation, target, overrides.get(operation)) for operation in OPERATIONS}
-    return Kernels(
-        **{operation: candidate.load() for operation, candidate in chosen.items()},
-        backends={operation: candidate.backend for operation, candidate in chosen.items()},
-    )
+    loaded = {operation: candidate.load() for operation, candidate in chosen.items()}
+    around = {operation: loaded[operation] for operation in ("rms_norm", "silu_mul")}
+    loaded["pack_linear"] = functools.partial(loaded["pack_linear"], **around)
+    return Kernels(**loaded, backends={operation: candidate.backend for operation, candidate in chosen.items()})
 
 
 def _choose(operation: str, target: Target, wanted: str | None) -> Candidate:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from splitserve.kernels.api import AttentionPlan, AttentionShape, PagedBatch
 from splitserve.kernels.paged import FlatTables, flat_tables, num_leading_decodes
+from splitserve.kernels.triton_launch import overlapped, wait
 from splitserve.kernels.triton_sampling import to_device
 
 _TILE = 64  # tokens of context that a program looks at in one go
@@ -62,6 +63,7 @@ class TritonPagedAttention:
             raise ValueError(reason)
         self._shape = shape
         self._scale = 1.0 / math.sqrt(shape.head_dim)
+        self._overlapped = overlapped(shape.device)
 
     # ---- once per step ----
 
@@ -138,7 +140,7 @@ class TritonPagedAttention:
             part.partial_lse,
             out,
             self._scale * math.log2(math.e),
-            kv_layer.stride(0),
+            BLOCK_STRIDE=kv_layer.stride(0),
             GROUP=group,
             ROWS=max(_MIN_DOT, triton.next_power_of_2(group)),
             KV_HEADS=shape.num_kv_heads,
@@ -150,18 +152,22 @@ class TritonPagedAttention:
             PRECISION="ieee" if shape.dtype == torch.float32 else "tf32",
             num_warps=4,
             num_stages=3,
+            **self._overlapped,
         )
         if num_parts > 1:
             _join_parts_kernel[(part.num_sequences, shape.num_heads)](
                 part.partial,
                 part.partial_lse,
+                part.context_lens,
                 out,
-                shape.num_heads,
+                NUM_HEADS=shape.num_heads,
+                TILE=_TILE,
                 HEAD_DIM=shape.head_dim,
                 DIM=triton.next_power_of_2(shape.head_dim),
                 PARTS=num_parts,
                 PARTS_PADDED=triton.next_power_of_2(num_parts),
                 num_warps=4,
+                **self._overlapped,
             )
 
     def _run_chunks(self, query: Tensor, kv_layer: Tensor, out: Tensor, part: ChunkPart) -> None:
@@ -175,8 +181,8 @@ class TritonPagedAttention:
             part.starts,
             out,
             self._scale * math.log2(math.e),
-            kv_layer.stride(0),
             part.tiles.shape[1],
+            BLOCK_STRIDE=kv_layer.stride(0),
             NUM_HEADS=shape.num_heads,
             GROUP=shape.num_heads // shape.num_kv_heads,
             BLOCK_SIZE=shape.block_size,
@@ -187,6 +193,7 @@ class TritonPagedAttention:
             PRECISION="ieee" if shape.dtype == torch.float32 else "tf32",
             num_warps=4,
             num_stages=2,
+            **self._overlapped,
         )
 
 
@@ -239,7 +246,7 @@ def _decode_kernel(
     lse_ptr,
     out_ptr,
     scale_log2,
-    block_stride,
+    BLOCK_STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -249,15 +256,19 @@ def _decode_kernel(
     TILE: tl.constexpr,
     PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     sequence = tl.program_id(0)
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
     context = tl.load(context_ptr + sequence)
     table = indices_ptr + tl.load(indptr_ptr + sequence)
-    size = tl.cdiv(tl.cdiv(context, PARTS), TILE) * TILE
+    size = _part_size(context, PARTS, TILE)
     first = part * size
     last = tl.minimum(first + size, context)
+    wait(OVERLAPPED)
+    if first >= last:
+        return
 
     row = tl.arange(0, ROWS)
     column = tl.arange(0, DIM)
@@ -277,10 +288,10 @@ def _decode_kernel(
         is_token = token < last
         if BLOCK_SIZE % TILE == 0:
             block = tl.load(table + tile // BLOCK_SIZE).to(tl.int64)
-            base = block * block_stride + head_offset + (tile % BLOCK_SIZE + inner) * HEAD_DIM
+            base = block * BLOCK_STRIDE + head_offset + (tile % BLOCK_SIZE + inner) * HEAD_DIM
         else:
             block = tl.load(table + token // BLOCK_SIZE, mask=is_token, other=0).to(tl.int64)
-            base = block * block_stride + head_offset + (token % BLOCK_SIZE) * HEAD_DIM
+            base = block * BLOCK_STRIDE + head_offset + (token % BLOCK_SIZE) * HEAD_DIM
         keys_at = kv_ptr + base[:, None] + column[None, :]
         mask = is_token[:, None] & is_column[None, :]
         keys = tl.load(keys_at, mask=mask, other=0.0)
@@ -294,8 +305,6 @@ def _decode_kernel(
         mixed = mixed * shrink[:, None]
         mixed = tl.dot(weights.to(values.dtype), values, mixed, input_precision=PRECISION)
         top = new_top
-    is_empty = first >= last
-    total = tl.where(is_empty, 1.0, total)
     result = mixed / total[:, None]
     if PARTS == 1:
         target = out_ptr + head[:, None] * HEAD_DIM + column[None, :]
@@ -303,34 +312,46 @@ def _decode_kernel(
     else:
         target = partial_ptr + (head[:, None] * PARTS + part) * HEAD_DIM + column[None, :]
         tl.store(target, result, mask=is_head[:, None] & is_column[None, :])
-        lse = tl.where(is_empty, float("-inf"), top + tl.log2(total))
-        tl.store(lse_ptr + head * PARTS + part, lse, mask=is_head)
+        tl.store(lse_ptr + head * PARTS + part, top + tl.log2(total), mask=is_head)
+
+
+@triton.jit
+def _part_size(context, PARTS: tl.constexpr, TILE: tl.constexpr):
+    """Tokens of each part; the last parts may be empty, and then write nothing."""
+    return tl.cdiv(tl.cdiv(context, PARTS), TILE) * TILE
 
 
 @triton.jit
 def _join_parts_kernel(
     partial_ptr,
     lse_ptr,
+    context_ptr,
     out_ptr,
-    num_heads,
+    NUM_HEADS: tl.constexpr,
+    TILE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     PARTS: tl.constexpr,
     PARTS_PADDED: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
-    head = tl.program_id(0).to(tl.int64) * num_heads + tl.program_id(1)
+    sequence = tl.program_id(0)
+    head = sequence.to(tl.int64) * NUM_HEADS + tl.program_id(1)
+    context = tl.load(context_ptr + sequence)
     part = tl.arange(0, PARTS_PADDED)
+    is_part = part * _part_size(context, PARTS, TILE) < context
     column = tl.arange(0, DIM)
-    lse = tl.load(lse_ptr + head * PARTS + part, mask=part < PARTS, other=float("-inf"))
+    wait(OVERLAPPED)
+    lse = tl.load(lse_ptr + head * PARTS + part, mask=is_part, other=float("-inf"))
+    mask = is_part[:, None] & (column < HEAD_DIM)[None, :]
+    partial = tl.load(partial_ptr + (head * PARTS + part)[:, None] * HEAD_DIM + column[None, :], mask=mask, other=0.0)
     weights = tl.exp2(lse - tl.max(lse))
     weights = weights / tl.sum(weights)
-    mask = (part < PARTS)[:, None] & (column < HEAD_DIM)[None, :]
-    partial = tl.load(partial_ptr + (head * PARTS + part)[:, None] * HEAD_DIM + column[None, :], mask=mask, other=0.0)
     out = tl.sum(partial * weights[:, None], 0)
     tl.store(out_ptr + head * HEAD_DIM + column, out.to(out_ptr.dtype.element_ty), mask=column < HEAD_DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def _chunk_kernel(
     query_ptr,
     kv_ptr,
@@ -340,8 +361,8 @@ def _chunk_kernel(
     starts_ptr,
     out_ptr,
     scale_log2,
-    block_stride,
     num_tiles,
+    BLOCK_STRIDE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -350,7 +371,9 @@ def _chunk_kernel(
     TILE: tl.constexpr,
     QUERIES: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
+    wait(OVERLAPPED)
     index = tl.program_id(0)
     head = tl.program_id(1)
     first_row = tl.load(tiles_ptr + index)
@@ -377,10 +400,10 @@ def _chunk_kernel(
         is_token = token < context
         if BLOCK_SIZE % TILE == 0:
             block = tl.load(table + tile // BLOCK_SIZE).to(tl.int64)
-            base = block * block_stride + head_offset + (tile % BLOCK_SIZE + inner) * HEAD_DIM
+            base = block * BLOCK_STRIDE + head_offset + (tile % BLOCK_SIZE + inner) * HEAD_DIM
         else:
             block = tl.load(table + token // BLOCK_SIZE, mask=is_token, other=0).to(tl.int64)
-            base = block * block_stride + head_offset + (token % BLOCK_SIZE) * HEAD_DIM
+            base = block * BLOCK_STRIDE + head_offset + (token % BLOCK_SIZE) * HEAD_DIM
         keys_at = kv_ptr + base[:, None] + column[None, :]
         mask = is_token[:, None] & is_column[None, :]
         keys = tl.load(keys_at, mask=mask, other=0.0)

@@ -10,58 +10,54 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from splitserve.kernels.triton_launch import overlapped, wait
+
 _SILU_BLOCK = 1024
 _HEADS_PER_PROGRAM = 8
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See :class:`splitserve.kernels.api.RmsNorm`; ``weight`` has ``x``'s last dimension, or its last two."""
     size = x.shape[-1]
     rows, weights = x.reshape(-1, size), weight.reshape(-1, size)
-    assert residual is None or (residual.is_contiguous() and residual.shape == x.shape)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _rms_norm_kernel[(rows.shape[0],)](
         rows,
         weights,
         out,
-        rows if residual is None else residual,
         rows.stride(0),
         weights.shape[0],
-        size,
         eps,
-        HAS_RESIDUAL=residual is not None,
+        SIZE=size,
         BLOCK=triton.next_power_of_2(size),
         num_warps=8 if size > 1024 else 1,
+        **overlapped(x.device),
     )
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["x_stride", "num_weight_rows"])
 def _rms_norm_kernel(
     x_ptr,
     weight_ptr,
     out_ptr,
-    residual_ptr,
     x_stride,
     num_weight_rows,
-    size,
     eps,
-    HAS_RESIDUAL: tl.constexpr,
+    SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
-    inside = columns < size
-    weight = tl.load(weight_ptr + (row % num_weight_rows) * size + columns, mask=inside, other=0.0)
+    inside = columns < SIZE
+    weight = tl.load(weight_ptr + (row % num_weight_rows) * SIZE + columns, mask=inside, other=0.0)
+    wait(OVERLAPPED)
     x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0)
-    if HAS_RESIDUAL:
-        added = tl.load(residual_ptr + row * size + columns, mask=inside, other=0.0)
-        x = (x.to(tl.float32) + added.to(tl.float32)).to(x.dtype)
-        tl.store(residual_ptr + row * size + columns, x, mask=inside)
     wide = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide) / size + eps)
+    scale = tl.rsqrt(tl.sum(wide * wide) / SIZE + eps)
     normed = (wide * scale).to(x.dtype).to(tl.float32) * weight.to(tl.float32)
-    tl.store(out_ptr + row * size + columns, normed.to(x.dtype), mask=inside)
+    tl.store(out_ptr + row * SIZE + columns, normed.to(x.dtype), mask=inside)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -70,20 +66,23 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     size = width // 2
     out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     _silu_mul_kernel[(num_tokens, triton.cdiv(size, _SILU_BLOCK))](
-        gate_up, out, gate_up.stride(0), size, BLOCK=_SILU_BLOCK, num_warps=4
+        gate_up, out, gate_up.stride(0), SIZE=size, BLOCK=_SILU_BLOCK, num_warps=4, **overlapped(out.device)
     )
     return out
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up_ptr, out_ptr, row_stride, size, BLOCK: tl.constexpr):
+def _silu_mul_kernel(
+    gate_up_ptr, out_ptr, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAPPED: tl.constexpr
+):
+    wait(OVERLAPPED)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < size
+    inside = columns < SIZE
     gate = tl.load(gate_up_ptr + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + row * row_stride + size + columns, mask=inside, other=0.0)
+    up = tl.load(gate_up_ptr + row * row_stride + SIZE + columns, mask=inside, other=0.0)
     activated = (gate / (1.0 + tl.exp(-gate))).to(up.dtype).to(tl.float32) * up.to(tl.float32)
-    tl.store(out_ptr + row * size + columns, activated.to(up.dtype), mask=inside)
+    tl.store(out_ptr + row * SIZE + columns, activated.to(up.dtype), mask=inside)
 
 
 def prepare_qkv(
@@ -114,14 +113,15 @@ def prepare_qkv(
         kv_layer,
         eps,
         cos.stride(0),
-        num_heads,
-        num_kv_heads,
-        block_size,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim,
         HALF=triton.next_power_of_2(head_dim // 2),
         HAS_NORM=qk_norm is not None,
         HEADS=_HEADS_PER_PROGRAM,
         num_warps=4,
+        **overlapped(qkv.device),
     )
     return query
 
@@ -137,18 +137,20 @@ def _prepare_qkv_kernel(
     kv_ptr,
     eps,
     angle_stride,
-    num_heads,
-    num_kv_heads,
-    block_size,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HEADS: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
+    wait(OVERLAPPED)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    num_rotated = num_heads + num_kv_heads
-    num_all = num_rotated + num_kv_heads
+    num_rotated = NUM_HEADS + NUM_KV_HEADS
+    num_all = num_rotated + NUM_KV_HEADS
     column = tl.arange(0, HALF)
     middle: tl.constexpr = HEAD_DIM // 2
     inside = (head[:, None] < num_all) & (column[None, :] < middle)
@@ -176,16 +178,16 @@ def _prepare_qkv_kernel(
     first = tl.where(is_rotated, rotated_first, first)
     second = tl.where(is_rotated, rotated_second, second)
 
-    is_query = head[:, None] < num_heads
-    target = query_ptr + (token * num_heads + head[:, None]) * HEAD_DIM + column[None, :]
+    is_query = head[:, None] < NUM_HEADS
+    target = query_ptr + (token * NUM_HEADS + head[:, None]) * HEAD_DIM + column[None, :]
     tl.store(target, first, mask=inside & is_query)
     tl.store(target + middle, second, mask=inside & is_query)
 
-    is_kv = (head >= num_heads) & (head < num_all)
+    is_kv = (head >= NUM_HEADS) & (head < num_all)
     is_value = head >= num_rotated
-    kv_head = tl.where(is_value, head - num_rotated, head - num_heads)
-    row = tl.load(slots_ptr + token * num_kv_heads + kv_head, mask=is_kv, other=0)
-    row = tl.where(is_value, row + block_size, row)
+    kv_head = tl.where(is_value, head - num_rotated, head - NUM_HEADS)
+    row = tl.load(slots_ptr + token * NUM_KV_HEADS + kv_head, mask=is_kv, other=0)
+    row = tl.where(is_value, row + BLOCK_SIZE, row)
     written = kv_ptr + row[:, None] * HEAD_DIM + column[None, :]
     tl.store(written, first, mask=inside & is_kv[:, None])
     tl.store(written + middle, second, mask=inside & is_kv[:, None])

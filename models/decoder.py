@@ -119,11 +119,9 @@ class DecoderModel:
         eps, rows = self.config.rms_norm_eps, batch.sample_rows
         rotation = self._rotary(batch.positions)
         hidden = torch.nn.functional.embedding(batch.token_ids, self._weights.embedding).to(self.dtype)
-        residual = torch.zeros_like(hidden)
         last = len(self._weights.layers) - 1
         for index, layer in enumerate(self._weights.layers):
-            normed = self.kernels.rms_norm(hidden, layer.input_norm, eps, residual)
-            qkv = layer.qkv(normed).view(normed.shape[0], -1, self.config.head_dim)
+            qkv = layer.qkv.after_norm(hidden, layer.input_norm, eps).view(hidden.shape[0], -1, self.config.head_dim)
             query = self.kernels.prepare_qkv(
                 qkv, layer.qk_norm, eps, rotation, kv_layer=kv_layers[index], slots=batch.slots
             )
@@ -131,11 +129,7 @@ class DecoderModel:
                 return None  # only the KV was wanted
             context = attention.run(query, kv_layers[index], batch.attention_plan).flatten(1)
             if index == last and rows is not None:  # what follows works row by row, and only these rows are read
-                context, residual = context[rows], residual[rows]
-            hidden = self._mlp(layer, layer.output(context), residual)
-        normed = self.kernels.rms_norm(hidden, self._weights.final_norm, eps, residual)
-        return self._weights.lm_head(normed)
-
-    def _mlp(self, layer: LayerWeights, attended: Tensor, residual: Tensor) -> Tensor:
-        normed = self.kernels.rms_norm(attended, layer.post_attention_norm, self.config.rms_norm_eps, residual)
-        return layer.down(self.kernels.silu_mul(layer.gate_up(normed)))
+                context, hidden = context[rows], hidden[rows]
+            layer.output.add_to(hidden, context)
+            layer.down.add_to(hidden, layer.gate_up.gated_after_norm(hidden, layer.post_attention_norm, eps))
+        return self._weights.lm_head.after_norm(hidden, self._weights.final_norm, eps)

@@ -34,16 +34,6 @@ def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert_close(reference.rms_norm(x.clone(), weight, 1e-5), expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rms_norm_adds_the_residual_in_place_first(dtype: torch.dtype) -> None:
-    x, residual, weight = (random(5, 96, dtype=dtype, seed=seed) for seed in range(3))
-    total = x + residual
-    kept = residual.clone()
-    actual = reference.rms_norm(x, weight, 1e-6, kept)
-    assert torch.equal(kept, total)
-    assert_close(actual, reference.rms_norm(total, weight, 1e-6))
-
-
 def test_rms_norm_of_tiny_values_is_governed_by_epsilon() -> None:
     x = torch.full((1, 4), 1e-6)
     expected = 1e-6 / (1e-12 + 1e-5) ** 0.5
@@ -98,7 +88,7 @@ def test_linear(kind: type, dtype: torch.dtype, rows: int, inputs: int, outputs:
     if kind is linear.OneDnnLinear and (reason := linear.onednn_unavailable_reason(CPU, dtype)):
         pytest.skip(reason)
     weight, x = random(outputs, inputs, dtype=dtype), random(rows, inputs, dtype=dtype, seed=1)
-    packed = kind(weight)
+    packed = kind(weight, rms_norm=reference.rms_norm, silu_mul=reference.silu_mul)
     assert (packed.in_features, packed.out_features) == (inputs, outputs)
     expected = x.double() @ weight.double().T
     actual = packed(x)
@@ -107,11 +97,27 @@ def test_linear(kind: type, dtype: torch.dtype, rows: int, inputs: int, outputs:
     assert float((actual.double() - expected).abs().max()) <= TOLERANCE[dtype] * scale * 2
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [linear.PlainLinear, linear.OneDnnLinear])
+def test_linear_with_what_stands_around_it(kind: type, dtype: torch.dtype) -> None:
+    if kind is linear.OneDnnLinear and (reason := linear.onednn_unavailable_reason(CPU, dtype)):
+        pytest.skip(reason)
+    weight, x, norm = random(48, 24, dtype=dtype), random(5, 24, dtype=dtype, seed=1), random(24, dtype=dtype, seed=2)
+    packed = kind(weight, rms_norm=reference.rms_norm, silu_mul=reference.silu_mul)
+    normed = reference.rms_norm(x, norm, 1e-5)
+    assert_close(packed.after_norm(x, norm, 1e-5), normed @ weight.T)
+    assert_close(packed.gated_after_norm(x, norm, 1e-5), reference.silu_mul(normed @ weight.T))
+    residual = random(5, 48, dtype=dtype, seed=3)
+    expected = residual.double() + x.double() @ weight.double().T
+    packed.add_to(residual, x)
+    assert_close(residual, expected)
+
+
 def test_packing_keeps_no_hold_on_the_plain_weight() -> None:
     if reason := linear.onednn_unavailable_reason(CPU, torch.float32):
         pytest.skip(reason)
     weight = random(8, 8)
-    packed = linear.OneDnnLinear(weight)
+    packed = linear.OneDnnLinear(weight, rms_norm=reference.rms_norm, silu_mul=reference.silu_mul)
     before = packed(torch.eye(8))
     weight.zero_()
     assert torch.equal(packed(torch.eye(8)), before) and bool(before.any())
@@ -120,7 +126,7 @@ def test_packing_keeps_no_hold_on_the_plain_weight() -> None:
 def test_selection_names_a_backend_for_each_operation() -> None:
     kernels = select_kernels(CPU, torch.float32, {"pack_linear": "reference"})
     assert set(kernels.backends) == set(OPERATIONS)
-    assert kernels.pack_linear is linear.PlainLinear
+    assert isinstance(kernels.pack_linear(random(2, 3)), linear.PlainLinear)
     assert select_kernels(CPU, torch.float64).backends["pack_linear"] == "reference"
 
 

@@ -1,0 +1,36 @@
+"""How Triton kernels are launched: so that a kernel may start while the one before it ends.
+
+With programmatic dependent launch (compute capability 9.0 and later) the next kernel's programs take the place of
+those that have ended, and wait on the device until the kernel before has completed. A decode step has hundreds of
+kernels of a few microseconds, so the gaps between them matter. Every kernel that is launched so must call ``wait``
+before it reads what a kernel wrote, or writes what one may read: completion is then transitive. What was written before
+the first kernel of a step (weights, the plan's numbers, which are copied, not computed) it may read at once.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+
+def overlapped(device: torch.device) -> dict[str, Any]:
+    """Keyword arguments of a launch on ``device`` of a kernel that takes ``OVERLAPPED`` and heeds it."""
+    if device.type != "cuda" or not _has_dependent_launch(device.index or 0):
+        return {"OVERLAPPED": False}
+    return {"OVERLAPPED": True, "launch_pdl": True}
+
+
+@functools.cache
+def _has_dependent_launch(device_index: int) -> bool:
+    return torch.cuda.get_device_capability(device_index) >= (9, 0)
+
+
+@triton.jit
+def wait(OVERLAPPED: tl.constexpr):
+    """Let the next kernel start where there is room, and wait for the end of the one before."""
+    if OVERLAPPED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
