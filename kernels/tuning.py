@@ -1,8 +1,8 @@
 """Tuned launch parameters: JSON files per device, looked up by operation, shape and rows.
 
-A kernel asks :func:`config_for` and has a safe default of its own for what isn't listed::
+A kernel has a frozen dataclass of its launch parameters and a safe default, for what isn't listed::
 
-    params = config_for("linear", shape_key(dtype, n=6144, k=4096), rows) or _DEFAULT
+    launch = tuned(LinearLaunch(), "linear", shape_key(dtype, n=6144, k=4096), rows)
 
 Files are called ``<slug of the device's name>.json``. Those in ``configs/`` are shipped; those in
 :func:`user_directory` win, one (operation, shape) at a time. ``splitserve tune`` writes them
@@ -11,6 +11,7 @@ used is one warning, and kernels take their defaults.
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import functools
 import json
@@ -22,6 +23,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -32,6 +34,7 @@ DIRECTORY_VARIABLE = "SPLITSERVE_TUNED_DIR"
 
 Param = int | str | bool
 Params = Mapping[str, Param]
+LaunchT = TypeVar("LaunchT")  # a frozen dataclass of launch parameters
 
 _log = logging.getLogger(__name__)
 
@@ -132,6 +135,31 @@ def config_for(operation: str, shape: str, rows: int) -> Params | None:
         return _forced[operation]
     configs = _configs()
     return None if configs is None else configs.find(operation, shape, rows)
+
+
+def tuned(default: LaunchT, operation: str, shape: str, rows: int) -> LaunchT:
+    """:func:`config_for` in the form of ``default``, a frozen dataclass; fields that aren't listed keep their default.
+
+    Parameters that ``default`` doesn't have, or of another type, are one warning, and ``default``.
+    """
+    params = config_for(operation, shape, rows)
+    if params is None:
+        return default
+    assert dataclasses.is_dataclass(default) and not isinstance(default, type)
+    for name, value in params.items():
+        if type(value) is not type(getattr(default, name, None)):
+            _warn_of_param(operation, shape, name, value)
+            return default
+    return dataclasses.replace(default, **params)
+
+
+@functools.cache
+def _warn_of_param(operation: str, shape: str, name: str, value: Param) -> None:
+    _log.warning(
+        "tuned configurations of %s, %s, have %s = %r, which it doesn't take: it runs with its defaults; run "
+        "'splitserve tune --operation %s' again",
+        operation, shape, name, value, operation,
+    )  # fmt: skip
 
 
 @functools.cache

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from splitserve.kernels import tuning
+from splitserve.kernels.api import AttentionShape
+from splitserve.kernels.decode_launch import DecodeLaunch, decode_key, decode_launch
 from splitserve.kernels.tuning import TunedConfigs, TunedEntry, TuningError
 
 DEVICE = "Test GPU (80GB) v1.0"
@@ -139,6 +141,37 @@ def test_forced_parameters_apply_to_their_operation_alone(on_test_device: Path) 
         assert tuning.config_for("linear", "any", 1000) == {"tile": 9}
         assert tuning.config_for("other", SHAPE, 1) is None
     assert tuning.config_for("linear", SHAPE, 1) == {"tile": 5}
+
+
+def attention_shape() -> AttentionShape:
+    return AttentionShape(32, 8, 128, 64, 32, torch.bfloat16, torch.device("cpu"))
+
+
+def test_decode_launch(on_test_device: Path) -> None:
+    shape = attention_shape()
+    assert decode_key(shape) == "bfloat16 heads=32 kv_heads=8 head_dim=128 block_size=64"
+    assert [decode_launch(shape, size).num_parts for size in (1, 8, 64, 1000)] == [64, 8, 1, 1]
+    entries = [entry(8, num_parts=3, tile=32), entry(16, num_warps=8)]
+    tuning.record(on_test_device, DEVICE, "attention_decode", decode_key(shape), entries)
+    tuning.forget()
+    assert decode_launch(shape, 5) == DecodeLaunch(3, 32)
+    assert decode_launch(shape, 16) == DecodeLaunch(4, num_warps=8)
+    assert decode_launch(shape, 17) == DecodeLaunch(3)
+
+
+@pytest.mark.parametrize("params", [{"tiles": 3}, {"tile": True}, {"tile": "64"}])
+def test_parameters_of_another_version_are_a_warning_and_defaults(
+    params: dict, on_test_device: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shape = attention_shape()
+    tuning.record(
+        on_test_device, DEVICE, "attention_decode", decode_key(shape), [TunedEntry(8, {"num_parts": 2, **params})]
+    )
+    tuning.forget()
+    tuning._warn_of_param.cache_clear()
+    for _ in range(2):
+        assert decode_launch(shape, 8) == DecodeLaunch(8)
+    assert len(caplog.records) == 1 and "attention_decode" in caplog.text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
