@@ -24,7 +24,8 @@ from splitserve.kernels.registry import select_kernels
 from splitserve.models.config import ModelConfig
 from splitserve.models.cuda_runner import CudaRunner, PendingStep
 from splitserve.models.demo import SHAPES, shape_config
-from splitserve.models.loader import expected_shapes, load_model
+from splitserve.models.loader import load_model
+from splitserve.models.shard import expected_shapes
 from splitserve.step import UNKNOWN_TOKEN, SampleSpec, ScheduledChunk, StepPlan
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}

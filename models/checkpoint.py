@@ -12,6 +12,7 @@ from typing import Any
 
 from splitserve.errors import CheckpointError
 
+_PREFIX_BYTES = 8  # the header's length
 _HEADER_LIMIT_BYTES = 100 * 1024 * 1024  # the format's own limit
 _HASH_WHOLE_BELOW_BYTES = 32 * 1024 * 1024
 _NUM_SAMPLES = 64
@@ -20,12 +21,16 @@ _SAMPLE_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """A tensor's place in a checkpoint. ``dtype`` is the format's own name ("F32", "BF16", "F16")."""
+    """A tensor's place in a checkpoint. ``dtype`` is the format's own name ("F32", "BF16", "F16").
+
+    ``offset``: of its first byte in the file, from where it lies contiguous, row after row.
+    """
 
     name: str
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    offset: int
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -54,15 +59,17 @@ def read_records(directory: Path) -> dict[str, TensorRecord]:
     """All tensors of the checkpoint by name. Raises :class:`CheckpointError` naming a file that can't be read."""
     records: dict[str, TensorRecord] = {}
     for file in weight_files(directory):
-        header, _ = _read_header(file)
+        header, raw = _read_header(file)
+        first = _PREFIX_BYTES + len(raw)
         for name, entry in header.items():
             if name == "__metadata__":
                 continue
             if name in records:
                 raise CheckpointError(f"tensor {name} is in both {records[name].file.name} and {file.name}")
             try:
-                records[name] = TensorRecord(name, file, entry["dtype"], tuple(entry["shape"]))
-            except (KeyError, TypeError) as error:
+                offset = first + entry["data_offsets"][0]
+                records[name] = TensorRecord(name, file, entry["dtype"], tuple(entry["shape"]), offset)
+            except (KeyError, TypeError, IndexError) as error:
                 raise CheckpointError(f"{file}: the header's entry of {name} is malformed") from error
     return records
 
@@ -103,14 +110,14 @@ def _read_header(file: Path) -> tuple[dict[str, Any], bytes]:
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
-            prefix = stream.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-            if not 0 < length <= min(_HEADER_LIMIT_BYTES, size - 8):
+            prefix = stream.read(_PREFIX_BYTES)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == _PREFIX_BYTES else 0
+            if not 0 < length <= min(_HEADER_LIMIT_BYTES, size - _PREFIX_BYTES):
                 raise CheckpointError(f"{file} is no complete safetensors file: its header length is wrong")
             raw = stream.read(length)
         header = json.loads(raw)
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        if 8 + length + max(ends, default=0) != size:
+        if _PREFIX_BYTES + length + max(ends, default=0) != size:
             raise CheckpointError(f"{file} is truncated or has bytes too many: download it again")
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} is no readable safetensors file: {error!r}") from error

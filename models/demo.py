@@ -24,7 +24,7 @@ from torch import Tensor
 from splitserve.errors import ConfigError
 from splitserve.models.config import ModelConfig, RopeScaling, load_model_config
 from splitserve.models.demo_tokenizer import LLAMA_TOKENS, QWEN_TOKENS, SpecialTokens, train_tokenizer
-from splitserve.models.loader import expected_shapes
+from splitserve.models.shard import expected_shapes
 
 DEFAULT_MAX_SHARD_BYTES = 5 * 1000**3
 _MAX_TOKENIZER_SIZE = 2048
