@@ -34,6 +34,8 @@ def build_core(
 ) -> PrefillCore:
     """A prefill worker pulls from nobody; decode and mixed workers can do both phases.
 
+    The settings of ``config.engine`` that depend on the device are decided (:meth:`EngineConfig.on`).
+
     ``digest_blocks`` gives the digests that go with offered blocks.
     """
     engine = config.engine
@@ -62,7 +64,12 @@ def build_core(
         return PrefillCore(state, prefill, source, max_num_batched_tokens=engine.max_num_batched_tokens)
     return DecodeCore(
         state,
-        DecodeScheduler(blocks, prefill, max_num_seqs=engine.max_num_seqs),
+        DecodeScheduler(
+            blocks,
+            prefill,
+            max_num_seqs=engine.max_num_seqs,
+            max_num_prefill_tokens=engine.max_num_prefill_tokens_beside_decode,
+        ),
         source,
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_num_seqs=engine.max_num_seqs,

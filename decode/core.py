@@ -162,4 +162,4 @@ class DecodeCore(PrefillCore):
 
     def _queues(self) -> tuple[list[Sequence], list[Sequence]]:
         prefill = self._decode_scheduler.prefill
-        return [*self.sink.waiting, *prefill.waiting, *prefill.active], self._decode_scheduler.running
+        return [*self.sink.waiting, *prefill.waiting, *prefill.active], list(self._decode_scheduler.running)

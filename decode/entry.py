@@ -39,9 +39,6 @@ from splitserve.step import SampleSpec, ScheduledChunk, StepPlan
 
 logger = logging.getLogger(__name__)
 
-GPU_BLOCK_SIZE = 64
-CPU_BLOCK_SIZE = 16
-
 Progress = Callable[[str, dict[str, str]], None]
 
 
@@ -70,7 +67,7 @@ def run_worker(config: WorkerConfig, progress: Progress) -> None:
     torch.set_num_threads(threads)
     model_config = load_model_config(config.engine.model)
     device = _device(config.engine.device)
-    engine = _engine_on(device, config.engine)
+    engine = config.engine.on(device.type)
     config = msgspec.structs.replace(config, engine=engine)
     model, layout = _load(config, model_config, device, progress)
     if device.type == "cuda" and not engine.kv_memory_bytes:
@@ -95,12 +92,6 @@ def _device(wanted: str) -> torch.device:
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def _engine_on(device: torch.device, engine: EngineConfig) -> EngineConfig:
-    """The settings that depend on the device, decided."""
-    block_size = GPU_BLOCK_SIZE if device.type == "cuda" else CPU_BLOCK_SIZE
-    return msgspec.structs.replace(engine, block_size=engine.block_size or block_size)
 
 
 def _make_runner(model: DecoderModel, memory: KVMemory, max_model_len: int, engine: EngineConfig) -> ModelRunner:

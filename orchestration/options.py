@@ -106,7 +106,15 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         field="max_num_batched_tokens",
         type=int,
         metavar="TOKENS",
-        help="tokens of one step",
+        help="tokens of one step; 0: 8192 on a GPU, 512 on CPU",
+    )
+    add(
+        "--max-prefill-tokens-beside-decode",
+        field="max_num_prefill_tokens_beside_decode",
+        type=int,
+        metavar="TOKENS",
+        help="of prompts, in a step that also decodes; smaller: shorter ITL, later first tokens; 0: 320 on a GPU, "
+        "as many as fit the step on CPU",
     )
     add("--max-num-seqs", field="max_num_seqs", type=int, metavar="N", help="sequences running at once in a worker")
     add("--max-model-len", field="max_model_len", type=int, metavar="TOKENS", help="context; 0: the model's own")

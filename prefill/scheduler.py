@@ -42,6 +42,13 @@ class PrefillScheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
+    def take_prefilled(self) -> list[Sequence]:
+        """Forget, and return, the sequences that decode here next: a launched step draws their first token."""
+        taken = [s for s in self.active if s.decodes_here and s.drawing_chunk is not None and s.may_go_on]
+        if taken:
+            self.active = [sequence for sequence in self.active if sequence not in taken]
+        return taken
+
     def plan(self, budget: int, num_running: int = 0) -> list[Planned]:
         """Chunks of at most ``budget`` tokens in total, beside ``num_running`` sequences that decode."""
         planned: list[Planned] = []

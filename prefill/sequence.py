@@ -19,6 +19,7 @@ class Sequence:
     ``in_step`` counts the launched steps that touch the blocks: they can't be given back before those have completed.
     ``num_launched`` tokens beyond ``num_computed`` are theirs; ``drawing_chunk`` is the chunk of the last launched step
     that draws the token after them, if one does. ``max_length`` bounds prompt and output.
+    ``decodes_here``: its tokens after the first one are drawn here, too.
     ``ended``: no more tokens, though an offer may still hold the blocks. ``dropped``: nobody needs the blocks any more.
     """
 
@@ -39,6 +40,7 @@ class Sequence:
     num_launched: int = 0
     drawing_chunk: int | None = None
     max_length: int = 2**31
+    decodes_here: bool = False
     ended: bool = False
     dropped: bool = False
 

@@ -33,7 +33,7 @@ class Worker:
 
     def __init__(self, role: Role, me: Party) -> None:
         self.me = me
-        engine = EngineConfig(model="m", max_num_batched_tokens=8, max_num_seqs=4, tail_chunk_tokens=4)
+        engine = EngineConfig(model="m", max_num_batched_tokens=8, max_num_seqs=4, tail_chunk_tokens=4).on("cpu")
         config = WorkerConfig(engine_id=me.engine_id, role=role, engine=engine, membership="", protocol=PROTOCOL)
         self.core: PrefillCore = build_core(
             config,

@@ -37,7 +37,7 @@ class SimWorker:
         self.clock_offset = sim.random.uniform(-sim.faults.clocks, sim.faults.clocks)
         self.generations = np.zeros(num_blocks, dtype=np.uint64)
         self.memory = [[0] * BLOCK_SIZE for _ in range(num_blocks)]
-        engine = EngineConfig(model="sim", max_num_batched_tokens=16, max_num_seqs=4, tail_chunk_tokens=4)
+        engine = EngineConfig(model="sim", max_num_batched_tokens=16, max_num_seqs=4, tail_chunk_tokens=4).on("cpu")
         config = WorkerConfig(engine_id=name, role=role, engine=engine, membership="", protocol=sim.protocol)
         self.core = build_core(
             config,

@@ -45,6 +45,7 @@ def test_options_reach_the_configs_of_all_processes() -> None:
         *("--prefill", "2", "--decode", "1", "--port", "0", "--served-model-name", "m", "--dtype", "bfloat16"),
         *("--block-size", "32", "--kv-memory", "1.5g", "--max-batched-tokens", "2048", "--max-num-seqs", "8"),
         *("--max-model-len", "4096", "--no-enable-prefix-caching", "--seed", "7", "--load-format", "dummy"),
+        *("--max-prefill-tokens-beside-decode", "128"),
     )
     workers = spec.worker_configs("tcp://127.0.0.1:5", num_cores=8)
     assert [worker.engine_id for worker in workers] == ["prefill-0", "prefill-1", "decode-0"]
@@ -61,6 +62,7 @@ def test_options_reach_the_configs_of_all_processes() -> None:
         kv_memory_bytes=3 * 2**29,
         max_model_len=4096,
         max_num_batched_tokens=2048,
+        max_num_prefill_tokens_beside_decode=128,
         max_num_seqs=8,
         enable_prefix_caching=False,
         threads=3,
@@ -68,6 +70,27 @@ def test_options_reach_the_configs_of_all_processes() -> None:
     )
     router = spec.router_config()
     assert (router.model, router.served_model_name, router.port) == ("dir/my-model", "m", 0)
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "decided"),
+    [
+        ("cpu", {}, (16, 512, 512)),
+        ("cuda", {}, (64, 8192, 320)),
+        ("cuda", {"max_num_seqs": 10_000}, (64, 10_000, 320)),
+        ("cuda", {"max_num_batched_tokens": 200}, (64, 200, 200)),
+        ("cpu", {"max_num_prefill_tokens_beside_decode": 48, "block_size": 32}, (32, 512, 48)),
+        ("cpu", {"max_num_prefill_tokens_beside_decode": 9999}, (16, 512, 512)),
+    ],
+)
+def test_what_depends_on_the_device(device: str, settings: dict[str, int], decided: tuple[int, int, int]) -> None:
+    engine = EngineConfig(model="m", **settings).on(device)
+    assert (
+        engine.block_size,
+        engine.max_num_batched_tokens,
+        engine.max_num_prefill_tokens_beside_decode,
+    ) == decided
+    assert engine.on("cpu") == engine == engine.on("cuda"), "what is decided stays"
 
 
 def test_vllm_names_are_aliases() -> None:
@@ -90,6 +113,7 @@ def test_threads_can_be_chosen() -> None:
         (["--prefill", "-1", "--decode", "1"], "num_prefill is -1"),
         (["--mixed", "1", "--port", "70000"], "port is 70000"),
         (["--mixed", "1", "--block-size", "-1"], "block_size is -1"),
+        (["--mixed", "1", "--max-prefill-tokens-beside-decode", "-1"], "beside_decode is -1"),
         (["--mixed", "1", "--max-batched-tokens", "4"], r"max_num_batched_tokens \(4\)"),
     ],
 )

@@ -33,16 +33,34 @@ class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_blocks_per_read: int = 256
 
 
+class DeviceDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What a 0 in :class:`EngineConfig` stands for. The last one 0: no other bound than that of the step."""
+
+    block_size: int
+    max_num_batched_tokens: int
+    max_num_prefill_tokens_beside_decode: int
+
+
+DEVICE_DEFAULTS = {
+    "cpu": DeviceDefaults(block_size=16, max_num_batched_tokens=512, max_num_prefill_tokens_beside_decode=0),
+    # 320 prompt tokens beside up to 64 that decode fill three tiles of 128 rows of a GEMM.
+    "cuda": DeviceDefaults(block_size=64, max_num_batched_tokens=8192, max_num_prefill_tokens_beside_decode=320),
+}
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What one worker serves, and with how much of the machine.
 
-    ``kv_memory_bytes`` 0 and ``max_model_len`` 0 mean: decide at start. ``max_num_batched_tokens`` bounds the tokens of
-    one step. ``tail_chunk_tokens`` keeps the last chunk of a prompt that is handed over small, so that little is
-    left to move once the first token is out. ``threads`` 0 means: all cores of the process's affinity mask.
+    ``kv_memory_bytes`` 0 and ``max_model_len`` 0 mean: decide at start; what is 0 of :class:`DeviceDefaults`, by device
+    (:meth:`on`). ``max_num_batched_tokens`` bounds the tokens of one step, ``max_num_prefill_tokens_beside_decode``
+    those of prompts in a step that also decodes: running sequences get their next token soon, while a prompt that comes
+    to an idle worker is computed in large chunks.
+    ``tail_chunk_tokens`` keeps the last chunk of a prompt that is handed over small, so that little is left to move
+    once the first token is out. ``threads`` 0 means: all cores of the process's affinity mask.
     With ``verify_kv`` blocks that are handed over carry digests, which decode compares with what landed: a pass over
     the data on both sides.
-    ``block_size`` 0 is 64 tokens on a GPU and 16 on CPU. ``gpu_memory_utilization`` is the share of a GPU's memory that
-    the worker takes in all, if ``kv_memory_bytes`` doesn't say. ``enforce_eager`` turns CUDA graphs off.
+    ``gpu_memory_utilization`` is the share of a GPU's memory that the worker takes in all, if ``kv_memory_bytes``
+    doesn't say. ``enforce_eager`` turns CUDA graphs off.
     """
 
     model: str
@@ -53,7 +71,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 0
     kv_memory_bytes: int = 0
     max_model_len: int = 0
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int = 0
+    max_num_prefill_tokens_beside_decode: int = 0
     max_num_seqs: int = 64
     tail_chunk_tokens: int = 64
     enable_prefix_caching: bool = True
@@ -77,17 +96,29 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be in (0, 1]")
-        for name in ("max_num_batched_tokens", "max_num_seqs", "tail_chunk_tokens"):
+        for name in ("max_num_seqs", "tail_chunk_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("block_size", "kv_memory_bytes", "max_model_len", "threads"):
+        for name in (*DeviceDefaults.__struct_fields__, "kv_memory_bytes", "max_model_len", "threads"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must not be negative")
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if 0 < self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) is smaller than max_num_seqs "
                 f"({self.max_num_seqs}): a step could not hold one token of each running sequence"
             )
+
+    def on(self, device: str) -> "EngineConfig":
+        """With all that depends on the device decided for "cpu" or "cuda"."""
+        defaults = DEVICE_DEFAULTS[device]
+        max_tokens = self.max_num_batched_tokens or max(defaults.max_num_batched_tokens, self.max_num_seqs)
+        beside = self.max_num_prefill_tokens_beside_decode or defaults.max_num_prefill_tokens_beside_decode
+        return msgspec.structs.replace(
+            self,
+            block_size=self.block_size or defaults.block_size,
+            max_num_batched_tokens=max_tokens,
+            max_num_prefill_tokens_beside_decode=min(beside or max_tokens, max_tokens),
+        )
 
 
 class Confidential(msgspec.Struct, frozen=True, kw_only=True):
