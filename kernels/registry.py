@@ -81,6 +81,7 @@ _CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
     "silu_mul": (_triton("triton_ops", "silu_mul"), Candidate("reference", _always, lambda: reference.silu_mul)),
     "sample": (_triton("triton_sampling", "sample"), Candidate("reference", _always, lambda: sampling.sample)),
     "pack_linear": (
+        _triton("triton_linear", "TritonLinear"),
         Candidate("onednn", _onednn_missing, lambda: linear.OneDnnLinear),
         Candidate("reference", _always, lambda: linear.PlainLinear),
     ),

@@ -10,7 +10,7 @@ from torch import Tensor
 pytest.importorskip("triton")  # conftest.py chose its interpreter, if need be, before this import
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-from splitserve.kernels import reference, sampling, triton_ops, triton_sampling  # noqa: E402
+from splitserve.kernels import reference, sampling, triton_linear, triton_ops, triton_sampling  # noqa: E402
 from splitserve.kernels.api import AttentionShape, PagedBatch, SamplingBatch  # noqa: E402
 from splitserve.kernels.attention import ReferencePagedAttention  # noqa: E402
 from splitserve.kernels.triton_attention import TritonPagedAttention  # noqa: E402
@@ -45,6 +45,32 @@ def test_rms_norm(rows: int, size: int, dtype: torch.dtype) -> None:
 def test_silu_mul(tokens: int, size: int, dtype: torch.dtype) -> None:
     gate_up = rand(tokens, 2 * size, dtype=dtype)
     assert_close(triton_ops.silu_mul(gate_up), reference.silu_mul(gate_up.clone()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns", "inputs", "split_k"), [(3, 40, 96, 1), (17, 64, 130, 1), (5, 48, 160, 3)])
+def test_linear(rows: int, columns: int, inputs: int, split_k: int, dtype: torch.dtype) -> None:
+    x, norm = rand(rows, inputs, dtype=dtype), rand(inputs, dtype=dtype, seed=1)
+    params = triton_linear.LinearLaunch(16, 16, 32, split_k, 4, 2, 64)
+    for gated, adds, with_norm in [
+        (False, False, False),
+        (False, True, False),
+        (False, False, True),
+        (True, False, True),
+    ]:
+        if with_norm and split_k > 1:
+            continue
+        weight = (rand(columns * (1 + gated), inputs, seed=2) / inputs**0.5).to(dtype)
+        out = rand(rows, columns, dtype=dtype, seed=3)
+        wide = (reference.rms_norm(x, norm, 1e-5) if with_norm else x).float() @ weight.float().T
+        wide = reference.silu_mul(wide) if gated else wide
+        expected = (wide + out.float() if adds else wide).to(dtype)
+        for _ in range(2):  # tickets are back at zero
+            actual = out.clone()
+            triton_linear.launch(
+                x, weight, actual, params, norm=norm if with_norm else None, eps=1e-5, gated=gated, adds=adds
+            )
+            assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
