@@ -202,6 +202,7 @@ def _linear_kernel(
     row = (tile % num_row_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = (tile // num_row_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
     PART_K: tl.constexpr = (K + SPLIT_K * BLOCK_K - 1) // (SPLIT_K * BLOCK_K) * BLOCK_K
+    IS_EVEN: tl.constexpr = N % BLOCK_N == 0 and K % (SPLIT_K * BLOCK_K) == 0
     first_k = part * PART_K
     weights_at = weight_ptr + column.to(tl.int64) * K  # [BLOCK_N]
     if PREFETCH > 0 and OVERLAPPED:
@@ -220,7 +221,7 @@ def _linear_kernel(
         k = first_k + offset + tl.arange(0, BLOCK_K)
         is_k = k < K
         x = tl.load(rows_at[:, None] + k[None, :], mask=is_row[:, None] & is_k[None, :], other=0.0)
-        weight = _load_weight(weights_at, k, is_k, is_column, N, K, BLOCK_N, BLOCK_K)
+        weight = _load_weight(weights_at, k, is_k, is_column, IS_EVEN)
         if HAS_NORM:
             wide = x.to(tl.float32)
             squares += tl.sum(wide * wide, 1)
@@ -228,7 +229,7 @@ def _linear_kernel(
             x = (wide * norm[None, :]).to(x.dtype)
         acc = tl.dot(x, weight, acc, input_precision=PRECISION)
         if GATED:
-            up = _load_weight(weights_at + N * K, k, is_k, is_column, N, K, BLOCK_N, BLOCK_K)
+            up = _load_weight(weights_at + N * K, k, is_k, is_column, IS_EVEN)
             acc_up = tl.dot(x, up, acc_up, input_precision=PRECISION)
 
     if SPLIT_K > 1:
@@ -251,12 +252,10 @@ def _linear_kernel(
 
 
 @triton.jit
-def _load_weight(
-    weights_at, k, is_k, is_column, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
-):
+def _load_weight(weights_at, k, is_k, is_column, IS_EVEN: tl.constexpr):
     """[BLOCK_K, BLOCK_N] of the transposed weight; read once, so it may leave the cache first."""
     at = weights_at[None, :] + k[:, None]
-    if N % BLOCK_N == 0 and K % BLOCK_K == 0:
+    if IS_EVEN:
         return tl.load(at, eviction_policy="evict_first")
     return tl.load(at, mask=is_k[:, None] & is_column[None, :], other=0.0, eviction_policy="evict_first")
 
