@@ -121,6 +121,11 @@ class TunedConfigs:
         index = bisect_left(max_rows, rows)
         return params[index] if index < len(params) else None
 
+    def entries(self, operation: str, shape: str) -> list[TunedEntry]:
+        """All that is listed for ``shape``, ``max_rows`` ascending."""
+        max_rows, params = self._table.get((operation, shape), ([], []))
+        return [TunedEntry(rows, dict(each)) for rows, each in zip(max_rows, params, strict=True)]
+
 
 _forced: dict[str, Params] = {}
 

@@ -1,4 +1,4 @@
-"""The command line: ``splitserve serve | demo | demo-model | bench | version``.
+"""The command line: ``splitserve serve | demo | demo-model | bench | tune | version``.
 
 Only the standard library and the shared config are imported here; a command imports what it needs when it
 runs, so that ``--help`` is instant. An error that the user can mend is one line on standard error and exit status 2.
@@ -30,6 +30,7 @@ BENCHES = {
     "engine": ("splitserve.benchmarks.engine", "decode steps and prefills of a GPU, as shares of what it can do"),
     "engine-cpu": ("splitserve.benchmarks.engine_vs_transformers", "the engine on CPU against transformers"),
 }
+TUNE = ("splitserve.benchmarks.tune", "find the fastest launch parameters of kernels on this GPU")
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 
@@ -39,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if arguments[:1] == ["bench"] and arguments[1:2] and arguments[1] in BENCHES:
-            return _bench(arguments[1], arguments[2:])  # its options are its module's own
+            return _main_of(BENCHES[arguments[1]][0], arguments[2:])  # its options are its module's own
+        if arguments[:1] == ["tune"]:
+            return _main_of(TUNE[0], arguments[1:])
         options = build_parser().parse_args(arguments)
         status: int = options.run(options)
         return status
@@ -98,6 +101,7 @@ def build_parser() -> argparse.ArgumentParser:
     names = bench.add_subparsers(required=True, metavar="BENCH")
     for name, (_, help_text) in BENCHES.items():
         names.add_parser(name, help=help_text)
+    commands.add_parser("tune", help=TUNE[1])
     version = commands.add_parser("version", help="show the version")
     version.set_defaults(run=_version)
     return parser
@@ -145,9 +149,8 @@ def _demo_model(options: argparse.Namespace) -> int:
     return 0
 
 
-def _bench(name: str, arguments: list[str]) -> int:
-    module = importlib.import_module(BENCHES[name][0])
-    status: int = module.main(arguments)
+def _main_of(module: str, arguments: list[str]) -> int:
+    status: int = importlib.import_module(module).main(arguments)
     return status
 
 

@@ -1,0 +1,95 @@
+"""Times of single operations: in a CUDA graph on a GPU, so that no launch is waited for; by the clock on a CPU."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+Calls = Sequence[Callable[[], object]]
+
+_MIN_GRAPH_CALLS = 20
+_MAX_GRAPH_CALLS = 400
+_GRAPH_SECONDS = 2e-3  # of one replay: far above the clock's resolution and the cost of a replay
+_COPY_BYTES = 1 << 30
+_CPU_COPY_BYTES = 64 << 20
+
+
+def seconds_per_call(calls: Calls, device: torch.device, repeats: int = 7) -> float:
+    """Median over ``repeats`` of the mean seconds of one call, when all of ``calls`` run in turn, over and over.
+
+    Cold memory is the callers' affair: ``calls`` with inputs that together are larger than the caches.
+    """
+    if device.type == "cuda":
+        return _graph_seconds(calls, repeats)
+    for call in calls[:1]:
+        call()
+    samples = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        for call in calls:
+            call()
+        samples.append((time.perf_counter() - started) / len(calls))
+    return statistics.median(samples)
+
+
+def _graph_seconds(calls: Calls, repeats: int) -> float:
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:  # compiles, sets libraries up
+            call()
+        once = _event_seconds(lambda: [call() for call in calls]) / len(calls)
+        rounds = _rounds(once, len(calls))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(rounds):
+                for call in calls:
+                    call()
+        graph.replay()
+        samples = [_event_seconds(graph.replay) for _ in range(repeats)]
+    stream.synchronize()
+    return statistics.median(samples) / (rounds * len(calls))
+
+
+def _rounds(seconds: float, num_calls: int) -> int:
+    """How often a graph goes through all calls; ``seconds`` of one call, launch included, is an upper bound."""
+    wanted = min(_MAX_GRAPH_CALLS, max(_MIN_GRAPH_CALLS, _GRAPH_SECONDS / max(seconds, 1e-7)))
+    return max(1, round(wanted / num_calls))
+
+
+def _event_seconds(run: Callable[[], object]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e-3
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes read and written per second by a large copy on ``device``."""
+    size = _COPY_BYTES if device.type == "cuda" else _CPU_COPY_BYTES
+    source = torch.empty(size, dtype=torch.uint8, device=device).fill_(1)
+    target = torch.empty_like(source)
+    return 2 * size / seconds_per_call([lambda: target.copy_(source)], device)
+
+
+def gemm_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Floating-point operations per second of a large matrix product on ``device``."""
+    size = 8192 if device.type == "cuda" else 512
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / seconds_per_call([lambda: left @ right], device)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """The largest of ``|actual - expected|`` over ``|expected|`` plus its root mean square; inf where not finite."""
+    wide, oracle = actual.double(), expected.double()
+    scale = oracle.square().mean().sqrt()
+    error = float(((wide - oracle).abs() / (oracle.abs() + scale).clamp(min=1e-30)).max())
+    return error if error == error else float("inf")  # noqa: PLR0124
+
+
+TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3, torch.float32: 1e-3}
+"""Of :func:`relative_error`, for what was computed in a dtype: a few roundings. float32 products may use TF32."""

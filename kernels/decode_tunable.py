@@ -1,0 +1,131 @@
+"""Triton's decode attention as ``splitserve tune`` sees it (:mod:`splitserve.kernels.tunables`). Rows are sequences.
+
+A batch runs with one set of parameters whatever its contexts, so they are tuned over several: each context is called as
+often as makes it as many bytes as the others, and what counts is the time of all.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+
+import torch
+from torch import Tensor
+
+from splitserve.kernels.api import AttentionShape, PagedBatch
+from splitserve.kernels.attention import ReferencePagedAttention
+from splitserve.kernels.decode_launch import MAX_PARTS, OPERATION, decode_key, decode_launch
+from splitserve.kernels.triton_attention import TritonPagedAttention
+from splitserve.kernels.tunables import TuneTarget, num_copies
+from splitserve.kernels.tuning import Params
+
+CONTEXTS = (512, 1024, 2048, 8192)
+_MEMORY_SHARE = 0.25  # of what is free, for KV
+_CPU_MEMORY_BYTES = 64 << 20
+_PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, MAX_PARTS)
+_MAX_PROGRAMS = 2112  # 16 for each of 132 multiprocessors: more parts than that are only overhead
+_MIN_PROGRAMS = 32
+_TILES = (32, 64, 128)
+_NUM_WARPS = (2, 4, 8)
+_NUM_STAGES = (2, 3, 4)
+
+
+def make_tunable(operation: str) -> "DecodeTunable":
+    assert operation == OPERATION
+    return DecodeTunable()
+
+
+class DecodeTunable:
+    """Implements :class:`splitserve.kernels.tunables.Tunable`."""
+
+    def __init__(self, contexts: Sequence[int] = CONTEXTS) -> None:
+        self._contexts = contexts
+
+    def shape_keys(self, target: TuneTarget) -> list[str]:
+        return [decode_key(_shape(target))]
+
+    def case(self, target: TuneTarget, key: str, rows: int) -> "DecodeCase | None":
+        shape = _shape(target)
+        assert key == decode_key(shape)
+        budget = _CPU_MEMORY_BYTES
+        if target.device.type == "cuda":
+            budget = int(_MEMORY_SHARE * torch.cuda.mem_get_info(target.device)[0])
+        contexts = [context for context in self._contexts if DecodeCase.kv_bytes(shape, rows, context) <= budget]
+        return DecodeCase(shape, rows, contexts, budget) if contexts else None
+
+
+class DecodeCase:
+    """Implements :class:`splitserve.kernels.tunables.TunableCase`."""
+
+    def __init__(self, shape: AttentionShape, rows: int, contexts: Sequence[int], budget: int) -> None:
+        self._shape, self._rows = shape, rows
+        self._contexts = [context for context in contexts for _ in range(contexts[-1] // context)]
+        block_bytes = shape.rows_per_block * shape.block_size * shape.head_dim * shape.dtype.itemsize
+        self._blocks_per_sequence = -(-contexts[-1] // shape.block_size)
+        num_blocks = (
+            rows * self._blocks_per_sequence * num_copies(rows * self._blocks_per_sequence * block_bytes, shape.device)
+        )
+        num_blocks = max(rows * self._blocks_per_sequence, min(num_blocks, budget // block_bytes))
+        sizes = (num_blocks, shape.num_layers, shape.num_kv_heads, 2, shape.block_size, shape.head_dim)
+        self._kv = torch.empty(sizes, dtype=shape.dtype, device=shape.device).normal_()
+        query_sizes = (rows, shape.num_heads, shape.head_dim)
+        self._query = torch.empty(query_sizes, dtype=shape.dtype, device=shape.device).normal_()
+        self._order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
+
+    @staticmethod
+    def kv_bytes(shape: AttentionShape, rows: int, context: int) -> int:
+        """Of all layers, for ``rows`` sequences of ``context`` tokens."""
+        blocks = rows * -(-context // shape.block_size)
+        return blocks * shape.rows_per_block * shape.block_size * shape.head_dim * shape.dtype.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        shape = self._shape
+        token_bytes = 2 * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
+        return self._rows * token_bytes * sum(self._contexts) // len(self._contexts) + 2 * self._query.nbytes
+
+    def candidates(self, best: Params) -> list[Params]:
+        """The parts first, then one parameter of the best at a time."""
+        programs = self._rows * self._shape.num_kv_heads
+        parts = [count for count in _PARTS if _MIN_PROGRAMS <= programs * count <= _MAX_PROGRAMS] or [1]
+        if not best:
+            launch = decode_launch(self._shape, self._rows)
+            return [asdict(replace(launch, num_parts=count)) for count in parts]
+        values = {"num_parts": parts, "tile": _TILES, "num_warps": _NUM_WARPS, "num_stages": _NUM_STAGES}
+        return [{**best, name: value} for name, choices in values.items() for value in choices]
+
+    def calls(self) -> list[Callable[[], Tensor]]:
+        attention = TritonPagedAttention(self._shape)
+        return [self._call(attention, index) for index in range(len(self._contexts))]
+
+    def _call(self, attention: TritonPagedAttention, index: int) -> Callable[[], Tensor]:
+        plan = attention.make_decode_plan(self._rows, self._blocks_per_sequence)
+        plan.update(self._batch(index))
+        layer = self._kv[:, index % self._shape.num_layers]
+        return lambda: attention.run(self._query, layer, plan)
+
+    def _batch(self, index: int) -> PagedBatch:
+        """Every call has blocks of its own, as far as there are so many."""
+        context = self._contexts[index]
+        needed = -(-context // self._shape.block_size)
+        first = index * self._rows * needed
+        tables = [
+            [self._order[at % len(self._order)] for at in range(first + row * needed, first + (row + 1) * needed)]
+            for row in range(self._rows)
+        ]
+        return PagedBatch([1] * self._rows, [context] * self._rows, tables)
+
+    def expected(self) -> Tensor:
+        reference = ReferencePagedAttention(self._shape)
+        return reference.run(self._query, self._kv[:, 0], reference.plan(self._batch(0)))
+
+
+def _shape(target: TuneTarget) -> AttentionShape:
+    model = target.model
+    return AttentionShape(
+        model.num_heads,
+        model.num_kv_heads,
+        model.head_dim,
+        target.block_size,
+        model.num_layers,
+        target.dtype,
+        target.device,
+    )

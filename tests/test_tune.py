@@ -1,0 +1,136 @@
+"""The tuner: wrong and failing candidates never win, what was found is written after each shape. Times are by the clock
+of a CPU here; candidates differ by far more than noise."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from splitserve.benchmarks.tune import Search, Tuner, main
+from splitserve.errors import ConfigError
+from splitserve.kernels import tuning
+from splitserve.kernels.tunables import OPERATIONS, TuneTarget, load_tunable
+from splitserve.kernels.tuning import Params, TunedEntry
+from splitserve.models.demo import SHAPES
+
+CPU = torch.device("cpu")
+DEVICE = "Test GPU"
+TARGET = TuneTarget(SHAPES["tiny"], torch.float32, CPU, 4)
+MILLISECONDS = {1: 6, 2: 3, 3: 0, 4: 9}  # of an operation whose parameter is its speed
+
+
+def sleepy_sum(x: Tensor) -> Tensor:
+    """An operation with a tuned parameter: 3 gives a wrong answer, 5 can't run."""
+    params = tuning.config_for("sleepy_sum", "any", x.shape[0]) or {"speed": 1}
+    if params["speed"] == 5:
+        raise RuntimeError("out of shared memory\nand more lines")
+    time.sleep(MILLISECONDS[int(params["speed"])] * 1e-3)
+    return x.sum(0) + (params["speed"] == 3)
+
+
+class SleepyCase:
+    num_bytes = 1000
+
+    def __init__(self, rows: int, candidates: Sequence[int], seen: list[Params]) -> None:
+        self.x = torch.randn(rows, 8)
+        self._candidates = candidates
+        self._seen = seen
+
+    def candidates(self, best: Params) -> list[Params]:
+        self._seen.append(best)
+        return [{"speed": speed} for speed in self._candidates]
+
+    def calls(self) -> list[Callable[[], Tensor]]:
+        return [lambda: sleepy_sum(self.x)] * 2
+
+    def expected(self) -> Tensor:
+        return self.x.sum(0)
+
+
+class SleepyTunable:
+    def __init__(self, candidates: Sequence[int]) -> None:
+        self.candidates = candidates
+        self.seen: list[Params] = []
+
+    def shape_keys(self, target: TuneTarget) -> list[str]:
+        return ["any", "other"]
+
+    def case(self, target: TuneTarget, key: str, rows: int) -> SleepyCase | None:
+        return SleepyCase(rows, self.candidates, self.seen) if rows < 100 else None
+
+
+def test_the_fastest_right_candidate_wins() -> None:
+    seen: list[Params] = []
+    found = Search("sleepy_sum", SleepyCase(2, [1, 2, 3, 4, 5], seen), CPU).run(2)
+    assert found.params == {"speed": 2} and found.rows == 2 and found.num_tried == 6
+    assert found.seconds < 0.8 * found.default_seconds
+    wrong, failed = found.failures
+    assert wrong.startswith("{'speed': 3}: differs from the reference by ")
+    assert failed == "{'speed': 5}: out of shared memory"
+    assert seen == [{}, {"speed": 2}]
+
+
+def test_the_default_stays_when_nothing_is_faster() -> None:
+    found = Search("sleepy_sum", SleepyCase(2, [4], []), CPU).run(2)
+    assert found.params == {} and found.seconds == found.default_seconds and not found.failures
+
+
+def test_a_default_that_is_wrong_is_an_error() -> None:
+    with tuning.forced("sleepy_sum", {"speed": 1}):
+        case = SleepyCase(2, [1], [])
+    case.expected = lambda: torch.zeros(8)
+    with pytest.raises(ConfigError, match="sleepy_sum can't be tuned: its default fails: differs"):
+        Search("sleepy_sum", case, CPU).run(2)
+
+
+def test_what_was_found_is_written_shape_by_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shipped = [TunedEntry(1, {"speed": 7}), TunedEntry(8, {"speed": 8})]
+    tuning.record(tmp_path, DEVICE, "sleepy_sum", "any", shipped)
+    tunable = SleepyTunable([1, 2])
+    done = Tuner(DEVICE, tmp_path, 1e9).tune("sleepy_sum", tunable, TARGET, [2, 8, 2, 100], {"other"})
+    assert done == {"any"}
+    configs = tuning.TunedConfigs(DEVICE, [tmp_path])
+    assert configs.entries("sleepy_sum", "any") == [
+        TunedEntry(1, {"speed": 7}),
+        TunedEntry(2, {"speed": 2}),
+        TunedEntry(8, {"speed": 2}),
+    ]
+    printed = capsys.readouterr().out
+    assert "speed=2" in printed and "100 rows don't fit" in printed and str(tmp_path / "test-gpu.json") in printed
+
+
+def test_an_interruption_loses_the_current_shape_alone(tmp_path: Path) -> None:
+    class Interrupted(SleepyTunable):
+        def case(self, target: TuneTarget, key: str, rows: int) -> SleepyCase | None:
+            if key == "other":
+                raise KeyboardInterrupt
+            return super().case(target, key, rows)
+
+    with pytest.raises(KeyboardInterrupt):
+        Tuner(DEVICE, tmp_path, 1e9).tune("sleepy_sum", Interrupted([2]), TARGET, [2], set())
+    assert tuning.TunedConfigs(DEVICE, [tmp_path]).entries("sleepy_sum", "any") == [TunedEntry(2, {"speed": 2})]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
+def test_without_a_gpu_it_says_so() -> None:
+    with pytest.raises(ConfigError, match="CUDA device, and there is none"):
+        main([])
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for Triton's interpreter, which needs tiny shapes")
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_tunables_agree_with_their_reference(operation: str) -> None:
+    """Each operation's cases run, and the first candidate gives the reference's answer."""
+    pytest.importorskip("triton")
+    tunable = load_tunable(operation)
+    for key in tunable.shape_keys(TARGET):
+        case = tunable.case(TARGET, key, 2)
+        assert case is not None and case.num_bytes > 0
+        expected = case.expected()
+        for params in ({}, case.candidates({})[0]):
+            with tuning.forced(operation, params):
+                torch.testing.assert_close(case.calls()[0](), expected, rtol=1e-3, atol=1e-3)
