@@ -2,7 +2,9 @@
 
 import queue
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from splitserve.step import MAX_STEPS_UNDER_WAY, StepOutput, StepPlan
@@ -24,6 +26,38 @@ class LaunchingRunner(Protocol):
     def launch(self, plan: StepPlan) -> LaunchedStep: ...
 
 
+@dataclass(frozen=True, slots=True)
+class StepFailure:
+    """Step number ``step`` ended with ``error``. ``cause``, if any, is the failure of an earlier step that led to it.
+
+    ``device_lost``: no step can run in this process any more.
+    """
+
+    step: int
+    error: Exception
+    cause: "StepFailure | None" = None
+    device_lost: bool = False
+
+    def __str__(self) -> str:
+        """For the clients of the step: a later step's error only tells that an earlier one failed."""
+        if self.cause is not None:
+            return f"failed because of step {self.cause.step}: {self.cause}"
+        return f"{type(self.error).__name__}: {self.error}"
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """How a launched step ended. ``seconds`` run from its launch, or from the end of the step before if that was later.
+
+    Steps are numbered from 1 on, in the order of their launches.
+    """
+
+    step: int
+    plan: StepPlan
+    seconds: float
+    outcome: StepOutput | StepFailure
+
+
 class Executor(Protocol):
     """What the engine loop needs of :class:`StepExecutor` and :class:`OverlappedExecutor`."""
 
@@ -32,9 +66,41 @@ class Executor(Protocol):
 
     def launch(self, plan: StepPlan) -> None: ...
 
-    def result(self) -> StepOutput | Exception | None: ...
+    def result(self) -> StepResult | None: ...
 
     def close(self, timeout_seconds: float) -> None: ...
+
+
+def always_works() -> None:
+    """The check of a device that is never lost, like a CPU."""
+
+
+class Failures:
+    """Tells a step's own failure from one that an earlier step's led to.
+
+    A step that is launched before an earlier one's failure is known builds on it: on tokens that were never drawn, on a
+    device that reports an error late. ``check_device`` raises if the device can't run another step: then nothing but a
+    new process helps.
+    """
+
+    def __init__(self, check_device: Callable[[], None] = always_works) -> None:
+        self._check_device = check_device
+        self._root: StepFailure | None = None
+
+    def failure(self, step: int, error: Exception) -> StepFailure:
+        """Steps must be told of in their order."""
+        root = self._root
+        if root is not None and (root.device_lost or step - root.step < MAX_STEPS_UNDER_WAY):
+            return StepFailure(step, error, cause=root, device_lost=root.device_lost)
+        self._root = StepFailure(step, error, device_lost=not self._device_works())
+        return self._root
+
+    def _device_works(self) -> bool:
+        try:
+            self._check_device()
+        except Exception:  # what it is doesn't matter: the step's own error says more
+            return False
+        return True
 
 
 class StepExecutor:
@@ -46,8 +112,9 @@ class StepExecutor:
     def __init__(self, runner: Runner, wake: Callable[[], None]) -> None:
         self._runner = runner
         self._wake = wake
+        self._failures = Failures()
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[StepOutput | Exception] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
         self.is_busy = False
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._thread.start()
@@ -62,8 +129,8 @@ class StepExecutor:
         self.is_busy = True
         self._plans.put(plan)
 
-    def result(self) -> StepOutput | Exception | None:
-        """The launched step's output, or the error that it ended with; None while it runs."""
+    def result(self) -> StepResult | None:
+        """How the launched step ended; None while it runs."""
         if self._results.empty():
             return None
         self.is_busy = False
@@ -75,28 +142,47 @@ class StepExecutor:
         self._thread.join(timeout_seconds)
 
     def _run(self) -> None:
+        step = 0
         while (plan := self._plans.get()) is not None:
+            step += 1
+            started = time.monotonic()
             try:
-                result: StepOutput | Exception = self._runner.run(plan)
+                outcome: StepOutput | StepFailure = self._runner.run(plan)
             except Exception as error:
-                result = error
-            self._results.put(result)
+                outcome = self._failures.failure(step, error)
+            self._results.put(StepResult(step, plan, time.monotonic() - started, outcome))
             self._wake()
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step on its way from the thread that launches to the one that waits."""
+
+    plan: StepPlan
+    started: float
+    pending: LaunchedStep | Exception
 
 
 class OverlappedExecutor:
     """Up to :data:`MAX_STEPS_UNDER_WAY` steps at once: the device has its next step before the last one is over.
 
     One thread launches, another one waits, so that a launch isn't held up by the step before it. Results come in the
-    order of the launches. ``wake`` is called from the waiting thread when a result is there.
+    order of the launches. ``wake`` is called from the waiting thread when a result is there. ``check_device``: see
+    :class:`Failures`.
     """
 
-    def __init__(self, runner: LaunchingRunner, wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        runner: LaunchingRunner,
+        wake: Callable[[], None],
+        check_device: Callable[[], None] = always_works,
+    ) -> None:
         self._runner = runner
         self._wake = wake
+        self._failures = Failures(check_device)
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
-        self._launched: queue.SimpleQueue[LaunchedStep | Exception | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[StepOutput | Exception] = queue.SimpleQueue()
+        self._launched: queue.SimpleQueue[_Launched | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
         self._num_under_way = 0
         self._threads = [
             threading.Thread(target=run, name=f"model-{run.__name__.strip('_')}", daemon=True)
@@ -114,8 +200,8 @@ class OverlappedExecutor:
         self._num_under_way += 1
         self._plans.put(plan)
 
-    def result(self) -> StepOutput | Exception | None:
-        """The oldest launched step's output, or the error that it ended with; None while it runs."""
+    def result(self) -> StepResult | None:
+        """How the oldest launched step ended; None while it runs."""
         if self._results.empty():
             return None
         self._num_under_way -= 1
@@ -124,22 +210,33 @@ class OverlappedExecutor:
     def close(self, timeout_seconds: float) -> None:
         """Let the launched steps end, if they do so in time."""
         self._plans.put(None)
+        deadline = time.monotonic() + timeout_seconds
         for thread in self._threads:
-            thread.join(timeout_seconds)
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _launch(self) -> None:
         while (plan := self._plans.get()) is not None:
+            started = time.monotonic()
             try:
-                self._launched.put(self._runner.launch(plan))
+                pending: LaunchedStep | Exception = self._runner.launch(plan)
             except Exception as error:
-                self._launched.put(error)
+                pending = error
+            self._launched.put(_Launched(plan, started, pending))
         self._launched.put(None)
 
     def _wait(self) -> None:
-        while (step := self._launched.get()) is not None:
-            try:
-                result: StepOutput | Exception = step if isinstance(step, Exception) else step.wait()
-            except Exception as error:
-                result = error
-            self._results.put(result)
+        step, ended = 0, 0.0
+        while (launched := self._launched.get()) is not None:
+            step += 1
+            outcome = self._outcome(step, launched.pending)
+            started, ended = max(launched.started, ended), time.monotonic()
+            self._results.put(StepResult(step, launched.plan, ended - started, outcome))
             self._wake()
+
+    def _outcome(self, step: int, pending: LaunchedStep | Exception) -> StepOutput | StepFailure:
+        if isinstance(pending, Exception):
+            return self._failures.failure(step, pending)
+        try:
+            return pending.wait()
+        except Exception as error:
+            return self._failures.failure(step, error)

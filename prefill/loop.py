@@ -8,13 +8,15 @@ import msgspec
 import psutil
 
 from splitserve.config import WorkerConfig
+from splitserve.errors import DeviceLostError
 from splitserve.kvconnector.connector import KVConnector
 from splitserve.messages import Draining, Envelope, Heartbeat, Leave, Register, Registered, RegisterRefused, WorkerInfo
 from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.drain import Drain
 from splitserve.prefill.effects import Connect, Dial, Disconnect, Effect, HangUp, Incident, Send, Serve, StartRead
-from splitserve.prefill.executor import Executor
+from splitserve.prefill.executor import Executor, StepFailure
 from splitserve.prefill.sockets import WorkerSockets
+from splitserve.prefill.step_times import StepTimes
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +78,8 @@ class WorkerLoop:
         self._waker = waker
         self._info = info
         self._process = psutil.Process()
+        self._step_times = StepTimes()
+        self._device_lost: StepFailure | None = None
         self._drain = Drain(config.protocol.drain_seconds)
         self._drain_requested = False
         self._stopping = False
@@ -115,10 +119,15 @@ class WorkerLoop:
         return self._refusal
 
     def run(self) -> None:
-        """Serve until :meth:`stop`."""
+        """Serve until :meth:`stop`. Raises :class:`DeviceLostError` when no step can run any more."""
         try:
             while not self._stopping:
                 self.run_once()
+            if self._device_lost is not None:
+                raise DeviceLostError(
+                    f"the device can't go on after step {self._device_lost.step} ({self._device_lost}): "
+                    f"{self._config.engine_id} ends, to be started again"
+                )
         finally:  # after an error too: membership hears at once that this worker is gone
             self._sockets.send_membership(Leave())
             self._executor.close(STOP_SECONDS)
@@ -171,14 +180,27 @@ class WorkerLoop:
 
     def _take_results(self, now: float) -> None:
         while (result := self._executor.result()) is not None:
-            if isinstance(result, Exception):
-                logger.error("a step failed", exc_info=result)
-                self._core.fail_step(f"{type(result).__name__}: {result}", now)
+            warning = self._step_times.note(result.plan, result.seconds)
+            if warning is not None:
+                logger.warning("%s", warning)
+            if isinstance(result.outcome, StepFailure):
+                self._on_step_failure(result.outcome, now)
             else:
-                self._core.commit_step(result, now)
+                self._core.commit_step(result.outcome, now)
+
+    def _on_step_failure(self, failure: StepFailure, now: float) -> None:
+        """The first failure is told in full, what it led to in a line. Without a device, the requests go elsewhere."""
+        if failure.cause is None:
+            logger.error("step %d failed", failure.step, exc_info=failure.error)
+        else:
+            logger.error("step %d failed because of step %d", failure.step, failure.cause.step)
+        self._core.fail_step(str(failure), now)
+        if failure.device_lost and self._device_lost is None:
+            self._device_lost = failure
+            self._stopping = True
 
     def _launch(self, now: float) -> None:
-        while self._executor.has_room:
+        while self._executor.has_room and self._device_lost is None:
             plan = self._core.plan_step(now)
             if plan is None:
                 return

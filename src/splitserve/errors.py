@@ -19,3 +19,7 @@ class WireError(SplitserveError):
 
 class HandshakeError(SplitserveError):
     """Two workers whose KV memory cannot be exchanged."""
+
+
+class DeviceLostError(SplitserveError):
+    """The device can't run steps in this process any more."""
