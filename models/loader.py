@@ -21,8 +21,9 @@ from splitserve.kernels.registry import select_kernels
 from splitserve.models.checkpoint import TensorRecord, read_records
 from splitserve.models.config import ModelConfig
 from splitserve.models.decoder import DecoderModel, LayerWeights, ModelWeights
+from splitserve.models.parallel import Alone, Collectives, RowParallelLinear, VocabParallelHead
 from splitserve.models.reading import STORED_DTYPES, DummyReader, MappedReader, StagedReader, WeightReader
-from splitserve.models.shard import Parts, Shard, WeightParts, expected_shapes, head_rows, local_config
+from splitserve.models.shard import Parts, WeightParts, expected_shapes, head_rows, local_config
 
 Progress = Callable[[int, int], None]
 """Called with (steps done, steps in all) while weights load."""
@@ -52,20 +53,22 @@ def load_model(
     load_format: str = "auto",
     kernels: Kernels | None = None,
     progress: Progress | None = None,
-    shard: Shard | None = None,
+    group: Collectives | None = None,
 ) -> DecoderModel:
-    """Loads ``shard`` of the checkpoint at ``path``, or makes random weights of its shape (``load_format`` "dummy").
+    """Loads the checkpoint at ``path``, or makes random weights of its shape (``load_format`` "dummy").
+
+    With ``group``, this is the part of a rank: its model does what all ranks' models do together.
 
     Raises :class:`CheckpointError` for a missing, misshapen or unexpected tensor, naming it and both shapes, and for
     files that can't be read.
     """
-    shard = shard or Shard()
+    group = group or Alone()
     if kernels is None:
         kernels = select_kernels(device, dtype, head_dim=config.head_dim)
     reader = _make_reader(Path(path), config, dtype, device, load_format)
     with torch.inference_mode(), closing(reader):
-        weights = _Builder(reader, config, kernels, shard).build(progress or _no_progress)
-    return DecoderModel(local_config(config, shard.size), weights, kernels, dtype=dtype, device=device)
+        weights = _Builder(reader, config, kernels, group).build(progress or _no_progress)
+    return DecoderModel(local_config(config, group.shard.size), weights, kernels, dtype=dtype, device=device)
 
 
 def _make_reader(
@@ -109,13 +112,13 @@ def _few(names: list[str]) -> str:
 class _Builder:
     """Turns what a reader gives into one rank's :class:`ModelWeights`."""
 
-    def __init__(self, reader: WeightReader, config: ModelConfig, kernels: Kernels, shard: Shard) -> None:
+    def __init__(self, reader: WeightReader, config: ModelConfig, kernels: Kernels, group: Collectives) -> None:
         self._reader = reader
         self._config = config
-        self._local = local_config(config, shard.size)
+        self._local = local_config(config, group.shard.size)
         self._kernels = kernels
-        self._shard = shard
-        self._parts = WeightParts(config, shard)
+        self._group = group
+        self._parts = WeightParts(config, group.shard)
         self._layers = [self._parts.layer(index) for index in range(config.num_layers)]
 
     def build(self, progress: Progress) -> ModelWeights:
@@ -147,11 +150,15 @@ class _Builder:
             input_norm=read["input_norm"],
             qkv=pack(read["qkv"]),
             qk_norm=qk_norm,
-            output=pack(read["output"]),
+            output=self._row_parallel(read["output"]),
             post_attention_norm=read["post_attention_norm"],
             gate_up=pack(read["gate_up"]),
-            down=pack(read["down"]),
+            down=self._row_parallel(read["down"]),
         )
+
+    def _row_parallel(self, weight: Tensor) -> Linear:
+        local = self._kernels.pack_linear(weight)
+        return local if self._group.shard.size == 1 else RowParallelLinear(local, self._group)
 
     def _embedding_and_head(self) -> tuple[Tensor, Linear]:
         embedding, head, reader = self._parts.embedding, self._parts.head, self._reader
@@ -166,5 +173,8 @@ class _Builder:
 
     def _head(self, weight: Tensor) -> Linear:
         """``weight``: this rank's rows of the LM head, in the checkpoint."""
-        missing = head_rows(self._config.vocab_size, self._shard.size) - weight.shape[0]
-        return self._kernels.pack_linear(F.pad(weight, (0, 0, 0, missing)) if missing else weight)
+        missing = head_rows(self._config.vocab_size, self._group.shard.size) - weight.shape[0]
+        local = self._kernels.pack_linear(F.pad(weight, (0, 0, 0, missing)) if missing else weight)
+        if self._group.shard.size == 1:
+            return local
+        return VocabParallelHead(local, self._group, self._config.vocab_size)

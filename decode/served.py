@@ -1,0 +1,148 @@
+"""A model ready to run: weights, KV memory and runner, on one rank. All ranks of a worker do this together."""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import psutil
+import torch
+
+from splitserve.config import EngineConfig
+from splitserve.decode.gpu_memory import free_kv_bytes
+from splitserve.decode.memory_plan import MemoryPlan, plan_kv_memory
+from splitserve.errors import ConfigError
+from splitserve.kernels.registry import select_kernels
+from splitserve.kvconnector.layout import block_bytes
+from splitserve.kvconnector.memory import KVMemory
+from splitserve.messages import LayoutRecord
+from splitserve.models.checkpoint import weights_version
+from splitserve.models.config import ModelConfig, load_model_config
+from splitserve.models.cuda_runner import CudaRunner
+from splitserve.models.decoder import DecoderModel
+from splitserve.models.loader import load_model, resolve_dtype
+from splitserve.models.parallel import Collectives
+from splitserve.models.runner import ModelRunner
+from splitserve.models.shard import check_tensor_parallel_size
+from splitserve.step import SampleSpec, ScheduledChunk, StepPlan
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, dict[str, str]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What a rank serves, once it is loaded and placed. ``memory`` holds the rank's own heads."""
+
+    memory: KVMemory
+    runner: ModelRunner
+    max_model_len: int
+    vocab_size: int
+
+
+def device_of(wanted: str, rank: int, size: int) -> torch.device:
+    """The device of a worker's rank: the current one, and those after it. Raises :class:`ConfigError`."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device is cuda, but PyTorch finds no CUDA device; use --device cpu or auto")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    first = torch.cuda.current_device()
+    if first + size > torch.cuda.device_count():
+        raise ConfigError(
+            f"--tensor-parallel-size is {size}, but this worker sees {torch.cuda.device_count() - first} CUDA devices"
+        )
+    return torch.device("cuda", first + rank)
+
+
+def load_served_model(
+    engine: EngineConfig, device: torch.device, group: Collectives, progress: Progress
+) -> ServedModel:
+    """This rank's part of the model, its KV memory, and a warm runner.
+
+    All ranks of ``group`` call it with the same ``engine``, whose settings that depend on the device are decided, and
+    end up with the same number of blocks. ``progress`` hears of the stages "weights" and "kv_memory". Raises
+    :class:`CheckpointError` or :class:`ConfigError` for what can't be served.
+    """
+    model_config = load_model_config(engine.model)
+    check_tensor_parallel_size(model_config, group.shard.size)
+    model, layout = _load(engine, model_config, device, group, progress)
+    size = group.shard.size
+    if device.type == "cuda" and not engine.kv_memory_bytes:
+        kv_bytes = size * group.lowest(free_kv_bytes(model, layout, engine))
+        engine = msgspec.structs.replace(engine, kv_memory_bytes=kv_bytes)
+    plan = plan_kv_memory(
+        engine,
+        block_bytes=size * block_bytes(layout),
+        max_position_embeddings=model_config.max_position_embeddings,
+        available_bytes=group.lowest(psutil.virtual_memory().available),
+    )
+    memory = KVMemory(layout, plan.num_blocks, device)
+    runner = _make_runner(model, memory, plan.max_model_len, engine)
+    _warm_up(runner)
+    progress("kv_memory", _describe_memory(memory, plan))
+    return ServedModel(memory, runner, plan.max_model_len, model_config.vocab_size)
+
+
+def _load(
+    engine: EngineConfig, model_config: ModelConfig, device: torch.device, group: Collectives, progress: Progress
+) -> tuple[DecoderModel, LayoutRecord]:
+    started = time.monotonic()
+    dtype = resolve_dtype(engine.dtype, model_config, device)
+    backend = engine.attention_backend
+    overrides = {} if backend == "auto" else {"make_attention": backend}
+    try:
+        kernels = select_kernels(device, dtype, overrides, model_config.head_dim)
+    except ValueError as error:
+        raise ConfigError(f"--attention-backend {backend}: {error}") from error
+    logger.info("kernels: %s", ", ".join(f"{name} {choice}" for name, choice in kernels.backends.items()))
+    model = load_model(
+        engine.model,
+        model_config,
+        dtype=dtype,
+        device=device,
+        load_format=engine.load_format,
+        kernels=kernels,
+        group=group,
+    )
+    layout = LayoutRecord(
+        model=engine.served_model_name or Path(engine.model).resolve().name,
+        weights_version=weights_version(engine.model, engine.load_format),
+        dtype=str(dtype).removeprefix("torch."),
+        block_size=engine.block_size,
+        num_layers=model_config.num_layers,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        tensor_parallel_size=group.shard.size,
+    )
+    progress("weights", {"seconds": f"{time.monotonic() - started:.1f}", "dtype": layout.dtype})
+    return model, layout
+
+
+def _make_runner(model: DecoderModel, memory: KVMemory, max_model_len: int, engine: EngineConfig) -> ModelRunner:
+    if model.device.type != "cuda":
+        return ModelRunner(model, memory.blocks)
+    runner = CudaRunner(model, memory.blocks, max_num_seqs=engine.max_num_seqs, max_model_len=max_model_len)
+    if not engine.enforce_eager:
+        logger.info("CUDA graphs captured in %.1f s", runner.capture())
+    return runner
+
+
+def _warm_up(runner: ModelRunner) -> None:
+    """Run one small step of each kind, so that the first request doesn't pay for lazy initialisation."""
+    sample = SampleSpec(temperature=1.0, top_k=2, top_p=0.9, seed=0, choice=0, position=1)
+    length = min(8, runner.block_size)
+    runner.run(StepPlan([ScheduledChunk([0] * length, 0, [0], sample)]))
+    runner.run(StepPlan([ScheduledChunk([0], 0, [0], sample)]))
+    runner.kv_cache[0].zero_()
+
+
+def _describe_memory(memory: KVMemory, plan: MemoryPlan) -> dict[str, str]:
+    return {
+        "blocks": str(memory.num_blocks),
+        "bytes": str(memory.num_blocks * memory.block_bytes * memory.layout.tensor_parallel_size),
+        "tokens": str(memory.num_blocks * memory.layout.block_size),
+        "max_model_len": str(plan.max_model_len),
+    }

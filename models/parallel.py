@@ -1,0 +1,103 @@
+"""Tensor parallelism inside a step: what the ranks of one model tell each other, and where.
+
+A decoder runs on one rank as it does alone. Two kinds of products know of the others: those whose inputs are split add
+up what all ranks have (:class:`RowParallelLinear`), and the LM head, whose outputs are split, collects them
+(:class:`VocabParallelHead`). All ranks then have the same logits and draw the same tokens from them.
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from splitserve.errors import SplitserveError
+from splitserve.kernels.api import Linear
+from splitserve.models.shard import Shard
+
+
+class CollectiveError(SplitserveError):
+    """The ranks couldn't exchange what they had to: most often because another one has failed, or is gone."""
+
+
+class Collectives(Protocol):
+    """What ranks do together: each calls the same methods in the same order. Raise :class:`CollectiveError`."""
+
+    @property
+    def shard(self) -> Shard: ...
+
+    def add_reduced(self, residual: Tensor, partial: Tensor) -> None:
+        """``residual`` += the sum of all ranks' ``partial`` (both [T, N], contiguous), in place, the same bits on every
+        rank that had the same residual. May overwrite ``partial``."""
+
+    def gather_columns(self, part: Tensor) -> Tensor:
+        """All ranks' ``part`` [R, N] side by side, [R, size * N], on every rank."""
+
+    def lowest(self, number: int) -> int:
+        """The smallest of all ranks' ``number``. Waits for all of them."""
+
+    def close(self) -> None:
+        """Needn't wait for the others."""
+
+
+class Alone:
+    """The collectives of a model that one rank has to itself. See :class:`Collectives`."""
+
+    shard = Shard()
+
+    def add_reduced(self, residual: Tensor, partial: Tensor) -> None:
+        residual.add_(partial)
+
+    def gather_columns(self, part: Tensor) -> Tensor:
+        return part
+
+    def lowest(self, number: int) -> int:
+        return number
+
+    def close(self) -> None: ...
+
+
+class RowParallelLinear:
+    """A product whose inputs are split over the ranks. See :class:`splitserve.kernels.api.Linear`."""
+
+    def __init__(self, local: Linear, group: Collectives) -> None:
+        self._local = local
+        self._group = group
+        self.in_features, self.out_features = local.in_features, local.out_features
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = x.new_zeros((x.shape[0], self.out_features))
+        self.add_to(out, x)
+        return out
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        self._group.add_reduced(residual, self._local(x))
+
+    def after_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        raise NotImplementedError("the norm needs all of its input, and this rank has a part of it")
+
+    def gated_after_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        raise NotImplementedError("the norm needs all of its input, and this rank has a part of it")
+
+
+class VocabParallelHead:
+    """The LM head, its tokens split over the ranks; all get all logits. See :class:`splitserve.kernels.api.Linear`."""
+
+    def __init__(self, local: Linear, group: Collectives, vocab_size: int) -> None:
+        self._local = local
+        self._group = group
+        self.in_features, self.out_features = local.in_features, vocab_size
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._all(self._local(x))
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        residual.add_(self(x))
+
+    def after_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        return self._all(self._local.after_norm(x, norm, eps))
+
+    def gated_after_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        raise NotImplementedError("a head has no gate")
+
+    def _all(self, part: Tensor) -> Tensor:
+        """The last ranks' rows may be padding (:func:`splitserve.models.shard.head_rows`)."""
+        return self._group.gather_columns(part)[:, : self.out_features]
