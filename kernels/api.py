@@ -165,6 +165,25 @@ class Sample(Protocol):
         ...
 
 
+class GatherKV(Protocol):
+    def __call__(self, kv_cache: Tensor, block_ids: Tensor, first_head: int, out: Tensor) -> None:
+        """Heads ``first_head : first_head + g`` of the blocks ``block_ids``, in their order, into one buffer.
+
+        ``kv_cache`` [num_blocks, L, G, 2, B, D], contiguous; ``block_ids`` int64 [n] on its device, repeats allowed;
+        ``out`` [n, L, g, 2, B, D] of its dtype, contiguous, on its device or in pinned host memory.
+        """
+        ...
+
+
+class ScatterKV(Protocol):
+    def __call__(self, source: Tensor, block_ids: Tensor, first_head: int, kv_cache: Tensor) -> None:
+        """The way back: ``source`` [n, L, g, 2, B, D] into heads ``first_head : first_head + g`` of ``block_ids``.
+
+        As :class:`GatherKV`, but ids must differ from each other. Other heads and other blocks stay as they are.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """The chosen operations. ``backends`` names the backend of each, for logs and ``splitserve doctor``."""
@@ -175,4 +194,6 @@ class Kernels:
     sample: Sample
     pack_linear: Callable[[Tensor], Linear]
     make_attention: Callable[[AttentionShape], PagedAttention]
+    gather_kv: GatherKV
+    scatter_kv: ScatterKV
     backends: Mapping[str, str]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from splitserve.kernels import attention, linear, reference, sampling
+from splitserve.kernels import attention, kv_copy, linear, reference, sampling
 from splitserve.kernels.api import Kernels
 
 
@@ -91,6 +91,8 @@ _CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
         _triton("triton_attention", "TritonPagedAttention"),
         Candidate("reference", _always, lambda: attention.ReferencePagedAttention),
     ),
+    "gather_kv": (_triton("triton_gather", "gather_kv"), Candidate("reference", _always, lambda: kv_copy.gather_kv)),
+    "scatter_kv": (_triton("triton_gather", "scatter_kv"), Candidate("reference", _always, lambda: kv_copy.scatter_kv)),
 }
 
 OPERATIONS = tuple(_CANDIDATES)
@@ -114,6 +116,11 @@ def select_kernels(
     around = {operation: loaded[operation] for operation in ("rms_norm", "silu_mul")}
     loaded["pack_linear"] = functools.partial(loaded["pack_linear"], **around)
     return Kernels(**loaded, backends={operation: candidate.backend for operation, candidate in chosen.items()})
+
+
+def backends(operation: str, target: Target) -> dict[str, str | None]:
+    """All backends of an operation, best first: why each can't run on ``target``, or None if it can."""
+    return {candidate.backend: candidate.why_not(target) for candidate in _CANDIDATES[operation]}
 
 
 def _choose(operation: str, target: Target, wanted: str | None) -> Candidate:
