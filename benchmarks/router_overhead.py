@@ -113,21 +113,20 @@ def _cells(row: dict[str, Any]) -> list[object]:
 @contextlib.contextmanager
 def _processes(folder: Path) -> Iterator[tuple[str, int, PeerRef]]:
     """A router and a worker as child processes; yields the router's URL and process id, and where the worker is."""
-    _write_model(folder)
+    vocab_size = write_router_model(folder)
     config = RouterConfig(model=str(folder), served_model_name=MODEL_ID, port=0)
     module = "splitserve.benchmarks.router_process"
     with contextlib.ExitStack() as stack:
-        router = stack.enter_context(_child(module, msgspec.json.encode(config).decode()))
-        membership = json.loads(_line(router))["endpoint"]
-        url = json.loads(_line(router))["url"]
-        vocab_size = len(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"])
+        router = stack.enter_context(child_process(module, msgspec.json.encode(config).decode()))
+        membership = json.loads(next_line(router))["endpoint"]
+        url = json.loads(next_line(router))["url"]
         worker_options = ["--membership", membership, "--tokens-per-message", "1", "--vocab-size", str(vocab_size)]
-        worker = stack.enter_context(_child("splitserve.benchmarks.instant_worker", *worker_options))
-        yield url, router.pid, msgspec.json.decode(_line(worker), type=PeerRef)
+        worker = stack.enter_context(child_process("splitserve.benchmarks.instant_worker", *worker_options))
+        yield url, router.pid, msgspec.json.decode(next_line(worker), type=PeerRef)
 
 
 @contextlib.contextmanager
-def _child(module: str, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
+def child_process(module: str, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
     with subprocess.Popen([sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, text=True) as process:
         try:
             yield process
@@ -139,7 +138,7 @@ def _child(module: str, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
                 process.kill()
 
 
-def _line(process: "subprocess.Popen[str]") -> str:
+def next_line(process: "subprocess.Popen[str]") -> str:
     assert process.stdout is not None
     line = process.stdout.readline().strip()
     if not line:
@@ -147,11 +146,13 @@ def _line(process: "subprocess.Popen[str]") -> str:
     return line
 
 
-def _write_model(folder: Path) -> None:
+def write_router_model(folder: Path) -> int:
+    """What a router needs of a model: a tokenizer. Returns the size of its vocabulary."""
     tokenizer = train_tokenizer(2000, QWEN_TOKENS, seed=0)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"eos_token": QWEN_TOKENS.eos, "chat_template": QWEN_TOKENS.chat_template}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return int(tokenizer.get_vocab_size())
 
 
 # ---- load ----

@@ -1,0 +1,229 @@
+"""``splitserve bench engine-loop``: what the host adds to the steps of a GPU, without one.
+
+    client ---------------ZMQ--> engine loop of a worker      arm "direct"
+    client --HTTP--> router --ZMQ--> the same                 arm "http"
+
+The worker is a real one whose device is a clock (:mod:`.paced_worker`): its steps take 6.5 ms, as those of 64
+sequences of an 8B model on an H200 do. ``--streams`` requests run at once. Figures: the share of time in which the
+device had work, how long it waited for the next step, processor time of the worker's loop per step and of the router
+per token, and the gaps between tokens as the client saw them. Processor times are what a busy machine disturbs least.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import uvloop
+import zmq
+
+from splitserve.benchmarks.load import Endpoint, run_load
+from splitserve.benchmarks.paced_worker import DeviceReport
+from splitserve.benchmarks.report import table, write_result
+from splitserve.benchmarks.router_overhead import child_process, next_line, write_router_model
+from splitserve.benchmarks.stats import RequestRecord, summarise
+from splitserve.benchmarks.workload import token_prompts
+from splitserve.config import RouterConfig
+from splitserve.errors import ConfigError
+from splitserve.messages import Envelope, LocalRequest, PeerRef, Register, Registered, RequestFailed, StepTokens
+from splitserve.orchestration.launcher import probe_ready
+from splitserve.request import Party, RequestKey, SamplingParams
+from splitserve.wire import decode, encode
+
+MODEL_ID = "paced"
+_READY_SECONDS = 60
+_WORKER_MODULE = "splitserve.benchmarks.paced_worker"
+_ROUTER_MODULE = "splitserve.benchmarks.router_process"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark that ``argv`` describes. Raises :class:`ConfigError` if something didn't start."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    options = _parser().parse_args(arguments)
+    arms = {"direct": _direct, "http": _http}
+    rows = [arms[name](options) for name in options.arms for _ in range(options.repeat)]
+    headers = ["arm", "steps", "busy %", "idle p50", "idle p99", "loop us/step", "worker us/step", "router us/token"]
+    print(table([_cells(row) for row in rows], [*headers, "ITL p50", "ITL p99", "ITL max"]))
+    print("idle and ITL in milliseconds; us: microseconds of processor time")
+    directory = Path(options.result_dir) if options.result_dir else None
+    print(f"result: {write_result('engine-loop', arguments, {'results': rows}, directory)}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="splitserve bench engine-loop",
+        description=__doc__,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--arms", nargs="+", choices=("direct", "http"), default=["direct", "http"], help="what to measure")
+    add("--repeat", type=int, default=1, help="runs of each arm")
+    add("--streams", type=int, default=64, help="requests at once")
+    add("--input-len", type=int, default=1024, metavar="TOKENS", help="of each prompt")
+    add("--output-len", type=int, default=512, metavar="TOKENS", help="of each answer")
+    add("--step-ms", type=float, default=6.5, help="of a decode step on the device")
+    add("--launch-us", type=float, default=300.0, help="host time that a launch takes")
+    add("--result-dir", default="", metavar="DIR", help="empty: benchmarks/results")
+    return parser
+
+
+def _cells(row: dict[str, Any]) -> list[object]:
+    device, itl = row["device"], row["itl_ms"]
+    return [
+        row["arm"],
+        device["steps"],
+        100.0 * device["busy_share"],
+        device["idle_ms"]["p50"],
+        device["idle_ms"]["p99"],
+        device["loop_cpu_us"],
+        device["process_cpu_us"],
+        row.get("router_cpu_us_per_token", "-"),
+        *(itl.get(which, "-") for which in ("p50", "p99", "max")),
+    ]
+
+
+@contextlib.contextmanager
+def _worker(options: argparse.Namespace, membership: str, vocab_size: int) -> Iterator["subprocess.Popen[str]"]:
+    arguments = ["--membership", membership, "--vocab-size", str(vocab_size), "--step-ms", str(options.step_ms)]
+    arguments += ["--max-num-seqs", str(max(64, options.streams)), "--launch-us", str(options.launch_us)]
+    with child_process(_WORKER_MODULE, *arguments) as worker:
+        yield worker
+
+
+def _device_report(worker: "subprocess.Popen[str]") -> dict[str, Any]:
+    """End the worker and read what it says of its device."""
+    worker.terminate()
+    report = msgspec.json.decode(next_line(worker), type=DeviceReport | None)
+    if report is None:
+        raise ConfigError("too few steps had a full batch; raise --output-len")
+    return msgspec.structs.asdict(report)
+
+
+# ---- straight to the worker ----
+
+
+def _direct(options: argparse.Namespace) -> dict[str, Any]:
+    with DirectRouter() as router, _worker(options, router.membership, 1000) as worker:
+        router.meet(msgspec.json.decode(next_line(worker), type=PeerRef))
+        prompts = token_prompts(options.streams, options.input_len, 0, range(1000), seed=0)
+        records = router.run(prompts, options.output_len)
+        return {"arm": "direct", "device": _device_report(worker), "itl_ms": summarise(records, None)["itl_ms"]}
+
+
+class DirectRouter:
+    """As little of a router as a worker needs: accepts its registration, sends requests, notes when tokens come."""
+
+    def __init__(self) -> None:
+        self._party = Party("bench", os.getpid())
+        self._context = zmq.Context()
+        self._membership = self._context.socket(zmq.ROUTER)
+        self._membership.bind("tcp://127.0.0.1:*")
+        self.membership = self._membership.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self._requests = self._context.socket(zmq.DEALER)
+        self._worker = self._party
+
+    def __enter__(self) -> "DirectRouter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._membership.close(linger=0)
+        self._requests.close(linger=0)
+        self._context.term()
+
+    def meet(self, worker: PeerRef) -> None:
+        """Wait for the worker's registration and connect to it."""
+        if not self._membership.poll(_READY_SECONDS * 1000):
+            raise ConfigError(f"no worker registered within {_READY_SECONDS} s")
+        identity, payload = self._membership.recv_multipart()
+        assert isinstance(decode(payload).body, Register)
+        self._membership.send_multipart([identity, encode(Envelope(self._party, worker.party, Registered()))])
+        self._worker = worker.party
+        self._requests.connect(worker.endpoint)
+
+    def run(self, prompts: Sequence[list[int]], output_len: int) -> list[RequestRecord]:
+        """All prompts at once. Raises :class:`ConfigError` if one fails."""
+        records = {f"r{index}": RequestRecord(due_seconds=0.0) for index in range(len(prompts))}
+        start = time.perf_counter()
+        for request_id, prompt in zip(records, prompts, strict=True):
+            request = LocalRequest(RequestKey(request_id), prompt, SamplingParams(max_tokens=output_len), 600.0)
+            self._requests.send(encode(Envelope(self._party, self._worker, request)))
+        num_open = len(records)
+        while num_open:
+            body = decode(self._requests.recv()).body
+            now = time.perf_counter() - start
+            if isinstance(body, RequestFailed):
+                raise ConfigError(f"request {body.key} failed: {body.message}")
+            assert isinstance(body, StepTokens)
+            for delta in body.deltas:
+                record = records[delta.key.request_id]
+                record.chunk_seconds.append(now)
+                record.output_tokens += len(delta.token_ids)
+                record.end_seconds = now
+                num_open -= delta.finish_reason is not None
+        return list(records.values())
+
+
+# ---- through HTTP ----
+
+
+def _http(options: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        vocab_size = write_router_model(Path(folder))
+        config = RouterConfig(model=folder, served_model_name=MODEL_ID, port=0)
+        router = stack.enter_context(child_process(_ROUTER_MODULE, msgspec.json.encode(config).decode()))
+        membership = json.loads(next_line(router))["endpoint"]
+        url = json.loads(next_line(router))["url"]
+        worker = stack.enter_context(_worker(options, membership, vocab_size))
+        next_line(worker)
+        _wait_ready(url)
+        bodies = [
+            {
+                "model": MODEL_ID,
+                "prompt": prompt,
+                "max_tokens": options.output_len,
+                "stream": True,
+                "ignore_eos": True,
+                "return_token_ids": True,
+            }
+            for prompt in token_prompts(options.streams, options.input_len, 0, range(256), seed=0)
+        ]
+        process = psutil.Process(router.pid)
+        before = _cpu_seconds(process)
+        records = uvloop.run(run_load(Endpoint(url), bodies, [0.0] * len(bodies)))
+        router_seconds = _cpu_seconds(process) - before
+        figures = summarise(records, None)
+        if figures["failed"]:
+            raise ConfigError(f"requests failed: {figures['failed']}")
+        return {
+            "arm": "http",
+            "device": _device_report(worker),
+            "router_cpu_us_per_token": 1e6 * router_seconds / figures["output_tokens"],
+            "itl_ms": figures["itl_ms"],
+        }
+
+
+def _wait_ready(url: str) -> None:
+    deadline = time.monotonic() + _READY_SECONDS
+    while not probe_ready(url)[0]:
+        if time.monotonic() > deadline:
+            raise ConfigError(f"{url}/ready isn't within {_READY_SECONDS} s")
+        time.sleep(0.05)
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
