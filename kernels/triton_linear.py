@@ -1,10 +1,11 @@
 """Products of a few rows with a large weight, as a decode step has them: bound by the bandwidth of reading the weight.
 
-One kernel with what stands around it: RMS norm before (as a scale of the finished sum, so that no pass is needed
-first), gate or residual after. Each program fetches the first part of its weights into the L2 cache before it waits for
-the kernel that computes its input, so that memory is busy while that one ends. With ``SPLIT_K`` the last program of a
-tile to arrive adds up the parts, in their order: the result doesn't depend on who is last. For many rows cuBLAS is the
-better one. Launch parameters come from :mod:`splitserve.kernels.tuning`.
+Two kernels, each with what stands around the product. ``_row_kernel`` is for a single row: weights go straight to
+registers, and RMS norm is a scale of the finished sum. ``_tile_kernel`` is for more, with matrix instructions; with
+``split_k`` the last program of a tile to arrive adds up the parts, in their order, so that the result doesn't depend on
+who is last. Both fetch their first weights before they wait for the kernel that computes their input, so that memory is
+busy while that one ends. For many rows cuBLAS is the better one. Launch parameters come from
+:mod:`splitserve.kernels.tuning`.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -16,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from splitserve.kernels.api import RmsNorm, SiluMul
 from splitserve.kernels.linear import PlainLinear
@@ -24,16 +26,17 @@ from splitserve.kernels.tuning import shape_key, tuned
 
 Variant = Literal["plain", "add", "norm", "gated"]
 
-_MIN_ROWS = 16  # of a matrix instruction
 MAX_ROWS = 512  # beyond, cuBLAS is never worse
+_FEW_ROWS = 16
 _MAX_TILES = 1 << 16  # of tickets
 
 
 @dataclass(frozen=True, slots=True)
 class LinearLaunch:
-    """How a product is launched. ``block_m`` 0 leaves it to cuBLAS. ``prefetch`` counts elements of the weight's rows.
+    """How a product is launched. ``block_m`` 0 leaves it to cuBLAS, 1 takes the kernel for one row.
 
-    The defaults serve few rows of any shape.
+    ``block_n`` counts outputs, ``prefetch`` elements of each of the tile's weight rows. ``tma``: weights come by the
+    bulk copy engine (compute capability 9.0). The defaults serve few rows of any shape.
     """
 
     block_m: int = 16
@@ -42,7 +45,8 @@ class LinearLaunch:
     split_k: int = 1
     num_warps: int = 4
     num_stages: int = 4
-    prefetch: int = 512
+    prefetch: int = 0
+    tma: bool = False
 
 
 _CUBLAS = LinearLaunch(block_m=0)
@@ -54,8 +58,6 @@ class TritonLinear(PlainLinear):
     def __init__(self, weight: Tensor, *, rms_norm: RmsNorm, silu_mul: SiluMul) -> None:
         super().__init__(weight, rms_norm=rms_norm, silu_mul=silu_mul)
         assert weight.is_contiguous()
-        # The sum of squares comes from the rows as they are; in float16 their product with the norm could overflow.
-        self._fuses_norm = weight.dtype != torch.float16
         self._launches: dict[tuple[Variant, int], LinearLaunch | None] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -88,7 +90,7 @@ class TritonLinear(PlainLinear):
     def _launch_after_norm(
         self, x: Tensor, out: Tensor, norm: Tensor, eps: float, params: LinearLaunch, *, gated: bool
     ) -> None:
-        if self._fuses_norm and params.split_k == 1:
+        if params.block_m == 1:
             launch(x, self.weight, out, params, norm=norm, eps=eps, gated=gated)
         else:
             launch(self._rms_norm(x, norm, eps), self.weight, out, params, gated=gated)
@@ -107,8 +109,11 @@ class TritonLinear(PlainLinear):
 def launch_params(
     variant: Variant, dtype: torch.dtype, out_features: int, in_features: int, num_rows: int
 ) -> LinearLaunch:
-    """As tuned, else a default: this kernel for few rows, cuBLAS for more."""
-    default = LinearLaunch() if num_rows <= _MIN_ROWS else _CUBLAS
+    """As tuned, else a default: the kernels of this module for few rows, cuBLAS for more."""
+    if num_rows == 1:
+        default = LinearLaunch(block_m=1, block_n=8, block_k=1024)
+    else:
+        default = LinearLaunch() if num_rows <= _FEW_ROWS else _CUBLAS
     return tuned(default, f"linear_{variant}", shape_key(dtype, n=out_features, k=in_features), num_rows)
 
 
@@ -123,29 +128,149 @@ def launch(
     gated: bool = False,
     adds: bool = False,
 ) -> None:
-    """``x`` [T, K], ``weight`` [N, K] -> ``out`` [T, N]; [T, N / 2] if ``gated``; added to ``out`` if ``adds``."""
-    num_rows, in_features = x.shape
+    """``x`` [T, K], ``weight`` [N, K] -> ``out`` [T, N]; [T, N / 2] if ``gated``; added to ``out`` if ``adds``.
+
+    Only the kernel for one row takes ``norm`` [K].
+    """
+    assert x.stride(1) == 1 and weight.shape == (out.shape[1] * (1 + gated), x.shape[1]) and out.is_contiguous()
+    if params.block_m == 1:
+        assert x.shape[0] == 1
+        _launch_row(x, weight, out, params, norm=norm, eps=eps, gated=gated, adds=adds)
+    else:
+        assert norm is None
+        _launch_tiles(x, weight, out, params, gated=gated, adds=adds)
+
+
+# ---- one row ----
+
+
+def _launch_row(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    params: LinearLaunch,
+    *,
+    norm: Tensor | None,
+    eps: float,
+    gated: bool,
+    adds: bool,
+) -> None:
     num_columns = out.shape[1]
-    assert x.stride(1) == 1 and weight.shape == (num_columns * (1 + gated), in_features) and out.is_contiguous()
-    num_tiles = triton.cdiv(num_rows, params.block_m) * triton.cdiv(num_columns, params.block_n)
-    parts, tickets = _split_workspace(x.device) if params.split_k > 1 else (out, out)
-    if params.split_k > 1:
-        assert norm is None and num_tiles <= tickets.shape[0]
-        tile_elements = params.block_m * params.block_n * (1 + gated)
-        assert num_tiles * params.split_k * tile_elements <= parts.shape[0], "the tuned split needs too much workspace"
-    _linear_kernel[(num_tiles, params.split_k)](
+    _row_kernel[(triton.cdiv(num_columns, params.block_n),)](
         x,
         weight,
         x if norm is None else norm,
+        out,
+        eps,
+        N=num_columns,
+        K=x.shape[1],
+        HAS_NORM=norm is not None,
+        GATED=gated,
+        ADDS=adds,
+        BLOCK_N=params.block_n,
+        BLOCK_K=params.block_k,
+        num_warps=params.num_warps,
+        **overlapped(x.device),
+    )
+
+
+@triton.jit
+def _row_kernel(
+    x_ptr,
+    weight_ptr,
+    norm_ptr,
+    out_ptr,
+    eps,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    ADDS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_column = column < N
+    k = tl.arange(0, BLOCK_K)
+    rows_at = weight_ptr + column.to(tl.int64)[:, None] * K  # [BLOCK_N, 1]
+    weight = _row_tile(rows_at, k, is_column, N, K, BLOCK_N, BLOCK_K)
+    if GATED:
+        up = _row_tile(rows_at + N * K, k, is_column, N, K, BLOCK_N, BLOCK_K)
+    wait(OVERLAPPED)
+    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    acc_up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    squares = tl.zeros((BLOCK_K,), tl.float32)
+    for first in tl.static_range(0, K, BLOCK_K):
+        if first > 0:
+            weight = _row_tile(rows_at, first + k, is_column, N, K, BLOCK_N, BLOCK_K)
+            if GATED:
+                up = _row_tile(rows_at + N * K, first + k, is_column, N, K, BLOCK_N, BLOCK_K)
+        x = tl.load(x_ptr + first + k, mask=first + k < K, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            squares += x * x
+            x *= tl.load(norm_ptr + first + k, mask=first + k < K, other=0.0).to(tl.float32)
+        acc += weight.to(tl.float32) * x[None, :]
+        if GATED:
+            acc_up += up.to(tl.float32) * x[None, :]
+    total = tl.sum(acc, 1)
+    total_up = tl.sum(acc_up, 1) if GATED else total
+    if HAS_NORM:
+        scale = tl.rsqrt(tl.sum(squares) / K + eps)
+        total *= scale
+        total_up *= scale
+    _store(total, total_up, out_ptr + column, is_column, GATED, ADDS)
+
+
+@triton.jit
+def _row_tile(rows_at, k, is_column, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """[BLOCK_N, BLOCK_K] of the weight; read once, so it may leave the cache first."""
+    if N % BLOCK_N == 0 and K % BLOCK_K == 0:
+        return tl.load(rows_at + k[None, :], eviction_policy="evict_first")
+    mask = is_column[:, None] & (k < K)[None, :]
+    return tl.load(rows_at + k[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _store(total, up, out_at, mask, GATED: tl.constexpr, ADDS: tl.constexpr):
+    """What stands after the product: gate, or the sum with what is there."""
+    narrow = out_at.dtype.element_ty
+    if GATED:
+        gate = total.to(narrow).to(tl.float32)
+        total = (gate / (1.0 + tl.exp(-gate))).to(narrow).to(tl.float32) * up.to(narrow).to(tl.float32)
+    if ADDS:
+        total += tl.load(out_at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_at, total.to(narrow), mask=mask)
+
+
+# ---- several rows ----
+
+
+def _launch_tiles(x: Tensor, weight: Tensor, out: Tensor, params: LinearLaunch, *, gated: bool, adds: bool) -> None:
+    num_rows, in_features = x.shape
+    num_columns = out.shape[1]
+    width = params.block_n * (1 + gated)
+    num_tiles = triton.cdiv(num_rows, params.block_m) * triton.cdiv(num_columns, params.block_n)
+    parts, tickets = out, out
+    if params.split_k > 1:
+        parts, tickets = _split_workspace(x.device)
+        room = num_tiles * params.split_k * params.block_m * width
+        assert num_tiles <= _MAX_TILES and room <= parts.shape[0], "the tuned split needs too much workspace"
+    descriptor = weight
+    if params.tma:
+        three = weight.view(1 + gated, num_columns, in_features)
+        descriptor = TensorDescriptor.from_tensor(three, [1 + gated, params.block_n, params.block_k])
+    _tile_kernel[(num_tiles, params.split_k)](
+        x,
+        weight,
+        descriptor,
         out,
         parts,
         tickets,
         num_rows,
         x.stride(0),
-        eps,
         N=num_columns,
         K=in_features,
-        HAS_NORM=norm is not None,
         GATED=gated,
         ADDS=adds,
         BLOCK_M=params.block_m,
@@ -153,6 +278,7 @@ def launch(
         BLOCK_K=params.block_k,
         SPLIT_K=params.split_k,
         PREFETCH=params.prefetch,
+        TMA=params.tma,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=params.num_warps,
         num_stages=params.num_stages,
@@ -173,19 +299,17 @@ def _split_workspace(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _linear_kernel(
+def _tile_kernel(
     x_ptr,
     weight_ptr,
-    norm_ptr,
+    descriptor,
     out_ptr,
     parts_ptr,
     tickets_ptr,
     num_rows,
     x_stride,
-    eps,
     N: tl.constexpr,
     K: tl.constexpr,
-    HAS_NORM: tl.constexpr,
     GATED: tl.constexpr,
     ADDS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -193,78 +317,59 @@ def _linear_kernel(
     BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr,
     PREFETCH: tl.constexpr,
+    TMA: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    num_row_tiles = tl.cdiv(num_rows, BLOCK_M)
-    tile = tl.program_id(0)
-    part = tl.program_id(1)
-    row = (tile % num_row_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
-    column = (tile // num_row_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+    WIDTH: tl.constexpr = BLOCK_N * (1 + GATED)
     PART_K: tl.constexpr = (K + SPLIT_K * BLOCK_K - 1) // (SPLIT_K * BLOCK_K) * BLOCK_K
-    IS_EVEN: tl.constexpr = N % BLOCK_N == 0 and K % (SPLIT_K * BLOCK_K) == 0
+    num_row_tiles = tl.cdiv(num_rows, BLOCK_M)
+    tile, part = tl.program_id(0), tl.program_id(1)
+    row = (tile % num_row_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
+    first_column = (tile // num_row_tiles) * BLOCK_N
     first_k = part * PART_K
-    weights_at = weight_ptr + column.to(tl.int64) * K  # [BLOCK_N]
+    inner = tl.arange(0, WIDTH)  # outputs of the tile; with a gate, then the same of its other half
+    weight_row = tl.minimum(first_column + inner % BLOCK_N, N - 1) + inner // BLOCK_N * N
+    rows_at = weight_ptr + weight_row.to(tl.int64) * K
     if PREFETCH > 0 and OVERLAPPED:
-        fetched_at = weight_ptr + tl.minimum(column, N - 1).to(tl.int64) * K
-        _prefetch(fetched_at, first_k, K, PREFETCH)
-        if GATED:
-            _prefetch(fetched_at + N * K, first_k, K, PREFETCH)
+        _prefetch(rows_at, first_k, K, PREFETCH)
     wait(OVERLAPPED)
 
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    acc_up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    squares = tl.zeros((BLOCK_M,), tl.float32)
-    rows_at = x_ptr + row.to(tl.int64) * x_stride  # [BLOCK_M]
-    is_row, is_column = row < num_rows, column < N
+    acc = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+    x_rows = x_ptr + tl.minimum(row, num_rows - 1).to(tl.int64) * x_stride  # rows beyond the last are never stored
     for offset in range(0, PART_K, BLOCK_K):
         k = first_k + offset + tl.arange(0, BLOCK_K)
-        is_k = k < K
-        x = tl.load(rows_at[:, None] + k[None, :], mask=is_row[:, None] & is_k[None, :], other=0.0)
-        weight = _load_weight(weights_at, k, is_k, is_column, IS_EVEN)
-        if HAS_NORM:
-            wide = x.to(tl.float32)
-            squares += tl.sum(wide * wide, 1)
-            norm = tl.load(norm_ptr + k, mask=is_k, other=0.0).to(tl.float32)
-            x = (wide * norm[None, :]).to(x.dtype)
-        acc = tl.dot(x, weight, acc, input_precision=PRECISION)
-        if GATED:
-            up = _load_weight(weights_at + N * K, k, is_k, is_column, IS_EVEN)
-            acc_up = tl.dot(x, up, acc_up, input_precision=PRECISION)
+        if K % (SPLIT_K * BLOCK_K) == 0:
+            x = tl.load(x_rows[:, None] + k[None, :])
+        else:
+            x = tl.load(x_rows[:, None] + k[None, :], mask=(k < K)[None, :], other=0.0)
+        if TMA:
+            weight = tl.reshape(descriptor.load([0, first_column, first_k + offset]), (WIDTH, BLOCK_K))
+        elif K % (SPLIT_K * BLOCK_K) == 0:
+            weight = tl.load(rows_at[:, None] + k[None, :], eviction_policy="evict_first")
+        else:
+            weight = tl.load(
+                rows_at[:, None] + k[None, :], mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first"
+            )
+        acc = tl.dot(x, weight.T, acc, input_precision=PRECISION)
 
     if SPLIT_K > 1:
-        acc, acc_up, is_last = _join(acc, acc_up, parts_ptr, tickets_ptr, tile, part, GATED, SPLIT_K, BLOCK_M, BLOCK_N)
+        acc, is_last = _join(acc, parts_ptr, tickets_ptr, tile, part, SPLIT_K, BLOCK_M, WIDTH)
         if not is_last:
             return
-    if HAS_NORM:
-        scale = tl.rsqrt(squares / K + eps)
-        acc *= scale[:, None]
-        acc_up *= scale[:, None]
-    narrow = out_ptr.dtype.element_ty
+    total, up = acc, acc
     if GATED:
-        gate = acc.to(narrow).to(tl.float32)
-        acc = (gate / (1.0 + tl.exp(-gate))).to(narrow).to(tl.float32) * acc_up.to(narrow).to(tl.float32)
+        total, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
+    column = first_column + tl.arange(0, BLOCK_N)
     out_at = out_ptr + row.to(tl.int64)[:, None] * N + column[None, :]
-    is_out = is_row[:, None] & is_column[None, :]
-    if ADDS:
-        acc += tl.load(out_at, mask=is_out, other=0.0).to(tl.float32)
-    tl.store(out_at, acc.to(narrow), mask=is_out)
+    _store(total, up, out_at, (row < num_rows)[:, None] & (column < N)[None, :], GATED, ADDS)
 
 
 @triton.jit
-def _load_weight(weights_at, k, is_k, is_column, IS_EVEN: tl.constexpr):
-    """[BLOCK_K, BLOCK_N] of the transposed weight; read once, so it may leave the cache first."""
-    at = weights_at[None, :] + k[:, None]
-    if IS_EVEN:
-        return tl.load(at, eviction_policy="evict_first")
-    return tl.load(at, mask=is_k[:, None] & is_column[None, :], other=0.0, eviction_policy="evict_first")
-
-
-@triton.jit
-def _prefetch(weights_at, first_k, K: tl.constexpr, COUNT: tl.constexpr):
+def _prefetch(rows_at, first_k, K: tl.constexpr, COUNT: tl.constexpr):
     """Into the L2 cache: ``COUNT`` elements of each row, a line of 128 bytes at a time."""
-    LINE: tl.constexpr = 128 // (weights_at.dtype.element_ty.primitive_bitwidth // 8)
-    at = weights_at[:, None] + tl.minimum(first_k + tl.arange(0, COUNT // LINE) * LINE, K - 1)[None, :]
+    LINE: tl.constexpr = 128 // (rows_at.dtype.element_ty.primitive_bitwidth // 8)
+    at = rows_at[:, None] + tl.minimum(first_k + tl.arange(0, COUNT // LINE) * LINE, K - 1)[None, :]
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
@@ -278,33 +383,25 @@ def _prefetch(weights_at, first_k, K: tl.constexpr, COUNT: tl.constexpr):
 @triton.jit
 def _join(
     acc,
-    acc_up,
     parts_ptr,
     tickets_ptr,
     tile,
     part,
-    GATED: tl.constexpr,
     SPLIT_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    """The sums over all parts of ``tile``, for the last program of it to arrive; others are told that they aren't."""
-    SIZE: tl.constexpr = BLOCK_M * BLOCK_N
-    ROOM: tl.constexpr = SIZE * (1 + GATED)
-    at = parts_ptr + tile.to(tl.int64) * (SPLIT_K * ROOM)
-    inner = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    tl.store(at + part * ROOM + inner, acc)
-    if GATED:
-        tl.store(at + part * ROOM + SIZE + inner, acc_up)
+    """The sum over all parts of ``tile``, for the last program of it to arrive; others are told that they aren't."""
+    SIZE: tl.constexpr = BLOCK_M * WIDTH
+    at = parts_ptr + tile.to(tl.int64) * (SPLIT_K * SIZE)
+    inner = tl.arange(0, BLOCK_M)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    tl.store(at + part * SIZE + inner, acc)
     tl.debug_barrier()  # every thread's part is stored before the ticket says so
     is_last = tl.atomic_add(tickets_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1
     if is_last:
         tl.debug_barrier()
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        acc_up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        acc = tl.zeros((BLOCK_M, WIDTH), tl.float32)
         for index in tl.static_range(SPLIT_K):
-            acc += tl.load(at + index * ROOM + inner, cache_modifier=".cg")
-            if GATED:
-                acc_up += tl.load(at + index * ROOM + SIZE + inner, cache_modifier=".cg")
+            acc += tl.load(at + index * SIZE + inner, cache_modifier=".cg")
         tl.store(tickets_ptr + tile, 0)
-    return acc, acc_up, is_last
+    return acc, is_last

@@ -48,28 +48,35 @@ def test_silu_mul(tokens: int, size: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "columns", "inputs", "split_k"), [(3, 40, 96, 1), (17, 64, 130, 1), (5, 48, 160, 3)])
-def test_linear(rows: int, columns: int, inputs: int, split_k: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("around", ["nothing", "gate", "residual"])
+@pytest.mark.parametrize(
+    ("rows", "columns", "inputs", "params"),
+    [
+        (3, 40, 96, triton_linear.LinearLaunch(16, 16, 32, 1, 4, 2, 64)),
+        (17, 64, 130, triton_linear.LinearLaunch(16, 16, 32, 1, 4, 2, 64)),
+        (5, 48, 160, triton_linear.LinearLaunch(16, 16, 32, 3, 4, 2, 0)),
+        (20, 32, 128, triton_linear.LinearLaunch(32, 32, 64, 2, 4, 2, 0, tma=True)),
+        (1, 20, 96, triton_linear.LinearLaunch(1, 8, 64)),
+        (1, 32, 128, triton_linear.LinearLaunch(1, 4, 128)),
+    ],
+)
+def test_linear(
+    rows: int, columns: int, inputs: int, params: triton_linear.LinearLaunch, around: str, dtype: torch.dtype
+) -> None:
+    if params.tma and DEVICE.type == "cuda" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("this GPU has no bulk copy engine")
     x, norm = rand(rows, inputs, dtype=dtype), rand(inputs, dtype=dtype, seed=1)
-    params = triton_linear.LinearLaunch(16, 16, 32, split_k, 4, 2, 64)
-    for gated, adds, with_norm in [
-        (False, False, False),
-        (False, True, False),
-        (False, False, True),
-        (True, False, True),
-    ]:
-        if with_norm and split_k > 1:
-            continue
-        weight = (rand(columns * (1 + gated), inputs, seed=2) / inputs**0.5).to(dtype)
-        out = rand(rows, columns, dtype=dtype, seed=3)
+    gated, adds = around == "gate", around == "residual"
+    weight = (rand(columns * (1 + gated), inputs, seed=2) / inputs**0.5).to(dtype)
+    out = rand(rows, columns, dtype=dtype, seed=3)
+    for with_norm in (False, True) if params.block_m == 1 else (False,):
         wide = (reference.rms_norm(x, norm, 1e-5) if with_norm else x).float() @ weight.float().T
         wide = reference.silu_mul(wide) if gated else wide
         expected = (wide + out.float() if adds else wide).to(dtype)
         for _ in range(2):  # tickets are back at zero
             actual = out.clone()
-            triton_linear.launch(
-                x, weight, actual, params, norm=norm if with_norm else None, eps=1e-5, gated=gated, adds=adds
-            )
+            kept = norm if with_norm else None
+            triton_linear.launch(x, weight, actual, params, norm=kept, eps=1e-5, gated=gated, adds=adds)
             assert_close(actual, expected)
 
 
