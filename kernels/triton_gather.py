@@ -1,8 +1,8 @@
 """KV gather and scatter as one Triton kernel: a copy between blocks of the KV memory and a contiguous buffer.
 
 Keys and values of adjacent heads are adjacent in a block, so each (block, layer) is one run of bytes on both sides.
-Runs are copied 16 bytes per thread and access, as far as their size allows, whatever the dtype. The buffer may be pinned
-host memory, which the device reads and writes itself. Offsets are in 64 bits.
+Runs are copied 16 bytes per thread and access, as far as their size allows, whatever the dtype. The buffer may be in
+pinned host memory, which the device reads and writes itself. Offsets are in 64 bits.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 

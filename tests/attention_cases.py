@@ -1,0 +1,75 @@
+"""Paged attention: batches over scattered blocks with NaN wherever nothing was written; their answer by plain sums."""
+
+import math
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from splitserve.kernels.api import AttentionShape, PagedBatch
+
+Lengths = Sequence[tuple[int, int]]  # (query tokens, context) of each sequence
+LAYER, NUM_LAYERS = 1, 2
+
+
+def edge_lengths(block_size: int) -> list[Lengths]:
+    """Contexts on, before and after the edges of blocks: decodes, chunks, and both with decodes among the chunks."""
+    size = block_size
+    return [
+        [(1, 1)],
+        [(1, context) for context in (max(1, size - 1), size, size + 1, 2 * size, 3 * size - 1)],
+        [(size, size), (2, size + 1), (size + 1, 2 * size), (3, 3)],
+        [(1, size), (1, 2 * size + 1), (size + 3, 2 * size + 3), (1, size + 1), (2, 2)],
+    ]
+
+
+def attention_shape(
+    num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> AttentionShape:
+    return AttentionShape(num_heads, num_kv_heads, head_dim, block_size, NUM_LAYERS, dtype, device)
+
+
+def paged_case(shape: AttentionShape, lengths: Lengths, seed: int = 0) -> tuple[Tensor, Tensor, PagedBatch]:
+    """Queries [T, H, D], one layer's view of KV memory [num_blocks, G, 2, B, D], and the batch, on ``shape.device``.
+
+    Blocks are shuffled; a table is longer than its context needs; whatever no sequence wrote is NaN.
+    """
+    size = shape.block_size
+    needed = [-(-context // size) for _, context in lengths]
+    ids = random.Random(seed).sample(range(sum(needed) + 4), sum(needed) + 1)
+    unused = ids.pop()
+    generator = torch.Generator().manual_seed(seed)
+    memory = torch.full((sum(needed) + 4, shape.num_layers, shape.num_kv_heads, 2, size, shape.head_dim), math.nan)
+    tables = []
+    for (_, context), count in zip(lengths, needed, strict=True):
+        table, ids = ids[:count], ids[count:]
+        content = torch.randn((count * size, shape.num_kv_heads, 2, shape.head_dim), generator=generator)
+        content[context:] = math.nan
+        memory[table, LAYER] = content.view(count, size, *content.shape[1:]).permute(0, 2, 3, 1, 4)
+        tables.append([*table, unused])
+    num_tokens = sum(query_len for query_len, _ in lengths)
+    query = torch.randn((num_tokens, shape.num_heads, shape.head_dim), generator=generator)
+    batch = PagedBatch([query_len for query_len, _ in lengths], [context for _, context in lengths], tables)
+    return query.to(shape.dtype).to(shape.device), memory.to(shape.dtype).to(shape.device)[:, LAYER], batch
+
+
+def plain_attention(query: Tensor, kv_layer: Tensor, batch: PagedBatch) -> Tensor:
+    """The definition, token by token, in float64 on the host: [T, H, D]."""
+    wide, memory = query.double().cpu(), kv_layer.double().cpu()
+    group = query.shape[1] // kv_layer.shape[1]
+    out = torch.empty_like(wide)
+    row = 0
+    for query_len, context, table in zip(batch.query_lens, batch.context_lens, batch.block_tables, strict=True):
+        keys, values = memory[list(table)].permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :context]  # each [G, context, D]
+        keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
+        for index in range(query_len):
+            seen = context - query_len + index + 1
+            scores = torch.einsum("hd,hcd->hc", wide[row], keys[:, :seen]) / math.sqrt(query.shape[2])
+            out[row] = torch.einsum("hc,hcd->hd", scores.softmax(-1), values[:, :seen])
+            row += 1
+    return out
+
+
+def rms(x: Tensor) -> float:
+    return float(x.double().square().mean().sqrt())
