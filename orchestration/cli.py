@@ -27,6 +27,7 @@ BENCHES = {
     "latency": ("splitserve.benchmarks.latency", "TTFT and second token of 1P1D against a mixed worker"),
     "router": ("splitserve.benchmarks.router_overhead", "what the router adds to a worker that answers at once"),
     "chaos": ("splitserve.benchmarks.chaos", "kills, freezes and drains under load: right tokens, nothing left over"),
+    "engine-loop": ("splitserve.benchmarks.engine_loop", "what the host adds to a GPU's steps, with a clock for a GPU"),
     "engine": ("splitserve.benchmarks.engine", "decode steps and prefills of a GPU, as shares of what it can do"),
     "engine-cpu": ("splitserve.benchmarks.engine_vs_transformers", "the engine on CPU against transformers"),
 }
