@@ -25,9 +25,9 @@ from splitserve.benchmarks.chaos_load import Answer, Expected, Streams, make_cas
 from splitserve.benchmarks.chaos_recovery import p99_seconds, recovery, worst_stalls
 from splitserve.benchmarks.report import table, write_result
 from splitserve.config import EngineConfig, ProtocolConfig
+from splitserve.logs import LOG_LEVELS, set_up_logging
 from splitserve.models.demo import write_demo_model
 from splitserve.orchestration.launcher import LocalCluster
-from splitserve.orchestration.logs import LOG_LEVELS, set_up_logging
 from splitserve.orchestration.spec import ClusterSpec
 
 TRANSPORTS: dict[str, dict[str, str]] = {"shm": {}, "tcp": {"UCX_TLS": "tcp"}}

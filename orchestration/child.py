@@ -27,7 +27,7 @@ import msgspec
 
 from splitserve.config import RouterConfig, WorkerConfig
 from splitserve.errors import SplitserveError
-from splitserve.orchestration.logs import set_up_logging
+from splitserve.logs import set_up_logging
 
 ORPHAN_GRACE_SECONDS = 3.0
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from splitserve import __version__
 from splitserve.errors import SplitserveError
-from splitserve.orchestration.logs import LOG_LEVELS, set_up_logging
+from splitserve.logs import LOG_LEVELS, set_up_logging
 from splitserve.orchestration.options import (
     add_engine_options,
     add_router_options,
