@@ -1,22 +1,29 @@
 """A worker process from its config to its end: model, KV memory, connector, loop."""
 
+import functools
 import logging
 import os
 import secrets
 import signal
+from collections.abc import Callable
 
 import msgspec
 import torch
 
 from splitserve.config import WorkerConfig
 from splitserve.decode.build import build_core
+from splitserve.decode.ranked_runner import RankedCudaRunner, RankedRunner
+from splitserve.decode.ranks import RankError, Ranks
 from splitserve.decode.served import Progress, ServedModel, device_of, load_served_model
-from splitserve.errors import HandshakeError
+from splitserve.errors import ConfigError, HandshakeError
 from splitserve.kvconnector.digest import digests_of, first_digests_of, no_digests
 from splitserve.kvconnector.nixl import NixlConnector
 from splitserve.messages import WorkerInfo
 from splitserve.models.cuda_runner import CudaRunner
-from splitserve.models.parallel import Alone
+from splitserve.models.parallel import Alone, CollectiveError
+from splitserve.models.process_group import join_group, open_store
+from splitserve.models.runner import ModelRunner
+from splitserve.models.shard import Shard
 from splitserve.prefill.executor import Executor, OverlappedExecutor, StepExecutor
 from splitserve.prefill.loop import Waker, WorkerLoop
 from splitserve.prefill.sockets import WorkerSockets
@@ -24,6 +31,9 @@ from splitserve.request import Party, Role
 from splitserve.security import check_exposure, is_loopback
 
 logger = logging.getLogger(__name__)
+
+END_SECONDS = 3.0
+"""How long a worker that has lost a rank may take to end."""
 
 
 def run_worker(config: WorkerConfig, progress: Progress) -> None:
@@ -37,16 +47,80 @@ def run_worker(config: WorkerConfig, progress: Progress) -> None:
     if is_loopback(config.host):
         # UCX listens on every network interface and asks nobody who he is: keep it to this machine, too.
         os.environ.setdefault("UCX_NET_DEVICES", "lo")
-    threads = config.engine.threads or _num_usable_cores()
+    size = config.engine.tensor_parallel_size
+    device = device_of(config.engine.device, 0, size)
+    threads = max(1, (config.engine.threads or _num_usable_cores()) // size)
     torch.set_num_threads(threads)
-    group = Alone()
-    device = device_of(config.engine.device, group.shard.rank, group.shard.size)
-    config = msgspec.structs.replace(config, engine=config.engine.on(device.type))
-    served = load_served_model(config.engine, device, group, progress)
-    _serve(config, served, threads, progress)
+    config = msgspec.structs.replace(
+        config, engine=msgspec.structs.replace(config.engine.on(device.type), threads=threads)
+    )
+    if size == 1:
+        served = load_served_model(config.engine, device, Alone(), progress)
+        _serve(config, served, functools.partial(_make_executor, served.runner), progress)
+    else:
+        _run_ranks(config, device, progress)
 
 
-def _serve(config: WorkerConfig, served: ServedModel, threads: int, progress: Progress) -> None:
+def _run_ranks(config: WorkerConfig, device: torch.device, progress: Progress) -> None:
+    """This process is rank 0, and has the engine loop. Raises :class:`RankError` when another one is lost."""
+    if config.role is not Role.MIXED:
+        raise ConfigError(
+            f"{config.engine_id}: tensor parallelism of prefill and decode workers isn't supported yet; use mixed ones"
+        )
+    size = config.engine.tensor_parallel_size
+    on_rank_failure = _EndWithRank(progress)
+    store, port = open_store(size)
+    ranks = Ranks(config.engine_id, config.role, config.engine, port, on_rank_failure)
+    try:
+        group = join_group(store, Shard(0, size), device)
+        served = load_served_model(config.engine, device, group, progress)
+        ranks.wait_until_ready()
+        make_executor = functools.partial(_make_ranked_executor, served.runner, ranks)
+        _serve(config, served, make_executor, progress, on_rank_failure.watch)
+    except CollectiveError as error:
+        raise ranks.explain(error) from error
+    finally:
+        ranks.close()
+
+
+class _EndWithRank:
+    """What a worker does that has lost a rank: it says so at once, and ends in order, or else by SIGALRM: what waits
+    for a lost rank on a device may wait for ever."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._loop: WorkerLoop | None = None
+
+    def watch(self, loop: WorkerLoop) -> None:
+        self._loop = loop
+
+    def __call__(self, error: RankError) -> None:
+        logger.error("%s", error)
+        self._progress("error", {"message": str(error)})
+        signal.setitimer(signal.ITIMER_REAL, END_SECONDS)
+        if self._loop is not None:
+            self._loop.end_with(error)
+
+
+def _make_executor(runner: ModelRunner, wake: Callable[[], None]) -> Executor:
+    if isinstance(runner, CudaRunner):
+        return OverlappedExecutor(runner, wake, lambda: torch.cuda.synchronize(runner.model.device))
+    return StepExecutor(runner, wake)
+
+
+def _make_ranked_executor(runner: ModelRunner, ranks: Ranks, wake: Callable[[], None]) -> Executor:
+    if isinstance(runner, CudaRunner):
+        return OverlappedExecutor(RankedCudaRunner(runner, ranks), wake, ranks.check)
+    return StepExecutor(RankedRunner(runner, ranks), wake, ranks.check)
+
+
+def _serve(
+    config: WorkerConfig,
+    served: ServedModel,
+    make_executor: Callable[[Callable[[], None]], Executor],
+    progress: Progress,
+    watch: Callable[[WorkerLoop], None] = lambda _loop: None,
+) -> None:
     memory = served.memory
     me = Party(config.engine_id, secrets.randbits(63))
     waker = Waker()
@@ -74,13 +148,9 @@ def _serve(config: WorkerConfig, served: ServedModel, threads: int, progress: Pr
         max_model_len=served.max_model_len,
         vocab_size=served.vocab_size,
     )
-    executor: Executor
-    if isinstance(served.runner, CudaRunner):
-        device = memory.blocks.device
-        executor = OverlappedExecutor(served.runner, waker.wake, lambda: torch.cuda.synchronize(device))
-    else:
-        executor = StepExecutor(served.runner, waker.wake)
+    executor = make_executor(waker.wake)
     loop = WorkerLoop(config, core, connector, executor, sockets=sockets, waker=waker, info=info)
+    watch(loop)
     signal.signal(signal.SIGTERM, lambda *_: loop.drain())
     signal.signal(signal.SIGINT, lambda *_: loop.stop())
     while not loop.registered and not loop.stopping:
@@ -90,7 +160,7 @@ def _serve(config: WorkerConfig, served: ServedModel, threads: int, progress: Pr
     if loop.refusal:
         loop.run()  # which ends at once, and closes what it owns
         raise HandshakeError(f"the router refuses {config.engine_id}: {loop.refusal}")
-    progress("ready", {"endpoint": sockets.endpoint, "threads": str(threads)})
+    progress("ready", {"endpoint": sockets.endpoint, "threads": str(config.engine.threads)})
     loop.run()
     logger.info("stopped; last load: %s", msgspec.json.encode(core.load()).decode())
 

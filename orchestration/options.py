@@ -119,6 +119,14 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--max-num-seqs", field="max_num_seqs", type=int, metavar="N", help="sequences running at once in a worker")
     add("--max-model-len", field="max_model_len", type=int, metavar="TOKENS", help="context; 0: the model's own")
     add(
+        "--tensor-parallel-size",
+        "-tp",
+        field="tensor_parallel_size",
+        type=int,
+        metavar="N",
+        help="processes that share each worker's model, a GPU each where there are GPUs",
+    )
+    add(
         "--enable-prefix-caching",
         field="enable_prefix_caching",
         action=argparse.BooleanOptionalAction,

@@ -107,12 +107,15 @@ class StepExecutor:
     """One step at a time, on a thread of its own. ``wake`` is called from that thread when a result is there.
 
     On a CPU the "device" is this thread and the cores that its kernels use; they run with the GIL released.
+    ``check_device``: see :class:`Failures`.
     """
 
-    def __init__(self, runner: Runner, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, runner: Runner, wake: Callable[[], None], check_device: Callable[[], None] = always_works
+    ) -> None:
         self._runner = runner
         self._wake = wake
-        self._failures = Failures()
+        self._failures = Failures(check_device)
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
         self.is_busy = False

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 REGISTER_INTERVAL_SECONDS = 5.0
 COMPLAINT_INTERVAL_SECONDS = 5.0
 STOP_SECONDS = 1.0
+_PIPE_BYTES = 4096
 
 
 class Waker:
@@ -45,7 +46,7 @@ class Waker:
 
     def drain(self) -> None:
         try:
-            while os.read(self.read_fd, 4096):
+            while len(os.read(self.read_fd, _PIPE_BYTES)) == _PIPE_BYTES:
                 pass
         except BlockingIOError:
             return
@@ -80,6 +81,7 @@ class WorkerLoop:
         self._process = psutil.Process()
         self._step_times = StepTimes()
         self._device_lost: StepFailure | None = None
+        self._error: Exception | None = None
         self._drain = Drain(config.protocol.drain_seconds)
         self._drain_requested = False
         self._stopping = False
@@ -94,6 +96,11 @@ class WorkerLoop:
         """End :meth:`run`. Callable from a signal handler or another thread."""
         self._stopping = True
         self._waker.wake()
+
+    def end_with(self, error: Exception) -> None:
+        """End :meth:`run` by raising ``error``. Callable like :meth:`stop`."""
+        self._error = error
+        self.stop()
 
     def drain(self) -> None:
         """Take no more requests, finish those that are here, end :meth:`run`; asked twice: end it now.
@@ -123,6 +130,8 @@ class WorkerLoop:
         try:
             while not self._stopping:
                 self.run_once()
+            if self._error is not None:
+                raise self._error
             if self._device_lost is not None:
                 raise DeviceLostError(
                     f"the device can't go on after step {self._device_lost.step} ({self._device_lost}): "

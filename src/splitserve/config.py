@@ -60,7 +60,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     With ``verify_kv`` blocks that are handed over carry digests, which decode compares with what landed: a pass over
     the data on both sides.
     ``gpu_memory_utilization`` is the share of a GPU's memory that the worker takes in all, if ``kv_memory_bytes``
-    doesn't say. ``enforce_eager`` turns CUDA graphs off.
+    doesn't say. ``tensor_parallel_size`` processes share a worker's model, KV memory and threads, on as many GPUs
+    where there are any. ``enforce_eager`` turns CUDA graphs off.
     """
 
     model: str
@@ -81,6 +82,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enforce_eager: bool = False
     gpu_memory_utilization: float = 0.9
     threads: int = 0
+    tensor_parallel_size: int = 1
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -96,7 +98,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be in (0, 1]")
-        for name in ("max_num_seqs", "tail_chunk_tokens"):
+        for name in ("max_num_seqs", "tail_chunk_tokens", "tensor_parallel_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         for name in (*DeviceDefaults.__struct_fields__, "kv_memory_bytes", "max_model_len", "threads"):

@@ -1,0 +1,134 @@
+"""Main of a worker's rank 1 and up: ``python -m splitserve.decode.rank``. :mod:`.ranks` alone starts it.
+
+It runs the steps that it is told, in their order, and ends with its worker: in order when the steps' pipe ends, at once
+when standard input does. It never ends by a signal meant for the worker.
+"""
+
+import ctypes
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+from io import FileIO
+from multiprocessing.connection import Connection
+
+import msgspec
+import torch
+
+from splitserve.decode.rank_messages import RankFailed, RankOrder, RankReady, RankReport, RankStep
+from splitserve.decode.served import device_of, load_served_model
+from splitserve.errors import SplitserveError
+from splitserve.logs import set_up_logging
+from splitserve.models.cuda_runner import CudaRunner, PendingStep
+from splitserve.models.parallel import CollectiveError
+from splitserve.models.process_group import find_store, join_group
+from splitserve.models.runner import ModelRunner, NonFiniteLogitsError
+from splitserve.models.shard import Shard
+
+logger = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+class RankProcess:
+    """One rank: what it is told, what it reports."""
+
+    def __init__(self, order: RankOrder) -> None:
+        self._order = order
+        self._steps = Connection(order.steps_fd, writable=False)
+        os.set_inheritable(order.reports_fd, False)
+        self._reports = os.fdopen(order.reports_fd, "wb", buffering=0)
+        self._decoder = msgspec.msgpack.Decoder(RankStep)
+
+    def run(self) -> None:
+        """Until the worker needs no more steps."""
+        engine, size = self._order.engine, self._order.engine.tensor_parallel_size
+        torch.set_num_threads(engine.threads)
+        device = device_of(engine.device, self._order.rank, size)
+        group = join_group(find_store(self._order.store_port, size), Shard(self._order.rank, size), device)
+        served = load_served_model(engine, device, group, lambda _stage, _detail: None)
+        self._report(RankReady())
+        if isinstance(served.runner, CudaRunner):
+            self._launch_steps(served.runner)
+        else:
+            self._run_steps(served.runner)
+
+    def end_with(self, error: BaseException) -> None:
+        """Report ``error``, and end this process without another look at the device: it may never answer."""
+        message = str(error) if isinstance(error, SplitserveError) else f"{type(error).__name__}: {error}"
+        self._report(RankFailed(message, is_consequence=isinstance(error, CollectiveError)))
+        logger.error("this rank ends", exc_info=error)
+        logging.shutdown()
+        os._exit(1)
+
+    def _report(self, report: RankReport) -> None:
+        try:
+            self._reports.write(msgspec.json.encode(report) + b"\n")
+        except BrokenPipeError:
+            logger.warning("the worker is gone")
+
+    def _next_step(self) -> RankStep | None:
+        try:
+            return self._decoder.decode(self._steps.recv_bytes())
+        except EOFError:
+            return None
+
+    def _run_steps(self, runner: ModelRunner) -> None:
+        while (step := self._next_step()) is not None:
+            try:
+                runner.run(step.plan)
+            except NonFiniteLogitsError as error:
+                logger.debug("%s", error)  # rank 0 says it
+
+    def _launch_steps(self, runner: CudaRunner) -> None:
+        """Another thread waits for them, so that an error of the device shows while this one waits for a step."""
+        launched: queue.SimpleQueue[PendingStep | None] = queue.SimpleQueue()
+        waiter = threading.Thread(target=self._wait_for_steps, args=(launched,), name="model-wait", daemon=True)
+        waiter.start()
+        while (step := self._next_step()) is not None:
+            launched.put(runner.launch(step.plan))
+        launched.put(None)
+        waiter.join()
+
+    def _wait_for_steps(self, launched: "queue.SimpleQueue[PendingStep | None]") -> None:
+        while (step := launched.get()) is not None:
+            try:
+                step.wait()
+            except NonFiniteLogitsError as error:
+                logger.debug("%s", error)
+            except Exception as error:
+                self.end_with(error)
+
+
+def _end_with_worker(life_line: FileIO) -> None:
+    life_line.read()
+    os._exit(1)
+
+
+def _ask_kernel_for_death_signal() -> None:
+    """For a thread that never gets to run again, as when a driver's call hangs. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def main() -> None:
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, signal.SIG_IGN)
+    _ask_kernel_for_death_signal()
+    life_line = FileIO(sys.stdin.fileno(), closefd=False)
+    order = msgspec.json.decode(life_line.readline(), type=RankOrder)
+    set_up_logging(order.name, order.log_level)
+    threading.Thread(target=_end_with_worker, args=(life_line,), name="life-line", daemon=True).start()
+    process = RankProcess(order)
+    try:
+        process.run()
+    except BaseException as error:
+        process.end_with(error)
+    logging.shutdown()
+    os._exit(0)  # nothing here is worth the time that freeing a model takes
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""What a worker and its other ranks tell each other: plain pipes within one machine, msgpack, no pickle.
+
+worker -> rank: one RankOrder as the first line of standard input, then RankStep on a pipe of its own, whose end
+                means the worker's orderly end. The end of standard input means that the worker is gone.
+rank -> worker: RankReady once, and RankFailed if it ends with an error
+"""
+
+import msgspec
+
+from splitserve.config import EngineConfig
+from splitserve.request import Role
+from splitserve.step import StepPlan
+
+
+class RankOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """Who the rank is. ``engine`` is the worker's, with all that depends on the device decided.
+
+    ``store_port``: where the ranks meet. ``steps_fd``, ``reports_fd``: its pipes.
+    """
+
+    engine_id: str
+    role: Role
+    rank: int
+    engine: EngineConfig
+    store_port: int
+    steps_fd: int
+    reports_fd: int
+    log_level: str
+
+    @property
+    def name(self) -> str:
+        """How the rank is called in logs and errors."""
+        return f"{self.engine_id} rank {self.rank}"
+
+
+class RankReady(msgspec.Struct, frozen=True, tag=True):
+    """It has loaded its part, and waits for steps."""
+
+
+class RankFailed(msgspec.Struct, frozen=True, tag=True):
+    """It ends. ``is_consequence``: a collective failed, which most often means that another rank failed before."""
+
+    message: str
+    is_consequence: bool
+
+
+RankReport = RankReady | RankFailed
+
+
+class RankStep(msgspec.Struct, frozen=True, array_like=True):
+    """One step, for all ranks to run."""
+
+    plan: StepPlan
