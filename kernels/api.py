@@ -41,6 +41,26 @@ class AttentionShape:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenRows:
+    """What a forward pass starts from. ``hidden`` [T, hidden] is overwritten by it; ``rotation`` is cos and sin [T, D]
+    (:class:`PrepareQkv`); ``slots`` int64 [T, G] say where keys and values go (:meth:`AttentionShape.slots`)."""
+
+    hidden: Tensor
+    rotation: tuple[Tensor, Tensor]
+    slots: Tensor
+
+
+class BeginStep(Protocol):
+    def __call__(
+        self, inputs: Tensor, drawn: Tensor, embedding: Tensor, rotations: Tensor, shape: AttentionShape
+    ) -> TokenRows:
+        """``inputs`` int64 [4, T]: token ids, positions, blocks to write to, and where in ``drawn`` a token stands that
+        the host doesn't know yet (-1: nowhere). ``drawn`` int64, any negative id counts as 0; ``embedding``
+        [vocab, hidden]; ``rotations`` [positions, 2 (cos, sin), D]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
 class PagedBatch:
     """The sequences of one step, in the order of their query tokens in the flat batch.
 
@@ -188,6 +208,7 @@ class ScatterKV(Protocol):
 class Kernels:
     """The chosen operations. ``backends`` names the backend of each, for logs and ``splitserve doctor``."""
 
+    begin_step: BeginStep
     rms_norm: RmsNorm
     prepare_qkv: PrepareQkv
     silu_mul: SiluMul

@@ -6,6 +6,18 @@ Signatures and shapes are those of :mod:`splitserve.kernels.api`.
 import torch
 from torch import Tensor
 
+from splitserve.kernels.api import AttentionShape, TokenRows
+
+
+def begin_step(inputs: Tensor, drawn: Tensor, embedding: Tensor, rotations: Tensor, shape: AttentionShape) -> TokenRows:
+    """See :class:`splitserve.kernels.api.BeginStep`."""
+    token_ids, positions, blocks, previous = inputs.unbind(0)
+    known = drawn[previous.clamp(min=0)].clamp(min=0)
+    token_ids = torch.where(previous >= 0, known, token_ids)
+    cos, sin = rotations[positions].unbind(1)
+    slots = shape.slots(blocks, positions % shape.block_size)
+    return TokenRows(torch.nn.functional.embedding(token_ids, embedding).to(shape.dtype), (cos, sin), slots)
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See :class:`splitserve.kernels.api.RmsNorm`. The product with ``weight`` is in the dtype of ``x``."""

@@ -73,6 +73,10 @@ def _triton(module: str, name: str) -> Candidate:
 
 
 _CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
+    "begin_step": (
+        _triton("triton_ops", "begin_step"),
+        Candidate("reference", _always, lambda: reference.begin_step),
+    ),
     "rms_norm": (_triton("triton_ops", "rms_norm"), Candidate("reference", _always, lambda: reference.rms_norm)),
     "prepare_qkv": (
         _triton("triton_ops", "prepare_qkv"),

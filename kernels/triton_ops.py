@@ -10,10 +10,82 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from splitserve.kernels.api import AttentionShape, TokenRows
 from splitserve.kernels.triton_launch import overlapped, wait
 
 _SILU_BLOCK = 1024
 _HEADS_PER_PROGRAM = 8
+
+
+def begin_step(inputs: Tensor, drawn: Tensor, embedding: Tensor, rotations: Tensor, shape: AttentionShape) -> TokenRows:
+    """See :class:`splitserve.kernels.api.BeginStep`: one kernel for what takes a dozen otherwise."""
+    num_tokens, hidden_size = inputs.shape[1], embedding.shape[1]
+    device = inputs.device
+    assert inputs.is_contiguous() and drawn.is_contiguous() and embedding.is_contiguous() and rotations.is_contiguous()
+    hidden = torch.empty((num_tokens, hidden_size), dtype=shape.dtype, device=device)
+    rotation = torch.empty((num_tokens, 2, shape.head_dim), dtype=rotations.dtype, device=device)
+    slots = torch.empty((num_tokens, shape.num_kv_heads), dtype=torch.int64, device=device)
+    _begin_step_kernel[(num_tokens,)](
+        inputs,
+        drawn,
+        embedding,
+        rotations,
+        hidden,
+        rotation,
+        slots,
+        num_tokens,
+        HIDDEN=hidden_size,
+        HIDDEN_BLOCK=triton.next_power_of_2(hidden_size),
+        ROTATION=2 * shape.head_dim,
+        ROTATION_BLOCK=triton.next_power_of_2(2 * shape.head_dim),
+        BLOCK_SIZE=shape.block_size,
+        BLOCK_ROWS=shape.rows_per_block * shape.block_size,
+        KV_HEADS=shape.num_kv_heads,
+        KV_HEADS_BLOCK=triton.next_power_of_2(shape.num_kv_heads),
+        num_warps=4,
+        **overlapped(device),
+    )
+    return TokenRows(hidden, (rotation[:, 0], rotation[:, 1]), slots)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _begin_step_kernel(
+    inputs_ptr,
+    drawn_ptr,
+    embedding_ptr,
+    rotations_ptr,
+    hidden_ptr,
+    rotation_ptr,
+    slots_ptr,
+    num_tokens,
+    HIDDEN: tl.constexpr,
+    HIDDEN_BLOCK: tl.constexpr,
+    ROTATION: tl.constexpr,
+    ROTATION_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    KV_HEADS_BLOCK: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    wait(OVERLAPPED)
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(inputs_ptr + row)
+    position = tl.load(inputs_ptr + num_tokens + row)
+    block = tl.load(inputs_ptr + 2 * num_tokens + row)
+    previous = tl.load(inputs_ptr + 3 * num_tokens + row)
+    known = tl.maximum(tl.load(drawn_ptr + tl.maximum(previous, 0)), 0)
+    token = tl.where(previous >= 0, known, token)
+
+    column = tl.arange(0, HIDDEN_BLOCK)
+    embedded = tl.load(embedding_ptr + token * HIDDEN + column, mask=column < HIDDEN)
+    tl.store(hidden_ptr + row * HIDDEN + column, embedded.to(hidden_ptr.dtype.element_ty), mask=column < HIDDEN)
+    column = tl.arange(0, ROTATION_BLOCK)
+    rotation = tl.load(rotations_ptr + position * ROTATION + column, mask=column < ROTATION)
+    tl.store(rotation_ptr + row * ROTATION + column, rotation, mask=column < ROTATION)
+    head = tl.arange(0, KV_HEADS_BLOCK)
+    slot = block * BLOCK_ROWS + position % BLOCK_SIZE + head * (2 * BLOCK_SIZE)
+    tl.store(slots_ptr + row * KV_HEADS + head, slot, mask=head < KV_HEADS)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

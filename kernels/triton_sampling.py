@@ -177,8 +177,9 @@ def _part_kernel(
     columns = part * PART + tl.arange(0, PART)
     inside = columns < VOCAB_SIZE
     logits = tl.load(logits_ptr + row * row_stride + columns, mask=inside, other=float("-inf")).to(tl.float32)
-    score = logits.to(tl.float64)
+    score = logits
     if IS_RANDOM:
+        score = logits.to(tl.float64)
         heat = tl.load(heats_ptr + row)
         if heat > 0.0:
             seed = tl.load(numbers_ptr + row)

@@ -127,11 +127,7 @@ class CudaRunner(ModelRunner):
 
     def _forward_batch(self, inputs: Tensor, rows: Tensor | None, plan: AttentionPlan) -> ForwardBatch:
         """``inputs`` [4, T] on the device, as in :class:`_DecodeGraph`."""
-        token_ids, positions, blocks, previous = inputs.unbind(0)
-        drawn = self._drawn[previous.clamp(min=0)].clamp(min=0)  # -1 where the logits weren't finite
-        token_ids = torch.where(previous >= 0, drawn, token_ids)
-        slots = self._shape.slots(blocks, positions % self.block_size)
-        return ForwardBatch(token_ids, positions, slots, rows, plan)
+        return ForwardBatch(self.model.begin_step(inputs, self._drawn, self._shape), rows, plan)
 
     # ---- graphs ----
 

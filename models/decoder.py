@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from splitserve.kernels.api import AttentionPlan, Kernels, Linear, PagedAttention
+from splitserve.kernels.api import AttentionPlan, AttentionShape, Kernels, Linear, PagedAttention, TokenRows
 from splitserve.models.config import ModelConfig
 
 
@@ -18,13 +18,10 @@ from splitserve.models.config import ModelConfig
 class ForwardBatch:
     """The tensors of one step, on the model's device. T tokens, R rows to sample from (R may be 0).
 
-    ``token_ids``, ``positions``: int64 [T]. ``slots``: int64 [T, G], where the KV goes. ``sample_rows``: int64 [R],
-    rows of the flat batch; None stands for all of them.
+    ``sample_rows``: int64 [R], rows of the flat batch; None stands for all of them.
     """
 
-    token_ids: Tensor
-    positions: Tensor
-    slots: Tensor
+    tokens: TokenRows
     sample_rows: Tensor | None
     attention_plan: AttentionPlan
 
@@ -55,24 +52,18 @@ class ModelWeights:
 class RotaryEmbedding:
     """Cosines and signed sines of positions, in float32 as the reference implementations compute them.
 
-    On GPUs they are looked up in a table of all positions: one kernel instead of eight.
+    On GPUs ``table`` [positions, 2 (cos, sin), D] holds those of all positions.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self._inverse_frequencies = inverse_frequencies(config).to(device)
         self._dtype = dtype
-        self._table: Tensor | None = None
+        self.table: Tensor | None = None
         if device.type == "cuda":
-            self._table = torch.stack(self._compute(torch.arange(config.max_position_embeddings, device=device)), 1)
+            self.table = torch.stack(self(torch.arange(config.max_position_embeddings, device=device)), 1)
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """``positions`` [T] -> cos, sin [T, D]; the first half of sin is negated (:class:`kernels.api.PrepareQkv`)."""
-        if self._table is None:
-            return self._compute(positions)
-        cos, sin = self._table[positions].unbind(1)
-        return cos, sin
-
-    def _compute(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions.float().unsqueeze(1) * self._inverse_frequencies
         cos, sin = angles.cos().to(self._dtype), angles.sin().to(self._dtype)
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
@@ -111,20 +102,27 @@ class DecoderModel:
         self._weights = weights
         self._rotary = RotaryEmbedding(config, dtype, device)
 
+    def tokens(self, token_ids: Tensor, positions: Tensor, slots: Tensor) -> TokenRows:
+        """Of ids and positions (int64 [T]) that the host knows; ``slots`` int64 [T, G]."""
+        hidden = torch.nn.functional.embedding(token_ids, self._weights.embedding).to(self.dtype)
+        return TokenRows(hidden, self._rotary(positions), slots)
+
+    def begin_step(self, inputs: Tensor, drawn: Tensor, shape: AttentionShape) -> TokenRows:
+        """On a GPU: see :class:`splitserve.kernels.api.BeginStep`."""
+        assert self._rotary.table is not None
+        return self.kernels.begin_step(inputs, drawn, self._weights.embedding, self._rotary.table, shape)
+
     def forward(self, batch: ForwardBatch, kv_layers: list[Tensor], attention: PagedAttention) -> Tensor | None:
         """Writes the KV of all tokens and returns logits [R, vocab] of ``batch.sample_rows``, None if R is 0.
 
         ``kv_layers``: per layer the view ``[num_blocks, G, 2, B, D]`` of the KV memory.
         """
         eps, rows = self.config.rms_norm_eps, batch.sample_rows
-        rotation = self._rotary(batch.positions)
-        hidden = torch.nn.functional.embedding(batch.token_ids, self._weights.embedding).to(self.dtype)
+        hidden, rotation, slots = batch.tokens.hidden, batch.tokens.rotation, batch.tokens.slots
         last = len(self._weights.layers) - 1
         for index, layer in enumerate(self._weights.layers):
             qkv = layer.qkv.after_norm(hidden, layer.input_norm, eps).view(hidden.shape[0], -1, self.config.head_dim)
-            query = self.kernels.prepare_qkv(
-                qkv, layer.qk_norm, eps, rotation, kv_layer=kv_layers[index], slots=batch.slots
-            )
+            query = self.kernels.prepare_qkv(qkv, layer.qk_norm, eps, rotation, kv_layer=kv_layers[index], slots=slots)
             if index == last and rows is not None and rows.shape[0] == 0:
                 return None  # only the KV was wanted
             context = attention.run(query, kv_layers[index], batch.attention_plan).flatten(1)

@@ -99,9 +99,7 @@ class ModelRunner:
         )
         flat = torch.tensor([token_ids, positions, slot_blocks]).to(self.model.device)
         return ForwardBatch(
-            token_ids=flat[0],
-            positions=flat[1],
-            slots=self._shape.slots(flat[2], flat[1] % size),
+            tokens=self.model.tokens(flat[0], flat[1], self._shape.slots(flat[2], flat[1] % size)),
             sample_rows=torch.tensor(sample_rows, dtype=torch.int64, device=self.model.device),
             attention_plan=self._attention.plan(paged),
         )

@@ -34,6 +34,21 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kv_heads", [1, 3, 8])
+def test_begin_step(kv_heads: int, dtype: torch.dtype) -> None:
+    shape = AttentionShape(kv_heads * 2, kv_heads, 12, 5, 3, dtype, DEVICE)
+    inputs = torch.tensor([[3, 0, 1, 8], [0, 7, 19, 4], [2, 5, 0, 1], [-1, 1, -1, 2]], device=DEVICE)
+    drawn = torch.tensor([4, 6, -1], device=DEVICE)
+    embedding, rotations = rand(9, 24), rand(20, 2, 12, dtype=dtype, seed=1)
+    actual, expected = (ops.begin_step(inputs, drawn, embedding, rotations, shape) for ops in (triton_ops, reference))
+    assert torch.equal(expected.hidden[:, 0].cpu(), embedding[[3, 6, 1, 0], 0].to(dtype).cpu())
+    assert torch.equal(actual.hidden, expected.hidden)
+    assert torch.equal(actual.slots, expected.slots)
+    for one, other in zip(actual.rotation, expected.rotation, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "size"), [(1, 7), (3, 128), (5, 1030)])
 def test_rms_norm(rows: int, size: int, dtype: torch.dtype) -> None:
     x, weight = rand(rows, size, dtype=dtype), rand(size, seed=2).to(dtype)
