@@ -119,7 +119,7 @@ class DecodeCore(PrefillCore):
 
     def _continue(self, sequence: Sequence, token_id: int, now: float) -> None:
         """A sequence that was handed out goes to its decode worker; any other goes on here."""
-        if self.source.owns(sequence):
+        if not sequence.decodes_here:
             super()._continue(sequence, token_id, now)
             return
         sequence.token_ids.append(token_id)

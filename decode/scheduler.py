@@ -48,14 +48,17 @@ class DecodeScheduler:
         """
         self.running |= dict.fromkeys(self.prefill.take_prefilled())
         planned: list[Planned] = []
+        block_size, most = self._blocks.block_size, min(self._max_num_seqs, budget)
         for sequence in list(self.running):
             if sequence not in self.running:
                 break  # preempted just now, and all behind it
             if sequence.in_step and not sequence.may_go_on:
                 continue
-            if len(planned) >= min(self._max_num_seqs, budget) or not self._make_room(sequence):
-                break  # without room, it was itself the newest, or that one is in a step: all before it are planned
-            planned.append(Planned(sequence, sequence.chunk(1, self._blocks.block_size)))
+            if len(planned) >= most:
+                break
+            if not self._blocks.grow(sequence) and not self._make_room(sequence):
+                break  # it was itself the newest, or that one is in a step: everybody before it is planned
+            planned.append(Planned(sequence, sequence.chunk(1, block_size)))
         budget -= len(planned)
         if planned:
             budget = min(budget, self._max_num_prefill_tokens)

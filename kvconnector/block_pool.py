@@ -201,8 +201,9 @@ class BlockPool:
     def _pick_free(self, num_blocks: int, after: int | None) -> list[int]:
         if num_blocks == 0:
             return []
-        if num_blocks == 1 and after is not None and after + 1 < self.num_blocks and self._is_free[after + 1]:
-            return [after + 1]
+        if num_blocks == 1:
+            has_neighbour = after is not None and after + 1 < self.num_blocks and self._is_free[after + 1]
+            return [after + 1 if after is not None and has_neighbour else int(self._is_free.argmax())]
         free_ids = np.flatnonzero(self._is_free)
         starts = np.flatnonzero(np.diff(free_ids, prepend=-2) != 1)
         lengths = np.diff(starts, append=len(free_ids))

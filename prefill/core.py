@@ -28,7 +28,7 @@ from splitserve.prefill.scheduler import Planned, PrefillScheduler
 from splitserve.prefill.sequence import Sequence
 from splitserve.prefill.source import DRAINING_REASON, SourceSide
 from splitserve.request import FinishReason, Party
-from splitserve.step import MAX_STEPS_UNDER_WAY, StepOutput, StepPlan
+from splitserve.step import MAX_STEPS_UNDER_WAY, ScheduledChunk, StepOutput, StepPlan
 
 Handler = Callable[[Any, Party, float], None]
 
@@ -135,41 +135,42 @@ class PrefillCore:
         step = self._scheduler.plan(self._max_num_batched_tokens)
         if not step:
             return None
-        for index, planned in enumerate(step):
-            planned.sequence.on_launched(planned.chunk, index)
+        for index, (sequence, chunk) in enumerate(step):
+            sequence.on_launched(chunk, index)
         self._steps.append(step)
-        return StepPlan([planned.chunk for planned in step])
+        return StepPlan([chunk for _, chunk in step])
 
     def commit_step(self, output: StepOutput, now: float) -> None:
         """The step has completed on the device: its KV is written, its tokens are drawn."""
         step = self._steps.popleft()
         self.state.counters.steps += 1
-        for planned, token_id in zip(step, output.token_ids, strict=True):
-            sequence = planned.sequence
-            self._complete(planned)
+        block_size = self.state.blocks.block_size
+        for (sequence, chunk), token_id in zip(step, output.token_ids, strict=True):
+            self._complete(sequence, chunk)
             if sequence.ended:
                 continue
-            self._count_tokens(planned)
-            sequence.num_computed += len(planned.chunk.token_ids)
-            self.state.blocks.publish_computed(sequence)
-            self.source.on_computed(sequence, now)
+            if chunk.start < sequence.num_prompt_tokens:
+                self._count_prompt_tokens(sequence, chunk)
+            sequence.num_computed += len(chunk.token_ids)
+            if sequence.num_computed // block_size > sequence.num_published:
+                self.state.blocks.publish_computed(sequence)
+            if not sequence.decodes_here:
+                self.source.on_computed(sequence, now)
             if token_id is not None:
                 self._on_token(sequence, token_id, now)
         self.state.flush_deltas()
 
     def fail_step(self, error: str, now: float) -> None:
         """The step failed: its requests end with its error. Nothing it wrote was published."""
-        for planned in self._steps.popleft():
-            sequence = planned.sequence
-            self._complete(planned)
+        for sequence, chunk in self._steps.popleft():
+            self._complete(sequence, chunk)
             if not sequence.ended:
                 self.state.fail(sequence, FailureCode.INTERNAL, error)
                 self._end(sequence, error, now, attempt_over=False)
 
-    def _complete(self, planned: Planned) -> None:
+    def _complete(self, sequence: Sequence, chunk: ScheduledChunk) -> None:
         """The step no longer touches the sequence's blocks."""
-        sequence = planned.sequence
-        sequence.on_completed(planned.chunk)
+        sequence.on_completed(chunk)
         if sequence.dropped and not sequence.in_step:
             self.state.blocks.give_back(sequence)
 
@@ -177,15 +178,11 @@ class PrefillCore:
         """A token was drawn: deliver it, and end the request or hand it on."""
         position = sequence.num_output_tokens
         finish_reason = sequence.sampling.finish_reason(token_id, position + 1)
-        if finish_reason is None and len(sequence.token_ids) + 1 >= self.state.max_model_len:
+        if finish_reason is None and not sequence.may_go_on:
             finish_reason = FinishReason.LENGTH
         self.state.counters.output_tokens += 1
         delta = TokenDelta(
-            key=sequence.key,
-            position=position,
-            token_ids=[token_id],
-            finish_reason=finish_reason,
-            num_cached_tokens=sequence.num_cached_tokens,
+            sequence.key, position, [token_id], sequence.choice, finish_reason, sequence.num_cached_tokens
         )
         self.state.add_delta(sequence, delta)
         if finish_reason is not None:
@@ -208,12 +205,11 @@ class PrefillCore:
             self.state.bury(sequence.key, reason, now, attempt_over=attempt_over)
             self.state.drop_blocks(sequence)
 
-    def _count_tokens(self, planned: Planned) -> None:
-        sequence, counters = planned.sequence, self.state.counters
-        if planned.chunk.start < sequence.num_prompt_tokens:
-            counters.prompt_tokens += len(planned.chunk.token_ids)
-            if planned.chunk.start == sequence.num_cached_tokens:
-                counters.prefix_hit_tokens += sequence.num_cached_tokens
+    def _count_prompt_tokens(self, sequence: Sequence, chunk: ScheduledChunk) -> None:
+        counters = self.state.counters
+        counters.prompt_tokens += len(chunk.token_ids)
+        if chunk.start == sequence.num_cached_tokens:
+            counters.prefix_hit_tokens += sequence.num_cached_tokens
 
     # ---- the connector, time ----
 

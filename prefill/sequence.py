@@ -18,7 +18,8 @@ class Sequence:
     usage.
     ``in_step`` counts the launched steps that touch the blocks: they can't be given back before those have completed.
     ``num_launched`` tokens beyond ``num_computed`` are theirs; ``drawing_chunk`` is the chunk of the last launched step
-    that draws the token after them, if one does. ``max_length`` bounds prompt and output.
+    that draws the token after them, if one does. ``max_length`` bounds prompt and output, and so does ``end_length``,
+    which ``sampling.max_tokens`` is part of.
     ``decodes_here``: its tokens after the first one are drawn here, too.
     ``ended``: no more tokens, though an offer may still hold the blocks. ``dropped``: nobody needs the blocks any more.
     """
@@ -40,9 +41,13 @@ class Sequence:
     num_launched: int = 0
     drawing_chunk: int | None = None
     max_length: int = 2**31
+    end_length: int = field(init=False)
     decodes_here: bool = False
     ended: bool = False
     dropped: bool = False
+
+    def __post_init__(self) -> None:
+        self.end_length = min(self.max_length, self.num_prompt_tokens + self.sampling.max_tokens)
 
     @property
     def num_remaining(self) -> int:
@@ -57,7 +62,7 @@ class Sequence:
     @property
     def may_go_on(self) -> bool:
         """Whether the token that a launched step draws can be followed by another, as far as lengths tell."""
-        return self.num_output_tokens + 1 < self.sampling.max_tokens and len(self.token_ids) + 1 < self.max_length
+        return len(self.token_ids) + 1 < self.end_length
 
     @property
     def num_output_tokens(self) -> int:
@@ -71,24 +76,17 @@ class Sequence:
         start = self.num_computed + self.num_launched
         end = start + num_tokens
         is_unknown = self.drawing_chunk is not None
-        sample = None
-        if end == len(self.token_ids) + is_unknown:
-            sampling = self.sampling
-            sample = SampleSpec(
-                temperature=sampling.temperature,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
-                seed=sampling.seed,
-                choice=self.choice,
-                position=end,
-            )
         return ScheduledChunk(
-            token_ids=[UNKNOWN_TOKEN] if is_unknown else self.token_ids[start:end],
-            start=start,
-            block_ids=self.block_ids[: num_blocks_for(end, block_size)],
-            sample=sample,
-            previous_chunk=self.drawing_chunk,
+            [UNKNOWN_TOKEN] if is_unknown else self.token_ids[start:end],
+            start,
+            self.block_ids[: num_blocks_for(end, block_size)],
+            self._sample(end) if end == len(self.token_ids) + is_unknown else None,
+            self.drawing_chunk,
         )
+
+    def _sample(self, position: int) -> SampleSpec:
+        sampling = self.sampling
+        return SampleSpec(sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed, self.choice, position)
 
     def on_launched(self, chunk: ScheduledChunk, index: int) -> None:
         """A step has been planned whose chunk number ``index`` is this sequence's ``chunk``."""

@@ -42,6 +42,7 @@ class WorkerSockets:
         self._poller = zmq.Poller()
         self._poller.register(self._server, zmq.POLLIN)
         self._poller.register(self._membership, zmq.POLLIN)
+        self._readable: set[object] = set()  # sockets and descriptors that the last wait found something on
         self.num_undeliverable = 0
         self.num_malformed = 0
 
@@ -51,19 +52,13 @@ class WorkerSockets:
 
     def wait(self, timeout_seconds: float) -> None:
         """Sleep until something can be received, or the time is up."""
-        self._poller.poll(math.ceil(max(0.0, timeout_seconds) * 1000))
+        self._readable = {socket for socket, _ in self._poller.poll(math.ceil(max(0.0, timeout_seconds) * 1000))}
 
     def receive(self) -> Iterator[Envelope]:
-        """What routers and peers sent, without waiting. A bounded number, so that a flood can't stop the engine."""
-        for _ in range(MESSAGES_PER_ROUND):
-            try:
-                frames = self._server.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                break
-            envelope = self._decode(frames[-1]) if len(frames) == 2 else None
-            if envelope is not None:
-                self._remember(envelope.sender, frames[0])
-                yield envelope
+        """What routers and peers had sent by the last :meth:`wait`. A bounded number, so that a flood can't stop the
+        engine."""
+        if self._server in self._readable:
+            yield from self._receive_bound()
         for socket in list(self._peers.values()):
             yield from self._receive_dialled(socket)
 
@@ -119,7 +114,20 @@ class WorkerSockets:
         self._security.close()
         self._context.term()
 
+    def _receive_bound(self) -> Iterator[Envelope]:
+        for _ in range(MESSAGES_PER_ROUND):
+            try:
+                frames = self._server.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            envelope = self._decode(frames[-1]) if len(frames) == 2 else None
+            if envelope is not None:
+                self._remember(envelope.sender, frames[0])
+                yield envelope
+
     def _receive_dialled(self, socket: "zmq.Socket[bytes]") -> Iterator[Envelope]:
+        if socket not in self._readable:
+            return
         for _ in range(MESSAGES_PER_ROUND):
             try:
                 frames = socket.recv_multipart(zmq.NOBLOCK)

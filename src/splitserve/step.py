@@ -1,7 +1,12 @@
-"""What a scheduler asks of a model runner: plain data, without torch, so that schedulers stay pure."""
+"""What a scheduler asks of a model runner: plain data, without torch, so that schedulers stay pure.
+
+Structs rather than dataclasses, and none of the garbage collector's business: a step makes two for each of its
+sequences.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 MAX_STEPS_UNDER_WAY = 2
 """One that the device runs, and the next one, so that the device needn't wait for it."""
@@ -10,8 +15,7 @@ UNKNOWN_TOKEN = -1
 """Stands for a token that a step under way will draw."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampleSpec:
+class SampleSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """How to draw the token after a chunk's last position.
 
     The draw is keyed by (seed, choice, position), so it doesn't depend on the worker, the batch or the attempt.
@@ -26,8 +30,7 @@ class SampleSpec:
     position: int
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledChunk:
+class ScheduledChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Part of one sequence to compute in one step: a prefill chunk, or one decode token.
 
     ``token_ids`` stand at positions ``start .. start + len(token_ids) - 1``; the KV of positions below ``start`` is
@@ -44,19 +47,17 @@ class ScheduledChunk:
     previous_chunk: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One step: decode tokens first, prefill chunks after them."""
 
     chunks: Sequence[ScheduledChunk]
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(chunk.token_ids) for chunk in self.chunks)
+        return sum([len(chunk.token_ids) for chunk in self.chunks])
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
+class StepOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Drawn token per chunk of the plan, in its order; None where the chunk asked for none."""
 
     token_ids: Sequence[int | None]
