@@ -28,6 +28,7 @@ from splitserve.config import EngineConfig, ProtocolConfig
 from splitserve.logs import LOG_LEVELS, set_up_logging
 from splitserve.models.demo import write_demo_model
 from splitserve.orchestration.launcher import LocalCluster
+from splitserve.orchestration.shorthand import simple_spec
 from splitserve.orchestration.spec import ClusterSpec
 
 TRANSPORTS: dict[str, dict[str, str]] = {"shm": {}, "tcp": {"UCX_TLS": "tcp"}}
@@ -79,7 +80,7 @@ def cluster_spec(options: argparse.Namespace, model: str) -> ClusterSpec:
         dead_after_seconds=options.dead_after_seconds,
         drain_seconds=options.drain_seconds,
     )
-    return ClusterSpec(engine=engine, num_prefill=2, num_decode=2, port=0, protocol=protocol)
+    return simple_spec(engine, num_prefill=2, num_decode=2, port=0, protocol=protocol)
 
 
 async def fetch_metrics(session: aiohttp.ClientSession, url: str) -> Metrics:

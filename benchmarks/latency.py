@@ -27,7 +27,7 @@ from splitserve.errors import SplitserveError
 from splitserve.models.config import load_model_config
 from splitserve.models.demo import SHAPES, write_demo_model
 from splitserve.orchestration.launcher import LocalCluster
-from splitserve.orchestration.spec import ClusterSpec
+from splitserve.orchestration.shorthand import simple_spec
 
 OUTPUT_TOKENS = 12
 
@@ -46,7 +46,7 @@ def start_cluster(
         tail_chunk_tokens=options.tail_chunk_tokens,
         enable_prefix_caching=False,
     )
-    spec = ClusterSpec(engine=engine, port=0, num_prefill=num_prefill, num_decode=num_decode, num_mixed=num_mixed)
+    spec = simple_spec(engine, port=0, num_prefill=num_prefill, num_decode=num_decode, num_mixed=num_mixed)
     return LocalCluster(spec, log_level="warning")
 
 

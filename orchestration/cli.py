@@ -1,4 +1,4 @@
-"""The command line: ``splitserve serve | demo | demo-model | bench | tune | version``.
+"""The command line: ``splitserve serve | spec | demo | demo-model | bench | tune | version``.
 
 Only the standard library and the shared config are imported here; a command imports what it needs when it
 runs, so that ``--help`` is instant. An error that the user can mend is one line on standard error and exit status 2.
@@ -12,13 +12,7 @@ from collections.abc import Sequence
 from splitserve import __version__
 from splitserve.errors import SplitserveError
 from splitserve.logs import LOG_LEVELS, set_up_logging
-from splitserve.orchestration.options import (
-    add_engine_options,
-    add_router_options,
-    add_worker_options,
-    bytes_option,
-    cluster_spec,
-)
+from splitserve.orchestration.options import add_spec_option, bytes_option, cluster_spec
 from splitserve.orchestration.sizes import format_bytes
 
 BENCHES = {
@@ -66,18 +60,17 @@ def build_parser() -> argparse.ArgumentParser:
     serve = commands.add_parser(
         "serve",
         help="serve a Hugging Face checkpoint behind an OpenAI-compatible endpoint",
-        description="Serve a checkpoint: --prefill P --decode D for disaggregation, --mixed N for none.",
+        description="Serve a checkpoint: --prefill P --decode D for disaggregation, --mixed N without; or --spec FILE.",
         formatter_class=show_defaults,
     )
-    serve.add_argument("model", metavar="PATH", help="directory with config.json, *.safetensors, tokenizer.json")
-    add_worker_options(serve)
-    add_router_options(serve)
-    add_engine_options(serve)
+    add_spec_option(serve)
     serve.add_argument(
         "--restart", action=argparse.BooleanOptionalAction, default=True, help="start workers that end again"
     )
     serve.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="of every process")
     serve.set_defaults(run=_serve)
+
+    _add_spec_commands(commands.add_parser("spec", help="check, show or describe cluster specs (YAML)"))
 
     demo = commands.add_parser(
         "demo",
@@ -118,6 +111,40 @@ def _add_demo_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the weights")
     parser.add_argument("--max-shard-size", type=bytes_option, default="5GB", metavar="SIZE", help="of each file")
     parser.set_defaults(run=_demo_model)
+
+
+def _add_spec_commands(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    check = commands.add_parser("check", help="say what is wrong with a spec, and where")
+    check.add_argument("file", metavar="FILE")
+    check.set_defaults(run=_spec_check)
+    show = commands.add_parser("show", help="print the spec that options of `serve` stand for")
+    add_spec_option(show)
+    show.set_defaults(run=_spec_show)
+    schema = commands.add_parser("schema", help="print the JSON schema of specs, for editors")
+    schema.set_defaults(run=_spec_schema)
+
+
+def _spec_check(options: argparse.Namespace) -> int:
+    from splitserve.orchestration.spec_document import read_spec
+
+    spec = read_spec(options.file)
+    print(f"{options.file}: {spec.served_model_name} on {spec.describe()}: nothing is wrong with it")
+    return 0
+
+
+def _spec_show(options: argparse.Namespace) -> int:
+    from splitserve.orchestration.spec_document import to_yaml
+
+    print(to_yaml(cluster_spec(options)), end="")
+    return 0
+
+
+def _spec_schema(_options: argparse.Namespace) -> int:
+    from splitserve.orchestration.spec_document import schema_text
+
+    print(schema_text(), end="")
+    return 0
 
 
 def _serve(options: argparse.Namespace) -> int:

@@ -20,8 +20,9 @@ from splitserve.config import EngineConfig
 from splitserve.errors import SplitserveError
 from splitserve.orchestration.display import print_progress
 from splitserve.orchestration.launcher import LocalCluster
+from splitserve.orchestration.shorthand import simple_spec
 from splitserve.orchestration.sizes import format_bytes
-from splitserve.orchestration.spec import ClusterSpec, check_model_directory
+from splitserve.orchestration.spec import check_model_directory
 
 _DEFAULT_PROMPT = (
     "Prefill reads a whole prompt at once and is bound by arithmetic; decode writes one token after another and is "
@@ -53,7 +54,7 @@ def run_demo(model: str, prompt: str, max_tokens: int, log_level: str) -> int:
             model = _build_model(Path(scratch) / "demo-model")
         check_model_directory(model)
         engine = EngineConfig(model=model, kv_memory_bytes=_KV_MEMORY_BYTES)
-        spec = ClusterSpec(engine=engine, num_prefill=1, num_decode=1, port=0)
+        spec = simple_spec(engine, num_prefill=1, num_decode=1, port=0)
         print(f"Starting a router and {spec.describe()} worker", flush=True)
         with LocalCluster(spec, show=print_progress, log_level=log_level) as cluster:
             print(f"Ready at {cluster.url}/v1. Sending a streamed chat request.\n", flush=True)

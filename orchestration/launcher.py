@@ -8,6 +8,7 @@ incarnation. No child outlives the cluster: they are asked with SIGINT, which do
 
 import http.client
 import logging
+import os
 import random
 import signal
 import threading
@@ -21,11 +22,22 @@ from urllib.parse import urlsplit
 
 from splitserve.config import WorkerConfig
 from splitserve.errors import SplitserveError
+from splitserve.orchestration.addresses import LOOPBACK, own_address
 from splitserve.orchestration.child import Config
-from splitserve.orchestration.cores import available_cores
+from splitserve.orchestration.cores import available_cores, split_cores
+from splitserve.orchestration.expansion import (
+    Secrets,
+    resolve_secrets,
+    router_config,
+    worker_config,
+    worker_environment,
+    worker_names,
+)
+from splitserve.orchestration.gpus import VISIBLE, Gpu, GpuAssignment, check_enough_gpus, device_of, list_gpus
 from splitserve.orchestration.process import ChildExited, ChildProcess, ChildProgress, Event, StopRequested
 from splitserve.orchestration.restarts import RestartPolicy
 from splitserve.orchestration.spec import ClusterSpec
+from splitserve.security import check_exposure
 
 STOP_GRACE_SECONDS = 3.0
 START_TIMEOUT_SECONDS = 900.0
@@ -88,6 +100,8 @@ class LocalCluster:
         self._ready_since: dict[str, float] = {}
         self._leaving: set[str] = set()  # were told to end
         self._worker_configs: dict[str, WorkerConfig] = {}
+        self._worker_environments: dict[str, dict[str, str]] = {}
+        self._gpus: dict[str, list[Gpu]] = {}
         self._policies: dict[str, RestartPolicy] = {}
         self._restart_due_at: dict[str, float] = {}
         self._chosen = random.Random()
@@ -139,12 +153,15 @@ class LocalCluster:
         """
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
         try:
-            self._spawn("router", self._entries.router, self.spec.router_config(), threads=0)
+            secrets = resolve_secrets(self.spec)
+            host = own_address(self.spec.network, LOOPBACK)
+            check_exposure(host, secrets.secret)
+            self._assign_gpus()
+            self._spawn("router", self._entries.router, router_config(self.spec, secrets, host), threads=0)
             self._handle_events_until(lambda: self._membership != "", "the router's membership endpoint", deadline)
-            for config in self.spec.worker_configs(self._membership, self._num_cores):
-                self._worker_configs[config.engine_id] = config
-                self._policies[config.engine_id] = RestartPolicy()
-                self._spawn_worker(config.engine_id)
+            self._plan_workers(secrets, host)
+            for name in self._worker_configs:
+                self._spawn_worker(name)
             self._handle_events_until(lambda: self._all_ready() and self.url != "", "all workers", deadline)
             self._wait_until_router_ready(time.monotonic() + ROUTER_READY_TIMEOUT_SECONDS)
         except BaseException:
@@ -207,6 +224,33 @@ class LocalCluster:
             self._leaving.clear()
             self._restart_due_at.clear()
 
+    def _assign_gpus(self) -> None:
+        gpus = list_gpus({**os.environ, **(self._environment or {})})
+        check_enough_gpus(self.spec, gpus)
+        assignment = GpuAssignment(gpus, self.spec.devices.share)
+        for name, pool in worker_names(self.spec).items():
+            if device_of(pool.device, gpus) == "cuda":
+                self._gpus[name] = assignment.take(name, pool.tensor_parallel_size)
+
+    def _plan_workers(self, secrets: Secrets, host: str) -> None:
+        """The workers' configs; cores are split between those whose pools don't say how many threads they have."""
+        pools = worker_names(self.spec)
+        shares = dict(zip(pools, split_cores(self._num_cores, len(pools)), strict=True))
+        for name, pool in pools.items():
+            self._worker_configs[name] = worker_config(
+                self.spec,
+                pool,
+                name,
+                secrets,
+                membership=self._membership,
+                host=host,
+                threads=pool.threads or shares[name],
+            )
+            self._worker_environments[name] = worker_environment(self.spec, pool)
+            if name in self._gpus:
+                self._worker_environments[name][VISIBLE] = ",".join(gpu.uuid for gpu in self._gpus[name])
+            self._policies[name] = RestartPolicy()
+
     def _spawn_worker(self, name: str) -> None:
         config = self._worker_configs[name]
         self._spawn(name, self._entries.worker, config, config.engine.threads)
@@ -219,7 +263,7 @@ class LocalCluster:
             threads=threads,
             log_level=self._log_level,
             events=self._events,
-            environment=self._environment,
+            environment={**self._worker_environments.get(name, {}), **(self._environment or {})},
         )
         with self._changed:
             self._children[name] = child

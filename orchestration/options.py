@@ -1,26 +1,34 @@
-"""Options of the commands, and the config made of them. Defaults are those of :mod:`splitserve.config`; names
+"""Options of the commands, and the cluster spec made of them. Defaults are those of :mod:`splitserve.config`; names
 follow vLLM.
 """
 
 import argparse
 import os
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from splitserve.config import ATTENTION_BACKENDS, DEVICES, DTYPES, EngineConfig, RouterConfig
 from splitserve.errors import ConfigError
-from splitserve.orchestration.process import SECRET_VARIABLES
+from splitserve.orchestration.expansion import API_KEY_VARIABLE, SECRET_VARIABLE
+from splitserve.orchestration.shorthand import simple_spec
 from splitserve.orchestration.sizes import parse_bytes
-from splitserve.orchestration.spec import ClusterSpec
+from splitserve.orchestration.spec import (
+    ClusterSpec,
+    DevicesSpec,
+    NetworkSpec,
+    RouterSpec,
+    SecretRef,
+    SecretsSpec,
+)
 
 _ENGINE_DEFAULTS: dict[str, Any] = {
     field.name: field.default for field in msgspec.structs.fields(EngineConfig) if field.name != "model"
 }
 _ROUTER_DEFAULTS: dict[str, Any] = {field.name: field.default for field in msgspec.structs.fields(RouterConfig)}
-_WORKER_HOST = _ROUTER_DEFAULTS["membership_host"]
-SECRET_VARIABLE, API_KEY_VARIABLE = SECRET_VARIABLES
+
+
+_SPEC_GROUPS = ("workers", "endpoint", "engine")
 
 
 def bytes_option(text: str) -> int:
@@ -40,8 +48,16 @@ def add_worker_options(parser: argparse.ArgumentParser, num_prefill: int = 0, nu
         "--threads", type=int, default=0, metavar="T", help="per worker; 0 splits the cores between the workers"
     )
     group.add_argument(
-        "--worker-host", default=_WORKER_HOST, metavar="ADDRESS", help="address that workers and membership bind"
+        "--worker-host",
+        default="",
+        metavar="ADDRESS",
+        help="address that workers and membership bind; empty: 127.0.0.1, or the node's own address on Ray",
     )
+    group.add_argument(
+        "--interface", default="", metavar="NAME", help="bind the address of this network interface instead"
+    )
+    group.add_argument("--ipv6", action="store_true", help="the interface's IPv6 address rather than the IPv4 one")
+    group.add_argument("--share-gpus", action="store_true", help="let several workers have the same GPU")
     group.add_argument(
         "--secret-file",
         default="",
@@ -141,34 +157,50 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--seed", field="seed", type=int, help="of dummy weights")
 
 
+def add_spec_option(parser: argparse.ArgumentParser) -> None:
+    """``MODEL`` and its options, or ``--spec FILE`` instead of all of them."""
+    parser.add_argument("model", nargs="?", metavar="PATH", help="directory with config.json, *.safetensors, ...")
+    parser.add_argument(
+        "--spec", default="", metavar="FILE", help="cluster spec (YAML) that says what the options below say otherwise"
+    )
+    add_worker_options(parser)
+    add_router_options(parser)
+    add_engine_options(parser)
+    parser.set_defaults(spec_parser=parser)
+
+
 def cluster_spec(options: argparse.Namespace) -> ClusterSpec:
-    """The cluster that the options of the three groups describe. Raises :class:`ConfigError`."""
+    """The cluster that the options describe, or the file that they name. Raises :class:`ConfigError`."""
+    if options.spec:
+        from splitserve.orchestration.spec_document import read_spec
+
+        _refuse_other_options(options)
+        return read_spec(options.spec)
+    if not options.model:
+        raise ConfigError("what is to be served? Give the path of a checkpoint, or --spec FILE")
     engine = {name: getattr(options, name) for name in _ENGINE_DEFAULTS if hasattr(options, name)}
-    return ClusterSpec(
-        engine=EngineConfig(model=options.model, **engine),
+    return simple_spec(
+        EngineConfig(model=options.model, **engine),
         num_prefill=options.prefill,
         num_decode=options.decode,
         num_mixed=options.mixed,
-        host=options.host,
-        port=options.port,
-        policy=options.policy,
-        worker_host=options.worker_host,
-        secret=read_secret(options.secret_file, SECRET_VARIABLE),
-        api_key=read_secret(options.api_key_file, API_KEY_VARIABLE),
+        router=RouterSpec(host=options.host, port=options.port, policy=options.policy),
+        network=NetworkSpec(host=options.worker_host, interface=options.interface, ip_version=6 if options.ipv6 else 4),
+        secrets=SecretsSpec(shared=_file(options.secret_file), api_key=_file(options.api_key_file)),
+        devices=DevicesSpec(share=options.share_gpus),
     )
 
 
-def read_secret(path: str, variable: str) -> str:
-    """The content of the file at ``path``, else of the environment's ``variable``, stripped; "" if neither is set.
+def _file(path: str) -> SecretRef | None:
+    return SecretRef(file=os.path.abspath(path)) if path else None
 
-    Neither comes from the command line, which every user of the machine can see. Raises :class:`ConfigError`.
-    """
-    if not path:
-        return os.environ.get(variable, "").strip()
-    try:
-        text = Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"can't read {path}: {error}") from error
-    if not text:
-        raise ConfigError(f"{path} is empty; write the secret into it, or leave the option away")
-    return text
+
+def _refuse_other_options(options: argparse.Namespace) -> None:
+    """An option that the file would silently overrule is a mistake."""
+    parser: argparse.ArgumentParser = options.spec_parser
+    for group in parser._action_groups:
+        for action in group._group_actions:
+            given = getattr(options, action.dest, action.default) != action.default
+            if given and (group.title in _SPEC_GROUPS or action.dest == "model"):
+                flag = action.option_strings[0] if action.option_strings else "PATH"
+                raise ConfigError(f"{flag} doesn't go with --spec: put it into {options.spec}, or leave --spec away")

@@ -20,6 +20,7 @@ import msgspec
 
 from splitserve.config import RouterConfig
 from splitserve.orchestration.child import Config, Order, Progress
+from splitserve.orchestration.expansion import API_KEY_VARIABLE, SECRET_VARIABLE
 
 # Threads of an OpenMP pool spin before they sleep. libgomp's default of 300,000 turns held a core for 8 ms after each
 # parallel region (measured on a 2.6 GHz server core), long enough to slow the neighbours of an idle worker. This is
@@ -51,8 +52,6 @@ class StopRequested:
     signal_name: str
 
 
-SECRET_VARIABLES = ("SPLITSERVE_SECRET", "SPLITSERVE_API_KEY")
-
 Event = ChildProgress | ChildExited | StopRequested
 
 
@@ -71,7 +70,7 @@ def child_environment(threads: int, base: Mapping[str, str]) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
     }
     counts = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS") if threads else ()
-    inherited = {name: value for name, value in base.items() if name not in SECRET_VARIABLES}
+    inherited = {name: value for name, value in base.items() if name not in (SECRET_VARIABLE, API_KEY_VARIABLE)}
     return {**defaults, **inherited, **dict.fromkeys(counts, str(threads))}
 
 

@@ -14,7 +14,7 @@ def serve(spec: ClusterSpec, log_level: str, *, restart: bool = True) -> int:
 
     ``restart``: workers that end are started again.
     """
-    check_model_directory(spec.engine.model)
+    check_model_directory(spec.model.path)
     num_cores = available_cores()
     cluster = LocalCluster(spec, show=print_progress, log_level=log_level, num_cores=num_cores, restart=restart)
     print(f"splitserve {__version__}: {spec.served_model_name} on {spec.describe()}, {num_cores} cores", flush=True)

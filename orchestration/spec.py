@@ -1,104 +1,243 @@
-"""What a cluster consists of: pure data, and its expansion to the configs of its processes."""
+"""What a cluster consists of: pure data, in the shape of the YAML document that describes it.
 
+:mod:`.spec_document` reads and writes the document, :mod:`.expansion` makes the configs of the processes of it, and the
+options of ``splitserve serve`` are a shorthand for it (:mod:`.shorthand`). Secrets are references (an environment
+variable or a file), never values. Whatever can't work is refused with the place in the document and a remedy.
+"""
+
+import typing
+from collections import Counter
+from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
 
-from splitserve.config import Confidential, EngineConfig, ProtocolConfig, RouterConfig, WorkerConfig
+from splitserve.config import ATTENTION_BACKENDS, DEVICES, DTYPES, EngineConfig, ProtocolConfig, RouterConfig
 from splitserve.errors import CheckpointError, ConfigError
-from splitserve.orchestration.cores import split_cores
+from splitserve.orchestration.sizes import parse_bytes
 from splitserve.request import Role
-from splitserve.security import check_exposure
+
+Name: TypeAlias = Annotated[str, Meta(pattern="^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
+Positive: TypeAlias = Annotated[int, Meta(ge=1)]
+NotNegative: TypeAlias = Annotated[int, Meta(ge=0)]
+
+_DEFAULTS: dict[str, Any] = {field.name: field.default for field in msgspec.structs.fields(EngineConfig)}
+_ROUTER: dict[str, Any] = {field.name: field.default for field in msgspec.structs.fields(RouterConfig)}
+_CHOICES = {"dtype": DTYPES, "device": DEVICES, "attention_backend": ATTENTION_BACKENDS}
+# Fields of an EngineConfig that the document has elsewhere, or that aren't a user's to set.
+_ELSEWHERE = frozenset(
+    {
+        *("model", "served_model_name", "load_format", "max_model_len", "seed", "verify_kv"),
+        *("dtype", "device", "threads", "kv_memory_bytes", "gpu_memory_utilization", "tensor_parallel_size"),
+    }
+)
+# What a process gets from its launcher; a document that sets them would contradict it.
+MANAGED_VARIABLES = frozenset(
+    {"SPLITSERVE_SECRET", "SPLITSERVE_API_KEY", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "UCX_TLS", "UCX_NET_DEVICES"}
+)
 
 
-class ClusterSpec(Confidential, frozen=True, kw_only=True):
-    """One model on one machine: the engine's settings, how many workers of each role, where the router listens.
+def _settings(name: str, config: type[Struct], left_out: Collection[str] = ()) -> Any:
+    """A struct with the fields of ``config``, all optional and none negative: it follows that class by itself."""
+    fields = []
+    for field, hint in typing.get_type_hints(config).items():
+        kind: Any = Annotated[hint, Meta(ge=0)] if hint in (int, float) else hint
+        kind = Literal[_CHOICES[field]] if field in _CHOICES else kind
+        if field not in left_out:
+            fields.append((field, kind | UnsetType, UNSET))
+    return msgspec.defstruct(name, fields, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
-    ``worker_host`` is the address of the side channels: workers and membership bind it; off loopback it takes a
-    ``secret``. ``api_key`` is what clients must show.
 
-    ``engine.threads`` 0 splits the cores between the workers; otherwise each worker gets that many. Raises
-    :class:`ConfigError` for numbers of workers that can't serve.
-    """
+EngineSettings: Any = _settings("EngineSettings", EngineConfig, _ELSEWHERE)
+ProtocolSettings: Any = _settings("ProtocolSettings", ProtocolConfig)
 
-    engine: EngineConfig
-    num_prefill: int = 0
-    num_decode: int = 0
-    num_mixed: int = 0
-    host: str = "127.0.0.1"
-    port: int = 8000
-    policy: str = "least-loaded"
-    worker_host: str = "127.0.0.1"
-    secret: str = ""
-    api_key: str = ""
-    protocol: ProtocolConfig = ProtocolConfig()
+
+class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Base of the document's parts."""
+
+
+class ModelSpec(Part, frozen=True, kw_only=True):
+    """The one model that the cluster serves."""
+
+    path: Annotated[str, Meta(min_length=1, description="Directory of a Hugging Face checkpoint, on every machine.")]
+    served_name: Annotated[str, Meta(description="Id that clients use; empty: the directory's name.")] = ""
+    load_format: Annotated[Literal["auto", "dummy"], Meta(description="dummy: random weights, for measuring.")] = "auto"
+    max_model_len: Annotated[int, Meta(ge=0, description="Context in tokens; 0: the model's own.")] = 0
+    seed: Annotated[int, Meta(description="Of dummy weights.")] = 0
+
+
+class MemorySpec(Part, frozen=True, kw_only=True):
+    """How much memory a worker takes."""
+
+    kv: Annotated[int | str, Meta(description="Of KV, for each worker: bytes, or like 512MiB; 0: decide at start.")] = 0
+    gpu_utilization: Annotated[
+        float, Meta(gt=0, le=1, description="Share of a GPU's memory that a worker takes in all, unless kv is given.")
+    ] = _DEFAULTS["gpu_memory_utilization"]
+
+
+class NodeSpec(Part, frozen=True, kw_only=True):
+    """Which nodes of a Ray cluster may be used. Of no effect on one machine."""
+
+    labels: Annotated[
+        dict[str, str], Meta(description="Ray node labels that a node must have; values may be !x, in(x,y), !in(x,y).")
+    ] = {}
+    resources: Annotated[
+        dict[str, float], Meta(description="Custom Ray resources that each process reserves, like {rack-7: 0.01}.")
+    ] = {}
+
+
+class PoolSpec(Part, frozen=True, kw_only=True):
+    """Workers of one kind."""
+
+    name: Annotated[Name, Meta(description="Workers are called NAME-0, NAME-1, ...")]
+    role: Annotated[Literal["prefill", "decode", "mixed"], Meta(description="mixed: both phases.")]
+    count: Annotated[int, Meta(ge=0, le=4096, description="Number of workers.")] = 1
+    tensor_parallel_size: Annotated[int, Meta(ge=1, le=64, description="GPUs (ranks) of each worker, on one node.")] = 1
+    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="auto: CUDA where there is one.")] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(description="Of weights and KV; auto: the checkpoint's. All pools must agree."),
+    ] = "auto"
+    memory: MemorySpec = MemorySpec()
+    threads: Annotated[int, Meta(ge=0, description="Per worker; 0 splits a machine's cores between its workers.")] = 0
+    engine: EngineSettings = EngineSettings()
+    nodes: NodeSpec = NodeSpec()
+    environment: Annotated[dict[str, str], Meta(description="Added to the workers' environment.")] = {}
+
+
+class RouterSpec(Part, frozen=True, kw_only=True):
+    """The HTTP endpoint and how requests are placed."""
+
+    host: Annotated[str, Meta(description="Address to bind.")] = _ROUTER["host"]
+    port: Annotated[int, Meta(ge=0, lt=2**16, description="Port to bind; 0 takes a free one.")] = _ROUTER["port"]
+    policy: Annotated[str, Meta(description="How requests are placed.")] = _ROUTER["policy"]
+    max_requests_in_flight: Annotated[int, Meta(ge=1, description="Beyond that clients get 429.")] = _ROUTER[
+        "max_requests_in_flight"
+    ]
+    nodes: NodeSpec = NodeSpec()
+
+
+class NetworkSpec(Part, frozen=True, kw_only=True):
+    """The address at which a process is reached by the others: each process binds one of its own machine."""
+
+    host: Annotated[
+        str, Meta(description="Address to bind; empty: 127.0.0.1 on one machine, the node's own address on Ray.")
+    ] = ""
+    interface: Annotated[str, Meta(description="Bind the address of this network interface, like eth0.")] = ""
+    ip_version: Annotated[Literal[4, 6], Meta(description="Which address of the interface.")] = 4
+
+
+class ConnectorSpec(Part, frozen=True, kw_only=True):
+    """What moves KV blocks between workers."""
+
+    name: Literal["nixl"] = "nixl"
+    transports: Annotated[list[str], Meta(description="UCX transports, like [tcp]; empty: UCX's own choice.")] = []
+    devices: Annotated[list[str], Meta(description="UCX network devices, like [mlx5_0:1]; empty: UCX's choice.")] = []
+    verify_kv: Annotated[bool, Meta(description="Digest blocks on both sides of each hand-over.")] = False
+
+
+class ObjectivesSpec(Part, frozen=True, kw_only=True):
+    """What an answer should take. The router counts the requests that met them."""
+
+    ttft_ms: Annotated[float, Meta(ge=0, description="Time to first token; 0: none.")] = 0.0
+    tpot_ms: Annotated[float, Meta(ge=0, description="Mean time per output token after the first; 0: none.")] = 0.0
+
+
+class SecretRef(Part, frozen=True, kw_only=True):
+    """Where a secret is: exactly one of the two. The process that needs it reads it on its own machine."""
+
+    env: Annotated[str, Meta(description="Name of an environment variable.")] = ""
+    file: Annotated[str, Meta(description="Path of a file.")] = ""
+
+
+class SecretsSpec(Part, frozen=True, kw_only=True):
+    """References to secrets. Without one, SPLITSERVE_SECRET and SPLITSERVE_API_KEY count, where they are set."""
+
+    shared: Annotated[SecretRef | None, Meta(description="Protects what processes tell each other.")] = None
+    api_key: Annotated[SecretRef | None, Meta(description="What clients must show.")] = None
+
+
+class DevicesSpec(Part, frozen=True, kw_only=True):
+    """GPUs of the machine. On Ray, Ray assigns them."""
+
+    share: Annotated[bool, Meta(description="Let workers have the same GPU; set memory.kv then.")] = False
+
+
+class ClusterSpec(Part, frozen=True, kw_only=True):
+    """A cluster that serves one model. Raises :class:`ConfigError` with every contradiction that it finds."""
+
+    name: Annotated[Name, Meta(description="Of the cluster: what `splitserve status --name` takes.")] = "default"
+    model: ModelSpec
+    pools: Annotated[list[PoolSpec], Meta(min_length=1)]
+    engine: Annotated[EngineSettings, Meta(description="For all pools; a pool's own win.")] = EngineSettings()
+    router: RouterSpec = RouterSpec()
+    network: NetworkSpec = NetworkSpec()
+    connector: ConnectorSpec = ConnectorSpec()
+    objectives: ObjectivesSpec = ObjectivesSpec()
+    secrets: SecretsSpec = SecretsSpec()
+    devices: DevicesSpec = DevicesSpec()
+    protocol: Annotated[ProtocolSettings, Meta(description="Time-outs and bounds of the hand-over.")] = (
+        ProtocolSettings()
+    )
 
     def __post_init__(self) -> None:
-        for name in ("num_prefill", "num_decode", "num_mixed"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must not be negative")
-        if self.num_prefill and not self.num_decode:
-            raise ConfigError(
-                f"{self.num_prefill} prefill and no decode worker: nobody would generate; add --decode N, "
-                "or use --mixed N for workers that do both"
-            )
-        if self.num_decode and not self.num_prefill:
-            raise ConfigError(
-                f"{self.num_decode} decode and no prefill worker: nobody would compute prompts; add "
-                "--prefill N, or use --mixed N for workers that do both"
-            )
-        if not self.num_workers:
-            raise ConfigError("no workers: say --prefill P --decode D (disaggregated) or --mixed N (not disaggregated)")
-        if not 0 <= self.port < 2**16:
-            raise ConfigError(f"port is {self.port}; it must be 0 (take a free one) to 65535")
-        check_exposure(self.worker_host, self.secret)
+        problems = list(_contradictions(self))
+        if problems:
+            raise SpecError(problems)
 
     @property
     def num_workers(self) -> int:
-        return self.num_prefill + self.num_decode + self.num_mixed
+        return sum(pool.count for pool in self.pools)
 
     @property
     def served_model_name(self) -> str:
         """The id under which clients ask for the model: as given, else the directory's name."""
-        return self.engine.served_model_name or Path(self.engine.model).resolve().name
+        return self.model.served_name or Path(self.model.path).resolve().name
+
+    def pool(self, name: str) -> PoolSpec:
+        """Raises :class:`ConfigError` that lists the pools for an unknown name."""
+        for pool in self.pools:
+            if pool.name == name:
+                return pool
+        raise ConfigError(f"there is no pool {name!r}; the pools are {', '.join(pool.name for pool in self.pools)}")
+
+    def protocol_config(self) -> ProtocolConfig:
+        return ProtocolConfig(**_set_fields(self.protocol))
+
+    def engine_config(self, pool: PoolSpec) -> EngineConfig:
+        """The engine's settings in ``pool``, without what differs between its workers."""
+        values: dict[str, Any] = {
+            "model": self.model.path,
+            "served_model_name": self.served_model_name,
+            "load_format": self.model.load_format,
+            "max_model_len": self.model.max_model_len,
+            "seed": self.model.seed,
+            "verify_kv": self.connector.verify_kv,
+            "dtype": pool.dtype,
+            "device": pool.device,
+            "threads": pool.threads,
+            "kv_memory_bytes": _num_bytes(pool.memory.kv),
+            "gpu_memory_utilization": pool.memory.gpu_utilization,
+            **_set_fields(self.engine),
+            **_set_fields(pool.engine),
+        }
+        if "tensor_parallel_size" in _DEFAULTS:
+            values["tensor_parallel_size"] = pool.tensor_parallel_size
+        return EngineConfig(**values)
 
     def describe(self) -> str:
         """Like ``2 prefill + 1 decode``."""
-        numbers = {"prefill": self.num_prefill, "decode": self.num_decode, "mixed": self.num_mixed}
-        return " + ".join(f"{number} {role}" for role, number in numbers.items() if number)
+        return " + ".join(f"{pool.count} {pool.name}" for pool in self.pools if pool.count) or "no worker"
 
-    def router_config(self) -> RouterConfig:
-        return RouterConfig(
-            model=self.engine.model,
-            served_model_name=self.served_model_name,
-            host=self.host,
-            port=self.port,
-            policy=self.policy,
-            membership_host=self.worker_host,
-            secret=self.secret,
-            api_key=self.api_key,
-            protocol=self.protocol,
-        )
 
-    def worker_configs(self, membership: str, num_cores: int) -> list[WorkerConfig]:
-        """Configs of the workers ``prefill-0``, ``decode-0``, ...; ``num_cores`` are split unless threads are set."""
-        numbers = {Role.PREFILL: self.num_prefill, Role.DECODE: self.num_decode, Role.MIXED: self.num_mixed}
-        places = [(role, index) for role, number in numbers.items() for index in range(number)]
-        threads = [self.engine.threads] * len(places) if self.engine.threads else split_cores(num_cores, len(places))
-        return [
-            WorkerConfig(
-                engine_id=f"{role.value}-{index}",
-                role=role,
-                engine=msgspec.structs.replace(
-                    self.engine, threads=num_threads, served_model_name=self.served_model_name
-                ),
-                membership=membership,
-                host=self.worker_host,
-                secret=self.secret,
-                protocol=self.protocol,
-            )
-            for (role, index), num_threads in zip(places, threads, strict=True)
-        ]
+class SpecError(ConfigError):
+    """A cluster spec that can't work. ``problems`` are pairs of the place in the document and what is wrong there."""
+
+    def __init__(self, problems: list[tuple[str, str]]) -> None:
+        super().__init__("; ".join(f"{place}: {text}" if place else text for place, text in problems))
+        self.problems = problems
 
 
 def check_model_directory(model: str) -> None:
@@ -114,3 +253,81 @@ def check_model_directory(model: str) -> None:
             f"{model} is not a Hugging Face checkpoint: it has no config.json "
             "(it needs that, *.safetensors and tokenizer.json)"
         )
+
+
+def _set_fields(settings: Struct) -> dict[str, Any]:
+    return {name: value for name, value in msgspec.structs.asdict(settings).items() if value is not UNSET}
+
+
+def _num_bytes(size: int | str) -> int:
+    return parse_bytes(size) if isinstance(size, str) else size
+
+
+def _contradictions(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
+    """Places in the document and what can't be there."""
+    for name, number in Counter(pool.name for pool in spec.pools).items():
+        if number > 1:
+            yield "pools", f"{number} pools are called {name}; give each a name of its own"
+    yield from _missing_roles(spec)
+    for index, pool in enumerate(spec.pools):
+        yield from ((f"pools[{index}]{place}", text) for place, text in _pool_problems(spec, pool))
+    yield from _disagreements(spec)
+    if spec.network.host and spec.network.interface:
+        yield "network", "host and interface are both set; keep one"
+    if spec.connector.transports and not {"tcp", "all"} & set(spec.connector.transports):
+        yield "connector.transports", "add tcp: UCX needs it to set connections up"
+    for name in SecretsSpec.__struct_fields__:
+        reference: SecretRef | None = getattr(spec.secrets, name)
+        if reference is not None and bool(reference.env) == bool(reference.file):
+            yield f"secrets.{name}", "give one of env (a variable's name) and file (a path)"
+
+
+def _missing_roles(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
+    numbers = Counter({role.value: 0 for role in Role})
+    for pool in spec.pools:
+        numbers[pool.role] += pool.count
+    if not spec.num_workers:
+        yield "pools", "no workers: raise the count of a pool"
+    elif numbers["prefill"] and not numbers["decode"]:
+        yield (
+            "pools",
+            f"{numbers['prefill']} prefill and no decode worker: nobody would generate; add a decode pool "
+            "(--decode N), or use mixed workers, which do both (--mixed N)",
+        )
+    elif numbers["decode"] and not numbers["prefill"]:
+        yield (
+            "pools",
+            f"{numbers['decode']} decode and no prefill worker: nobody would compute prompts; add a prefill pool "
+            "(--prefill N), or use mixed workers, which do both (--mixed N)",
+        )
+
+
+def _pool_problems(spec: ClusterSpec, pool: PoolSpec) -> Iterator[tuple[str, str]]:
+    if pool.tensor_parallel_size > 1 and "tensor_parallel_size" not in _DEFAULTS:
+        yield ".tensor_parallel_size", "this version runs one GPU per worker; set it to 1"
+    for name in sorted(MANAGED_VARIABLES & pool.environment.keys()):
+        yield ".environment", f"{name} follows from other parts of the spec; leave it out"
+    try:
+        _num_bytes(pool.memory.kv)
+    except ConfigError as error:
+        yield ".memory.kv", str(error)
+        return
+    try:
+        spec.engine_config(pool)
+    except ConfigError as error:
+        yield "", str(error)
+
+
+def _disagreements(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
+    """Settings that all pools must share, since they shape the KV blocks that they exchange."""
+    first = spec.pools[0]
+    for index, pool in enumerate(spec.pools[1:], 1):
+        sizes = [_set_fields(each.engine).get("block_size", 0) for each in (first, pool)]
+        values = {"dtype": (first.dtype, pool.dtype), "engine.block_size": tuple(sizes)}
+        for name, (one, other) in values.items():
+            if one != other:
+                yield (
+                    f"pools[{index}].{name}",
+                    f"{pool.name} has {other or 'none'} and {first.name} has {one or 'none'}; "
+                    "workers that exchange KV must agree",
+                )

@@ -33,6 +33,7 @@ from splitserve.router.inbox import Inbox
 from splitserve.router.ladder import backoff_seconds, local_placement, may_wait, next_step
 from splitserve.router.membership import MAX_WORKERS, Charge
 from splitserve.router.metrics import RouterMetrics
+from splitserve.router.objectives import Objectives
 from splitserve.router.outcome import outcome
 from splitserve.router.placement import (
     Disaggregated,
@@ -62,6 +63,7 @@ class Generation:
     charge: Charge | None = None
     deadline: asyncio.TimerHandle | None = None
     attempt_began_at: float = 0.0
+    first_token_at: float = 0.0
     last_token_at: float = 0.0
     retry: asyncio.TimerHandle | None = None
     num_waits: int = 0
@@ -101,6 +103,7 @@ class Dispatcher:
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
         self._closing = False
+        self._objectives = Objectives(config.ttft_objective_seconds, config.tpot_objective_seconds)
         self._no_worker_wait_seconds = config.protocol.no_worker_wait_seconds
         self._jitter = random.Random()
         # attempts that a lost worker may still be at work on, should it be heard again
@@ -320,6 +323,7 @@ class Dispatcher:
         if generation.last_token_at:
             self._metrics.itl_seconds.observe(now - generation.last_token_at)
         else:
+            generation.first_token_at = now
             self._metrics.ttft_seconds.observe(now - generation.arrived_at)
             if generation.charge is not None:
                 generation.charge.first_token_out()
@@ -339,3 +343,17 @@ class Dispatcher:
                     record.breaker.on_success()
         self._metrics.e2e_seconds.observe(self._loop.time() - generation.arrived_at)
         self._metrics.requests_finished.labels(*outcome(generation.state)).inc()
+        self._judge(generation)
+
+    def _judge(self, generation: Generation) -> None:
+        """Count what the request means for the objectives; nothing, if its end was the client's doing."""
+        state = generation.state
+        if state.phase is Phase.FINISHED:
+            times = (generation.arrived_at, generation.first_token_at, generation.last_token_at)
+            verdicts = self._objectives.judge(*times, len(state.delivered_ids))
+        elif state.failure is not None and state.failure.reason is not FailureReason.INVALID:
+            verdicts = self._objectives.missed()
+        else:
+            return
+        for name, met in verdicts:
+            self._metrics.objectives.labels(name, str(met).lower()).inc()

@@ -54,6 +54,12 @@ class RouterMetrics:
         self.e2e_seconds = _histogram(registry, "e2e", "HTTP request read to last token received", _E2E_BUCKETS)
         self.prompt_tokens = _counter(registry, "prompt_tokens", "Prompt tokens of placed requests")
         self.output_tokens = _counter(registry, "output_tokens", "Output tokens received and delivered in order")
+        self.objectives = Counter(
+            "splitserve_objectives",
+            "Requests that ended well, by objective of the cluster spec and whether they met it",
+            ("objective", "met"),
+            registry=registry,
+        )
         self.ladder_steps = Counter(
             "splitserve_ladder_steps",
             "Attempts that failed, by what came next (handover, local, gave_up) and why",

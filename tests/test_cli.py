@@ -1,5 +1,6 @@
 """The command line: options to configs, refusals, errors in one line; sizes, cores and the display beneath it."""
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,8 @@ from splitserve.orchestration.cores import (
 )
 from splitserve.orchestration.demo import ChatResult, DemoError, check_disaggregated, describe_result
 from splitserve.orchestration.display import describe_progress
-from splitserve.orchestration.options import cluster_spec
+from splitserve.orchestration.expansion import Secrets, router_config, worker_config, worker_names
+from splitserve.orchestration.options import add_engine_options, cluster_spec
 from splitserve.orchestration.process import ChildProgress
 from splitserve.orchestration.sizes import format_bytes, parse_bytes
 from splitserve.orchestration.spec import ClusterSpec, check_model_directory
@@ -35,9 +37,10 @@ def spec_of(*arguments: str) -> ClusterSpec:
 
 def test_defaults_are_those_of_the_config() -> None:
     spec = spec_of("--mixed", "1")
-    assert spec.engine == EngineConfig(model="dir/my-model")
+    config = EngineConfig(model="dir/my-model", served_model_name="my-model")
+    assert spec.engine_config(spec.pools[0]) == config
     assert spec.served_model_name == "my-model"
-    assert (spec.host, spec.port, spec.policy) == ("127.0.0.1", 8000, "least-loaded")
+    assert (spec.router.host, spec.router.port, spec.router.policy) == ("127.0.0.1", 8000, "least-loaded")
 
 
 def test_options_reach_the_configs_of_all_processes() -> None:
@@ -47,13 +50,16 @@ def test_options_reach_the_configs_of_all_processes() -> None:
         *("--max-model-len", "4096", "--no-enable-prefix-caching", "--seed", "7", "--load-format", "dummy"),
         *("--max-prefill-tokens-beside-decode", "128"),
     )
-    workers = spec.worker_configs("tcp://127.0.0.1:5", num_cores=8)
-    assert [worker.engine_id for worker in workers] == ["prefill-0", "prefill-1", "decode-0"]
-    assert [worker.role for worker in workers] == [Role.PREFILL, Role.PREFILL, Role.DECODE]
-    assert [worker.engine.threads for worker in workers] == [3, 3, 2]
-    assert {worker.membership for worker in workers} == {"tcp://127.0.0.1:5"}
-    engine = workers[0].engine
-    assert engine == EngineConfig(
+    pools = worker_names(spec)
+    assert {name: pool.role for name, pool in pools.items()} == {
+        "prefill-0": "prefill",
+        "prefill-1": "prefill",
+        "decode-0": "decode",
+    }
+    where = {"membership": "tcp://127.0.0.1:5", "host": "127.0.0.1"}
+    worker = worker_config(spec, pools["decode-0"], "decode-0", Secrets(), threads=3, **where)
+    assert (worker.engine_id, worker.role, worker.membership) == ("decode-0", Role.DECODE, "tcp://127.0.0.1:5")
+    assert worker.engine == EngineConfig(
         model="dir/my-model",
         served_model_name="m",
         dtype="bfloat16",
@@ -68,29 +74,8 @@ def test_options_reach_the_configs_of_all_processes() -> None:
         threads=3,
         seed=7,
     )
-    router = spec.router_config()
+    router = router_config(spec, Secrets(), "127.0.0.1")
     assert (router.model, router.served_model_name, router.port) == ("dir/my-model", "m", 0)
-
-
-@pytest.mark.parametrize(
-    ("device", "settings", "decided"),
-    [
-        ("cpu", {}, (16, 512, 512)),
-        ("cuda", {}, (64, 8192, 320)),
-        ("cuda", {"max_num_seqs": 10_000}, (64, 10_000, 320)),
-        ("cuda", {"max_num_batched_tokens": 200}, (64, 200, 200)),
-        ("cpu", {"max_num_prefill_tokens_beside_decode": 48, "block_size": 32}, (32, 512, 48)),
-        ("cpu", {"max_num_prefill_tokens_beside_decode": 9999}, (16, 512, 512)),
-    ],
-)
-def test_what_depends_on_the_device(device: str, settings: dict[str, int], decided: tuple[int, int, int]) -> None:
-    engine = EngineConfig(model="m", **settings).on(device)
-    assert (
-        engine.block_size,
-        engine.max_num_batched_tokens,
-        engine.max_num_prefill_tokens_beside_decode,
-    ) == decided
-    assert engine.on("cpu") == engine == engine.on("cuda"), "what is decided stays"
 
 
 def test_vllm_names_are_aliases() -> None:
@@ -100,8 +85,22 @@ def test_vllm_names_are_aliases() -> None:
 
 
 def test_threads_can_be_chosen() -> None:
-    workers = spec_of("--mixed", "3", "--threads", "2").worker_configs("", num_cores=64)
-    assert [worker.engine.threads for worker in workers] == [2, 2, 2]
+    assert [pool.threads for pool in spec_of("--mixed", "3", "--threads", "2").pools] == [2]
+
+
+def test_every_engine_option_reaches_the_engine() -> None:
+    """Also those that are added one day."""
+    flags = {"--dtype": "float16", "--device": "cpu", "--load-format": "dummy", "--attention-backend": "reference"}
+    parser = argparse.ArgumentParser()
+    add_engine_options(parser)
+    for action in parser._actions[1:]:
+        flag = action.option_strings[0]
+        value = [] if action.nargs == 0 else [flags.get(flag, "0.5" if "utilization" in flag else "77")]
+        flag = flag.replace("--enable", "--no-enable")
+        options = cli.build_parser().parse_args(["serve", "m", "--mixed", "1", flag, *value])
+        spec = cluster_spec(options)
+        config = spec.engine_config(spec.pools[0])
+        assert getattr(config, action.dest) == getattr(options, action.dest) != action.default, flag
 
 
 @pytest.mark.parametrize(
@@ -110,8 +109,8 @@ def test_threads_can_be_chosen() -> None:
         ([], "--prefill P --decode D"),
         (["--prefill", "1"], "no decode worker.*--decode N"),
         (["--decode", "2"], "no prefill worker.*--prefill N"),
-        (["--prefill", "-1", "--decode", "1"], "num_prefill is -1"),
-        (["--mixed", "1", "--port", "70000"], "port is 70000"),
+        (["--prefill", "-1", "--decode", "1"], "--prefill is -1"),
+        (["--mixed", "1", "--port", "70000"], "router.port: must be a whole number <= 65535"),
         (["--mixed", "1", "--block-size", "-1"], "block_size is -1"),
         (["--mixed", "1", "--max-prefill-tokens-beside-decode", "-1"], "beside_decode is -1"),
         (["--mixed", "1", "--max-batched-tokens", "4"], r"max_num_batched_tokens \(4\)"),

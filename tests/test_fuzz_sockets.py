@@ -30,7 +30,7 @@ from splitserve.messages import (
 )
 from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.process import ChildProgress
-from splitserve.orchestration.spec import ClusterSpec
+from splitserve.orchestration.shorthand import simple_spec
 from splitserve.request import Party, Role
 from splitserve.wire import MAX_MESSAGE_BYTES, decode, encode
 
@@ -98,7 +98,7 @@ def cluster(tiny_qwen3: Path) -> Iterator[tuple[LocalCluster, dict[str, str]]]:
             endpoints[progress.name] = progress.detail["endpoint"]
 
     engine = EngineConfig(model=str(tiny_qwen3), kv_memory_bytes=8 << 20, threads=1)
-    spec = ClusterSpec(engine=engine, num_prefill=1, num_decode=1, port=0)
+    spec = simple_spec(engine, num_prefill=1, num_decode=1, port=0)
     with LocalCluster(spec, log_level="error", show=note) as running:
         yield running, endpoints
 

@@ -30,7 +30,7 @@ from splitserve.orchestration.restarts import (
     SOON_SECONDS,
     RestartPolicy,
 )
-from splitserve.orchestration.spec import ClusterSpec
+from splitserve.orchestration.shorthand import simple_spec
 
 ENTRIES = Entries(router="launcher_children:run_router", worker="launcher_children:run_worker")
 TESTS = Path(__file__).parent
@@ -51,7 +51,7 @@ def make_cluster(events: list[ChildProgress]) -> Iterator[Callable[..., LocalClu
     clusters = []
 
     def make(*, restart: bool = True, **numbers: int) -> LocalCluster:
-        spec = ClusterSpec(engine=EngineConfig(model="some/model"), port=0, **numbers)
+        spec = simple_spec(EngineConfig(model="some/model"), port=0, **numbers)
         clusters.append(LocalCluster(spec, entries=ENTRIES, show=events.append, num_cores=5, restart=restart))
         return clusters[-1]
 
@@ -98,7 +98,7 @@ def test_children_get_thread_counts_and_membership(make_cluster, events: list[Ch
 def test_second_start_on_the_same_port(make_cluster) -> None:
     with make_cluster(num_mixed=1) as first:
         port = int(first.url.rsplit(":", 1)[1])
-    spec = ClusterSpec(engine=EngineConfig(model="some/model"), port=port, num_mixed=1)
+    spec = simple_spec(EngineConfig(model="some/model"), port=port, num_mixed=1)
     with LocalCluster(spec, entries=ENTRIES) as second:
         assert second.url == first.url
 
@@ -228,9 +228,9 @@ LAUNCHER_PROGRAM = """
 import sys
 from splitserve.config import EngineConfig
 from splitserve.orchestration.launcher import Entries, LocalCluster, stop_on_signals
-from splitserve.orchestration.spec import ClusterSpec
+from splitserve.orchestration.shorthand import simple_spec
 cluster = LocalCluster(
-    ClusterSpec(engine=EngineConfig(model="some/model"), port=0, num_prefill=1, num_decode=1),
+    simple_spec(EngineConfig(model="some/model"), port=0, num_prefill=1, num_decode=1),
     entries=Entries(router="launcher_children:run_router", worker="launcher_children:run_worker"),
 )
 with stop_on_signals(cluster), cluster:

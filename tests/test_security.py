@@ -14,9 +14,11 @@ from router_harness import RouterProcess, Workers, wait_until, write_model_dir
 from splitserve.config import EngineConfig, RouterConfig, WorkerConfig
 from splitserve.errors import ConfigError
 from splitserve.messages import Abort, Envelope, PeerRef, RegisterRefused
-from splitserve.orchestration.options import read_secret
+from splitserve.orchestration.expansion import Secrets, read_secret, router_config, worker_config
+from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.process import child_environment
-from splitserve.orchestration.spec import ClusterSpec
+from splitserve.orchestration.shorthand import simple_spec
+from splitserve.orchestration.spec import NetworkSpec
 from splitserve.prefill.sockets import WorkerSockets
 from splitserve.request import Party, RequestKey, Role
 from splitserve.security import check_exposure, is_loopback
@@ -24,6 +26,7 @@ from splitserve.wire import decode, encode
 
 SECRET, OTHER = "correct horse battery", "another secret altogether"
 NOWHERE = "tcp://127.0.0.1:9"
+ENGINE = EngineConfig(model="m")
 
 
 # ---- where a secret is needed, and where it must not show ----
@@ -57,20 +60,21 @@ def test_every_part_that_binds_checks() -> None:
     with pytest.raises(ConfigError, match="shared secret"):
         WorkerSockets(Party("w", 1), "10.0.0.1", NOWHERE)
     with pytest.raises(ConfigError, match="shared secret"):
-        ClusterSpec(engine=EngineConfig(model="m"), num_mixed=1, worker_host="10.0.0.1")
+        LocalCluster(simple_spec(ENGINE, num_mixed=1, network=NetworkSpec(host="10.0.0.1"))).start()
     with pytest.raises(ConfigError, match="--worker-host"):
         WorkerSockets(Party("w", 1), "203.0.113.7", NOWHERE, SECRET)
 
 
 def test_secrets_are_in_no_repr_and_in_no_childs_environment() -> None:
-    engine = EngineConfig(model="m")
-    spec = ClusterSpec(engine=engine, num_mixed=1, worker_host="10.0.0.1", secret=SECRET, api_key="sk-123")
-    configs = [spec, spec.router_config(), *spec.worker_configs(NOWHERE, 2)]
-    for config in configs:
+    spec = simple_spec(ENGINE, num_mixed=1)
+    secrets = Secrets(secret=SECRET, api_key="sk-123")
+    router = router_config(spec, secrets, "10.0.0.1")
+    worker = worker_config(spec, spec.pools[0], "mixed-0", secrets, membership=NOWHERE, host="10.0.0.1", threads=1)
+    for config in (secrets, router, worker):
         assert SECRET not in repr(config) and "sk-123" not in f"{config}"
-        assert getattr(config, "secret") == SECRET  # noqa: B009
-    assert spec.router_config().api_key == "sk-123"
-    assert spec.router_config().membership_host == "10.0.0.1" == spec.worker_configs(NOWHERE, 2)[0].host
+        assert config.secret == SECRET
+    assert router.api_key == "sk-123"
+    assert router.membership_host == "10.0.0.1" == worker.host
     assert "secret=''" in repr(RouterConfig(model="m", served_model_name="m"))
     environment = child_environment(1, {"SPLITSERVE_SECRET": SECRET, "SPLITSERVE_API_KEY": "k", "HOME": "/h"})
     assert environment["HOME"] == "/h" and not {"SPLITSERVE_SECRET", "SPLITSERVE_API_KEY"} & environment.keys()

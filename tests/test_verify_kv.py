@@ -14,7 +14,7 @@ from splitserve.kvconnector.digest import DIGEST_BYTES, digests_of, first_digest
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.messages import LayoutRecord, Offer, OfferedBlock
 from splitserve.orchestration.launcher import Entries, LocalCluster
-from splitserve.orchestration.spec import ClusterSpec
+from splitserve.orchestration.shorthand import simple_spec
 
 NUM_BLOCKS = 3  # of the prompt; the last one is half full
 DIGESTS = [bytes([index] * DIGEST_BYTES) for index in range(NUM_BLOCKS)]
@@ -98,7 +98,7 @@ def test_a_block_that_is_damaged_at_its_source_is_noticed_and_never_used(
         model=str(tiny_qwen3), dtype="float32", block_size=16, kv_memory_bytes=32 << 20, max_num_batched_tokens=64,
         tail_chunk_tokens=16, verify_kv=True,
     )  # fmt: skip
-    spec = ClusterSpec(engine=engine, port=0, num_prefill=1, num_decode=1)
+    spec = simple_spec(engine, port=0, num_prefill=1, num_decode=1)
     with LocalCluster(spec, log_level="warning", entries=Entries(worker="damaging_worker:run_worker")) as cluster:
         bodies = [
             {

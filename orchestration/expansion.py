@@ -1,0 +1,103 @@
+"""From a cluster spec to the configs of its processes. Secrets are resolved here, where the processes run."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from splitserve.config import Confidential, RouterConfig, WorkerConfig
+from splitserve.errors import ConfigError
+from splitserve.orchestration.spec import ClusterSpec, PoolSpec, SecretRef
+from splitserve.request import Role
+
+SECRET_VARIABLE = "SPLITSERVE_SECRET"  # noqa: S105 - a variable's name
+API_KEY_VARIABLE = "SPLITSERVE_API_KEY"
+
+
+class Secrets(Confidential, frozen=True, kw_only=True):
+    """What the references of a spec stand for; "" where there is none."""
+
+    secret: str = ""
+    api_key: str = ""
+
+
+def read_secret(path: str, variable: str) -> str:
+    """The content of the file at ``path``, else of the environment's ``variable``, stripped; "" if neither is set.
+
+    Neither comes from the command line, which every user of the machine can see. Raises :class:`ConfigError`.
+    """
+    if not path:
+        return os.environ.get(variable, "").strip()
+    try:
+        text = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"can't read {path}: {error}") from error
+    if not text:
+        raise ConfigError(f"{path} is empty; write the secret into it, or leave the option away")
+    return text
+
+
+def resolve_secrets(spec: ClusterSpec) -> Secrets:
+    """Read what the spec refers to, on this machine. Raises :class:`ConfigError` for a reference to nothing."""
+    return Secrets(
+        secret=_resolve("secrets.shared", spec.secrets.shared, SECRET_VARIABLE),
+        api_key=_resolve("secrets.api_key", spec.secrets.api_key, API_KEY_VARIABLE),
+    )
+
+
+def _resolve(place: str, reference: SecretRef | None, variable: str) -> str:
+    if reference is None:
+        return read_secret("", variable)
+    value = read_secret(reference.file, reference.env)
+    if not value:
+        raise ConfigError(f"{place}.env: the variable {reference.env} isn't set here; set it, or refer to a file")
+    return value
+
+
+def router_config(spec: ClusterSpec, secrets: Secrets, host: str) -> RouterConfig:
+    """``host``: where membership listens."""
+    return RouterConfig(
+        model=spec.model.path,
+        served_model_name=spec.served_model_name,
+        host=spec.router.host,
+        port=spec.router.port,
+        policy=spec.router.policy,
+        max_requests_in_flight=spec.router.max_requests_in_flight,
+        membership_host=host,
+        ttft_objective_seconds=spec.objectives.ttft_ms / 1e3,
+        tpot_objective_seconds=spec.objectives.tpot_ms / 1e3,
+        secret=secrets.secret,
+        api_key=secrets.api_key,
+        protocol=spec.protocol_config(),
+    )
+
+
+def worker_config(
+    spec: ClusterSpec, pool: PoolSpec, name: str, secrets: Secrets, *, membership: str, host: str, threads: int
+) -> WorkerConfig:
+    """Of the worker called ``name``, which binds ``host`` and computes on ``threads`` threads."""
+    return WorkerConfig(
+        engine_id=name,
+        role=Role(pool.role),
+        engine=msgspec.structs.replace(spec.engine_config(pool), threads=threads),
+        membership=membership,
+        host=host,
+        secret=secrets.secret,
+        protocol=spec.protocol_config(),
+    )
+
+
+def worker_environment(spec: ClusterSpec, pool: PoolSpec) -> dict[str, str]:
+    """What the spec adds to the environment of the pool's workers."""
+    environment = dict(pool.environment)
+    if spec.connector.transports:
+        environment["UCX_TLS"] = ",".join(spec.connector.transports)
+    if spec.connector.devices:
+        environment["UCX_NET_DEVICES"] = ",".join(spec.connector.devices)
+    return environment
+
+
+def worker_names(spec: ClusterSpec) -> Mapping[str, PoolSpec]:
+    """The workers at the start, ``prefill-0``, ``prefill-1``, ..., with their pools."""
+    return {f"{pool.name}-{index}": pool for pool in spec.pools for index in range(pool.count)}

@@ -1,0 +1,84 @@
+"""A cluster spec from a few numbers: what the options of ``splitserve serve`` stand for."""
+
+from typing import Any
+
+from msgspec import Struct, structs, to_builtins
+
+from splitserve.config import EngineConfig, ProtocolConfig, RouterConfig
+from splitserve.errors import ConfigError
+from splitserve.orchestration.spec import (
+    ClusterSpec,
+    ConnectorSpec,
+    EngineSettings,
+    MemorySpec,
+    ModelSpec,
+    PoolSpec,
+    ProtocolSettings,
+    RouterSpec,
+)
+from splitserve.orchestration.spec_conversion import convert_spec
+from splitserve.request import Role
+
+_ROUTER: dict[str, Any] = {field.name: field.default for field in structs.fields(RouterConfig)}
+_PROTOCOL = ProtocolConfig()
+
+
+def simple_spec(
+    engine: EngineConfig,
+    *,
+    num_prefill: int = 0,
+    num_decode: int = 0,
+    num_mixed: int = 0,
+    port: int = _ROUTER["port"],
+    protocol: ProtocolConfig = _PROTOCOL,
+    **parts: Any,
+) -> ClusterSpec:
+    """A cluster whose pools are called after their roles and share ``engine``'s settings.
+
+    ``parts`` are further parts of :class:`ClusterSpec`. Raises :class:`ConfigError`.
+    """
+    numbers = {Role.PREFILL: num_prefill, Role.DECODE: num_decode, Role.MIXED: num_mixed}
+    for role, number in numbers.items():
+        if number < 0:
+            raise ConfigError(f"--{role} is {number}; it must not be negative")
+    if not any(numbers.values()):
+        raise ConfigError("no workers: say --prefill P --decode D (disaggregated) or --mixed N (not disaggregated)")
+    pools = [
+        PoolSpec(
+            name=role.value,
+            role=role.value,
+            count=number,
+            tensor_parallel_size=getattr(engine, "tensor_parallel_size", 1),
+            device=engine.device,  # type: ignore[arg-type]  # checked by EngineConfig
+            dtype=engine.dtype,  # type: ignore[arg-type]
+            memory=MemorySpec(kv=engine.kv_memory_bytes, gpu_utilization=engine.gpu_memory_utilization),
+            threads=engine.threads,
+        )
+        for role, number in numbers.items()
+        if number
+    ]
+    spec = ClusterSpec(
+        model=ModelSpec(
+            path=engine.model,
+            served_name=engine.served_model_name,
+            load_format=engine.load_format,  # type: ignore[arg-type]
+            max_model_len=engine.max_model_len,
+            seed=engine.seed,
+        ),
+        pools=pools,
+        engine=_settings_of(EngineSettings, engine),
+        protocol=_settings_of(ProtocolSettings, protocol),
+        **{
+            "router": RouterSpec(port=port),
+            "connector": ConnectorSpec(verify_kv=engine.verify_kv),
+            **parts,
+        },
+    )
+    return convert_spec(to_builtins(spec))  # constructors check no bounds
+
+
+def _settings_of(kind: Any, config: Struct) -> Any:
+    """The fields of ``config`` that differ from their defaults."""
+    defaults = {field.name: field.default for field in structs.fields(config)}
+    values = {name: getattr(config, name) for name in kind.__struct_fields__}
+    return kind(**{name: value for name, value in values.items() if value != defaults[name]})
