@@ -144,7 +144,6 @@ class PrefillCore:
         """The step has completed on the device: its KV is written, its tokens are drawn."""
         step = self._steps.popleft()
         self.state.counters.steps += 1
-        block_size = self.state.blocks.block_size
         for (sequence, chunk), token_id in zip(step, output.token_ids, strict=True):
             self._complete(sequence, chunk)
             if sequence.ended:
@@ -152,8 +151,7 @@ class PrefillCore:
             if chunk.start < sequence.num_prompt_tokens:
                 self._count_prompt_tokens(sequence, chunk)
             sequence.num_computed += len(chunk.token_ids)
-            if sequence.num_computed // block_size > sequence.num_published:
-                self.state.blocks.publish_computed(sequence)
+            self.state.blocks.publish_computed(sequence)
             if not sequence.decodes_here:
                 self.source.on_computed(sequence, now)
             if token_id is not None:
