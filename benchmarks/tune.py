@@ -6,7 +6,8 @@ interrupted. By default it goes to the user's own directory, where every worker 
 """
 
 import argparse
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 
 from splitserve.benchmarks.device_timing import TOLERANCE, copy_bandwidth, relative_error, seconds_per_call
 from splitserve.benchmarks.report import table
+from splitserve.benchmarks.tune_compile import CompilePool
 from splitserve.errors import ConfigError
 from splitserve.kernels import tuning
 from splitserve.kernels.tunables import OPERATIONS, Tunable, TunableCase, TuneTarget, load_tunable
@@ -58,10 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     directory = Path(arguments.output) if arguments.output else tuning.user_directory()
     device = torch.device("cuda", torch.cuda.current_device())
     try:
-        with tuning.tuner_lock():
+        with tuning.tuner_lock(), CompilePool(arguments.jobs) as pool:
             bandwidth = copy_bandwidth(device)
             print(f"{device_name}, copy {bandwidth / 1e12:.3f} TB/s", flush=True)
-            tuner = Tuner(device_name, directory, bandwidth)
+            tuner = Tuner(device_name, directory, bandwidth, pool)
             for operation in arguments.operation:
                 done: set[str] = set()
                 for shape in arguments.shape:
@@ -80,6 +82,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=_positive, nargs="+", default=list(ROWS), help="tokens or sequences of a step")
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES))
     parser.add_argument("--block-size", type=_positive, default=64, metavar="TOKENS")
+    parser.add_argument("--jobs", type=int, default=0, help="processes that compile; 0: one for each core")
     parser.add_argument(
         "--output", default="", metavar="DIR", help=f"empty: ${tuning.DIRECTORY_VARIABLE}, else the user's cache"
     )
@@ -95,7 +98,8 @@ def _positive(text: str) -> int:
 class Tuner:
     """Tunes shapes one after another, and puts what it found into the device's file in ``directory``."""
 
-    def __init__(self, device_name: str, directory: Path, copy_bytes_per_second: float) -> None:
+    def __init__(self, device_name: str, directory: Path, copy_bytes_per_second: float, pool: CompilePool) -> None:
+        self._pool = pool
         self._device_name = device_name
         self._directory = directory
         self._copy_bytes_per_second = copy_bytes_per_second
@@ -124,7 +128,8 @@ class Tuner:
         if case is None:
             print(f"  {rows} rows don't fit this device's memory", flush=True)
             return None
-        found = Search(operation, case, target.device).run(rows)
+        compile_all = functools.partial(self._pool.compile, operation, target, key, rows)
+        found = Search(operation, case, target.device, compile_all).run(rows)
         print(f"  {rows} rows: {1e6 * found.seconds:.1f} us, default {1e6 * found.default_seconds:.1f}", flush=True)
         del case
         if target.device.type == "cuda":
@@ -142,7 +147,10 @@ class Tuner:
 class Search:
     """Looks for the fastest right parameters of one case."""
 
-    def __init__(self, operation: str, case: TunableCase, device: torch.device) -> None:
+    def __init__(
+        self, operation: str, case: TunableCase, device: torch.device, compile_all: Callable[[Sequence[Params]], None]
+    ) -> None:
+        self._compile_all = compile_all
         self._operation = operation
         self._case = case
         self._device = device
@@ -157,6 +165,7 @@ class Search:
         self._default_seconds(_REPEATS)
         self._tried.append(best)
         while new := [candidate for candidate in self._case.candidates(best) if candidate not in self._tried]:
+            self._compile_all(new)
             for candidate in new:
                 self._attempt(candidate)
             best = self._fastest(1)[0] if self._seconds else {}

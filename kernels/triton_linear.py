@@ -49,7 +49,7 @@ class LinearLaunch:
     tma: bool = False
 
 
-_CUBLAS = LinearLaunch(block_m=0)
+CUBLAS = LinearLaunch(block_m=0)
 
 
 class TritonLinear(PlainLinear):
@@ -113,7 +113,7 @@ def launch_params(
     if num_rows == 1:
         default = LinearLaunch(block_m=1, block_n=8, block_k=1024)
     else:
-        default = LinearLaunch() if num_rows <= _FEW_ROWS else _CUBLAS
+        default = LinearLaunch() if num_rows <= _FEW_ROWS else CUBLAS
     return tuned(default, f"linear_{variant}", shape_key(dtype, n=out_features, k=in_features), num_rows)
 
 

@@ -25,6 +25,9 @@ from splitserve.kernels.tuning import Params
 
 _TUNABLES = {
     "attention_decode": "decode_tunable",
+    "linear_norm": "linear_tunable",
+    "linear_gated": "linear_tunable",
+    "linear_add": "linear_tunable",
 }
 OPERATIONS = tuple(_TUNABLES)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from splitserve.benchmarks.tune import Search, Tuner, main
+from splitserve.benchmarks.tune_compile import CompilePool
 from splitserve.errors import ConfigError
 from splitserve.kernels import tuning
 from splitserve.kernels.tunables import OPERATIONS, TuneTarget, load_tunable
@@ -64,7 +65,7 @@ class SleepyTunable:
 
 def test_the_fastest_right_candidate_wins() -> None:
     seen: list[Params] = []
-    found = Search("sleepy_sum", SleepyCase(2, [1, 2, 3, 4, 5], seen), CPU).run(2)
+    found = Search("sleepy_sum", SleepyCase(2, [1, 2, 3, 4, 5], seen), CPU, lambda _: None).run(2)
     assert found.params == {"speed": 2} and found.rows == 2 and found.num_tried == 6
     assert found.seconds < 0.8 * found.default_seconds
     wrong, failed = found.failures
@@ -74,7 +75,7 @@ def test_the_fastest_right_candidate_wins() -> None:
 
 
 def test_the_default_stays_when_nothing_is_faster() -> None:
-    found = Search("sleepy_sum", SleepyCase(2, [4], []), CPU).run(2)
+    found = Search("sleepy_sum", SleepyCase(2, [4], []), CPU, lambda _: None).run(2)
     assert found.params == {} and found.seconds == found.default_seconds and not found.failures
 
 
@@ -83,14 +84,14 @@ def test_a_default_that_is_wrong_is_an_error() -> None:
         case = SleepyCase(2, [1], [])
     case.expected = lambda: torch.zeros(8)
     with pytest.raises(ConfigError, match="sleepy_sum can't be tuned: its default fails: differs"):
-        Search("sleepy_sum", case, CPU).run(2)
+        Search("sleepy_sum", case, CPU, lambda _: None).run(2)
 
 
 def test_what_was_found_is_written_shape_by_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shipped = [TunedEntry(1, {"speed": 7}), TunedEntry(8, {"speed": 8})]
     tuning.record(tmp_path, DEVICE, "sleepy_sum", "any", shipped)
     tunable = SleepyTunable([1, 2])
-    done = Tuner(DEVICE, tmp_path, 1e9).tune("sleepy_sum", tunable, TARGET, [2, 8, 2, 100], {"other"})
+    done = Tuner(DEVICE, tmp_path, 1e9, CompilePool(1)).tune("sleepy_sum", tunable, TARGET, [2, 8, 2, 100], {"other"})
     assert done == {"any"}
     configs = tuning.TunedConfigs(DEVICE, [tmp_path])
     assert configs.entries("sleepy_sum", "any") == [
@@ -110,7 +111,7 @@ def test_an_interruption_loses_the_current_shape_alone(tmp_path: Path) -> None:
             return super().case(target, key, rows)
 
     with pytest.raises(KeyboardInterrupt):
-        Tuner(DEVICE, tmp_path, 1e9).tune("sleepy_sum", Interrupted([2]), TARGET, [2], set())
+        Tuner(DEVICE, tmp_path, 1e9, CompilePool(1)).tune("sleepy_sum", Interrupted([2]), TARGET, [2], set())
     assert tuning.TunedConfigs(DEVICE, [tmp_path]).entries("sleepy_sum", "any") == [TunedEntry(2, {"speed": 2})]
 
 
@@ -134,3 +135,12 @@ def test_tunables_agree_with_their_reference(operation: str) -> None:
         for params in ({}, case.candidates({})[0]):
             with tuning.forced(operation, params):
                 torch.testing.assert_close(case.calls()[0](), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for Triton's interpreter, which needs tiny shapes")
+def test_candidates_are_compiled_by_processes_that_survive_bad_ones() -> None:
+    pytest.importorskip("triton")
+    key = load_tunable("linear_add").shape_keys(TARGET)[0]
+    with CompilePool(2) as pool:
+        for _ in range(2):  # the second time needs processes that are still there
+            pool.compile("linear_add", TARGET, key, 2, [{"no_such": 1}, {"block_m": 0}])
