@@ -19,11 +19,12 @@ from splitserve.errors import ConfigError, HandshakeError
 from splitserve.kvconnector.digest import digests_of, first_digests_of, no_digests
 from splitserve.kvconnector.nixl import NixlConnector
 from splitserve.messages import WorkerInfo
+from splitserve.models.config import load_model_config
 from splitserve.models.cuda_runner import CudaRunner
 from splitserve.models.parallel import Alone, CollectiveError
 from splitserve.models.process_group import join_group, open_store
 from splitserve.models.runner import ModelRunner
-from splitserve.models.shard import Shard
+from splitserve.models.shard import Shard, check_tensor_parallel_size
 from splitserve.prefill.executor import Executor, OverlappedExecutor, StepExecutor
 from splitserve.prefill.loop import Waker, WorkerLoop
 from splitserve.prefill.sockets import WorkerSockets
@@ -68,6 +69,7 @@ def _run_ranks(config: WorkerConfig, device: torch.device, progress: Progress) -
             f"{config.engine_id}: tensor parallelism of prefill and decode workers isn't supported yet; use mixed ones"
         )
     size = config.engine.tensor_parallel_size
+    check_tensor_parallel_size(load_model_config(config.engine.model), size)  # before anything is started
     on_rank_failure = _EndWithRank(progress)
     store, port = open_store(size)
     ranks = Ranks(config.engine_id, config.role, config.engine, port, on_rank_failure)

@@ -44,6 +44,14 @@ def add_worker_options(parser: argparse.ArgumentParser, num_prefill: int = 0, nu
     group.add_argument("--prefill", type=int, default=num_prefill, metavar="P", help="number of prefill workers")
     group.add_argument("--decode", type=int, default=num_decode, metavar="D", help="number of decode workers")
     group.add_argument("--mixed", type=int, default=0, metavar="N", help="number of workers that do both phases")
+    for pool in ("prefill", "decode"):
+        group.add_argument(
+            f"--{pool}-tp",
+            type=int,
+            default=0,
+            metavar="N",
+            help=f"--tensor-parallel-size of the {pool} workers; 0: as for all",
+        )
     group.add_argument(
         "--threads", type=int, default=0, metavar="T", help="per worker; 0 splits the cores between the workers"
     )
@@ -184,6 +192,8 @@ def cluster_spec(options: argparse.Namespace) -> ClusterSpec:
         num_prefill=options.prefill,
         num_decode=options.decode,
         num_mixed=options.mixed,
+        prefill_tp=options.prefill_tp,
+        decode_tp=options.decode_tp,
         router=RouterSpec(host=options.host, port=options.port, policy=options.policy),
         network=NetworkSpec(host=options.worker_host, interface=options.interface, ip_version=6 if options.ipv6 else 4),
         secrets=SecretsSpec(shared=_file(options.secret_file), api_key=_file(options.api_key_file)),

@@ -29,12 +29,15 @@ def simple_spec(
     num_prefill: int = 0,
     num_decode: int = 0,
     num_mixed: int = 0,
+    prefill_tp: int = 0,
+    decode_tp: int = 0,
     port: int = _ROUTER["port"],
     protocol: ProtocolConfig = _PROTOCOL,
     **parts: Any,
 ) -> ClusterSpec:
     """A cluster whose pools are called after their roles and share ``engine``'s settings.
 
+    ``prefill_tp``, ``decode_tp``: ranks of the workers of that role, if not as many as the engine says.
     ``parts`` are further parts of :class:`ClusterSpec`. Raises :class:`ConfigError`.
     """
     numbers = {Role.PREFILL: num_prefill, Role.DECODE: num_decode, Role.MIXED: num_mixed}
@@ -43,12 +46,13 @@ def simple_spec(
             raise ConfigError(f"--{role} is {number}; it must not be negative")
     if not any(numbers.values()):
         raise ConfigError("no workers: say --prefill P --decode D (disaggregated) or --mixed N (not disaggregated)")
+    ranks = {Role.PREFILL: prefill_tp, Role.DECODE: decode_tp}
     pools = [
         PoolSpec(
             name=role.value,
             role=role.value,
             count=number,
-            tensor_parallel_size=getattr(engine, "tensor_parallel_size", 1),
+            tensor_parallel_size=ranks.get(role) or engine.tensor_parallel_size,
             device=engine.device,  # type: ignore[arg-type]  # checked by EngineConfig
             dtype=engine.dtype,  # type: ignore[arg-type]
             memory=MemorySpec(kv=engine.kv_memory_bytes, gpu_utilization=engine.gpu_memory_utilization),
