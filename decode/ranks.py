@@ -96,7 +96,7 @@ class Ranks:
         self._engine_id = engine_id
         self._on_failure = on_failure
         self._changed = threading.Condition()
-        self._failures: list[tuple[str, RankFailed]] = []
+        self._failures: list[RankFailed] = []
         self._num_ready = 0
         self._broken = False  # no step can run any more
         self._closing = False
@@ -182,28 +182,27 @@ class Ranks:
                 report = decoder.decode(line)
                 if isinstance(report, RankFailed):
                     has_reported = True
-                    self._note(rank.name, report)
+                    self._note(msgspec.structs.replace(report, message=f"{rank.name}: {report.message}"))
                 else:
                     with self._changed:
                         self._num_ready += 1
                         self._changed.notify_all()
         returncode = rank.wait()
         if not has_reported:
-            self._note(rank.name, RankFailed(_describe_exit(returncode), is_consequence=False))
+            self._note(RankFailed(f"{rank.name} {_describe_exit(returncode)}", is_consequence=False))
 
-    def _note(self, name: str, failure: RankFailed) -> None:
+    def _note(self, failure: RankFailed) -> None:
         with self._changed:
             if not self._closing:
-                self._failures.append((name, failure))
+                self._failures.append(failure)
                 self._changed.notify_all()
 
     def _has_cause(self) -> bool:
-        return any(not failure.is_consequence for _, failure in self._failures)
+        return any(not failure.is_consequence for failure in self._failures)
 
     def _first_failure(self) -> RankError:
         """The first one that isn't the consequence of another, if there is one."""
-        name, failure = min(self._failures, key=lambda entry: entry[1].is_consequence)
-        return RankError(f"{name}: {failure.message}")
+        return RankError(min(self._failures, key=lambda failure: failure.is_consequence).message)
 
     def _tell_failure(self) -> None:
         with self._changed:

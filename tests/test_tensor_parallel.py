@@ -1,0 +1,94 @@
+"""Clusters whose workers are several ranks, over HTTP: the tokens of one rank, and an end for all when one is lost."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from serving import complete_all, transformers_greedy, wait_until_quiet
+from splitserve.config import EngineConfig
+from splitserve.models import demo
+from splitserve.orchestration.launcher import LocalCluster
+from splitserve.orchestration.shorthand import simple_spec
+from splitserve.orchestration.spec import ClusterSpec
+
+MAX_TOKENS = 10
+
+
+@pytest.fixture(scope="module")
+def two_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers, two key/value heads, an untied head of odd size."""
+    shape = demo.DemoShape(128, 2, 8, 2, 32, 384, 2003, 4096, 1e4, tie_word_embeddings=False, dtype="float32")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(demo.SHAPES, "two-heads", shape)
+        return demo.write_demo_model(tmp_path_factory.mktemp("checkpoints") / "two-heads", shape="two-heads")
+
+
+def spec_of(model: Path, size: int) -> ClusterSpec:
+    engine = EngineConfig(
+        model=str(model),
+        dtype="float32",
+        kv_memory_bytes=16 << 20,
+        max_num_batched_tokens=64,
+        max_num_seqs=16,
+        tensor_parallel_size=size,
+        threads=1,
+    )
+    return simple_spec(engine, port=0, num_mixed=1)
+
+
+def body(model: Path, prompt: list[int]) -> dict[str, object]:
+    return {"model": model.name, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True,
+            "return_token_ids": True}  # fmt: skip
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_greedy_tokens_are_those_of_transformers(two_heads: Path, size: int) -> None:
+    prompts = [
+        [300 + (7 * index + 3 * i) % 900 for i in range(length)] for index, length in enumerate((1, 16, 40, 150))
+    ]
+    references = transformers_greedy(two_heads, prompts, MAX_TOKENS)
+    with LocalCluster(spec_of(two_heads, size), log_level="warning") as running:
+        answers = complete_all(running.url, [body(two_heads, prompt) for prompt in prompts], at_once=True)
+        for prompt, reference, answer in zip(prompts, references, answers, strict=True):
+            assert answer["status"] == 200, answer
+            tokens = answer["choices"][0]["token_ids"]
+            assert reference.agrees(tokens), f"{size} ranks, prompt of {len(prompt)}: {tokens}"
+        wait_until_quiet(running.url)
+
+
+@pytest.mark.timeout(120)
+def test_a_worker_that_lost_a_rank_says_which_and_ends(two_heads: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with LocalCluster(spec_of(two_heads, 2), log_level="warning") as running:
+        worker = psutil.Process(running.pids["mixed-0"])
+        (rank,) = worker.children()
+        os.kill(rank.pid, signal.SIGKILL)
+        started = time.monotonic()
+        worker.wait(timeout=10)
+        assert time.monotonic() - started < 4.0
+    assert "mixed-0 rank 1 was ended by SIGKILL" in capfd.readouterr().err
+
+
+@pytest.mark.timeout(60)
+def test_ranks_end_with_a_worker_that_is_killed(two_heads: Path) -> None:
+    with LocalCluster(spec_of(two_heads, 2), log_level="warning") as running:
+        worker = psutil.Process(running.pids["mixed-0"])
+        (rank,) = worker.children()
+        worker.kill()
+        rank.wait(timeout=3)
+
+
+@pytest.mark.timeout(60)
+def test_sizes_that_cannot_work_are_said_in_words(two_heads: Path) -> None:
+    command = [sys.executable, "-m", "splitserve.orchestration.cli", "serve", str(two_heads), "--mixed", "1"]
+    command += ["--tensor-parallel-size", "3", "--port", "0", "--device", "cpu"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert run.returncode in (1, 2)
+    assert "can't be shared by 3 tensor-parallel ranks; 1, 2, 4, 8 work" in run.stderr
+    assert "Traceback" not in run.stderr
