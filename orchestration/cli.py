@@ -22,6 +22,8 @@ BENCHES = {
     "router": ("splitserve.benchmarks.router_overhead", "what the router adds to a worker that answers at once"),
     "chaos": ("splitserve.benchmarks.chaos", "kills, freezes and drains under load: right tokens, nothing left over"),
     "engine-loop": ("splitserve.benchmarks.engine_loop", "what the host adds to a GPU's steps, with a clock for a GPU"),
+    "kernels": ("splitserve.benchmarks.kernels", "each operation on each backend, at the shapes of a model"),
+    "layout": ("splitserve.benchmarks.layout", "what the order inside a KV block costs attention"),
     "engine": ("splitserve.benchmarks.engine", "decode steps and prefills of a GPU, as shares of what it can do"),
     "engine-cpu": ("splitserve.benchmarks.engine_vs_transformers", "the engine on CPU against transformers"),
 }
