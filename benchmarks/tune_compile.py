@@ -10,6 +10,7 @@ import multiprocessing
 import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
+from dataclasses import replace
 from types import TracebackType
 
 import torch
@@ -57,4 +58,4 @@ def _compile(operation: str, target: TuneTarget, key: str, rows: int, candidate:
 
 @functools.lru_cache(maxsize=1)
 def _case(operation: str, target: TuneTarget, key: str, rows: int) -> TunableCase | None:
-    return load_tunable(operation).case(target, key, rows)
+    return load_tunable(operation).case(replace(target, is_for_compiling=True), key, rows)

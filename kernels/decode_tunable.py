@@ -18,7 +18,7 @@ from splitserve.kernels.tunables import TuneTarget, num_copies
 from splitserve.kernels.tuning import Params
 
 CONTEXTS = (512, 1024, 2048, 8192)
-_MEMORY_SHARE = 0.25  # of what is free, for KV
+_MEMORY_SHARE = 0.5  # of what is free, for KV
 _CPU_MEMORY_BYTES = 64 << 20
 _PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, MAX_PARTS)
 _MAX_PROGRAMS = 2112  # 16 for each of 132 multiprocessors: more parts than that are only overhead
@@ -45,36 +45,41 @@ class DecodeTunable:
     def case(self, target: TuneTarget, key: str, rows: int) -> "DecodeCase | None":
         shape = _shape(target)
         assert key == decode_key(shape)
-        budget = _CPU_MEMORY_BYTES
+        if target.is_for_compiling:
+            return DecodeCase(shape, rows, [1], num_blocks=1)
+        free = _CPU_MEMORY_BYTES
         if target.device.type == "cuda":
-            budget = int(_MEMORY_SHARE * torch.cuda.mem_get_info(target.device)[0])
-        contexts = [context for context in self._contexts if DecodeCase.kv_bytes(shape, rows, context) <= budget]
-        return DecodeCase(shape, rows, contexts, budget) if contexts else None
+            free = int(_MEMORY_SHARE * torch.cuda.mem_get_info(target.device)[0])
+        block_bytes = shape.rows_per_block * shape.block_size * shape.head_dim * shape.dtype.itemsize
+        num_blocks = free // block_bytes
+        contexts = [context for context in self._contexts if rows * -(-context // shape.block_size) <= num_blocks]
+        if not contexts:
+            return None
+        wanted = rows * -(-contexts[-1] // shape.block_size) + num_copies(block_bytes, target.device)
+        return DecodeCase(shape, rows, contexts, min(num_blocks, wanted))
 
 
 class DecodeCase:
     """Implements :class:`splitserve.kernels.tunables.TunableCase`."""
 
-    def __init__(self, shape: AttentionShape, rows: int, contexts: Sequence[int], budget: int) -> None:
+    def __init__(self, shape: AttentionShape, rows: int, contexts: Sequence[int], num_blocks: int) -> None:
+        """``contexts`` ascend; with fewer blocks than all sequences have together they share some."""
         self._shape, self._rows = shape, rows
         self._contexts = [context for context in contexts for _ in range(contexts[-1] // context)]
-        block_bytes = shape.rows_per_block * shape.block_size * shape.head_dim * shape.dtype.itemsize
-        self._blocks_per_sequence = -(-contexts[-1] // shape.block_size)
-        num_blocks = (
-            rows * self._blocks_per_sequence * num_copies(rows * self._blocks_per_sequence * block_bytes, shape.device)
-        )
-        num_blocks = max(rows * self._blocks_per_sequence, min(num_blocks, budget // block_bytes))
         sizes = (num_blocks, shape.num_layers, shape.num_kv_heads, 2, shape.block_size, shape.head_dim)
         self._kv = torch.empty(sizes, dtype=shape.dtype, device=shape.device).normal_()
         query_sizes = (rows, shape.num_heads, shape.head_dim)
         self._query = torch.empty(query_sizes, dtype=shape.dtype, device=shape.device).normal_()
-        self._order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
+        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
+        self._batches = [self._batch(index, order) for index in range(len(self._contexts))]
 
-    @staticmethod
-    def kv_bytes(shape: AttentionShape, rows: int, context: int) -> int:
-        """Of all layers, for ``rows`` sequences of ``context`` tokens."""
-        blocks = rows * -(-context // shape.block_size)
-        return blocks * shape.rows_per_block * shape.block_size * shape.head_dim * shape.dtype.itemsize
+    def _batch(self, index: int, order: Sequence[int]) -> PagedBatch:
+        """Each call begins elsewhere in ``order``."""
+        context = self._contexts[index]
+        needed = -(-context // self._shape.block_size)
+        starts = range(index * self._rows * needed, (index + 1) * self._rows * needed, needed)
+        tables = [[order[at % len(order)] for at in range(start, start + needed)] for start in starts]
+        return PagedBatch([1] * self._rows, [context] * self._rows, tables)
 
     @property
     def num_bytes(self) -> int:
@@ -97,25 +102,15 @@ class DecodeCase:
         return [self._call(attention, index) for index in range(len(self._contexts))]
 
     def _call(self, attention: TritonPagedAttention, index: int) -> Callable[[], Tensor]:
-        plan = attention.make_decode_plan(self._rows, self._blocks_per_sequence)
-        plan.update(self._batch(index))
+        batch = self._batches[index]
+        plan = attention.make_decode_plan(self._rows, len(batch.block_tables[0]))
+        plan.update(batch)
         layer = self._kv[:, index % self._shape.num_layers]
         return lambda: attention.run(self._query, layer, plan)
 
-    def _batch(self, index: int) -> PagedBatch:
-        """Every call has blocks of its own, as far as there are so many."""
-        context = self._contexts[index]
-        needed = -(-context // self._shape.block_size)
-        first = index * self._rows * needed
-        tables = [
-            [self._order[at % len(self._order)] for at in range(first + row * needed, first + (row + 1) * needed)]
-            for row in range(self._rows)
-        ]
-        return PagedBatch([1] * self._rows, [context] * self._rows, tables)
-
     def expected(self) -> Tensor:
         reference = ReferencePagedAttention(self._shape)
-        return reference.run(self._query, self._kv[:, 0], reference.plan(self._batch(0)))
+        return reference.run(self._query, self._kv[:, 0], reference.plan(self._batches[0]))
 
 
 def _shape(target: TuneTarget) -> AttentionShape:

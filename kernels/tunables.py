@@ -57,12 +57,14 @@ class DecoderSizes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TuneTarget:
-    """What to tune for. ``block_size``: tokens per KV block."""
+    """What to tune for. ``block_size``: tokens per KV block. ``is_for_compiling``: inputs need only be large enough for
+    the kernels to compile as they will for others of that shape; many processes make them at once."""
 
     model: DecoderSizes
     dtype: torch.dtype
     device: torch.device
     block_size: int
+    is_for_compiling: bool = False
 
 
 class TunableCase(Protocol):
