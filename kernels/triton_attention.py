@@ -16,15 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from splitserve.kernels.api import AttentionPlan, AttentionShape, PagedBatch
+from splitserve.kernels.decode_launch import DecodeLaunch, decode_launch
 from splitserve.kernels.paged import FlatTables, flat_tables, num_leading_decodes
-from splitserve.kernels.triton_launch import overlapped, wait
+from splitserve.kernels.triton_launch import overlapped, prefetch, wait
 from splitserve.kernels.triton_sampling import to_device
 
 _TILE = 64  # tokens of context that a program looks at in one go
 _QUERY_TILE = 64
 _MIN_DOT = 16  # rows that a matrix instruction wants
-_PROGRAMS_PER_DEVICE = 528  # 4 for each of an H100's 132 multiprocessors
-_MAX_PARTS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +34,7 @@ class DecodePart:
     indptr: Tensor
     indices: Tensor
     context_lens: Tensor
+    launch: DecodeLaunch
     partial: Tensor  # float32 [S, H, parts, D]
     partial_lse: Tensor  # float32 [S, H, parts]
 
@@ -86,13 +86,12 @@ class TritonPagedAttention:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
         return TritonDecodePlan(self._shape, batch_size, max_blocks, self._partials(batch_size))
 
-    def _partials(self, num_sequences: int) -> tuple[Tensor, Tensor]:
+    def _partials(self, num_sequences: int) -> tuple[DecodeLaunch, Tensor, Tensor]:
         shape = self._shape
-        num_parts = _PROGRAMS_PER_DEVICE // (num_sequences * shape.num_kv_heads)
-        num_parts = max(1, min(_MAX_PARTS, num_parts))
-        sizes = (num_sequences, shape.num_heads, num_parts)
+        launch = decode_launch(shape, num_sequences)
+        sizes = (num_sequences, shape.num_heads, launch.num_parts)
         partial = torch.empty((*sizes, shape.head_dim), dtype=torch.float32, device=shape.device)
-        return partial, torch.empty(sizes, dtype=torch.float32, device=shape.device)
+        return launch, partial, torch.empty(sizes, dtype=torch.float32, device=shape.device)
 
     def _tiles(self, batch: PagedBatch, first: int) -> tuple[Tensor, Tensor]:
         tiles: list[tuple[int, int, int, int]] = []
@@ -128,7 +127,7 @@ class TritonPagedAttention:
 
     def _run_decode(self, query: Tensor, kv_layer: Tensor, out: Tensor, part: DecodePart) -> None:
         shape = self._shape
-        num_parts = part.partial.shape[2]
+        launch, num_parts = part.launch, part.launch.num_parts
         group = shape.num_heads // shape.num_kv_heads
         _decode_kernel[(part.num_sequences, shape.num_kv_heads, num_parts)](
             query,
@@ -147,11 +146,11 @@ class TritonPagedAttention:
             BLOCK_SIZE=shape.block_size,
             HEAD_DIM=shape.head_dim,
             DIM=triton.next_power_of_2(shape.head_dim),
-            TILE=_TILE,
+            TILE=launch.tile,
             PARTS=num_parts,
             PRECISION="ieee" if shape.dtype == torch.float32 else "tf32",
-            num_warps=4,
-            num_stages=3,
+            num_warps=launch.num_warps,
+            num_stages=launch.num_stages,
             **self._overlapped,
         )
         if num_parts > 1:
@@ -161,7 +160,7 @@ class TritonPagedAttention:
                 part.context_lens,
                 out,
                 NUM_HEADS=shape.num_heads,
-                TILE=_TILE,
+                TILE=launch.tile,
                 HEAD_DIM=shape.head_dim,
                 DIM=triton.next_power_of_2(shape.head_dim),
                 PARTS=num_parts,
@@ -201,7 +200,7 @@ class TritonDecodePlan:
     """A plan whose tensors stay where they are, for CUDA graphs. Implements ``kernels.api.DecodePlan``."""
 
     def __init__(
-        self, shape: AttentionShape, batch_size: int, max_blocks: int, partials: tuple[Tensor, Tensor]
+        self, shape: AttentionShape, batch_size: int, max_blocks: int, partials: tuple[DecodeLaunch, Tensor, Tensor]
     ) -> None:
         self._block_size = shape.block_size
         sizes = (batch_size + 1, batch_size * max_blocks, batch_size)
@@ -266,6 +265,14 @@ def _decode_kernel(
     size = _part_size(context, PARTS, TILE)
     first = part * size
     last = tl.minimum(first + size, context)
+    inner = tl.arange(0, TILE)
+    head_offset = kv_head * (2 * BLOCK_SIZE * HEAD_DIM)
+    if OVERLAPPED:  # all but the newest token's keys and values are there already
+        token = tl.minimum(first + inner, context - 1)
+        block = tl.load(table + token // BLOCK_SIZE).to(tl.int64)
+        keys_at = kv_ptr + block * BLOCK_STRIDE + head_offset + (token % BLOCK_SIZE) * HEAD_DIM
+        prefetch(keys_at, 0, HEAD_DIM, DIM)
+        prefetch(keys_at + BLOCK_SIZE * HEAD_DIM, 0, HEAD_DIM, DIM)
     wait(OVERLAPPED)
     if first >= last:
         return
@@ -281,8 +288,6 @@ def _decode_kernel(
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     mixed = tl.zeros((ROWS, DIM), tl.float32)
-    inner = tl.arange(0, TILE)
-    head_offset = kv_head * (2 * BLOCK_SIZE * HEAD_DIM)
     for tile in tl.range(first, last, TILE):
         token = tile + inner
         is_token = token < last

@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from splitserve.kernels.api import RmsNorm, SiluMul
 from splitserve.kernels.linear import PlainLinear
-from splitserve.kernels.triton_launch import overlapped, wait
+from splitserve.kernels.triton_launch import overlapped, prefetch, wait
 from splitserve.kernels.tuning import shape_key, tuned
 
 Variant = Literal["plain", "add", "norm", "gated"]
@@ -35,8 +35,8 @@ _MAX_TILES = 1 << 16  # of tickets
 class LinearLaunch:
     """How a product is launched. ``block_m`` 0 leaves it to cuBLAS, 1 takes the kernel for one row.
 
-    ``block_n`` counts outputs, ``prefetch`` elements of each of the tile's weight rows. ``tma``: weights come by the
-    bulk copy engine (compute capability 9.0). The defaults serve few rows of any shape.
+    ``block_n`` counts outputs, ``prefetch`` elements of each of the tile's weight rows, a power of two. ``tma``: weights
+    come by the bulk copy engine (compute capability 9.0). The defaults serve few rows of any shape.
     """
 
     block_m: int = 16
@@ -169,6 +169,7 @@ def _launch_row(
         ADDS=adds,
         BLOCK_N=params.block_n,
         BLOCK_K=params.block_k,
+        PREFETCH=params.prefetch,
         num_warps=params.num_warps,
         **overlapped(x.device),
     )
@@ -188,6 +189,7 @@ def _row_kernel(
     ADDS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PREFETCH: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -197,6 +199,11 @@ def _row_kernel(
     weight = _row_tile(rows_at, k, is_column, N, K, BLOCK_N, BLOCK_K)
     if GATED:
         up = _row_tile(rows_at + N * K, k, is_column, N, K, BLOCK_N, BLOCK_K)
+    if PREFETCH > 0 and OVERLAPPED:
+        fetched_at = weight_ptr + tl.minimum(column, N - 1).to(tl.int64) * K
+        prefetch(fetched_at, BLOCK_K, K, PREFETCH)
+        if GATED:
+            prefetch(fetched_at + N * K, BLOCK_K, K, PREFETCH)
     wait(OVERLAPPED)
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     acc_up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
@@ -332,7 +339,7 @@ def _tile_kernel(
     weight_row = tl.minimum(first_column + inner % BLOCK_N, N - 1) + inner // BLOCK_N * N
     rows_at = weight_ptr + weight_row.to(tl.int64) * K
     if PREFETCH > 0 and OVERLAPPED:
-        _prefetch(rows_at, first_k, K, PREFETCH)
+        prefetch(rows_at, first_k, K, PREFETCH)
     wait(OVERLAPPED)
 
     acc = tl.zeros((BLOCK_M, WIDTH), tl.float32)
@@ -363,21 +370,6 @@ def _tile_kernel(
     column = first_column + tl.arange(0, BLOCK_N)
     out_at = out_ptr + row.to(tl.int64)[:, None] * N + column[None, :]
     _store(total, up, out_at, (row < num_rows)[:, None] & (column < N)[None, :], GATED, ADDS)
-
-
-@triton.jit
-def _prefetch(rows_at, first_k, K: tl.constexpr, COUNT: tl.constexpr):
-    """Into the L2 cache: ``COUNT`` elements of each row, a line of 128 bytes at a time."""
-    LINE: tl.constexpr = 128 // (rows_at.dtype.element_ty.primitive_bitwidth // 8)
-    at = rows_at[:, None] + tl.minimum(first_k + tl.arange(0, COUNT // LINE) * LINE, K - 1)[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [at.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
