@@ -1,6 +1,7 @@
 """A worker process from its config to its end: model, KV memory, connector, loop."""
 
 import functools
+import gc
 import logging
 import os
 import secrets
@@ -15,6 +16,7 @@ from splitserve.decode.build import build_core
 from splitserve.decode.ranked_runner import RankedCudaRunner, RankedRunner
 from splitserve.decode.ranks import RankError, Ranks
 from splitserve.decode.served import Progress, ServedModel, device_of, load_served_model
+from splitserve.decode.start_clock import StartClock
 from splitserve.errors import ConfigError, HandshakeError
 from splitserve.kvconnector.digest import digests_of, first_digests_of, no_digests
 from splitserve.kvconnector.nixl import NixlConnector
@@ -44,6 +46,7 @@ def run_worker(config: WorkerConfig, progress: Progress) -> None:
     :class:`ConfigError`, before the worker is known to anybody, for what can't be served; :class:`HandshakeError` if
     the router refuses it.
     """
+    clock = StartClock()
     check_exposure(config.host, config.secret)
     if is_loopback(config.host):
         # UCX listens on every network interface and asks nobody who he is: keep it to this machine, too.
@@ -56,13 +59,13 @@ def run_worker(config: WorkerConfig, progress: Progress) -> None:
         config, engine=msgspec.structs.replace(config.engine.on(device.type), threads=threads)
     )
     if size == 1:
-        served = load_served_model(config.engine, device, Alone(), progress)
-        _serve(config, served, functools.partial(_make_executor, served.runner), progress)
+        served = load_served_model(config.engine, device, Alone(), progress, clock)
+        _serve(config, served, functools.partial(_make_executor, served.runner), progress, clock=clock)
     else:
-        _run_ranks(config, device, progress)
+        _run_ranks(config, device, progress, clock)
 
 
-def _run_ranks(config: WorkerConfig, device: torch.device, progress: Progress) -> None:
+def _run_ranks(config: WorkerConfig, device: torch.device, progress: Progress, clock: StartClock) -> None:
     """This process is rank 0, and has the engine loop. Raises :class:`RankError` when another one is lost."""
     if config.role is not Role.MIXED:
         raise ConfigError(
@@ -75,10 +78,10 @@ def _run_ranks(config: WorkerConfig, device: torch.device, progress: Progress) -
     ranks = Ranks(config.engine_id, config.role, config.engine, port, on_rank_failure)
     try:
         group = join_group(store, Shard(0, size), device)
-        served = load_served_model(config.engine, device, group, progress)
+        served = load_served_model(config.engine, device, group, progress, clock)
         ranks.wait_until_ready()
         make_executor = functools.partial(_make_ranked_executor, served.runner, ranks)
-        _serve(config, served, make_executor, progress, on_rank_failure.watch)
+        _serve(config, served, make_executor, progress, clock=clock, watch=on_rank_failure.watch)
     except CollectiveError as error:
         raise ranks.explain(error) from error
     finally:
@@ -121,6 +124,8 @@ def _serve(
     served: ServedModel,
     make_executor: Callable[[Callable[[], None]], Executor],
     progress: Progress,
+    *,
+    clock: StartClock,
     watch: Callable[[WorkerLoop], None] = lambda _loop: None,
 ) -> None:
     memory = served.memory
@@ -128,7 +133,8 @@ def _serve(
     waker = Waker()
     sockets = WorkerSockets(me, config.host, config.membership, config.secret)
     verify = config.engine.verify_kv
-    connector = NixlConnector(me, memory, waker.wake, digests_of(memory) if verify else no_digests)
+    with clock.phase("connector"):
+        connector = NixlConnector(me, memory, waker.wake, digests_of(memory) if verify else no_digests)
     core = build_core(
         config,
         me,
@@ -162,7 +168,12 @@ def _serve(
     if loop.refusal:
         loop.run()  # which ends at once, and closes what it owns
         raise HandshakeError(f"the router refuses {config.engine_id}: {loop.refusal}")
-    progress("ready", {"endpoint": sockets.endpoint, "threads": str(config.engine.threads)})
+    # What the start allocated lives as long as the process: a full pass of the collector over it would stall a step.
+    gc.collect()
+    gc.freeze()
+    logger.info("ready after %s", clock)
+    ready = {"threads": str(config.engine.threads), "seconds": f"{clock.total_seconds:.1f}"}
+    progress("ready", {"endpoint": sockets.endpoint, **ready})
     loop.run()
     logger.info("stopped; last load: %s", msgspec.json.encode(core.load()).decode())
 

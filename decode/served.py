@@ -13,7 +13,11 @@ import torch
 from splitserve.config import EngineConfig
 from splitserve.decode.gpu_memory import free_kv_bytes
 from splitserve.decode.memory_plan import MemoryPlan, plan_kv_memory
+from splitserve.decode.preload import AttentionPreload
+from splitserve.decode.start_clock import StartClock
+from splitserve.decode.warm_up import StepLimits, warm_up
 from splitserve.errors import ConfigError
+from splitserve.kernels.api import AttentionShape, Kernels
 from splitserve.kernels.registry import select_kernels
 from splitserve.kvconnector.layout import block_bytes
 from splitserve.kvconnector.memory import KVMemory
@@ -25,8 +29,7 @@ from splitserve.models.decoder import DecoderModel
 from splitserve.models.loader import load_model, resolve_dtype
 from splitserve.models.parallel import Collectives
 from splitserve.models.runner import ModelRunner
-from splitserve.models.shard import check_tensor_parallel_size
-from splitserve.step import SampleSpec, ScheduledChunk, StepPlan
+from splitserve.models.shard import check_tensor_parallel_size, local_config
 
 logger = logging.getLogger(__name__)
 
@@ -58,20 +61,22 @@ def device_of(wanted: str, rank: int, size: int) -> torch.device:
 
 
 def load_served_model(
-    engine: EngineConfig, device: torch.device, group: Collectives, progress: Progress
+    engine: EngineConfig, device: torch.device, group: Collectives, progress: Progress, clock: StartClock | None = None
 ) -> ServedModel:
     """This rank's part of the model, its KV memory, and a warm runner.
 
     All ranks of ``group`` call it with the same ``engine``, whose settings that depend on the device are decided, and
-    end up with the same number of blocks. ``progress`` hears of the stages "weights" and "kv_memory". Raises
-    :class:`CheckpointError` or :class:`ConfigError` for what can't be served.
+    end up with the same number of blocks. ``progress`` hears of the stages "weights" and "kv_memory", ``clock`` of
+    every phase. Raises :class:`CheckpointError` or :class:`ConfigError` for what can't be served.
     """
+    clock = clock or StartClock()
     model_config = load_model_config(engine.model)
     check_tensor_parallel_size(model_config, group.shard.size)
-    model, layout = _load(engine, model_config, device, group, progress)
+    model, layout = _load(engine, model_config, device, group, progress=progress, clock=clock)
     size = group.shard.size
     if device.type == "cuda" and not engine.kv_memory_bytes:
-        kv_bytes = size * group.lowest(free_kv_bytes(model, layout, engine))
+        with clock.phase("the largest steps, to size KV memory"):
+            kv_bytes = size * group.lowest(free_kv_bytes(model, layout, engine))
         engine = msgspec.structs.replace(engine, kv_memory_bytes=kv_bytes)
     plan = plan_kv_memory(
         engine,
@@ -79,34 +84,45 @@ def load_served_model(
         max_position_embeddings=model_config.max_position_embeddings,
         available_bytes=group.lowest(psutil.virtual_memory().available),
     )
-    memory = KVMemory(layout, plan.num_blocks, device)
-    runner = _make_runner(model, memory, plan.max_model_len, engine)
-    _warm_up(runner)
+    with clock.phase("KV memory"):
+        memory = KVMemory(layout, plan.num_blocks, device)
+    runner = _make_runner(model, memory, plan.max_model_len, engine, clock)
+    with clock.phase("warm-up"):
+        warm_up(runner, _step_limits(engine, plan))
     progress("kv_memory", _describe_memory(memory, plan))
     return ServedModel(memory, runner, plan.max_model_len, model_config.vocab_size)
 
 
 def _load(
-    engine: EngineConfig, model_config: ModelConfig, device: torch.device, group: Collectives, progress: Progress
+    engine: EngineConfig,
+    model_config: ModelConfig,
+    device: torch.device,
+    group: Collectives,
+    *,
+    progress: Progress,
+    clock: StartClock,
 ) -> tuple[DecoderModel, LayoutRecord]:
     started = time.monotonic()
     dtype = resolve_dtype(engine.dtype, model_config, device)
-    backend = engine.attention_backend
-    overrides = {} if backend == "auto" else {"make_attention": backend}
-    try:
-        kernels = select_kernels(device, dtype, overrides, model_config.head_dim)
-    except ValueError as error:
-        raise ConfigError(f"--attention-backend {backend}: {error}") from error
-    logger.info("kernels: %s", ", ".join(f"{name} {choice}" for name, choice in kernels.backends.items()))
-    model = load_model(
-        engine.model,
-        model_config,
-        dtype=dtype,
-        device=device,
-        load_format=engine.load_format,
-        kernels=kernels,
-        group=group,
+    with clock.phase("kernels"):
+        kernels = _select_kernels(engine, device, dtype, model_config)
+    local = local_config(model_config, group.shard.size)
+    shape = AttentionShape(
+        local.num_heads, local.num_kv_heads, local.head_dim, engine.block_size, local.num_layers, dtype, device
     )
+    preload = AttentionPreload(kernels, shape, clock) if device.type == "cuda" else None
+    with clock.phase("weights"):
+        model = load_model(
+            engine.model,
+            model_config,
+            dtype=dtype,
+            device=device,
+            load_format=engine.load_format,
+            kernels=kernels,
+            group=group,
+        )
+    if preload is not None:
+        preload.wait()
     layout = LayoutRecord(
         model=engine.served_model_name or Path(engine.model).resolve().name,
         weights_version=weights_version(engine.model, engine.load_format),
@@ -121,22 +137,40 @@ def _load(
     return model, layout
 
 
-def _make_runner(model: DecoderModel, memory: KVMemory, max_model_len: int, engine: EngineConfig) -> ModelRunner:
+def _select_kernels(
+    engine: EngineConfig, device: torch.device, dtype: torch.dtype, model_config: ModelConfig
+) -> Kernels:
+    backend = engine.attention_backend
+    overrides = {} if backend == "auto" else {"make_attention": backend}
+    try:
+        kernels = select_kernels(device, dtype, overrides, model_config.head_dim)
+    except ValueError as error:
+        raise ConfigError(f"--attention-backend {backend}: {error}") from error
+    logger.info("kernels: %s", ", ".join(f"{name} {choice}" for name, choice in kernels.backends.items()))
+    return kernels
+
+
+def _make_runner(
+    model: DecoderModel, memory: KVMemory, max_model_len: int, engine: EngineConfig, clock: StartClock
+) -> ModelRunner:
     if model.device.type != "cuda":
         return ModelRunner(model, memory.blocks)
     runner = CudaRunner(model, memory.blocks, max_num_seqs=engine.max_num_seqs, max_model_len=max_model_len)
     if not engine.enforce_eager:
-        logger.info("CUDA graphs captured in %.1f s", runner.capture())
+        with clock.phase("CUDA graphs"):
+            runner.capture()
     return runner
 
 
-def _warm_up(runner: ModelRunner) -> None:
-    """Run one small step of each kind, so that the first request doesn't pay for lazy initialisation."""
-    sample = SampleSpec(temperature=1.0, top_k=2, top_p=0.9, seed=0, choice=0, position=1)
-    length = min(8, runner.block_size)
-    runner.run(StepPlan([ScheduledChunk([0] * length, 0, [0], sample)]))
-    runner.run(StepPlan([ScheduledChunk([0], 0, [0], sample)]))
-    runner.kv_cache[0].zero_()
+def _step_limits(engine: EngineConfig, plan: MemoryPlan) -> StepLimits:
+    return StepLimits(
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        max_num_prefill_tokens_beside_decode=engine.max_num_prefill_tokens_beside_decode,
+        max_num_seqs=engine.max_num_seqs,
+        max_model_len=plan.max_model_len,
+        num_blocks=plan.num_blocks,
+        block_size=engine.block_size,
+    )
 
 
 def _describe_memory(memory: KVMemory, plan: MemoryPlan) -> dict[str, str]:

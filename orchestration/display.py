@@ -28,8 +28,9 @@ def _describe(stage: str, detail: dict[str, str]) -> str | None:
             return f"listening  {url}"
         case "kv_memory", {"blocks": blocks, "bytes": size, "tokens": tokens}:
             return f"KV memory  {int(blocks):,} blocks, {int(tokens):,} tokens, {format_bytes(float(size))}"
-        case "ready", {"threads": threads}:
-            return f"ready      {threads} thread{'' if threads == '1' else 's'}"
+        case "ready", {"threads": threads, **more}:
+            after = f", {more['seconds']} s" if "seconds" in more else ""
+            return f"ready      {threads} thread{'' if threads == '1' else 's'}{after}"
         case _:
             facts = ", ".join(f"{name} {value}" for name, value in detail.items())
             return f"{stage:<10} {facts}".rstrip()
