@@ -268,11 +268,11 @@ def _decode_kernel(
     inner = tl.arange(0, TILE)
     head_offset = kv_head * (2 * BLOCK_SIZE * HEAD_DIM)
     if OVERLAPPED:  # all but the newest token's keys and values are there already
-        token = tl.minimum(first + inner, context - 1)
-        block = tl.load(table + token // BLOCK_SIZE).to(tl.int64)
-        keys_at = kv_ptr + block * BLOCK_STRIDE + head_offset + (token % BLOCK_SIZE) * HEAD_DIM
-        prefetch(keys_at, 0, HEAD_DIM, DIM)
-        prefetch(keys_at + BLOCK_SIZE * HEAD_DIM, 0, HEAD_DIM, DIM)
+        token_ahead = tl.minimum(first + inner, context - 1)
+        block_ahead = tl.load(table + token_ahead // BLOCK_SIZE).to(tl.int64)
+        keys_ahead = kv_ptr + block_ahead * BLOCK_STRIDE + head_offset + (token_ahead % BLOCK_SIZE) * HEAD_DIM
+        prefetch(keys_ahead, 0, HEAD_DIM, DIM)
+        prefetch(keys_ahead + BLOCK_SIZE * HEAD_DIM, 0, HEAD_DIM, DIM)
     wait(OVERLAPPED)
     if first >= last:
         return

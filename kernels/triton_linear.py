@@ -35,8 +35,8 @@ _MAX_TILES = 1 << 16  # of tickets
 class LinearLaunch:
     """How a product is launched. ``block_m`` 0 leaves it to cuBLAS, 1 takes the kernel for one row.
 
-    ``block_n`` counts outputs, ``prefetch`` elements of each of the tile's weight rows, a power of two. ``tma``: weights
-    come by the bulk copy engine (compute capability 9.0). The defaults serve few rows of any shape.
+    ``block_n`` counts outputs, ``prefetch`` elements of each of the tile's weight rows, a power of two. ``tma``: the
+    bulk copy engine (compute capability 9.0) brings the weights. The defaults serve few rows of any shape.
     """
 
     block_m: int = 16
