@@ -59,7 +59,8 @@ def serve_source(layout: LayoutRecord, num_blocks: int, pipe: Connection) -> Non
         memory.generations[block_id] = 1000 + block_id
     connector = NixlConnector(SOURCE, memory, lambda: None)
     connector.serve(True)
-    pipe.send((connector.metadata(), connector.region()))
+    served = connector.served()
+    pipe.send(PeerWelcome(layout, served.connector, served.generations_address, list(served.ranks)))
     pipe.recv()
     connector.close()
 
@@ -67,11 +68,11 @@ def serve_source(layout: LayoutRecord, num_blocks: int, pipe: Connection) -> Non
 class Reader:
     """Reads through the connector and waits for each result."""
 
-    def __init__(self, layout: LayoutRecord, num_blocks: int, metadata: bytes, region: Any) -> None:
+    def __init__(self, layout: LayoutRecord, num_blocks: int, welcome: PeerWelcome) -> None:
         self._woken = threading.Event()
         self.memory = KVMemory(layout, num_blocks)
         self._connector = NixlConnector(SINK, self.memory, self._woken.set)
-        self._connector.connect(SOURCE, PeerWelcome(layout, "nixl", metadata, region))
+        self._connector.connect(SOURCE, welcome)
         connected = self._wait()
         if not isinstance(connected, PeerConnected) or connected.error:
             raise RuntimeError(f"the reader couldn't connect: {connected}")
@@ -112,7 +113,7 @@ def two_processes(layout: LayoutRecord, num_blocks: int) -> Iterator[Reader]:
     pipe, child_pipe = context.Pipe()
     child = context.Process(target=serve_source, args=(layout, num_blocks, child_pipe), daemon=True)
     child.start()
-    reader = Reader(layout, num_blocks, *pipe.recv())
+    reader = Reader(layout, num_blocks, pipe.recv())
     try:
         yield reader
     finally:

@@ -16,7 +16,7 @@ from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.engine_state import EngineState
 from splitserve.prefill.scheduler import PrefillScheduler
 from splitserve.prefill.sequence import BlockManager
-from splitserve.prefill.source import ServedMemory, SourceSide
+from splitserve.prefill.source import SourceSide
 from splitserve.request import Party, Role
 
 
@@ -58,8 +58,7 @@ def build_core(
         max_num_seqs=engine.max_num_seqs,
         tail_chunk_tokens=engine.tail_chunk_tokens if config.role is Role.PREFILL else 0,
     )
-    served = ServedMemory(connector.name, connector.metadata(), connector.region())
-    source = SourceSide(state, prefill, served, digest_blocks)
+    source = SourceSide(state, prefill, connector.served(), digest_blocks)
     if config.role is Role.PREFILL:
         return PrefillCore(state, prefill, source, max_num_batched_tokens=engine.max_num_batched_tokens)
     return DecodeCore(

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from splitserve.kvconnector.read_plan import problem_with_memory
 from splitserve.messages import PeerHello, PeerRef, PeerRefused, PeerWelcome
 from splitserve.prefill.effects import Connect, Dial, Disconnect, HangUp
 from splitserve.prefill.engine_state import EngineState
@@ -72,7 +73,7 @@ class PeerTable:
             self.fail(sender, problem)
             return
         peer.state = PeerState.CONNECTING
-        peer.num_blocks = welcome.region.num_blocks
+        peer.num_blocks = welcome.ranks[0].region.num_blocks
         self._state.outbox.put(Connect(sender, welcome))
 
     def on_refused(self, refused: PeerRefused, sender: Party, now: float) -> None:
@@ -140,8 +141,4 @@ class PeerTable:
             return f"its KV differs in {difference}"
         if welcome.connector != self._connector:
             return f"its connector is {welcome.connector!r}, ours {self._connector!r}"
-        if welcome.region.block_bytes != self._state.block_bytes:
-            return f"its blocks have {welcome.region.block_bytes} bytes, ours {self._state.block_bytes}"
-        if welcome.region.num_blocks < 1:
-            return "it registered no blocks"
-        return None
+        return problem_with_memory(welcome)

@@ -4,12 +4,26 @@ A connector carries out; it decides nothing. It reads data first and generations
 whether the bytes can be trusted is the protocol's judgement (:mod:`splitserve.handover`).
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from splitserve.handover import ReadCommand, ReadResult
-from splitserve.messages import MemoryRegion, PeerWelcome
+from splitserve.messages import PeerWelcome, RankMemory
 from splitserve.request import Party
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How reads from a peer travel, as found out while connecting.
+
+    ``transport`` in UCX's words (``cuda_ipc``, ``cma``, ``tcp``), ``bytes_per_second`` of one thread's large read;
+    ``problem`` says why that isn't as it should be, and is empty if it is.
+    """
+
+    transport: str
+    bytes_per_second: float
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +32,16 @@ class PeerConnected:
 
     peer: Party
     error: str | None
+    link: Link | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedMemory:
+    """What peers need to read from here; travels in :class:`PeerWelcome`. ``ranks`` are in the order of their heads."""
+
+    connector: str
+    generations_address: int
+    ranks: Sequence[RankMemory]
 
 
 class KVConnector(Protocol):
@@ -25,10 +49,7 @@ class KVConnector(Protocol):
 
     name: str
 
-    def metadata(self) -> bytes:
-        """What a peer's connector needs to read from here; travels in :class:`PeerWelcome`."""
-
-    def region(self) -> MemoryRegion:
+    def served(self) -> ServedMemory:
         """The memory that peers may read."""
 
     def connect(self, peer: Party, welcome: PeerWelcome) -> None:

@@ -5,9 +5,9 @@ from collections import deque
 from collections.abc import Callable
 
 from splitserve.handover import ReadCommand, ReadResult
-from splitserve.kvconnector.connector import PeerConnected
+from splitserve.kvconnector.connector import PeerConnected, ServedMemory
 from splitserve.kvconnector.memory import KVMemory
-from splitserve.messages import MemoryRegion, PeerWelcome
+from splitserve.messages import PeerWelcome, RankMemory
 from splitserve.request import Party
 
 
@@ -33,19 +33,12 @@ class InprocConnector:
         self._lock = threading.Lock()
         registry.memories[self._token] = memory
 
-    def metadata(self) -> bytes:
-        return self._token
-
-    def region(self) -> MemoryRegion:
-        return MemoryRegion(
-            blocks_address=self._memory.blocks_address,
-            num_blocks=self._memory.num_blocks,
-            block_bytes=self._memory.block_bytes,
-            generations_address=self._memory.generations_address,
-        )
+    def served(self) -> ServedMemory:
+        rank = RankMemory(self._token, self._memory.region())
+        return ServedMemory(self.name, self._memory.generations_address, [rank])
 
     def connect(self, peer: Party, welcome: PeerWelcome) -> None:
-        memory = self._registry.memories.get(welcome.metadata)
+        memory = self._registry.memories.get(welcome.ranks[0].metadata)
         if memory is not None:
             self._peers[peer] = memory
         self._emit(PeerConnected(peer, None if memory is not None else "no such worker in this process"))

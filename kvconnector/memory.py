@@ -8,7 +8,7 @@ import torch
 
 from splitserve.errors import ConfigError
 from splitserve.kvconnector.layout import block_bytes, block_shape
-from splitserve.messages import LayoutRecord
+from splitserve.messages import LayoutRecord, MemoryKind, MemoryRegion
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -29,35 +29,40 @@ class KVMemory:
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes(layout)
         if device is None or device.type == "cpu":
-            flat = torch.frombuffer(_anonymous_memory(num_blocks * self.block_bytes), dtype=torch.uint8)
+            flat = torch.frombuffer(anonymous_memory(num_blocks * self.block_bytes), dtype=torch.uint8)
         else:
             flat = torch.empty(num_blocks * self.block_bytes, dtype=torch.uint8, device=device)
         flat.zero_()  # first touch: pages are ours before a peer or a step needs them
         self.blocks = flat.view(TORCH_DTYPES[layout.dtype]).view(num_blocks, *block_shape(layout))
         self.generations: npt.NDArray[np.uint64] = np.frombuffer(
-            _anonymous_memory(num_blocks * 8), dtype=np.uint64, count=num_blocks
+            anonymous_memory(num_blocks * 8), dtype=np.uint64, count=num_blocks
         )
 
     @property
-    def blocks_kind(self) -> str:
-        """NIXL's name of the memory that holds the blocks."""
-        return "VRAM" if self.blocks.is_cuda else "DRAM"
+    def device(self) -> torch.device:
+        return self.blocks.device
 
     @property
-    def device_index(self) -> int:
-        """Of the GPU that holds the blocks; 0 on the host."""
-        return self.blocks.device.index or 0
+    def kind(self) -> MemoryKind:
+        return MemoryKind.VRAM if self.blocks.is_cuda else MemoryKind.DRAM
 
-    @property
-    def blocks_address(self) -> int:
-        return self.blocks.data_ptr()
+    def region(self) -> MemoryRegion:
+        """Where the blocks are, for peers that read them."""
+        return MemoryRegion(
+            kind=self.kind,
+            device_id=self.device.index or 0,
+            blocks_address=self.blocks.data_ptr(),
+            num_blocks=self.num_blocks,
+            block_bytes=self.block_bytes,
+        )
 
     @property
     def generations_address(self) -> int:
         return int(self.generations.ctypes.data)
 
 
-def _anonymous_memory(num_bytes: int) -> mmap.mmap:
+def anonymous_memory(num_bytes: int) -> mmap.mmap:
+    """Zeroed host memory, of huge pages where there are any."""
     buffer = mmap.mmap(-1, num_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         buffer.madvise(mmap.MADV_HUGEPAGE)

@@ -2,8 +2,9 @@
 
 NIXL doesn't lock by default, and a copy between processes of one host happens inside the post itself, with the GIL
 released. So every agent has one thread that owns it: one thread serves (peers read through its agent), and a few read,
-since one thread's copies don't fill the memory bus. A reading thread has an agent of its own per peer: destroying an
-agent is the only thing that surely stops a posted read, and it must not stop the reads from other peers.
+since one thread's copies fill neither the memory bus nor a GPU's link. A reading thread has an agent of its own per
+peer: destroying an agent is the only thing that surely stops a posted read, and it must not stop the reads from other
+peers. The engine loop posts nothing itself: it hands commands over, and takes events.
 
 Without NIXL's own progress thread a transfer completes only while *both* sides poll. So a thread polls while its reads
 are in flight, or while peers may be reading from here (:meth:`NixlConnector.serve`), and sleeps otherwise.
@@ -11,244 +12,251 @@ are in flight, or while peers may be reading from here (:meth:`NixlConnector.ser
 
 import itertools
 import logging
-import queue
 import threading
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from splitserve.handover import ReadCommand, ReadResult
-from splitserve.kvconnector.connector import PeerConnected
+from splitserve.handover import ReadCommand, ReadPath, ReadResult
+from splitserve.kvconnector.connector import PeerConnected, ServedMemory
+from splitserve.kvconnector.cuda_memory import check_ipc_capable, make_context_current
 from splitserve.kvconnector.digest import DigestBlocks, no_digests
+from splitserve.kvconnector.joining import ConnectionJoin, ReadJoin, one_after_the_other
 from splitserve.kvconnector.memory import KVMemory
-from splitserve.kvconnector.nixl_reader import MEMORY_KIND, PeerReader, create_agent
-from splitserve.messages import MemoryRegion, PeerWelcome
+from splitserve.kvconnector.nixl_agent import Agent
+from splitserve.kvconnector.nixl_link import LinkProbe
+from splitserve.kvconnector.nixl_reader import LocalSide, PeerReader
+from splitserve.kvconnector.owner_thread import OwnerThread
+from splitserve.kvconnector.read_choice import ReadShape, choose_path
+from splitserve.kvconnector.read_cost import ReadCost
+from splitserve.kvconnector.read_settings import ReadSettings
+from splitserve.kvconnector.ucx_log import UCX_LOG
+from splitserve.messages import MemoryKind, PeerWelcome, RankMemory
 from splitserve.request import Party
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 0.0003
-READ_THREADS = 2
-SPLIT_ABOVE_BYTES = 4 << 20
-CLOSE_SECONDS = 5.0
-
 Event = ReadResult | PeerConnected
 
 
-class _OwnerThread(ABC):
-    """Runs commands, and between them :meth:`poll` for as long as :attr:`is_busy`; sleeps while idle."""
-
-    def __init__(self, name: str) -> None:
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._is_closing = False
-        self._failure: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def submit(self, command: Callable[[], None]) -> None:
-        self._commands.put(command)
-
-    def check(self) -> None:
-        """Raise what the thread died of: without it nothing would ever complete, and nobody would say so."""
-        if self._failure is not None:
-            raise RuntimeError(f"thread {self._thread.name} of the NIXL connector died") from self._failure
-
-    def close(self) -> None:
-        self.submit(lambda: setattr(self, "_is_closing", True))
-        self._thread.join(CLOSE_SECONDS)
-        if self._thread.is_alive():
-            logger.warning("thread %s is stuck in a transfer; leaving it to the process's end", self._thread.name)
-
-    @property
-    @abstractmethod
-    def is_busy(self) -> bool: ...
-
-    @abstractmethod
-    def poll(self) -> None: ...
-
-    @abstractmethod
-    def finish(self) -> None: ...
-
-    def _run(self) -> None:
-        try:
-            while not self._is_closing:
-                self._take_commands()
-                self.poll()
-            self.finish()
-        except Exception as error:
-            self._failure = error
-
-    def _take_commands(self) -> None:
-        """Wait for a command: for ever when idle, for one poll interval while something is under way."""
-        try:
-            self._commands.get(timeout=POLL_SECONDS if self.is_busy else None)()
-            while True:
-                self._commands.get_nowait()()
-        except queue.Empty:
-            return
-
-
-class _Server(_OwnerThread):
+class _Server(OwnerThread):
     """Owns the agent that peers read through; polls while ``active``."""
 
-    def __init__(self, me: Party, memory: KVMemory) -> None:
-        super().__init__("nixl-serve")
+    def __init__(self, name: str, memory: KVMemory, poll_seconds: float) -> None:
+        super().__init__("nixl-serve", poll_seconds)
         self.active = False
-        self._agent = create_agent(f"{me}/serve")
-        num_bytes = memory.num_blocks * memory.block_bytes
-        self._agent.register_memory([(memory.blocks_address, num_bytes, memory.device_index, "")], memory.blocks_kind)
-        self._agent.register_memory([(memory.generations_address, memory.num_blocks * 8, 0, "")], MEMORY_KIND)
-        self.metadata: bytes = self._agent.get_agent_metadata()
+        self._device = memory.device
+        self._region = memory.region()
+        self._agent = Agent(f"serve/{name}")
+        num_bytes = self._region.num_blocks * self._region.block_bytes
+        self._agent.register(self._region.kind, self._region.blocks_address, num_bytes, self._region.device_id)
+        self._agent.register(MemoryKind.DRAM, memory.generations_address, memory.num_blocks * 8)
+        self.served = RankMemory(self._agent.metadata(), self._region)
 
     @property
     def is_busy(self) -> bool:
         return self.active
 
+    def begin(self) -> None:
+        make_context_current(self._device)
+
     def poll(self) -> None:
         if self.active:
-            self._agent.get_new_notifs()
+            self._agent.progress()
 
     def finish(self) -> None:
-        self._agent = None
+        self._agent.destroy()
 
 
-class _ReadThread(_OwnerThread):
-    """Owns one reading agent per peer. Events go to ``emit``."""
+class _ReadThread(OwnerThread):
+    """Owns one reading agent per peer. With ``measures``, links are measured here."""
 
-    def __init__(self, name: str, memory: KVMemory, digest_blocks: DigestBlocks, emit: Callable[[Event], None]) -> None:
-        super().__init__(name)
+    def __init__(
+        self,
+        name: str,
+        local: LocalSide,
+        on_result: Callable[[ReadResult], None],
+        on_connected: Callable[["Connected"], None],
+        *,
+        measures: bool,
+    ) -> None:
+        super().__init__(name, local.settings.poll_seconds)
         self._name = name
-        self._memory = memory
-        self._digest_blocks = digest_blocks
-        self._emit = emit
+        self._local = local
+        self._on_result = on_result
+        self._on_connected = on_connected
+        self._measures = measures
         self._readers: dict[Party, PeerReader] = {}
+        self._probes: dict[Party, tuple[int, LinkProbe]] = {}
         self._num_readers_made = 0
 
     @property
     def is_busy(self) -> bool:
-        return any(reader.is_busy for reader in self._readers.values())
+        return bool(self._probes) or any(reader.is_busy for reader in self._readers.values())
 
-    def connect(self, peer: Party, welcome: PeerWelcome) -> None:
+    def begin(self) -> None:
+        make_context_current(self._local.memory.device)
+
+    def connect(self, attempt: int, peer: Party, welcome: PeerWelcome) -> None:
         self.disconnect(peer)
         self._num_readers_made += 1
         try:
-            name = f"{self._name}-{self._num_readers_made}"
-            self._readers[peer] = PeerReader(name, self._memory, peer, welcome, self._digest_blocks)
+            reader = PeerReader(f"{self._num_readers_made}/{self._name}", self._local, welcome)
         except Exception as problem:
-            logger.warning("can't connect to %s: %s: %s", peer, type(problem).__name__, problem)
-            self._emit(PeerConnected(peer, f"{type(problem).__name__}: {problem}"))
+            self._refuse(attempt, peer, problem)
+        else:
+            self._readers[peer] = reader
+            self._probes[peer] = attempt, LinkProbe(reader, self._local.settings, measures=self._measures)
 
     def disconnect(self, peer: Party) -> None:
-        reader = self._readers.pop(peer, None)
+        probe, reader = self._probes.pop(peer, None), self._readers.pop(peer, None)
+        if probe is not None:
+            probe[1].abandon()
         if reader is not None:
             self._emit_all(reader.destroy())
 
-    def read(self, command: ReadCommand) -> None:
+    def read(self, command: ReadCommand, path: ReadPath) -> None:
         reader = self._readers.get(command.peer)
         if reader is None:
-            self._emit(ReadResult(command.read_id, f"{command.peer} isn't connected"))
+            self._on_result(ReadResult(command.read_id, f"{command.peer} isn't connected"))
         else:
-            reader.waiting.append(command)
+            reader.read(command, path)
 
     def poll(self) -> None:
+        for peer, (attempt, probe) in list(self._probes.items()):
+            self._poll_probe(attempt, peer, probe)
         for peer, reader in list(self._readers.items()):
-            self._finish_connecting(peer, reader)
-            results = reader.start_waiting() + reader.poll()
+            results = reader.poll()
             if any(result.error is not None for result in results):
                 # What failed may have been posted in part: only the agent's end surely stops it, and the connection
                 # is broken anyway. The core makes a new one.
-                self._readers.pop(peer, None)
+                self._readers.pop(peer)
                 results += reader.destroy()
+                UCX_LOG.forward_complaints()
             self._emit_all(results)
 
     def finish(self) -> None:
         for peer in list(self._readers):
             self.disconnect(peer)
 
-    def _finish_connecting(self, peer: Party, reader: PeerReader) -> None:
+    def _poll_probe(self, attempt: int, peer: Party, probe: LinkProbe) -> None:
         try:
-            problem = reader.poll_probe()
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-        if problem is not None:
-            self._emit(PeerConnected(peer, problem or None))
-        if problem:
+            if not probe.poll():
+                return
+        except Exception as problem:
             self.disconnect(peer)
+            self._refuse(attempt, peer, problem)
+            return
+        del self._probes[peer]
+        shape = self._readers[peer].shape
+        self._on_connected(Connected(attempt, PeerConnected(peer, None, probe.link), shape, probe.cost))
 
-    def _emit_all(self, events: Sequence[Event]) -> None:
-        for event in events:
-            self._emit(event)
+    def _refuse(self, attempt: int, peer: Party, problem: Exception) -> None:
+        UCX_LOG.forward_complaints()
+        logger.warning("can't connect to %s: %s: %s", peer, type(problem).__name__, problem)
+        self._on_connected(Connected(attempt, PeerConnected(peer, f"{type(problem).__name__}: {problem}")))
+
+    def _emit_all(self, results: list[ReadResult]) -> None:
+        for result in results:
+            self._on_result(result)
 
 
-@dataclass(slots=True)
-class _Connecting:
-    """A peer that some read threads have yet to connect to."""
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """One thread's outcome of an attempt to connect; ``cost`` from the thread that measures."""
 
-    num_left: int
-    error: str | None = None
+    attempt: int
+    event: PeerConnected
+    shape: ReadShape | None = None
+    cost: ReadCost | None = None
 
 
-@dataclass(slots=True)
-class _SplitRead:
-    """A read whose parts run on several threads. ``results`` are in the order of the parts."""
+class _Peer:
+    """A peer as the connector knows it: the attempt to connect, and what reading from it costs."""
 
-    results: list[ReadResult | None]
+    def __init__(self, attempt: int, num_threads: int) -> None:
+        self.attempt = attempt
+        self.join = ConnectionJoin(num_threads)
+        self.shape: ReadShape | None = None
+        self.cost: ReadCost | None = None
+
+    def path(self, num_blocks: int) -> ReadPath:
+        if self.shape is None or self.cost is None:
+            return ReadPath.DIRECT
+        return choose_path(self.shape, self.cost, num_blocks)
 
 
 class NixlConnector:
-    """See :class:`splitserve.kvconnector.connector.KVConnector`. ``wake`` is called, from other threads, after events;
-    ``digest_blocks`` for what has landed."""
+    """See :class:`splitserve.kvconnector.connector.KVConnector`; one rank's, of a tensor-parallel worker.
+
+    ``wake`` is called, from other threads, after events; ``digest_blocks`` for what has landed; ``settings`` None: what
+    suits the memory. Raises :class:`ConfigError` for GPU memory that no other process can map.
+    """
 
     name = "nixl"
 
     def __init__(
-        self, me: Party, memory: KVMemory, wake: Callable[[], None], digest_blocks: DigestBlocks = no_digests
+        self,
+        me: Party,
+        memory: KVMemory,
+        wake: Callable[[], None],
+        digest_blocks: DigestBlocks = no_digests,
+        *,
+        rank: int = 0,
+        settings: ReadSettings | None = None,
     ) -> None:
+        if memory.kind is MemoryKind.VRAM:
+            check_ipc_capable(memory.blocks)
+        settings = settings or ReadSettings.of(memory.kind)
         self._memory = memory
+        self._settings = settings
         self._wake = wake
         self._lock = threading.Lock()
         self._events: deque[Event] = deque()
-        self._connecting: dict[Party, _Connecting] = {}
-        self._split_reads: dict[int, _SplitRead] = {}
-        self._server = _Server(me, memory)
+        self._peers: dict[Party, _Peer] = {}
+        self._num_attempts = 0
+        self._split_reads: dict[int, ReadJoin] = {}
+        name = f"rank-{rank}/{me}"  # agents' names are cut in UCX's log: what tells them apart comes first
+        local = LocalSide(memory, rank, settings, digest_blocks)
+        self._server = _Server(name, memory, settings.poll_seconds)
         self._threads = [
-            _ReadThread(f"{me}/read-{index}", memory, digest_blocks, partial(self._on_event, index))
-            for index in range(READ_THREADS)
+            _ReadThread(
+                f"read-{index}/{name}",
+                local,
+                partial(self._join_read, index),
+                self._join_connection,
+                measures=not index,
+            )
+            for index in range(settings.num_threads)
         ]
         for thread in (self._server, *self._threads):
             thread.start()
 
-    def metadata(self) -> bytes:
-        return self._server.metadata
-
-    def region(self) -> MemoryRegion:
-        return MemoryRegion(
-            blocks_address=self._memory.blocks_address,
-            num_blocks=self._memory.num_blocks,
-            block_bytes=self._memory.block_bytes,
-            generations_address=self._memory.generations_address,
-        )
+    def served(self) -> ServedMemory:
+        return ServedMemory(self.name, self._memory.generations_address, [self._server.served])
 
     def connect(self, peer: Party, welcome: PeerWelcome) -> None:
+        self._num_attempts += 1
         with self._lock:
-            self._connecting[peer] = _Connecting(len(self._threads))
+            self._peers[peer] = _Peer(self._num_attempts, len(self._threads))
         for thread in self._threads:
-            thread.submit(partial(thread.connect, peer, welcome))
+            thread.submit(partial(thread.connect, self._num_attempts, peer, welcome))
 
     def disconnect(self, peer: Party) -> None:
+        with self._lock:
+            self._peers.pop(peer, None)
         for thread in self._threads:
             thread.submit(partial(thread.disconnect, peer))
 
     def read(self, command: ReadCommand) -> None:
         parts = self._parts(command)
         with self._lock:
-            self._split_reads[command.read_id] = _SplitRead([None] * len(parts))
+            self._split_reads[command.read_id] = ReadJoin(len(parts))
+            peer = self._peers.get(command.peer)
         for thread, part in zip(self._threads, parts, strict=False):
-            thread.submit(partial(thread.read, part))
+            path = ReadPath.DIRECT if peer is None else peer.path(len(part.local_blocks))
+            thread.submit(partial(thread.read, part, path))
 
     def serve(self, active: bool) -> None:
         self._server.submit(lambda: setattr(self._server, "active", active))
@@ -268,7 +276,7 @@ class NixlConnector:
     def _parts(self, command: ReadCommand) -> list[ReadCommand]:
         """A large read in even parts, one per thread; a small one whole."""
         count = len(command.local_blocks)
-        if count < len(self._threads) or count * self._memory.block_bytes <= SPLIT_ABOVE_BYTES:
+        if count < len(self._threads) or count * self._memory.block_bytes <= self._settings.split_bytes:
             return [command]
         bounds = [count * index // len(self._threads) for index in range(len(self._threads) + 1)]
         return [
@@ -278,35 +286,37 @@ class NixlConnector:
 
     # ---- on the read threads ----
 
-    def _on_event(self, part: int, event: Event) -> None:
+    def _join_connection(self, connected: Connected) -> None:
         with self._lock:
-            whole = self._join_connection(event) if isinstance(event, PeerConnected) else self._join_read(part, event)
-        if whole is not None:
-            self._events.append(whole)
-            self._wake()
+            peer = self._peers.get(connected.event.peer)
+            if peer is None or peer.attempt != connected.attempt:
+                return
+            peer.shape = connected.shape or peer.shape
+            peer.cost = connected.cost or peer.cost
+            event = peer.join.add(connected.event)
+        if event is not None:
+            _tell(event)
+            self._emit(event)
 
-    def _join_connection(self, event: PeerConnected) -> PeerConnected | None:
-        """The peer is connected once every thread is."""
-        connecting = self._connecting.get(event.peer)
-        if connecting is None:
-            return event if event.error else None
-        connecting.num_left -= 1
-        connecting.error = connecting.error or event.error
-        if connecting.num_left:
-            return None
-        del self._connecting[event.peer]
-        return PeerConnected(event.peer, connecting.error)
+    def _join_read(self, part: int, result: ReadResult) -> None:
+        with self._lock:
+            results = self._split_reads[result.read_id].add(part, result)
+            if results is None:
+                return
+            del self._split_reads[result.read_id]
+        self._emit(one_after_the_other(results))
 
-    def _join_read(self, part: int, result: ReadResult) -> ReadResult | None:
-        """A read is terminal once all its parts are: only then nothing can write to its blocks any more."""
-        split = self._split_reads[result.read_id]
-        split.results[part] = result
-        results = [each for each in split.results if each is not None]
-        if len(results) < len(split.results):
-            return None
-        del self._split_reads[result.read_id]
-        error = next((each.error for each in results if each.error is not None), None)
-        generations = [generation for each in results for generation in each.generations]
-        digests = [digest for each in results for digest in each.digests]
-        seconds = max(each.seconds for each in results)
-        return ReadResult(result.read_id, error, generations, seconds, digests)
+    def _emit(self, event: Event) -> None:
+        self._events.append(event)
+        self._wake()
+
+
+def _tell(event: PeerConnected) -> None:
+    """Where somebody looks who wonders why hand-overs are slow."""
+    if event.link is None:
+        return
+    speed = event.link.bytes_per_second / 1e9
+    if event.link.problem:
+        logger.error("reads from %s: %s", event.peer, event.link.problem)
+    else:
+        logger.info("reads from %s go by %s, %.1f GB/s per thread", event.peer, event.link.transport, speed)

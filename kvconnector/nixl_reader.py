@@ -1,158 +1,210 @@
-"""Reads from one peer through NIXL: an agent, descriptor lists, posting, polling. Used by one thread only."""
+"""Reads from one peer through NIXL: an agent, descriptor lists, posting, polling. Used by one thread only.
 
-import contextlib
-import logging
+A read is a generator of things to wait for: its data, copies to their place, and last the generations. Paths of data:
+
+    direct   whole blocks of one rank straight into our blocks; the only path where both sides split heads alike
+    layers   pieces of blocks straight into place, a descriptor per layer
+    staged   whole blocks of a rank into a staging area, and from there the heads that are ours to their place
+"""
+
+import itertools
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+import torch
 
 from splitserve.errors import HandshakeError
-from splitserve.handover import ReadCommand, ReadResult
+from splitserve.handover import ReadCommand, ReadPath, ReadResult
 from splitserve.kvconnector.digest import DigestBlocks
+from splitserve.kvconnector.layout import block_bytes
 from splitserve.kvconnector.memory import KVMemory
-from splitserve.messages import PeerWelcome
-from splitserve.request import Party
+from splitserve.kvconnector.nixl_agent import HERE, Agent, BlockIds, Transfer, TransferError
+from splitserve.kvconnector.read_choice import ReadShape
+from splitserve.kvconnector.read_cost import CopyCost
+from splitserve.kvconnector.read_plan import (
+    Rows,
+    head_spans,
+    is_whole,
+    layer_rows,
+    problem_with_memory,
+    region_rows,
+)
+from splitserve.kvconnector.read_settings import ReadSettings
+from splitserve.kvconnector.staging import Done, Pending, Staging
+from splitserve.messages import MemoryKind, MemoryRegion, PeerWelcome
 
-CONNECT_SECONDS = 5.0
 READS_AT_ONCE = 4  # per peer; each needs a scratch row for the generations, further ones wait
 MAX_PEER_BLOCKS = 1 << 22  # bounds what a peer's word makes us allocate: 56 bytes per block
 MAX_METADATA_BYTES = 1 << 20
 _ADDRESS_SPACE_BYTES = 1 << 64
-MEMORY_KIND = "DRAM"
 
 
-def create_agent(name: str) -> Any:
-    from nixl_cu13._api import nixl_agent, nixl_agent_config
+@dataclass(frozen=True, slots=True)
+class LocalSide:
+    """What a worker's reads have in common: our memory, whose rank's it is, how to read."""
 
-    logging.getLogger("nixl_cu13").setLevel(logging.WARNING)
-    return nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
-
-
-def _block_descriptors(address: int, block_bytes: int, num_blocks: int) -> npt.NDArray[np.uint64]:
-    """``[num_blocks, 3]``: address, length, device id of each block."""
-    rows = np.zeros((num_blocks, 3), dtype=np.uint64)
-    rows[:, 0] = np.uint64(address) + np.arange(num_blocks, dtype=np.uint64) * np.uint64(block_bytes)
-    rows[:, 1] = block_bytes
-    return rows
+    memory: KVMemory
+    rank: int
+    settings: ReadSettings
+    digest_blocks: DigestBlocks
 
 
-def check_welcome(welcome: PeerWelcome, block_bytes: int) -> None:
-    """Raise :class:`HandshakeError` for numbers that no peer's memory can have.
+def check_welcome(welcome: PeerWelcome, memory: KVMemory) -> None:
+    """Raise :class:`HandshakeError` for numbers that no peer's memory can have, or that we can't read.
 
     That is all that can be told from here. Whether the addresses are those that the peer registered is checked by NIXL
     against the peer's metadata, before it reads a byte.
     """
-    region = welcome.region
-    if not 0 < region.num_blocks <= MAX_PEER_BLOCKS:
-        raise HandshakeError(f"the peer claims {region.num_blocks} KV blocks; 1 to {MAX_PEER_BLOCKS} are accepted")
-    if region.block_bytes != block_bytes:
-        raise HandshakeError(f"the peer's blocks have {region.block_bytes} bytes, ours {block_bytes}")
-    for name, address, size in (
-        ("blocks", region.blocks_address, region.num_blocks * block_bytes),
-        ("generations", region.generations_address, region.num_blocks * 8),
-    ):
+    problem = problem_with_memory(welcome)
+    if problem:
+        raise HandshakeError(f"the peer contradicts itself: {problem}")
+    regions = [rank.region for rank in welcome.ranks]
+    if regions[0].num_blocks > MAX_PEER_BLOCKS:
+        raise HandshakeError(
+            f"the peer claims {regions[0].num_blocks} KV blocks; at most {MAX_PEER_BLOCKS} are accepted"
+        )
+    if regions[0].kind is not memory.kind:
+        theirs, ours = regions[0].kind.words, memory.kind.words
+        raise HandshakeError(f"the peer's KV blocks are in {theirs}, ours in {ours}: both sides need the same --device")
+    named = [(f"blocks of rank {rank}", region.blocks_address, _size(region)) for rank, region in enumerate(regions)]
+    for name, address, size in (*named, ("generations", welcome.generations_address, regions[0].num_blocks * 8)):
         if not 0 < address <= _ADDRESS_SPACE_BYTES - size:
             raise HandshakeError(f"the peer's {name} can't be {size} bytes at address {address:#x}")
-    if len(welcome.metadata) > MAX_METADATA_BYTES:
-        raise HandshakeError(f"the peer's metadata has {len(welcome.metadata)} bytes; at most {MAX_METADATA_BYTES}")
+    for metadata in (rank.metadata for rank in welcome.ranks):
+        if len(metadata) > MAX_METADATA_BYTES:
+            raise HandshakeError(f"the peer's metadata has {len(metadata)} bytes; at most {MAX_METADATA_BYTES}")
+
+
+def _size(region: MemoryRegion) -> int:
+    return region.num_blocks * region.block_bytes
 
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """A read under way: first its data, then the span of generations that covers its blocks."""
+    """A read under way; ``pending`` is what it waits for."""
 
     command: ReadCommand
+    path: ReadPath
     started_at: float
-    handle: Any
+    steps: Iterator[Pending]
+    pending: Pending
     scratch_row: int
-    reads_generations: bool = False
 
 
 class PeerReader:
-    """Everything for reading from one peer: an agent, descriptor lists, scratch rows. Used by the owner thread only."""
+    """Everything for reading from one peer. Raises :class:`HandshakeError` where that can't work."""
 
-    def __init__(
-        self, name: str, memory: KVMemory, party: Party, peer: PeerWelcome, digest_blocks: DigestBlocks
-    ) -> None:
-        check_welcome(peer, memory.block_bytes)
-        self._agent = create_agent(name)
-        self._digest_blocks = digest_blocks
-        self._region = peer.region
-        self._scratch = np.zeros((READS_AT_ONCE, peer.region.num_blocks), dtype=np.uint64)
+    def __init__(self, name: str, local: LocalSide, welcome: PeerWelcome) -> None:
+        memory, theirs = local.memory, welcome.layout
+        check_welcome(welcome, memory)
+        self._local = local
+        self._welcome = welcome
+        self._num_peer_blocks = welcome.ranks[0].region.num_blocks
+        self.spans = head_spans(memory.layout, local.rank, theirs)
+        self.is_whole = is_whole(self.spans, memory.layout, theirs)
+        self._scratch = np.zeros((READS_AT_ONCE, self._num_peer_blocks), dtype=np.uint64)
         self._free_rows = list(range(READS_AT_ONCE))
-        self._register(memory.blocks_address, memory.num_blocks * memory.block_bytes)
-        self._register(int(self._scratch.ctypes.data), self._scratch.nbytes)
-        remote_name = self._agent.add_remote_agent(peer.metadata)
-        if not remote_name:
+        self._staging: Staging | None = None
+        self._staging_is_free = True
+        self.agent = Agent(name)
+        self._register(memory.region())
+        self.agent.register(MemoryKind.DRAM, int(self._scratch.ctypes.data), self._scratch.nbytes)
+        self._remote_names = {rank: self._add_remote(rank) for rank in {0, *(span.rank for span in self.spans)}}
+        self._remote_blocks = {span.rank: self._prepare_remote(span.rank) for span in self.spans}
+        self._local_blocks: Any = None
+        self._slots: Any = None
+        if self.is_whole:
+            self._local_blocks = self.agent.prepare(HERE, memory.kind, region_rows(memory.region()))
+        else:
+            self._prepare_staging()
+        self.active: list[Read] = []
+        self.waiting: deque[tuple[ReadCommand, ReadPath]] = deque()
+
+    # ---- preparing ----
+
+    def _register(self, region: MemoryRegion) -> None:
+        self.agent.register(region.kind, region.blocks_address, _size(region), region.device_id)
+
+    def _add_remote(self, rank: int) -> str:
+        name = self.agent.add_remote(self._welcome.ranks[rank].metadata)
+        if not name:
             raise HandshakeError("NIXL didn't accept the peer's metadata")
-        self._remote_name = remote_name.decode() if isinstance(remote_name, bytes) else remote_name
-        self._local_blocks = self._prepare(
-            "NIXL_INIT_AGENT", memory.blocks_address, memory.num_blocks, memory.block_bytes
-        )
+        return name
+
+    def _prepare_remote(self, rank: int) -> Any:
+        region = self._welcome.ranks[rank].region
         try:
-            self._remote_blocks = self._prepare(
-                self._remote_name, peer.region.blocks_address, peer.region.num_blocks, memory.block_bytes
-            )
+            return self.agent.prepare(self._remote_names[rank], region.kind, region_rows(region))
         except Exception as error:
             raise HandshakeError(f"the peer's blocks aren't in the memory that it registered: {error}") from error
-        self.active: list[Read] = []
-        self.waiting: deque[ReadCommand] = deque()
-        self.connect_deadline = time.monotonic() + CONNECT_SECONDS
-        self._probe: Read | None = Read(ReadCommand(0, party, (), (0,)), time.monotonic(), None, self._free_rows.pop())
-        self._post_generations(self._probe)
 
-    def _register(self, address: int, num_bytes: int) -> None:
-        self._agent.register_memory([(address, num_bytes, 0, "")], MEMORY_KIND)
+    def _prepare_staging(self) -> None:
+        memory = self._local.memory
+        num_bytes = max(self._local.settings.staging_bytes, 2 * block_bytes(self._welcome.layout))
+        staging = self._staging = Staging(memory, self._welcome.layout, num_bytes)
+        self._register(staging.region())
+        self._slots = self.agent.prepare(HERE, memory.kind, region_rows(staging.region()))
 
-    def _prepare(self, side: str, address: int, num_blocks: int, block_bytes: int) -> Any:
-        rows = _block_descriptors(address, block_bytes, num_blocks)
-        return self._agent.prep_xfer_dlist(side, self._agent.get_xfer_descs(rows, MEMORY_KIND))
+    @property
+    def device(self) -> torch.device:
+        return self._local.memory.device
+
+    def probe_source(self) -> MemoryRegion:
+        """Memory of the peer's that may be read at any time, for what it takes only."""
+        return self._welcome.ranks[self.spans[0].rank].region
+
+    def probe(self, local: Rows, remote: Rows) -> Transfer:
+        """Start reading ``remote`` of :meth:`probe_source` into registered memory of ours."""
+        return self.agent.read_rows(self._remote_names[self.spans[0].rank], self._local.memory.kind, local, remote)
+
+    def measure_copies(self) -> CopyCost | None:
+        """Of the staging area, if there is one."""
+        return None if self._staging is None else self._staging.measure()
+
+    @property
+    def shape(self) -> ReadShape:
+        layout = self._local.memory.layout
+        return ReadShape(
+            is_whole=self.is_whole,
+            num_spans=len(self.spans),
+            num_layers=layout.num_layers,
+            local_block_bytes=block_bytes(layout),
+            source_block_bytes=block_bytes(self._welcome.layout),
+            slots_per_half=1 if self._staging is None else self._staging.slots_per_half,
+        )
+
+    # ---- reading ----
 
     @property
     def is_busy(self) -> bool:
-        return bool(self.active or self.waiting or self._probe)
+        return bool(self.active or self.waiting)
 
-    def poll_probe(self) -> str | None:
-        """None while the first, tiny read is under way; then "" if it went through, else what went wrong.
+    def read(self, command: ReadCommand, path: ReadPath) -> None:
+        """To be posted by the next :meth:`poll`, or when there is room."""
+        self.waiting.append((command, path))
 
-        It makes UCX connect now rather than under the first request, and proves that this peer can be read at all.
-        """
-        if self._probe is None:
-            return None
-        result = self._advance(self._probe)
-        if result is None and time.monotonic() < self.connect_deadline:
-            return None
-        if result is not None:
-            self._probe = None
-        return "" if result is not None and result.error is None else "a probe read of its memory didn't complete"
-
-    def start_waiting(self) -> list[ReadResult]:
-        """Post waiting reads while there are scratch rows. Returns those that failed at once."""
-        failed: list[ReadResult] = []
-        while self.waiting and self._free_rows:
-            command = self.waiting.popleft()
-            read = Read(command, time.monotonic(), None, self._free_rows.pop())
-            try:
-                self._post_data(read)
-            except Exception as error:
-                failed.append(self._finish(read, f"posting failed: {error}"))
-            else:
-                self.active.append(read)
-        return failed
+    def _start_waiting(self) -> None:
+        while self.waiting and self._free_rows and (self._staging_is_free or self.waiting[0][1] is not ReadPath.STAGED):
+            command, path = self.waiting.popleft()
+            read = Read(command, path, time.monotonic(), iter(()), Done(), self._free_rows.pop())
+            read.steps = self._steps(read)
+            self._staging_is_free = self._staging_is_free and path is not ReadPath.STAGED
+            self.active.append(read)
 
     def poll(self) -> list[ReadResult]:
-        """Make progress; returns reads that are over."""
+        """Post, and make progress; returns reads that are over."""
+        self._start_waiting()
         results: list[ReadResult] = []
         for read in list(self.active):
             try:
                 result = self._advance(read)
             except Exception as error:
-                result = self._finish(read, f"{type(error).__name__}: {error}")
+                message = str(error) if isinstance(error, TransferError) else f"{type(error).__name__}: {error}"
+                result = self._finish(read, message)
             if result is not None:
                 self.active.remove(read)
                 results.append(result)
@@ -161,65 +213,86 @@ class PeerReader:
     def destroy(self) -> list[ReadResult]:
         """Stop everything: nothing is written to local blocks after this returns."""
         over = [ReadResult(read.command.read_id, "disconnected") for read in self.active]
-        over += [ReadResult(command.read_id, "disconnected") for command in self.waiting]
+        over += [ReadResult(command.read_id, "disconnected") for command, _ in self.waiting]
+        for read in self.active:
+            if isinstance(read.pending, Transfer):
+                read.pending.abandon()
         self.active.clear()
         self.waiting.clear()
-        self._probe = self._local_blocks = self._remote_blocks = self._agent = None
+        self._local_blocks = self._slots = None
+        self._remote_blocks.clear()
+        self.agent.destroy()
+        if self._staging is not None:
+            self._staging.wait()  # copies from it are ours, not the agent's
         return over
 
-    def _post_data(self, read: Read) -> None:
-        command = read.command
-        read.handle = self._agent.make_prepped_xfer(
-            "READ",
-            self._local_blocks,
-            np.asarray(command.local_blocks, dtype=np.int32),
-            self._remote_blocks,
-            np.asarray(command.remote_blocks, dtype=np.int32),
-            b"",
-        )
-        self._agent.transfer(read.handle)
-
-    def _post_generations(self, read: Read) -> None:
-        read.reads_generations = True
-        first, last = min(read.command.remote_blocks), max(read.command.remote_blocks)
-        num_bytes = (last - first + 1) * 8
-        local = np.array([[self._scratch[read.scratch_row].ctypes.data + first * 8, num_bytes, 0]], dtype=np.uint64)
-        remote = np.array([[self._region.generations_address + first * 8, num_bytes, 0]], dtype=np.uint64)
-        read.handle = self._agent.initialize_xfer(
-            "READ",
-            self._agent.get_xfer_descs(local, MEMORY_KIND),
-            self._agent.get_xfer_descs(remote, MEMORY_KIND),
-            self._remote_name,
-            b"",
-        )
-        self._agent.transfer(read.handle)
-
     def _advance(self, read: Read) -> ReadResult | None:
-        while True:
-            state = self._agent.check_xfer_state(read.handle)
-            if state == "PROC":
-                return None
-            if state != "DONE":
-                return self._finish(read, f"NIXL reports {state}")
-            self._release_handle(read)
-            if read.reads_generations:
+        while read.pending.is_done():
+            following = next(read.steps, None)
+            if following is None:
                 return self._finish(read, None)
-            self._post_generations(read)
+            read.pending = following
+        return None
 
     def _finish(self, read: Read, error: str | None) -> ReadResult:
-        self._release_handle(read)
+        if isinstance(read.pending, Transfer):
+            read.pending.release()
+        command = read.command
+        self._staging_is_free = self._staging_is_free or read.path is ReadPath.STAGED
         generations: Sequence[int] = ()
         digests: Sequence[bytes] = ()
         if error is None:
-            digests = self._digest_blocks(read.command.local_blocks)
-            generations = self._scratch[read.scratch_row][np.asarray(read.command.remote_blocks)].tolist()
+            digests = self._local.digest_blocks(command.local_blocks)
+            generations = self._scratch[read.scratch_row][np.asarray(command.remote_blocks)].tolist()
         self._free_rows.append(read.scratch_row)
         seconds = time.monotonic() - read.started_at
-        return ReadResult(read.command.read_id, error, generations, seconds, digests)
+        return ReadResult(command.read_id, error, generations, seconds, digests, read.path)
 
-    def _release_handle(self, read: Read) -> None:
-        if read.handle is not None:
-            handle, read.handle = read.handle, None
-            # A handle that failed may refuse its release; the agent frees it at its own end.
-            with contextlib.suppress(Exception):
-                self._agent.release_xfer_handle(handle)
+    # ---- what a read consists of ----
+
+    def _steps(self, read: Read) -> Iterator[Pending]:
+        command = read.command
+        local = np.asarray(command.local_blocks, dtype=np.int32)
+        remote = np.asarray(command.remote_blocks, dtype=np.int32)
+        if read.path is ReadPath.DIRECT:
+            yield self.agent.read_prepared(self._local_blocks, local, self._remote_blocks[self.spans[0].rank], remote)
+        elif read.path is ReadPath.LAYERS:
+            yield from self._read_layers(local, remote)
+        else:
+            yield from self._read_staged(command.local_blocks, remote)
+        yield self.read_generations(command.remote_blocks, read.scratch_row)
+
+    def _read_layers(self, local: BlockIds, remote: BlockIds) -> Iterator[Pending]:
+        memory, theirs = self._local.memory, self._welcome.layout
+        ours = memory.region()
+        posted = []
+        for span in self.spans:
+            region = self._welcome.ranks[span.rank].region
+            places = layer_rows(memory.layout, ours, local, span.local_head, span.num_heads)
+            pieces = layer_rows(theirs, region, remote, span.source_head, span.num_heads)
+            posted.append(self.agent.read_rows(self._remote_names[span.rank], region.kind, places, pieces))
+        yield from posted
+
+    def _read_staged(self, local_blocks: Sequence[int], remote: BlockIds) -> Iterator[Pending]:
+        """While one half's heads are copied to their place, the other half is read."""
+        staging = self._staging
+        assert staging is not None
+        size = staging.slots_per_half
+        copies: list[Pending] = [Done(), Done()]
+        half = 0
+        for span, first in itertools.product(self.spans, range(0, len(remote), size)):
+            yield copies[half]
+            ids = remote[first : first + size]
+            slots = np.arange(half * size, half * size + len(ids), dtype=np.int32)
+            yield self.agent.read_prepared(self._slots, slots, self._remote_blocks[span.rank], ids)
+            copies[half] = staging.scatter(half, local_blocks[first : first + size], span)
+            half = 1 - half
+        yield from copies
+
+    def read_generations(self, block_ids: Sequence[int], scratch_row: int) -> Transfer:
+        """The span of generations that covers some of the peer's blocks."""
+        first, last = min(block_ids), max(block_ids)
+        num_bytes = (last - first + 1) * 8
+        local = np.array([[self._scratch[scratch_row].ctypes.data + first * 8, num_bytes, 0]], dtype=np.uint64)
+        remote = np.array([[self._welcome.generations_address + first * 8, num_bytes, 0]], dtype=np.uint64)
+        return self.agent.read_rows(self._remote_names[0], MemoryKind.DRAM, local, remote)

@@ -1,15 +1,13 @@
 """Prefill's side of hand-overs: pairs requests with grants, offers what is computed, holds it until decode has
 read it."""
 
-from dataclasses import dataclass
-
 from splitserve.bounded import ExpiringMap
 from splitserve.handover import SourceHandover, SourceState
+from splitserve.kvconnector.connector import ServedMemory
 from splitserve.kvconnector.digest import DigestBlocks
 from splitserve.messages import (
     FailureCode,
     Grant,
-    MemoryRegion,
     OfferAck,
     OfferedBlock,
     PeerHello,
@@ -26,15 +24,6 @@ from splitserve.prefill.sequence import Sequence
 from splitserve.request import Party, RequestKey
 
 DRAINING_REASON = "this worker is draining"
-
-
-@dataclass(frozen=True, slots=True)
-class ServedMemory:
-    """What peers need to read from here, from the connector."""
-
-    connector: str
-    metadata: bytes
-    region: MemoryRegion
 
 
 class SourceSide:
@@ -71,8 +60,8 @@ class SourceSide:
             PeerWelcome(
                 layout=self._state.layout,
                 connector=self._served.connector,
-                metadata=self._served.metadata,
-                region=self._served.region,
+                generations_address=self._served.generations_address,
+                ranks=list(self._served.ranks),
             ),
         )
 

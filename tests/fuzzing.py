@@ -26,6 +26,7 @@ from splitserve.messages import (
     Introduce,
     Leave,
     LocalRequest,
+    MemoryKind,
     MemoryRegion,
     Offer,
     OfferAck,
@@ -35,6 +36,7 @@ from splitserve.messages import (
     PeerRefused,
     PeerWelcome,
     PrefillRequest,
+    RankMemory,
     Register,
     Registered,
     RegisterRefused,
@@ -56,7 +58,7 @@ PARTIES = [ROUTER, PREFILL, DECODE, Party("prefill-0", 12), Party("prefill-1", 5
 HOSTILE_NUMBERS = [0, 1, -1, 2, 4, 255, 2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 1, 2**64 - 1, -(2**63), 0.5, -0.0]
 HOSTILE_NUMBERS += [float("nan"), float("inf"), float("-inf"), 1e308, 5e-324]
 HOSTILE_VALUES: list[Any] = [None, True, "", "x" * 5000, "\x00", b"", b"\xff" * 100, [], {}, [[]], [None], {"": 0}]
-REGION = MemoryRegion(4096, NUM_BLOCKS, block_bytes(LAYOUT), 1 << 20)
+REGION = MemoryRegion(MemoryKind.DRAM, 0, 4096, NUM_BLOCKS, block_bytes(LAYOUT))
 
 
 SAID_BY_DECODE = (PeerHello, Grant, OfferAck, Release)
@@ -112,7 +114,7 @@ class MessageFuzzer:
             (1, lambda: Abort(key)),
             (1, lambda: Introduce(prefill)),
             (1, lambda: PeerHello(LAYOUT)),
-            (3, lambda: PeerWelcome(LAYOUT, "sim", b"x", REGION)),
+            (3, lambda: PeerWelcome(LAYOUT, "sim", 1 << 20, [RankMemory(b"x", REGION)])),
             (1, lambda: PeerRefused("no")),
             (
                 2,

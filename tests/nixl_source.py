@@ -27,7 +27,8 @@ def serve_blocks(pipe: Connection, num_blocks: int) -> None:
         memory.generations[block_id] = FIRST_GENERATION + block_id
     connector = NixlConnector(SOURCE, memory, lambda: None)
     connector.serve(True)
-    pipe.send(PeerWelcome(LAYOUT, connector.name, connector.metadata(), connector.region()))
+    served = connector.served()
+    pipe.send(PeerWelcome(LAYOUT, served.connector, served.generations_address, list(served.ranks)))
     while (command := pipe.recv()) != "end":
         if command in ("serve", "rest"):
             connector.serve(command == "serve")

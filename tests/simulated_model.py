@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import msgspec
 
 from splitserve.config import ProtocolConfig
+from splitserve.kvconnector.connector import ServedMemory
 from splitserve.kvconnector.layout import block_bytes
-from splitserve.messages import LayoutRecord, MemoryRegion
+from splitserve.messages import LayoutRecord, MemoryKind, MemoryRegion, PeerWelcome, RankMemory
 from splitserve.request import Party, Role, SamplingParams
 
 VOCAB = 50
@@ -102,8 +103,10 @@ class SimConnector:
     num_blocks: int
     name: str = "sim"
 
-    def metadata(self) -> bytes:
-        return str(self.me).encode()
+    def served(self) -> ServedMemory:
+        region = MemoryRegion(MemoryKind.DRAM, 0, 0x1000, self.num_blocks, block_bytes(LAYOUT))
+        return ServedMemory(self.name, 0x1000, [RankMemory(str(self.me).encode(), region)])
 
-    def region(self) -> MemoryRegion:
-        return MemoryRegion(0x1000, self.num_blocks, block_bytes(LAYOUT), 0x1000)
+    def welcome(self) -> PeerWelcome:
+        served = self.served()
+        return PeerWelcome(LAYOUT, served.connector, served.generations_address, list(served.ranks))

@@ -29,7 +29,7 @@ class SimReader:
 
     def connect(self, peer: Party, welcome: PeerWelcome) -> None:
         """After what was asked for before; a frozen peer may let it time out."""
-        other = self._sim.workers.get(welcome.metadata.decode())
+        other = self._sim.workers.get(welcome.ranks[0].metadata.decode())
         stalls = other is not None and self._sim.now < other.frozen_until and self._sim.random.random() < 0.5
         delay = CONNECT_SECONDS if stalls else 0.01
         self._sim.at(max(self._sim.now, self._free_at) + delay, lambda: self._finish_connect(peer, other, stalls))

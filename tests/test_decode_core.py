@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from core_driver import DECODE, KEY, NUM_BLOCKS, PREFILL, Worker, decode_request, of, sent
@@ -39,8 +40,7 @@ def decode() -> Iterator[Worker]:
 
 class TestDecode:
     def welcome(self, party: Party = PREFILL, num_blocks: int = NUM_BLOCKS) -> PeerWelcome:
-        connector = SimConnector(party, num_blocks)
-        return PeerWelcome(LAYOUT, connector.name, connector.metadata(), connector.region())
+        return SimConnector(party, num_blocks).welcome()
 
     def connect(self, decode: Worker) -> None:
         decode.hear(ROUTER, Introduce(PeerRef(PREFILL, "tcp://prefill-0")))
@@ -198,8 +198,7 @@ class TestDecode:
     def test_a_welcome_with_another_layout(self, decode: Worker, change: dict[str, str]) -> None:
         decode.hear(ROUTER, decode_request())
         fields = {name: getattr(LAYOUT, name) for name in LAYOUT.__struct_fields__} | change
-        good = self.welcome()
-        welcome = PeerWelcome(LayoutRecord(**fields), good.connector, good.metadata, good.region)
+        welcome = msgspec.structs.replace(self.welcome(), layout=LayoutRecord(**fields))
         effects = decode.hear(PREFILL, welcome)
         assert of(effects, Connect) == []
         assert next(iter(change)) in self.assert_handover_failed(effects)

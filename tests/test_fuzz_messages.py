@@ -20,6 +20,7 @@ from splitserve.messages import (
     OfferedBlock,
     PeerRef,
     PeerWelcome,
+    RankMemory,
     Release,
     StepTokens,
 )
@@ -56,7 +57,7 @@ def serves_decode(fuzzed: FuzzedWorker) -> None:
     prompt = [7, *PROMPT[1:]]
     request = DecodeRequest(key, prompt, SamplingParams(max_tokens=3), PeerRef(NEWCOMER, "tcp://127.0.0.1:9"), 60.0)
     worker.hear(ROUTER, request)
-    effects = worker.hear(NEWCOMER, PeerWelcome(LAYOUT, "sim", b"x", REGION))
+    effects = worker.hear(NEWCOMER, PeerWelcome(LAYOUT, "sim", 1 << 20, [RankMemory(b"x", REGION)]))
     assert of(effects, Connect)
     worker.event(PeerConnected(NEWCOMER, None))
     offer = Offer(key, 0, [OfferedBlock(index, 50 + index) for index in range(3)], 10, True, [3])

@@ -1,5 +1,6 @@
 """NIXL for real, between processes: bytes, generations, killed and frozen peers, idle cost, the end."""
 
+import dataclasses
 import multiprocessing
 import os
 import signal
@@ -13,6 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import psutil
 import pytest
 
@@ -21,7 +23,10 @@ from splitserve.handover import ReadCommand, ReadResult
 from splitserve.kvconnector.connector import PeerConnected
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.nixl import NixlConnector
-from splitserve.messages import PeerWelcome
+from splitserve.kvconnector.nixl_agent import HERE, Agent
+from splitserve.kvconnector.read_plan import region_rows
+from splitserve.kvconnector.read_settings import ReadSettings
+from splitserve.messages import MemoryKind, PeerWelcome
 from splitserve.request import Party
 
 ME = Party("decode-0", 22)
@@ -65,10 +70,10 @@ def receive(pipe: "Connection[object, object]") -> object:
 class Reader:
     """A connector of this process, with the events that came out of it."""
 
-    def __init__(self, me: Party = ME, num_blocks: int = NUM_BLOCKS) -> None:
+    def __init__(self, me: Party = ME, num_blocks: int = NUM_BLOCKS, settings: ReadSettings | None = None) -> None:
         self.memory: KVMemory = make_memory(num_blocks)
         self.woken = threading.Event()
-        self.connector = NixlConnector(me, self.memory, self.woken.set)
+        self.connector = NixlConnector(me, self.memory, self.woken.set, settings=settings)
         self.events: list[ReadResult | PeerConnected] = []
 
     def wait(self, is_done: Callable[[], bool], seconds: float = WAIT_SECONDS) -> bool:
@@ -189,7 +194,7 @@ def test_a_peer_that_was_never_connected(reader: Reader) -> None:
 def test_metadata_that_nixl_refuses_is_an_error_and_not_the_end(
     source: Source, reader: Reader, metadata: bytes
 ) -> None:
-    welcome = PeerWelcome(source.welcome.layout, "nixl", metadata, source.welcome.region)
+    welcome = changed(source.welcome, metadata=metadata)
     reader.connector.connect(Party("broken", 1), welcome)
     assert reader.wait(lambda: bool(reader.events))
     (event,) = reader.events
@@ -341,18 +346,29 @@ def test_the_death_of_a_thread_is_not_silent(reader: Reader) -> None:
 
 
 LIES = {
-    "no blocks": ({"num_blocks": 0}, "claims 0 KV blocks"),
-    "negative": ({"num_blocks": -5}, "claims -5 KV blocks"),
-    "gigantic": ({"num_blocks": 2**62}, "KV blocks; 1 to"),
+    "no blocks": ({"num_blocks": 0}, "it registered no blocks"),
+    "negative": ({"num_blocks": -5}, "it registered no blocks"),
+    "gigantic": ({"num_blocks": 2**62}, "KV blocks; at most"),
     "one more than registered": ({"num_blocks": NUM_BLOCKS + 1}, "aren't in the memory that it registered"),
     "many more than registered": ({"num_blocks": 1 << 18}, "aren't in the memory that it registered"),
     "other size": ({"block_bytes": 1}, "blocks have 1 bytes"),
     "null": ({"blocks_address": 0}, "can't be"),
     "unregistered": ({"blocks_address": 4096}, "aren't in the memory that it registered"),
     "beyond the address space": ({"blocks_address": 2**64 - 8}, "can't be"),
+    "on a GPU": ({"kind": MemoryKind.VRAM}, "are in a GPU's memory, ours in host memory"),
     "negative address": ({"generations_address": -8}, "can't be"),
     "unregistered generations": ({"generations_address": 4096}, "NOT_FOUND"),
 }
+
+
+def changed(welcome: PeerWelcome, **changes: object) -> PeerWelcome:
+    """With other facts about the memory of its only rank."""
+    (rank,) = welcome.ranks
+    ours = {name: value for name, value in changes.items() if name == "generations_address"}
+    of_rank = {name: value for name, value in changes.items() if name == "metadata"}
+    of_region = {name: value for name, value in changes.items() if name not in ours | of_rank}
+    region = msgspec.structs.replace(rank.region, **of_region)
+    return msgspec.structs.replace(welcome, ranks=[msgspec.structs.replace(rank, region=region, **of_rank)], **ours)
 
 
 @pytest.mark.parametrize("lie", LIES)
@@ -360,9 +376,8 @@ def test_a_peer_that_lies_about_its_memory_is_refused_before_a_byte_is_read(
     source: Source, reader: Reader, lie: str
 ) -> None:
     changes, expected = LIES[lie]
-    region = msgspec.structs.replace(source.welcome.region, **changes)
     resident = psutil.Process().memory_info().rss
-    reader.connector.connect(SOURCE, msgspec.structs.replace(source.welcome, region=region))
+    reader.connector.connect(SOURCE, changed(source.welcome, **changes))
     assert reader.wait(lambda: bool(reader.events))
     (event,) = reader.events
     assert isinstance(event, PeerConnected) and event.error is not None and expected in event.error
@@ -373,3 +388,88 @@ def test_a_peer_that_lies_about_its_memory_is_refused_before_a_byte_is_read(
     result = reader.result(1)
     assert result is not None and result.error is None
     reader.assert_holds([0], [3])
+
+
+LINK_OF = """
+    import sys
+    sys.path.insert(0, sys.argv[1])
+    from test_nixl_connector import Reader, Source, SOURCE
+
+    def main():
+        source, reader = Source(), Reader()
+        reader.connector.connect(SOURCE, source.welcome)
+        assert reader.wait(lambda: bool(reader.events))
+        print(reader.events[0].link)
+        reader.connector.close()
+        source.close()
+
+    if __name__ == "__main__":
+        main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "transport"),
+    [
+        ({"UCX_TLS": "tcp"}, "tcp (software emulation)"),
+        ({"UCX_PROTO_INFO": "n"}, "unknown"),
+    ],
+)
+def test_the_transport_is_known(tmp_path: Path, variables: dict[str, str], transport: str) -> None:
+    """UCX chooses it, and says so in its log only; a user who wants that log for himself keeps it."""
+    script = tmp_path / "link_of.py"
+    script.write_text(textwrap.dedent(LINK_OF))
+    command = [sys.executable, str(script), str(TESTS)]
+    ended = subprocess.run(command, timeout=60, check=False, capture_output=True, text=True, env=os.environ | variables)
+    assert f"transport='{transport}'" in ended.stdout, ended.stdout + ended.stderr[-3000:]
+
+
+def test_the_speed_of_a_link_is_measured(source: Source, reader: Reader) -> None:
+    reader.connector.connect(SOURCE, source.welcome)
+    assert reader.wait(lambda: bool(reader.events))
+    (event,) = reader.events
+    assert isinstance(event, PeerConnected) and event.link is not None
+    assert event.link.transport in ("cma", "tcp (software emulation)")  # some containers forbid the first one
+    assert 1e7 < event.link.bytes_per_second < 1e12
+    assert not event.link.problem
+
+
+def test_a_slow_link_is_shouted_about(source: Source, caplog: pytest.LogCaptureFixture) -> None:
+    settings = dataclasses.replace(ReadSettings.of(MemoryKind.DRAM), min_bytes_per_second=1e15)
+    reader = Reader(settings=settings)
+    try:
+        reader.connector.connect(SOURCE, source.welcome)
+        assert reader.wait(lambda: bool(reader.events))
+    finally:
+        reader.connector.close()
+    (event,) = reader.events
+    assert isinstance(event, PeerConnected) and event.error is None and event.link is not None
+    assert "CUDA IPC isn't used" in event.link.problem and event.link.transport in event.link.problem
+    shouts = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert len(shouts) == 1 and event.link.problem in shouts[0].getMessage()
+
+
+@pytest.mark.parametrize(
+    ("local", "remote", "num_descriptors"),
+    [([3, 4, 5, 9], [7, 8, 9, 1], 2), ([3, 4, 5], [9, 8, 7], 3), ([3, 5], [7, 9], 2)],
+    ids=["a run and one", "adjacent on one side only", "gaps"],
+)
+def test_adjacent_blocks_travel_as_one(
+    source: Source, local: list[int], remote: list[int], num_descriptors: int
+) -> None:
+    """NIXL merges what is adjacent on both sides: each descriptor costs time, on a GPU more than its bytes."""
+    memory, agent = make_memory(), Agent("merging", telemetry=True)
+    (rank,) = source.welcome.ranks
+    agent.register(MemoryKind.DRAM, memory.region().blocks_address, memory.num_blocks * memory.block_bytes)
+    theirs = agent.prepare(agent.add_remote(rank.metadata), MemoryKind.DRAM, region_rows(rank.region))
+    ours = agent.prepare(HERE, MemoryKind.DRAM, region_rows(memory.region()))
+    nixl = agent._nixl
+    ids = np.array(local, dtype=np.int32), np.array(remote, dtype=np.int32)
+    handle = nixl.make_prepped_xfer("READ", ours, ids[0], theirs, ids[1], b"")
+    nixl.transfer(handle)
+    deadline = time.monotonic() + WAIT_SECONDS
+    while agent.state(handle) == "PROC" and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert nixl.get_xfer_telemetry(handle).descCount == num_descriptors
+    assert bool((memory.blocks[local[0]] == PATTERN + remote[0]).all())
+    agent.release(handle)

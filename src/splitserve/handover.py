@@ -19,7 +19,7 @@ Time comes in as ``now`` (seconds of one process's monotonic clock). What is due
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 
 from splitserve.config import ProtocolConfig
 from splitserve.messages import Grant, Offer, OfferAck, OfferedBlock
@@ -36,13 +36,22 @@ class ReadCommand:
     remote_blocks: Sequence[int]
 
 
+class ReadPath(StrEnum):
+    """How the data of a read got to its place."""
+
+    DIRECT = "direct"  # whole blocks, straight into ours
+    LAYERS = "layers"  # pieces of blocks, a descriptor per layer
+    STAGED = "staged"  # whole blocks into a staging area, then the heads that are ours to their place
+
+
 @dataclass(frozen=True, slots=True)
 class ReadResult:
     """A read is terminal: nothing will write to its local blocks any more.
 
     ``generations[i]`` is the remote block's generation, read after all data had landed. ``error`` is None on success;
     after an error nothing is known of the local blocks' content. ``seconds`` is what the read took, for metrics.
-    ``digests[i]`` is of the bytes that landed in the local block, empty unless they are to be verified.
+    ``digests[i]`` is of the bytes that landed in the local block, empty unless they are to be verified. ``path`` is the
+    way that the data took.
     """
 
     read_id: int
@@ -50,6 +59,7 @@ class ReadResult:
     generations: Sequence[int] = ()
     seconds: float = 0.0
     digests: Sequence[bytes] = ()
+    path: ReadPath = ReadPath.DIRECT
 
 
 class SourceState(Enum):

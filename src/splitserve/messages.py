@@ -22,6 +22,7 @@ from splitserve.request import FinishReason, Party, RequestKey, Role, SamplingPa
 
 SCHEMA_VERSION = 1
 BLOCK_ORDER = "layer, kv_head, 2 (K/V), token, head_dim"
+MAX_RANKS = 64
 
 # Bounds that hold for every sender, so that no receiver has to think of negative sizes or of durations that are NaN.
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -40,7 +41,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
 
 class LayoutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The shape of a worker's KV memory: what two workers must agree on to exchange blocks.
+    """The shape of a worker's KV memory: what two workers must agree on to exchange blocks, tensor parallelism aside.
 
     A block is contiguous, its dimensions in the order of ``order``. ``num_kv_heads`` counts the model's; with tensor
     parallelism every rank has blocks of its own, with :attr:`kv_heads_per_rank` of them.
@@ -66,9 +67,10 @@ class LayoutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return rank * self.num_kv_heads // self.tensor_parallel_size
 
     def mismatch(self, other: "LayoutRecord") -> str | None:
-        """The first difference in words (``name: ours against theirs``), or None."""
+        """The first difference in words (``name: ours against theirs``) that keeps two workers from exchanging blocks,
+        or None. ``tensor_parallel_size`` may differ: ranks read from those that hold their heads."""
         for name in self.__struct_fields__:
-            if getattr(self, name) != getattr(other, name):
+            if name != "tensor_parallel_size" and getattr(self, name) != getattr(other, name):
                 return f"{name}: {getattr(self, name)!r} against {getattr(other, name)!r}"
         return None
 
@@ -257,23 +259,45 @@ class PeerHello(Message, frozen=True):
     layout: LayoutRecord
 
 
-class MemoryRegion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Registered memory of the sender: KV blocks and their generations (uint64, one per block)."""
+class MemoryKind(StrEnum):
+    """Where KV blocks are. The values are NIXL's."""
 
+    DRAM = "DRAM"  # host memory
+    VRAM = "VRAM"  # a GPU's
+
+    @property
+    def words(self) -> str:
+        return "host memory" if self is MemoryKind.DRAM else "a GPU's memory"
+
+
+class MemoryRegion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Registered KV blocks. ``device_id`` numbers a GPU as the process that owns the memory does; 0 for host memory."""
+
+    kind: MemoryKind
+    device_id: Count
     blocks_address: Unsigned
     num_blocks: Size
     block_bytes: Size
-    generations_address: Unsigned
-    device_id: int = 0
+
+
+class RankMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a reader needs of one rank of a tensor-parallel worker. ``metadata`` is the connector's own."""
+
+    metadata: bytes
+    region: MemoryRegion
 
 
 class PeerWelcome(Message, frozen=True):
-    """The layouts match: here is what a reader needs. ``metadata`` is the connector's own."""
+    """The layouts match: here is what a reader needs.
+
+    ``ranks`` are in the order of their heads (:meth:`LayoutRecord.first_kv_head`); block ids mean the same on all of
+    them. Generations (uint64, one per block) are in rank 0's host memory, for all ranks.
+    """
 
     layout: LayoutRecord
     connector: str
-    metadata: bytes
-    region: MemoryRegion
+    generations_address: Unsigned
+    ranks: Annotated[list[RankMemory], msgspec.Meta(min_length=1, max_length=MAX_RANKS)]
 
 
 class PeerRefused(Message, frozen=True):

@@ -1,0 +1,127 @@
+"""A NIXL agent with UCX, as its one owner thread sees it: registered memory, descriptor lists, reads to poll."""
+
+import contextlib
+import logging
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from splitserve.kvconnector.read_plan import Rows
+from splitserve.kvconnector.ucx_log import UCX_LOG
+from splitserve.messages import MemoryKind
+
+HERE = "NIXL_INIT_AGENT"
+BlockIds = npt.NDArray[np.int32]
+
+
+def _create_agent(name: str, *, telemetry: bool) -> Any:
+    try:
+        from nixl_cu13 import _api as nixl
+    except ImportError:
+        from nixl_cu12 import _api as nixl
+    logging.getLogger(nixl.__name__.partition(".")[0]).setLevel(logging.WARNING)
+    with UCX_LOG.watching():
+        config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"], capture_telemetry=telemetry)
+        return nixl.nixl_agent(name, config)
+
+
+class TransferError(Exception):
+    """NIXL or the peer failed; the bytes of this transfer can't be trusted, and may land later still."""
+
+
+class Agent:
+    """No progress thread: transfers complete while :meth:`Transfer.is_done` is asked, and while the peer polls, too.
+
+    NIXL merges neighbouring descriptors that are adjacent on both sides, so runs of blocks travel as one.
+    """
+
+    def __init__(self, name: str, *, telemetry: bool = False) -> None:
+        self.name = name
+        self._nixl = _create_agent(name, telemetry=telemetry)
+
+    def register(self, kind: MemoryKind, address: int, num_bytes: int, device_id: int = 0) -> Any:
+        """Lets transfers of this agent, and of peers that get its metadata, touch that memory."""
+        return self._nixl.register_memory([(address, num_bytes, device_id, "")], kind.value)
+
+    def deregister(self, registration: Any) -> None:
+        self._nixl.deregister_memory(registration)
+
+    def metadata(self) -> bytes:
+        data: bytes = self._nixl.get_agent_metadata()
+        return data
+
+    def add_remote(self, metadata: bytes) -> str:
+        """The remote agent's name, "" if NIXL doesn't take its metadata."""
+        name = self._nixl.add_remote_agent(metadata)
+        return name.decode() if isinstance(name, bytes) else str(name or "")
+
+    def prepare(self, agent: str, kind: MemoryKind, rows: Rows) -> Any:
+        """A descriptor list of ``agent``'s memory (:data:`HERE`: our own), for :meth:`read_prepared`."""
+        return self._nixl.prep_xfer_dlist(agent, self._nixl.get_xfer_descs(rows, kind.value))
+
+    def read_prepared(self, local: Any, local_ids: BlockIds, remote: Any, remote_ids: BlockIds) -> "Transfer":
+        """Start reading entries of a prepared remote list into entries of a prepared local one."""
+        return self._start(self._nixl.make_prepped_xfer("READ", local, local_ids, remote, remote_ids, b""))
+
+    def read_rows(self, agent: str, kind: MemoryKind, local: Rows, remote: Rows) -> "Transfer":
+        """Start reading ``remote[i]`` of ``agent`` into ``local[i]``."""
+        descriptors = (self._nixl.get_xfer_descs(rows, kind.value) for rows in (local, remote))
+        return self._start(self._nixl.initialize_xfer("READ", *descriptors, agent, b""))
+
+    def progress(self) -> None:
+        """Let peers' reads from our memory go on."""
+        self._nixl.get_new_notifs()
+
+    def destroy(self) -> None:
+        """The only thing that surely stops what was posted: nothing is written after this returns."""
+        self._nixl = None
+
+    def _start(self, handle: Any) -> "Transfer":
+        transfer = Transfer(self, handle)
+        try:
+            self._nixl.transfer(handle)
+        except Exception as error:
+            transfer.release()
+            raise TransferError(f"posting failed: {type(error).__name__}: {error}") from error
+        return transfer
+
+    def state(self, handle: Any) -> str:
+        try:
+            return str(self._nixl.check_xfer_state(handle))
+        except Exception as error:
+            raise TransferError(f"{type(error).__name__}: {error}") from error
+
+    def release(self, handle: Any) -> None:
+        # A handle that failed may refuse its release; the agent frees it at its own end.
+        with contextlib.suppress(Exception):
+            self._nixl.release_xfer_handle(handle)
+
+
+class Transfer:
+    """A posted read."""
+
+    def __init__(self, agent: Agent, handle: Any) -> None:
+        self._agent = agent
+        self._handle = handle
+
+    def is_done(self) -> bool:
+        """Makes progress. Raises :class:`TransferError` if the read failed."""
+        if self._handle is None:
+            return True
+        state = self._agent.state(self._handle)
+        if state == "PROC":
+            return False
+        if state != "DONE":
+            raise TransferError(f"NIXL reports {state}")
+        self.release()
+        return True
+
+    def release(self) -> None:
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            self._agent.release(handle)
+
+    def abandon(self) -> None:
+        """Before the agent's end, which ends this transfer with it."""
+        self._handle = None

@@ -1,0 +1,73 @@
+"""A thread that owns something which isn't thread-safe: commands run on it, and between them it polls while busy."""
+
+import logging
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 5.0
+
+
+class OwnerThread(ABC):
+    """Runs commands, and between them :meth:`poll` for as long as :attr:`is_busy`; sleeps while idle."""
+
+    def __init__(self, name: str, poll_seconds: float) -> None:
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._poll_seconds = poll_seconds
+        self._is_closing = False
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, command: Callable[[], None]) -> None:
+        self._commands.put(command)
+
+    def check(self) -> None:
+        """Raise what the thread died of: without it nothing would ever complete, and nobody would say so."""
+        if self._failure is not None:
+            raise RuntimeError(f"thread {self._thread.name} of the NIXL connector died") from self._failure
+
+    def close(self) -> None:
+        self.submit(lambda: setattr(self, "_is_closing", True))
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            logger.warning("thread %s is stuck in a transfer; leaving it to the process's end", self._thread.name)
+
+    @property
+    @abstractmethod
+    def is_busy(self) -> bool: ...
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Runs first, on the thread."""
+
+    @abstractmethod
+    def poll(self) -> None: ...
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Runs last, on the thread, unless it failed."""
+
+    def _run(self) -> None:
+        try:
+            self.begin()
+            while not self._is_closing:
+                self._take_commands()
+                self.poll()
+            self.finish()
+        except Exception as error:
+            self._failure = error
+
+    def _take_commands(self) -> None:
+        """Wait for a command: for ever when idle, for one poll interval while something is under way."""
+        try:
+            self._commands.get(timeout=self._poll_seconds if self.is_busy else None)()
+            while True:
+                self._commands.get_nowait()()
+        except queue.Empty:
+            return

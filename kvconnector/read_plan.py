@@ -1,0 +1,112 @@
+"""Which of a peer's ranks a rank reads from, and which bytes of their blocks are its own. Pure arithmetic.
+
+A rank's block is ``[layer, kv_head, 2, token, head_dim]`` with the rank's own heads. Where both sides split the heads
+alike, a block is one contiguous read. Where they don't, a rank needs some heads of the blocks of one or several of the
+peer's ranks: pieces that are contiguous within a layer only.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from splitserve.kvconnector.layout import block_bytes
+from splitserve.messages import LayoutRecord, MemoryRegion, PeerWelcome
+
+Rows = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSpan:
+    """Heads that the peer's rank ``rank`` has for us. ``source_head`` counts in its blocks, ``local_head`` in ours."""
+
+    rank: int
+    source_head: int
+    local_head: int
+    num_heads: int
+
+
+def heads_of(layout: LayoutRecord, rank: int) -> range:
+    """The model's KV heads in ``rank``'s blocks."""
+    first = layout.first_kv_head(rank)
+    return range(first, first + layout.kv_heads_per_rank)
+
+
+def head_spans(ours: LayoutRecord, rank: int, theirs: LayoutRecord) -> tuple[HeadSpan, ...]:
+    """Where our rank's heads are in the peer's ranks, in order. Of several ranks with the same head one is taken, not
+    the same one by all of our ranks."""
+    mine = heads_of(ours, rank)
+    held = [heads_of(theirs, other) for other in range(theirs.tensor_parallel_size)]
+    spans: list[HeadSpan] = []
+    head = mine.start
+    while head < mine.stop:
+        holders = [other for other, heads in enumerate(held) if head in heads]
+        other = holders[rank % len(holders)]
+        stop = min(mine.stop, held[other].stop)
+        spans.append(HeadSpan(other, head - held[other].start, head - mine.start, stop - head))
+        head = stop
+    return tuple(spans)
+
+
+def is_whole(spans: Sequence[HeadSpan], ours: LayoutRecord, theirs: LayoutRecord) -> bool:
+    """Whether our blocks are whole blocks of one rank of the peer."""
+    return len(spans) == 1 and spans[0].num_heads == ours.kv_heads_per_rank == theirs.kv_heads_per_rank
+
+
+def problem_with_memory(welcome: PeerWelcome) -> str | None:
+    """Why what a peer says of its memory contradicts itself, in words, or None."""
+    layout, regions = welcome.layout, [rank.region for rank in welcome.ranks]
+    if len(regions) != layout.tensor_parallel_size:
+        return f"it names the memory of {len(regions)} ranks, but has {layout.tensor_parallel_size}"
+    if layout.tensor_parallel_size > layout.num_kv_heads and layout.tensor_parallel_size % layout.num_kv_heads:
+        return f"its {layout.tensor_parallel_size} ranks can't share {layout.num_kv_heads} KV heads evenly"
+    if layout.tensor_parallel_size <= layout.num_kv_heads and layout.num_kv_heads % layout.tensor_parallel_size:
+        return f"its {layout.num_kv_heads} KV heads can't be split between {layout.tensor_parallel_size} ranks"
+    if len({region.num_blocks for region in regions}) != 1:
+        return f"its ranks have different numbers of blocks: {[region.num_blocks for region in regions]}"
+    if regions[0].num_blocks < 1:
+        return "it registered no blocks"
+    for region in regions:
+        if region.block_bytes != block_bytes(layout):
+            return f"its blocks have {region.block_bytes} bytes; of its layout they would have {block_bytes(layout)}"
+    if len({region.kind for region in regions}) != 1:
+        return "some of its ranks have their blocks in host memory, others on a GPU"
+    return None
+
+
+def layer_rows(
+    layout: LayoutRecord, region: MemoryRegion, block_ids: npt.NDArray[np.int32], first_head: int, num_heads: int
+) -> Rows:
+    """``[len(block_ids) * num_layers, 3]``: address, length, device of some heads of each block, layer by layer.
+
+    ``region`` holds blocks of ``layout``; ``first_head`` counts in them.
+    """
+    layer_bytes = region.block_bytes // layout.num_layers
+    head_bytes = layer_bytes // layout.kv_heads_per_rank
+    layers = np.arange(layout.num_layers, dtype=np.uint64) * np.uint64(layer_bytes)
+    blocks = block_ids.astype(np.uint64) * np.uint64(region.block_bytes)
+    rows = np.empty((len(blocks) * layout.num_layers, 3), dtype=np.uint64)
+    rows[:, 0] = np.uint64(region.blocks_address + first_head * head_bytes) + (blocks[:, None] + layers).ravel()
+    rows[:, 1] = num_heads * head_bytes
+    rows[:, 2] = region.device_id
+    return rows
+
+
+def region_rows(region: MemoryRegion) -> Rows:
+    """``[num_blocks, 3]``: address, length, device of each block."""
+    rows = np.empty((region.num_blocks, 3), dtype=np.uint64)
+    offsets = np.arange(region.num_blocks, dtype=np.uint64) * np.uint64(region.block_bytes)
+    rows[:, 0] = np.uint64(region.blocks_address) + offsets
+    rows[:, 1] = region.block_bytes
+    rows[:, 2] = region.device_id
+    return rows
+
+
+def piece_rows(region: MemoryRegion, count: int, size: int) -> Rows:
+    """``[count, 3]``: address, length, device of pieces of ``size`` bytes from the region's start, none adjacent."""
+    rows = np.empty((count, 3), dtype=np.uint64)
+    rows[:, 0] = np.uint64(region.blocks_address) + np.arange(count, dtype=np.uint64) * np.uint64(2 * size)
+    rows[:, 1] = size
+    rows[:, 2] = region.device_id
+    return rows

@@ -1,0 +1,53 @@
+"""How a worker reads from its peers: numbers that depend on where its KV is."""
+
+from dataclasses import dataclass, replace
+
+from splitserve.messages import MemoryKind
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSettings:
+    """``num_threads`` read at once, each with an agent of its own per peer, and share a read of more than
+    ``split_bytes``. ``poll_seconds`` is the time between looks at what is under way.
+
+    ``probe_bytes`` are read when connecting, to learn the link's speed, which is a problem to be shouted about below
+    ``min_bytes_per_second`` (0: any speed is fine). ``staging_bytes`` per thread and peer are there for blocks that
+    have to be taken apart, if any have.
+    """
+
+    num_threads: int
+    split_bytes: int
+    poll_seconds: float
+    probe_bytes: int
+    min_bytes_per_second: float
+    staging_bytes: int
+
+    @classmethod
+    def of(cls, kind: MemoryKind, num_threads: int = 0) -> "ReadSettings":
+        """Those for KV in this kind of memory; ``num_threads`` 0: as many as suit it."""
+        settings = _DEFAULTS[kind]
+        return replace(settings, num_threads=num_threads) if num_threads else settings
+
+
+_DEFAULTS = {
+    # One thread's copies don't fill the memory bus; more than two don't add to it.
+    MemoryKind.DRAM: ReadSettings(
+        num_threads=2,
+        split_bytes=4 * MIB,
+        poll_seconds=0.0003,
+        probe_bytes=2 * MIB,
+        min_bytes_per_second=0.0,
+        staging_bytes=4 * MIB,
+    ),
+    # UCX copies on one stream per agent; the slowest NVLink is several times faster than copies over the host.
+    MemoryKind.VRAM: ReadSettings(
+        num_threads=4,
+        split_bytes=16 * MIB,
+        poll_seconds=0.00005,
+        probe_bytes=64 * MIB,
+        min_bytes_per_second=15e9,
+        staging_bytes=128 * MIB,
+    ),
+}
