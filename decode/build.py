@@ -73,5 +73,4 @@ def build_core(
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_num_seqs=engine.max_num_seqs,
         connector=connector.name,
-        transport=connector.name,
     )

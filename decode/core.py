@@ -17,6 +17,7 @@ from splitserve.messages import (
     Introduce,
     LocalRequest,
     Offer,
+    PeerLink,
     PeerRefused,
     PeerWelcome,
     TokenDelta,
@@ -42,13 +43,12 @@ class DecodeCore(PrefillCore):
         max_num_batched_tokens: int,
         max_num_seqs: int,
         connector: str,
-        transport: str,
     ) -> None:
         super().__init__(state, scheduler, source, max_num_batched_tokens=max_num_batched_tokens)
         self._decode_scheduler = scheduler
         self._max_num_seqs = max_num_seqs
         self.peers = PeerTable(state, connector)
-        self.sink = SinkSide(state, self.peers, transport, self._on_handover_ready, self._on_handover_failed)
+        self.sink = SinkSide(state, self.peers, self._on_handover_ready, self._on_handover_failed)
         self._handlers |= {
             DecodeRequest: self._on_decode_request,
             LocalRequest: self._on_local_request,
@@ -136,7 +136,7 @@ class DecodeCore(PrefillCore):
 
     def handle_connector_event(self, event: ReadResult | PeerConnected, now: float) -> None:
         if isinstance(event, PeerConnected):
-            self.peers.on_connected(event.peer, event.error)
+            self.peers.on_connected(event)
             self.has_news = True
             self.sink.poll(now)
         else:
@@ -159,6 +159,9 @@ class DecodeCore(PrefillCore):
             peers_ready=self.peers.num_ready,
             preemptions=self._decode_scheduler.num_preemptions,
         )
+
+    def links(self) -> list[PeerLink]:
+        return self.peers.links()
 
     def _queues(self) -> tuple[list[Sequence], list[Sequence]]:
         prefill = self._decode_scheduler.prefill

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from splitserve.kvconnector.connector import Link, PeerConnected
 from splitserve.kvconnector.read_plan import problem_with_memory
-from splitserve.messages import PeerHello, PeerRef, PeerRefused, PeerWelcome
+from splitserve.messages import PeerHello, PeerLink, PeerRef, PeerRefused, PeerWelcome
 from splitserve.prefill.effects import Connect, Dial, Disconnect, HangUp
 from splitserve.prefill.engine_state import EngineState
 from splitserve.request import Party
@@ -25,6 +26,7 @@ class Peer:
     give_up_at: float
     num_blocks: int = 0
     failure: str = ""
+    link: Link | None = None
 
 
 class PeerTable:
@@ -39,6 +41,19 @@ class PeerTable:
     def num_ready(self) -> int:
         """Peers that reads can start from at once."""
         return sum(peer.state is PeerState.READY for peer in self._peers.values())
+
+    def links(self) -> list[PeerLink]:
+        """Of the peers that reads can start from at once."""
+        return [
+            PeerLink(party.engine_id, peer.link.transport, peer.link.bytes_per_second, peer.link.problem)
+            for party, peer in self._peers.items()
+            if peer.state is PeerState.READY and peer.link is not None
+        ]
+
+    def transport(self, party: Party) -> str:
+        """By what KV comes from there, like ``nixl over cma``; the connector's name where nothing is known."""
+        peer = self._peers.get(party)
+        return self._connector if peer is None or peer.link is None else f"{self._connector} over {peer.link.transport}"
 
     def get(self, party: Party) -> Peer | None:
         return self._peers.get(party)
@@ -81,14 +96,14 @@ class PeerTable:
         if sender in self._peers:
             self.fail(sender, f"refused: {refused.reason}")
 
-    def on_connected(self, party: Party, error: str | None) -> None:
-        peer = self._peers.get(party)
+    def on_connected(self, event: PeerConnected) -> None:
+        peer = self._peers.get(event.peer)
         if peer is None or peer.state is not PeerState.CONNECTING:
             return
-        if error is None:
-            peer.state = PeerState.READY
+        if event.error is None:
+            peer.state, peer.link = PeerState.READY, event.link
         else:
-            self.fail(party, f"the connector couldn't connect: {error}")
+            self.fail(event.peer, f"the connector couldn't connect: {event.error}")
 
     def on_read_ended(self, party: Party, error: str | None) -> None:
         """An error breaks the connection, and with it all reads under way: the next request makes a new one.

@@ -42,13 +42,11 @@ class SinkSide:
         self,
         state: EngineState,
         peers: PeerTable,
-        transport: str,
         on_ready: Callable[[Sequence, int, HandoverReport], None],
         on_failed: Callable[[Sequence, str, float], None],
     ) -> None:
         self._state = state
         self._peers = peers
-        self._transport = transport
         self._on_ready = on_ready
         self._on_failed = on_failed
         self._waiting: deque[Incoming] = deque()
@@ -90,6 +88,8 @@ class SinkSide:
             self._peers.on_read_ended(quarantined.peer, result.error)
             self._state.blocks.pool.lift_quarantine(quarantined.local_blocks)
             return
+        if result.error is None:
+            self._state.counters.count_read(result.path)
         incoming = self._reads.pop(result.read_id)
         self._peers.on_read_ended(incoming.peer, result.error)
         assert incoming.handover is not None
@@ -208,9 +208,9 @@ class SinkSide:
         statistics = handover.statistics
         report = HandoverReport(
             prefill=incoming.peer.engine_id,
-            transport=self._transport,
+            transport=self._peers.transport(incoming.peer),
             blocks=statistics.num_blocks,
-            bytes=statistics.num_blocks * self._state.block_bytes,
+            bytes=statistics.num_blocks * self._state.block_bytes * self._state.layout.tensor_parallel_size,
             cached_tokens=handover.first_block * self._state.blocks.block_size,
             reads=statistics.num_reads,
             seconds=now - (statistics.first_read_at or now),

@@ -17,6 +17,7 @@ from splitserve.messages import (
     Grant,
     OfferAck,
     PeerHello,
+    PeerLink,
     PrefillRequest,
     Release,
     TokenDelta,
@@ -234,6 +235,10 @@ class PrefillCore:
 
     # ---- looking at it ----
 
+    def links(self) -> list[PeerLink]:
+        """How KV comes here, by peer."""
+        return []
+
     def load(self) -> WorkerLoad:
         """Load and counters for the heartbeat."""
         pool, counters = self.state.blocks.pool, self.state.counters
@@ -255,6 +260,9 @@ class PrefillCore:
             handover_failures=counters.handover_failures,
             stale_messages=counters.stale_messages,
             kv_mismatches=counters.kv_mismatches,
+            reads_direct=counters.reads_direct,
+            reads_layers=counters.reads_layers,
+            reads_staged=counters.reads_staged,
             requests_tracked=len(self.state.sequences) + self.source.num_live,
         )
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from splitserve.bounded import ExpiringMap
 from splitserve.config import ProtocolConfig
+from splitserve.handover import ReadPath
 from splitserve.kvconnector.layout import block_bytes, num_blocks_for
 from splitserve.messages import FailureCode, LayoutRecord, RequestFailed, StepTokens, TokenDelta
 from splitserve.prefill.effects import Outbox
@@ -25,6 +26,14 @@ class Counters:
     handover_failures: int = 0
     stale_messages: int = 0
     kv_mismatches: int = 0
+    reads_direct: int = 0
+    reads_layers: int = 0
+    reads_staged: int = 0
+
+    def count_read(self, path: ReadPath) -> None:
+        """One that succeeded."""
+        name = f"reads_{path}"
+        setattr(self, name, getattr(self, name) + 1)
 
 
 class Tombstone(NamedTuple):

@@ -157,7 +157,7 @@ class Fleet:
         self._socket.send([identity, encode(Envelope(self.party, sender, Registered()))])
 
     def _on_heartbeat(self, sender: Party, body: Heartbeat) -> None:
-        before = self.membership.heartbeat(sender, body.load, self._loop.time())
+        before = self.membership.heartbeat(sender, body.load, self._loop.time(), body.links)
         if before is None:
             self.drop_stale("heartbeat", "of a worker that isn't registered", sender)
         elif before is WorkerState.LOST:

@@ -11,10 +11,11 @@ A worker leaves the table when it says Leave, when a new incarnation of it regis
 ``forget_after_seconds``. A replaced incarnation never comes back, however late its messages are.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from splitserve.messages import LayoutRecord, WorkerInfo, WorkerLoad
+from splitserve.messages import LayoutRecord, PeerLink, WorkerInfo, WorkerLoad
 from splitserve.request import Party
 from splitserve.router.breaker import Breaker
 from splitserve.router.placement import NO_LOAD, Disaggregated, Placed, RequestShape, Snapshot, WorkerView
@@ -38,6 +39,7 @@ class WorkerRecord:
     last_heard: float
     state: WorkerState = WorkerState.CONNECTING
     load: WorkerLoad = NO_LOAD
+    links: Sequence[PeerLink] = ()
     num_requests: int = 0
     prefill_tokens: int = 0
     context_tokens: int = 0
@@ -101,13 +103,15 @@ class Membership:
         self._mark_replaced(known.info.party)
         return Registration(must_dial=True, replaced=known.info.party)
 
-    def heartbeat(self, sender: Party, load: WorkerLoad, now: float) -> WorkerState | None:
+    def heartbeat(
+        self, sender: Party, load: WorkerLoad, now: float, links: Sequence[PeerLink] = ()
+    ) -> WorkerState | None:
         """The worker's state before this heartbeat (LOST: it must be dialled again), or None for a stale sender."""
         record = self.get(sender)
         if record is None:
             return None
         before = record.state
-        record.load = load
+        record.load, record.links = load, links
         record.last_heard = now
         if before is WorkerState.LOST:
             record.state = WorkerState.CONNECTING

@@ -25,6 +25,9 @@ _LOAD_COUNTERS = frozenset(
         "handover_failures",
         "stale_messages",
         "kv_mismatches",
+        "reads_direct",
+        "reads_layers",
+        "reads_staged",
     }
 )
 
@@ -95,6 +98,7 @@ class _WorkerCollector(Collector):
         yield ready
         yield placed
         yield _identities(records)
+        yield from _links(records)
         for name in WorkerLoad.__struct_fields__:
             family: CounterMetricFamily | GaugeMetricFamily
             text = f"{name} of the worker's last heartbeat"
@@ -118,6 +122,24 @@ def _identities(records: list[WorkerRecord]) -> GaugeMetricFamily:
         info = record.info
         family.add_metric((*_labels(record), f"{info.party.incarnation:x}", info.endpoint, str(info.pid)), 1.0)
     return family
+
+
+def _links(records: list[WorkerRecord]) -> Iterator[GaugeMetricFamily]:
+    """A transport that nobody intended costs a factor of a hundred, and nothing else shows it."""
+    labels = ("worker", "role", "peer", "transport")
+    speed = GaugeMetricFamily(
+        "splitserve_link_bytes_per_second", "One thread's large read of the peer's KV when connecting", labels=labels
+    )
+    slow = GaugeMetricFamily(
+        "splitserve_link_slow", "1 if KV doesn't travel as it should; the log says why", labels=labels
+    )
+    for record in records:
+        for link in record.links:
+            values = (*_labels(record), link.peer, link.transport)
+            speed.add_metric(values, link.bytes_per_second)
+            slow.add_metric(values, float(bool(link.problem)))
+    yield speed
+    yield slow
 
 
 def _labels(record: WorkerRecord) -> tuple[str, str]:

@@ -31,6 +31,7 @@ from splitserve.messages import (
     OfferAck,
     OfferedBlock,
     PeerHello,
+    PeerLink,
     PeerRef,
     PeerRefused,
     PeerWelcome,
@@ -61,7 +62,7 @@ REPORT = HandoverReport("prefill-0", "nixl", 3, 3072, 16, 2, 0.01, 0.001)
 EXAMPLES: list[Body] = [
     Register(info=INFO),
     Registered(),
-    Heartbeat(load=WorkerLoad(num_running=3, resident_bytes=2**40)),
+    Heartbeat(load=WorkerLoad(num_running=3, resident_bytes=2**40), links=[PeerLink("p", "cma", 3e9, "slow")]),
     Draining(),
     Leave(),
     PrefillRequest(KEY, [1, 2, 3], SAMPLING, PeerRef(DECODE, "tcp://127.0.0.1:2"), 30.0, [7]),

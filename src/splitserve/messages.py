@@ -23,12 +23,14 @@ from splitserve.request import FinishReason, Party, RequestKey, Role, SamplingPa
 SCHEMA_VERSION = 1
 BLOCK_ORDER = "layer, kv_head, 2 (K/V), token, head_dim"
 MAX_RANKS = 64
+MAX_LINKS = 4096
 
 # Bounds that hold for every sender, so that no receiver has to think of negative sizes or of durations that are NaN.
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 Size: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+NonNegative: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
 Digest: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=16)]
 Unsigned: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]  # up to 2**64 - 1, by msgpack's own bound
 
@@ -113,6 +115,9 @@ class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     requests_tracked: Count = 0
     peers_ready: Count = 0
     kv_mismatches: Count = 0
+    reads_direct: Count = 0
+    reads_layers: Count = 0
+    reads_staged: Count = 0
 
 
 class Register(Message, frozen=True):
@@ -127,8 +132,22 @@ class RegisterRefused(Message, frozen=True):
     reason: str
 
 
+class PeerLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How KV travels from ``peer`` (an engine id) to the sender, as found out when connecting.
+
+    ``transport`` in the connector's words; ``bytes_per_second`` of one thread's large read; ``problem`` says why that
+    isn't as it should be, and is empty if it is.
+    """
+
+    peer: str
+    transport: str
+    bytes_per_second: NonNegative
+    problem: str = ""
+
+
 class Heartbeat(Message, frozen=True):
     load: WorkerLoad
+    links: Annotated[list[PeerLink], msgspec.Meta(max_length=MAX_LINKS)] = []
 
 
 class Draining(Message, frozen=True):
