@@ -22,6 +22,7 @@ MakeCalls = Callable[[Kernels], list[Call]]
 
 _MAX_SEQUENCES = 256  # rows of a step that are sampled from
 _MIN_PROMPT = 512
+_PROMPT_LAYERS = 4
 _POSITIONS = 4096
 _MEMORY_SHARE = 0.25  # of a device's free memory, for KV
 
@@ -214,8 +215,10 @@ def _attention(target: Target, name: str, lengths: Sequence[tuple[int, int]]) ->
     rows = sum(query_len for query_len, _ in lengths)
     query = target.normal(rows, config.num_heads, config.head_dim)
 
+    layers = [memory[:, layer] for layer in layers_to_call(num_layers, batch)]
+
     def make_calls(kernels: Kernels) -> list[Call]:
-        return attention_calls(kernels, shape, batch, query, [memory[:, layer] for layer in range(num_layers)])
+        return attention_calls(kernels, shape, batch, query, layers)
 
     seen, pairs = sum(context for _, context in lengths), sum(attended_pairs(*length) for length in lengths)
     num_bytes = 2 * seen * config.num_kv_heads * config.head_dim * target.dtype.itemsize + 2 * query.nbytes
@@ -237,6 +240,11 @@ def attention_calls(
     return [partial(attention.run, query, layer, plan) for layer in layers]
 
 
+def layers_to_call(num_layers: int, batch: PagedBatch) -> range:
+    """All of them for decodes, so that KV is cold; a few for chunks, which are long and bound by computing."""
+    return range(num_layers) if max(batch.query_lens) == 1 else range(min(num_layers, _PROMPT_LAYERS))
+
+
 def attended_pairs(query_len: int, context: int) -> int:
     """(query, key) pairs of causal attention, the queries being the last of the context."""
     return query_len * (2 * context - query_len + 1) // 2
@@ -256,6 +264,7 @@ def layers_that_fit(num_layers: int, layer_bytes: int, device: torch.device) -> 
     """At most ``num_layers`` of ``layer_bytes`` each in a share of what is free; 0 if not even two do."""
     if device.type != "cuda":
         return min(num_layers, 2)
+    torch.cuda.empty_cache()
     fitting = int(_MEMORY_SHARE * torch.cuda.mem_get_info(device)[0]) // layer_bytes
     return min(num_layers, fitting) if fitting >= 2 else 0
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from splitserve.benchmarks.device_timing import eager_seconds, relative_error, seconds_per_call
-from splitserve.benchmarks.kernel_cases import Call, attention_calls, layers_that_fit, shuffled_batch
+from splitserve.benchmarks.kernel_cases import Call, attention_calls, layers_that_fit, layers_to_call, shuffled_batch
 from splitserve.benchmarks.kernels import DTYPES, positive, the_device
 from splitserve.benchmarks.report import table, write_result
 from splitserve.errors import ConfigError
@@ -28,7 +28,7 @@ from splitserve.kernels.registry import Target, backends, select_kernels
 from splitserve.models.config import ModelConfig
 from splitserve.models.demo import SHAPES, shape_config
 
-_ROUNDS = 5
+_ROUNDS = 3
 _HEADERS = ["case", "backend", "layers", "plain us", "blocks us", "ratio", "heads outside layers, ratio", "difference"]
 
 
@@ -93,14 +93,18 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _backends(wanted: Sequence[str], target: Target) -> list[str]:
-    """Raises :class:`ConfigError` for one that can't run here. Hybrid is made of two others, so it's left out."""
+    """What to measure. Unless wanted by name, hybrid is left out (it's made of two others), and on a GPU the reference.
+
+    Raises :class:`ConfigError` for one that can't run here.
+    """
     reasons = backends("make_attention", target)
     for name in wanted:
         if name not in reasons:
             raise ConfigError(f"attention has no backend {name!r}; there are {', '.join(reasons)}")
         if reason := reasons[name]:
             raise ConfigError(f"attention can't run on {name}: {reason}")
-    return list(wanted) or [name for name, reason in reasons.items() if reason is None and name != "hybrid"]
+    others = {"hybrid", "reference"} if target.device.type == "cuda" else {"hybrid"}
+    return list(wanted) or [name for name, reason in reasons.items() if reason is None and name not in others]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +171,7 @@ class LayoutBench:
 
 def sides(shape: AttentionShape, batch: PagedBatch, query: Tensor, ours: Tensor) -> tuple[Side, Side]:
     """Plain tensors per layer and our blocks, ``ours`` [num_blocks, L, G, 2, B, D]."""
-    layers = range(shape.num_layers)
+    layers = layers_to_call(shape.num_layers, batch)
     plain = Side(replace(shape, num_layers=1), batch, query, [ours[:, layer].contiguous() for layer in layers])
     return plain, Side(shape, batch, query, [ours[:, layer] for layer in layers])
 
@@ -177,7 +181,7 @@ def single_head_sides(shape: AttentionShape, batch: PagedBatch, query: Tensor, o
 
     A sequence becomes G sequences, with the query heads that share a key/value head each.
     """
-    heads, layers = shape.num_kv_heads, range(shape.num_layers)
+    heads, layers = shape.num_kv_heads, layers_to_call(shape.num_layers, batch)
     group = shape.num_heads // heads
     wide = PagedBatch(
         [length for length in batch.query_lens for _ in range(heads)],
