@@ -28,6 +28,7 @@ Variant = Literal["plain", "add", "norm", "gated"]
 
 MAX_ROWS = 512  # beyond, cuBLAS is never worse
 _FEW_ROWS = 16
+_ROW_BLOCK = 4096
 _MAX_TILES = 1 << 16  # of tickets
 
 
@@ -111,7 +112,9 @@ def launch_params(
 ) -> LinearLaunch:
     """As tuned, else a default: the kernels of this module for few rows, cuBLAS for more."""
     if num_rows == 1:
-        default = LinearLaunch(block_m=1, block_n=8, block_k=1024)
+        # Whole rows: all of a program's weights are under way before it waits.
+        block_k = min(_ROW_BLOCK, triton.next_power_of_2(in_features))
+        default = LinearLaunch(block_m=1, block_n=2 if variant == "gated" else 4, block_k=block_k)
     else:
         default = LinearLaunch() if num_rows <= _FEW_ROWS else CUBLAS
     return tuned(default, f"linear_{variant}", shape_key(dtype, n=out_features, k=in_features), num_rows)
