@@ -1,0 +1,88 @@
+"""The Triton all-reduce among real processes: under the interpreter, over memory that they share.
+
+The interpreter runs a rank's programs one after the other, so what is tested is the meeting of ranks, the reuse of
+buffers and the arithmetic, at any pace of any rank.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+_RANK = """
+import mmap, random, sys, time
+import torch
+from splitserve.kernels import triton_all_reduce as ar
+
+path, rank, size, capacity = sys.argv[1], *map(int, sys.argv[2:])
+ar.PROGRAMS, ar._BLOCK = 2, 16
+num_bytes = ar.buffer_bytes(capacity, size)
+with open(path, "r+b") as file:
+    shared = mmap.mmap(file.fileno(), 0)
+whole = torch.frombuffer(shared, dtype=torch.uint8)
+stride = -(-num_bytes // 4096) * 4096
+buffers = torch.tensor([whole.data_ptr() + stride * r for r in range(size)])
+memory = ar.PeerMemory(rank, size, capacity, buffers, torch.zeros(ar.PROGRAMS, dtype=torch.int32))
+memory.calls.fill_(2**30 - 3)  # so that the flags' counters wrap around
+whole[stride * rank + 3 * capacity :][: 4 * ar.PROGRAMS * size].view(torch.int32).fill_(2 * (2**30 - 3))
+ready = whole[stride * size :].view(torch.int32)
+ready[rank] = 1
+while int(ready[:size].sum()) < size:
+    time.sleep(0.001)
+chosen = random.Random(7)
+for call in range(40):
+    dtype = chosen.choice([torch.float32, torch.float16])
+    rows, add = chosen.choice([1, 2, 5, 9]), chosen.choice([ar.one_shot_add, ar.two_shot_add])
+    partials = [torch.randn(rows, 48, generator=torch.Generator().manual_seed(100 * call + r)).to(dtype)
+                for r in range(size)]
+    residual = torch.randn(rows, 48, generator=torch.Generator().manual_seed(call)).to(dtype)
+    expected = residual.float()
+    for partial in partials:
+        expected += partial.float()
+    add(memory, residual, partials[rank])
+    assert torch.equal(residual, expected.to(dtype)), (call, rank, add.__name__, rows)
+print("right")
+"""
+
+
+def freeze_at_random(ranks: list["subprocess.Popen[str]"]) -> None:
+    """Until all have ended, or one has failed: so that each rank is late at each place now and then."""
+    chosen = random.Random(1)
+    while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
+        rank = chosen.choice(ranks)
+        rank.send_signal(signal.SIGSTOP)
+        time.sleep(chosen.choice([0.002, 0.01, 0.03]))
+        rank.send_signal(signal.SIGCONT)
+        time.sleep(chosen.choice([0.0, 0.001, 0.005]))
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="the interpreter is for machines without a GPU")
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_add_up_whatever_their_pace(size: int, tmp_path: Path) -> None:
+    path, capacity = tmp_path / "shared", 9 * 48 * 4
+    path.write_bytes(bytes((size + 1) * (1 << 14)))
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", _RANK, str(path)]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(size), str(capacity)],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    try:
+        freeze_at_random(ranks)
+        for rank in sorted(ranks, key=lambda rank: rank.poll() in (None, 0)):
+            out, err = rank.communicate(timeout=60)
+            assert out == "right\n", err
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
