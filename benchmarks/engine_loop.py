@@ -34,7 +34,7 @@ from splitserve.benchmarks.stats import RequestRecord, summarise
 from splitserve.benchmarks.workload import token_prompts
 from splitserve.config import RouterConfig
 from splitserve.errors import ConfigError
-from splitserve.messages import Envelope, LocalRequest, PeerRef, Register, Registered, RequestFailed, StepTokens
+from splitserve.messages import Body, Envelope, LocalRequest, PeerRef, Register, Registered, RequestFailed, StepTokens
 from splitserve.orchestration.launcher import probe_ready
 from splitserve.request import Party, RequestKey, SamplingParams
 from splitserve.wire import decode, encode
@@ -150,16 +150,24 @@ class DirectRouter:
         self._worker = worker.party
         self._requests.connect(worker.endpoint)
 
+    def send(self, body: Body) -> None:
+        self._requests.send(encode(Envelope(self._party, self._worker, body)))
+
+    def receive(self) -> Body:
+        """The worker's next message. Raises :class:`ConfigError` if none comes for a while."""
+        if not self._requests.poll(_READY_SECONDS * 1000):
+            raise ConfigError(f"the worker said nothing for {_READY_SECONDS} s")
+        return decode(self._requests.recv()).body
+
     def run(self, prompts: Sequence[list[int]], output_len: int) -> list[RequestRecord]:
         """All prompts at once. Raises :class:`ConfigError` if one fails."""
         records = {f"r{index}": RequestRecord(due_seconds=0.0) for index in range(len(prompts))}
         start = time.perf_counter()
         for request_id, prompt in zip(records, prompts, strict=True):
-            request = LocalRequest(RequestKey(request_id), prompt, SamplingParams(max_tokens=output_len), 600.0)
-            self._requests.send(encode(Envelope(self._party, self._worker, request)))
+            self.send(LocalRequest(RequestKey(request_id), prompt, SamplingParams(max_tokens=output_len), 600.0))
         num_open = len(records)
         while num_open:
-            body = decode(self._requests.recv()).body
+            body = self.receive()
             now = time.perf_counter() - start
             if isinstance(body, RequestFailed):
                 raise ConfigError(f"request {body.key} failed: {body.message}")
@@ -171,6 +179,13 @@ class DirectRouter:
                 record.end_seconds = now
                 num_open -= delta.finish_reason is not None
         return list(records.values())
+
+    def heard_by_membership(self) -> list[Body]:
+        """What the worker has told membership since its registration was answered."""
+        heard = []
+        while self._membership.poll(0):
+            heard.append(decode(self._membership.recv_multipart()[-1]).body)
+        return heard
 
 
 # ---- through HTTP ----

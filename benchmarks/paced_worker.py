@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -25,7 +25,7 @@ from splitserve.decode.build import build_core
 from splitserve.kvconnector.inproc import InprocConnector, InprocRegistry
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.messages import LayoutRecord, PeerRef, WorkerInfo
-from splitserve.prefill.executor import OverlappedExecutor
+from splitserve.prefill.executor import LaunchingRunner, OverlappedExecutor, always_works
 from splitserve.prefill.loop import Waker, WorkerLoop
 from splitserve.prefill.sockets import WorkerSockets
 from splitserve.request import Party, Role
@@ -139,7 +139,14 @@ class PacedRunner:
         )
 
 
-def build_loop(membership: str, runner: PacedRunner, max_num_seqs: int) -> tuple[WorkerLoop, PeerRef]:
+def build_loop(
+    membership: str,
+    runner: LaunchingRunner,
+    *,
+    max_num_seqs: int = 64,
+    vocab_size: int = 1000,
+    check_device: Callable[[], None] = always_works,
+) -> tuple[WorkerLoop, PeerRef]:
     """The engine loop around ``runner``, and where it listens."""
     engine = EngineConfig(model="paced", block_size=64, max_num_seqs=max_num_seqs).on("cuda")
     config = WorkerConfig(engine_id=ENGINE_ID, role=Role.MIXED, engine=engine, membership=membership)
@@ -154,7 +161,7 @@ def build_loop(membership: str, runner: PacedRunner, max_num_seqs: int) -> tuple
         np.zeros(_NUM_BLOCKS, dtype=np.uint64),
         connector,
         max_model_len=MAX_MODEL_LEN,
-        vocab_size=runner.vocab_size,
+        vocab_size=vocab_size,
     )
     sockets = WorkerSockets(me, config.host, membership)
     info = WorkerInfo(
@@ -166,9 +173,9 @@ def build_loop(membership: str, runner: PacedRunner, max_num_seqs: int) -> tuple
         num_blocks=_NUM_BLOCKS,
         max_num_seqs=max_num_seqs,
         max_model_len=MAX_MODEL_LEN,
-        vocab_size=runner.vocab_size,
+        vocab_size=vocab_size,
     )
-    executor = OverlappedExecutor(runner, waker.wake)
+    executor = OverlappedExecutor(runner, waker.wake, check_device)
     loop = WorkerLoop(config, core, connector, executor, sockets=sockets, waker=waker, info=info)
     return loop, PeerRef(me, sockets.endpoint)
 
@@ -190,7 +197,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         vocab_size=options.vocab_size,
         loop_clock=time.pthread_getcpuclockid(threading.get_ident()),
     )
-    loop, where = build_loop(options.membership, runner, options.max_num_seqs)
+    loop, where = build_loop(
+        options.membership, runner, max_num_seqs=options.max_num_seqs, vocab_size=options.vocab_size
+    )
     signal.signal(signal.SIGTERM, lambda *_: loop.stop())
     print(msgspec.json.encode(where).decode(), flush=True)
     loop.run()
