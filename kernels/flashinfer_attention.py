@@ -14,20 +14,21 @@ import torch
 from torch import Tensor
 
 from splitserve.kernels.api import AttentionPlan, AttentionShape, PagedBatch
+from splitserve.kernels.flashinfer_ragged import RaggedPlan, RaggedPrefill, pinned_buffers
 from splitserve.kernels.paged import FlatTables, flat_tables, num_leading_decodes
 from splitserve.kernels.triton_attention import copy_tables
 
 _WORKSPACE_BYTES = 256 * 1024 * 1024
-_NUM_PINNED = 4  # plans under way at once, and one more
 
 
 @dataclass(frozen=True, slots=True)
 class FlashInferPlan:
-    """``decode`` serves the first ``num_decodes`` query tokens, ``prefill`` all others; None where there are none."""
+    """``decode`` serves the first ``num_decodes`` query tokens, ``prefill`` or ``ragged`` all others; None: not used."""
 
     num_decodes: int
     decode: Any
     prefill: Any
+    ragged: RaggedPlan | None
 
 
 class FlashInferPagedAttention:
@@ -49,6 +50,7 @@ class FlashInferPagedAttention:
         self._prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
             self._prefill_workspace, "HND", backend="fa3" if is_hopper else "fa2"
         )
+        self._ragged = RaggedPrefill(flashinfer, shape, self._prefill_workspace) if is_hopper else None
         self._decode_pinned = pinned_buffers(self._decode)
         self._prefill_pinned = pinned_buffers(self._prefill)
 
@@ -62,10 +64,13 @@ class FlashInferPagedAttention:
             )
             tables = flat_tables(few, self._shape.block_size)
             plan_decode(self._decode, self._decode_pinned, tables, self._shape)
-        has_chunks = num_decodes < len(batch.query_lens)
-        if has_chunks:
-            self._plan_prefill(batch, num_decodes)
-        return FlashInferPlan(num_decodes, self._decode if num_decodes else None, self._prefill if has_chunks else None)
+        decode = self._decode if num_decodes else None
+        if num_decodes == len(batch.query_lens):
+            return FlashInferPlan(num_decodes, decode, None, None)
+        if self._ragged is not None and self._ragged.serves(batch, num_decodes):
+            return FlashInferPlan(num_decodes, decode, None, self._ragged.plan(batch, num_decodes))
+        self._plan_prefill(batch, num_decodes)
+        return FlashInferPlan(num_decodes, decode, self._prefill, None)
 
     def _plan_prefill(self, batch: PagedBatch, first: int) -> None:
         shape = self._shape
@@ -104,6 +109,9 @@ class FlashInferPagedAttention:
             plan.decode.run(query[: plan.num_decodes], keys_values, out=out[: plan.num_decodes])
         if plan.prefill is not None:
             plan.prefill.run(query[plan.num_decodes :], keys_values, out=out[plan.num_decodes :])
+        if plan.ragged is not None:
+            assert self._ragged is not None
+            self._ragged.run(query[plan.num_decodes :], kv_layer, plan.ragged, out[plan.num_decodes :])
         return out
 
 
@@ -170,13 +178,6 @@ def plan_decode(wrapper: Any, pinned: Iterator[Tensor], tables: FlatTables, shap
         q_data_type=shape.dtype,
         kv_data_type=shape.dtype,
     )
-
-
-def pinned_buffers(wrapper: Any) -> Iterator[Tensor]:
-    """Endlessly: host buffers for ``wrapper``'s plans, in turn."""
-    first = wrapper._pin_memory_int_workspace_buffer
-    buffers = [first, *(torch.empty_like(first, pin_memory=True) for _ in range(_NUM_PINNED - 1))]
-    return itertools.cycle(buffers)
 
 
 def _last_block_lens(tables: FlatTables, block_size: int) -> Tensor:

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from splitserve.kernels.kv_copy import check_kv_copy
+from splitserve.kernels.triton_launch import overlapped, wait
 
 _PROGRAM_BYTES = 16384
 _NUM_WARPS = 4
@@ -84,3 +85,64 @@ def _copy_kernel(
         tl.store(flat, tl.load(paged, mask=inside), mask=inside)
     else:
         tl.store(paged, tl.load(flat, mask=inside), mask=inside)
+
+
+def gather_tokens(kv_layer: Tensor, tiles: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Keys and values [num_tokens, G, D] of one layer ``kv_layer`` [num_blocks, G, 2, B, D].
+
+    ``tiles`` int32 [3, N] on the device: block, first row of the result, tokens of the block that are wanted.
+    """
+    _, num_kv_heads, _, block_size, head_dim = kv_layer.shape
+    assert kv_layer.stride()[1:] == (2 * block_size * head_dim, block_size * head_dim, head_dim, 1)
+    keys, values = (
+        torch.empty((num_tokens, num_kv_heads, head_dim), dtype=kv_layer.dtype, device=kv_layer.device)
+        for _ in range(2)
+    )
+    num_tiles = tiles.shape[1]
+    _gather_tokens_kernel[(num_tiles, num_kv_heads)](
+        kv_layer,
+        tiles,
+        keys,
+        values,
+        num_tiles,
+        BLOCK_STRIDE=kv_layer.stride(0),
+        KV_HEADS=num_kv_heads,
+        BLOCK_SIZE=block_size,
+        TOKENS=triton.next_power_of_2(block_size),
+        HEAD_DIM=head_dim,
+        DIM=triton.next_power_of_2(head_dim),
+        num_warps=4,
+        **overlapped(kv_layer.device),
+    )
+    return keys, values
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _gather_tokens_kernel(
+    kv_ptr,
+    tiles_ptr,
+    keys_ptr,
+    values_ptr,
+    num_tiles,
+    BLOCK_STRIDE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    tile, head = tl.program_id(0), tl.program_id(1)
+    block = tl.load(tiles_ptr + tile).to(tl.int64)
+    first = tl.load(tiles_ptr + num_tiles + tile).to(tl.int64)
+    count = tl.load(tiles_ptr + 2 * num_tiles + tile)
+    token, column = tl.arange(0, TOKENS), tl.arange(0, DIM)
+    mask = (token < count)[:, None] & (column < HEAD_DIM)[None, :]
+    source = kv_ptr + block * BLOCK_STRIDE + head * (2 * BLOCK_SIZE * HEAD_DIM)
+    source += token[:, None] * HEAD_DIM + column[None, :]
+    target = ((first + token)[:, None] * KV_HEADS + head) * HEAD_DIM + column[None, :]
+    wait(OVERLAPPED)
+    keys = tl.load(source, mask=mask)
+    values = tl.load(source + BLOCK_SIZE * HEAD_DIM, mask=mask)
+    tl.store(keys_ptr + target, keys, mask=mask)
+    tl.store(values_ptr + target, values, mask=mask)

@@ -10,7 +10,7 @@ from torch import Tensor
 pytest.importorskip("triton")  # conftest.py chose its interpreter, if need be, before this import
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-from splitserve.kernels import reference, sampling, triton_linear, triton_ops, triton_sampling  # noqa: E402
+from splitserve.kernels import reference, sampling, triton_gather, triton_linear, triton_ops, triton_sampling  # noqa: E402
 from splitserve.kernels.api import AttentionShape, PagedBatch, SamplingBatch  # noqa: E402
 from splitserve.kernels.attention import ReferencePagedAttention  # noqa: E402
 from splitserve.kernels.triton_attention import TritonPagedAttention  # noqa: E402
@@ -158,6 +158,15 @@ def test_a_decode_plan_is_filled_again_and_keeps_its_tensors() -> None:
         plan.update(batch)
         assert_close(backend.run(query, layer, plan), oracle.run(query, layer, oracle.plan(batch)))
     assert decode.indices.data_ptr() == kept
+
+
+def test_gathered_tokens() -> None:
+    cache = rand(7, 3, 2, 2, 5, 24)
+    tiles = torch.tensor([[6, 0, 3], [0, 5, 10], [5, 5, 2]], dtype=torch.int32, device=DEVICE)
+    keys, values = triton_gather.gather_tokens(cache[:, 1], tiles, 12)
+    for index, gathered in enumerate((keys, values)):
+        expected = cache[[6, 0, 3], 1, :, index].permute(0, 2, 1, 3).flatten(0, 1)[:12]
+        assert torch.equal(gathered, expected)
 
 
 def sampling_batch(rows: list[tuple[float, int, float]]) -> SamplingBatch:
