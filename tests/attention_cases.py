@@ -55,8 +55,8 @@ def paged_case(shape: AttentionShape, lengths: Lengths, seed: int = 0) -> tuple[
 
 
 def plain_attention(query: Tensor, kv_layer: Tensor, batch: PagedBatch) -> Tensor:
-    """The definition, token by token, in float64 on the host: [T, H, D]."""
-    wide, memory = query.double().cpu(), kv_layer.double().cpu()
+    """The definition, token by token, in float64: [T, H, D]."""
+    wide, memory = query.double(), kv_layer.double()
     group = query.shape[1] // kv_layer.shape[1]
     out = torch.empty_like(wide)
     row = 0

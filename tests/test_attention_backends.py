@@ -48,10 +48,10 @@ def assert_close(actual: Tensor, query: Tensor, layer: Tensor, batch: PagedBatch
     expected = plain_attention(query, layer, batch)
     assert actual.dtype == shape.dtype and actual.shape == query.shape
     tolerance = TOLERANCE[shape.dtype]
-    torch.testing.assert_close(actual.double().cpu(), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
     reference = ReferencePagedAttention(shape)
-    plain = reference.run(query, layer, reference.plan(batch)).cpu()
-    assert rms(actual.cpu() - expected) <= 2 * rms(plain - expected) + 1e-6 * rms(expected)
+    plain = reference.run(query, layer, reference.plan(batch))
+    assert rms(actual - expected) <= 2 * rms(plain - expected) + 1e-6 * rms(expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -95,7 +95,8 @@ def test_a_captured_decode_step_follows_its_plan(backend: str, batch_size: int) 
     shape = attention_shape(32, 8, 128, 64, torch.bfloat16, DEVICE)
     attention = make_backend(backend, shape)
     plan = attention.make_decode_plan(batch_size, 40)
-    contexts = [[1 + (37 * step + 911 * row) % 2500 for row in range(batch_size)] for step in range(4)]
+    longest = 2500 if batch_size < 8 else 300
+    contexts = [[1 + (37 * step + 911 * row) % longest for row in range(batch_size)] for step in range(4)]
     contexts.append([64] * batch_size)
     cases = [paged_case(shape, [(1, context) for context in each], seed) for seed, each in enumerate(contexts)]
     memory = torch.empty(

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from splitserve.benchmarks.device_timing import TOLERANCE, relative_error
-from splitserve.benchmarks.tune import Search, Tuner, main
+from splitserve.benchmarks.tune import Search, Tuner
 from splitserve.benchmarks.tune_compile import CompilePool
 from splitserve.errors import ConfigError
 from splitserve.kernels import tuning
 from splitserve.kernels.tunables import OPERATIONS, TuneTarget, load_tunable
 from splitserve.kernels.tuning import Params, TunedEntry
 from splitserve.models.demo import SHAPES
+from splitserve.orchestration import cli
 
 CPU = torch.device("cpu")
 DEVICE = "Test GPU"
@@ -117,9 +118,16 @@ def test_an_interruption_loses_the_current_shape_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
-def test_without_a_gpu_it_says_so() -> None:
-    with pytest.raises(ConfigError, match="CUDA device, and there is none"):
-        main([])
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tune", "--shape", "tiny"]) == cli.EXIT_ERROR
+    assert "CUDA device, and there is none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [["--rows", "0"], ["--operation", "magic"], ["--shape", "magic"]])
+def test_wrong_options(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["tune", *options])
+    assert options[0] in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("one_thread")
