@@ -23,7 +23,7 @@ _WORKSPACE_BYTES = 256 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class FlashInferPlan:
-    """``decode`` serves the first ``num_decodes`` query tokens, ``prefill`` or ``ragged`` all others; None: not used."""
+    """``decode`` serves the first ``num_decodes`` query tokens, ``prefill`` or ``ragged`` the rest; None: not used."""
 
     num_decodes: int
     decode: Any

@@ -1,8 +1,7 @@
 """Attention of long prompt chunks: keys and values gathered into one tensor, then FlashInfer's FlashAttention 3 on it.
 
-Its kernel for paged memory reads keys and values element by address; the one for plain tensors has the bulk copy engine
-bring them, which more than pays for the gathering (measured on an H200: an 8k prompt's attention takes three quarters of
-the time).
+Its kernel for paged memory reads keys and values element by address; the one for plain tensors has the bulk copy
+engine bring them, which more than pays for the gathering.
 """
 
 import itertools
