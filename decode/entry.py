@@ -23,7 +23,7 @@ from splitserve.kvconnector.nixl import NixlConnector
 from splitserve.messages import WorkerInfo
 from splitserve.models.config import load_model_config
 from splitserve.models.cuda_runner import CudaRunner
-from splitserve.models.parallel import Alone, CollectiveError
+from splitserve.models.parallel import Alone, CollectiveError, Collectives
 from splitserve.models.process_group import join_group, open_store
 from splitserve.models.runner import ModelRunner
 from splitserve.models.shard import Shard, check_tensor_parallel_size
@@ -76,6 +76,7 @@ def _run_ranks(config: WorkerConfig, device: torch.device, progress: Progress, c
     on_rank_failure = _EndWithRank(progress)
     store, port = open_store(size)
     ranks = Ranks(config.engine_id, config.role, config.engine, port, on_rank_failure)
+    group: Collectives | None = None
     try:
         group = join_group(store, Shard(0, size), device)
         served = load_served_model(config.engine, device, group, progress, clock)
@@ -86,6 +87,8 @@ def _run_ranks(config: WorkerConfig, device: torch.device, progress: Progress, c
         raise ranks.explain(error) from error
     finally:
         ranks.close()
+        if group is not None:
+            group.close()
 
 
 class _EndWithRank:

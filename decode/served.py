@@ -73,6 +73,7 @@ def load_served_model(
     model_config = load_model_config(engine.model)
     check_tensor_parallel_size(model_config, group.shard.size)
     model, layout = _load(engine, model_config, device, group, progress=progress, clock=clock)
+    group.prepare(model_config.hidden_size, model.dtype)
     size = group.shard.size
     if device.type == "cuda" and not engine.kv_memory_bytes:
         with clock.phase("the largest steps, to size KV memory"):

@@ -5,8 +5,11 @@ up what all ranks have (:class:`RowParallelLinear`), and the LM head, whose outp
 (:class:`VocabParallelHead`). All ranks then have the same logits and draw the same tokens from them.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from splitserve.errors import SplitserveError
@@ -18,11 +21,23 @@ class CollectiveError(SplitserveError):
     """The ranks couldn't exchange what they had to: most often because another one has failed, or is gone."""
 
 
+@contextmanager
+def shown_as_ours(what: str) -> Iterator[None]:
+    """What torch.distributed raises becomes a :class:`CollectiveError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CollectiveError(f"{what}: {error}") from error
+
+
 class Collectives(Protocol):
     """What ranks do together: each calls the same methods in the same order. Raise :class:`CollectiveError`."""
 
     @property
     def shard(self) -> Shard: ...
+
+    def prepare(self, hidden_size: int, dtype: torch.dtype) -> None:
+        """Make ready for :meth:`add_reduced` of rows of ``hidden_size``. May take a second, and allocates."""
 
     def add_reduced(self, residual: Tensor, partial: Tensor) -> None:
         """``residual`` += the sum of all ranks' ``partial`` (both [T, N], contiguous), in place, the same bits on every
@@ -42,6 +57,8 @@ class Alone:
     """The collectives of a model that one rank has to itself. See :class:`Collectives`."""
 
     shard = Shard()
+
+    def prepare(self, hidden_size: int, dtype: torch.dtype) -> None: ...
 
     def add_reduced(self, residual: Tensor, partial: Tensor) -> None:
         residual.add_(partial)

@@ -1,12 +1,11 @@
-"""The collectives of ranks that are processes of one machine, over torch.distributed: gloo on CPU.
+"""The collectives of ranks that are processes of one machine, over torch.distributed: gloo on CPU. For GPUs see
+:mod:`.cuda_group`.
 
 Ranks meet at a store that rank 0 opens. It and all that the ranks open later is bound to the loopback address: they are
 processes of one machine, and nobody else has any business there.
 """
 
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -15,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore
 
-from splitserve.errors import ConfigError
-from splitserve.models.parallel import CollectiveError, Collectives
+from splitserve.models.parallel import Collectives, shown_as_ours
 from splitserve.models.shard import Shard
 
 LOOPBACK = "127.0.0.1"
@@ -44,16 +42,8 @@ def open_store(size: int) -> tuple[TCPStore, int]:
 
 def find_store(port: int, size: int) -> TCPStore:
     """The other ranks' side. Raises :class:`CollectiveError` if nobody is there."""
-    with _shown_as_ours("can't reach rank 0"):
+    with shown_as_ours("can't reach rank 0"):
         return TCPStore(LOOPBACK, port, size, is_master=False, timeout=timedelta(seconds=MEETING_SECONDS))
-
-
-@contextmanager
-def _shown_as_ours(what: str) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise CollectiveError(f"{what}: {error}") from error
 
 
 class GlooCollectives:
@@ -66,34 +56,38 @@ class GlooCollectives:
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=LOOPBACK)]
         options._timeout = timedelta(seconds=STEP_SECONDS)
-        with _shown_as_ours("the ranks can't connect to each other"):
+        with shown_as_ours("the ranks can't connect to each other"):
             self._group = gloo(store, shard.rank, shard.size, options)
         self.lowest(0)  # connections are made on first use: make them now
 
+    def prepare(self, hidden_size: int, dtype: torch.dtype) -> None: ...
+
     def add_reduced(self, residual: Tensor, partial: Tensor) -> None:
-        with _shown_as_ours("all-reduce failed"):
+        with shown_as_ours("all-reduce failed"):
             self._group.allreduce([partial]).wait()
         residual.add_(partial)
 
     def gather_columns(self, part: Tensor) -> Tensor:
         parts = [torch.empty_like(part) for _ in range(self.shard.size)]
-        with _shown_as_ours("all-gather failed"):
+        with shown_as_ours("all-gather failed"):
             self._group.allgather([parts], [part]).wait()
         return torch.cat(parts, dim=1)
 
     def lowest(self, number: int) -> int:
         value = torch.tensor([number])
-        with _shown_as_ours("all-reduce failed"):
+        with shown_as_ours("all-reduce failed"):
             self._group.allreduce([value], dist.ReduceOp.MIN).wait()
         return int(value)
 
     def close(self) -> None:
-        with _shown_as_ours("shutdown failed"):
+        with shown_as_ours("shutdown failed"):
             self._group.shutdown()
 
 
 def join_group(store: Store, shard: Shard, device: torch.device) -> Collectives:
     """The collectives for models on ``device``. Waits for all ranks; raises :class:`CollectiveError`."""
-    if device.type != "cpu":
-        raise ConfigError(f"there are no collectives for {device.type} devices")
-    return GlooCollectives(store, shard)
+    if device.type == "cpu":
+        return GlooCollectives(store, shard)
+    from splitserve.models.cuda_group import CudaCollectives
+
+    return CudaCollectives(store, shard, device)

@@ -1,0 +1,192 @@
+"""Ways to add up a tensor over the ranks' GPUs, and which one serves which size: measured at start, on this machine.
+
+NCCL can do all sizes. For small ones the kernels of :mod:`splitserve.kernels.triton_all_reduce` are faster, where the
+GPUs can address each other's memory. Each way is tried for right results before it is used at all.
+"""
+
+import bisect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+CAPACITY_BYTES = 4 << 20
+_TRIAL_SPINS = 1 << 24  # looks at a flag, a microsecond or less each
+_WARM_UP_CALLS = 2
+_CALLS_PER_GRAPH = 20
+_REPLAYS = 5
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+
+
+class AllReduce(Protocol):
+    """One way to do it. ``capacity_bytes``: of the largest tensor; None: any."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def capacity_bytes(self) -> int | None: ...
+
+    def add(self, residual: Tensor, partial: Tensor) -> None:
+        """See :meth:`splitserve.models.parallel.Collectives.add_reduced`."""
+
+    def try_add(self, residual: Tensor, partial: Tensor) -> None:
+        """The same, but it ends after some seconds even where it doesn't work; the result is wrong then."""
+
+
+class NcclAllReduce:
+    """Through NCCL: any size. See :class:`AllReduce`."""
+
+    name = "nccl"
+    capacity_bytes = None
+
+    def add(self, residual: Tensor, partial: Tensor) -> None:
+        dist.all_reduce(partial)
+        residual.add_(partial)
+
+    try_add = add
+
+
+@dataclass(frozen=True, slots=True)
+class KernelAllReduce:
+    """By a kernel that takes (residual, partial, max_spins), through the peers' memory. See :class:`AllReduce`."""
+
+    name: str
+    capacity_bytes: int
+    kernel: Callable[[Tensor, Tensor, int], None]
+
+    def add(self, residual: Tensor, partial: Tensor) -> None:
+        self.kernel(residual, partial, 0)
+
+    def try_add(self, residual: Tensor, partial: Tensor) -> None:
+        self.kernel(residual, partial, _TRIAL_SPINS)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Microseconds of one size by each way that can do it: of the slowest rank, back to back in a CUDA graph."""
+
+    num_bytes: int
+    microseconds: Mapping[str, float]
+
+    @property
+    def best(self) -> str:
+        return min(self.microseconds, key=lambda name: self.microseconds[name])
+
+
+class ChosenAllReduce:
+    """The best way for each size, by measurements of growing sizes. Beyond the largest: NCCL."""
+
+    def __init__(self, ways: Sequence[AllReduce], measured: Sequence[Measured]) -> None:
+        """``ways``: NCCL first."""
+        by_name = {way.name: way for way in ways}
+        self._bounds = [entry.num_bytes for entry in measured]
+        self._ways = [*(by_name[entry.best] for entry in measured), ways[0]]
+
+    def way(self, num_bytes: int) -> AllReduce:
+        """A size between two measured ones takes the way of the larger one."""
+        return self._ways[bisect.bisect_left(self._bounds, num_bytes)]
+
+    def add(self, residual: Tensor, partial: Tensor) -> None:
+        self.way(partial.nbytes).add(residual, partial)
+
+    def describe(self) -> str:
+        """Like ``one-shot up to 1024 KiB, then nccl``."""
+        parts = []
+        for index, way in enumerate(self._ways[:-1]):
+            if way is not self._ways[index + 1]:
+                parts.append(f"{way.name} up to {self._bounds[index] / 1024:g} KiB")
+        return ", then ".join([*parts, self._ways[-1].name])
+
+
+def sizes_to_measure(row_bytes: int) -> list[int]:
+    """Bytes of 1, 2, 4, ... rows, up to :data:`CAPACITY_BYTES`."""
+    sizes = [row_bytes]
+    while 2 * sizes[-1] <= CAPACITY_BYTES:
+        sizes.append(2 * sizes[-1])
+    return sizes
+
+
+def choose(ways: Sequence[AllReduce], row_bytes: int, dtype: torch.dtype, device: torch.device) -> ChosenAllReduce:
+    """The best of ``ways`` (NCCL first) for tensors of ``row_bytes`` a row. All ranks choose the same, together."""
+    right = [ways[0], *(way for way in ways[1:] if _works(way, row_bytes, dtype, device))]
+    measured = measure(right, sizes_to_measure(row_bytes), dtype, device)
+    chosen = ChosenAllReduce(right, measured)
+    logger.info("all-reduce over %d ranks: %s", dist.get_world_size(), chosen.describe())
+    for entry in measured:
+        times = ", ".join(f"{name} {value:.1f} us" for name, value in entry.microseconds.items())
+        logger.debug("all-reduce of %g KiB: %s", entry.num_bytes / 1024, times)
+    return chosen
+
+
+def measure(
+    ways: Sequence[AllReduce], sizes: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> list[Measured]:
+    """Every way that can do a size, at each of ``sizes`` (bytes). All ranks do it together."""
+    names, times = [], []
+    for num_bytes in sizes:
+        able = [way for way in ways if way.capacity_bytes is None or num_bytes <= way.capacity_bytes]
+        names.append([way.name for way in able])
+        times += [_microseconds(way, num_bytes, dtype, device) for way in able]
+    slowest = torch.tensor(times, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    results = iter(slowest.tolist())
+    return [
+        Measured(num_bytes, {name: next(results) for name in able})
+        for num_bytes, able in zip(sizes, names, strict=True)
+    ]
+
+
+def _works(way: AllReduce, row_bytes: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether it gives right sums, on all ranks, several times in a row."""
+    ok, why = 1, "wrong sums"
+    try:
+        for num_bytes in sizes_to_measure(row_bytes)[::3] * 2:
+            ok &= _adds_up(way, num_bytes // dtype.itemsize, dtype, device)
+    except Exception as error:  # whatever it is: NCCL is there
+        ok, why = 0, f"{type(error).__name__}: {error}"
+    agreed = torch.tensor(ok, device=device)
+    dist.all_reduce(agreed, dist.ReduceOp.MIN)
+    if not int(agreed):
+        logger.warning("all-reduce %s isn't used: %s", way.name, why if not ok else "it failed on another rank")
+    return bool(agreed)
+
+
+def _adds_up(way: AllReduce, num_elements: int, dtype: torch.dtype, device: torch.device) -> bool:
+    def random(seed: int) -> Tensor:
+        generator = torch.Generator(device).manual_seed(seed)
+        return torch.randn(num_elements, device=device, generator=generator).to(dtype)
+
+    residual, expected = random(0), random(0).float()
+    for rank in range(dist.get_world_size()):
+        expected += random(rank + 1).float()
+    way.try_add(residual, random(dist.get_rank() + 1))
+    tolerance = _TOLERANCE[dtype]
+    return torch.allclose(residual.float(), expected, rtol=tolerance, atol=4 * tolerance)
+
+
+def _microseconds(way: AllReduce, num_bytes: int, dtype: torch.dtype, device: torch.device) -> float:
+    residual, partial = (torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=device) for _ in range(2))
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(_WARM_UP_CALLS):
+            way.add(residual, partial)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            for _ in range(_CALLS_PER_GRAPH):
+                way.add(residual, partial)
+        graph.replay()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record(stream)
+        for _ in range(_REPLAYS):
+            graph.replay()
+        end.record(stream)
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e3 / (_REPLAYS * _CALLS_PER_GRAPH)

@@ -1,0 +1,141 @@
+"""The collectives of ranks on GPUs of one machine: NCCL, and kernels that reach into the peers' memory.
+
+No operation uses NVLink's multicast (NVLS): it is switched off unless the user's environment says otherwise, since it
+takes memory and a working fabric manager, and gains nothing at the sizes of a step.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from splitserve.models.all_reduce import (
+    CAPACITY_BYTES,
+    AllReduce,
+    ChosenAllReduce,
+    KernelAllReduce,
+    NcclAllReduce,
+    choose,
+)
+from splitserve.models.parallel import shown_as_ours
+from splitserve.models.shard import Shard
+
+if TYPE_CHECKING:
+    from splitserve.kernels.triton_all_reduce import PeerMemory
+
+logger = logging.getLogger(__name__)
+
+STEP_SECONDS = 600.0
+_ENVIRONMENT = {
+    "NCCL_SOCKET_IFNAME": "lo",  # ranks are processes of one machine
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+}
+
+
+class CudaCollectives:
+    """See :class:`splitserve.models.parallel.Collectives`. Works in the current stream, and can be captured."""
+
+    def __init__(self, store: Store, shard: Shard, device: torch.device) -> None:
+        """Waits for all ranks. ``device`` becomes the current one."""
+        self.shard = shard
+        self._device = device
+        self._all_reduce: AllReduce | ChosenAllReduce = NcclAllReduce()
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        torch.cuda.set_device(device)
+        with shown_as_ours("the ranks can't connect to each other"):
+            dist.init_process_group(
+                "nccl",
+                store=store,
+                rank=shard.rank,
+                world_size=shard.size,
+                timeout=timedelta(seconds=STEP_SECONDS),
+                device_id=device,
+            )
+        self.lowest(0)
+
+    def prepare(self, hidden_size: int, dtype: torch.dtype) -> None:
+        with shown_as_ours("the ranks can't try their all-reduce"):
+            ways: list[AllReduce] = [NcclAllReduce(), *peer_all_reduces(self.shard, self._device)]
+            self._all_reduce = choose(ways, hidden_size * dtype.itemsize, dtype, self._device)
+
+    def add_reduced(self, residual: Tensor, partial: Tensor) -> None:
+        with shown_as_ours("all-reduce failed"):
+            self._all_reduce.add(residual, partial)
+
+    def gather_columns(self, part: Tensor) -> Tensor:
+        rows, columns = part.shape
+        gathered = torch.empty((self.shard.size, rows, columns), dtype=part.dtype, device=part.device)
+        with shown_as_ours("all-gather failed"):
+            dist.all_gather_into_tensor(gathered, part.contiguous())
+        return gathered.transpose(0, 1).reshape(rows, self.shard.size * columns)
+
+    def lowest(self, number: int) -> int:
+        value = torch.tensor(number, device=self._device)
+        with shown_as_ours("all-reduce failed"):
+            dist.all_reduce(value, dist.ReduceOp.MIN)
+            return int(value)
+
+    def close(self) -> None:
+        with shown_as_ours("shutdown failed"):
+            dist.distributed_c10d._abort_process_group()  # unlike its destruction, it waits for nobody
+
+
+def peer_all_reduces(shard: Shard, device: torch.device) -> list[KernelAllReduce]:
+    """Those that need the peers' memory: none, and a line in the log, where the GPUs can't address each other's."""
+    first = (device.index or 0) - shard.rank
+    for one in range(first, first + shard.size):
+        for other in range(first, first + shard.size):
+            if one != other and not torch.cuda.can_device_access_peer(one, other):
+                logger.warning("GPU %d can't address GPU %d's memory: all-reduce through NCCL alone", one, other)
+                return []
+    try:
+        from splitserve.kernels import triton_all_reduce
+
+        num_bytes = triton_all_reduce.buffer_bytes(CAPACITY_BYTES, shard.size)
+        block = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
+        block.zero_()
+        handle = symmetric.rendezvous(block, dist.distributed_c10d._get_default_group())
+        torch.cuda.synchronize(device)
+        dist.barrier()  # from here on all of them are zero
+        offset = block.data_ptr() - handle.buffer_ptrs[shard.rank]
+        memory = triton_all_reduce.PeerMemory(
+            rank=shard.rank,
+            size=shard.size,
+            capacity_bytes=CAPACITY_BYTES,
+            buffers=torch.tensor([address + offset for address in handle.buffer_ptrs], device=device),
+            calls=torch.zeros(triton_all_reduce.PROGRAMS, dtype=torch.int32, device=device),
+        )
+    except Exception as error:  # all ranks have the same software and the same GPUs, so all of them come here
+        logger.warning(
+            "the ranks can't share memory, all-reduce through NCCL alone: %s: %s", type(error).__name__, error
+        )
+        return []
+    kernels = {"one-shot": triton_all_reduce.one_shot_add, "two-shot": triton_all_reduce.two_shot_add}
+    if shard.size == 2:
+        del kernels["two-shot"]  # moves as much as one-shot, and meets twice
+    return [
+        KernelAllReduce(name, CAPACITY_BYTES, _PeerKernel(kernel, memory, (block, handle)))
+        for name, kernel in kernels.items()
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _PeerKernel:
+    """``mapping`` keeps the peers' memory mapped as long as this may be called."""
+
+    kernel: Callable[["PeerMemory", Tensor, Tensor, int], None]
+    memory: "PeerMemory"
+    mapping: object
+
+    def __call__(self, residual: Tensor, partial: Tensor, max_spins: int) -> None:
+        self.kernel(self.memory, residual, partial, max_spins)
