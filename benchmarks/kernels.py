@@ -2,8 +2,8 @@
 
 Microseconds are the median of calls in a CUDA graph (sampling, prompts and the reference's attention, which copy from
 the host, are launched one by one). The floor is what a call must move at this device's measured copy bandwidth, or must
-compute at its measured GEMM rate, whichever is longer. Errors are the largest difference from the reference's answer,
-over its size plus its root mean square.
+compute at its measured GEMM rate, whichever is longer. Errors are norms: of the difference from the reference's answer,
+over that answer's own (or a tenth of the largest difference over its root mean square, if that is more).
 """
 
 import argparse
