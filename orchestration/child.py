@@ -28,6 +28,7 @@ import msgspec
 from splitserve.config import RouterConfig, WorkerConfig
 from splitserve.errors import SplitserveError
 from splitserve.logs import set_up_logging
+from splitserve.orchestration.shared_memory import hold_folder
 
 ORPHAN_GRACE_SECONDS = 3.0
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -73,10 +74,17 @@ class StatusPipe:
 
     def report(self, stage: str, detail: dict[str, str]) -> None:
         with self._lock:
+            if self._file.closed:
+                return
             try:
                 self._file.write(msgspec.json.encode(Progress(stage, detail)) + b"\n")
             except BrokenPipeError:
                 _log.warning("progress %r has no reader any more", stage)
+
+    def close(self) -> None:
+        """Nobody needs to hear more."""
+        with self._lock:
+            self._file.close()
 
 
 def config_of(order: Order) -> Config:
@@ -131,6 +139,7 @@ def main() -> int:
     set_up_logging(order.name, order.log_level)
     if order.parent_death_signal:
         _ask_kernel_for_death_signal()
+    hold_folder(order.shared_memory)
     threading.Thread(target=_end_with_parent, args=(life_line, order), name="life-line", daemon=True).start()
     try:
         return run(order, StatusPipe(order.status_fd))

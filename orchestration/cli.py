@@ -1,4 +1,4 @@
-"""The command line: ``splitserve serve | spec | demo | demo-model | bench | tune | version``.
+"""The command line: ``splitserve serve | up | status | ... | spec | demo | demo-model | bench | tune | version``.
 
 Only the standard library and the shared config are imported here; a command imports what it needs when it
 runs, so that ``--help`` is instant. An error that the user can mend is one line on standard error and exit status 2.
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from splitserve import __version__
 from splitserve.errors import SplitserveError
 from splitserve.logs import LOG_LEVELS, set_up_logging
+from splitserve.orchestration.cluster_commands import add_cluster_commands
 from splitserve.orchestration.options import add_spec_option, bytes_option, cluster_spec
 from splitserve.orchestration.sizes import format_bytes
 
@@ -72,6 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="of every process")
     serve.set_defaults(run=_serve)
 
+    add_cluster_commands(commands)
     _add_spec_commands(commands.add_parser("spec", help="check, show or describe cluster specs (YAML)"))
 
     demo = commands.add_parser(

@@ -1,6 +1,7 @@
-"""Progress of the processes as lines for people."""
+"""Progress of the processes, and a cluster's status, as lines for people."""
 
-from splitserve.orchestration.process import ChildProgress
+from splitserve.orchestration.control import ClusterStatus, ProcessStatus
+from splitserve.orchestration.host import ChildProgress
 from splitserve.orchestration.sizes import format_bytes
 
 
@@ -34,3 +35,28 @@ def _describe(stage: str, detail: dict[str, str]) -> str | None:
         case _:
             facts = ", ".join(f"{name} {value}" for name, value in detail.items())
             return f"{stage:<10} {facts}".rstrip()
+
+
+def describe_status(status: ClusterStatus) -> str:
+    lines = [f"{status.name}: {status.state}, {status.model} at {status.url or 'no address yet'}"]
+    lines += [_describe_process(process, status.revision) for process in (status.router, *status.workers)]
+    if status.upgrade is not None:
+        upgrade = status.upgrade
+        problem = f": {upgrade.problem}" if upgrade.problem else ""
+        lines.append(
+            f"  upgrade {upgrade.state}, {upgrade.num_replaced} of {upgrade.num_workers} workers replaced{problem}"
+        )
+    return "\n".join(lines)
+
+
+def _describe_process(process: ProcessStatus, revision: int) -> str:
+    facts = [
+        f"{process.seconds_ready:.0f} s" if process.seconds_ready is not None else "",
+        f"pid {process.pid}" if process.pid else "",
+        process.place,
+        f"restarted {process.num_restarts} times" if process.num_restarts else "",
+        f"revision {process.revision}" if process.role and process.revision != revision else "",
+        "won't come back" if not process.wanted else "",
+        f"before: {process.last_words}" if process.last_words else "",
+    ]
+    return f"  {process.name:<12} {process.phase:<9} {', '.join(fact for fact in facts if fact)}".rstrip()

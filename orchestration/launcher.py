@@ -1,47 +1,46 @@
-"""A cluster of processes on this machine: the router first, then all workers at once.
+"""A cluster of processes: the router first, then all workers at once.
 
-:class:`LocalCluster` starts them, shows their progress, watches them and ends them. It is one loop over the
-children's events (see :mod:`.process`). A worker that ends is started again (see :mod:`.restarts`): same name, new
-incarnation. No child outlives the cluster: they are asked with SIGINT, which doesn't wait for requests, killed after
-:data:`STOP_GRACE_SECONDS`, and end by themselves if this process dies without a word.
+:class:`Cluster` starts them, shows their progress, watches them and ends them, wherever its host runs them
+(:mod:`.local_host`, :mod:`.ray_host`). It is one loop over events; :mod:`.supervision` decides which workers there
+shall be. No child outlives a cluster on this machine: they are asked with SIGINT, which doesn't wait for requests,
+killed after :data:`STOP_GRACE_SECONDS`, and end by themselves if this process dies without a word.
 """
 
 import http.client
 import logging
-import os
-import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import FrameType, TracebackType
+from typing import Self
 from urllib.parse import urlsplit
 
-from splitserve.config import WorkerConfig
 from splitserve.errors import SplitserveError
-from splitserve.orchestration.addresses import LOOPBACK, own_address
-from splitserve.orchestration.child import Config
-from splitserve.orchestration.cores import available_cores, split_cores
-from splitserve.orchestration.expansion import (
-    Secrets,
-    resolve_secrets,
-    router_config,
-    worker_config,
-    worker_environment,
-    worker_names,
+from splitserve.orchestration.control import (
+    Accepted,
+    AnyReply,
+    AnyRequest,
+    DrainWorker,
+    GetStatus,
+    Refused,
+    Scale,
+    Stop,
+    UpgradeCluster,
 )
-from splitserve.orchestration.gpus import VISIBLE, Gpu, GpuAssignment, check_enough_gpus, device_of, list_gpus
-from splitserve.orchestration.process import ChildExited, ChildProcess, ChildProgress, Event, StopRequested
-from splitserve.orchestration.restarts import RestartPolicy
+from splitserve.orchestration.host import Asked, Child, ChildExited, ChildProgress, Event, Host, StopRequested
+from splitserve.orchestration.local_host import ENTRIES, Entries, LocalHost
 from splitserve.orchestration.spec import ClusterSpec
-from splitserve.security import check_exposure
+from splitserve.orchestration.status import ROUTER, cluster_status
+from splitserve.orchestration.supervision import Action, Drain, Kill, Phase, Start, Supervisor, Worker
 
 STOP_GRACE_SECONDS = 3.0
 START_TIMEOUT_SECONDS = 900.0
 ROUTER_READY_TIMEOUT_SECONDS = 30.0
+REPLY_TIMEOUT_SECONDS = 30.0
 _READY_POLL_SECONDS = 0.05
 
 _log = logging.getLogger(__name__)
@@ -55,58 +54,37 @@ class LaunchInterruptedError(SplitserveError):
     """A signal asked for the end before the cluster was ready."""
 
 
-@dataclass(frozen=True)
-class Entries:
-    """What the processes run, as ``module:function`` (see :class:`splitserve.orchestration.child.Order`)."""
-
-    router: str = "splitserve.router.server:run_router"
-    worker: str = "splitserve.decode.entry:run_worker"
-
-
 def ignore_progress(_event: ChildProgress) -> None:
     """For callers that show nothing."""
 
 
-class LocalCluster:
+class Cluster:
     """Use as a context manager (ready inside, gone after), or ``start``, ``watch``, ``stop``.
 
     Start it from a thread that outlives it; in the main thread the kernel guards against orphans, too. Workers are
-    started again while :meth:`watch` runs, unless ``restart`` is off. ``environment`` is added to the children's own.
+    started again while :meth:`watch` runs, unless ``restart`` is off.
     """
 
     def __init__(
         self,
         spec: ClusterSpec,
+        host: Host,
         *,
         show: Callable[[ChildProgress], None] = ignore_progress,
-        log_level: str = "info",
-        entries: Entries = Entries(),
-        num_cores: int | None = None,
         restart: bool = True,
-        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.spec = spec
         self.url = ""
+        self.state = "starting"
+        self._host = host
         self._membership = ""
-        self._num_cores = available_cores() if num_cores is None else num_cores
         self._show = show
-        self._log_level = log_level
-        self._entries = entries
         self._events: SimpleQueue[Event] = SimpleQueue()
-        self._restart = restart
-        self._environment = environment
         self._changed = threading.Condition()  # guards what watch() changes and others look at
-        self._children: dict[str, ChildProcess] = {}
-        self._ready_since: dict[str, float] = {}
-        self._leaving: set[str] = set()  # were told to end
-        self._worker_configs: dict[str, WorkerConfig] = {}
-        self._worker_environments: dict[str, dict[str, str]] = {}
-        self._gpus: dict[str, list[Gpu]] = {}
-        self._policies: dict[str, RestartPolicy] = {}
-        self._restart_due_at: dict[str, float] = {}
-        self._chosen = random.Random()
+        self._children: dict[str, Child] = {}
+        self._supervisor = Supervisor(spec, restart=restart, has_room=host.has_room)
 
-    def __enter__(self) -> "LocalCluster":
+    def __enter__(self) -> Self:
         self.start()
         return self
 
@@ -118,6 +96,8 @@ class LocalCluster:
     ) -> None:
         self.stop()
 
+    # ---- from any thread ----
+
     @property
     def pids(self) -> dict[str, int]:
         """Process ids by name (``router``, ``prefill-0``, ...)."""
@@ -128,23 +108,38 @@ class LocalCluster:
     def ready(self) -> frozenset[str]:
         """Workers that said that they are ready, and have neither ended nor been sent away since."""
         with self._changed:
-            return frozenset(self._ready_since.keys() - self._leaving)
+            return self._supervisor.names(Phase.READY)
 
     def wait_ready(self, name: str, timeout_seconds: float) -> bool:
         """Wait until a worker is ready; False if that takes longer."""
         with self._changed:
-            return self._changed.wait_for(lambda: name in self.ready, timeout_seconds)
+            return self._changed.wait_for(lambda: name in self._supervisor.names(Phase.READY), timeout_seconds)
 
     def send_signal(self, name: str, signal_number: int) -> None:
         """To a process that is running; nothing if it has just ended. Raises :class:`KeyError` for an unknown name."""
         with self._changed:
             self._children[name].send_signal(signal_number)
-            if signal_number in (signal.SIGTERM, signal.SIGKILL):
-                self._leaving.add(name)
+            if name != ROUTER and signal_number in (signal.SIGTERM, signal.SIGKILL):
+                self._supervisor.on_leaving(name)
 
     def restart(self, name: str) -> None:
         """Ask a worker to drain; :meth:`watch` starts it again when it has ended."""
         self.send_signal(name, signal.SIGTERM)
+
+    def request_stop(self, reason: str) -> None:
+        """Make :meth:`start` or :meth:`watch` return; safe in a signal handler and from any thread."""
+        self._events.put(StopRequested(reason))
+
+    def ask(self, request: AnyRequest) -> AnyReply:
+        """Have the thread that watches the cluster answer a request. Not from that thread."""
+        replies: SimpleQueue[AnyReply] = SimpleQueue()
+        self._events.put(Asked(request, replies.put))
+        try:
+            return replies.get(timeout=REPLY_TIMEOUT_SECONDS)
+        except Empty:
+            return Refused(f"the cluster didn't answer within {REPLY_TIMEOUT_SECONDS:g} s; it may be ending")
+
+    # ---- start, watch, stop ----
 
     def start(self) -> None:
         """Return when every worker is ready and the router says so; on any failure everything is stopped.
@@ -153,17 +148,14 @@ class LocalCluster:
         """
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
         try:
-            secrets = resolve_secrets(self.spec)
-            host = own_address(self.spec.network, LOOPBACK)
-            check_exposure(host, secrets.secret)
-            self._assign_gpus()
-            self._spawn("router", self._entries.router, router_config(self.spec, secrets, host), threads=0)
+            self._host.prepare(self.spec)
+            self._add_child(self._host.start_router(self.spec, self._events.put))
             self._handle_events_until(lambda: self._membership != "", "the router's membership endpoint", deadline)
-            self._plan_workers(secrets, host)
-            for name in self._worker_configs:
-                self._spawn_worker(name)
+            self._supervisor.want_all(time.monotonic())
+            self._do_what_is_due()
             self._handle_events_until(lambda: self._all_ready() and self.url != "", "all workers", deadline)
             self._wait_until_router_ready(time.monotonic() + ROUTER_READY_TIMEOUT_SECONDS)
+            self.state = "serving"
         except BaseException:
             self.stop()
             raise
@@ -176,16 +168,19 @@ class LocalCluster:
                     _log.info("%s: stopping", reason)
                     return 0
                 case ChildExited(name, returncode):
-                    self._on_exit(name, returncode)
-                    if name == "router":
+                    words = self._take_leave(name, returncode)
+                    if name == ROUTER:
                         _log.error("the router is gone: stopping")
                         return 1
-                    if len(self._children) == 1 and not self._restart_due_at:
+                    self._on_worker_exit(name, returncode, words)
+                    if not self._supervisor.workers:
                         _log.error("no worker is left: stopping")
                         return 1
                 case ChildProgress() as progress:
                     self._note_progress(progress)
-            self._start_due_workers()
+                case Asked(request, answer):
+                    answer(self._reply(request))
+            self._do_what_is_due()
 
     @contextmanager
     def supervised(self) -> Iterator[None]:
@@ -204,14 +199,11 @@ class LocalCluster:
         if statuses != [0]:
             raise LaunchError("the cluster ended by itself: its log says why")
 
-    def request_stop(self, reason: str) -> None:
-        """Make :meth:`start` or :meth:`watch` return; safe in a signal handler and from any thread."""
-        self._events.put(StopRequested(reason))
-
     def stop(self) -> None:
         """End every child within :data:`STOP_GRACE_SECONDS`, by force if need be. Idempotent."""
+        self.state = "stopping"
         for child in self._children.values():
-            child.interrupt()
+            child.send_signal(signal.SIGINT)
         deadline = time.monotonic() + STOP_GRACE_SECONDS
         for child in self._children.values():
             if not child.join(max(0.0, deadline - time.monotonic())):
@@ -220,112 +212,101 @@ class LocalCluster:
                 child.join(STOP_GRACE_SECONDS)
         with self._changed:
             self._children.clear()
-            self._ready_since.clear()
-            self._leaving.clear()
-            self._restart_due_at.clear()
+            self._supervisor.workers.clear()
+        self._host.close()
 
-    def _assign_gpus(self) -> None:
-        gpus = list_gpus({**os.environ, **(self._environment or {})})
-        check_enough_gpus(self.spec, gpus)
-        assignment = GpuAssignment(gpus, self.spec.devices.share)
-        for name, pool in worker_names(self.spec).items():
-            if device_of(pool.device, gpus) == "cuda":
-                self._gpus[name] = assignment.take(name, pool.tensor_parallel_size)
+    # ---- workers ----
 
-    def _plan_workers(self, secrets: Secrets, host: str) -> None:
-        """The workers' configs; cores are split between those whose pools don't say how many threads they have."""
-        pools = worker_names(self.spec)
-        shares = dict(zip(pools, split_cores(self._num_cores, len(pools)), strict=True))
-        for name, pool in pools.items():
-            self._worker_configs[name] = worker_config(
-                self.spec,
-                pool,
-                name,
-                secrets,
-                membership=self._membership,
-                host=host,
-                threads=pool.threads or shares[name],
-            )
-            self._worker_environments[name] = worker_environment(self.spec, pool)
-            if name in self._gpus:
-                self._worker_environments[name][VISIBLE] = ",".join(gpu.uuid for gpu in self._gpus[name])
-            self._policies[name] = RestartPolicy()
-
-    def _spawn_worker(self, name: str) -> None:
-        config = self._worker_configs[name]
-        self._spawn(name, self._entries.worker, config, config.engine.threads)
-
-    def _spawn(self, name: str, entry: str, config: Config, threads: int) -> None:
-        child = ChildProcess(
-            name=name,
-            entry=entry,
-            config=config,
-            threads=threads,
-            log_level=self._log_level,
-            events=self._events,
-            environment={**self._worker_environments.get(name, {}), **(self._environment or {})},
-        )
+    def _do_what_is_due(self) -> None:
         with self._changed:
-            self._children[name] = child
+            actions = self._supervisor.poll(time.monotonic())
+        self._perform(actions)
+
+    def _perform(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case Start(worker):
+                    self._start_worker(worker)
+                case Drain(name):
+                    _log.info("%s is asked to finish its requests and leave", name)
+                    self._children[name].send_signal(signal.SIGTERM)
+                case Kill(name):
+                    _log.warning("%s did not leave in time: killed", name)
+                    self._children[name].kill()
+
+    def _start_worker(self, worker: Worker) -> None:
+        try:
+            child = self._host.start_worker(worker.name, worker.spec, worker.pool, self._membership, self._events.put)
+        except (OSError, SplitserveError) as error:  # no memory, no process, no device: as if it had died at once
+            _log.error("%s can't be started: %s", worker.name, error)
+            self._on_worker_exit(worker.name, 1, str(error))
+            return
+        self._add_child(child)
+        with self._changed:
+            self._supervisor.on_started(worker.name)
+
+    def _add_child(self, child: Child) -> None:
+        with self._changed:
+            self._children[child.name] = child
+
+    def _take_leave(self, name: str, returncode: int) -> str:
+        """A child has ended; returns why, in words."""
+        with self._changed:
+            child = self._children.pop(name)
+        child.join(STOP_GRACE_SECONDS)
+        words = child.describe_exit(returncode)
+        _log.log(logging.ERROR if returncode else logging.INFO, "%s", words)
+        return words
+
+    def _on_worker_exit(self, name: str, returncode: int, words: str) -> None:
+        self._host.release(name)
+        now = time.monotonic()
+        with self._changed:
+            was_wanted = self._supervisor.workers[name].wanted
+            actions = self._supervisor.on_exit(name, returncode, words, now)
+            worker = self._supervisor.workers.get(name)
+        if worker is not None:
+            delay_seconds = worker.due_at - now
+            _log.warning("%s is started again%s", name, f" in {delay_seconds:.1f} s" if delay_seconds > 0 else "")
+        elif was_wanted:
+            _log.error("%s is not restarted; %s go on", name, ", ".join(sorted(self._children)))
+        self._perform(actions)
 
     def _next_event(self) -> Event | None:
-        """The next event; None when a worker is due to be started before one comes."""
-        due_at = min(self._restart_due_at.values(), default=None)
+        """The next event; None when something is due before one comes."""
+        due_at = self._supervisor.next_due()
         try:
-            return self._events.get(timeout=None if due_at is None else max(0.0, due_at - time.monotonic()))
+            return self._events.get(timeout=None if due_at == float("inf") else max(0.0, due_at - time.monotonic()))
         except Empty:
             return None
 
-    def _on_exit(self, name: str, returncode: int) -> None:
-        """Take note of a child's end, and decide whether and when it is started again."""
-        now = time.monotonic()
-        with self._changed:
-            child = self._children.pop(name)
-            ready_since = self._ready_since.pop(name, None)
-            self._leaving.discard(name)
-        child.join(STOP_GRACE_SECONDS)
-        _log.log(logging.ERROR if returncode else logging.INFO, "%s", child.describe_exit(returncode))
-        if name == "router":
-            return
-        delay_seconds: float | None = None
-        if self._restart:
-            seconds_ready = None if ready_since is None else now - ready_since
-            policy = self._policies[name]
-            delay_seconds = policy.on_death(seconds_ready, self._chosen) if returncode else 0.0
-        if delay_seconds is None:
-            _log.error("%s is not restarted; %s go on", name, ", ".join(sorted(self._children)))
-            return
-        _log.warning("%s is started again%s", name, f" in {delay_seconds:.1f} s" if delay_seconds else "")
-        self._restart_due_at[name] = now + delay_seconds
+    def _note_progress(self, progress: ChildProgress) -> None:
+        actions: list[Action] = []
+        if progress.stage == "ready" and progress.name in self._supervisor.workers:
+            with self._changed:
+                actions = self._supervisor.on_ready(progress.name, time.monotonic())
+                self._changed.notify_all()
+        self._show(progress)
+        self._perform(actions)
 
-    def _start_due_workers(self) -> None:
-        now = time.monotonic()
-        for name in [name for name, due_at in self._restart_due_at.items() if due_at <= now]:
-            del self._restart_due_at[name]
-            try:
-                self._spawn_worker(name)
-            except OSError as error:  # no memory, no process: as if it had died at once
-                delay_seconds = self._policies[name].on_death(None, self._chosen)
-                _log.error("%s can't be started: %s", name, error)
-                if delay_seconds is not None:
-                    self._restart_due_at[name] = now + delay_seconds
+    # ---- the start ----
 
     def _all_ready(self) -> bool:
-        return self._ready_since.keys() >= self._children.keys() - {"router"}
+        return len(self._supervisor.names(Phase.READY)) == len(self._supervisor.workers)
 
     def _handle_events_until(self, condition: Callable[[], bool], awaited: str, deadline: float) -> None:
         while not condition():
             try:
                 event = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
             except Empty:
-                missing = ", ".join(sorted(self._children.keys() - self._ready_since.keys() - {"router"})) or "router"
+                missing = ", ".join(sorted(self._supervisor.workers.keys() - self.ready)) or ROUTER
                 raise LaunchError(f"gave up waiting for {awaited}; not ready: {missing}") from None
             self._handle_start_event(event)
 
     def _handle_start_event(self, event: Event) -> None:
         match event:
-            case StopRequested(signal_name):
-                raise LaunchInterruptedError(f"{signal_name} before the cluster was ready")
+            case StopRequested(reason):
+                raise LaunchInterruptedError(f"{reason} before the cluster was ready")
             case ChildExited(name, returncode):
                 child = self._children[name]
                 raise LaunchError(f"{name}: {child.describe_exit(returncode)}")
@@ -335,13 +316,9 @@ class LocalCluster:
                 elif stage == "listening":
                     self.url = detail["url"]
                 self._note_progress(event)
-
-    def _note_progress(self, progress: ChildProgress) -> None:
-        if progress.stage == "ready":
-            with self._changed:
-                self._ready_since[progress.name] = time.monotonic()
-                self._changed.notify_all()
-        self._show(progress)
+            case Asked(request, answer):
+                starting = Refused("the cluster is still starting: wait until `splitserve status` says serving")
+                answer(self._reply(request) if isinstance(request, GetStatus | Stop) else starting)
 
     def _wait_until_router_ready(self, deadline: float) -> None:
         answer = "no answer"
@@ -354,6 +331,60 @@ class LocalCluster:
             except Empty:
                 continue
         raise LaunchError(f"all workers are ready, but the router is not: GET {self.url}/ready gives {answer}")
+
+    # ---- requests ----
+
+    def _reply(self, request: AnyRequest) -> AnyReply:
+        """Carry a request out, as far as that is done at once."""
+        now = time.monotonic()
+        supervisor = self._supervisor
+        try:
+            match request:
+                case GetStatus():
+                    return cluster_status(self.state, self.url, supervisor, self._children, now)
+                case Stop():
+                    self.request_stop("splitserve down")
+                case Scale(pool, count):
+                    with self._changed:
+                        actions = supervisor.scale(pool, count, now)
+                    self._perform(actions)
+                case DrainWorker(name):
+                    with self._changed:
+                        actions = supervisor.drain(name, now)
+                    self._perform(actions)
+                case UpgradeCluster(_, allow_gap):
+                    target = request.target(supervisor.spec)
+                    with self._changed:
+                        actions = supervisor.begin_upgrade(target, now, allow_gap=allow_gap)
+                    self._perform(actions)
+        except SplitserveError as error:
+            return Refused(str(error))
+        return Accepted()
+
+
+class LocalCluster(Cluster):
+    """A cluster on this machine. ``environment`` is added to the children's own; see :class:`.LocalHost`."""
+
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        *,
+        show: Callable[[ChildProgress], None] = ignore_progress,
+        log_level: str = "info",
+        entries: Entries = ENTRIES,
+        num_cores: int | None = None,
+        restart: bool = True,
+        environment: Mapping[str, str] | None = None,
+        log_folder: Path | None = None,
+    ) -> None:
+        host = LocalHost(
+            log_level=log_level,
+            entries=entries,
+            num_cores=num_cores,
+            environment=environment,
+            log_folder=log_folder,
+        )
+        super().__init__(spec, host, show=show, restart=restart)
 
 
 def probe_ready(url: str) -> tuple[bool, str]:
@@ -374,7 +405,7 @@ def probe_ready(url: str) -> tuple[bool, str]:
 
 
 @contextmanager
-def stop_on_signals(cluster: LocalCluster) -> Iterator[None]:
+def stop_on_signals(cluster: Cluster) -> Iterator[None]:
     """SIGINT, SIGTERM and SIGHUP (unless ignored, as by ``nohup``) ask the cluster to stop. For the main thread."""
 
     def handle(number: int, _frame: FrameType | None) -> None:

@@ -21,6 +21,7 @@ from splitserve.orchestration.spec import (
     SecretRef,
     SecretsSpec,
 )
+from splitserve.orchestration.spec_conversion import convert_spec
 
 _ENGINE_DEFAULTS: dict[str, Any] = {
     field.name: field.default for field in msgspec.structs.fields(EngineConfig) if field.name != "model"
@@ -171,6 +172,7 @@ def add_spec_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--spec", default="", metavar="FILE", help="cluster spec (YAML) that says what the options below say otherwise"
     )
+    parser.add_argument("--name", default="", help="of the cluster; empty: the spec's, which is 'default' by default")
     add_worker_options(parser)
     add_router_options(parser)
     add_engine_options(parser)
@@ -183,11 +185,11 @@ def cluster_spec(options: argparse.Namespace) -> ClusterSpec:
         from splitserve.orchestration.spec_document import read_spec
 
         _refuse_other_options(options)
-        return read_spec(options.spec)
+        return _called(options.name, read_spec(options.spec))
     if not options.model:
         raise ConfigError("what is to be served? Give the path of a checkpoint, or --spec FILE")
     engine = {name: getattr(options, name) for name in _ENGINE_DEFAULTS if hasattr(options, name)}
-    return simple_spec(
+    spec = simple_spec(
         EngineConfig(model=options.model, **engine),
         num_prefill=options.prefill,
         num_decode=options.decode,
@@ -199,6 +201,11 @@ def cluster_spec(options: argparse.Namespace) -> ClusterSpec:
         secrets=SecretsSpec(shared=_file(options.secret_file), api_key=_file(options.api_key_file)),
         devices=DevicesSpec(share=options.share_gpus),
     )
+    return _called(options.name, spec)
+
+
+def _called(name: str, spec: ClusterSpec) -> ClusterSpec:
+    return convert_spec({**msgspec.to_builtins(spec), "name": name}) if name else spec
 
 
 def _file(path: str) -> SecretRef | None:

@@ -1,58 +1,27 @@
-"""One child process as its parent sees it: start, progress, orderly end.
-
-Events (:class:`ChildProgress`, :class:`ChildExited`) of all children arrive in one queue, so that the
-launcher is one loop.
-"""
+"""One child process as its parent sees it: start, progress, orderly end."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from queue import SimpleQueue
+from typing import IO
 
 import msgspec
 
 from splitserve.config import RouterConfig
 from splitserve.orchestration.child import Config, Order, Progress
 from splitserve.orchestration.expansion import API_KEY_VARIABLE, SECRET_VARIABLE
+from splitserve.orchestration.host import ChildExited, ChildProgress, Event
+from splitserve.orchestration.shared_memory import SharedMemoryFolder
 
 # Threads of an OpenMP pool spin before they sleep. libgomp's default of 300,000 turns held a core for 8 ms after each
 # parallel region (measured on a 2.6 GHz server core), long enough to slow the neighbours of an idle worker. This is
 # about half a millisecond: longer than the gaps between the operations of a step, whose time it leaves as it was.
 _OPENMP_SPIN_TURNS = "20000"
-
-
-@dataclass(frozen=True, slots=True)
-class ChildProgress:
-    """A child reports a step of its start (see the entries for their stages)."""
-
-    name: str
-    stage: str
-    detail: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class ChildExited:
-    """A child has ended and was reaped. ``returncode`` is :class:`subprocess.Popen`'s."""
-
-    name: str
-    returncode: int
-
-
-@dataclass(frozen=True, slots=True)
-class StopRequested:
-    """A signal asks the launcher to stop."""
-
-    signal_name: str
-
-
-Event = ChildProgress | ChildExited | StopRequested
 
 
 def child_environment(threads: int, base: Mapping[str, str]) -> dict[str, str]:
@@ -74,24 +43,26 @@ def child_environment(threads: int, base: Mapping[str, str]) -> dict[str, str]:
     return {**defaults, **inherited, **dict.fromkeys(counts, str(threads))}
 
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the place of shared memory, not of temporary files
+MAX_LOG_BYTES = 16 << 20
 
 
-def make_shared_memory_folder(name: str) -> str:
-    """A folder of the child's own for UCX's shared memory; "" where the platform has no such place.
-
-    UCX unlinks each segment right after its creation, but a process that is killed in between leaves it behind, under
-    a random name. In a folder of its own it can be found.
-    """
-    return (
-        tempfile.mkdtemp(prefix=f"splitserve-{os.getpid()}-{name}-", dir=SHARED_MEMORY)
-        if SHARED_MEMORY.is_dir()
-        else ""
-    )
+@contextmanager
+def open_log(path: Path | None) -> Iterator[IO[bytes] | None]:
+    """A log file to append to, begun anew when it has become long (the one before is kept as ``*.1``)."""
+    if path is None:
+        yield None
+        return
+    if path.exists() and path.stat().st_size > MAX_LOG_BYTES:
+        path.replace(path.with_name(f"{path.name}.1"))
+    with path.open("ab") as log:
+        yield log
 
 
 class ChildProcess:
-    """A running child of this process. ``events`` receives its progress and, last, its exit."""
+    """A running child of this process. ``emit`` gets its progress and, last, its exit, on another thread.
+
+    What it logs goes to the end of ``log_file``; None: to where this process's own output goes.
+    """
 
     def __init__(
         self,
@@ -101,14 +72,17 @@ class ChildProcess:
         config: Config,
         threads: int,
         log_level: str,
-        events: "SimpleQueue[Event]",
+        emit: Callable[[Event], None],
         environment: Mapping[str, str] | None = None,
+        place: str = "",
+        log_file: Path | None = None,
     ) -> None:
         self.name = name
+        self.place = place
         self.error_message = ""
-        self._events = events
+        self._emit = emit
         is_router = isinstance(config, RouterConfig)
-        self._shared_memory = "" if is_router else make_shared_memory_folder(name)
+        self._shared_memory = None if is_router else SharedMemoryFolder(name)
         read_fd, write_fd = os.pipe()
         order = Order(
             name=name,
@@ -116,19 +90,22 @@ class ChildProcess:
             entry=entry,
             config=msgspec.Raw(msgspec.json.encode(config)),
             status_fd=write_fd,
-            shared_memory=self._shared_memory,
+            shared_memory=self._shared_memory.path if self._shared_memory else "",
             log_level=log_level,
             # The signal follows the thread that forked. Only the main thread lives as long as the process.
             parent_death_signal=threading.current_thread() is threading.main_thread(),
         )
         try:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-m", "splitserve.orchestration.child"],
-                stdin=subprocess.PIPE,
-                pass_fds=(write_fd,),
-                env=child_environment(threads, {**self._defaults(), **os.environ, **(environment or {})}),
-                start_new_session=True,  # a terminal's Ctrl-C reaches the launcher alone
-            )
+            with open_log(log_file) as log:
+                self._popen = subprocess.Popen(
+                    [sys.executable, "-m", "splitserve.orchestration.child"],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(write_fd,),
+                    env=child_environment(threads, {**self._defaults(), **os.environ, **(environment or {})}),
+                    start_new_session=True,  # a terminal's Ctrl-C reaches the launcher alone
+                )
         except OSError:
             os.close(read_fd)
             self._remove_shared_memory()
@@ -149,10 +126,6 @@ class ChildProcess:
     def send_signal(self, signal_number: int) -> None:
         """Nothing if it has ended."""
         self._popen.send_signal(signal_number)
-
-    def interrupt(self) -> None:
-        """Ask for an orderly end now; a worker that is to finish its requests first gets SIGTERM instead."""
-        self.send_signal(signal.SIGINT)
 
     def kill(self) -> None:
         self._popen.kill()
@@ -181,11 +154,11 @@ class ChildProcess:
             return f"{self.name} was ended by signal {-returncode}"
 
     def _defaults(self) -> dict[str, str]:
-        return {"UCX_POSIX_DIR": self._shared_memory} if self._shared_memory else {}
+        return {"UCX_POSIX_DIR": self._shared_memory.path} if self._shared_memory and self._shared_memory.path else {}
 
     def _remove_shared_memory(self) -> None:
-        if self._shared_memory:
-            shutil.rmtree(self._shared_memory, ignore_errors=True)  # the child may have done it itself
+        if self._shared_memory is not None:
+            self._shared_memory.remove()
 
     def _send_order(self, order: Order) -> None:
         assert self._popen.stdin is not None
@@ -202,5 +175,5 @@ class ChildProcess:
                 progress = msgspec.json.decode(line, type=Progress)
                 if progress.stage == "error":
                     self.error_message = progress.detail["message"]
-                self._events.put(ChildProgress(self.name, progress.stage, progress.detail))
-        self._events.put(ChildExited(self.name, self._popen.wait()))
+                self._emit(ChildProgress(self.name, progress.stage, progress.detail))
+        self._emit(ChildExited(self.name, self._popen.wait()))

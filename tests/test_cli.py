@@ -21,8 +21,8 @@ from splitserve.orchestration.cores import (
 from splitserve.orchestration.demo import ChatResult, DemoError, check_disaggregated, describe_result
 from splitserve.orchestration.display import describe_progress
 from splitserve.orchestration.expansion import Secrets, router_config, worker_config, worker_names
+from splitserve.orchestration.host import ChildProgress
 from splitserve.orchestration.options import add_engine_options, cluster_spec
-from splitserve.orchestration.process import ChildProgress
 from splitserve.orchestration.sizes import format_bytes, parse_bytes
 from splitserve.orchestration.spec import ClusterSpec, check_model_directory
 from splitserve.request import Role
@@ -90,7 +90,13 @@ def test_threads_can_be_chosen() -> None:
 
 def test_every_engine_option_reaches_the_engine() -> None:
     """Also those that are added one day."""
-    flags = {"--dtype": "float16", "--device": "cpu", "--load-format": "dummy", "--attention-backend": "reference"}
+    flags = {
+        "--dtype": "float16",
+        "--device": "cpu",
+        "--load-format": "dummy",
+        "--attention-backend": "reference",
+        "--tensor-parallel-size": "2",
+    }
     parser = argparse.ArgumentParser()
     add_engine_options(parser)
     for action in parser._actions[1:]:

@@ -28,8 +28,8 @@ from splitserve.messages import (
     RegisterRefused,
     WorkerInfo,
 )
+from splitserve.orchestration.host import ChildProgress
 from splitserve.orchestration.launcher import LocalCluster
-from splitserve.orchestration.process import ChildProgress
 from splitserve.orchestration.shorthand import simple_spec
 from splitserve.request import Party, Role
 from splitserve.wire import MAX_MESSAGE_BYTES, decode, encode

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from splitserve.config import EngineConfig
+from splitserve.orchestration.host import ChildProgress
 from splitserve.orchestration.launcher import (
     Entries,
     LaunchError,
@@ -23,7 +24,7 @@ from splitserve.orchestration.launcher import (
     probe_ready,
     stop_on_signals,
 )
-from splitserve.orchestration.process import ChildProgress, child_environment
+from splitserve.orchestration.process import child_environment
 from splitserve.orchestration.restarts import (
     MAX_BACKOFF_SECONDS,
     MAX_QUICK_DEATHS,

@@ -1,0 +1,173 @@
+"""A running cluster as the commands see it: ask it, read its logs, end it."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+from splitserve.errors import ConfigError, SplitserveError
+from splitserve.orchestration.control import AnyReply, AnyRequest, ClusterStatus, GetStatus, Stop, accepted
+from splitserve.orchestration.control_socket import ask
+from splitserve.orchestration.serve import FOLDER_VARIABLE
+from splitserve.orchestration.shared_memory import remove_abandoned
+from splitserve.orchestration.state_folder import StateFolder
+
+POLL_SECONDS = 0.25
+STOP_SECONDS = 30.0
+ORPHAN_SECONDS = 6.0  # they end by themselves within half of that
+
+Say = Callable[[str], None]
+
+
+class OperationError(SplitserveError):
+    """The cluster began what it was asked for, and didn't get there."""
+
+
+class ClusterClient(Protocol):
+    """Methods raise :class:`ConfigError` if the cluster can't be reached."""
+
+    def ask(self, request: AnyRequest) -> AnyReply: ...
+
+    def down(self, say: Say) -> None:
+        """End it, dead or alive; nothing of it is left when this returns."""
+
+    def log_lines(self, name: str, num_lines: int, follow: bool) -> Iterator[str]:
+        """Lines that the process called ``name`` ("": all of them) has logged, each with its name."""
+
+
+class LocalClient:
+    """A cluster on this machine, found by its folder."""
+
+    def __init__(self, folder: StateFolder) -> None:
+        self._folder = folder
+
+    def ask(self, request: AnyRequest) -> AnyReply:
+        if not self._folder.is_claimed():
+            raise ConfigError(
+                f"cluster {self._folder.name} has died without a word; splitserve down --name {self._folder.name} "
+                "removes what is left of it"
+            )
+        return ask(self._folder.socket, request)
+
+    def down(self, say: Say) -> None:
+        if self._folder.is_claimed():
+            self._stop_launcher()
+            say(f"{self._folder.name}: all processes have ended")
+        else:
+            say(f"{self._folder.name}: its launcher is gone; removing what it has left")
+        for process in self._wait_for_orphans():
+            say(f"  pid {process.pid} was left over: killed")
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+                process.wait(STOP_SECONDS)
+        remove_abandoned()
+        self._folder.remove()
+
+    def log_lines(self, name: str, num_lines: int, follow: bool) -> Iterator[str]:
+        files = {path.stem: path for path in sorted(self._folder.logs.glob("*.log"))}
+        if not files:
+            raise ConfigError(f"cluster {self._folder.name} logs to the terminal that it was started from")
+        if name and name not in files:
+            raise ConfigError(f"there is no log of {name!r}; there are {', '.join(files)}")
+        chosen = {name: files[name]} if name else files
+        sizes = {each: path.stat().st_size for each, path in chosen.items()}
+        for each, path in chosen.items():
+            yield from (f"{each}: {line}" for line in last_lines(path, num_lines))
+        while follow and self._folder.is_claimed():
+            time.sleep(POLL_SECONDS)
+            for each, path in chosen.items():
+                text, sizes[each] = _read_on(path, sizes[each])
+                yield from (f"{each}: {line}" for line in text.splitlines())
+
+    def _stop_launcher(self) -> None:
+        record = self._folder.read()
+        try:
+            accepted(self.ask(Stop()))
+        except SplitserveError:  # it doesn't listen (any more); a signal says the same
+            if record is not None and record.launcher_pid:
+                with suppress(psutil.NoSuchProcess):
+                    psutil.Process(record.launcher_pid).send_signal(signal.SIGINT)
+        deadline = time.monotonic() + STOP_SECONDS
+        while self._folder.is_claimed():
+            if time.monotonic() > deadline:
+                raise OperationError(
+                    f"cluster {self._folder.name} doesn't end; its launcher is process "
+                    f"{record.launcher_pid if record else 'unknown'}: end that one, then run this command again"
+                )
+            time.sleep(0.05)
+
+    def _wait_for_orphans(self) -> list[psutil.Process]:
+        """Processes of the cluster that are still there after the time that they take to end by themselves."""
+        deadline = time.monotonic() + ORPHAN_SECONDS
+        while (left := processes_of(self._folder.path)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return left
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Running processes that belong to the cluster with this folder, whoever started them."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(FOLDER_VARIABLE) == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:  # gone, or another user's
+            continue
+    return found
+
+
+def last_lines(path: Path, num_lines: int) -> list[str]:
+    with path.open("rb") as log:
+        size = log.seek(0, 2)
+        log.seek(max(0, size - 400 * max(num_lines, 1)))
+        return log.read().decode(errors="replace").splitlines()[-num_lines:] if num_lines > 0 else []
+
+
+def _read_on(path: Path, offset: int) -> tuple[str, int]:
+    """Whole lines after ``offset``, and where they end; from the start for a file that was begun anew."""
+    with path.open("rb") as log:
+        size = log.seek(0, 2)
+        log.seek(offset if offset <= size else 0)
+        start = log.tell()
+        data = log.read()
+    end = data.rfind(b"\n") + 1
+    return data[:end].decode(errors="replace"), start + end
+
+
+# ---- operations, followed to their end ----
+
+
+def status_of(client: ClusterClient) -> ClusterStatus:
+    reply = client.ask(GetStatus())
+    accepted(reply)
+    assert isinstance(reply, ClusterStatus)
+    return reply
+
+
+def follow(client: ClusterClient, say: Say, is_over: Callable[[ClusterStatus], bool], wanted: int) -> ClusterStatus:
+    """Say what changes until ``is_over``. ``wanted``: workers that there shall be.
+
+    Raises :class:`OperationError` if one was given up on the way.
+    """
+    shown: dict[str, str] = {}
+    words: dict[str, str] = {}
+    while True:
+        status = status_of(client)
+        phases = {worker.name: worker.phase for worker in status.workers}
+        for name, phase in phases.items():
+            if shown.get(name, phase) != phase or (name not in shown and shown):
+                say(f"  {name:<10} {phase}")
+        for name in shown.keys() - phases.keys():
+            say(f"  {name:<10} gone")
+        shown = phases
+        words |= {worker.name: worker.last_words for worker in status.workers if worker.last_words}
+        if is_over(status):
+            return status
+        if sum(status.counts.values()) < wanted:
+            reasons = "; ".join(words.values()) or "splitserve logs may say why"
+            raise OperationError(f"a worker could not be started and was given up: {reasons}")
+        time.sleep(POLL_SECONDS)

@@ -1,0 +1,131 @@
+"""A cluster without a terminal: ``splitserve up`` starts this module as a process of its own, and follows its start.
+
+Contract: the first line of standard input is an :class:`Order` as JSON; the status pipe carries
+:class:`splitserve.orchestration.child.Progress` as JSON lines up to stage ``serving``, or ``error`` with the reason.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from splitserve.errors import SplitserveError
+from splitserve.logs import set_up_logging
+from splitserve.orchestration.child import Progress, StatusPipe
+from splitserve.orchestration.host import ChildProgress
+from splitserve.orchestration.launcher import LaunchError, LocalCluster
+from splitserve.orchestration.process import open_log
+from splitserve.orchestration.serve import run_cluster
+from splitserve.orchestration.spec import ClusterSpec
+from splitserve.orchestration.spec_conversion import convert_spec
+from splitserve.orchestration.state_folder import NameTakenError, StateFolder
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """What the process shall run, and in which folder it is to be found."""
+
+    spec: dict[str, object]
+    folder: str
+    status_fd: int
+    log_level: str
+    restart: bool
+
+
+def start_detached(
+    spec: ClusterSpec, folder: StateFolder, log_level: str, *, restart: bool, show: Callable[[ChildProgress], None]
+) -> str:
+    """Start a cluster that outlives this process; returns its URL once it answers.
+
+    Interrupted, it ends the cluster. Raises :class:`LaunchError` with the cluster's own words if the start fails.
+    """
+    if folder.is_claimed():
+        raise NameTakenError(
+            f"a cluster called {folder.name} is running already: choose another --name, or end it first "
+            f"(splitserve down --name {folder.name})"
+        )
+    folder.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    read_fd, write_fd = os.pipe()
+    order = Order(
+        spec=msgspec.to_builtins(spec),
+        folder=str(folder.path),
+        status_fd=write_fd,
+        log_level=log_level,
+        restart=restart,
+    )
+    with open_log(folder.logs / "launcher.log") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "splitserve.orchestration.detached"],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            pass_fds=(write_fd,),
+            start_new_session=True,
+        )
+    os.close(write_fd)
+    assert process.stdin is not None
+    with process.stdin:
+        process.stdin.write(msgspec.json.encode(order) + b"\n")
+    try:
+        return _follow(read_fd, show)
+    except BaseException:
+        process.send_signal(signal.SIGINT)
+        process.wait()
+        raise
+
+
+def _follow(read_fd: int, show: Callable[[ChildProgress], None]) -> str:
+    with os.fdopen(read_fd, "rb") as status:
+        for line in status:
+            progress = msgspec.json.decode(line, type=Progress)
+            if progress.stage == "serving":
+                return progress.detail["url"]
+            if progress.stage == "error":
+                raise LaunchError(progress.detail["message"])
+            name = progress.detail.pop("name")
+            show(ChildProgress(name, progress.stage, progress.detail))
+    raise LaunchError("the launcher ended without a word")
+
+
+def main() -> int:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
+    status = StatusPipe(order.status_fd)
+    set_up_logging("launcher", order.log_level)
+
+    def show(progress: ChildProgress) -> None:
+        if progress.stage != "error":  # which ends the start, and is told then
+            status.report(progress.stage, {**progress.detail, "name": progress.name})
+
+    def announce(cluster: LocalCluster) -> None:
+        status.report("serving", {"url": cluster.url})
+        status.close()
+
+    path = Path(order.folder)
+    folder = StateFolder(path.name, path.parent)
+    try:
+        folder.claim()
+        exit_status = run_cluster(
+            convert_spec(order.spec),
+            folder,
+            order.log_level,
+            restart=order.restart,
+            show=show,
+            announce=announce,
+            log_folder=folder.logs,
+        )
+    except SplitserveError as error:
+        status.report("error", {"message": f"{error} (logs: {folder.logs})"})
+        return 2
+    except KeyboardInterrupt:
+        exit_status = 1
+    folder.remove()
+    return exit_status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

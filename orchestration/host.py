@@ -1,0 +1,87 @@
+"""What a launcher needs of the place where processes run: this machine (:mod:`.local_host`) or a Ray cluster."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from splitserve.orchestration.control import AnyReply, AnyRequest
+from splitserve.orchestration.spec import ClusterSpec, PoolSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ChildProgress:
+    """A child reports a step of its start (see the entries for their stages)."""
+
+    name: str
+    stage: str
+    detail: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class ChildExited:
+    """A child has ended and was reaped. ``returncode`` is :class:`subprocess.Popen`'s."""
+
+    name: str
+    returncode: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequested:
+    """A signal, or somebody, asks the launcher to stop."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request, and where its reply goes."""
+
+    request: AnyRequest
+    answer: Callable[[AnyReply], None]
+
+
+Event = ChildProgress | ChildExited | StopRequested | Asked
+
+
+class Child(Protocol):
+    """A process that was started. Its events go to the ``emit`` that it was started with; the last is its exit."""
+
+    name: str
+
+    @property
+    def pid(self) -> int:
+        """0 where it isn't known (yet)."""
+
+    @property
+    def place(self) -> str:
+        """Where it runs, for people."""
+
+    def send_signal(self, signal_number: int) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def join(self, timeout_seconds: float) -> bool:
+        """Wait for the end; False if it hasn't come in time."""
+
+    def describe_exit(self, returncode: int) -> str: ...
+
+
+class Host(Protocol):
+    """Starts processes. Methods raise :class:`SplitserveError` or :class:`OSError` for what can't be."""
+
+    def prepare(self, spec: ClusterSpec) -> None:
+        """Check, before anything is started, that the cluster can be."""
+
+    def start_router(self, spec: ClusterSpec, emit: Callable[[Event], None]) -> Child: ...
+
+    def start_worker(
+        self, name: str, spec: ClusterSpec, pool: PoolSpec, membership: str, emit: Callable[[Event], None]
+    ) -> Child: ...
+
+    def has_room(self, pool: PoolSpec) -> bool:
+        """Whether one more worker of the pool could start now."""
+
+    def release(self, name: str) -> None:
+        """The worker is gone: its devices are free."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,67 @@
+"""A folder for the shared memory of each child, so that what UCX may leave behind can be found and removed.
+
+UCX unlinks each segment right after its creation, but a process that is killed in between leaves it behind, under a
+random name. So each child has a folder of its own under ``/dev/shm``. Its parent and it hold a lock on it while they
+live: a folder whose lock is free is nobody's, whatever process ids mean in another container.
+"""
+
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the place of shared memory, not of temporary files
+_PREFIX = "splitserve-"
+_YOUNG_SECONDS = 5.0  # between its creation and its lock
+
+
+class SharedMemoryFolder:
+    """A child's folder as its parent sees it; ``path`` is "" where the platform has no such place."""
+
+    def __init__(self, name: str) -> None:
+        self.path = ""
+        self._lock_fd = -1
+        if SHARED_MEMORY.is_dir():
+            self.path = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-{name}-", dir=SHARED_MEMORY)
+            self._lock_fd = hold_folder(self.path)
+
+    def remove(self) -> None:
+        """Once the child has ended. Harmless when it's gone already."""
+        if self.path:
+            shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+
+def hold_folder(path: str) -> int:
+    """Say that a living process uses the folder, until the returned descriptor is closed; -1 if it's gone."""
+    try:
+        lock_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return -1
+    fcntl.flock(lock_fd, fcntl.LOCK_SH)
+    return lock_fd
+
+
+def remove_abandoned(root: Path = SHARED_MEMORY) -> list[str]:
+    """Remove folders of ours that no living process uses; returns their names."""
+    removed = []
+    for folder in root.glob(f"{_PREFIX}*") if root.is_dir() else ():
+        try:
+            is_ours = folder.stat().st_uid == os.getuid() and time.time() - folder.stat().st_mtime > _YOUNG_SECONDS
+            lock_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if is_ours:
+                shutil.rmtree(folder, ignore_errors=True)
+                removed.append(folder.name)
+        except OSError:
+            continue  # in use
+        finally:
+            os.close(lock_fd)
+    return removed

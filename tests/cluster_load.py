@@ -1,0 +1,81 @@
+"""Load on clusters that change under it: streams that never pause, each with known tokens. Not a test module."""
+
+import asyncio
+import json
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+
+@dataclass
+class Load:
+    """What came of it. ``problems`` holds every request that didn't get exactly its tokens."""
+
+    num_done: int = 0
+    problems: list[str] = field(default_factory=list)
+    workers: set[str] = field(default_factory=set)
+
+
+@contextmanager
+def steady_load(
+    url: str, bodies: Sequence[dict[str, Any]], expected: Sequence[list[int]], streams: int = 4
+) -> Iterator[Load]:
+    """Streamed completions of random ``bodies``, ``streams`` at a time, while the block runs; then all end."""
+    load, stop = Load(), threading.Event()
+    thread = threading.Thread(target=lambda: asyncio.run(_run(url, bodies, expected, streams, load, stop)))
+    thread.start()
+    try:
+        yield load
+    finally:
+        stop.set()
+        thread.join(120)
+        assert not thread.is_alive(), "a request has no end"
+
+
+async def _run(
+    url: str,
+    bodies: Sequence[dict[str, Any]],
+    expected: Sequence[list[int]],
+    streams: int,
+    load: Load,
+    stop: threading.Event,
+) -> None:
+    timeout = aiohttp.ClientTimeout(total=100)
+
+    async def stream(session: aiohttp.ClientSession, seed: int) -> None:
+        chosen = random.Random(seed)
+        while not stop.is_set():
+            index = chosen.randrange(len(bodies))
+            try:
+                problem = await _one(session, url, bodies[index], expected[index], load)
+            except (aiohttp.ClientError, TimeoutError) as error:
+                problem = f"{type(error).__name__}: {error}"
+            load.num_done += 1
+            if problem:
+                load.problems.append(problem)
+                await asyncio.sleep(0.1)
+
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        await asyncio.gather(*(stream(session, seed) for seed in range(streams)))
+
+
+async def _one(session: aiohttp.ClientSession, url: str, body: dict[str, Any], expected: list[int], load: Load) -> str:
+    token_ids: list[int] = []
+    async with session.post(f"{url}/v1/completions", json={**body, "stream": True}) as response:
+        if response.status != 200:
+            return f"status {response.status}: {(await response.text())[:200]}"
+        async for line in response.content:
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                return f"after {len(token_ids)} tokens: {event['error']}"
+            token_ids += event["choices"][0].get("token_ids") or []
+            route = event.get("splitserve") or {}
+            load.workers |= {name for name in (route.get("prefill"), route.get("decode")) if name}
+    return "" if token_ids == expected else f"got {token_ids}, expected {expected}"

@@ -1,0 +1,132 @@
+"""`splitserve up`, `scale`, `upgrade`, `drain`, `logs`, `down` as a user runs them, with load on the cluster."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cluster_load import steady_load
+from serving import complete_all, transformers_greedy, wait_until_quiet
+from splitserve.orchestration.client import processes_of
+
+MAX_TOKENS = 24
+
+
+def splitserve(*arguments: str, status: int = 0) -> str:
+    """Run a command; its output."""
+    command = [sys.executable, "-m", "splitserve.orchestration.cli", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == status, f"{arguments}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    root = tmp_path / "state"
+    monkeypatch.setenv("SPLITSERVE_STATE_DIR", str(root))
+    yield root
+    for folder in root.glob("*"):
+        splitserve("down", "--name", folder.name)
+
+
+def write_spec(path: Path, model: Path, threads: int = 1) -> str:
+    path.write_text(f"""
+model: {{path: {model}, served_name: tiny, max_model_len: 512}}
+pools:
+- {{name: fill, role: prefill, threads: {threads}, memory: {{kv: 16MiB}}}}
+- {{name: gen, role: decode, threads: {threads}, memory: {{kv: 16MiB}}}}
+router: {{port: 0}}
+""")
+    return str(path)
+
+
+@pytest.mark.timeout(240)
+def test_a_life_under_load(tiny_qwen3: Path, tmp_path: Path, state: Path) -> None:
+    spec = write_spec(tmp_path / "spec.yaml", tiny_qwen3)
+    text = splitserve("up", "--spec", spec, "--name", "life")
+    url = text.split("Ready: ")[1].split("/v1")[0]
+    assert "called life is running already" in splitserve("up", "--spec", spec, "--name", "life", status=2)
+    assert [path.name for path in state.iterdir()] == ["life"]
+
+    prompts = [[300 + (7 * index + 3 * i) % 900 for i in range(20 + 13 * index)] for index in range(6)]
+    bodies = [
+        {"model": "tiny", "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True,
+         "return_token_ids": True, "return_route": True}
+        for prompt in prompts
+    ]  # fmt: skip
+    answers = complete_all(url, bodies, at_once=False)
+    expected = [answer["choices"][0]["token_ids"] for answer in answers]
+    for reference, token_ids in zip(transformers_greedy(tiny_qwen3, prompts, MAX_TOKENS), expected, strict=True):
+        assert reference.agrees(token_ids)
+
+    with steady_load(url, bodies, expected) as load:
+        splitserve("scale", "gen", "2")
+        assert "2 workers replaced" not in splitserve("status")
+        upgraded = write_spec(tmp_path / "next.yaml", tiny_qwen3, threads=2)
+        assert "3 workers replaced" in splitserve("upgrade", "--spec", upgraded)
+        status = json.loads(splitserve("status", "--json"))
+        assert status["counts"] == {"fill": 1, "gen": 2} and status["revision"] == 2
+        newest = max(status["workers"], key=lambda worker: worker["name"])
+        splitserve("drain", newest["name"])
+        assert "nobody could serve" in splitserve("scale", "gen", "0", status=2)
+    assert not load.problems, load.problems[:3]
+    assert load.num_done > 4
+    assert {"fill-0", "gen-0"} < load.workers, "the work was done by predecessors and successors"
+    wait_until_quiet(url)
+    assert "drained: idle" in splitserve("logs", newest["name"])
+    assert "is asked to finish its requests" in splitserve("logs", "launcher")
+
+    processes = processes_of(state / "life")
+    splitserve("down")
+    assert not any(is_running(process) for process in processes) and not state.exists()
+
+
+def is_running(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.timeout(120)
+def test_down_after_the_launcher_was_killed(tiny_qwen3: Path, tmp_path: Path, state: Path) -> None:
+    splitserve("up", "--spec", write_spec(tmp_path / "spec.yaml", tiny_qwen3))
+    processes = processes_of(state / "default")
+    assert len(processes) == 3
+    launcher = psutil.Process(json.loads((state / "default" / "cluster.json").read_text())["launcher_pid"])
+    stubborn = next(process for process in processes if "resource" not in process.name())
+    stubborn.send_signal(signal.SIGSTOP)  # it can't end by itself
+    launcher.kill()
+    assert "has died without a word" in splitserve("status", status=2)
+    text = splitserve("down")
+    assert "its launcher is gone" in text and f"pid {stubborn.pid} was left over: killed" in text
+    assert not any(is_running(process) for process in processes) and not state.exists()
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"splitserve-{launcher.pid}-")]
+
+
+def test_an_up_that_is_interrupted_leaves_nothing(tiny_qwen3: Path, tmp_path: Path, state: Path) -> None:
+    spec = write_spec(tmp_path / "spec.yaml", tiny_qwen3)
+    command = [sys.executable, "-m", "splitserve.orchestration.cli", "up", "--spec", spec]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline().startswith("splitserve ")
+        deadline = time.monotonic() + 30
+        while not processes_of(state / "default"):
+            assert time.monotonic() < deadline
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+    assert not processes_of(state / "default") and not list(state.glob("*/control.sock"))
+
+
+def test_a_start_that_fails_says_why(tiny_qwen3: Path, tmp_path: Path, state: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        (tiny_qwen3 / "config.json").read_text().replace("Qwen3ForCausalLM", "GPT2LMHeadModel")
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(tiny_qwen3 / name)
+    text = splitserve("up", str(tmp_path), "--mixed", "1", "--port", "0", status=2)
+    assert "GPT2LMHeadModel" in text and "Traceback" not in text and "logs:" in text
+    assert not processes_of(state / "default")
