@@ -40,7 +40,8 @@ def wait(OVERLAPPED: tl.constexpr):
 def prefetch(rows_at, first_k, K: tl.constexpr, COUNT: tl.constexpr):
     """Into the L2 cache: elements ``first_k`` to ``first_k + COUNT`` of each row of ``K``, 128 bytes at a time."""
     LINE: tl.constexpr = 128 // (rows_at.dtype.element_ty.primitive_bitwidth // 8)
-    at = rows_at[:, None] + tl.minimum(first_k + tl.arange(0, COUNT // LINE) * LINE, K - 1)[None, :]
+    NUM_LINES: tl.constexpr = (COUNT + LINE - 1) // LINE
+    at = rows_at[:, None] + tl.minimum(first_k + tl.arange(0, NUM_LINES) * LINE, K - 1)[None, :]
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
