@@ -17,16 +17,13 @@ from splitserve.decode.ranked_runner import RankedCudaRunner, RankedRunner
 from splitserve.decode.ranks import RankError, Ranks
 from splitserve.decode.served import Progress, ServedModel, device_of, load_served_model
 from splitserve.decode.start_clock import StartClock
+from splitserve.decode.team import start_team
 from splitserve.errors import ConfigError, HandshakeError
 from splitserve.kvconnector.digest import digests_of, first_digests_of, no_digests
 from splitserve.kvconnector.nixl import NixlConnector
 from splitserve.messages import WorkerInfo
-from splitserve.models.config import load_model_config
 from splitserve.models.cuda_runner import CudaRunner
-from splitserve.models.parallel import Alone, CollectiveError, Collectives
-from splitserve.models.process_group import join_group, open_store
 from splitserve.models.runner import ModelRunner
-from splitserve.models.shard import Shard, check_tensor_parallel_size
 from splitserve.prefill.executor import Executor, OverlappedExecutor, StepExecutor
 from splitserve.prefill.loop import Waker, WorkerLoop
 from splitserve.prefill.sockets import WorkerSockets
@@ -44,7 +41,7 @@ def run_worker(config: WorkerConfig, progress: Progress) -> None:
 
     ``progress`` hears of the stages "weights", "kv_memory" and "ready". Raises :class:`CheckpointError` or
     :class:`ConfigError`, before the worker is known to anybody, for what can't be served; :class:`HandshakeError` if
-    the router refuses it.
+    the router refuses it; :class:`RankError` when one of its ranks is lost.
     """
     clock = StartClock()
     check_exposure(config.host, config.secret)
@@ -58,37 +55,19 @@ def run_worker(config: WorkerConfig, progress: Progress) -> None:
     config = msgspec.structs.replace(
         config, engine=msgspec.structs.replace(config.engine.on(device.type), threads=threads)
     )
-    if size == 1:
-        served = load_served_model(config.engine, device, Alone(), progress, clock)
-        _serve(config, served, functools.partial(_make_executor, served.runner), progress, clock=clock)
-    else:
-        _run_ranks(config, device, progress, clock)
-
-
-def _run_ranks(config: WorkerConfig, device: torch.device, progress: Progress, clock: StartClock) -> None:
-    """This process is rank 0, and has the engine loop. Raises :class:`RankError` when another one is lost."""
-    if config.role is not Role.MIXED:
+    if size > 1 and config.role is not Role.MIXED:
         raise ConfigError(
             f"{config.engine_id}: tensor parallelism of prefill and decode workers isn't supported yet; use mixed ones"
         )
-    size = config.engine.tensor_parallel_size
-    check_tensor_parallel_size(load_model_config(config.engine.model), size)  # before anything is started
+    me = Party(config.engine_id, secrets.randbits(63))
     on_rank_failure = _EndWithRank(progress)
-    store, port = open_store(size)
-    ranks = Ranks(config.engine_id, config.role, config.engine, port, on_rank_failure)
-    group: Collectives | None = None
-    try:
-        group = join_group(store, Shard(0, size), device)
-        served = load_served_model(config.engine, device, group, progress, clock)
-        ranks.wait_until_ready()
-        make_executor = functools.partial(_make_ranked_executor, served.runner, ranks)
-        _serve(config, served, make_executor, progress, clock=clock, watch=on_rank_failure.watch)
-    except CollectiveError as error:
-        raise ranks.explain(error) from error
-    finally:
-        ranks.close()
-        if group is not None:
-            group.close()
+    with start_team(me, config.role, config.engine, device, on_rank_failure) as team:
+        served = load_served_model(config.engine, device, team.group, progress, clock)
+        team.wait_until_ready()
+        make_executor = functools.partial(_make_executor, served.runner)
+        if team.ranks is not None:
+            make_executor = functools.partial(_make_ranked_executor, served.runner, team.ranks)
+        _serve(config, me, served, make_executor, progress, clock=clock, watch=on_rank_failure.watch)
 
 
 class _EndWithRank:
@@ -124,15 +103,15 @@ def _make_ranked_executor(runner: ModelRunner, ranks: Ranks, wake: Callable[[], 
 
 def _serve(
     config: WorkerConfig,
+    me: Party,
     served: ServedModel,
     make_executor: Callable[[Callable[[], None]], Executor],
     progress: Progress,
     *,
     clock: StartClock,
-    watch: Callable[[WorkerLoop], None] = lambda _loop: None,
+    watch: Callable[[WorkerLoop], None],
 ) -> None:
     memory = served.memory
-    me = Party(config.engine_id, secrets.randbits(63))
     waker = Waker()
     sockets = WorkerSockets(me, config.host, config.membership, config.secret)
     verify = config.engine.verify_kv

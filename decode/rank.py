@@ -38,7 +38,9 @@ class RankProcess:
     def __init__(self, order: RankOrder) -> None:
         self._order = order
         self._steps = Connection(order.steps_fd, writable=False)
-        os.set_inheritable(order.reports_fd, False)
+        self.link = Connection(order.link_fd)
+        for fd in (order.steps_fd, order.reports_fd, order.link_fd):
+            os.set_inheritable(fd, False)
         self._reports = os.fdopen(order.reports_fd, "wb", buffering=0)
         self._decoder = msgspec.msgpack.Decoder(RankStep)
 

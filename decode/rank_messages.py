@@ -3,34 +3,36 @@
 worker -> rank: one RankOrder as the first line of standard input, then RankStep on a pipe of its own, whose end
                 means the worker's orderly end. The end of standard input means that the worker is gone.
 rank -> worker: RankReady once, and RankFailed if it ends with an error
+both ways:      the link between the worker's connector and the rank's; what they say is theirs
 """
 
 import msgspec
 
 from splitserve.config import EngineConfig
-from splitserve.request import Role
+from splitserve.request import Party, Role
 from splitserve.step import StepPlan
 
 
 class RankOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Who the rank is. ``engine`` is the worker's, with all that depends on the device decided.
 
-    ``store_port``: where the ranks meet. ``steps_fd``, ``reports_fd``: its pipes.
+    ``store_port``: where the ranks meet. ``steps_fd``, ``reports_fd``: its pipes; ``link_fd``: a socket.
     """
 
-    engine_id: str
+    party: Party
     role: Role
     rank: int
     engine: EngineConfig
     store_port: int
     steps_fd: int
     reports_fd: int
+    link_fd: int
     log_level: str
 
     @property
     def name(self) -> str:
         """How the rank is called in logs and errors."""
-        return f"{self.engine_id} rank {self.rank}"
+        return f"{self.party.engine_id} rank {self.rank}"
 
 
 class RankReady(msgspec.Struct, frozen=True, tag=True):

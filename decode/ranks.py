@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Pipe
+from multiprocessing.connection import Connection, Pipe
 
 import msgspec
 
@@ -20,7 +20,7 @@ from splitserve.config import EngineConfig
 from splitserve.decode.rank_messages import RankFailed, RankOrder, RankReport, RankStep
 from splitserve.errors import SplitserveError
 from splitserve.models.parallel import CollectiveError
-from splitserve.request import Role
+from splitserve.request import Party, Role
 from splitserve.step import StepPlan
 
 logger = logging.getLogger(__name__)
@@ -41,18 +41,21 @@ class _Rank:
     def __init__(self, order: RankOrder, environment: dict[str, str]) -> None:
         self.name = order.name
         steps_reader, self._steps = Pipe(duplex=False)
+        self.link, link = Pipe(duplex=True)
         reports_fd, reports_write_fd = os.pipe()
         self.reports = os.fdopen(reports_fd, "rb")
-        order = msgspec.structs.replace(order, steps_fd=steps_reader.fileno(), reports_fd=reports_write_fd)
+        fds = {"steps_fd": steps_reader.fileno(), "reports_fd": reports_write_fd, "link_fd": link.fileno()}
+        order = msgspec.structs.replace(order, **fds)
         try:
             self._popen = subprocess.Popen(
                 [sys.executable, "-m", "splitserve.decode.rank"],
                 stdin=subprocess.PIPE,
-                pass_fds=(order.steps_fd, order.reports_fd),
+                pass_fds=tuple(fds.values()),
                 env=environment,
             )
         finally:
             steps_reader.close()
+            link.close()
             os.close(reports_write_fd)
         assert self._popen.stdin is not None
         self._life_line = self._popen.stdin
@@ -84,16 +87,17 @@ class _Rank:
             self._popen.kill()
             self._popen.wait()
         self._life_line.close()
+        self.link.close()
 
 
 class Ranks:
     """Ranks 1 to n - 1 of this worker, which is rank 0. Start it from the main thread: the kernel ends them with it."""
 
     def __init__(
-        self, engine_id: str, role: Role, engine: EngineConfig, store_port: int, on_failure: Callable[[RankError], None]
+        self, party: Party, role: Role, engine: EngineConfig, store_port: int, on_failure: Callable[[RankError], None]
     ) -> None:
         """``engine``: with the number of threads of one rank. ``on_failure`` is called once, from a thread."""
-        self._engine_id = engine_id
+        self._engine_id = party.engine_id
         self._on_failure = on_failure
         self._changed = threading.Condition()
         self._failures: list[RankFailed] = []
@@ -105,13 +109,14 @@ class Ranks:
         self._ranks: list[_Rank] = []
         for rank in range(1, engine.tensor_parallel_size):
             order = RankOrder(
-                engine_id=engine_id,
+                party=party,
                 role=role,
                 rank=rank,
                 engine=engine,
                 store_port=store_port,
                 steps_fd=-1,
                 reports_fd=-1,
+                link_fd=-1,
                 log_level=logging.getLevelName(logging.getLogger().getEffectiveLevel()).lower(),
             )
             self._ranks.append(_Rank(order, environment))
@@ -123,6 +128,11 @@ class Ranks:
     @property
     def pids(self) -> list[int]:
         return [rank.pid for rank in self._ranks]
+
+    @property
+    def links(self) -> list[Connection]:
+        """One for the connector of each rank; closed when it has ended."""
+        return [rank.link for rank in self._ranks]
 
     def wait_until_ready(self) -> None:
         """Raises :class:`RankError` if one fails instead."""

@@ -23,7 +23,7 @@ from splitserve.models.parallel import Alone, CollectiveError
 from splitserve.models.process_group import join_group, open_store
 from splitserve.models.runner import ModelRunner
 from splitserve.models.shard import Shard
-from splitserve.request import Role
+from splitserve.request import Party, Role
 from splitserve.step import SampleSpec, ScheduledChunk, StepPlan
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(120)]
@@ -46,7 +46,7 @@ class Team:
         self.failure: RankError | None = None
         store, port = open_store(size)
         engine = engine_of(model, size)
-        self.ranks = Ranks("mixed-0", Role.MIXED, engine, port, self._on_failure)
+        self.ranks = Ranks(Party("mixed-0", 1), Role.MIXED, engine, port, self._on_failure)
         try:
             self.group = join_group(store, Shard(0, size), CPU)
             self.served = load_served_model(engine, CPU, self.group, lambda _stage, _detail: None)
