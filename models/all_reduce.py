@@ -85,6 +85,7 @@ class ChosenAllReduce:
 
     def __init__(self, ways: Sequence[AllReduce], measured: Sequence[Measured]) -> None:
         """``ways``: NCCL first."""
+        self.measured = tuple(measured)
         by_name = {way.name: way for way in ways}
         self._bounds = [entry.num_bytes for entry in measured]
         self._ways = [*(by_name[entry.best] for entry in measured), ways[0]]

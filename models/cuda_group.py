@@ -48,7 +48,9 @@ class CudaCollectives:
         """Waits for all ranks. ``device`` becomes the current one."""
         self.shard = shard
         self._device = device
-        self._all_reduce: AllReduce | ChosenAllReduce = NcclAllReduce()
+        self._add = NcclAllReduce().add
+        self.all_reduce: ChosenAllReduce | None = None
+        """What :meth:`prepare` chose."""
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         torch.cuda.set_device(device)
@@ -66,11 +68,12 @@ class CudaCollectives:
     def prepare(self, hidden_size: int, dtype: torch.dtype) -> None:
         with shown_as_ours("the ranks can't try their all-reduce"):
             ways: list[AllReduce] = [NcclAllReduce(), *peer_all_reduces(self.shard, self._device)]
-            self._all_reduce = choose(ways, hidden_size * dtype.itemsize, dtype, self._device)
+            self.all_reduce = choose(ways, hidden_size * dtype.itemsize, dtype, self._device)
+        self._add = self.all_reduce.add
 
     def add_reduced(self, residual: Tensor, partial: Tensor) -> None:
         with shown_as_ours("all-reduce failed"):
-            self._all_reduce.add(residual, partial)
+            self._add(residual, partial)
 
     def gather_columns(self, part: Tensor) -> Tensor:
         rows, columns = part.shape

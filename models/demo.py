@@ -92,15 +92,26 @@ def write_demo_model(
     if max_shard_bytes < 1:
         raise ConfigError(f"max_shard_bytes is {max_shard_bytes}; it must be positive")
     target = Path(directory)
+    num_probable = _write_without_weights(target, sizes, seed)
+    _write_weights(target, load_model_config(target), num_probable, seed, max_shard_bytes)
+    return target
+
+
+def write_demo_config(directory: str | Path, *, shape: str, dtype: str = "auto") -> Path:
+    """As :func:`write_demo_model`, without weights: enough for ``--load-format dummy``. Returns ``directory``."""
+    target = Path(directory)
+    _write_without_weights(target, _resolve(shape, None, dtype), seed=0)
+    return target
+
+
+def _write_without_weights(target: Path, sizes: DemoShape, seed: int) -> int:
+    """Returns how many of the vocabulary's tokens shall be probable."""
     target.mkdir(parents=True, exist_ok=True)
     special = QWEN_TOKENS if sizes.architecture == "qwen3" else LLAMA_TOKENS
     tokenizer = train_tokenizer(min(sizes.vocab_size, _MAX_TOKENIZER_SIZE), special, seed)
     _write_tokenizer(target, tokenizer, special, sizes)
     _write_configs(target, tokenizer, special, sizes)
-    config = load_model_config(target)
-    num_probable = tokenizer.get_vocab_size() - len(special.tokens)
-    _write_weights(target, config, num_probable, seed, max_shard_bytes)
-    return target
+    return tokenizer.get_vocab_size() - len(special.tokens)
 
 
 def shape_config(shape: str) -> ModelConfig:

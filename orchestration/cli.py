@@ -26,6 +26,8 @@ BENCHES = {
     "kernels": ("splitserve.benchmarks.kernels", "each operation on each backend, at the shapes of a model"),
     "layout": ("splitserve.benchmarks.layout", "what the order inside a KV block costs attention"),
     "engine": ("splitserve.benchmarks.engine", "decode steps and prefills of a GPU, as shares of what it can do"),
+    "all-reduce": ("splitserve.benchmarks.all_reduce", "each way of adding up a tensor over GPUs, by size"),
+    "tensor-parallel": ("splitserve.benchmarks.tensor_parallel", "decode steps of several ranks against those of one"),
     "engine-cpu": ("splitserve.benchmarks.engine_vs_transformers", "the engine on CPU against transformers"),
 }
 TUNE = ("splitserve.benchmarks.tune", "find the fastest launch parameters of kernels on this GPU")
