@@ -87,14 +87,16 @@ class RankProcess:
     def _launch_steps(self, runner: CudaRunner) -> None:
         """Another thread waits for them, so that an error of the device shows while this one waits for a step."""
         launched: queue.SimpleQueue[PendingStep | None] = queue.SimpleQueue()
-        waiter = threading.Thread(target=self._wait_for_steps, args=(launched,), name="model-wait", daemon=True)
+        arguments = (runner.model.device, launched)
+        waiter = threading.Thread(target=self._wait_for_steps, args=arguments, name="model-wait", daemon=True)
         waiter.start()
         while (step := self._next_step()) is not None:
             launched.put(runner.launch(step.plan))
         launched.put(None)
         waiter.join()
 
-    def _wait_for_steps(self, launched: "queue.SimpleQueue[PendingStep | None]") -> None:
+    def _wait_for_steps(self, device: torch.device, launched: "queue.SimpleQueue[PendingStep | None]") -> None:
+        torch.cuda.set_device(device)  # a thread begins with the first one
         while (step := launched.get()) is not None:
             try:
                 step.wait()
