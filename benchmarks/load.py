@@ -62,6 +62,11 @@ class Endpoint:
         return f"{root}/completions" if root.endswith("/v1") else f"{root}/v1/completions"
 
     @property
+    def profile_url(self) -> str:
+        """Splitserve's own: workers record their next steps."""
+        return f"{self.base_url.rstrip('/').removesuffix('/v1')}/admin/profile"
+
+    @property
     def headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
@@ -88,6 +93,26 @@ async def run_load(
                 await asyncio.sleep(max(0.0, client.start + record.due_seconds - time.perf_counter()))
                 tasks.create_task(client.send(body, record))
     return records
+
+
+async def take_profile(endpoint: Endpoint, num_steps: int, after_seconds: float) -> dict[str, Any]:
+    """What each worker says of ``num_steps`` of its steps, recorded ``after_seconds`` from now, by engine id.
+
+    Never raises: whatever goes wrong is said under a report's "error".
+    """
+    await asyncio.sleep(after_seconds)
+    try:
+        async with (
+            aiohttp.ClientSession(headers=endpoint.headers) as session,
+            session.post(endpoint.profile_url, json={"num_steps": num_steps}) as response,
+        ):
+            text = await response.text()
+            if response.status != HTTPStatus.OK:
+                return {"any worker": {"error": f"HTTP {response.status}: {_shorten(text)}"}}
+            workers: dict[str, Any] = msgspec.json.decode(text)["workers"]
+            return workers
+    except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError, KeyError) as error:
+        return {"any worker": {"error": f"{type(error).__name__}: {error}"}}
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from splitserve.benchmarks.load import Endpoint, run_load
+from splitserve.benchmarks.load import Endpoint, run_load, take_profile
 from splitserve.benchmarks.report import table, write_result
-from splitserve.benchmarks.stats import parse_objective, summarise
+from splitserve.benchmarks.stats import RequestRecord, parse_objective, summarise
 from splitserve.benchmarks.workload import (
     TextPrompts,
     arrival_seconds,
@@ -43,15 +43,29 @@ def main(argv: Sequence[str]) -> int:
         [record] = asyncio.run(run_load(endpoint, [body], [0.0]))
         if record.error:
             raise ConfigError(f"the first request to {endpoint.completions_url} failed: {record.error}")
-    records = asyncio.run(run_load(endpoint, bodies[options.num_warmups :], due, options.max_concurrency))
+    records, profile = asyncio.run(_run(options, endpoint, bodies[options.num_warmups :], due))
 
     figures = summarise(records, objective)
+    if profile:
+        figures["profile"] = profile
     print(render(figures))
     for note in notes(figures, options.output_len):
         print(f"note: {note}")
     directory = Path(options.result_dir) if options.result_dir else None
     print(f"result: {write_result('serve', argv, {'figures': figures}, directory)}")
     return 1 if figures["failed"] else 0
+
+
+async def _run(
+    options: argparse.Namespace, endpoint: Endpoint, bodies: Sequence[dict[str, Any]], due: Sequence[float]
+) -> tuple[list[RequestRecord], dict[str, Any]]:
+    """The load, and what workers recorded of their steps meanwhile, if that was asked for."""
+    async with asyncio.TaskGroup() as tasks:
+        load = tasks.create_task(run_load(endpoint, bodies, due, options.max_concurrency))
+        profile = None
+        if options.profile_steps:
+            profile = tasks.create_task(take_profile(endpoint, options.profile_steps, options.profile_after))
+    return load.result(), {} if profile is None else profile.result()
 
 
 def request_bodies(options: argparse.Namespace, num_requests: int) -> list[dict[str, Any]]:
@@ -99,6 +113,9 @@ def render(figures: dict[str, Any]) -> str:
         totals.append(("requests within the SLO, %", 100.0 * figures["slo_attainment"]))
         totals.append(("goodput, requests/s", figures["goodput_requests_per_second"]))
     totals += [(f"failed: {reason}", count) for reason, count in figures["failed"].items()]
+    for worker, report in figures.get("profile", {}).items():
+        if "device_busy_share" in report:
+            totals.append((f"device busy, {worker}, {report['steps']} steps, %", 100.0 * report["device_busy_share"]))
     return f"{table(rows, ('ms', *columns))}\n{table(totals, ('', ''))}"
 
 
@@ -116,6 +133,13 @@ def notes(figures: dict[str, Any], output_len: int) -> list[str]:
     if figures["dispatch_lag_ms"].get("p99", 0.0) > _NOTABLE_LAG_MS:
         found.append(
             f"requests went out late (p99 {figures['dispatch_lag_ms']['p99']:.0f} ms): the client was short of time"
+        )
+    for worker, report in figures.get("profile", {}).items():
+        if "error" in report:
+            found.append(f"no profile of {worker}: {report['error']}")
+    if "profile" in figures:
+        found.append(
+            "a profile was taken meanwhile: starting and ending it holds steps up, which shows in the long ITLs"
         )
     if figures["completed"] and figures["output_tokens"] != figures["completed"] * output_len:
         found.append(f"outputs are not all {output_len} tokens long: the endpoint ended some early")
@@ -147,6 +171,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--vocab-size", type=int, default=256, metavar="N", help="without --tokenizer: ids are drawn below N")
     add("--max-concurrency", type=int, default=0, metavar="N", help="0: open loop")
     add("--slo", nargs="+", default=[], metavar="BOUND", help="ttft:MS tpot:MS itl:MS, for goodput")
+    add("--profile-steps", type=int, default=0, metavar="N", help="let Splitserve's workers record N of their steps")
+    add("--profile-after", type=float, default=2.0, metavar="SECONDS", help="when, from the load's start")
     add("--timeout", type=float, default=600.0, metavar="SECONDS", help="of one request")
     add("--api-key-env", default="OPENAI_API_KEY", metavar="NAME", help="environment variable with the key")
     add("--result-dir", default="", metavar="DIR", help="empty: benchmarks/results")

@@ -7,6 +7,7 @@ import os
 import secrets
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import torch
@@ -27,6 +28,7 @@ from splitserve.models.runner import ModelRunner
 from splitserve.prefill.executor import Executor, OverlappedExecutor, StepExecutor
 from splitserve.prefill.loop import Waker, WorkerLoop
 from splitserve.prefill.sockets import WorkerSockets
+from splitserve.prefill.step_profiler import ProfiledLaunchingRunner, ProfiledRunner, StepProfiler
 from splitserve.request import Party, Role
 from splitserve.security import check_exposure, is_loopback
 
@@ -89,23 +91,35 @@ class _EndWithRank:
             self._loop.end_with(error)
 
 
-def _make_executor(runner: ModelRunner, wake: Callable[[], None]) -> Executor:
+def _make_executor(runner: ModelRunner, wake: Callable[[], None], profiler: StepProfiler | None) -> Executor:
     if isinstance(runner, CudaRunner):
-        return OverlappedExecutor(runner, wake, lambda: torch.cuda.synchronize(runner.model.device))
-    return StepExecutor(runner, wake)
+        launching = runner if profiler is None else ProfiledLaunchingRunner(runner, profiler)
+        return OverlappedExecutor(launching, wake, lambda: torch.cuda.synchronize(runner.model.device))
+    return StepExecutor(runner if profiler is None else ProfiledRunner(runner, profiler), wake)
 
 
-def _make_ranked_executor(runner: ModelRunner, ranks: Ranks, wake: Callable[[], None]) -> Executor:
+def _make_ranked_executor(
+    runner: ModelRunner, ranks: Ranks, wake: Callable[[], None], profiler: StepProfiler | None
+) -> Executor:
+    """The profiler hears of rank 0, which is this process."""
     if isinstance(runner, CudaRunner):
-        return OverlappedExecutor(RankedCudaRunner(runner, ranks), wake, ranks.check)
-    return StepExecutor(RankedRunner(runner, ranks), wake, ranks.check)
+        launching = RankedCudaRunner(runner, ranks)
+        profiled = launching if profiler is None else ProfiledLaunchingRunner(launching, profiler)
+        return OverlappedExecutor(profiled, wake, ranks.check)
+    ranked = RankedRunner(runner, ranks)
+    return StepExecutor(ranked if profiler is None else ProfiledRunner(ranked, profiler), wake, ranks.check)
+
+
+def _make_profiler(config: WorkerConfig, device: torch.device, wake: Callable[[], None]) -> StepProfiler | None:
+    directory = config.engine.profile_dir
+    return StepProfiler(Path(directory), f"{config.role}.{config.engine_id}", device, wake) if directory else None
 
 
 def _serve(
     config: WorkerConfig,
     me: Party,
     served: ServedModel,
-    make_executor: Callable[[Callable[[], None]], Executor],
+    make_executor: Callable[[Callable[[], None], StepProfiler | None], Executor],
     progress: Progress,
     *,
     clock: StartClock,
@@ -138,8 +152,9 @@ def _serve(
         max_model_len=served.max_model_len,
         vocab_size=served.vocab_size,
     )
-    executor = make_executor(waker.wake)
-    loop = WorkerLoop(config, core, connector, executor, sockets=sockets, waker=waker, info=info)
+    profiler = _make_profiler(config, memory.blocks.device, waker.wake)
+    executor = make_executor(waker.wake, profiler)
+    loop = WorkerLoop(config, core, connector, executor, sockets=sockets, waker=waker, info=info, profiler=profiler)
     watch(loop)
     signal.signal(signal.SIGTERM, lambda *_: loop.drain())
     signal.signal(signal.SIGINT, lambda *_: loop.stop())

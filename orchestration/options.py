@@ -164,6 +164,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="digest blocks on both sides of a hand-over; a difference is logged, counted, and never used",
     )
     add("--seed", field="seed", type=int, help="of dummy weights")
+    add(
+        "--profile-dir",
+        field="profile_dir",
+        metavar="DIR",
+        help="let POST /admin/profile have workers record steps, into this directory of their machine; empty: refused",
+    )
 
 
 def add_spec_option(parser: argparse.ArgumentParser) -> None:

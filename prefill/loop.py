@@ -10,13 +10,26 @@ import psutil
 from splitserve.config import WorkerConfig
 from splitserve.errors import DeviceLostError
 from splitserve.kvconnector.connector import KVConnector
-from splitserve.messages import Draining, Envelope, Heartbeat, Leave, Register, Registered, RegisterRefused, WorkerInfo
+from splitserve.messages import (
+    Draining,
+    Envelope,
+    Heartbeat,
+    Leave,
+    Profile,
+    Profiled,
+    Register,
+    Registered,
+    RegisterRefused,
+    WorkerInfo,
+)
 from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.drain import Drain
 from splitserve.prefill.effects import Connect, Dial, Disconnect, Effect, HangUp, Incident, Send, Serve, StartRead
 from splitserve.prefill.executor import Executor, StepFailure
 from splitserve.prefill.sockets import WorkerSockets
+from splitserve.prefill.step_profiler import NoProfiler, Profiler
 from splitserve.prefill.step_times import StepTimes
+from splitserve.request import Party
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +83,7 @@ class WorkerLoop:
         sockets: WorkerSockets,
         waker: Waker,
         info: WorkerInfo,
+        profiler: Profiler | None = None,
     ) -> None:
         self._config = config
         self._core = core
@@ -80,7 +94,8 @@ class WorkerLoop:
         self._info = info
         self._process = psutil.Process()
         self._step_times = StepTimes()
-        self._device_lost: StepFailure | None = None
+        self._profiler = profiler or NoProfiler()
+        self._profile: tuple[Party, str] | None = None  # who asked for the recording under way, and its id
         self._error: Exception | None = None
         self._drain = Drain(config.protocol.drain_seconds)
         self._drain_requested = False
@@ -132,11 +147,6 @@ class WorkerLoop:
                 self.run_once()
             if self._error is not None:
                 raise self._error
-            if self._device_lost is not None:
-                raise DeviceLostError(
-                    f"the device can't go on after step {self._device_lost.step} ({self._device_lost}): "
-                    f"{self._config.engine_id} ends, to be started again"
-                )
         finally:  # after an error too: membership hears at once that this worker is gone
             self._sockets.send_membership(Leave())
             self._executor.close(STOP_SECONDS)
@@ -152,7 +162,10 @@ class WorkerLoop:
         if self._drain_requested and not self._drain.has_begun:
             self._begin_drain(now)
         for envelope in self._sockets.receive():
-            self._core.handle(envelope, now)
+            if isinstance(envelope.body, Profile) and envelope.to == self._info.party:
+                self._on_profile(envelope.sender, envelope.body)
+            else:
+                self._core.handle(envelope, now)
         for envelope in self._sockets.receive_membership():
             self._on_membership(envelope)
         for event in self._connector.events():
@@ -162,6 +175,7 @@ class WorkerLoop:
         self._perform(self._core.take_effects())  # tokens leave before the next step is planned
         self._launch(now)
         self._perform(self._core.take_effects())
+        self._report_profile()
         self._keep_membership(now)
         self._end_drain(now)
 
@@ -172,6 +186,29 @@ class WorkerLoop:
             self._refusal = envelope.body.reason
         elif isinstance(envelope.body, Registered):
             self._registered, self._refusal = True, ""
+
+    def _on_profile(self, sender: Party, body: Profile) -> None:
+        why_not = self._profiler.begin(body.num_steps, body.timeout_seconds)
+        if why_not:
+            self._sockets.send(sender, Profiled(body.profile_id, why_not))
+        else:
+            self._profile = sender, body.profile_id
+
+    def _report_profile(self) -> None:
+        result = self._profiler.result()
+        if result is None or self._profile is None:
+            return
+        (asker, profile_id), busy = self._profile, result.busy
+        report = Profiled(
+            profile_id,
+            result.error,
+            result.trace,
+            result.num_steps,
+            busy.seconds,
+            busy.busy_seconds,
+            busy.long_gap_seconds,
+        )
+        self._sockets.send(asker, report)
 
     def _begin_drain(self, now: float) -> None:
         """The router hears of it first, so that requests go elsewhere from now on."""
@@ -204,12 +241,15 @@ class WorkerLoop:
         else:
             logger.error("step %d failed because of step %d", failure.step, failure.cause.step)
         self._core.fail_step(str(failure), now)
-        if failure.device_lost and self._device_lost is None:
-            self._device_lost = failure
-            self._stopping = True
+        if failure.device_lost and self._error is None:
+            engine_id = self._config.engine_id
+            text = (
+                f"the device can't go on after step {failure.step} ({failure}): {engine_id} ends, to be started again"
+            )
+            self.end_with(DeviceLostError(text))
 
     def _launch(self, now: float) -> None:
-        while self._executor.has_room and self._device_lost is None:
+        while self._executor.has_room and self._error is None:
             plan = self._core.plan_step(now)
             if plan is None:
                 return

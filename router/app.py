@@ -24,8 +24,10 @@ from splitserve.router.metrics import RouterMetrics
 from splitserve.router.openapi import openapi_document
 from splitserve.router.placement import Disaggregated, NoWorker, RequestShape
 from splitserve.router.preparation import Preparation, check_not_empty
+from splitserve.router.profiles import parse_profile_request
 from splitserve.router.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest, parse
 
+_KEYED_PATHS = ("/v1/", "/admin/")
 _CLOSED_TRANSPORT = "the handler is closed"  # what uvloop says between a connection's reset and its report of it
 
 Handler: TypeAlias = Callable[[Request], Coroutine[Any, Any, Response]]
@@ -94,6 +96,14 @@ class Api:
     async def metrics(self, _request: Request) -> Response:
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    async def profile(self, request: Request) -> Response:
+        """Let the workers record their next steps; answers when they have."""
+        body = parse_profile_request(await self._bodies.read(request))
+        reports = await self._dispatcher.profiles.take(body.num_steps, body.timeout_seconds)
+        if not reports:
+            raise ApiError(503, "no worker is ready: try again", code="no_worker")
+        return JSONResponse({"workers": reports})
+
     async def _read(self, request: Request, model: type[RequestModel]) -> RequestModel:
         body = parse(model, await self._bodies.read(request))
         self._check_model(body.model)
@@ -125,7 +135,7 @@ class Api:
 
 
 def create_app(api: Api, metrics: RouterMetrics, api_key: str = "") -> ASGIApp:
-    """The ASGI application: routes, errors in OpenAI's shape, request counts; /v1 takes ``api_key`` unless it's ""."""
+    """The ASGI application: routes, errors in OpenAI's shape, request counts; ``api_key`` is for /v1 and /admin."""
     app = FastAPI(title="Splitserve", version=__version__, openapi_url=None)  # which is written by hand
     document = openapi_document(api.model_id, wants_key=bool(api_key))
 
@@ -135,6 +145,7 @@ def create_app(api: Api, metrics: RouterMetrics, api_key: str = "") -> ASGIApp:
     posts: list[tuple[str, Handler]] = [
         ("/v1/completions", api.completions),
         ("/v1/chat/completions", api.chat_completions),
+        ("/admin/profile", api.profile),
     ]
     gets: list[tuple[str, Handler]] = [
         ("/v1/models", api.models),
@@ -181,14 +192,16 @@ async def _on_unexpected(request: Request, _error: Exception) -> Response:
 
 
 class RequireKey:
-    """ASGI middleware that answers 401 under /v1 unless the request shows the API key. The body isn't read before."""
+    """ASGI middleware that answers 401 under /v1 and /admin unless the request shows the API key. The body isn't read
+    before."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app = app
         self._digest = hashlib.sha256(api_key.encode()).digest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith("/v1/") or self._is_allowed(scope["headers"]):
+        is_free = scope["type"] != "http" or not scope["path"].startswith(_KEYED_PATHS)
+        if is_free or self._is_allowed(scope["headers"]):
             await self._app(scope, receive, send)
             return
         error = ApiError(401, "incorrect or missing API key: send 'Authorization: Bearer KEY'", code="invalid_api_key")

@@ -23,6 +23,7 @@ from splitserve.messages import (
     LocalRequest,
     PeerRef,
     PrefillRequest,
+    Profiled,
     RequestFailed,
     StepTokens,
 )
@@ -45,6 +46,7 @@ from splitserve.router.placement import (
     context_limits,
     policy_by_name,
 )
+from splitserve.router.profiles import Profiles
 from splitserve.router.request_state import NOTHING, Failure, FailureReason, Phase, RequestState, Update
 
 log = logging.getLogger(__name__)
@@ -113,6 +115,7 @@ class Dispatcher:
         self.fleet = Fleet(
             config, metrics, on_message=self._on_message, on_lost=self._on_worker_lost, on_ready=self._on_worker_ready
         )
+        self.profiles = Profiles(self.fleet)
         metrics.watch_workers(self.fleet.membership.records)
 
     # ---- for the HTTP layer ----
@@ -187,6 +190,7 @@ class Dispatcher:
         failure = Failure(FailureReason.SHUTDOWN, "the router is shutting down")
         for generation in list(self._active.values()):
             self._apply(generation, generation.state.fail(failure))
+        self.profiles.close()
         self.fleet.close()
 
     # ---- to the workers ----
@@ -264,6 +268,9 @@ class Dispatcher:
                 self.fleet.drop_stale("failure", body.key, sender)
             else:
                 self._apply(generation, update)
+        elif isinstance(body, Profiled):
+            if not self.profiles.on_report(sender, body):
+                self.fleet.drop_stale("profile", body.profile_id, sender)
         else:
             self.fleet.drop_stale(type(body).__name__, "which a router doesn't take", sender)
 

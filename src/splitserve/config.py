@@ -61,7 +61,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     the data on both sides.
     ``gpu_memory_utilization`` is the share of a GPU's memory that the worker takes in all, if ``kv_memory_bytes``
     doesn't say. ``tensor_parallel_size`` processes share a worker's model, KV memory and threads, on as many GPUs
-    where there are any. ``enforce_eager`` turns CUDA graphs off.
+    where there are any. ``enforce_eager`` turns CUDA graphs off. ``profile_dir``: where profiles of steps go that are
+    asked for; "" refuses them.
     """
 
     model: str
@@ -84,6 +85,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 0
     tensor_parallel_size: int = 1
     seed: int = 0
+    profile_dir: str = ""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

@@ -3,8 +3,8 @@
 Who sends what:
 
     worker  -> membership: Register, Heartbeat, Draining, Leave  membership -> worker: Registered, RegisterRefused
-    router  -> worker:     PrefillRequest, DecodeRequest, LocalRequest, Abort, Introduce
-    worker  -> router:     StepTokens, RequestFailed
+    router  -> worker:     PrefillRequest, DecodeRequest, LocalRequest, Abort, Introduce, Profile
+    worker  -> router:     StepTokens, RequestFailed, Profiled
     decode  -> prefill:    PeerHello, Grant, OfferAck, Release   prefill -> decode: PeerWelcome, PeerRefused,
     Offer, Withdrawn
 
@@ -212,6 +212,14 @@ class Introduce(Message, frozen=True):
     peer: PeerRef
 
 
+class Profile(Message, frozen=True):
+    """Record the next ``num_steps`` steps, or those of ``timeout_seconds``, with a profiler."""
+
+    profile_id: str
+    num_steps: Size
+    timeout_seconds: Seconds
+
+
 # ---- worker to router ----
 
 
@@ -267,6 +275,22 @@ class RequestFailed(Message, frozen=True):
     key: RequestKey
     code: FailureCode
     message: str
+
+
+class Profiled(Message, frozen=True):
+    """How a recording ended: ``error`` says why there's none, "" if there is one, in the file ``trace`` on the worker.
+
+    ``busy_seconds`` of the recorded ``seconds`` the device ran something; for ``long_gap_seconds`` it did nothing for
+    more than 20 us on end.
+    """
+
+    profile_id: str
+    error: str = ""
+    trace: str = ""
+    num_steps: Count = 0
+    seconds: Seconds = 0.0
+    busy_seconds: Seconds = 0.0
+    long_gap_seconds: Seconds = 0.0
 
 
 # ---- between decode and prefill ----
@@ -402,8 +426,10 @@ Body: TypeAlias = (
     | LocalRequest
     | Abort
     | Introduce
+    | Profile
     | StepTokens
     | RequestFailed
+    | Profiled
     | PeerHello
     | PeerWelcome
     | PeerRefused

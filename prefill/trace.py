@@ -1,0 +1,75 @@
+"""Reads how busy a device was from a trace of torch.profiler, in Chrome's format. Pure, but for the file."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+DEVICE_KINDS = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+HOST_KINDS = frozenset({"cpu_op"})
+LONG_GAP_SECONDS = 20e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """What the device did between the first and the last thing that it did, ``seconds`` apart.
+
+    ``busy_seconds``: a kernel or a copy ran; overlapping ones count once. ``long_gap_seconds``: it did nothing for
+    longer than 20 us on end: more than lies between two kernels of a CUDA graph. ``num_spans`` kernels and copies.
+    """
+
+    seconds: float = 0.0
+    busy_seconds: float = 0.0
+    long_gap_seconds: float = 0.0
+    num_spans: int = 0
+
+    @property
+    def share(self) -> float:
+        return self.busy_seconds / self.seconds if self.seconds else 0.0
+
+    def __str__(self) -> str:
+        gaps = f"{100 * self.long_gap_seconds / max(self.seconds, 1e-9):.2f}% in gaps of over 20 us"
+        return f"device busy {100 * self.share:.2f}% of {self.seconds:.3f} s, {gaps}"
+
+
+NOT_BUSY = Busy()
+
+
+class _Event(msgspec.Struct):
+    ph: str = ""
+    cat: str = ""
+    ts: float = 0.0
+    dur: float = 0.0
+
+
+class _Trace(msgspec.Struct):
+    traceEvents: list[_Event]  # the format's name
+
+
+def read_busy(path: Path) -> Busy:
+    """From the trace at ``path``: of the GPU if the trace has any of its spans, else of the host's operators."""
+    # Kineto writes names of files and kernels as they are; stray bytes in them are of no interest here.
+    data = path.read_bytes().decode("utf-8", errors="replace")
+    events = msgspec.json.decode(data, type=_Trace, strict=False).traceEvents
+    spans = [event for event in events if event.ph == "X" and event.cat in DEVICE_KINDS]
+    spans = spans or [event for event in events if event.ph == "X" and event.cat in HOST_KINDS]
+    return busy_of([event.ts * 1e-6 for event in spans], [event.dur * 1e-6 for event in spans])
+
+
+def busy_of(begins: Sequence[float], durations: Sequence[float]) -> Busy:
+    """The union of spans, in seconds, in any order."""
+    if not begins:
+        return NOT_BUSY
+    order = np.argsort(begins, kind="stable")
+    begin = np.asarray(begins)[order]
+    end = np.maximum.accumulate(begin + np.asarray(durations)[order])
+    gaps = np.maximum(begin[1:] - end[:-1], 0.0)
+    seconds = float(end[-1] - begin[0])
+    return Busy(
+        seconds=seconds,
+        busy_seconds=seconds - float(gaps.sum()),
+        long_gap_seconds=float(gaps[gaps > LONG_GAP_SECONDS].sum()),
+        num_spans=len(begin),
+    )
