@@ -35,6 +35,8 @@ class AttentionPreload:
     def _load(self) -> None:
         """A decode token, a chunk, and both in one step, over a block of memory."""
         shape = self._shape
+        if shape.device.type == "cuda":
+            torch.cuda.set_device(shape.device)  # a thread begins with the first one
         attention = self._kernels.make_attention(shape)
         size = (1, shape.num_layers, shape.num_kv_heads, 2, shape.block_size, shape.head_dim)
         kv_layer = torch.zeros(size, dtype=shape.dtype, device=shape.device)[:, 0]
