@@ -222,6 +222,7 @@ class StagedReader:
             for row, rows in zip(range(0, target.shape[0], step), torch.split(target, step), strict=False)
         ]
 
+    @torch.inference_mode()  # a mode of each thread
     def _load(self, piece: _Piece) -> None:
         staging: Tensor = self._threads.staging[: piece.num_bytes]
         piece.file.read(piece, staging.numpy())

@@ -51,7 +51,8 @@ def test_staged_reads_are_mapped_reads(checkpoint: Path, size: int, dtype: torch
         weights = all_parts(config, Shard(rank, size))
         mapped = MappedReader(records, dtype)
         staged = StagedReader(records, dtype, CPU, num_threads=3, staging_bytes=staging_bytes)
-        staged.announce(weights)
+        with torch.inference_mode():  # as the loader does
+            staged.announce(weights)
         for parts in reversed(weights):
             assert torch.equal(mapped.read(parts), staged.read(parts)), parts
         staged.close()
