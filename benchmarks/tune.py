@@ -7,8 +7,9 @@ interrupted. By default it goes to the user's own directory, where every worker 
 
 import argparse
 import functools
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
 
@@ -21,7 +22,9 @@ from splitserve.errors import ConfigError
 from splitserve.kernels import tuning
 from splitserve.kernels.tunables import OPERATIONS, Tunable, TunableCase, TuneTarget, load_tunable
 from splitserve.kernels.tuning import Params, TunedEntry, TuningError
+from splitserve.models.config import ModelConfig
 from splitserve.models.demo import SHAPES, shape_config
+from splitserve.models.shard import check_tensor_parallel_size, head_rows, local_config
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -66,9 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             tuner = Tuner(device_name, directory, bandwidth, pool)
             for operation in arguments.operation:
                 done: set[str] = set()
-                for shape in arguments.shape:
-                    model = shape_config(shape)
-                    target = TuneTarget(model, DTYPES[arguments.dtype], device, arguments.block_size)
+                for shape, size in itertools.product(arguments.shape, arguments.tensor_parallel_size):
+                    model = rank_config(shape_config(shape), size)
+                    target = TuneTarget(model, DTYPES[arguments.dtype], device, arguments.block_size, is_shard=size > 1)
                     done |= tuner.tune(operation, load_tunable(operation), target, arguments.rows, done)
     except TuningError as error:
         raise ConfigError(str(error)) from error
@@ -82,11 +85,20 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=_positive, nargs="+", default=list(ROWS), help="tokens or sequences of a step")
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES))
     parser.add_argument("--block-size", type=_positive, default=64, metavar="TOKENS")
+    parser.add_argument(
+        "--tensor-parallel-size", type=_positive, nargs="+", default=[1], metavar="N", help="ranks that share a model"
+    )
     parser.add_argument("--jobs", type=int, default=0, help="processes that compile; 0: one for each core")
     parser.add_argument(
         "--output", default="", metavar="DIR", help=f"empty: ${tuning.DIRECTORY_VARIABLE}, else the user's cache"
     )
     return parser.parse_args(argv)
+
+
+def rank_config(config: ModelConfig, size: int) -> ModelConfig:
+    """The sizes of one of ``size`` ranks, its part of the head among them. Raises :class:`ConfigError`."""
+    check_tensor_parallel_size(config, size)
+    return replace(local_config(config, size), vocab_size=head_rows(config.vocab_size, size))
 
 
 def _positive(text: str) -> int:

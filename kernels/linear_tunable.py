@@ -53,11 +53,12 @@ class LinearTunable:
         model = target.model
         hidden, heads = model.hidden_size, model.num_heads * model.head_dim
         qkv = heads + 2 * model.num_kv_heads * model.head_dim
+        to_hidden = [(hidden, heads), (hidden, model.intermediate_size)]
         shapes: dict[Variant, list[tuple[int, int]]] = {
-            "plain": [],
+            "plain": to_hidden if target.is_shard else [],
             "norm": [(qkv, hidden), (model.vocab_size, hidden)],
             "gated": [(2 * model.intermediate_size, hidden)],
-            "add": [(hidden, heads), (hidden, model.intermediate_size)],
+            "add": [] if target.is_shard else to_hidden,
         }
         return shapes[self._variant]
 
@@ -136,6 +137,8 @@ class LinearCase:
             return lambda: linear.after_norm(self._x, self._norm, _EPS)
         if self._variant == "gated":
             return lambda: linear.gated_after_norm(self._x, self._norm, _EPS)
+        if self._variant == "plain":
+            return lambda: linear(self._x)
         residual = self._residual.clone()
 
         def add() -> Tensor:
@@ -146,7 +149,7 @@ class LinearCase:
 
     def expected(self) -> Tensor:
         weight = self._weights[0].float()
-        x = self._x if self._variant == "add" else reference.rms_norm(self._x, self._norm, _EPS)
+        x = self._x if self._variant in ("add", "plain") else reference.rms_norm(self._x, self._norm, _EPS)
         product = x.float() @ weight.T
         if self._variant == "gated":
             product = reference.silu_mul(product)

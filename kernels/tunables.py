@@ -28,6 +28,7 @@ _TUNABLES = {
     "linear_norm": "linear_tunable",
     "linear_gated": "linear_tunable",
     "linear_add": "linear_tunable",
+    "linear_plain": "linear_tunable",
 }
 OPERATIONS = tuple(_TUNABLES)
 
@@ -57,7 +58,8 @@ class DecoderSizes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TuneTarget:
-    """What to tune for. ``block_size``: tokens per KV block. ``is_for_compiling``: inputs need only be large enough for
+    """What to tune for. ``model`` has the sizes of a rank, and ``is_shard`` if there are several: then a sum over the
+    ranks follows the products that otherwise add to the residual. ``block_size``: tokens per KV block. ``is_for_compiling``: inputs need only be large enough for
     the kernels to compile as they will for others of that shape; many processes make them at once."""
 
     model: DecoderSizes
@@ -65,6 +67,7 @@ class TuneTarget:
     device: torch.device
     block_size: int
     is_for_compiling: bool = False
+    is_shard: bool = False
 
 
 class TunableCase(Protocol):

@@ -3,6 +3,7 @@ of a CPU here; candidates differ by far more than noise."""
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -131,13 +132,14 @@ def test_wrong_options(options: list[str], capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("is_shard", [False, True])
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_tunables_agree_with_their_reference(operation: str) -> None:
+def test_tunables_agree_with_their_reference(operation: str, is_shard: bool) -> None:
     """Each operation's cases run, and default and first candidate give the reference's answer."""
     pytest.importorskip("triton")
-    target = TARGET
+    target = replace(TARGET, is_shard=is_shard)
     if torch.cuda.is_available():
-        target = TuneTarget(SHAPES["qwen3-0.6b"], torch.bfloat16, torch.device("cuda", 0), 64)
+        target = TuneTarget(SHAPES["qwen3-0.6b"], torch.bfloat16, torch.device("cuda", 0), 64, is_shard=is_shard)
     tunable = load_tunable(operation)
     for key in tunable.shape_keys(target):
         case = tunable.case(target, key, 2)
