@@ -58,9 +58,10 @@ class DecoderSizes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TuneTarget:
-    """What to tune for. ``model`` has the sizes of a rank, and ``is_shard`` if there are several: then a sum over the
-    ranks follows the products that otherwise add to the residual. ``block_size``: tokens per KV block. ``is_for_compiling``: inputs need only be large enough for
-    the kernels to compile as they will for others of that shape; many processes make them at once."""
+    """What to tune for. ``model`` has the sizes of one rank; ``is_shard`` if there are several: a sum over the ranks then
+    follows the products that otherwise add to the residual. ``block_size``: tokens per KV block. ``is_for_compiling``:
+    inputs need only be large enough for the kernels to compile as they will for others of that shape; many processes
+    make them at once."""
 
     model: DecoderSizes
     dtype: torch.dtype
