@@ -10,7 +10,7 @@ from splitserve.decode.core import DecodeCore
 from splitserve.decode.scheduler import DecodeScheduler
 from splitserve.kvconnector.block_pool import BlockPool
 from splitserve.kvconnector.connector import KVConnector
-from splitserve.kvconnector.digest import DigestBlocks, no_digests
+from splitserve.kvconnector.digest import LeadingDigests, no_digests
 from splitserve.messages import LayoutRecord
 from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.engine_state import EngineState
@@ -30,13 +30,13 @@ def build_core(
     max_model_len: int,
     vocab_size: int,
     first_generation: int | None = None,
-    digest_blocks: DigestBlocks = no_digests,
+    leading_digests: LeadingDigests = no_digests,
 ) -> PrefillCore:
     """A prefill worker pulls from nobody; decode and mixed workers can do both phases.
 
     The settings of ``config.engine`` that depend on the device are decided (:meth:`EngineConfig.on`).
 
-    ``digest_blocks`` gives the digests that go with offered blocks.
+    ``leading_digests`` gives the digests that go with offered blocks.
     """
     engine = config.engine
     pool = BlockPool(
@@ -58,7 +58,7 @@ def build_core(
         max_num_seqs=engine.max_num_seqs,
         tail_chunk_tokens=engine.tail_chunk_tokens if config.role is Role.PREFILL else 0,
     )
-    source = SourceSide(state, prefill, connector.served(), digest_blocks)
+    source = SourceSide(state, prefill, connector.served(), leading_digests)
     if config.role is Role.PREFILL:
         return PrefillCore(state, prefill, source, max_num_batched_tokens=engine.max_num_batched_tokens)
     return DecodeCore(

@@ -20,7 +20,7 @@ from splitserve.decode.served import Progress, ServedModel, device_of, load_serv
 from splitserve.decode.start_clock import StartClock
 from splitserve.decode.team import start_team
 from splitserve.errors import ConfigError, HandshakeError
-from splitserve.kvconnector.digest import digests_of, first_digests_of, no_digests
+from splitserve.kvconnector.digest import FirstDigests, digests_of, no_digests
 from splitserve.kvconnector.nixl import NixlConnector
 from splitserve.messages import WorkerInfo
 from splitserve.models.cuda_runner import CudaRunner
@@ -139,7 +139,7 @@ def _serve(
         connector,
         max_model_len=served.max_model_len,
         vocab_size=served.vocab_size,
-        digest_blocks=first_digests_of(memory) if verify else no_digests,
+        leading_digests=FirstDigests(memory, waker.wake) if verify else no_digests,
     )
     info = WorkerInfo(
         party=me,

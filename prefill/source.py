@@ -4,7 +4,7 @@ read it."""
 from splitserve.bounded import ExpiringMap
 from splitserve.handover import SourceHandover, SourceState
 from splitserve.kvconnector.connector import ServedMemory
-from splitserve.kvconnector.digest import DigestBlocks
+from splitserve.kvconnector.digest import LeadingDigests
 from splitserve.messages import (
     FailureCode,
     Grant,
@@ -30,12 +30,14 @@ class SourceSide:
     """A request computes only once both its :class:`PrefillRequest` and decode's :class:`Grant` are here."""
 
     def __init__(
-        self, state: EngineState, scheduler: PrefillScheduler, served: ServedMemory, digest_blocks: DigestBlocks
+        self, state: EngineState, scheduler: PrefillScheduler, served: ServedMemory, leading_digests: LeadingDigests
     ) -> None:
         self._state = state
         self._scheduler = scheduler
         self._served = served
-        self._digest_blocks = digest_blocks
+        self._leading_digests = leading_digests
+        self._undigested: set[RequestKey] = set()  # hand-overs with computed blocks that wait for their digests
+        self._first_tokens: dict[RequestKey, int] = {}  # of prompts that are computed, until their last offer
         self._ungranted: dict[RequestKey, tuple[Sequence, Party]] = {}
         self._handovers: dict[RequestKey, SourceHandover] = {}
         self._parked_grants: ExpiringMap[RequestKey, tuple[Grant, Party]] = ExpiringMap(
@@ -128,22 +130,18 @@ class SourceSide:
     def on_computed(self, sequence: Sequence, now: float) -> None:
         """A step has completed: offer the prompt's full blocks, unless the last offer comes right after."""
         handover = self._handovers.get(sequence.key)
-        if handover is None or handover.state not in (SourceState.GRANTED, SourceState.OFFERING):
-            return
-        num_full = min(sequence.num_computed, len(sequence.token_ids) - 1) // self._state.blocks.block_size
-        if num_full > handover.num_offered_blocks:
-            blocks = self._blocks_to_offer(sequence, handover, num_full)
-            handover.offer(blocks, num_full * self._state.blocks.block_size, now)
+        if handover is not None and handover.state in (SourceState.GRANTED, SourceState.OFFERING):
+            self._offer(sequence, handover, now)
 
     def on_prefilled(self, sequence: Sequence, first_token: int, now: float) -> None:
         """The first token is drawn: offer the rest, and keep the blocks until decode releases them."""
-        handover = self._handovers[sequence.key]
-        blocks = self._blocks_to_offer(sequence, handover, len(sequence.block_ids))
-        handover.offer_last(blocks, sequence.num_computed, [first_token], now)
+        self._first_tokens[sequence.key] = first_token
+        self._offer(sequence, self._handovers[sequence.key], now)
 
     def withdraw(self, sequence: Sequence, reason: str, now: float, *, attempt_over: bool) -> None:
         """The request ends here. What was offered stays until decode releases it or its lease runs out."""
         self._ungranted.pop(sequence.key, None)
+        self._stop_offering(sequence.key)
         handover = self._handovers.get(sequence.key)
         if handover is not None:
             withdrawn = Withdrawn(key=sequence.key, reason=reason, attempt_over=attempt_over)
@@ -165,6 +163,8 @@ class SourceSide:
 
     def poll(self, now: float) -> None:
         """Send offers that are due, end what nobody renews, rest when nothing is left to read."""
+        for key in list(self._undigested):
+            self._offer(self._state.sequences[key], self._handovers[key], now)
         for handover in list(self._handovers.values()):
             offer = handover.poll(now)
             if offer is not None:
@@ -211,6 +211,7 @@ class SourceSide:
 
     def _finish(self, handover: SourceHandover, now: float) -> None:
         del self._handovers[handover.key]
+        self._stop_offering(handover.key)
         sequence = self._state.sequences[handover.key]
         self._scheduler.remove(sequence)
         if handover.release_reason == "lease expired":
@@ -221,13 +222,34 @@ class SourceSide:
         self._state.bury(handover.key, handover.release_reason, now, attempt_over=handover.attempt_over)
         self._state.drop_blocks(sequence)
 
-    def _blocks_to_offer(self, sequence: Sequence, handover: SourceHandover, end: int) -> list[OfferedBlock]:
-        pool = self._state.blocks.pool
+    def _offer(self, sequence: Sequence, handover: SourceHandover, now: float) -> None:
+        """Offer what is computed, as far as its digests are known; :meth:`poll` tries again with the rest."""
+        block_size = self._state.blocks.block_size
+        first_token = self._first_tokens.get(sequence.key)
+        if first_token is None:
+            end = min(sequence.num_computed, len(sequence.token_ids) - 1) // block_size
+        else:
+            end = len(sequence.block_ids)
         new = sequence.block_ids[handover.num_offered_blocks : end]
-        return [
+        digests = self._leading_digests(new)
+        pool = self._state.blocks.pool
+        blocks = [
             OfferedBlock(block_id, pool.generation(block_id), digest)
-            for block_id, digest in zip(new, self._digest_blocks(new), strict=True)
+            for block_id, digest in zip(new, digests, strict=False)
         ]
+        if len(digests) == len(new):
+            self._undigested.discard(sequence.key)
+        else:
+            self._undigested.add(sequence.key)
+        if first_token is not None and len(digests) == len(new):
+            handover.offer_last(blocks, sequence.num_computed, [first_token], now)
+            del self._first_tokens[sequence.key]
+        elif blocks:
+            handover.offer(blocks, (handover.num_offered_blocks + len(blocks)) * block_size, now)
+
+    def _stop_offering(self, key: RequestKey) -> None:
+        self._undigested.discard(key)
+        self._first_tokens.pop(key, None)
 
     def _serve(self, active: bool) -> None:
         if active != self._is_serving:

@@ -8,6 +8,7 @@ from splitserve.decode.build import build_core
 from splitserve.handover import ReadResult
 from splitserve.kvconnector.block_pool import BlockState
 from splitserve.kvconnector.connector import PeerConnected
+from splitserve.kvconnector.digest import LeadingDigests, no_digests
 from splitserve.messages import (
     Body,
     DecodeRequest,
@@ -31,7 +32,7 @@ NUM_BLOCKS = 32
 class Worker:
     """One core, with what came out of it since the last look."""
 
-    def __init__(self, role: Role, me: Party) -> None:
+    def __init__(self, role: Role, me: Party, leading_digests: LeadingDigests = no_digests) -> None:
         self.me = me
         engine = EngineConfig(model="m", max_num_batched_tokens=8, max_num_seqs=4, tail_chunk_tokens=4).on("cpu")
         config = WorkerConfig(engine_id=me.engine_id, role=role, engine=engine, membership="", protocol=PROTOCOL)
@@ -44,6 +45,7 @@ class Worker:
             max_model_len=64,
             vocab_size=VOCAB,
             first_generation=1,
+            leading_digests=leading_digests,
         )
         self.now = 0.0
 

@@ -1,5 +1,6 @@
 """One worker of the simulator: its production core, its memory, its device; the loop's part is played here."""
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -48,8 +49,9 @@ class SimWorker:
             max_model_len=num_blocks * BLOCK_SIZE,
             vocab_size=VOCAB,
             first_generation=sim.random.getrandbits(63),
-            digest_blocks=self.digest_blocks,
+            leading_digests=self.leading_digests,
         )
+        self.digests: dict[tuple[int, int], bytes | None] = {}  # by block and generation; None: not there yet
         self.drain_clock = Drain(sim.protocol.drain_seconds)
         self.reader = SimReader(sim, self, self.on_connector_event)
         # Launched and not over, oldest first: blocks touched, tokens drawn, whether it fails.
@@ -151,6 +153,23 @@ class SimWorker:
         if not self.sim.faults.damage:
             return no_digests(block_ids)
         return [mix(*self.memory[block_id]).to_bytes(16, "big") for block_id in block_ids]
+
+    def leading_digests(self, block_ids: Sequence[int]) -> list[bytes]:
+        """Of each content as it was at first; they take their time, and come in any order."""
+        if not self.sim.faults.damage:
+            return no_digests(block_ids)
+        contents = [(block_id, int(self.generations[block_id])) for block_id in block_ids]
+        for content in contents:
+            if content not in self.digests:
+                self.digests[content] = None
+                self.sim.after(self.sim.random.uniform(0.0, 0.05), lambda content=content: self.digest(*content))
+        known = itertools.takewhile(lambda digest: digest is not None, map(self.digests.get, contents))
+        return [digest for digest in known if digest is not None]
+
+    def digest(self, block_id: int, generation: int) -> None:
+        if self.can_run(lambda: self.digest(block_id, generation)):
+            [self.digests[block_id, generation]] = self.digest_blocks([block_id])
+            self.settle()
 
     def stamp(self, block_ids: Sequence[int]) -> dict[int, int]:
         """Blocks that something launched now will touch, with their generations."""

@@ -1,20 +1,25 @@
 """``--verify-kv``: digests of blocks on both sides of a hand-over, up to a damaged block in a real cluster."""
 
 import random
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from core_driver import KEY, PREFILL, PROMPT
+from core_driver import DECODE, KEY, PREFILL, PROMPT, Worker, grant, prefill_request, sent
 from serving import complete_all, transformers_greedy, wait_until_quiet
+from simulated_router import ROUTER
 from simulator import BLOCK_SIZE, LAYOUT, PROTOCOL
 from splitserve.config import EngineConfig
 from splitserve.handover import ReadResult, SinkHandover, SinkState
-from splitserve.kvconnector.digest import DIGEST_BYTES, digests_of, first_digests_of, no_digests
+from splitserve.kvconnector import digest
+from splitserve.kvconnector.digest import DIGEST_BYTES, DigestBlocks, FirstDigests, digests_of, no_digests
 from splitserve.kvconnector.memory import KVMemory
-from splitserve.messages import LayoutRecord, Offer, OfferedBlock
+from splitserve.messages import Abort, LayoutRecord, Offer, OfferAck, OfferedBlock, Release, StepTokens
 from splitserve.orchestration.launcher import Entries, LocalCluster
 from splitserve.orchestration.shorthand import simple_spec
+from splitserve.request import Role
 
 NUM_BLOCKS = 3  # of the prompt; the last one is half full
 DIGESTS = [bytes([index] * DIGEST_BYTES) for index in range(NUM_BLOCKS)]
@@ -33,15 +38,91 @@ def test_a_digest_is_of_every_byte_of_its_block(dtype: str) -> None:
     assert digest_blocks([1]) == digest_blocks([2])
 
 
+class Asker:
+    """Asks for first digests until all are there, as the engine loop does whenever it's woken."""
+
+    def __init__(self, memory: KVMemory) -> None:
+        self.woken = threading.Semaphore(0)
+        self.first_digests = FirstDigests(memory, self.woken.release)
+
+    def __call__(self, block_ids: list[int]) -> list[bytes]:
+        while len(digests := self.first_digests(block_ids)) < len(block_ids):
+            assert self.woken.acquire(timeout=10), "it didn't say that there's more"
+        return digests
+
+
 def test_a_first_digest_lasts_as_long_as_the_content() -> None:
     memory = KVMemory(LAYOUT, 2)
-    first_digests = first_digests_of(memory)
+    first_digests = Asker(memory)
     before = first_digests([0, 1])
+    assert before == digests_of(memory)([0, 1])
     memory.blocks[0] += 1  # damage
     assert first_digests([0, 1]) == before
     memory.generations[0] += 1  # other content
     assert first_digests([0, 1]) == [digests_of(memory)([0])[0], before[1]]
     assert first_digests([0]) != before[:1]
+
+
+def test_who_asks_for_digests_is_not_held_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = KVMemory(LAYOUT, 4)
+    go_on = threading.Event()
+
+    def slowly(memory: KVMemory) -> DigestBlocks:
+        return lambda block_ids: [bytes([block_id]) for block_id in block_ids if block_id == 1 or go_on.wait(10)]
+
+    monkeypatch.setattr(digest, "digests_of", slowly)
+    asker = Asker(memory)
+    assert asker.first_digests([0, 1, 2]) == []
+    assert asker.woken.acquire(timeout=10)
+    assert asker.first_digests([0, 1, 2]) == [], "the first one isn't there, so none can be offered"
+    assert asker.first_digests([1, 0]) == [b"\1"]
+    go_on.set()
+    assert asker([0, 1, 2]) == [b"\0", b"\1", b"\2"]
+
+
+class SlowDigests:
+    """Digests that are known once they're released."""
+
+    def __init__(self) -> None:
+        self.num_known = 0
+
+    def __call__(self, block_ids: Sequence[int]) -> list[bytes]:
+        return [bytes([7] * DIGEST_BYTES)] * min(self.num_known, len(block_ids))
+
+
+def test_blocks_are_offered_as_their_digests_become_known() -> None:
+    digests = SlowDigests()
+    prefill = Worker(Role.PREFILL, PREFILL, leading_digests=digests)
+    prefill.hear(ROUTER, prefill_request())
+    prefill.hear(DECODE, grant())
+    while (plan := prefill.plan()) is not None:
+        effects = prefill.commit(plan)
+        assert sent(effects, Offer) == []
+    assert sent(effects, StepTokens), "the first token doesn't wait for them"
+    digests.num_known = 1
+    (offer,) = sent(prefill.tick(), Offer)
+    assert isinstance(offer, Offer) and (len(offer.blocks), offer.num_tokens, offer.last) == (1, BLOCK_SIZE, False)
+    prefill.hear(DECODE, OfferAck(KEY, 1, False))
+    digests.num_known = 2
+    (offer,) = sent(prefill.tick(), Offer)
+    assert isinstance(offer, Offer) and offer.last
+    assert (offer.first_block, len(offer.blocks), offer.num_tokens, len(offer.first_tokens)) == (1, 2, len(PROMPT), 1)
+    prefill.hear(DECODE, Release(KEY, True))
+    prefill.assert_idle()
+
+
+@pytest.mark.parametrize("end", [Abort(KEY), Release(KEY, False)])
+def test_a_request_that_ends_while_its_digests_are_made(end: Abort | Release) -> None:
+    digests = SlowDigests()
+    prefill = Worker(Role.PREFILL, PREFILL, leading_digests=digests)
+    prefill.hear(ROUTER, prefill_request())
+    prefill.hear(DECODE, grant())
+    while (plan := prefill.plan()) is not None:
+        prefill.commit(plan)
+    prefill.hear(DECODE if isinstance(end, Release) else ROUTER, end)
+    digests.num_known = 3
+    assert sent(prefill.tick(), Offer) == []
+    prefill.assert_idle()
 
 
 def offered_handover(digests: list[bytes]) -> tuple[SinkHandover, int]:
