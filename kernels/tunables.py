@@ -58,8 +58,8 @@ class DecoderSizes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TuneTarget:
-    """What to tune for. ``model`` has the sizes of one rank; ``is_shard`` if there are several: a sum over the ranks
-    then follows the products that otherwise add to the residual. ``block_size``: tokens per KV block. ``is_for_compiling``:
+    """What to tune for. ``model`` has the sizes of one rank; ``is_shard`` if there are several: then a sum over them
+    follows the products that else add to the residual. ``block_size``: tokens per KV block. ``is_for_compiling``:
     inputs need only be large enough for the kernels to compile as they will for others of that shape; many processes
     make them at once."""
 
