@@ -1,38 +1,36 @@
-"""``splitserve bench handover``: blocks read from another process by the production connector, against a memory copy.
+"""``splitserve bench handover``: KV read from another process by the production connector, against a plain copy.
 
-A child process owns the source's KV memory and serves it, as a prefill worker does; this process reads, as a
-decode worker
-does: data, then generations, from the read's command to its result. The baseline copies the same blocks inside this
-process, from memory of its own. The two alternate; the table shows medians and their ratio.
+Every rank of both workers is a process with KV memory of its own, on GPUs of their own as far as there are enough. The
+reader measures from a read's command to its verified result, generations included. The baseline is as many bytes in one
+piece between the two GPUs, or block by block in host memory. The two alternate.
+
+``--served`` measures whole hand-overs in a running 1P1D cluster instead: see :mod:`.handover_served`.
 """
 
 import argparse
-import multiprocessing
+import itertools
 import random
 import statistics
-import threading
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from splitserve.benchmarks.handover_ranks import RankPlace, Sinks, Timing, two_workers
 from splitserve.benchmarks.report import table, write_result
-from splitserve.handover import ReadCommand, ReadResult
-from splitserve.kvconnector.connector import PeerConnected
-from splitserve.kvconnector.layout import num_blocks_for
-from splitserve.kvconnector.memory import KVMemory
-from splitserve.kvconnector.nixl import NixlConnector
-from splitserve.messages import LayoutRecord, PeerWelcome
+from splitserve.errors import ConfigError
+from splitserve.kvconnector.layout import block_bytes, num_blocks_for
+from splitserve.kvconnector.read_settings import MIB, ReadSettings
+from splitserve.messages import LayoutRecord, MemoryKind
 from splitserve.models.demo import SHAPES
-from splitserve.request import Party
 
-SOURCE = Party("source", 1)
-SINK = Party("sink", 2)
-EVENT_TIMEOUT_SECONDS = 60.0
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "cpu": {"shape": "qwen3-0.6b", "dtype": "float32", "prompt_tokens": [128, 512, 2000], "block_size": [16, 32]},
+    "cuda": {"shape": "llama-3.1-8b", "dtype": "bfloat16", "prompt_tokens": [1024, 4096, 8192], "block_size": [64]},
+}
+NAIVE_PIECE_BYTES = 32 << 10  # what a layout per layer gives for Llama-3.1-8B with 16 tokens per block
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,170 +38,184 @@ class Arm:
     """One measurement: which local and remote blocks, in which order."""
 
     num_tokens: int
-    block_size: int
     pool: str
     local: Sequence[int]
     remote: Sequence[int]
 
 
-def layout_of(shape: str, dtype: str, block_size: int) -> LayoutRecord:
+def layout_of(shape: str, dtype: str, block_size: int, num_ranks: int = 1) -> LayoutRecord:
     sizes = SHAPES[shape]
-    return LayoutRecord(shape, "random", dtype, block_size, sizes.num_layers, sizes.num_kv_heads, sizes.head_dim)
-
-
-def serve_source(layout: LayoutRecord, num_blocks: int, pipe: Connection) -> None:
-    """The child's main: KV memory with known bytes, served until the parent hangs up."""
-    memory = KVMemory(layout, num_blocks)
-    for block_id in range(num_blocks):
-        memory.blocks[block_id] = float(block_id % 251)
-        memory.generations[block_id] = 1000 + block_id
-    connector = NixlConnector(SOURCE, memory, lambda: None)
-    connector.serve(True)
-    served = connector.served()
-    pipe.send(PeerWelcome(layout, served.connector, served.generations_address, list(served.ranks)))
-    pipe.recv()
-    connector.close()
-
-
-class Reader:
-    """Reads through the connector and waits for each result."""
-
-    def __init__(self, layout: LayoutRecord, num_blocks: int, welcome: PeerWelcome) -> None:
-        self._woken = threading.Event()
-        self.memory = KVMemory(layout, num_blocks)
-        self._connector = NixlConnector(SINK, self.memory, self._woken.set)
-        self._connector.connect(SOURCE, welcome)
-        connected = self._wait()
-        if not isinstance(connected, PeerConnected) or connected.error:
-            raise RuntimeError(f"the reader couldn't connect: {connected}")
-        self._num_reads = 0
-
-    def read(self, local: Sequence[int], remote: Sequence[int]) -> float:
-        """Seconds from command to verified result."""
-        self._num_reads += 1
-        started = time.perf_counter()
-        self._connector.read(ReadCommand(self._num_reads, SOURCE, local, remote))
-        result = self._wait()
-        seconds = time.perf_counter() - started
-        if not isinstance(result, ReadResult) or result.error:
-            raise RuntimeError(f"a read failed: {result}")
-        if list(result.generations) != [1000 + block_id for block_id in remote]:
-            raise RuntimeError("a read returned the wrong generations")
-        return seconds
-
-    def check_bytes(self, local: Sequence[int], remote: Sequence[int]) -> None:
-        for mine, theirs in zip(local, remote, strict=True):
-            if not bool((self.memory.blocks[mine] == float(theirs % 251)).all()):
-                raise RuntimeError(f"block {mine} hasn't the bytes of the source's block {theirs}")
-
-    def close(self) -> None:
-        self._connector.close()
-
-    def _wait(self) -> ReadResult | PeerConnected:
-        if not self._woken.wait(EVENT_TIMEOUT_SECONDS):
-            raise RuntimeError(f"no answer from the connector within {EVENT_TIMEOUT_SECONDS:.0f} s")
-        self._woken.clear()
-        return self._connector.events()[0]
-
-
-@contextmanager
-def two_processes(layout: LayoutRecord, num_blocks: int) -> Iterator[Reader]:
-    """A source process and a connected reader; both are gone afterwards."""
-    context = multiprocessing.get_context("spawn")
-    pipe, child_pipe = context.Pipe()
-    child = context.Process(target=serve_source, args=(layout, num_blocks, child_pipe), daemon=True)
-    child.start()
-    reader = Reader(layout, num_blocks, pipe.recv())
-    try:
-        yield reader
-    finally:
-        reader.close()
-        pipe.send("done")
-        child.join(10)
-
-
-def copy_blocks(target: torch.Tensor, source: torch.Tensor, local: Sequence[int], remote: Sequence[int]) -> float:
-    """Seconds for the same bytes by memory copies of whole blocks, in this process."""
-    started = time.perf_counter()
-    for mine, theirs in zip(local, remote, strict=True):
-        target[mine].copy_(source[theirs])
-    return time.perf_counter() - started
+    heads = sizes.num_layers, sizes.num_kv_heads, sizes.head_dim
+    return LayoutRecord(shape, "random", dtype, block_size, *heads, tensor_parallel_size=num_ranks)
 
 
 def arms(token_counts: Sequence[int], block_size: int, num_blocks: int, seed: int) -> list[Arm]:
-    """Fresh pools (adjacent blocks on both sides) and shuffled ones (no two adjacent blocks belong together)."""
+    """Fresh pools (adjacent blocks on both sides) and shuffled ones (hardly two adjacent blocks belong together)."""
     chosen = random.Random(seed)
     made: list[Arm] = []
     for num_tokens in token_counts:
         count = num_blocks_for(num_tokens, block_size)
-        made.append(Arm(num_tokens, block_size, "fresh", range(count), range(count)))
+        made.append(Arm(num_tokens, "fresh", range(count), range(count)))
         local, remote = (chosen.sample(range(num_blocks), count) for _ in range(2))
-        made.append(Arm(num_tokens, block_size, "shuffled", local, remote))
+        made.append(Arm(num_tokens, "shuffled", local, remote))
     return made
 
 
-def measure(arm: Arm, reader: Reader, baseline: torch.Tensor, repeats: int) -> dict[str, Any]:
-    """Alternate reads and copies; medians in seconds, and their ratio pair by pair."""
-    reader.read(arm.local, arm.remote)
-    reader.check_bytes(arm.local, arm.remote)
-    pairs = []
+def measure(arm: Arm, sinks: Sinks, layout: LayoutRecord, repeats: int) -> dict[str, Any]:
+    """Alternate reads by all ranks and copies by the first; the slowest rank counts."""
+    sinks.call("read", arm.local, arm.remote)
+    sinks.call("check", arm.local, arm.remote)
+    reads, copies, path = [], [], ""
     for _ in range(repeats):
-        read = reader.read(arm.local, arm.remote)
-        pairs.append((read, copy_blocks(reader.memory.blocks, baseline, arm.local, arm.remote)))
-    num_bytes = len(arm.local) * reader.memory.block_bytes
-    read_seconds, copy_seconds = (statistics.median(column) for column in zip(*pairs, strict=True))
+        timings: list[Timing] = sinks.call("read", arm.local, arm.remote)
+        reads.append(max(timing.seconds for timing in timings))
+        copies.append(float(sinks.first("copy", arm.local, arm.remote)))
+        path = timings[0].path
+    num_bytes = len(arm.local) * block_bytes(layout)
+    read_seconds, copy_seconds = statistics.median(reads), statistics.median(copies)
     return {
         "prompt_tokens": arm.num_tokens,
-        "block_size": arm.block_size,
+        "block_size": layout.block_size,
         "pool": arm.pool,
-        "bytes": num_bytes,
+        "bytes_per_rank": num_bytes,
+        "path": path,
         "handover_ms": read_seconds * 1e3,
+        "handover_p99_ms": sorted(reads)[max(0, -(-99 * len(reads) // 100) - 1)] * 1e3,
         "handover_gb_per_second": num_bytes / read_seconds / 1e9,
         "copy_gb_per_second": num_bytes / copy_seconds / 1e9,
-        "share_of_copy": statistics.median(copy / read for read, copy in pairs),
+        "share_of_copy": statistics.median(copy / read for read, copy in zip(reads, copies, strict=True)),
     }
 
 
-def run(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure every block size in a pair of processes of its own."""
-    torch.set_num_threads(1)
-    results = []
-    for block_size in options.block_size:
-        layout = layout_of(options.shape, options.dtype, block_size)
-        num_blocks = num_blocks_for(max(options.prompt_tokens), block_size) + 2
-        with two_processes(layout, num_blocks) as reader:
-            baseline = KVMemory(layout, num_blocks).blocks
-            for arm in arms(options.prompt_tokens, block_size, num_blocks, options.seed):
-                results.append(measure(arm, reader, baseline, options.repeats))
-    return results
+def measure_naive(sinks: Sinks, layout: LayoutRecord, num_tokens: int, repeats: int, seed: int) -> dict[str, Any]:
+    """The same prompt as it would travel from a layout per layer, by one agent."""
+    num_bytes = num_blocks_for(num_tokens, layout.block_size) * block_bytes(layout)
+    seconds = [sinks.first("pieces", num_bytes, NAIVE_PIECE_BYTES, seed + repeat) for repeat in range(repeats)]
+    copies = [sinks.first("copy", *[range(num_bytes // block_bytes(layout))] * 2) for _ in range(repeats)]
+    return {
+        "prompt_tokens": num_tokens,
+        "block_size": layout.block_size,
+        "pool": "pieces of 32 KiB",
+        "bytes_per_rank": num_bytes,
+        "path": "naive",
+        "threads": 1,
+        "handover_ms": statistics.median(seconds) * 1e3,
+        "handover_p99_ms": max(seconds) * 1e3,
+        "handover_gb_per_second": num_bytes / statistics.median(seconds) / 1e9,
+        "copy_gb_per_second": num_bytes / statistics.median(copies) / 1e9,
+        "share_of_copy": statistics.median(copies) / statistics.median(seconds),
+    }
+
+
+def devices(device: str, num_sources: int, num_sinks: int) -> tuple[list[str], list[str]]:
+    """Of the ranks of both sides: different GPUs, as long as there are any left."""
+    if device == "cpu":
+        return ["cpu"] * num_sources, ["cpu"] * num_sinks
+    names = [f"cuda:{index % torch.cuda.device_count()}" for index in range(num_sources + num_sinks)]
+    return names[:num_sources], names[num_sources:]
+
+
+def parse_pair(text: str) -> tuple[int, int]:
+    """``2:1`` -> ranks of prefill and of decode."""
+    prefill, _, decode = text.partition(":")
+    if not (prefill.isdigit() and decode.isdigit()) or 0 in (int(prefill), int(decode)):
+        raise argparse.ArgumentTypeError(f"{text!r} isn't P:D, the ranks of prefill and of decode, like 2:1")
+    return int(prefill), int(decode)
+
+
+def run(options: argparse.Namespace, device: str) -> Iterator[dict[str, Any]]:
+    """Measure every block size and pair of ranks in processes of their own."""
+    for block_size, (num_sources, num_sinks) in itertools.product(options.block_size, options.tp):
+        largest = num_blocks_for(max(options.prompt_tokens), block_size)
+        num_blocks = largest + max(2, largest // 2)
+        layouts = [layout_of(options.shape, options.dtype, block_size, ranks) for ranks in (num_sources, num_sinks)]
+        placed = [
+            [RankPlace(layout, rank, num_blocks, name) for rank, name in enumerate(names)]
+            for layout, names in zip(layouts, devices(device, num_sources, num_sinks), strict=True)
+        ]
+        with two_workers(placed[0], placed[1], options.poll_us / 1e6) as sinks:
+            common = {"prefill_tp": num_sources, "decode_tp": num_sinks}
+            for threads, split_mib in itertools.product(options.threads, options.split_mib):
+                changes = {
+                    "num_threads": threads,
+                    "split_bytes": split_mib * MIB,
+                    "poll_seconds": options.poll_us / 1e6,
+                }
+                kind = MemoryKind.VRAM if device == "cuda" else MemoryKind.DRAM
+                settings = ReadSettings.of(kind, **changes)
+                link = sinks.call("connect", sinks.welcome, settings)[0]
+                for arm in arms(options.prompt_tokens, block_size, num_blocks, options.seed):
+                    yield {
+                        **common,
+                        "threads": settings.num_threads,
+                        "split_mib": settings.split_bytes // MIB,
+                        "transport": link.transport,
+                        "link_gb_per_second": link.bytes_per_second / 1e9,
+                        **measure(arm, sinks, layouts[1], options.repeats),
+                    }
+            if options.naive and (num_sources, num_sinks) == (1, 1):
+                for num_tokens in options.prompt_tokens:
+                    yield common | measure_naive(sinks, layouts[1], num_tokens, 3, options.seed)
+
+
+HEADERS = ["prompt", "block", "tp", "pool", "path", "threads", "MB/rank", "ms", "p99 ms", "GB/s", "copy GB/s", "share"]
+
+
+def row_of(result: dict[str, Any]) -> list[object]:
+    return [
+        result["prompt_tokens"],
+        result["block_size"],
+        f"{result['prefill_tp']}:{result['decode_tp']}",
+        result["pool"],
+        result["path"],
+        result["threads"],
+        f"{result['bytes_per_rank'] / 1e6:.0f}",
+        f"{result['handover_ms']:.2f}",
+        f"{result['handover_p99_ms']:.2f}",
+        f"{result['handover_gb_per_second']:.2f}",
+        f"{result['copy_gb_per_second']:.2f}",
+        f"{result['share_of_copy']:.0%}",
+    ]
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="splitserve bench handover", description=__doc__.partition("\n\n")[0])
+    add = parser.add_argument
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    add("--shape", choices=sorted(SHAPES), help="whose KV is moved; a GPU: llama-3.1-8b, else qwen3-0.6b")
+    add("--dtype", choices=["float32", "bfloat16"], help="a GPU: bfloat16, else float32")
+    add("--prompt-tokens", type=int, nargs="+", metavar="N")
+    add("--block-size", type=int, nargs="+", metavar="N")
+    add("--tp", type=parse_pair, nargs="+", default=[(1, 1)], metavar="P:D", help="ranks of prefill and of decode")
+    add("--threads", type=int, nargs="+", default=[0], metavar="N", help="that read; 0: as in production")
+    add(
+        "--split-mib", type=int, nargs="+", default=[0], metavar="N", help="larger reads are split; 0: as in production"
+    )
+    add("--poll-us", type=float, default=0.0, help="between looks at what is under way; 0: as in production")
+    add("--naive", action="store_true", help="also read the prompt in shuffled pieces of 32 KiB")
+    add("--repeats", type=int, default=15)
+    add("--seed", type=int, default=0)
+    add("--save", action="store_true", help="keep the result as JSON")
+    add("--result-dir", default="", metavar="DIR", help="where; empty: benchmarks/results")
+    return parser
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="splitserve bench handover", description=__doc__)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-0.6b", help="whose KV is moved")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[128, 512, 2000])
-    parser.add_argument("--block-size", type=int, nargs="+", default=[16, 32])
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results/")
-    options = parser.parse_args(list(argv))
-    results = run(options)
-    headers = ["prompt", "block", "pool", "MB", "hand-over ms", "GB/s", "copy GB/s", "share"]
-    rows = [
-        [
-            result["prompt_tokens"],
-            result["block_size"],
-            result["pool"],
-            f"{result['bytes'] / 1e6:.0f}",
-            f"{result['handover_ms']:.1f}",
-            f"{result['handover_gb_per_second']:.2f}",
-            f"{result['copy_gb_per_second']:.2f}",
-            f"{result['share_of_copy']:.0%}",
-        ]
-        for result in results
-    ]
-    print(table(rows, headers))
+    options = parser().parse_args(list(argv))
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device is cuda, but PyTorch finds no CUDA device")
+    for name, default in DEFAULTS[device].items():
+        if getattr(options, name) is None:
+            setattr(options, name, default)
+    results = []
+    for result in run(options, device):
+        results.append(result)
+        print(" ".join(map(str, row_of(result))), flush=True)  # before anything else can fail
+    print(table([row_of(result) for result in results], HEADERS))
     if options.save:
-        print(f"written to {write_result('handover', list(argv), {'results': results})}")
+        directory = Path(options.result_dir) if options.result_dir else None
+        print(f"written to {write_result('handover', argv, {'device': device, 'results': results}, directory)}")
     return 0

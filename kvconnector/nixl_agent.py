@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,8 @@ def _create_agent(name: str, *, telemetry: bool) -> Any:
         from nixl_cu13 import _api as nixl
     except ImportError:
         from nixl_cu12 import _api as nixl
-    logging.getLogger(nixl.__name__.partition(".")[0]).setLevel(logging.WARNING)
+    if "NIXL_LOG_LEVEL" not in os.environ:
+        logging.getLogger("nixl").setLevel(logging.WARNING)  # it writes two lines per agent to standard output
     with UCX_LOG.watching():
         config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"], capture_telemetry=telemetry)
         return nixl.nixl_agent(name, config)

@@ -25,10 +25,9 @@ class ReadSettings:
     staging_bytes: int
 
     @classmethod
-    def of(cls, kind: MemoryKind, num_threads: int = 0) -> "ReadSettings":
-        """Those for KV in this kind of memory; ``num_threads`` 0: as many as suit it."""
-        settings = _DEFAULTS[kind]
-        return replace(settings, num_threads=num_threads) if num_threads else settings
+    def of(cls, kind: MemoryKind, **changes: float) -> "ReadSettings":
+        """Those for KV in this kind of memory, with ``changes``; one that is 0 is no change."""
+        return replace(_DEFAULTS[kind], **{name: value for name, value in changes.items() if value})  # type: ignore[arg-type]
 
 
 _DEFAULTS = {

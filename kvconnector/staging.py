@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from splitserve.errors import HandshakeError
+from splitserve.kernels import kv_copy
+from splitserve.kernels.api import ScatterKV
 from splitserve.kvconnector.layout import block_bytes, block_shape
 from splitserve.kvconnector.memory import TORCH_DTYPES, KVMemory
 from splitserve.kvconnector.read_cost import CopyCost
@@ -40,6 +42,15 @@ class _OnDevice:
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
 
+def _scatter_kernel(device: torch.device) -> ScatterKV:
+    if device.type == "cuda":
+        with contextlib.suppress(ImportError):
+            from splitserve.kernels.triton_gather import scatter_kv
+
+            return scatter_kv
+    return kv_copy.scatter_kv
+
+
 class Staging:
     """Slots for blocks of ``source``'s ranks, where ``memory`` is: ``[num_slots, layer, head, 2, token, head_dim]``.
     Used in two halves, so that one is filled while the other is emptied."""
@@ -54,8 +65,12 @@ class Staging:
         self._flat = torch.zeros(self.num_slots * self.slot_bytes, dtype=torch.uint8, device=device)
         self._slots = self._flat.view(TORCH_DTYPES[source.dtype]).view(self.num_slots, *block_shape(source))
         self._stream: torch.cuda.Stream | None = None
+        self._scatter = _scatter_kernel(device)
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            ids, blocks = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros_like(memory.blocks[:1])
+            if blocks.shape[2] >= self._slots.shape[2]:
+                self._scatter(self._slots[:1], ids, 0, blocks)  # compiled before the first request needs it
             torch.cuda.synchronize(device)  # the zeros are there before anything else lands
 
     @property
@@ -100,5 +115,8 @@ class Staging:
             return Done()
         with torch.cuda.stream(self._stream), torch.inference_mode():
             ids = torch.tensor(local_blocks).pin_memory().to(places.device, non_blocking=True)
-            places.index_copy_(0, ids, slots)
+            if slots.is_contiguous():
+                self._scatter(slots, ids, span.local_head, self._memory.blocks)
+            else:  # some of the slots' heads only
+                places.index_copy_(0, ids, slots)
         return _OnDevice(self._stream, ids)

@@ -1,0 +1,39 @@
+"""``splitserve bench handover``, small: every pair of ranks moves the right bytes, and what it says of it is consistent."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from splitserve.benchmarks.handover import main, parse_pair
+from splitserve.kvconnector.read_plan import heads_of
+from splitserve.messages import LayoutRecord
+
+PAIRS = ["1:1", "1:2", "4:2"]
+
+
+@pytest.mark.timeout(180)
+def test_pairs_of_ranks_on_cpu(tmp_path: Path) -> None:
+    """Every read's generations, and every head of every block, are checked by the bench itself."""
+    argv = ["--device", "cpu", "--shape", "tiny", "--prompt-tokens", "100", "--block-size", "16", "--repeats", "2"]
+    argv += ["--tp", *PAIRS, "--naive", "--save", "--result-dir", str(tmp_path)]
+    assert main(argv) == 0
+    (file,) = tmp_path.glob("handover-*.json")
+    written = json.loads(file.read_text())
+    assert written["command"] == ["splitserve", "bench", "handover", *argv]
+    results = written["results"]
+    paths = {(each["prefill_tp"], each["decode_tp"]): each["path"] for each in results if each["path"] != "naive"}
+    assert set(paths) == {parse_pair(pair) for pair in PAIRS}
+    assert paths[1, 1] == "direct"
+    assert {paths[1, 2], paths[4, 2]} <= {"layers", "staged"}
+    assert sum(each["path"] == "naive" for each in results) == 1
+    sizes = {each["decode_tp"]: each["bytes_per_rank"] for each in results}
+    assert sizes[1] == 2 * sizes[2]
+    for each in results:
+        assert each["handover_gb_per_second"] * each["handover_ms"] * 1e6 == pytest.approx(each["bytes_per_rank"])
+        assert each["handover_p99_ms"] >= each["handover_ms"] > 0
+
+
+def test_ranks_with_fewer_heads_than_ranks_share_them() -> None:
+    layout = LayoutRecord("m", "w", "float32", 16, 2, 2, 8, tensor_parallel_size=4)
+    assert [list(heads_of(layout, rank)) for rank in range(4)] == [[0], [0], [1], [1]]
