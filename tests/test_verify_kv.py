@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from core_driver import DECODE, KEY, PREFILL, PROMPT, Worker, grant, prefill_request, sent
 from serving import complete_all, transformers_greedy, wait_until_quiet
@@ -78,6 +79,17 @@ def test_who_asks_for_digests_is_not_held_up(monkeypatch: pytest.MonkeyPatch) ->
     assert asker.first_digests([1, 0]) == [b"\1"]
     go_on.set()
     assert asker([0, 1, 2]) == [b"\0", b"\1", b"\2"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_digests_of_blocks_on_a_gpu_are_those_of_their_bytes() -> None:
+    on_host = KVMemory(LAYOUT, 3)
+    on_host.blocks.copy_(torch.randn(on_host.blocks.shape))
+    on_gpu = KVMemory(LAYOUT, 3, torch.device("cuda", 0))
+    on_gpu.blocks.copy_(on_host.blocks)
+    torch.cuda.synchronize()
+    assert digests_of(on_gpu)([0, 1, 2]) == digests_of(on_host)([0, 1, 2])
+    assert Asker(on_gpu)([2, 0]) == digests_of(on_host)([2, 0])
 
 
 class SlowDigests:
