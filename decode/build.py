@@ -1,6 +1,7 @@
 """Puts a worker together from its parts, by role."""
 
 import secrets
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -11,6 +12,8 @@ from splitserve.decode.scheduler import DecodeScheduler
 from splitserve.kvconnector.block_pool import BlockPool
 from splitserve.kvconnector.connector import KVConnector
 from splitserve.kvconnector.digest import LeadingDigests, no_digests
+from splitserve.kvconnector.tier_policy import make_policy
+from splitserve.kvconnector.tiers import Tier, Tiers
 from splitserve.messages import LayoutRecord
 from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.engine_state import EngineState
@@ -31,12 +34,14 @@ def build_core(
     vocab_size: int,
     first_generation: int | None = None,
     leading_digests: LeadingDigests = no_digests,
+    tiers: Sequence[Tier] = (),
 ) -> PrefillCore:
     """A prefill worker pulls from nobody; decode and mixed workers can do both phases.
 
     The settings of ``config.engine`` that depend on the device are decided (:meth:`EngineConfig.on`).
 
-    ``leading_digests`` gives the digests that go with offered blocks.
+    ``leading_digests`` gives the digests that go with offered blocks. ``tiers`` hold blocks below the device, cheapest
+    first.
     """
     engine = config.engine
     pool = BlockPool(
@@ -44,7 +49,13 @@ def build_core(
         first_generation=secrets.randbits(63) if first_generation is None else first_generation,
         enable_prefix_caching=engine.enable_prefix_caching,
     )
-    blocks = BlockManager(pool, layout.block_size, root_hash(layout))
+    below = Tiers(
+        pool,
+        tiers if engine.enable_prefix_caching else (),
+        policy=make_policy(engine.kv_keep),
+        load_seconds=engine.kv_load_seconds,
+    )
+    blocks = BlockManager(pool, layout.block_size, root_hash(layout), below)
     state = EngineState(
         me=me,
         layout=layout,

@@ -143,10 +143,21 @@ class DecodeCore(PrefillCore):
             self.sink.on_read_result(event, now)
         self.state.flush_deltas()
 
+    def _on_loaded(self, sequence: Sequence, now: float) -> None:
+        if self.sink.owns(sequence):
+            self.sink.on_loaded(sequence, now)
+
+    def _on_late_load(self, sequence: Sequence) -> None:
+        if self.sink.owns(sequence):
+            self.sink.on_late_load(sequence)
+        else:
+            super()._on_late_load(sequence)
+
     def tick(self, now: float) -> None:
         super().tick(now)
         self.sink.poll(now)
         self._admit(now)
+        self.state.blocks.tiers.start_clocks(now)
         self.state.flush_deltas()
 
     def next_deadline(self) -> float:

@@ -21,7 +21,11 @@ from splitserve.decode.start_clock import StartClock
 from splitserve.decode.team import start_team
 from splitserve.errors import ConfigError, HandshakeError
 from splitserve.kvconnector.digest import FirstDigests, digests_of, no_digests
+from splitserve.kvconnector.host_tier import HOST, host_tier
+from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.nixl import NixlConnector
+from splitserve.kvconnector.tier_copies import TierCopies, TierStore
+from splitserve.kvconnector.tiers import Tier
 from splitserve.messages import WorkerInfo
 from splitserve.models.cuda_runner import CudaRunner
 from splitserve.models.runner import ModelRunner
@@ -131,6 +135,8 @@ def _serve(
     verify = config.engine.verify_kv
     with clock.phase("connector"):
         connector = NixlConnector(me, memory, waker.wake, digests_of(memory) if verify else no_digests)
+    with clock.phase("KV tiers"):
+        tiers, stores = _make_tiers(config, memory, progress)
     core = build_core(
         config,
         me,
@@ -140,6 +146,7 @@ def _serve(
         max_model_len=served.max_model_len,
         vocab_size=served.vocab_size,
         leading_digests=FirstDigests(memory, waker.wake) if verify else no_digests,
+        tiers=tiers,
     )
     info = WorkerInfo(
         party=me,
@@ -154,7 +161,17 @@ def _serve(
     )
     profiler = _make_profiler(config, memory.blocks.device, waker.wake)
     executor = make_executor(waker.wake, profiler)
-    loop = WorkerLoop(config, core, connector, executor, sockets=sockets, waker=waker, info=info, profiler=profiler)
+    loop = WorkerLoop(
+        config,
+        core,
+        connector,
+        executor,
+        sockets=sockets,
+        waker=waker,
+        info=info,
+        profiler=profiler,
+        copies=TierCopies(stores, waker.wake),
+    )
     watch(loop)
     signal.signal(signal.SIGTERM, lambda *_: loop.drain())
     signal.signal(signal.SIGINT, lambda *_: loop.stop())
@@ -173,6 +190,19 @@ def _serve(
     progress("ready", {"endpoint": sockets.endpoint, **ready})
     loop.run()
     logger.info("stopped; last load: %s", msgspec.json.encode(core.load()).decode())
+
+
+def _make_tiers(config: WorkerConfig, memory: KVMemory, progress: Progress) -> tuple[list[Tier], dict[str, TierStore]]:
+    """The tiers below the device that the config asks for, cheapest first."""
+    engine = config.engine
+    if not engine.host_kv_memory_bytes:
+        return [], {}
+    if engine.tensor_parallel_size > 1:
+        raise ConfigError(f"{config.engine_id}: --host-kv-memory doesn't go with tensor parallelism yet")
+    tier, store, description = host_tier(memory, engine.host_kv_memory_bytes)
+    logger.info("host KV memory: %s", description)
+    progress("host_kv_memory", {"memory": description})
+    return [tier], {HOST: store}
 
 
 def _num_usable_cores() -> int:

@@ -22,10 +22,10 @@ class DecodeScheduler:
         self.running: dict[Sequence, None] = {}  # an ordered set, oldest first
         self.num_preemptions = 0
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Sequence, *, first: bool = False) -> None:
         """A sequence whose known tokens have yet to be computed here."""
         sequence.decodes_here = True
-        self.prefill.add(sequence)
+        self.prefill.add(sequence, first=first)
 
     def add_running(self, sequence: Sequence) -> None:
         """A sequence with KV for all known tokens but the last."""
@@ -39,6 +39,9 @@ class DecodeScheduler:
             del self.running[sequence]
         else:
             self.prefill.remove(sequence)
+
+    def begin_loads(self) -> None:
+        self.prefill.begin_loads(len(self.running))
 
     def plan(self, budget: int) -> list[Planned]:
         """One step of at most ``budget`` tokens.

@@ -100,7 +100,8 @@ class SinkSide:
         """The request is over: release what prefill holds for it, keep quarantined what a read may still write to."""
         incoming = self._incoming.pop(sequence.key)
         if incoming.handover is None:
-            self._waiting.remove(incoming)
+            if incoming in self._waiting:  # else its blocks are on their way up from a tier
+                self._waiting.remove(incoming)
         else:
             incoming.handover.close()
             self._let_go(incoming, complete=False)
@@ -123,19 +124,16 @@ class SinkSide:
                 return
             self._waiting.popleft()
             slots -= 1
-            first_block = sequence.num_computed // self._state.blocks.block_size
-            incoming.handover = SinkHandover(
-                sequence.key,
-                incoming.peer,
-                num_prompt_tokens=len(sequence.token_ids),
-                num_cached_tokens=sequence.num_computed,
-                local_blocks=sequence.block_ids[first_block:],
-                block_size=self._state.blocks.block_size,
-                block_bytes=self._state.block_bytes,
-                config=self._state.protocol,
-                now=now,
-            )
-            self._advance(incoming, now)
+            if sequence.load is None:
+                self._grant(incoming, now)
+
+    def on_loaded(self, sequence: Sequence, now: float) -> None:
+        """What tiers hold of the sequence is here: prefill has to give the rest only."""
+        self._grant(self._incoming[sequence.key], now)
+
+    def on_late_load(self, sequence: Sequence) -> None:
+        """The sequence gave its blocks back: it is the next one to be admitted again."""
+        self._waiting.appendleft(self._incoming[sequence.key])
 
     def poll(self, now: float) -> None:
         self._peers.poll(now)
@@ -166,6 +164,22 @@ class SinkSide:
         return [incoming.sequence for incoming in self._incoming.values()]
 
     # ---- inside ----
+
+    def _grant(self, incoming: Incoming, now: float) -> None:
+        sequence = incoming.sequence
+        first_block = sequence.num_computed // self._state.blocks.block_size
+        incoming.handover = SinkHandover(
+            sequence.key,
+            incoming.peer,
+            num_prompt_tokens=len(sequence.token_ids),
+            num_cached_tokens=sequence.num_computed,
+            local_blocks=sequence.block_ids[first_block:],
+            block_size=self._state.blocks.block_size,
+            block_bytes=self._state.block_bytes,
+            config=self._state.protocol,
+            now=now,
+        )
+        self._advance(incoming, now)
 
     def _from_peer(self, key: RequestKey, sender: Party) -> Incoming | None:
         incoming = self._incoming.get(key)

@@ -29,6 +29,8 @@ def _describe(stage: str, detail: dict[str, str]) -> str | None:
             return f"listening  {url}"
         case "kv_memory", {"blocks": blocks, "bytes": size, "tokens": tokens}:
             return f"KV memory  {int(blocks):,} blocks, {int(tokens):,} tokens, {format_bytes(float(size))}"
+        case "host_kv_memory", {"memory": memory}:
+            return f"host KV    {memory}"
         case "ready", {"threads": threads, **more}:
             after = f", {more['seconds']} s" if "seconds" in more else ""
             return f"ready      {threads} thread{'' if threads == '1' else 's'}{after}"

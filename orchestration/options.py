@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from splitserve.config import ATTENTION_BACKENDS, DEVICES, DTYPES, EngineConfig, RouterConfig
+from splitserve.config import ATTENTION_BACKENDS, DEVICES, DTYPES, KEEP_POLICIES, EngineConfig, RouterConfig
 from splitserve.errors import ConfigError
 from splitserve.orchestration.expansion import API_KEY_VARIABLE, SECRET_VARIABLE
 from splitserve.orchestration.shorthand import simple_spec
@@ -124,6 +124,21 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         type=bytes_option,
         metavar="SIZE",
         help="KV memory of each worker, like 512MiB, 2GB or 1.5g; 0: decide at start",
+    )
+    add(
+        "--host-kv-memory",
+        field="host_kv_memory_bytes",
+        type=bytes_option,
+        metavar="SIZE",
+        help="host memory of each worker for KV beyond --kv-memory, pinned on a GPU worker; 0: none",
+    )
+    add("--kv-keep", field="kv_keep", choices=KEEP_POLICIES, help="what is worth a place beyond the device")
+    add(
+        "--kv-load-seconds",
+        field="kv_load_seconds",
+        type=float,
+        metavar="S",
+        help="how long a request waits for its KV to come up again before it computes it",
     )
     add(
         "--max-batched-tokens",

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from splitserve.handover import ReadResult
 from splitserve.kvconnector.block_pool import BlockState
 from splitserve.kvconnector.connector import PeerConnected
+from splitserve.kvconnector.tiers import CopyResult
 from splitserve.messages import (
     Abort,
     Envelope,
@@ -23,7 +24,7 @@ from splitserve.messages import (
     TokenDelta,
     WorkerLoad,
 )
-from splitserve.prefill.effects import Effect
+from splitserve.prefill.effects import Effect, StartCopy
 from splitserve.prefill.engine_state import EngineState
 from splitserve.prefill.scheduler import Planned, PrefillScheduler
 from splitserve.prefill.sequence import Sequence
@@ -38,6 +39,10 @@ class StepScheduler(Protocol):
     """What the core needs of a scheduler."""
 
     def plan(self, budget: int) -> list[Planned]: ...
+
+    def begin_loads(self) -> None: ...
+
+    def add(self, sequence: Sequence, *, first: bool = False) -> None: ...
 
     def remove(self, sequence: Sequence) -> None: ...
 
@@ -134,6 +139,7 @@ class PrefillCore:
         assert len(self._steps) < MAX_STEPS_UNDER_WAY, "a third step before the first one is committed"
         self._before_plan(now)
         step = self._scheduler.plan(self._max_num_batched_tokens)
+        self.state.blocks.tiers.start_clocks(now)
         if not step:
             return None
         for index, (sequence, chunk) in enumerate(step):
@@ -170,7 +176,7 @@ class PrefillCore:
     def _complete(self, sequence: Sequence, chunk: ScheduledChunk) -> None:
         """The step no longer touches the sequence's blocks."""
         sequence.on_completed(chunk)
-        if sequence.dropped and not sequence.in_step:
+        if sequence.dropped and not sequence.is_touched:
             self.state.blocks.give_back(sequence)
 
     def _on_token(self, sequence: Sequence, token_id: int, now: float) -> None:
@@ -215,20 +221,50 @@ class PrefillCore:
     def handle_connector_event(self, event: ReadResult | PeerConnected, now: float) -> None:
         raise AssertionError(f"a prefill worker reads from nobody, but was told of {event} at {now}")
 
+    def handle_copy_result(self, result: CopyResult, now: float) -> None:
+        """A copy between the device and a tier is over."""
+        load = self.state.blocks.tiers.on_result(result)
+        if load is not None:
+            self.state.blocks.finish_load(load.owner)
+            if load.owner.dropped:
+                self.state.blocks.give_back(load.owner)
+            elif not load.owner.ended:
+                self._on_loaded(load.owner, now)
+
+    def _on_loaded(self, sequence: Sequence, now: float) -> None:
+        """The scheduler goes on with it by itself."""
+
+    def _on_late_load(self, sequence: Sequence) -> None:
+        """Its blocks were given back: it starts anew, before all others, and computes them."""
+        self._scheduler.remove(sequence)
+        self._scheduler.add(sequence, first=True)
+
+    def _move_blocks(self, now: float) -> None:
+        """What tiers have to do by now."""
+        tiers = self.state.blocks.tiers
+        for load in tiers.overdue(now):
+            self.state.blocks.abandon_load(load.owner)
+            if not load.owner.ended:
+                self._on_late_load(load.owner)
+        self._scheduler.begin_loads()
+        tiers.start_stores()
+        tiers.start_clocks(now)
+
     def tick(self, now: float) -> None:
         """Do what is due by now."""
         for sequence in [s for s in self.state.sequences.values() if now >= s.deadline and not s.ended]:
             self.state.fail(sequence, FailureCode.DEADLINE, "the request's deadline passed")
             self._end(sequence, "deadline", now)
         self.source.poll(now)
+        self._move_blocks(now)
 
     def next_deadline(self) -> float:
         """When :meth:`tick` has something to do, if nothing happens before."""
         deadlines = [s.deadline for s in self.state.sequences.values() if not s.ended]
-        return min(self.source.next_deadline(), *deadlines) if deadlines else self.source.next_deadline()
+        return min(self.source.next_deadline(), self.state.blocks.tiers.next_deadline(), *deadlines)
 
     def take_effects(self) -> list[Effect]:
-        return self.state.outbox.take()
+        return [*self.state.outbox.take(), *map(StartCopy, self.state.blocks.tiers.take_commands())]
 
     def _before_plan(self, now: float) -> None:
         """Room for what a role does before each step."""
@@ -242,6 +278,7 @@ class PrefillCore:
     def load(self) -> WorkerLoad:
         """Load and counters for the heartbeat."""
         pool, counters = self.state.blocks.pool, self.state.counters
+        tiers = self.state.blocks.tiers
         waiting, running = self._queues()
         return WorkerLoad(
             num_waiting=len(waiting),
@@ -263,6 +300,10 @@ class PrefillCore:
             reads_direct=counters.reads_direct,
             reads_layers=counters.reads_layers,
             reads_staged=counters.reads_staged,
+            tier_blocks=tiers.num_blocks,
+            tier_stored_blocks=tiers.counters.tier_stored_blocks,
+            tier_loaded_blocks=tiers.counters.tier_loaded_blocks,
+            tier_failures=tiers.counters.tier_failures,
             requests_tracked=len(self.state.sequences) + self.source.num_live,
         )
 
@@ -272,13 +313,15 @@ class PrefillCore:
         return [*self._scheduler.waiting, *self._scheduler.active], []
 
     def check_invariants(self) -> None:
-        """Every reference to a block is explained by a sequence that lives here; see
+        """Every reference to a block is explained by a sequence that lives here, or by a copy to a tier; see
         :meth:`BlockPool.check_invariants`."""
-        pool = self.state.blocks.pool
+        pool, tiers = self.state.blocks.pool, self.state.blocks.tiers
         pool.check_invariants()
-        held = [
-            b
-            for s in {*self.state.sequences.values(), *(p.sequence for step in self._steps for p in step)}
-            for b in s.block_ids
-        ]
-        assert pool.total_references() == len(held), "references that no sequence explains"
+        tiers.check_invariants()
+        holders = {
+            *self.state.sequences.values(),
+            *(p.sequence for step in self._steps for p in step),
+            *(load.owner for load in tiers.loads),
+        }
+        held = [b for s in holders for b in s.block_ids]
+        assert pool.total_references() == len(held) + tiers.num_references(), "references that no sequence explains"

@@ -4,6 +4,7 @@ loop."""
 from dataclasses import dataclass, field
 
 from splitserve.handover import ReadCommand
+from splitserve.kvconnector.tiers import CopyCommand
 from splitserve.messages import Body, PeerRef, PeerWelcome
 from splitserve.request import Party
 
@@ -51,6 +52,13 @@ class StartRead:
 
 
 @dataclass(frozen=True, slots=True)
+class StartCopy:
+    """Copy blocks between the device and a tier below it."""
+
+    command: CopyCommand
+
+
+@dataclass(frozen=True, slots=True)
 class Serve:
     """Peers may (or can no longer) be reading from here: the connector makes progress for them, or rests."""
 
@@ -64,7 +72,7 @@ class Incident:
     description: str
 
 
-Effect = Send | Dial | HangUp | Connect | Disconnect | StartRead | Serve | Incident
+Effect = Send | Dial | HangUp | Connect | Disconnect | StartRead | StartCopy | Serve | Incident
 
 
 @dataclass(slots=True)

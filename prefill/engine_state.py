@@ -106,7 +106,7 @@ class EngineState:
         self.tombstones.put(key, Tombstone(reason, attempt_over), now)
 
     def drop_blocks(self, sequence: Sequence) -> None:
-        """Give a sequence's blocks back: now, or when the step that touches them has completed."""
+        """Give a sequence's blocks back: now, or when what touches them has completed."""
         sequence.ended = sequence.dropped = True
-        if not sequence.in_step:
+        if not sequence.is_touched:
             self.blocks.give_back(sequence)

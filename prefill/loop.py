@@ -10,6 +10,7 @@ import psutil
 from splitserve.config import WorkerConfig
 from splitserve.errors import DeviceLostError
 from splitserve.kvconnector.connector import KVConnector
+from splitserve.kvconnector.tier_copies import TierCopies
 from splitserve.messages import (
     Draining,
     Envelope,
@@ -24,7 +25,18 @@ from splitserve.messages import (
 )
 from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.drain import Drain
-from splitserve.prefill.effects import Connect, Dial, Disconnect, Effect, HangUp, Incident, Send, Serve, StartRead
+from splitserve.prefill.effects import (
+    Connect,
+    Dial,
+    Disconnect,
+    Effect,
+    HangUp,
+    Incident,
+    Send,
+    Serve,
+    StartCopy,
+    StartRead,
+)
 from splitserve.prefill.executor import Executor, StepFailure
 from splitserve.prefill.sockets import WorkerSockets
 from splitserve.prefill.step_profiler import NoProfiler, Profiler
@@ -84,6 +96,7 @@ class WorkerLoop:
         waker: Waker,
         info: WorkerInfo,
         profiler: Profiler | None = None,
+        copies: TierCopies | None = None,
     ) -> None:
         self._config = config
         self._core = core
@@ -95,6 +108,7 @@ class WorkerLoop:
         self._process = psutil.Process()
         self._step_times = StepTimes()
         self._profiler = profiler or NoProfiler()
+        self._copies = copies or TierCopies({}, waker.wake)
         self._profile: tuple[Party, str] | None = None  # who asked for the recording under way, and its id
         self._error: Exception | None = None
         self._drain = Drain(config.protocol.drain_seconds)
@@ -150,6 +164,7 @@ class WorkerLoop:
         finally:  # after an error too: membership hears at once that this worker is gone
             self._sockets.send_membership(Leave())
             self._executor.close(STOP_SECONDS)
+            self._copies.close(STOP_SECONDS)
             self._connector.close()
             self._sockets.close()
             self._waker.close()
@@ -170,6 +185,8 @@ class WorkerLoop:
             self._on_membership(envelope)
         for event in self._connector.events():
             self._core.handle_connector_event(event, now)
+        for copied in self._copies.results():
+            self._core.handle_copy_result(copied, now)
         self._take_results(now)
         self._core.tick(now)
         self._perform(self._core.take_effects())  # tokens leave before the next step is planned
@@ -262,6 +279,8 @@ class WorkerLoop:
                     self._sockets.send(to, body)
                 case StartRead(command):
                     self._connector.read(command)
+                case StartCopy(copy):
+                    self._copies.start(copy)
                 case Serve(active):
                     self._connector.serve(active)
                 case Dial(peer):

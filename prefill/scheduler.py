@@ -49,8 +49,21 @@ class PrefillScheduler:
             self.active = [sequence for sequence in self.active if sequence not in taken]
         return taken
 
+    def begin_loads(self, num_running: int = 0) -> None:
+        """Admit the next ones whose KV comes up from a tier, without waiting for the step in progress to end."""
+        while (
+            self.waiting
+            and num_running + len(self.active) < self._max_num_seqs
+            and self._blocks.would_load(self.waiting[0])
+            and self._blocks.reserve(self.waiting[0], headroom=num_running)
+        ):
+            self.active.append(self.waiting.popleft())
+
     def plan(self, budget: int, num_running: int = 0) -> list[Planned]:
-        """Chunks of at most ``budget`` tokens in total, beside ``num_running`` sequences that decode."""
+        """Chunks of at most ``budget`` tokens in total, beside ``num_running`` sequences that decode.
+
+        Those that wait for blocks of theirs are left out.
+        """
         planned: list[Planned] = []
         for sequence in self.active:
             budget -= self._plan_chunk(sequence, budget, planned)
@@ -63,7 +76,7 @@ class PrefillScheduler:
         return planned
 
     def _plan_chunk(self, sequence: Sequence, budget: int, planned: list[Planned]) -> int:
-        num_tokens = self.chunk_tokens(sequence, budget)
+        num_tokens = 0 if sequence.load is not None else self.chunk_tokens(sequence, budget)
         if num_tokens > 0:
             planned.append(Planned(sequence, sequence.chunk(num_tokens, self._blocks.block_size)))
         return num_tokens

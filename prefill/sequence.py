@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from splitserve.block_hash import extend_hashes
 from splitserve.kvconnector.block_pool import BlockPool
 from splitserve.kvconnector.layout import num_blocks_for
+from splitserve.kvconnector.tiers import BlockLoad, Tiers
 from splitserve.request import Party, RequestKey, SamplingParams
 from splitserve.step import UNKNOWN_TOKEN, SampleSpec, ScheduledChunk
 
@@ -21,6 +22,7 @@ class Sequence:
     that draws the token after them, if one does. ``max_length`` bounds prompt and output, and so does ``end_length``,
     which ``sampling.max_tokens`` is part of.
     ``decodes_here``: its tokens after the first one are drawn here, too.
+    ``load``: blocks that are on their way from a tier, which it waits for; with ``skips_tiers`` it doesn't look there.
     ``ended``: no more tokens, though an offer may still hold the blocks. ``dropped``: nobody needs the blocks any more.
     """
 
@@ -43,11 +45,18 @@ class Sequence:
     max_length: int = 2**31
     end_length: int = field(init=False)
     decodes_here: bool = False
+    load: BlockLoad | None = None
+    skips_tiers: bool = False
     ended: bool = False
     dropped: bool = False
 
     def __post_init__(self) -> None:
         self.end_length = min(self.max_length, self.num_prompt_tokens + self.sampling.max_tokens)
+
+    @property
+    def is_touched(self) -> bool:
+        """Whether a launched step or a copy touches the blocks: they can't be given back before it has completed."""
+        return self.in_step > 0 or self.load is not None
 
     @property
     def num_remaining(self) -> int:
@@ -104,11 +113,15 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class BlockManager:
-    """What sequences do with the pool: reserve, publish, give back. ``root_hash`` starts every prefix chain."""
+    """What sequences do with the pool: reserve, publish, give back. ``root_hash`` starts every prefix chain.
+
+    ``tiers`` hold what doesn't fit the pool.
+    """
 
     pool: BlockPool
     block_size: int
     root_hash: bytes
+    tiers: Tiers
 
     def reserve(self, sequence: Sequence, headroom: int = 0) -> bool:
         """Hold blocks for all known tokens, or none: cached ones for the longest known prefix, fresh ones for the rest.
@@ -118,8 +131,8 @@ class BlockManager:
         """
         assert not sequence.block_ids, "the sequence holds blocks already"
         num_tokens = len(sequence.token_ids)
-        extend_hashes(sequence.block_hashes, self.root_hash, sequence.token_ids, self.block_size)
-        cached = self.pool.match(sequence.block_hashes[: (num_tokens - 1) // self.block_size])
+        hashes = self._reusable_hashes(sequence)
+        cached = self.pool.match(hashes)
         num_fresh = num_blocks_for(num_tokens, self.block_size) - len(cached)
         if num_fresh + headroom + self.pool.num_unheld(cached) > self.pool.num_available:
             return False
@@ -132,7 +145,46 @@ class BlockManager:
         if not sequence.was_admitted:
             sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
             sequence.was_admitted = True
+        self.tiers.on_reused(cached, hashes[: len(cached)])
+        if not sequence.skips_tiers:
+            sequence.load = self.tiers.begin_load(sequence, hashes[len(cached) :], fresh)
         return True
+
+    def would_load(self, sequence: Sequence) -> bool:
+        """Whether some of the sequence's blocks are in a tier, and not in the pool."""
+        if sequence.skips_tiers or not self.tiers.num_blocks:
+            return False
+        hashes = self._reusable_hashes(sequence)
+        return self.tiers.num_found(hashes[len(self.pool.match(hashes)) :]) > 0
+
+    def finish_load(self, sequence: Sequence) -> None:
+        """The sequence's load is over: what landed needs no computing."""
+        assert sequence.load is not None
+        is_first = sequence.num_cached_tokens == sequence.num_computed
+        sequence.num_computed += sequence.load.num_good * self.block_size
+        sequence.load = None
+        if is_first:
+            sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
+        self.publish_computed(sequence)
+
+    def abandon_load(self, sequence: Sequence) -> None:
+        """The sequence's load takes too long: give back what it holds, and don't look into the tiers again."""
+        assert sequence.load is not None
+        kept_away = set(self.tiers.abandon(sequence.load))
+        sequence.block_ids = [block_id for block_id in sequence.block_ids if block_id not in kept_away]
+        sequence.load = None
+        sequence.skips_tiers = True
+        self.give_back(sequence)
+
+    def _reusable_hashes(self, sequence: Sequence) -> list[bytes]:
+        """Of the full blocks of all known tokens but the last."""
+        extend_hashes(sequence.block_hashes, self.root_hash, sequence.token_ids, self.block_size)
+        return sequence.block_hashes[: (len(sequence.token_ids) - 1) // self.block_size]
+
+    def forget_prefixes(self) -> None:
+        """Nothing that was computed so far is used again."""
+        self.pool.clear_prefix_index()
+        self.tiers.clear()
 
     def grow(self, sequence: Sequence) -> bool:
         """Make room for one more token. False if no block is available."""
@@ -150,12 +202,15 @@ class BlockManager:
         if num_full > sequence.num_published:
             extend_hashes(sequence.block_hashes, self.root_hash, sequence.token_ids, self.block_size)
             for index in range(sequence.num_published, num_full):
-                self.pool.publish(sequence.block_ids[index], sequence.block_hashes[index])
+                block_id, block_hash = sequence.block_ids[index], sequence.block_hashes[index]
+                self.pool.publish(block_id, block_hash)
+                is_prompt = (index + 1) * self.block_size <= sequence.num_prompt_tokens
+                self.tiers.on_complete(block_id, block_hash, is_prompt=is_prompt)
             sequence.num_published = num_full
 
     def give_back(self, sequence: Sequence) -> None:
-        """Drop the sequence's references. No launched step may touch its blocks any more."""
-        assert not sequence.in_step
+        """Drop the sequence's references. Nothing may touch its blocks any more."""
+        assert not sequence.is_touched
         self.pool.release(sequence.block_ids)
         sequence.block_ids = []
         sequence.num_computed = 0

@@ -112,7 +112,7 @@ class SourceSide:
         if handover is not None and handover.peer == sender:
             handover.release("complete" if release.complete else "given up by decode")
             if release.mismatch:  # nobody knows what else is damaged, or was computed from it
-                self._state.blocks.pool.clear_prefix_index()
+                self._state.blocks.forget_prefixes()
                 text = f"{sender} read other bytes than were offered for {release.key}: the prefix cache is dropped"
                 self._state.outbox.put(Incident(text))
             self._finish(handover, now)

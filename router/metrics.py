@@ -28,6 +28,9 @@ _LOAD_COUNTERS = frozenset(
         "reads_direct",
         "reads_layers",
         "reads_staged",
+        "tier_stored_blocks",
+        "tier_loaded_blocks",
+        "tier_failures",
     }
 )
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from splitserve.decode.scheduler import DecodeScheduler
 from splitserve.kvconnector.block_pool import BlockPool, BlockState
+from splitserve.kvconnector.tiers import Tiers
 from splitserve.prefill.scheduler import TAIL_SPLIT_FACTOR, Planned, PrefillScheduler
 from splitserve.prefill.sequence import BlockManager, Sequence
 from splitserve.request import Party, RequestKey, SamplingParams
@@ -20,7 +21,8 @@ ROUTER = Party("router", 1)
 
 
 def make_blocks(num_blocks: int = 64) -> BlockManager:
-    return BlockManager(BlockPool(np.zeros(num_blocks, dtype=np.uint64), first_generation=1), BLOCK_SIZE, b"root")
+    pool = BlockPool(np.zeros(num_blocks, dtype=np.uint64), first_generation=1)
+    return BlockManager(pool, BLOCK_SIZE, b"root", Tiers(pool))
 
 
 def make_sequence(name: str, tokens: int | list[int], *, num_output: int = 0, max_tokens: int = 100) -> Sequence:

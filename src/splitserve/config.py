@@ -8,6 +8,7 @@ from splitserve.request import Role
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "hybrid", "flashinfer", "triton", "reference")
+KEEP_POLICIES = ("all", "second-use", "prompt")
 SECRETS = ("secret", "api_key")
 
 
@@ -63,6 +64,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     doesn't say. ``tensor_parallel_size`` processes share a worker's model, KV memory and threads, on as many GPUs
     where there are any. ``enforce_eager`` turns CUDA graphs off. ``profile_dir``: where profiles of steps go that are
     asked for; "" refuses them.
+    ``host_kv_memory_bytes`` of host memory hold blocks beyond those of ``kv_memory_bytes``, 0 for none; ``kv_keep``
+    says which, one of :data:`KEEP_POLICIES`. A request waits at most ``kv_load_seconds`` for its blocks to come up
+    again, then it computes them.
     """
 
     model: str
@@ -86,6 +90,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel_size: int = 1
     seed: int = 0
     profile_dir: str = ""
+    host_kv_memory_bytes: int = 0
+    kv_keep: str = "all"
+    kv_load_seconds: float = 5.0
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -98,12 +105,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"attention_backend is {self.attention_backend!r}; choose one of {', '.join(ATTENTION_BACKENDS)}"
             )
+        if self.kv_keep not in KEEP_POLICIES:
+            raise ConfigError(f"kv_keep is {self.kv_keep!r}; choose one of {', '.join(KEEP_POLICIES)}")
+        if self.kv_load_seconds <= 0:
+            raise ConfigError(f"kv_load_seconds is {self.kv_load_seconds}; it must be positive")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be in (0, 1]")
         for name in ("max_num_seqs", "tail_chunk_tokens", "tensor_parallel_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in (*DeviceDefaults.__struct_fields__, "kv_memory_bytes", "max_model_len", "threads"):
+        optional = ("kv_memory_bytes", "host_kv_memory_bytes", "max_model_len", "threads")
+        for name in (*DeviceDefaults.__struct_fields__, *optional):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must not be negative")
         if 0 < self.max_num_batched_tokens < self.max_num_seqs:

@@ -118,6 +118,10 @@ class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reads_direct: Count = 0
     reads_layers: Count = 0
     reads_staged: Count = 0
+    tier_blocks: Count = 0
+    tier_stored_blocks: Count = 0
+    tier_loaded_blocks: Count = 0
+    tier_failures: Count = 0
 
 
 class Register(Message, frozen=True):

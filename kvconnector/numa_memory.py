@@ -1,0 +1,132 @@
+"""Host memory on the NUMA node that it should be on: bound before it is touched, looked at afterwards.
+
+Where the kernel can't, or there is one node only, everything is left as it is.
+"""
+
+import ctypes
+import logging
+import mmap
+import os
+import platform
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+logger = logging.getLogger(__name__)
+
+NODES = Path("/sys/devices/system/node")
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+MPOL_BIND = 2
+MAX_PAGES_LOOKED_AT = 1 << 20
+_SYSCALLS = {"x86_64": (237, 279), "aarch64": (235, 239)}  # mbind, move_pages
+
+
+def parse_cpu_list(text: str) -> set[int]:
+    """ "0-2,5" as the kernel writes it: {0, 1, 2, 5}."""
+    cpus: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cpus |= set(range(int(first), int(last or first) + 1))
+    return cpus
+
+
+def node_of_cpus(cpus: set[int], nodes: Path = NODES) -> int | None:
+    """The one node that has all of ``cpus``; None if they are spread, or if it can't be told."""
+    for folder in nodes.glob("node[0-9]*"):
+        try:
+            if cpus <= parse_cpu_list((folder / "cpulist").read_text()):
+                return int(folder.name.removeprefix("node"))
+        except OSError:
+            continue
+    return None
+
+
+def node_of_gpu(device: torch.device, devices: Path = PCI_DEVICES) -> int | None:
+    """The node that a GPU hangs on; None if the platform doesn't say."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    try:
+        address = (properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
+    except AttributeError:  # of an older PyTorch
+        return None
+    try:
+        text = (devices / "{:04x}:{:02x}:{:02x}.0".format(*address) / "numa_node").read_text()
+    except OSError:
+        return None
+    return int(text) if int(text) >= 0 else None
+
+
+def node_of_device(device: torch.device) -> int | None:
+    """The node of a worker's host memory: its GPU's, or that of the cores that it may use."""
+    if device.type == "cuda":
+        return node_of_gpu(device)
+    return node_of_cpus(set(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else None
+
+
+class HostMemory:
+    """``num_bytes`` of zeroed host memory, allocated once, on ``node`` if there is one, of huge pages where possible.
+
+    ``bytes``: uint8 ``[num_bytes]``. ``placement``: pages by node, as read back; empty where that can't be done.
+    """
+
+    def __init__(self, num_bytes: int, node: int | None = None) -> None:
+        self._buffer = mmap.mmap(-1, num_bytes)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._buffer.madvise(mmap.MADV_HUGEPAGE)
+        self.bytes = np.frombuffer(self._buffer, dtype=np.uint8)
+        self.node = node
+        if node is not None and not _bind(self.address, num_bytes, node):
+            logger.warning("host memory can't be bound to NUMA node %d; it goes where it is touched first", node)
+        self.bytes.fill(0)  # first touch
+        self.placement = _placement(self.address, num_bytes)
+
+    @property
+    def address(self) -> int:
+        return int(self.bytes.ctypes.data)
+
+    def describe(self) -> str:
+        """For people: size and where the pages are."""
+        total = sum(self.placement.values())
+        shares = ", ".join(f"{count / total:.0%} on node {node}" for node, count in sorted(self.placement.items()))
+        return f"{len(self.bytes) / 2**30:.2f} GiB" + (f", {shares}" if total else "")
+
+
+def _syscall_numbers() -> tuple[int, int] | None:
+    return _SYSCALLS.get(platform.machine()) if platform.system() == "Linux" else None
+
+
+def _bind(address: int, num_bytes: int, node: int) -> bool:
+    numbers = _syscall_numbers()
+    if numbers is None:
+        return False
+    mask = (ctypes.c_ulong * 16)()
+    bits = 8 * ctypes.sizeof(ctypes.c_ulong)
+    if node >= 16 * bits:
+        return False
+    mask[node // bits] = 1 << (node % bits)
+    libc = ctypes.CDLL(None, use_errno=True)
+    arguments = (ctypes.c_void_p(address), ctypes.c_ulong(num_bytes), ctypes.c_int(MPOL_BIND), mask)
+    return not libc.syscall(ctypes.c_long(numbers[0]), *arguments, ctypes.c_ulong(16 * bits), ctypes.c_uint(0))
+
+
+def _placement(address: int, num_bytes: int) -> dict[int, int]:
+    """Pages by node: every page of memory up to 4 GiB, evenly spread ones of more."""
+    numbers = _syscall_numbers()
+    if numbers is None:
+        return {}
+    num_pages = -(-num_bytes // mmap.PAGESIZE)
+    stride = -(-num_pages // MAX_PAGES_LOOKED_AT)
+    pages = np.arange(0, num_pages, stride, dtype=np.uint64) * np.uint64(mmap.PAGESIZE) + np.uint64(address)
+    status = np.full(len(pages), -1, dtype=np.int32)
+    failed = ctypes.CDLL(None, use_errno=True).syscall(
+        ctypes.c_long(numbers[1]),
+        ctypes.c_int(0),
+        ctypes.c_ulong(len(pages)),
+        ctypes.c_void_p(pages.ctypes.data),
+        None,
+        ctypes.c_void_p(status.ctypes.data),
+        ctypes.c_int(0),
+    )
+    return {} if failed else dict(Counter(status[status >= 0].tolist()))

@@ -1,0 +1,330 @@
+"""KV beyond the device: what goes down, what comes up, and what happens when a copy fails. No I/O, no clock.
+
+Blocks go down in the background as soon as they are complete, and stay on the device as well until their place is
+needed. A block that is being copied, either way, is referenced: nobody can take it. A sequence whose prefix is found
+in a tier holds all of its blocks before the first copy starts, so two sequences can't wait for each other; it runs
+when its copies are over. Blocks whose copy failed are computed, as if nothing had been found.
+
+Tiers are asked in their order, cheapest first, and every block comes from one of them.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from splitserve.kvconnector.block_pool import BlockPool
+from splitserve.kvconnector.kv_events import KVEvents
+from splitserve.kvconnector.tier_index import TierIndex
+from splitserve.kvconnector.tier_policy import KeepAll, KeepPolicy
+
+MAX_STORES_IN_FLIGHT = 2
+"""Per tier: one that is copied, and the next one."""
+MAX_CANDIDATES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class CopyCommand:
+    """Copy whole blocks between the device and a tier: ``block_ids[i]`` with ``slots[i]``, whose content is
+    ``hashes[i]``. ``is_load``: into the blocks."""
+
+    copy_id: int
+    tier: str
+    is_load: bool
+    block_ids: Sequence[int]
+    slots: Sequence[int]
+    hashes: Sequence[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyResult:
+    """A copy is over: nothing touches its blocks or slots any more. The first ``num_good`` blocks are right; ``error``
+    says what is wrong with the one after them."""
+
+    copy_id: int
+    num_good: int
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class Tier:
+    """One place below the device: its name and what it holds. ``max_blocks_per_copy`` bounds how long one takes."""
+
+    name: str
+    index: TierIndex
+    max_blocks_per_copy: int = 64
+    num_stores_in_flight: int = 0
+    candidates: OrderedDict[bytes, int] = field(default_factory=OrderedDict)  # hash -> block, oldest first
+
+
+@dataclass(slots=True, eq=False)
+class BlockLoad:
+    """Blocks of one sequence on their way up. ``good[i]``: block number i of the load has landed.
+
+    ``pending`` are the copies under way: id -> number of its first block in the load. ``owner`` is the sequence.
+    ``is_abandoned``: it took too long; nobody waits for it any more, and its unfinished blocks are in quarantine.
+    """
+
+    owner: Any
+    block_ids: list[int]
+    good: list[bool]
+    pending: dict[int, int] = field(default_factory=dict)
+    deadline: float | None = None
+    is_abandoned: bool = False
+    is_distrusted: bool = False
+
+    @property
+    def num_good(self) -> int:
+        """Blocks that landed, up to the first that didn't."""
+        if self.is_distrusted:
+            return 0
+        return next((number for number, is_good in enumerate(self.good) if not is_good), len(self.good))
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """Since start, over all tiers. Names as in :class:`splitserve.messages.WorkerLoad`."""
+
+    tier_stored_blocks: int = 0
+    tier_loaded_blocks: int = 0
+    tier_failures: int = 0
+
+
+class Tiers:
+    """The tiers of one worker. Without any it does nothing: that is how they are off.
+
+    The caller performs :meth:`take_commands`, and hands every result to :meth:`on_result`. The block pool's prefix
+    index says what is on the device; ``load_seconds`` is how long a request waits for its blocks.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        tiers: Sequence[Tier] = (),
+        *,
+        policy: KeepPolicy | None = None,
+        load_seconds: float = 5.0,
+        events: KVEvents | None = None,
+    ) -> None:
+        self.tiers = list(tiers)
+        self.counters = TierCounters()
+        self.events = events or KVEvents()
+        self._pool = pool
+        self._by_name = {tier.name: tier for tier in tiers}
+        self._policy = policy or KeepAll()
+        self._load_seconds = load_seconds
+        self._commands: list[CopyCommand] = []
+        self._copies: dict[int, CopyCommand] = {}
+        self._loads: dict[int, BlockLoad] = {}  # by the ids of their copies under way
+        self._next_copy_id = 1
+
+    # ---- what the device's blocks do ----
+
+    def on_complete(self, block_id: int, block_hash: bytes, *, is_prompt: bool) -> None:
+        """A full block of the device is computed, or read, and verified."""
+        if self.tiers and self._policy.on_complete(block_hash, is_prompt=is_prompt):
+            self._propose(block_id, block_hash)
+
+    def on_reused(self, block_ids: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """A request found these blocks on the device."""
+        if not self.tiers:
+            return
+        for tier in self.tiers:
+            tier.index.touch(hashes)
+        for block_id, block_hash in zip(block_ids, hashes, strict=True):
+            if self._policy.on_reused(block_hash):
+                self._propose(block_id, block_hash)
+
+    def _propose(self, block_id: int, block_hash: bytes) -> None:
+        for tier in self.tiers:
+            if block_hash not in tier.index:
+                tier.candidates[block_hash] = block_id
+                if len(tier.candidates) > MAX_CANDIDATES:
+                    tier.candidates.popitem(last=False)
+
+    # ---- down ----
+
+    def start_stores(self) -> None:
+        """Send down what waits for it, as far as the bounds allow. Blocks that were taken meanwhile are lost."""
+        for tier in self.tiers:
+            while tier.candidates and tier.num_stores_in_flight < MAX_STORES_IN_FLIGHT:
+                self._start_store(tier)
+
+    def _start_store(self, tier: Tier) -> None:
+        block_ids: list[int] = []
+        slots: list[int] = []
+        hashes: list[bytes] = []
+        while tier.candidates and len(block_ids) < tier.max_blocks_per_copy:
+            block_hash, block_id = tier.candidates.popitem(last=False)
+            if self._pool.match([block_hash]) != [block_id]:
+                continue
+            place = tier.index.begin_store(block_hash)
+            if place is None:
+                continue
+            if place.evicted is not None:
+                self.events.evicted(tier.name, [place.evicted])
+            block_ids.append(block_id)
+            slots.append(place.slot)
+            hashes.append(block_hash)
+        if block_ids:
+            self._pool.reference(block_ids)
+            tier.num_stores_in_flight += 1
+            self._start_copy(tier, block_ids, slots, hashes, is_load=False)
+
+    def _finish_store(self, tier: Tier, command: CopyCommand, num_good: int) -> None:
+        tier.num_stores_in_flight -= 1
+        stored: list[bytes] = []
+        for number, (block_hash, slot) in enumerate(zip(command.hashes, command.slots, strict=True)):
+            if tier.index.finish_store(block_hash, slot, is_good=number < num_good):
+                stored.append(block_hash)
+        self.counters.tier_stored_blocks += len(stored)
+        self.events.stored(tier.name, stored)
+        self._pool.release(command.block_ids)
+
+    # ---- up ----
+
+    def num_found(self, hashes: Sequence[bytes]) -> int:
+        """Leading blocks of a chain that some tier holds."""
+        for number, block_hash in enumerate(hashes):
+            if not any(block_hash in tier.index for tier in self.tiers):
+                return number
+        return len(hashes)
+
+    def begin_load(self, owner: Any, hashes: Sequence[bytes], block_ids: Sequence[int]) -> BlockLoad | None:
+        """Bring up as much of a chain as the tiers hold, into the first of ``block_ids``, which ``owner`` holds alone.
+
+        None if they hold nothing of it.
+        """
+        num_blocks = self.num_found(hashes)
+        if not num_blocks:
+            return None
+        load = BlockLoad(owner, list(block_ids[:num_blocks]), [False] * num_blocks)
+        start = 0
+        while start < num_blocks:
+            tier = next(tier for tier in self.tiers if hashes[start] in tier.index)
+            end, most = start + 1, min(num_blocks, start + tier.max_blocks_per_copy)
+            while end < most and self._source(hashes[end]) is tier:
+                end += 1
+            chosen = list(hashes[start:end])
+            slots = tier.index.pin(chosen)
+            copy_id = self._start_copy(tier, load.block_ids[start:end], slots, chosen, is_load=True)
+            load.pending[copy_id] = start
+            self._loads[copy_id] = load
+            start = end
+        for tier in self.tiers:
+            tier.index.touch(hashes[:num_blocks])
+        return load
+
+    def _source(self, block_hash: bytes) -> Tier | None:
+        return next((tier for tier in self.tiers if block_hash in tier.index), None)
+
+    def abandon(self, load: BlockLoad) -> list[int]:
+        """Nobody waits for a load any more. Its blocks that a copy may still write to are put into quarantine until
+        that is over, and returned: their owner doesn't hold them any longer."""
+        load.is_abandoned = True
+        under_way = [block_id for copy_id in load.pending for block_id in self._copies[copy_id].block_ids]
+        self._pool.quarantine(under_way)
+        return under_way
+
+    def _finish_load(self, tier: Tier, command: CopyCommand, num_good: int) -> BlockLoad | None:
+        tier.index.unpin(command.slots)
+        load = self._loads.pop(command.copy_id)
+        first = load.pending.pop(command.copy_id)
+        if num_good < len(command.hashes):
+            bad = command.hashes[num_good]
+            if tier.index.forget(bad):
+                self.events.evicted(tier.name, [bad])
+        if load.is_abandoned:
+            self._pool.lift_quarantine(command.block_ids)
+            return None
+        load.good[first : first + num_good] = [True] * num_good
+        if load.pending:
+            return None
+        self.counters.tier_loaded_blocks += load.num_good
+        return load
+
+    # ---- copies and time ----
+
+    def _start_copy(
+        self, tier: Tier, block_ids: list[int], slots: list[int], hashes: list[bytes], *, is_load: bool
+    ) -> int:
+        command = CopyCommand(self._next_copy_id, tier.name, is_load, block_ids, slots, hashes)
+        self._next_copy_id += 1
+        self._copies[command.copy_id] = command
+        self._commands.append(command)
+        return command.copy_id
+
+    def take_commands(self) -> list[CopyCommand]:
+        commands, self._commands = self._commands, []
+        return commands
+
+    def on_result(self, result: CopyResult) -> BlockLoad | None:
+        """A copy is over. The load that is complete with it, if somebody still waits for one."""
+        command = self._copies.pop(result.copy_id)
+        tier = self._by_name[command.tier]
+        if result.error is not None:
+            self.counters.tier_failures += 1
+        if command.is_load:
+            return self._finish_load(tier, command, result.num_good)
+        self._finish_store(tier, command, result.num_good)
+        return None
+
+    def start_clocks(self, now: float) -> None:
+        """Loads that began since the last call begin to age."""
+        for load in self._loads.values():
+            if load.deadline is None:
+                load.deadline = now + self._load_seconds
+
+    def overdue(self, now: float) -> list[BlockLoad]:
+        """Loads that somebody has waited for too long. Each is told of once: the caller abandons them."""
+        late = {
+            id(load): load
+            for load in self._loads.values()
+            if load.deadline is not None and now >= load.deadline and not load.is_abandoned
+        }
+        self.counters.tier_failures += len(late)
+        return list(late.values())
+
+    def next_deadline(self) -> float:
+        deadlines = (
+            load.deadline for load in self._loads.values() if load.deadline is not None and not load.is_abandoned
+        )
+        return min(deadlines, default=float("inf"))
+
+    # ---- the whole ----
+
+    def clear(self) -> None:
+        """Nothing that was stored can be trusted any more; what is on its way up is not used."""
+        for tier in self.tiers:
+            tier.candidates.clear()
+            self.events.evicted(tier.name, tier.index.clear())
+        for load in self._loads.values():
+            load.is_distrusted = True
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that can be loaded, over all tiers."""
+        return sum(len(tier.index) for tier in self.tiers)
+
+    @property
+    def loads(self) -> list[BlockLoad]:
+        """Loads that somebody waits for."""
+        return list({id(load): load for load in self._loads.values() if not load.is_abandoned}.values())
+
+    def num_references(self) -> int:
+        """References that stores hold on blocks of the device."""
+        return sum(len(command.block_ids) for command in self._copies.values() if not command.is_load)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._copies
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless slots and copies explain each other."""
+        for tier in self.tiers:
+            tier.index.check_invariants()
+            copies = [command for command in self._copies.values() if command.tier == tier.name]
+            in_use = {slot for command in copies for slot in command.slots}
+            assert tier.index.num_in_use == len(in_use), f"slots of {tier.name} are in use that no copy touches"
+            stores = sum(not command.is_load for command in copies)
+            assert stores == tier.num_stores_in_flight, f"the count of stores to {tier.name} is off"
