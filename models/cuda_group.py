@@ -54,6 +54,7 @@ class CudaCollectives:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         torch.cuda.set_device(device)
+        self._nothing = torch.zeros(1, device=device)
         with shown_as_ours("the ranks can't connect to each other"):
             dist.init_process_group(
                 "nccl",
@@ -81,6 +82,10 @@ class CudaCollectives:
         with shown_as_ours("all-gather failed"):
             dist.all_gather_into_tensor(gathered, part.contiguous())
         return gathered.transpose(0, 1).reshape(rows, self.shard.size * columns)
+
+    def meet(self) -> None:
+        with shown_as_ours("the ranks can't meet"):
+            dist.all_reduce(self._nothing)
 
     def lowest(self, number: int) -> int:
         value = torch.tensor(number, device=self._device)

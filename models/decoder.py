@@ -12,6 +12,7 @@ from torch import Tensor
 
 from splitserve.kernels.api import AttentionPlan, AttentionShape, Kernels, Linear, PagedAttention, TokenRows
 from splitserve.models.config import ModelConfig
+from splitserve.models.parallel import Alone, Collectives
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +95,14 @@ class DecoderModel:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        group: Collectives | None = None,
     ) -> None:
         self.config = config
         self.kernels = kernels
         self.dtype = dtype
         self.device = device
         self._weights = weights
+        self._group = group or Alone()
         self._rotary = RotaryEmbedding(config, dtype, device)
 
     def tokens(self, token_ids: Tensor, positions: Tensor, slots: Tensor) -> TokenRows:
@@ -124,6 +127,7 @@ class DecoderModel:
             qkv = layer.qkv.after_norm(hidden, layer.input_norm, eps).view(hidden.shape[0], -1, self.config.head_dim)
             query = self.kernels.prepare_qkv(qkv, layer.qk_norm, eps, rotation, kv_layer=kv_layers[index], slots=slots)
             if index == last and rows is not None and rows.shape[0] == 0:
+                self._group.meet()  # the step is over when all ranks have their KV
                 return None  # only the KV was wanted
             context = attention.run(query, kv_layers[index], batch.attention_plan).flatten(1)
             if index == last and rows is not None:  # what follows works row by row, and only these rows are read

@@ -68,7 +68,9 @@ def load_model(
     reader = _make_reader(Path(path), config, dtype, device, load_format)
     with torch.inference_mode(), closing(reader):
         weights = _Builder(reader, config, kernels, group).build(progress or _no_progress)
-    return DecoderModel(local_config(config, group.shard.size), weights, kernels, dtype=dtype, device=device)
+    return DecoderModel(
+        local_config(config, group.shard.size), weights, kernels, dtype=dtype, device=device, group=group
+    )
 
 
 def _make_reader(

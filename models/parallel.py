@@ -46,6 +46,9 @@ class Collectives(Protocol):
     def gather_columns(self, part: Tensor) -> Tensor:
         """All ranks' ``part`` [R, N] side by side, [R, size * N], on every rank."""
 
+    def meet(self) -> None:
+        """What follows happens after all ranks got here: on a GPU, what follows in the stream."""
+
     def lowest(self, number: int) -> int:
         """The smallest of all ranks' ``number``. Waits for all of them."""
 
@@ -65,6 +68,8 @@ class Alone:
 
     def gather_columns(self, part: Tensor) -> Tensor:
         return part
+
+    def meet(self) -> None: ...
 
     def lowest(self, number: int) -> int:
         return number

@@ -52,6 +52,7 @@ class GlooCollectives:
     def __init__(self, store: Store, shard: Shard) -> None:
         """Waits for all ranks."""
         self.shard = shard
+        self._nothing = torch.zeros(1)
         gloo: Any = dist.ProcessGroupGloo  # its stubs are incomplete
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=LOOPBACK)]
@@ -72,6 +73,10 @@ class GlooCollectives:
         with shown_as_ours("all-gather failed"):
             self._group.allgather([parts], [part]).wait()
         return torch.cat(parts, dim=1)
+
+    def meet(self) -> None:
+        with shown_as_ours("the ranks can't meet"):
+            self._group.allreduce([self._nothing]).wait()
 
     def lowest(self, number: int) -> int:
         value = torch.tensor([number])
