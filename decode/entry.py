@@ -6,7 +6,8 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
@@ -20,10 +21,12 @@ from splitserve.decode.served import Progress, ServedModel, device_of, load_serv
 from splitserve.decode.start_clock import StartClock
 from splitserve.decode.team import start_team
 from splitserve.errors import ConfigError, HandshakeError
+from splitserve.kvconnector.connector import KVConnector
 from splitserve.kvconnector.digest import FirstDigests, digests_of, no_digests
 from splitserve.kvconnector.host_tier import HOST, host_tier
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.nixl import NixlConnector
+from splitserve.kvconnector.ranked import RankedConnector
 from splitserve.kvconnector.tier_copies import TierCopies, TierStore
 from splitserve.kvconnector.tiers import Tier
 from splitserve.messages import WorkerInfo
@@ -61,10 +64,6 @@ def run_worker(config: WorkerConfig, progress: Progress) -> None:
     config = msgspec.structs.replace(
         config, engine=msgspec.structs.replace(config.engine.on(device.type), threads=threads)
     )
-    if size > 1 and config.role is not Role.MIXED:
-        raise ConfigError(
-            f"{config.engine_id}: tensor parallelism of prefill and decode workers isn't supported yet; use mixed ones"
-        )
     me = Party(config.engine_id, secrets.randbits(63))
     on_rank_failure = _EndWithRank(progress)
     with start_team(me, config.role, config.engine, device, on_rank_failure) as team:
@@ -73,7 +72,9 @@ def run_worker(config: WorkerConfig, progress: Progress) -> None:
         make_executor = functools.partial(_make_executor, served.runner)
         if team.ranks is not None:
             make_executor = functools.partial(_make_ranked_executor, served.runner, team.ranks)
-        _serve(config, me, served, make_executor, progress, clock=clock, watch=on_rank_failure.watch)
+        links = () if team.ranks is None else team.ranks.links
+        watch = on_rank_failure.watch
+        _serve(config, me, served, make_executor, progress, links=links, clock=clock, watch=watch)
 
 
 class _EndWithRank:
@@ -119,6 +120,14 @@ def _make_profiler(config: WorkerConfig, device: torch.device, wake: Callable[[]
     return StepProfiler(Path(directory), f"{config.role}.{config.engine_id}", device, wake) if directory else None
 
 
+def _make_connector(
+    me: Party, memory: KVMemory, links: Sequence[Connection], wake: Callable[[], None], *, verify: bool
+) -> KVConnector:
+    """``links`` lead to the other ranks, if there are any. Digests are of rank 0's heads."""
+    local = NixlConnector(me, memory, wake, digests_of(memory) if verify else no_digests)
+    return RankedConnector(local, links, wake) if links else local
+
+
 def _serve(
     config: WorkerConfig,
     me: Party,
@@ -126,6 +135,7 @@ def _serve(
     make_executor: Callable[[Callable[[], None], StepProfiler | None], Executor],
     progress: Progress,
     *,
+    links: Sequence[Connection],
     clock: StartClock,
     watch: Callable[[WorkerLoop], None],
 ) -> None:
@@ -134,7 +144,7 @@ def _serve(
     sockets = WorkerSockets(me, config.host, config.membership, config.secret)
     verify = config.engine.verify_kv
     with clock.phase("connector"):
-        connector = NixlConnector(me, memory, waker.wake, digests_of(memory) if verify else no_digests)
+        connector = _make_connector(me, memory, links, waker.wake, verify=verify)
     with clock.phase("KV tiers"):
         tiers, stores = _make_tiers(config, memory, progress)
     core = build_core(

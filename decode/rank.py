@@ -20,6 +20,9 @@ import torch
 from splitserve.decode.rank_messages import RankFailed, RankOrder, RankReady, RankReport, RankStep
 from splitserve.decode.served import device_of, load_served_model
 from splitserve.errors import SplitserveError
+from splitserve.kvconnector.memory import KVMemory
+from splitserve.kvconnector.nixl import NixlConnector
+from splitserve.kvconnector.ranked import RankTransfers
 from splitserve.logs import set_up_logging
 from splitserve.models.cuda_runner import CudaRunner, PendingStep
 from splitserve.models.parallel import CollectiveError
@@ -38,7 +41,7 @@ class RankProcess:
     def __init__(self, order: RankOrder) -> None:
         self._order = order
         self._steps = Connection(order.steps_fd, writable=False)
-        self.link = Connection(order.link_fd)
+        self._link = Connection(order.link_fd)
         for fd in (order.steps_fd, order.reports_fd, order.link_fd):
             os.set_inheritable(fd, False)
         self._reports = os.fdopen(order.reports_fd, "wb", buffering=0)
@@ -51,11 +54,24 @@ class RankProcess:
         device = device_of(engine.device, self._order.rank, size)
         group = join_group(find_store(self._order.store_port, size), Shard(self._order.rank, size), device)
         served = load_served_model(engine, device, group, lambda _stage, _detail: None)
+        transfers = self._transfers(served.memory)
+        threading.Thread(target=self._carry_out, args=(transfers,), name="transfers", daemon=True).start()
         self._report(RankReady())
         if isinstance(served.runner, CudaRunner):
             self._launch_steps(served.runner)
         else:
             self._run_steps(served.runner)
+
+    def _transfers(self, memory: KVMemory) -> RankTransfers:
+        """Moves this rank's heads, as rank 0's connector says over the link."""
+        me, rank = self._order.party, self._order.rank
+        return RankTransfers(lambda wake: NixlConnector(me, memory, wake, rank=rank), self._link)
+
+    def _carry_out(self, transfers: RankTransfers) -> None:
+        try:
+            transfers.run()
+        except Exception as error:
+            self.end_with(error)
 
     def end_with(self, error: BaseException) -> None:
         """Report ``error``, and end this process without another look at the device: it may never answer."""

@@ -19,6 +19,7 @@ import msgspec
 from splitserve.config import EngineConfig
 from splitserve.decode.rank_messages import RankFailed, RankOrder, RankReport, RankStep
 from splitserve.errors import SplitserveError
+from splitserve.kvconnector.ranked import TransferRankError
 from splitserve.models.parallel import CollectiveError
 from splitserve.request import Party, Role
 from splitserve.step import StepPlan
@@ -157,7 +158,7 @@ class Ranks:
         """
         with self._changed:
             self._broken = True
-            if isinstance(error, RankError) or not isinstance(error, CollectiveError):
+            if not isinstance(error, CollectiveError | TransferRankError):
                 return error
             self._changed.wait_for(self._has_cause, BLAME_SECONDS)
             return self._first_failure() if self._failures else error

@@ -9,6 +9,7 @@ import torch
 
 from splitserve.config import EngineConfig
 from splitserve.decode.ranks import RankError, Ranks
+from splitserve.kvconnector.ranked import TransferRankError
 from splitserve.models.config import load_model_config
 from splitserve.models.parallel import Alone, CollectiveError, Collectives
 from splitserve.models.process_group import join_group, open_store
@@ -55,7 +56,7 @@ def start_team(
     try:
         group = join_group(store, Shard(0, size), device)
         yield Team(group, ranks)
-    except CollectiveError as error:
+    except (CollectiveError, TransferRankError) as error:
         raise ranks.explain(error) from error
     finally:
         ranks.close()

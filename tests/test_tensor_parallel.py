@@ -18,6 +18,7 @@ from splitserve.orchestration.shorthand import simple_spec
 from splitserve.orchestration.spec import ClusterSpec
 
 MAX_TOKENS = 10
+PROMPTS = [[300 + (7 * index + 3 * i) % 900 for i in range(length)] for index, length in enumerate((1, 16, 40, 150))]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def two_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return demo.write_demo_model(tmp_path_factory.mktemp("checkpoints") / "two-heads", shape="two-heads")
 
 
-def spec_of(model: Path, size: int) -> ClusterSpec:
+def spec_of(model: Path, size: int, **workers: int) -> ClusterSpec:
     engine = EngineConfig(
         model=str(model),
         dtype="float32",
@@ -39,28 +40,53 @@ def spec_of(model: Path, size: int) -> ClusterSpec:
         tensor_parallel_size=size,
         threads=1,
     )
-    return simple_spec(engine, port=0, num_mixed=1)
+    return simple_spec(engine, port=0, **(workers or {"num_mixed": 1}))
 
 
 def body(model: Path, prompt: list[int]) -> dict[str, object]:
     return {"model": model.name, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True,
-            "return_token_ids": True}  # fmt: skip
+            "return_token_ids": True, "return_route": True}  # fmt: skip
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [2, 4])
 def test_greedy_tokens_are_those_of_transformers(two_heads: Path, size: int) -> None:
     prompts = [
         [300 + (7 * index + 3 * i) % 900 for i in range(length)] for index, length in enumerate((1, 16, 40, 150))
     ]
-    references = transformers_greedy(two_heads, prompts, MAX_TOKENS)
+    references = transformers_greedy(two_heads, PROMPTS, MAX_TOKENS)
     with LocalCluster(spec_of(two_heads, size), log_level="warning") as running:
-        answers = complete_all(running.url, [body(two_heads, prompt) for prompt in prompts], at_once=True)
-        for prompt, reference, answer in zip(prompts, references, answers, strict=True):
+        answers = complete_all(running.url, [body(two_heads, prompt) for prompt in PROMPTS], at_once=True)
+        for prompt, reference, answer in zip(PROMPTS, references, answers, strict=True):
             assert answer["status"] == 200, answer
             tokens = answer["choices"][0]["token_ids"]
             assert reference.agrees(tokens), f"{size} ranks, prompt of {len(prompt)}: {tokens}"
         wait_until_quiet(running.url)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 4), (4, 2)])
+def test_prompts_are_handed_over_between_workers_of_different_sizes(
+    two_heads: Path, prefill_tp: int, decode_tp: int
+) -> None:
+    """Two key/value heads: four ranks hold each of them twice."""
+    prompts = [
+        [300 + (7 * index + 3 * i) % 900 for i in range(length)] for index, length in enumerate((1, 16, 40, 150))
+    ]
+    references = transformers_greedy(two_heads, PROMPTS, MAX_TOKENS)
+    spec = spec_of(two_heads, 1, num_prefill=1, num_decode=1, prefill_tp=prefill_tp, decode_tp=decode_tp)
+    with LocalCluster(spec, log_level="warning") as running:
+        for at_once in (True, False):  # the second time some blocks are found again
+            bodies = [body(two_heads, prompt) for prompt in PROMPTS]
+            answers = complete_all(running.url, bodies, at_once=at_once)
+            for prompt, reference, answer in zip(PROMPTS, references, answers, strict=True):
+                assert answer["status"] == 200, answer
+                tokens = answer["choices"][0]["token_ids"]
+                assert reference.agrees(tokens), f"prompt of {len(prompt)}: {tokens}"
+                assert answer["splitserve"]["mode"] == "disaggregated"
+        metrics = wait_until_quiet(running.url)
+        assert sum(worker["handovers_total"] for worker in metrics.values()) == 2 * len(PROMPTS)
+        assert all(worker["handover_failures_total"] == 0 for worker in metrics.values())
 
 
 @pytest.mark.timeout(120)
