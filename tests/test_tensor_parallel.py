@@ -51,9 +51,6 @@ def body(model: Path, prompt: list[int]) -> dict[str, object]:
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("size", [2, 4])
 def test_greedy_tokens_are_those_of_transformers(two_heads: Path, size: int) -> None:
-    prompts = [
-        [300 + (7 * index + 3 * i) % 900 for i in range(length)] for index, length in enumerate((1, 16, 40, 150))
-    ]
     references = transformers_greedy(two_heads, PROMPTS, MAX_TOKENS)
     with LocalCluster(spec_of(two_heads, size), log_level="warning") as running:
         answers = complete_all(running.url, [body(two_heads, prompt) for prompt in PROMPTS], at_once=True)
@@ -70,9 +67,6 @@ def test_prompts_are_handed_over_between_workers_of_different_sizes(
     two_heads: Path, prefill_tp: int, decode_tp: int
 ) -> None:
     """Two key/value heads: four ranks hold each of them twice."""
-    prompts = [
-        [300 + (7 * index + 3 * i) % 900 for i in range(length)] for index, length in enumerate((1, 16, 40, 150))
-    ]
     references = transformers_greedy(two_heads, PROMPTS, MAX_TOKENS)
     spec = spec_of(two_heads, 1, num_prefill=1, num_decode=1, prefill_tp=prefill_tp, decode_tp=decode_tp)
     with LocalCluster(spec, log_level="warning") as running:
