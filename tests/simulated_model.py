@@ -51,6 +51,7 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     are followed by a restart at the same address. ``damage`` is the probability that a block arrives with other bytes,
     against which digests are verified. ``clocks`` is how far the workers' clocks are apart. With
     ``rounding`` no two workers draw the same token: a client must see one stream all the same.
+    Copies between device and tiers fail with ``copy_error``, and end too late with ``copy_late``.
     """
 
     drop: float = 0.0
@@ -74,16 +75,23 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     clocks: float = 600.0
     rounding: bool = False
     damage: float = 0.0
+    copy_error: float = 0.0
+    copy_late: float = 0.0
+    copy_seconds: float = 0.05
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How many workers with how many blocks each. ``prefill_blocks`` 0: as many as the others."""
+    """How many workers with how many blocks each. ``prefill_blocks`` 0: as many as the others.
+
+    ``tier_slots``: of the first tier of each; 0: there are none.
+    """
 
     prefill: int = 1
     decode: int = 1
     mixed: int = 0
     num_blocks: int = 24
     prefill_blocks: int = 0
+    tier_slots: int = 0
 
     def workers(self) -> list[tuple[str, Role, int]]:
         """Name, role and number of blocks of each."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from simulated_model import BLOCK_SIZE, LAYOUT, VOCAB, SimConnector, mix
 from simulated_reader import SimReader
+from simulated_tiers import SimTiers
 from splitserve.config import EngineConfig, WorkerConfig
 from splitserve.decode.build import build_core
 from splitserve.handover import ReadResult
@@ -17,7 +18,7 @@ from splitserve.kvconnector.connector import PeerConnected
 from splitserve.kvconnector.digest import no_digests
 from splitserve.messages import Envelope, Grant, Withdrawn
 from splitserve.prefill.drain import Drain
-from splitserve.prefill.effects import Connect, Dial, Disconnect, HangUp, Incident, Send, Serve, StartRead
+from splitserve.prefill.effects import Connect, Dial, Disconnect, HangUp, Incident, Send, Serve, StartCopy, StartRead
 from splitserve.request import Party, RequestKey, Role
 from splitserve.step import UNKNOWN_TOKEN, ScheduledChunk, StepOutput, StepPlan
 
@@ -38,7 +39,10 @@ class SimWorker:
         self.clock_offset = sim.random.uniform(-sim.faults.clocks, sim.faults.clocks)
         self.generations = np.zeros(num_blocks, dtype=np.uint64)
         self.memory = [[0] * BLOCK_SIZE for _ in range(num_blocks)]
-        engine = EngineConfig(model="sim", max_num_batched_tokens=16, max_num_seqs=4, tail_chunk_tokens=4).on("cpu")
+        engine = EngineConfig(
+            model="sim", max_num_batched_tokens=16, max_num_seqs=4, tail_chunk_tokens=4, kv_load_seconds=0.5
+        ).on("cpu")
+        self.below = SimTiers(self, sim.tier_slots)
         config = WorkerConfig(engine_id=name, role=role, engine=engine, membership="", protocol=sim.protocol)
         self.core = build_core(
             config,
@@ -50,6 +54,7 @@ class SimWorker:
             vocab_size=VOCAB,
             first_generation=sim.random.getrandbits(63),
             leading_digests=self.leading_digests,
+            tiers=self.below.tiers,
         )
         self.digests: dict[tuple[int, int], bytes | None] = {}  # by block and generation; None: not there yet
         self.drain_clock = Drain(sim.protocol.drain_seconds)
@@ -138,6 +143,8 @@ class SimWorker:
                     self.sim.send(self.party, to, body)
                 case StartRead(command):
                     self.reader.start(command)
+                case StartCopy(copy):
+                    self.below.start(copy)
                 case Connect(peer, welcome):
                     self.reader.connect(peer, welcome)
                 case Disconnect(peer):

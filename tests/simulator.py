@@ -61,6 +61,7 @@ class Simulator:
         self._link_busy_until: dict[tuple[Party, Party], float] = {}
         self._unsent_since: dict[Party, float] = {}  # what the dead had said, but not sent yet
         self.router = SimRouter(self)
+        self.tier_slots = shape.tier_slots
         for name, role, num_blocks in shape.workers():
             self.start_worker(name, role, num_blocks)
         self._plan_disasters()
@@ -204,4 +205,5 @@ class Simulator:
             worker.core.tick(worker.clock)
             assert pool.count(BlockState.REFERENCED) == 0, f"{worker.party}: blocks are still referenced"
             assert pool.count(BlockState.QUARANTINED) == 0, f"{worker.party}: blocks are still quarantined"
+            assert worker.core.state.blocks.tiers.is_idle, f"{worker.party}: copies are still under way"
             assert worker.core.load().requests_tracked == 0, f"{worker.party}: requests are still tracked"

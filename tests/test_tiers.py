@@ -1,0 +1,329 @@
+"""Tiers below the device: their index under random use, what is kept, whole blocks there and back, NUMA placement."""
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from splitserve.config import EngineConfig
+from splitserve.errors import ConfigError
+from splitserve.kvconnector.block_pool import BlockPool, BlockState
+from splitserve.kvconnector.host_tier import host_tier, runs
+from splitserve.kvconnector.memory import KVMemory
+from splitserve.kvconnector.numa_memory import HostMemory, node_of_cpus, parse_cpu_list
+from splitserve.kvconnector.tier_copies import PartialCopyError, TierCopies
+from splitserve.kvconnector.tier_index import TierIndex
+from splitserve.kvconnector.tier_policy import KeepAll, KeepPolicy, KeepPrompts, KeepSecondUse, make_policy
+from splitserve.kvconnector.tiers import CopyCommand, CopyResult, Tier, Tiers
+from splitserve.messages import LayoutRecord
+
+LAYOUT = LayoutRecord("m", "w", "float32", 16, 2, 2, 8)
+HASHES = [bytes([n]) * 16 for n in range(40)]
+
+
+# ---- the index ----
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """Random stores, loads, losses and clears against a model: what was stored is found until it is taken."""
+
+    @initialize(num_slots=st.integers(1, 6))
+    def start(self, num_slots: int) -> None:
+        self.index = TierIndex(num_slots)
+        self.content: dict[int, bytes | None] = {}  # slot -> what its bytes are; None: garbage
+        self.stores: dict[int, tuple[bytes, bool]] = {}
+        self.loads: list[tuple[list[bytes], list[int]]] = []
+
+    @rule(block_hash=st.sampled_from(HASHES[:12]))
+    def begin_store(self, block_hash: bytes) -> None:
+        was_here = block_hash in self.index or self.index.is_storing(block_hash)
+        place = self.index.begin_store(block_hash)
+        if place is None:
+            in_use = {slot for _, slots in self.loads for slot in slots} | self.stores.keys()
+            assert was_here or len(in_use) == self.index.num_slots
+            return
+        assert not was_here
+        assert place.slot not in self.stores
+        assert all(place.slot not in slots for _, slots in self.loads), "a slot was taken that is being read"
+        if place.evicted is not None:
+            assert self.content[place.slot] == place.evicted
+        self.content[place.slot] = None
+        self.stores[place.slot] = block_hash, True
+
+    @precondition(lambda self: self.stores)
+    @rule(data=st.data(), is_good=st.booleans())
+    def finish_store(self, data: st.DataObject, is_good: bool) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.stores)))
+        block_hash, is_wanted = self.stores.pop(slot)
+        self.content[slot] = block_hash if is_good else None
+        assert self.index.finish_store(block_hash, slot, is_good=is_good) == (is_good and is_wanted)
+
+    @rule(hashes=st.lists(st.sampled_from(HASHES[:12]), unique=True))
+    def load(self, hashes: list[bytes]) -> None:
+        hashes = [block_hash for block_hash in hashes if block_hash in self.index]
+        if hashes:
+            slots = self.index.pin(hashes)
+            assert [self.content[slot] for slot in slots] == hashes
+            self.index.touch(hashes)
+            self.loads.append((hashes, slots))
+
+    @precondition(lambda self: self.loads)
+    @rule(data=st.data())
+    def finish_load(self, data: st.DataObject) -> None:
+        hashes, slots = self.loads.pop(data.draw(st.integers(0, len(self.loads) - 1)))
+        assert [self.content[slot] for slot in slots] == hashes, "the content changed under a load"
+        self.index.unpin(slots)
+
+    @rule(block_hash=st.sampled_from(HASHES[:12]))
+    def forget(self, block_hash: bytes) -> None:
+        was_here = block_hash in self.index
+        assert self.index.forget(block_hash) == was_here
+        assert block_hash not in self.index
+
+    @rule()
+    def clear(self) -> None:
+        before = self.index.hashes()
+        assert self.index.clear() == before
+        assert len(self.index) == 0
+        self.stores = {slot: (block_hash, False) for slot, (block_hash, _) in self.stores.items()}
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "index"):
+            self.index.check_invariants()
+            assert self.index.num_in_use == len({s for _, slots in self.loads for s in slots} | self.stores.keys())
+
+
+IndexMachine.TestCase.settings = settings(deadline=None, max_examples=150, stateful_step_count=40)
+TestIndex = IndexMachine.TestCase
+
+
+def test_the_end_of_a_chain_goes_before_its_beginning() -> None:
+    index = TierIndex(3)
+    for block_hash in HASHES[:3]:
+        place = index.begin_store(block_hash)
+        assert place is not None
+        index.finish_store(block_hash, place.slot, is_good=True)
+    index.touch(HASHES[:3])
+    evicted = [place.evicted for block_hash in HASHES[10:13] if (place := index.begin_store(block_hash)) is not None]
+    assert evicted == [HASHES[2], HASHES[1], HASHES[0]]
+
+
+# ---- what is kept ----
+
+
+@pytest.mark.parametrize(
+    ("policy", "prompt", "output", "again", "reused"),
+    [
+        (KeepAll(), True, True, True, True),
+        (KeepPrompts(), True, False, False, True),
+        (KeepSecondUse(), False, False, True, True),
+    ],
+)
+def test_policies(policy: KeepPolicy, prompt: bool, output: bool, again: bool, reused: bool) -> None:
+    assert policy.on_complete(HASHES[0], is_prompt=True) == prompt
+    assert policy.on_complete(HASHES[1], is_prompt=False) == output
+    assert policy.on_complete(HASHES[1], is_prompt=False) == again
+    assert policy.on_reused(HASHES[2]) == reused
+
+
+def test_second_use_remembers_so_many() -> None:
+    policy = KeepSecondUse(max_remembered=2)
+    assert [policy.on_complete(HASHES[n], is_prompt=True) for n in (0, 1, 2, 0, 2)] == [False] * 4 + [True]
+
+
+def test_policies_by_name() -> None:
+    assert [type(make_policy(name)) for name in ("all", "second-use", "prompt")] == [
+        KeepAll,
+        KeepSecondUse,
+        KeepPrompts,
+    ]
+
+
+# ---- stores and loads ----
+
+
+def make_tiers(num_blocks: int = 16, num_slots: int = 8, **options: float) -> tuple[BlockPool, Tiers]:
+    pool = BlockPool(np.zeros(num_blocks, dtype=np.uint64), first_generation=1)
+    return pool, Tiers(pool, [Tier("host", TierIndex(num_slots), max_blocks_per_copy=3)], **options)
+
+
+def complete(pool: BlockPool, tiers: Tiers, hashes: list[bytes]) -> list[int]:
+    block_ids = pool.allocate(len(hashes))
+    assert block_ids is not None
+    for block_id, block_hash in zip(block_ids, hashes, strict=True):
+        pool.publish(block_id, block_hash)
+        tiers.on_complete(block_id, block_hash, is_prompt=True)
+    return block_ids
+
+
+def finish_all(tiers: Tiers) -> list[CopyCommand]:
+    done: list[CopyCommand] = []
+    while commands := tiers.take_commands():
+        for command in commands:
+            tiers.on_result(CopyResult(command.copy_id, len(command.block_ids)))
+        done += commands
+        tiers.start_stores()
+    tiers.check_invariants()
+    return done
+
+
+def test_stores_are_bounded_and_hold_their_blocks() -> None:
+    pool, tiers = make_tiers(num_blocks=8)
+    block_ids = complete(pool, tiers, HASHES[:8])
+    tiers.start_stores()
+    pool.release(block_ids)
+    commands = tiers.take_commands()
+    assert [len(command.block_ids) for command in commands] == [3, 3]
+    assert pool.count(BlockState.REFERENCED) == 6
+    assert pool.allocate(3) is None
+    for command in commands:
+        tiers.on_result(CopyResult(command.copy_id, 3))
+    tiers.start_stores()
+    assert [len(command.block_ids) for command in finish_all(tiers)] == [2]
+    assert (pool.count(BlockState.REFERENCED), tiers.num_blocks) == (0, 8)
+
+
+def test_a_block_taken_before_its_store_is_lost_and_nothing_else() -> None:
+    pool, tiers = make_tiers(num_blocks=4)
+    pool.release(complete(pool, tiers, HASHES[:4]))
+    taken = pool.allocate(4)
+    assert taken is not None
+    tiers.start_stores()
+    assert tiers.take_commands() == []
+
+
+def test_a_failed_store_is_not_found() -> None:
+    pool, tiers = make_tiers()
+    complete(pool, tiers, HASHES[:3])
+    tiers.start_stores()
+    [command] = tiers.take_commands()
+    tiers.on_result(CopyResult(command.copy_id, 1, "disk full"))
+    assert tiers.num_found(HASHES[:3]) == 1
+    assert tiers.counters.tier_failures == 1
+
+
+def test_a_damaged_block_ends_the_load_and_is_forgotten() -> None:
+    pool, tiers = make_tiers()
+    pool.release(complete(pool, tiers, HASHES[:5]))
+    tiers.start_stores()
+    finish_all(tiers)
+    fresh = pool.allocate(5)
+    assert fresh is not None
+    load = tiers.begin_load("a sequence", HASHES[:5], fresh)
+    assert load is not None
+    first, second = tiers.take_commands()
+    assert tiers.on_result(CopyResult(second.copy_id, 2)) is None
+    assert tiers.on_result(CopyResult(first.copy_id, 1, "checksum")) is load
+    assert load.num_good == 1
+    assert tiers.num_found(HASHES[:5]) == 1
+
+
+def test_every_block_comes_from_the_first_tier_that_has_it() -> None:
+    pool = BlockPool(np.zeros(16, dtype=np.uint64), first_generation=1)
+    near, far = Tier("near", TierIndex(2)), Tier("far", TierIndex(8))
+    tiers = Tiers(pool, [near, far])
+    pool.release(complete(pool, tiers, HASHES[:4]))
+    tiers.start_stores()
+    finish_all(tiers)
+    assert set(near.index.hashes()) < set(far.index.hashes()) == set(HASHES[:4])
+    fresh = pool.allocate(4)
+    assert fresh is not None
+    assert tiers.begin_load("a sequence", HASHES[:4], fresh) is not None
+    sources = {block_hash: command.tier for command in tiers.take_commands() for block_hash in command.hashes}
+    assert sources == {h: "near" if h in near.index else "far" for h in HASHES[:4]}
+
+
+# ---- copies ----
+
+
+def test_blocks_come_back_as_they_were() -> None:
+    memory = KVMemory(LAYOUT, 8)
+    tier, store, description = host_tier(memory, 5 * memory.block_bytes)
+    assert tier.index.num_slots == 5
+    assert "5 blocks" in description
+    memory.blocks.copy_(torch.randn(memory.blocks.shape))
+    before = memory.blocks.clone()
+    store.store([1, 2, 6], [3, 4, 0], HASHES[:3])
+    memory.blocks.zero_()
+    store.load([5, 4, 0], [0, 3, 4], HASHES[:3])
+    assert torch.equal(memory.blocks[[5, 4, 0]], before[[6, 1, 2]])
+    assert not memory.blocks[[1, 2, 3, 6, 7]].any()
+    store.close()
+
+
+def test_adjacent_blocks_are_copied_at_once() -> None:
+    assert list(runs([4, 5, 6, 8, 9, 1], [0, 1, 2, 3, 4, 5])) == [(4, 0, 3), (8, 3, 2), (1, 5, 1)]
+    assert list(runs([], [])) == []
+
+
+def test_too_little_host_memory_says_so() -> None:
+    memory = KVMemory(LAYOUT, 2)
+    with pytest.raises(ConfigError, match="less than one KV block"):
+        host_tier(memory, memory.block_bytes - 1)
+    with pytest.raises(ConfigError, match="can't be had"):
+        host_tier(memory, 1 << 60)
+
+
+class BadStore:
+    def store(self, block_ids: list[int], slots: list[int], hashes: list[bytes]) -> None:
+        raise PartialCopyError(1, "full")
+
+    def load(self, block_ids: list[int], slots: list[int], hashes: list[bytes]) -> None:
+        raise OSError("gone")
+
+    def close(self) -> None: ...
+
+
+def test_a_copy_that_fails_is_a_result_and_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    woken = threading.Semaphore(0)
+    copies = TierCopies({"bad": BadStore()}, woken.release)  # type: ignore[dict-item]
+    for copy_id in range(4):
+        copies.start(CopyCommand(copy_id, "bad", copy_id % 2 == 1, [1, 2], [3, 4], HASHES[:2]))
+    for _ in range(4):
+        assert woken.acquire(timeout=5)
+    results = sorted(copies.results(), key=lambda result: result.copy_id)
+    assert [result.num_good for result in results] == [1, 0, 1, 0]
+    assert all(result.error for result in results)
+    assert sorted(record.message.split(" fail")[0] for record in caplog.records) == ["loads from bad", "stores to bad"]
+    copies.close(5.0)
+
+
+# ---- where memory is ----
+
+
+def test_cpu_lists() -> None:
+    assert parse_cpu_list("0-2,5\n") == {0, 1, 2, 5}
+    assert parse_cpu_list("\n") == set()
+
+
+def test_the_node_of_some_cpus(tmp_path: Path) -> None:
+    for node, cpus in {"node0": "0-3", "node1": "4-7"}.items():
+        (tmp_path / node).mkdir()
+        (tmp_path / node / "cpulist").write_text(cpus)
+    assert node_of_cpus({4, 6}, tmp_path) == 1
+    assert node_of_cpus({0, 3}, tmp_path) == 0
+    assert node_of_cpus({3, 4}, tmp_path) is None
+    assert node_of_cpus({0}, tmp_path / "none") is None
+
+
+def test_placement_is_read_back() -> None:
+    memory = HostMemory(1 << 20)
+    assert not memory.bytes.any()
+    if memory.placement:  # where the kernel tells
+        assert sum(memory.placement.values()) == (1 << 20) // 4096
+        assert "on node" in memory.describe()
+
+
+def test_settings() -> None:
+    with pytest.raises(ConfigError, match="kv_keep is 'some'"):
+        EngineConfig(model="m", kv_keep="some")
+    with pytest.raises(ConfigError, match="kv_load_seconds"):
+        EngineConfig(model="m", kv_load_seconds=0.0)
+    with pytest.raises(ConfigError, match="host_kv_memory_bytes"):
+        EngineConfig(model="m", host_kv_memory_bytes=-1)

@@ -1,0 +1,142 @@
+"""Small tiers under every fault that the simulator knows: right tokens, each block in one state, every count back."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from schedules import SHORT_LEASES, Schedule, run_schedule
+from simulator import Faults, Shape
+from splitserve.kvconnector.tier_index import TierIndex
+from splitserve.kvconnector.tiers import BlockLoad, Tiers
+from splitserve.prefill.sequence import BlockManager, Sequence
+
+SHAPES = [
+    Shape(num_blocks=14, tier_slots=6),
+    Shape(num_blocks=16, tier_slots=40),
+    Shape(prefill=0, decode=0, mixed=1, num_blocks=14, tier_slots=12),
+    Shape(prefill=2, decode=2, num_blocks=16, prefill_blocks=12, tier_slots=10),
+]
+FAULTS = {
+    "none": Faults(),
+    "copies fail": Faults(copy_error=0.3),
+    "copies are late": Faults(copy_late=0.4, copy_seconds=0.4),
+    "aborts": Faults(abort=0.6, copy_seconds=0.4, copy_late=0.2),
+    "steps fail": Faults(step_error=0.1, copy_error=0.1),
+    "workers die": Faults(kills=3, freezes=1, drains=1, copy_error=0.1, step_seconds=0.1),
+    "bytes change": Faults(damage=0.1, copy_error=0.1),
+    "everything": Faults(
+        drop=0.1, duplicate=0.1, max_delay=0.3, read_error=0.1, read_late=0.1, abort=0.3, step_error=0.03, partitions=1,
+        kills=1, freezes=1, copy_error=0.2, copy_late=0.2, copy_seconds=0.3,
+    ),
+}  # fmt: skip
+
+seeds = st.integers(0, 2**32)
+bounded = settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.too_slow])
+
+
+@pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS)
+@given(seed=seeds, shape=st.sampled_from(SHAPES), leases=st.sampled_from([{}, SHORT_LEASES]))
+@bounded
+def test_tokens_and_counts_survive(faults: Faults, seed: int, shape: Shape, leases: dict[str, float]) -> None:
+    run_schedule(Schedule(seed=seed, faults=faults, shape=shape, protocol=leases, num_requests=16))
+
+
+def test_the_schedules_do_load_from_tiers() -> None:
+    """Else the tests above say nothing."""
+    for shape in SHAPES:
+        loaded = 0
+        for seed in range(10):
+            sim = run_schedule(Schedule(seed=seed, shape=shape, num_requests=16))
+            loaded += sum(worker.core.load().tier_loaded_blocks for worker in sim.workers.values())
+        assert loaded > 20, shape
+
+
+# ---- the checks bite ----
+
+
+def load_counts_before_it_lands(patch: pytest.MonkeyPatch) -> None:
+    original = BlockManager.reserve
+
+    def hasty(self: BlockManager, sequence: Sequence, headroom: int = 0) -> bool:
+        reserved = original(self, sequence, headroom)
+        if sequence.load is not None:
+            sequence.load.good = [True] * len(sequence.load.good)
+            self.tiers._loads = {k: v for k, v in self.tiers._loads.items() if v is not sequence.load}
+            self.finish_load(sequence)
+        return reserved
+
+    patch.setattr(BlockManager, "reserve", hasty)
+
+
+def failed_load_is_trusted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BlockLoad, "num_good", property(lambda self: len(self.good)))
+
+
+def failed_store_is_found(patch: pytest.MonkeyPatch) -> None:
+    original = TierIndex.finish_store
+    patch.setattr(
+        TierIndex,
+        "finish_store",
+        lambda self, block_hash, slot, *, is_good: original(self, block_hash, slot, is_good=True),
+    )
+
+
+def slots_are_not_pinned(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TierIndex, "pin", lambda self, hashes: [self._ready[block_hash] for block_hash in hashes])
+    patch.setattr(TierIndex, "unpin", lambda self, slots: None)
+    patch.setattr(TierIndex, "num_in_use", property(lambda self: 0))
+    patch.setattr(Tiers, "check_invariants", lambda self: None)
+
+
+def stores_hold_no_reference(patch: pytest.MonkeyPatch) -> None:
+    original = Tiers._start_store
+
+    def careless(self: Tiers, tier: object) -> None:
+        before = len(self._commands)
+        original(self, tier)  # type: ignore[arg-type]
+        for command in self._commands[before:]:
+            self._pool.release(command.block_ids)
+
+    def finish(self: Tiers, tier: object, command: object, num_good: int) -> None:
+        self._pool.reference(command.block_ids)  # type: ignore[attr-defined]
+        finish_store(self, tier, command, num_good)  # type: ignore[arg-type]
+
+    finish_store = Tiers._finish_store
+    patch.setattr(Tiers, "_start_store", careless)
+    patch.setattr(Tiers, "_finish_store", finish)
+    patch.setattr(Tiers, "num_references", lambda self: 0)
+
+
+def late_load_frees_its_blocks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Tiers, "abandon", lambda self, load: setattr(load, "is_abandoned", True) or [])
+    original = Tiers._finish_load
+
+    def finish(self: Tiers, tier: object, command: object, num_good: int) -> BlockLoad | None:
+        load = self._loads[command.copy_id]  # type: ignore[attr-defined]
+        if load.is_abandoned:
+            self._pool.lift_quarantine = lambda block_ids: None  # type: ignore[method-assign]
+        return original(self, tier, command, num_good)  # type: ignore[arg-type]
+
+    patch.setattr(Tiers, "_finish_load", finish)
+
+
+PLANTS = {
+    load_counts_before_it_lands: Faults(copy_seconds=0.4),
+    failed_load_is_trusted: Faults(copy_error=0.3),
+    failed_store_is_found: Faults(copy_error=0.3),
+    slots_are_not_pinned: Faults(copy_seconds=0.4),
+    stores_hold_no_reference: Faults(copy_seconds=0.4),
+    late_load_frees_its_blocks: Faults(copy_late=0.5),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+def test_planted_bugs_are_found(plant: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)  # type: ignore[operator]
+    for seed in range(150):
+        try:
+            schedule = Schedule(seed=seed, faults=PLANTS[plant], shape=SHAPES[seed % len(SHAPES)], num_requests=16)  # type: ignore[index]
+            run_schedule(schedule)
+        except Exception:  # whichever check sees it first
+            return
+    pytest.fail("150 schedules didn't find it")
