@@ -52,13 +52,18 @@ def one_after_the_other(results: Sequence[ReadResult]) -> ReadResult:
 
 
 def side_by_side(results: Sequence[ReadResult]) -> ReadResult:
-    """Of ranks that read their heads of all blocks each: what counts is that all of them found the same generations."""
+    """Of ranks that read their heads of all blocks each: what counts is that all of them found the same generations.
+
+    Digests are of the first rank's blocks, as the offered ones are.
+    """
     generations = [
         found[0] if len(set(found)) == 1 else NO_GENERATION
         for found in zip(*(each.generations for each in results), strict=False)
     ]
     seconds = max(each.seconds for each in results)
-    return ReadResult(results[0].read_id, _first_error(results), generations, seconds, path=results[0].path)
+    return ReadResult(
+        results[0].read_id, _first_error(results), generations, seconds, results[0].digests, results[0].path
+    )
 
 
 def _first_error(results: Sequence[ReadResult]) -> str | None:

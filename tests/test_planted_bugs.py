@@ -23,7 +23,7 @@ from splitserve.prefill.source import SourceSide
 from splitserve.request import Party, RequestKey
 from splitserve.router.placement import Placed
 from splitserve.router.request_state import RequestState, TokenSequence
-from splitserve.step import StepPlan
+from splitserve.step import ScheduledChunk, StepPlan
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 NUM_SCHEDULES = 300  # within which each must be found
@@ -114,6 +114,31 @@ def blocks_given_back_during_a_step(patch: pytest.MonkeyPatch) -> None:
         sequence.in_step = in_step
 
     patch.setattr("splitserve.prefill.engine_state.EngineState.drop_blocks", drop_now)
+
+
+def blocks_given_back_between_two_steps(patch: pytest.MonkeyPatch) -> None:
+    """When the first of two steps under way is over: the second one still writes."""
+
+    def complete(self: PrefillCore, sequence: Sequence, chunk: ScheduledChunk) -> None:
+        sequence.on_completed(chunk)
+        if sequence.dropped and sequence.block_ids:
+            in_step, sequence.in_step = sequence.in_step, 0
+            self.state.blocks.give_back(sequence)
+            sequence.in_step = in_step
+
+    patch.setattr(PrefillCore, "_complete", complete)
+
+
+def offered_with_the_step_before(patch: pytest.MonkeyPatch) -> None:
+    """When a step is over, what the next one computes is offered too."""
+    original = SourceSide.on_computed
+
+    def on_computed(self: SourceSide, sequence: Sequence, now: float) -> None:
+        sequence.num_computed += sequence.num_launched
+        original(self, sequence, now)
+        sequence.num_computed -= sequence.num_launched
+
+    patch.setattr(SourceSide, "on_computed", on_computed)
 
 
 def published_before_computed(patch: pytest.MonkeyPatch) -> None:
@@ -316,6 +341,7 @@ SLOW_READS = {"faults": Faults(read_seconds=0.1)}
 DAMAGE = {"faults": Faults(damage=0.1)}
 BAD_READS = {"faults": Faults(read_error=0.2, read_stuck=0.1, disconnect_seconds=1.0)}
 LATE_READS = {"faults": Faults(read_late=0.3, disconnect_seconds=2.0), "shape": LITTLE_MEMORY, "num_requests": 16}
+LONG_PROMPTS = {"faults": Faults(step_seconds=0.1), "num_requests": 16}
 ABORTS = {"faults": Faults(abort=0.5, max_delay=0.1)}
 LOSSY = {"faults": Faults(drop=0.2, duplicate=0.2, max_delay=0.3), "protocol": LONG_WAITS}
 EXPIRING = {
@@ -346,7 +372,9 @@ FALSE_STARTS = {"faults": Faults(kills=3, read_error=0.2, rounding=True, step_se
         (quarantine_ends_with_the_deadline, LATE_READS),
         (offered_before_the_step_completed, QUIET),
         (offers_sent_once, LOSSY),
+        (offered_with_the_step_before, LONG_PROMPTS),
         (blocks_given_back_during_a_step, ABORTS),
+        (blocks_given_back_between_two_steps, INTERRUPTED),
         (blocks_kept_for_ever, QUIET),
         (freed_when_acknowledged, SLOW_READS | {"shape": LITTLE_MEMORY}),
         (lease_by_the_other_clock, QUIET),
