@@ -64,6 +64,8 @@ def run_worker(config: WorkerConfig, progress: Progress) -> None:
     config = msgspec.structs.replace(
         config, engine=msgspec.structs.replace(config.engine.on(device.type), threads=threads)
     )
+    if size > 1 and config.engine.verify_kv:
+        raise ConfigError(f"{config.engine_id}: --verify-kv compares blocks of one rank; it doesn't go with {size}")
     me = Party(config.engine_id, secrets.randbits(63))
     on_rank_failure = _EndWithRank(progress)
     with start_team(me, config.role, config.engine, device, on_rank_failure) as team:
@@ -123,7 +125,7 @@ def _make_profiler(config: WorkerConfig, device: torch.device, wake: Callable[[]
 def _make_connector(
     me: Party, memory: KVMemory, links: Sequence[Connection], wake: Callable[[], None], *, verify: bool
 ) -> KVConnector:
-    """``links`` lead to the other ranks, if there are any. Digests are of rank 0's heads."""
+    """``links`` lead to the other ranks, if there are any."""
     local = NixlConnector(me, memory, wake, digests_of(memory) if verify else no_digests)
     return RankedConnector(local, links, wake) if links else local
 
