@@ -9,7 +9,7 @@ from splitserve.config import EngineConfig
 from splitserve.errors import ConfigError
 from splitserve.kvconnector.layout import block_bytes, block_shape, num_blocks_for
 from splitserve.messages import LayoutRecord
-from splitserve.models.cuda_runner import CudaRunner, batch_sizes
+from splitserve.models.cuda_runner import MAX_MIXED_CHUNKS, CudaRunner, batch_sizes
 from splitserve.models.decoder import DecoderModel
 from splitserve.step import SampleSpec, ScheduledChunk, StepPlan
 
@@ -34,6 +34,8 @@ def free_kv_bytes(model: DecoderModel, layout: LayoutRecord, engine: EngineConfi
     gc.collect()
     torch.cuda.empty_cache()
     graph_rows = 0 if engine.enforce_eager else sum(batch_sizes(engine.max_num_seqs)) - engine.max_num_seqs
+    if engine.capture_mixed_steps and not engine.enforce_eager:
+        graph_rows += engine.max_num_seqs + MAX_MIXED_CHUNKS
     graph_bytes = graph_rows * model.config.vocab_size * model.dtype.itemsize
     free, total = torch.cuda.mem_get_info()
     kv_bytes = int(total * engine.gpu_memory_utilization) - (total - free) - step_bytes - graph_bytes

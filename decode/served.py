@@ -24,7 +24,7 @@ from splitserve.kvconnector.memory import KVMemory
 from splitserve.messages import LayoutRecord
 from splitserve.models.checkpoint import weights_version
 from splitserve.models.config import ModelConfig, load_model_config
-from splitserve.models.cuda_runner import CudaRunner
+from splitserve.models.cuda_runner import CudaRunner, MixedSize, mixed_sizes
 from splitserve.models.decoder import DecoderModel
 from splitserve.models.loader import load_model, resolve_dtype
 from splitserve.models.parallel import Collectives
@@ -158,8 +158,11 @@ def _make_runner(
         return ModelRunner(model, memory.blocks)
     runner = CudaRunner(model, memory.blocks, max_num_seqs=engine.max_num_seqs, max_model_len=max_model_len)
     if not engine.enforce_eager:
+        mixed: list[MixedSize] = []
+        if engine.capture_mixed_steps:
+            mixed = mixed_sizes(engine.max_num_seqs, engine.max_num_prefill_tokens_beside_decode)
         with clock.phase("CUDA graphs"):
-            runner.capture()
+            runner.capture(mixed=mixed)
     return runner
 
 

@@ -54,8 +54,9 @@ class BeginStep(Protocol):
     def __call__(
         self, inputs: Tensor, drawn: Tensor, embedding: Tensor, rotations: Tensor, shape: AttentionShape
     ) -> TokenRows:
-        """``inputs`` int64 [4, T]: token ids, positions, blocks to write to, and where in ``drawn`` a token stands that
-        the host doesn't know yet (-1: nowhere). ``drawn`` int64, any negative id counts as 0; ``embedding``
+        """``inputs`` int64 [4, T]: token ids, positions, blocks to write to (-1: nothing is written for that token; for
+        graphs, where such rows fill up a step), and where in ``drawn`` a token stands that the host doesn't know yet
+        (-1: nowhere). ``drawn`` int64, any negative id counts as 0; ``embedding``
         [vocab, hidden]; ``rotations`` [positions, 2 (cos, sin), D]."""
         ...
 
@@ -78,11 +79,12 @@ class AttentionPlan(Protocol):
 
 
 class DecodePlan(AttentionPlan, Protocol):
-    """A plan for a fixed number of sequences of one query token each, whose tensors stay where they are: a CUDA graph
-    that ran with it can be replayed after :meth:`update`."""
+    """A plan of fixed size, whose tensors stay where they are: a CUDA graph that ran with it can be replayed after
+    :meth:`update`."""
 
     def update(self, batch: PagedBatch) -> None:
-        """Fill it for ``batch``, of exactly as many sequences, in the order of the current stream."""
+        """Fill it for ``batch``, with exactly as many sequences of one query token first, in the order of the current
+        stream."""
         ...
 
 
@@ -93,6 +95,12 @@ class PagedAttention(Protocol):
 
     def make_decode_plan(self, batch_size: int, max_blocks: int) -> DecodePlan:
         """For ``batch_size`` sequences of at most ``max_blocks`` blocks. Raises NotImplementedError without CUDA."""
+        ...
+
+    def make_mixed_plan(self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int) -> DecodePlan:
+        """For ``num_decodes`` sequences of one query token, then up to ``num_chunks`` longer ones that have at most
+        ``num_chunk_tokens`` together. Results of the query tokens left over are undefined. Raises NotImplementedError
+        where there is no such plan."""
         ...
 
     def run(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:

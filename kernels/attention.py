@@ -111,6 +111,10 @@ class ReferencePagedAttention:
             "--enforce-eager with it"
         )
 
+    def make_mixed_plan(self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int) -> DecodePlan:
+        """See :class:`splitserve.kernels.api.PagedAttention`."""
+        raise NotImplementedError("CUDA graphs of mixed steps take the triton or the hybrid attention backend")
+
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._shape.block_size)
 

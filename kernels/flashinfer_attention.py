@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitserve.kernels.api import AttentionPlan, AttentionShape, PagedBatch
+from splitserve.kernels.api import AttentionPlan, AttentionShape, DecodePlan, PagedBatch
 from splitserve.kernels.flashinfer_ragged import RaggedPlan, RaggedPrefill, pinned_buffers
 from splitserve.kernels.paged import FlatTables, flat_tables, num_leading_decodes
-from splitserve.kernels.triton_attention import copy_tables
+from splitserve.kernels.triton_plans import copy_arrays
 
 _WORKSPACE_BYTES = 256 * 1024 * 1024
 
@@ -95,6 +95,10 @@ class FlashInferPagedAttention:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
         return FlashInferDecodePlan(self._flashinfer, self._shape, self._workspace, batch_size, max_blocks)
 
+    def make_mixed_plan(self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int) -> DecodePlan:
+        """See :class:`splitserve.kernels.api.PagedAttention`."""
+        raise NotImplementedError("CUDA graphs of mixed steps take the triton or the hybrid attention backend")
+
     # ---- once per layer ----
 
     def run(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
@@ -147,7 +151,7 @@ class FlashInferDecodePlan:
             return
         indptr, indices, last = self._buffers
         last_lens = _last_block_lens(tables, shape.block_size)
-        copy_tables(FlatTables(tables.indptr, tables.indices, last_lens.numpy()), indptr, indices, last)
+        copy_arrays((tables.indptr, tables.indices, last_lens.numpy()), (indptr, indices, last))
         self.wrapper._pin_memory_int_workspace_buffer = next(self._pinned)
         self._fast_plan(
             self.wrapper,

@@ -12,7 +12,8 @@ from torch import Tensor
 from splitserve.kernels.api import AttentionPlan, AttentionShape, PagedBatch
 from splitserve.kernels.flashinfer_attention import FlashInferPagedAttention
 from splitserve.kernels.paged import num_leading_decodes
-from splitserve.kernels.triton_attention import TritonDecodePlan, TritonPagedAttention
+from splitserve.kernels.triton_attention import TritonPagedAttention
+from splitserve.kernels.triton_plans import TritonDecodePlan, TritonMixedPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +48,15 @@ class HybridPagedAttention:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
         return self._triton.make_decode_plan(batch_size, max_blocks)
 
+    def make_mixed_plan(
+        self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int
+    ) -> TritonMixedPlan:
+        """See :class:`splitserve.kernels.api.PagedAttention`."""
+        return self._triton.make_mixed_plan(num_decodes, num_chunk_tokens, num_chunks, max_blocks)
+
     def run(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
-        if isinstance(plan, TritonDecodePlan):
+        if isinstance(plan, TritonDecodePlan | TritonMixedPlan):
             return self._triton.run(query, kv_layer, plan)
         assert isinstance(plan, HybridPlan)
         if plan.decode is None:

@@ -7,9 +7,7 @@ query tokens. A context's last tile is masked: unwritten memory may hold NaN.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 import math
-from dataclasses import dataclass
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -17,42 +15,21 @@ from torch import Tensor
 
 from splitserve.kernels.api import AttentionPlan, AttentionShape, PagedBatch
 from splitserve.kernels.decode_launch import DecodeLaunch, decode_launch
-from splitserve.kernels.paged import FlatTables, flat_tables, num_leading_decodes
+from splitserve.kernels.paged import flat_tables, num_leading_decodes
 from splitserve.kernels.triton_launch import overlapped, prefetch, wait
+from splitserve.kernels.triton_plans import (
+    QUERY_TILE,
+    ChunkPart,
+    DecodePart,
+    TritonDecodePlan,
+    TritonMixedPlan,
+    TritonPlan,
+    chunk_tiles,
+)
 from splitserve.kernels.triton_sampling import to_device
 
 _TILE = 64  # tokens of context that a program looks at in one go
-_QUERY_TILE = 64
 _MIN_DOT = 16  # rows that a matrix instruction wants
-
-
-@dataclass(frozen=True, slots=True)
-class DecodePart:
-    """The sequences of one query token each: device arrays as in :class:`FlatTables`, and room for the parts."""
-
-    num_sequences: int
-    indptr: Tensor
-    indices: Tensor
-    context_lens: Tensor
-    launch: DecodeLaunch
-    partial: Tensor  # float32 [S, H, parts, D]
-    partial_lse: Tensor  # float32 [S, H, parts]
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkPart:
-    """Longer chunks. ``tiles`` int32 [4, N]: first query row, its offset in the chunk, rows, sequence."""
-
-    indptr: Tensor
-    indices: Tensor
-    tiles: Tensor
-    starts: Tensor  # int32 [S]: context before the chunk
-
-
-@dataclass(frozen=True, slots=True)
-class TritonPlan:
-    decode: DecodePart | None
-    chunks: ChunkPart | None
 
 
 class TritonPagedAttention:
@@ -82,9 +59,17 @@ class TritonPagedAttention:
             chunks = ChunkPart(indptr[num_decodes:], indices, tiles, starts)
         return TritonPlan(decode, chunks)
 
-    def make_decode_plan(self, batch_size: int, max_blocks: int) -> "TritonDecodePlan":
+    def make_decode_plan(self, batch_size: int, max_blocks: int) -> TritonDecodePlan:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
         return TritonDecodePlan(self._shape, batch_size, max_blocks, self._partials(batch_size))
+
+    def make_mixed_plan(
+        self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int
+    ) -> TritonMixedPlan:
+        """See :class:`splitserve.kernels.api.PagedAttention`."""
+        return TritonMixedPlan(
+            self._shape, num_decodes, num_chunk_tokens, num_chunks, max_blocks, self._partials(num_decodes)
+        )
 
     def _partials(self, num_sequences: int) -> tuple[DecodeLaunch, Tensor, Tensor]:
         shape = self._shape
@@ -94,25 +79,15 @@ class TritonPagedAttention:
         return launch, partial, torch.empty(sizes, dtype=torch.float32, device=shape.device)
 
     def _tiles(self, batch: PagedBatch, first: int) -> tuple[Tensor, Tensor]:
-        tiles: list[tuple[int, int, int, int]] = []
-        row = first
-        for index, query_len in enumerate(batch.query_lens[first:]):
-            tiles += [
-                (row + offset, offset, min(_QUERY_TILE, query_len - offset), index)
-                for offset in range(0, query_len, _QUERY_TILE)
-            ]
-            row += query_len
-        tiles.sort(key=lambda tile: -tile[1])  # those that see most start first
-        starts = np.subtract(batch.context_lens[first:], batch.query_lens[first:]).astype(np.int32)
         device = self._shape.device
-        flat = torch.from_numpy(np.ascontiguousarray(np.array(tiles, dtype=np.int32).T))
-        return to_device(flat, device), to_device(torch.from_numpy(starts), device)
+        tiles, starts = chunk_tiles(batch, first)
+        return to_device(torch.from_numpy(tiles), device), to_device(torch.from_numpy(starts), device)
 
     # ---- once per layer ----
 
     def run(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
-        if isinstance(plan, TritonDecodePlan):
+        if isinstance(plan, TritonDecodePlan | TritonMixedPlan):
             plan = plan.fixed
         assert isinstance(plan, TritonPlan) and query.is_contiguous()
         shape = self._shape
@@ -188,41 +163,12 @@ class TritonPagedAttention:
             HEAD_DIM=shape.head_dim,
             DIM=triton.next_power_of_2(shape.head_dim),
             TILE=_TILE,
-            QUERIES=_QUERY_TILE,
+            QUERIES=QUERY_TILE,
             PRECISION="ieee" if shape.dtype == torch.float32 else "tf32",
             num_warps=4,
             num_stages=2,
             **self._overlapped,
         )
-
-
-class TritonDecodePlan:
-    """A plan whose tensors stay where they are, for CUDA graphs. Implements ``kernels.api.DecodePlan``."""
-
-    def __init__(
-        self, shape: AttentionShape, batch_size: int, max_blocks: int, partials: tuple[DecodeLaunch, Tensor, Tensor]
-    ) -> None:
-        self._block_size = shape.block_size
-        sizes = (batch_size + 1, batch_size * max_blocks, batch_size)
-        buffers = [torch.zeros(size, dtype=torch.int32, device=shape.device) for size in sizes]
-        indptr, indices, context_lens = buffers
-        self._part = DecodePart(batch_size, indptr, indices, context_lens, *partials)
-        self.fixed = TritonPlan(self._part, None)
-
-    def update(self, batch: PagedBatch) -> None:
-        """See :class:`splitserve.kernels.api.DecodePlan`."""
-        part, tables = self._part, flat_tables(batch, self._block_size)
-        assert len(tables.context_lens) == part.num_sequences and len(tables.indices) <= part.indices.shape[0]
-        copy_tables(tables, part.indptr, part.indices, part.context_lens)
-
-
-def copy_tables(tables: FlatTables, indptr: Tensor, indices: Tensor, context_lens: Tensor) -> None:
-    """Into buffers on the device that stay where they are, in the stream's order, by one copy from pinned memory."""
-    sizes = [len(tables.indptr), len(tables.indices), len(tables.context_lens)]
-    packed = torch.from_numpy(np.concatenate((tables.indptr, tables.indices, tables.context_lens)))
-    parts = to_device(packed, indptr.device).split(sizes)
-    for target, part in zip((indptr, indices, context_lens), parts, strict=True):
-        target[: part.shape[0]].copy_(part)
 
 
 def unsupported_reason(shape: AttentionShape) -> str | None:
@@ -384,6 +330,8 @@ def _chunk_kernel(
     first_row = tl.load(tiles_ptr + index)
     offset = tl.load(tiles_ptr + num_tiles + index)
     num_rows = tl.load(tiles_ptr + 2 * num_tiles + index)
+    if num_rows == 0:
+        return
     sequence = tl.load(tiles_ptr + 3 * num_tiles + index)
     start = tl.load(starts_ptr + sequence) + offset  # position of the tile's first query
     table = indices_ptr + tl.load(indptr_ptr + sequence)

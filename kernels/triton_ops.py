@@ -259,6 +259,7 @@ def _prepare_qkv_kernel(
     is_value = head >= num_rotated
     kv_head = tl.where(is_value, head - num_rotated, head - NUM_HEADS)
     row = tl.load(slots_ptr + token * NUM_KV_HEADS + kv_head, mask=is_kv, other=0)
+    is_kv = is_kv & (row >= 0)
     row = tl.where(is_value, row + BLOCK_SIZE, row)
     written = kv_ptr + row[:, None] * HEAD_DIM + column[None, :]
     tl.store(written, first, mask=inside & is_kv[:, None])

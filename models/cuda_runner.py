@@ -5,15 +5,18 @@ another; the host waits for nothing else. A step may be launched while the one b
 to be drawn by that one is looked up on the device (:attr:`ScheduledChunk.previous_chunk`).
 
 Steps of decode tokens alone replay a CUDA graph of the next larger size of :func:`batch_sizes`. The rows left over
-repeat the last sequence: they compute and write the same values once more, so no kernel has to know of them.
+repeat the last sequence: they compute and write the same values once more, so no kernel has to know of them. Steps of
+decode tokens and a small prefill may have graphs as well (:func:`mixed_sizes`): launched kernel by kernel, such a step
+takes the host longer than the device. There the rows left over at the end write nothing.
 """
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -22,14 +25,32 @@ from splitserve.models.decoder import DecoderModel, ForwardBatch
 from splitserve.models.runner import ModelRunner, NonFiniteLogitsError, sampling_batch
 from splitserve.step import SampleSpec, ScheduledChunk, StepOutput, StepPlan
 
+Int64Array = npt.NDArray[np.int64]
+
 _WARM_UP_RUNS = 2
 _NO_ROW = -1
+_NO_BLOCK = -1
+MAX_MIXED_CHUNKS = 4  # prefill chunks in a step with a graph
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes worth a graph of their own: at most an eighth of the rows is left over from 16 on."""
     sizes = [1, 2, 4, 8, *range(16, 64, 8), *range(64, 256, 16), *range(256, max_num_seqs + 32, 32)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+class MixedSize(NamedTuple):
+    """Sequences that decode, and prefill tokens after them."""
+
+    num_decodes: int
+    num_tokens: int
+
+
+def mixed_sizes(max_num_seqs: int, max_tokens: int) -> list[MixedSize]:
+    """Sizes of mixed steps worth a graph: prefill in quarters of ``max_tokens``."""
+    tokens = sorted({-(-max_tokens * quarter // 4) for quarter in (1, 2, 3, 4)})
+    decodes = [size for size in (8, 16, 32, 64, 128) if size < max_num_seqs] + [max_num_seqs]
+    return [MixedSize(num_decodes, num_tokens) for num_decodes in decodes for num_tokens in tokens]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +84,17 @@ class _DecodeGraph:
     logits: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class _MixedGraph:
+    """One captured :class:`MixedSize` of S tokens. ``inputs`` int64 [4 * S + R]: as in :class:`_DecodeGraph`, then the
+    rows to sample; ``logits`` [R, vocab] are shared by all mixed graphs."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: Tensor
+    plan: DecodePlan
+    logits: Tensor
+
+
 class CudaRunner(ModelRunner):
     """:class:`ModelRunner` with ``launch``. Call :meth:`capture` once before the first step, unless graphs are off."""
 
@@ -75,6 +107,7 @@ class CudaRunner(ModelRunner):
         self._drawn = torch.zeros(2 * max_num_seqs, dtype=torch.int64, device=model.device)  # of the last launched step
         self._row_of_chunk: dict[int, int] = {}  # of the last launched step: where in _drawn
         self._graphs: dict[int, _DecodeGraph] = {}
+        self._mixed_graphs: dict[MixedSize, _MixedGraph] = {}
 
     def run(self, plan: StepPlan) -> StepOutput:
         """See :meth:`ModelRunner.run`."""
@@ -85,8 +118,7 @@ class CudaRunner(ModelRunner):
         """Queues the step behind those that were launched before, and returns at once."""
         sampled = tuple(index for index, chunk in enumerate(plan.chunks) if chunk.sample is not None)
         with torch.cuda.stream(self._stream):
-            size = self._graph_size(plan.chunks)
-            logits = self._eager(plan.chunks) if size is None else self._replay(plan.chunks, size)
+            logits = self._logits(plan.chunks)
             host = torch.empty(len(sampled), dtype=torch.int64, pin_memory=True)
             if logits is not None:
                 drawn = self.model.kernels.sample(logits, sampling_batch(plan.chunks))
@@ -97,27 +129,41 @@ class CudaRunner(ModelRunner):
         self._row_of_chunk = {chunk: row for row, chunk in enumerate(sampled)}
         return PendingStep(len(plan.chunks), sampled, host, done)
 
+    def _logits(self, chunks: Sequence[ScheduledChunk]) -> Tensor | None:
+        """Float logits [R, vocab] of the chunks that draw, or None if there are none."""
+        if (size := self._graph_size(chunks)) is not None:
+            return self._replay(chunks, size)
+        if (mixed := self._mixed_size(chunks)) is not None:
+            return self._replay_mixed(chunks, mixed)
+        return self._eager(chunks)
+
     # ---- eager ----
 
     def _eager(self, chunks: Sequence[ScheduledChunk]) -> Tensor | None:
-        """Any step: float logits [R, vocab], or None if nothing is to be drawn."""
-        counts = np.array([len(chunk.token_ids) for chunk in chunks])
-        num_tokens = int(counts.sum())
+        """Any step."""
+        num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
         flat = np.empty((4, num_tokens), dtype=np.int64)
-        ends = np.cumsum(counts)
-        for chunk, count, end in zip(chunks, counts.tolist(), ends.tolist(), strict=True):
-            first = end - count
-            positions = np.arange(chunk.start, chunk.start + count)
-            flat[0, first:end] = chunk.token_ids
-            flat[1, first:end] = positions
-            flat[2, first:end] = np.asarray(chunk.block_ids)[positions // self.block_size]
-            flat[3, first:end] = self._previous_row(chunk)
-        rows = np.array([end - 1 for chunk, end in zip(chunks, ends.tolist(), strict=True) if chunk.sample is not None])
-        packed = torch.from_numpy(np.concatenate((flat.ravel(), rows.astype(np.int64)))).pin_memory()
+        rows = self._flatten(chunks, flat)
+        packed = torch.from_numpy(np.concatenate((flat.ravel(), rows))).pin_memory()
         on_device = packed.to(self.model.device, non_blocking=True)
         inputs = on_device[: 4 * num_tokens].view(4, num_tokens)
         batch = self._forward_batch(inputs, on_device[4 * num_tokens :], self._attention.plan(_paged_batch(chunks)))
         return self.model.forward(batch, self._kv_layers, self._attention)
+
+    def _flatten(self, chunks: Sequence[ScheduledChunk], out: Int64Array) -> Int64Array:
+        """Fills ``out`` [4, T] as :class:`_DecodeGraph` has it; returns the rows that draw."""
+        rows, first = [], 0
+        for chunk in chunks:
+            end = first + len(chunk.token_ids)
+            positions = np.arange(chunk.start, chunk.start + end - first)
+            out[0, first:end] = chunk.token_ids
+            out[1, first:end] = positions
+            out[2, first:end] = np.asarray(chunk.block_ids)[positions // self.block_size]
+            out[3, first:end] = self._previous_row(chunk)
+            if chunk.sample is not None:
+                rows.append(end - 1)
+            first = end
+        return np.array(rows, dtype=np.int64)
 
     def _previous_row(self, chunk: ScheduledChunk) -> int:
         """Where the token that ``chunk`` continues stands. After a failed launch any will do: its sequences end."""
@@ -154,17 +200,57 @@ class CudaRunner(ModelRunner):
         inputs.copy_(torch.tensor(numbers, dtype=torch.int64).pin_memory(), non_blocking=True)
         plan.update(_paged_batch(padded))
 
-    @torch.inference_mode()
-    def capture(self, sizes: Sequence[int] | None = None) -> float:
-        """Captures the decode graphs, largest first, so that the others share its memory. Returns the seconds taken.
+    def _mixed_size(self, chunks: Sequence[ScheduledChunk]) -> MixedSize | None:
+        """The captured size that serves these chunks, or None."""
+        if not self._mixed_graphs:
+            return None
+        num_decodes = _num_leading_decodes(chunks)
+        longer = chunks[num_decodes:]
+        if not num_decodes or not 0 < len(longer) <= MAX_MIXED_CHUNKS:
+            return None
+        num_tokens = sum(len(chunk.token_ids) for chunk in longer)
+        fitting = (
+            size for size in self._mixed_graphs if size.num_decodes >= num_decodes and size.num_tokens >= num_tokens
+        )
+        return min(fitting, key=sum, default=None)
 
-        The first block of the KV memory is written meanwhile.
+    def _replay_mixed(self, chunks: Sequence[ScheduledChunk], size: MixedSize) -> Tensor:
+        graph = self._mixed_graphs[size]
+        self._fill_mixed(graph.inputs, graph.plan, chunks, size)
+        graph.graph.replay()
+        return graph.logits[: sum(chunk.sample is not None for chunk in chunks)]
+
+    def _fill_mixed(self, inputs: Tensor, plan: DecodePlan, chunks: Sequence[ScheduledChunk], size: MixedSize) -> None:
+        num_decodes = _num_leading_decodes(chunks)
+        decodes, longer = chunks[:num_decodes], chunks[num_decodes:]
+        padded = [*decodes, *[decodes[-1]] * (size.num_decodes - num_decodes), *longer]
+        flat = np.zeros((4, sum(size)), dtype=np.int64)
+        flat[2], flat[3] = _NO_BLOCK, _NO_ROW
+        rows = self._flatten(padded, flat)
+        drawing = np.concatenate((rows[:num_decodes], rows[size.num_decodes :]))
+        left_over = inputs.shape[0] - flat.size - len(drawing)
+        packed = np.concatenate((flat.ravel(), drawing, np.zeros(left_over, dtype=np.int64)))
+        inputs.copy_(torch.from_numpy(packed).pin_memory(), non_blocking=True)
+        plan.update(_paged_batch(padded))
+
+    @torch.inference_mode()
+    def capture(self, sizes: Sequence[int] | None = None, mixed: Sequence[MixedSize] = ()) -> float:
+        """Captures the graphs, largest first, so that the others share its memory. Returns the seconds taken.
+
+        The first block of the KV memory is written meanwhile. Raises NotImplementedError if the attention backend has
+        no plan for ``mixed`` sizes.
         """
         started = time.perf_counter()
         pool = torch.cuda.graph_pool_handle()
         with torch.cuda.stream(self._stream):
             for size in sorted(sizes or batch_sizes(self._max_num_seqs), reverse=True):
                 self._graphs[size] = self._capture_size(size, pool)
+            if mixed:
+                num_rows = max(size.num_decodes for size in mixed) + MAX_MIXED_CHUNKS
+                vocab_size = self.model.config.vocab_size
+                logits = torch.empty((num_rows, vocab_size), dtype=self.model.dtype, device=self.model.device)
+            for mixed_size in sorted(mixed, key=sum, reverse=True):
+                self._mixed_graphs[mixed_size] = self._capture_mixed(mixed_size, logits, pool)
         self._stream.synchronize()
         return time.perf_counter() - started
 
@@ -181,6 +267,38 @@ class CudaRunner(ModelRunner):
             logits = self.model.forward(self._forward_batch(inputs, None, plan), self._kv_layers, self._attention)
         assert logits is not None
         return _DecodeGraph(graph, inputs, plan, logits)
+
+    def _capture_mixed(self, size: MixedSize, logits: Tensor, pool: Any) -> _MixedGraph:
+        num_tokens, num_rows = sum(size), size.num_decodes + MAX_MIXED_CHUNKS
+        spec = SampleSpec(temperature=0.0, top_k=0, top_p=1.0, seed=0, choice=0, position=1)
+        num_blocks = -(-size.num_tokens // self.block_size)
+        chunks = [ScheduledChunk([0], 0, [0], spec)] * size.num_decodes
+        chunks.append(ScheduledChunk([0] * size.num_tokens, 0, [0] * num_blocks, spec))
+        inputs = torch.zeros(4 * num_tokens + num_rows, dtype=torch.int64, device=self.model.device)
+        plan = self._attention.make_mixed_plan(*size, MAX_MIXED_CHUNKS, self._max_blocks)
+        logits = logits[:num_rows]
+
+        def run() -> None:
+            tokens = inputs[: 4 * num_tokens].view(4, num_tokens)
+            batch = self._forward_batch(tokens, inputs[4 * num_tokens :], plan)
+            result = self.model.forward(batch, self._kv_layers, self._attention)
+            assert result is not None
+            logits.copy_(result)
+
+        self._fill_mixed(inputs, plan, chunks, size)
+        run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+            run()
+        return _MixedGraph(graph, inputs, plan, logits)
+
+
+def _num_leading_decodes(chunks: Sequence[ScheduledChunk]) -> int:
+    """Chunks of one token that draw, before the first other one."""
+    for index, chunk in enumerate(chunks):
+        if len(chunk.token_ids) != 1 or chunk.sample is None:
+            return index
+    return len(chunks)
 
 
 def _paged_batch(chunks: Sequence[ScheduledChunk]) -> PagedBatch:

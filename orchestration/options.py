@@ -111,6 +111,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--enforce-eager", field="enforce_eager", action="store_true", help="no CUDA graphs")
     add(
+        "--capture-mixed-steps",
+        field="capture_mixed_steps",
+        action="store_true",
+        help="CUDA graphs of steps with both prefill and decode, too",
+    )
+    add(
         "--gpu-memory-utilization",
         field="gpu_memory_utilization",
         type=float,

@@ -62,7 +62,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     the data on both sides.
     ``gpu_memory_utilization`` is the share of a GPU's memory that the worker takes in all, if ``kv_memory_bytes``
     doesn't say. ``tensor_parallel_size`` processes share a worker's model, KV memory and threads, on as many GPUs
-    where there are any. ``enforce_eager`` turns CUDA graphs off. ``profile_dir``: where profiles of steps go that are
+    where there are any. ``enforce_eager`` turns CUDA graphs off; ``capture_mixed_steps`` has graphs
+    for steps with both prefill and decode, too. ``profile_dir``: where profiles of steps go that are
     asked for; "" refuses them.
     ``host_kv_memory_bytes`` of host memory hold blocks beyond those of ``kv_memory_bytes``, 0 for none; ``kv_keep``
     says which, one of :data:`KEEP_POLICIES`. A request waits at most ``kv_load_seconds`` for its blocks to come up
@@ -85,6 +86,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     verify_kv: bool = False
     attention_backend: str = "auto"
     enforce_eager: bool = False
+    capture_mixed_steps: bool = False
     gpu_memory_utilization: float = 0.9
     threads: int = 0
     tensor_parallel_size: int = 1
