@@ -41,6 +41,9 @@ class _Chunk(msgspec.Struct):
     error: Any = None
 
 
+PROFILE_SECONDS = 20.0
+"""How long workers may take to run the steps that are to be recorded."""
+
 _decoder = msgspec.json.Decoder(_Chunk)
 
 
@@ -104,7 +107,9 @@ async def take_profile(endpoint: Endpoint, num_steps: int, after_seconds: float)
     try:
         async with (
             aiohttp.ClientSession(headers=endpoint.headers) as session,
-            session.post(endpoint.profile_url, json={"num_steps": num_steps}) as response,
+            session.post(
+                endpoint.profile_url, json={"num_steps": num_steps, "timeout_seconds": PROFILE_SECONDS}
+            ) as response,
         ):
             text = await response.text()
             if response.status != HTTPStatus.OK:

@@ -68,6 +68,9 @@ class Executor(Protocol):
 
     def result(self) -> StepResult | None: ...
 
+    def call(self, function: Callable[[], None]) -> None:
+        """Run ``function``, which must not raise, on the thread that launches steps, after those launched so far."""
+
     def close(self, timeout_seconds: float) -> None: ...
 
 
@@ -116,7 +119,7 @@ class StepExecutor:
         self._runner = runner
         self._wake = wake
         self._failures = Failures(check_device)
-        self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+        self._plans: queue.SimpleQueue[StepPlan | Callable[[], None] | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
         self.is_busy = False
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
@@ -139,6 +142,10 @@ class StepExecutor:
         self.is_busy = False
         return self._results.get()
 
+    def call(self, function: Callable[[], None]) -> None:
+        """See :class:`Executor`."""
+        self._plans.put(function)
+
     def close(self, timeout_seconds: float) -> None:
         """Let the running step end, if it does so in time."""
         self._plans.put(None)
@@ -147,6 +154,9 @@ class StepExecutor:
     def _run(self) -> None:
         step = 0
         while (plan := self._plans.get()) is not None:
+            if not isinstance(plan, StepPlan):
+                plan()
+                continue
             step += 1
             started = time.monotonic()
             try:
@@ -183,7 +193,7 @@ class OverlappedExecutor:
         self._runner = runner
         self._wake = wake
         self._failures = Failures(check_device)
-        self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+        self._plans: queue.SimpleQueue[StepPlan | Callable[[], None] | None] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[_Launched | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
         self._num_under_way = 0
@@ -210,6 +220,10 @@ class OverlappedExecutor:
         self._num_under_way -= 1
         return self._results.get()
 
+    def call(self, function: Callable[[], None]) -> None:
+        """See :class:`Executor`."""
+        self._plans.put(function)
+
     def close(self, timeout_seconds: float) -> None:
         """Let the launched steps end, if they do so in time."""
         self._plans.put(None)
@@ -219,6 +233,9 @@ class OverlappedExecutor:
 
     def _launch(self) -> None:
         while (plan := self._plans.get()) is not None:
+            if not isinstance(plan, StepPlan):
+                plan()
+                continue
             started = time.monotonic()
             try:
                 pending: LaunchedStep | Exception = self._runner.launch(plan)

@@ -212,6 +212,8 @@ class WorkerLoop:
             self._profile = sender, body.profile_id
 
     def _report_profile(self) -> None:
+        if self._profiler.is_late:
+            self._executor.call(self._profiler.before_step)
         result = self._profiler.result()
         if result is None or self._profile is None:
             return

@@ -49,6 +49,13 @@ class Profiler(Protocol):
     def result(self) -> ProfileResult | None:
         """How the last recording ended, once; None until it has."""
 
+    @property
+    def is_late(self) -> bool:
+        """Whether a recording goes on only because no further step comes: :meth:`before_step` ends it."""
+
+    def before_step(self) -> None:
+        """On the thread that runs steps."""
+
 
 class NoProfiler:
     """Profiling is off."""
@@ -58,6 +65,10 @@ class NoProfiler:
 
     def result(self) -> ProfileResult | None:
         return None
+
+    is_late = False
+
+    def before_step(self) -> None: ...
 
 
 class ProfilerState(Enum):
@@ -112,6 +123,10 @@ class StepProfiler:
             return self._results.get_nowait()
         return None
 
+    @property
+    def is_late(self) -> bool:
+        return self._state is ProfilerState.RECORDING and time.monotonic() > self._deadline
+
     def _change(self, old: ProfilerState, new: ProfilerState) -> bool:
         """False if the state isn't ``old``: another thread was faster."""
         with self._lock:
@@ -125,7 +140,7 @@ class StepProfiler:
     def before_step(self) -> None:
         if self._state is ProfilerState.ARMED:
             self._begin()
-        elif self._state is ProfilerState.RECORDING and time.monotonic() > self._deadline:
+        elif self.is_late:
             self._end()
 
     def after_step(self) -> None:

@@ -41,7 +41,7 @@ class Step:
 
 
 class GatedRunner:
-    """Launches at once, unless a token is in ``launch_errors``; ``step_errors`` come out when the step is waited for."""
+    """Launches at once, but for tokens in ``launch_errors``; ``step_errors`` come out when the step is waited for."""
 
     def __init__(self) -> None:
         self.launch_errors: dict[int, Exception] = {}
@@ -188,6 +188,18 @@ class TestOverlapped:
         assert driver.result().outcome == StepOutput([7])
         assert str(driver.failure()) == "ValueError: step with 8", "it has nothing to do with the first one"
 
+    def test_a_call_runs_on_the_thread_that_launches(self, driver: Driver) -> None:
+        names: list[str] = []
+        driver.launch(5)
+        driver.runner.wait_launched(1)
+        driver.executor.call(lambda: names.append(threading.current_thread().name))
+        driver.launch(6)
+        driver.runner.wait_launched(2)  # which comes after it
+        assert names == ["model-launch"]
+        driver.release(1)
+        driver.release(2)
+        assert [driver.result().step for _ in range(2)] == [1, 2], "a call is no step"
+
     def test_close_lets_the_launched_steps_end(self, driver: Driver) -> None:
         driver.launch(5, 6)
         driver.runner.wait_launched(2)
@@ -224,6 +236,15 @@ class TestOneAtATime:
             assert (result.step, result.plan) == (number, plan_of(token))
             expected = "ValueError: no finite logits" if token == 6 else str(StepOutput([token]))
             assert str(result.outcome) == expected
+
+    def test_a_call_waits_for_the_step_before_it(self, driver: Driver) -> None:
+        called = threading.Event()
+        driver.launch(5)
+        driver.executor.call(called.set)
+        driver.runner.wait_launched(1)
+        assert not called.wait(0.05)
+        driver.release(1)
+        assert driver.result().step == 1 and called.wait(10)
 
     def test_close_does_not_wait_for_a_step_that_hangs(self, driver: Driver) -> None:
         driver.launch(5)

@@ -228,6 +228,26 @@ def test_the_endpoint_wants_the_key_and_a_sound_body(cluster: LocalCluster) -> N
         assert status == 400 and "body" in answer["error"]["message"]
 
 
+def test_a_recording_ends_in_time_although_steps_stop(cluster: LocalCluster) -> None:
+    body = {"model": cluster.spec.served_model_name, "prompt": "Hello", "max_tokens": 4, "ignore_eos": True}
+    reports: list[tuple[int, Any]] = []
+    profile = threading.Thread(
+        target=lambda: reports.append(post(cluster.url, {"num_steps": 50, "timeout_seconds": 2.0}, KEY))
+    )
+    profile.start()
+    time.sleep(0.2)
+    request = urllib.request.Request(
+        f"{cluster.url}/v1/completions",
+        json.dumps(body).encode(),
+        {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=30) as response:
+        assert response.status == 200
+    profile.join(20)
+    [(status, answer)] = reports
+    assert status == 200 and 1 <= answer["workers"]["mixed-0"]["steps"] <= 4
+
+
 def test_without_requests_there_is_nothing_to_record(cluster: LocalCluster) -> None:
     status, answer = post(cluster.url, {"num_steps": 3, "timeout_seconds": 0.2}, KEY)
     assert (status, answer) == (200, {"workers": {"mixed-0": {"error": "no step ran in time"}}})
