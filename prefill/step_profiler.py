@@ -27,6 +27,7 @@ from splitserve.step import StepOutput, StepPlan
 
 logger = logging.getLogger(__name__)
 
+MAX_SETTLING_STEPS = 10  # beginning to record holds the first steps up: they don't count for how busy the device was
 NOT_ENABLED = "this worker was started without --profile-dir"
 
 
@@ -101,6 +102,7 @@ class StepProfiler:
         # Of the thread that runs steps alone:
         self._recording: profile | None = None
         self._num_steps = 0
+        self._settled_ns = 0
         with profile(activities=self._activities):
             pass
 
@@ -146,6 +148,8 @@ class StepProfiler:
     def after_step(self) -> None:
         if self._state is ProfilerState.RECORDING:
             self._num_steps += 1
+            if self._num_steps == min(MAX_SETTLING_STEPS, self._wanted_steps // 5):
+                self._settled_ns = time.time_ns()
             if self._num_steps >= self._wanted_steps:
                 self._end()
 
@@ -154,7 +158,7 @@ class StepProfiler:
         if not self._change(ProfilerState.ARMED, ProfilerState.RECORDING):
             return
         logger.info("profile: recording %d steps", self._wanted_steps)
-        self._num_steps = 0
+        self._num_steps, self._settled_ns = 0, 0
         self._recording = profile(activities=self._activities)
         try:
             self._recording.start()
@@ -171,19 +175,22 @@ class StepProfiler:
             self._report_error("can't end the recording", error)
             return
         report = threading.Thread(
-            target=self._write, args=(recording, self._num_steps), name="profile-report", daemon=True
+            target=self._write,
+            args=(recording, self._num_steps, self._settled_ns),
+            name="profile-report",
+            daemon=True,
         )
         report.start()
 
     # ---- on a thread of its own ----
 
-    def _write(self, recording: profile, num_steps: int) -> None:
+    def _write(self, recording: profile, num_steps: int, settled_ns: int) -> None:
         self._num_traces += 1
         path = self._directory / f"{self._name}-{time.strftime('%Y%m%dT%H%M%S')}-{self._num_traces}.pt.trace.json"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             recording.export_chrome_trace(str(path))
-            busy = read_busy(path)
+            busy = read_busy(path, settled_ns)
         except Exception as error:
             self._report_error("no trace", error)
             return

@@ -45,16 +45,23 @@ class _Event(msgspec.Struct):
 
 
 class _Trace(msgspec.Struct):
-    traceEvents: list[_Event]  # the format's name
+    traceEvents: list[_Event]  # the format's names
+    baseTimeNanoseconds: int = 0
 
 
-def read_busy(path: Path) -> Busy:
-    """From the trace at ``path``: of the GPU if the trace has any of its spans, else of the host's operators."""
+def read_busy(path: Path, since_ns: int = 0) -> Busy:
+    """From the trace at ``path``: of the GPU if the trace has any of its spans, else of the host's operators.
+
+    What began before ``since_ns`` (of ``time.time_ns``) is left out.
+    """
     # Kineto writes names of files and kernels as they are; stray bytes in them are of no interest here.
     data = path.read_bytes().decode("utf-8", errors="replace")
-    events = msgspec.json.decode(data, type=_Trace, strict=False).traceEvents
-    spans = [event for event in events if event.ph == "X" and event.cat in DEVICE_KINDS]
-    spans = spans or [event for event in events if event.ph == "X" and event.cat in HOST_KINDS]
+    trace = msgspec.json.decode(data, type=_Trace, strict=False)
+    since_us = (since_ns - trace.baseTimeNanoseconds) * 1e-3 if trace.baseTimeNanoseconds else 0.0
+    complete = [event for event in trace.traceEvents if event.ph == "X"]
+    spans = [event for event in complete if event.cat in DEVICE_KINDS]
+    spans = spans or [event for event in complete if event.cat in HOST_KINDS]
+    spans = [event for event in spans if event.ts >= since_us]
     return busy_of([event.ts * 1e-6 for event in spans], [event.dur * 1e-6 for event in spans])
 
 

@@ -60,6 +60,13 @@ class TestTrace:
         path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": events, "traceName": "t"}))
         return read_busy(path)
 
+    def test_what_began_before_the_steps_settled_is_left_out(self, tmp_path: Path) -> None:
+        path = tmp_path / "trace.json"
+        events = [event("kernel", 10, 5), event("kernel", 1000, 50), event("kernel", 1050, 50)]
+        path.write_text(json.dumps({"baseTimeNanoseconds": 7_000_000, "traceEvents": events}))
+        assert read_busy(path, 7_100_000).share == pytest.approx(1.0)
+        assert read_busy(path).num_spans == 3
+
     def test_kernels_and_copies_count_and_the_host_does_not(self, tmp_path: Path) -> None:
         events = [
             {"ph": "M", "name": "process_name", "ts": 0, "args": {"name": "python"}},
