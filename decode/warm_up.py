@@ -18,6 +18,7 @@ _RANDOM = SampleSpec(temperature=1.0, top_k=0, top_p=1.0, seed=0, choice=0, posi
 _TOP_K = SampleSpec(temperature=0.7, top_k=20, top_p=1.0, seed=0, choice=0, position=1)
 _TOP_P = SampleSpec(temperature=1.0, top_k=0, top_p=0.9, seed=0, choice=0, position=1)
 _FILTERED = SampleSpec(temperature=1.0, top_k=2, top_p=0.9, seed=0, choice=0, position=1)
+_LONG_CONTEXT = 4000
 _SAMPLES = (_GREEDY, _RANDOM, _TOP_K, _TOP_P, _FILTERED)
 
 
@@ -68,9 +69,11 @@ def all_plans(limits: StepLimits) -> Iterator[StepPlan]:
     if longest >= 16:
         yield StepPlan([_chunk(limits, longest // 4 + extra) for extra in range(3)])  # several prompts in a step
     yield from _mixed(limits)
+    yield StepPlan([_decode(limits, limits.max_model_len - 1, _GREEDY)])
     for count in _counts(limits.max_num_seqs):
-        for start in (0, limits.block_size, limits.max_model_len - 1):
-            yield StepPlan([_decode(limits, start, _GREEDY)] * count)
+        for start in (0, limits.block_size, _LONG_CONTEXT):
+            if start < limits.max_model_len:
+                yield StepPlan([_decode(limits, start, _GREEDY)] * count)
     for count in (1, 3, limits.max_num_seqs):
         if count <= limits.max_num_seqs:
             for sample in _SAMPLES:
