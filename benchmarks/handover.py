@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from splitserve.benchmarks import handover_served
 from splitserve.benchmarks.handover_ranks import RankPlace, Sinks, Timing, two_workers
 from splitserve.benchmarks.report import table, write_result
 from splitserve.errors import ConfigError
@@ -193,6 +194,10 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--poll-us", type=float, default=0.0, help="between looks at what is under way; 0: as in production")
     add("--naive", action="store_true", help="also read the prompt in shuffled pieces of 32 KiB")
+    add("--served", action="store_true", help="whole hand-overs in a 1P1D cluster instead; see also the next three")
+    add("--model", default="", help="directory of its config; empty: one of --shape. Weights are random")
+    add("--chunk-tokens", type=int, default=2048, metavar="N", help="of the steps, where prompts come in chunks")
+    add("--kv-memory-mib", type=int, default=4096, metavar="N", help="of each of its workers")
     add("--repeats", type=int, default=15)
     add("--seed", type=int, default=0)
     add("--save", action="store_true", help="keep the result as JSON")
@@ -211,10 +216,15 @@ def main(argv: Sequence[str]) -> int:
         if getattr(options, name) is None:
             setattr(options, name, default)
     results = []
-    for result in run(options, device):
+    run_all, to_row, headers = (
+        (handover_served.run, handover_served.row_of, handover_served.HEADERS)
+        if options.served
+        else (run, row_of, HEADERS)
+    )
+    for result in run_all(options, device):
         results.append(result)
-        print(" ".join(map(str, row_of(result))), flush=True)  # before anything else can fail
-    print(table([row_of(result) for result in results], HEADERS))
+        print(" ".join(map(str, to_row(result))), flush=True)  # before anything else can fail
+    print(table([to_row(result) for result in results], headers))
     if options.save:
         directory = Path(options.result_dir) if options.result_dir else None
         print(f"written to {write_result('handover', argv, {'device': device, 'results': results}, directory)}")

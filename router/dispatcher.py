@@ -11,6 +11,7 @@ import asyncio
 import logging
 import random
 import secrets
+import time
 from dataclasses import dataclass
 
 from splitserve.bounded import ExpiringMap
@@ -67,6 +68,7 @@ class Generation:
     attempt_began_at: float = 0.0
     first_token_at: float = 0.0
     last_token_at: float = 0.0
+    last_token_clock: float = 0.0  # perf_counter: the event loop may count in milliseconds
     retry: asyncio.TimerHandle | None = None
     num_waits: int = 0
     stranded_at: float = 0.0
@@ -260,6 +262,8 @@ class Dispatcher:
                 if generation is None or update is None:
                     self.fleet.drop_stale("tokens", delta.key, sender)
                 else:
+                    if delta.handover is not None:
+                        self._note_handover(generation, update)
                     self._apply(generation, update)
         elif isinstance(body, RequestFailed):
             generation = self._active.get(body.key.request_id)
@@ -334,7 +338,13 @@ class Dispatcher:
             self._metrics.ttft_seconds.observe(now - generation.arrived_at)
             if generation.charge is not None:
                 generation.charge.first_token_out()
-        generation.last_token_at = now
+        generation.last_token_at, generation.last_token_clock = now, time.perf_counter()
+
+    def _note_handover(self, generation: Generation, update: Update) -> None:
+        """Decode is ready. Its report repeats the first token; if that is news, decode was faster than prefill's."""
+        seconds = 0.0 if update.token_ids else time.perf_counter() - generation.last_token_clock
+        generation.state.handover_seconds = seconds
+        self._metrics.handover_seconds.observe(seconds)
 
     def _retire(self, generation: Generation) -> None:
         del self._active[generation.state.request_id]

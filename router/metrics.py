@@ -11,6 +11,7 @@ from splitserve.router.membership import WorkerRecord, WorkerState
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
+_HANDOVER_BUCKETS = (0.0005, 0.001, 0.002, 0.003, 0.004, 0.006, 0.01, 0.02, 0.04, 0.1, 0.25, 1, 5)
 _E2E_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 _LOAD_COUNTERS = frozenset(
@@ -58,6 +59,9 @@ class RouterMetrics:
         self.ttft_seconds = _histogram(registry, "ttft", "HTTP request read to first token received", _TTFT_BUCKETS)
         self.itl_seconds = _histogram(registry, "itl", "Time between deliveries of tokens of a request", _ITL_BUCKETS)
         self.e2e_seconds = _histogram(registry, "e2e", "HTTP request read to last token received", _E2E_BUCKETS)
+        self.handover_seconds = _histogram(
+            registry, "handover", "First token from prefill to decode ready, both as heard here", _HANDOVER_BUCKETS
+        )
         self.prompt_tokens = _counter(registry, "prompt_tokens", "Prompt tokens of placed requests")
         self.output_tokens = _counter(registry, "output_tokens", "Output tokens received and delivered in order")
         self.objectives = Counter(

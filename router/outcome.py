@@ -45,5 +45,6 @@ def route(state: RequestState) -> dict[str, Any]:
             {"worker": attempt.culprit.engine_id, "reason": attempt.failure.reason.value} for attempt in state.history
         ],
         "cached_tokens": state.num_cached_tokens,
+        "handover_seconds": state.handover_seconds,
         "handover": None if state.handover is None else msgspec.to_builtins(state.handover),
     }

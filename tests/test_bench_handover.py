@@ -1,4 +1,4 @@
-"""``splitserve bench handover``, small: every pair of ranks moves the right bytes, and what it says of it is consistent."""
+"""``splitserve bench handover``, small: every pair of ranks moves the right bytes, and what it says is consistent."""
 
 import json
 from pathlib import Path
@@ -37,3 +37,18 @@ def test_pairs_of_ranks_on_cpu(tmp_path: Path) -> None:
 def test_ranks_with_fewer_heads_than_ranks_share_them() -> None:
     layout = LayoutRecord("m", "w", "float32", 16, 2, 2, 8, tensor_parallel_size=4)
     assert [list(heads_of(layout, rank)) for rank in range(4)] == [[0], [0], [1], [1]]
+
+
+@pytest.mark.timeout(180)
+def test_whole_hand_overs_of_a_cluster(tmp_path: Path) -> None:
+    argv = ["--served", "--device", "cpu", "--shape", "tiny", "--dtype", "float32", "--prompt-tokens", "150"]
+    argv += ["--block-size", "16", "--chunk-tokens", "64", "--kv-memory-mib", "64", "--repeats", "3"]
+    assert main([*argv, "--save", "--result-dir", str(tmp_path)]) == 0
+    (file,) = tmp_path.glob("handover-*.json")
+    whole, chunked = json.loads(file.read_text())["results"]
+    assert (whole["mode"], whole["reads"]) == ("one chunk", 1)
+    assert (chunked["mode"], chunked["reads"] > 1) == ("chunks", True)
+    for result in (whole, chunked):
+        assert result["transport"].startswith("nixl over ")
+        assert 0 < result["exposed_p50_ms"] <= result["handover_p50_ms"] <= result["handover_p99_ms"]
+        assert result["prefill_ms"] > 0

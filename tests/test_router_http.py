@@ -154,6 +154,7 @@ def test_both_workers_get_the_same_request_and_each_other(router, pair):
     status, _, answer = router.post("/v1/completions", **fields, stop_token_ids=[300], return_route=True)
     assert status == 200 and {key: answer["splitserve"][key] for key in PAIR} == PAIR
     assert answer["splitserve"]["handover"]["blocks"] == 1
+    assert 0 <= answer["splitserve"]["handover_seconds"] < 5
     prefill, decode = pair
     assert isinstance(prefill.requests[0], PrefillRequest) and isinstance(decode.requests[0], DecodeRequest)
     assert prefill.requests[0].key == decode.requests[0].key
