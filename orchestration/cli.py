@@ -28,6 +28,7 @@ BENCHES = {
     "engine": ("splitserve.benchmarks.engine", "decode steps and prefills of a GPU, as shares of what it can do"),
     "all-reduce": ("splitserve.benchmarks.all_reduce", "each way of adding up a tensor over GPUs, by size"),
     "tensor-parallel": ("splitserve.benchmarks.tensor_parallel", "decode steps of several ranks against those of one"),
+    "tiers": ("splitserve.benchmarks.tiers", "chats with and without a host tier, and prompts that share nothing"),
     "engine-cpu": ("splitserve.benchmarks.engine_vs_transformers", "the engine on CPU against transformers"),
 }
 TUNE = ("splitserve.benchmarks.tune", "find the fastest launch parameters of kernels on this GPU")

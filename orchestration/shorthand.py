@@ -55,7 +55,11 @@ def simple_spec(
             tensor_parallel_size=ranks.get(role) or engine.tensor_parallel_size,
             device=engine.device,  # type: ignore[arg-type]  # checked by EngineConfig
             dtype=engine.dtype,  # type: ignore[arg-type]
-            memory=MemorySpec(kv=engine.kv_memory_bytes, gpu_utilization=engine.gpu_memory_utilization),
+            memory=MemorySpec(
+                kv=engine.kv_memory_bytes,
+                host=engine.host_kv_memory_bytes,
+                gpu_utilization=engine.gpu_memory_utilization,
+            ),
             threads=engine.threads,
         )
         for role, number in numbers.items()

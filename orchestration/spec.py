@@ -31,6 +31,7 @@ _ELSEWHERE = frozenset(
     {
         *("model", "served_model_name", "load_format", "max_model_len", "seed", "verify_kv"),
         *("dtype", "device", "threads", "kv_memory_bytes", "gpu_memory_utilization", "tensor_parallel_size"),
+        "host_kv_memory_bytes",
     }
 )
 # What a process gets from its launcher; a document that sets them would contradict it.
@@ -72,6 +73,9 @@ class MemorySpec(Part, frozen=True, kw_only=True):
     """How much memory a worker takes."""
 
     kv: Annotated[int | str, Meta(description="Of KV, for each worker: bytes, or like 512MiB; 0: decide at start.")] = 0
+    host: Annotated[
+        int | str, Meta(description="Of the machine's own, for KV beyond that: bytes, or like 16GiB; 0: none.")
+    ] = 0
     gpu_utilization: Annotated[
         float, Meta(gt=0, le=1, description="Share of a GPU's memory that a worker takes in all, unless kv is given.")
     ] = _DEFAULTS["gpu_memory_utilization"]
@@ -219,6 +223,7 @@ class ClusterSpec(Part, frozen=True, kw_only=True):
             "device": pool.device,
             "threads": pool.threads,
             "kv_memory_bytes": _num_bytes(pool.memory.kv),
+            "host_kv_memory_bytes": _num_bytes(pool.memory.host),
             "gpu_memory_utilization": pool.memory.gpu_utilization,
             **_set_fields(self.engine),
             **_set_fields(pool.engine),
@@ -307,11 +312,12 @@ def _pool_problems(spec: ClusterSpec, pool: PoolSpec) -> Iterator[tuple[str, str
         yield ".tensor_parallel_size", "this version runs one GPU per worker; set it to 1"
     for name in sorted(MANAGED_VARIABLES & pool.environment.keys()):
         yield ".environment", f"{name} follows from other parts of the spec; leave it out"
-    try:
-        _num_bytes(pool.memory.kv)
-    except ConfigError as error:
-        yield ".memory.kv", str(error)
-        return
+    for place in ("kv", "host"):
+        try:
+            _num_bytes(getattr(pool.memory, place))
+        except ConfigError as error:
+            yield f".memory.{place}", str(error)
+            return
     try:
         spec.engine_config(pool)
     except ConfigError as error:

@@ -95,6 +95,7 @@ def test_every_engine_option_reaches_the_engine() -> None:
         "--device": "cpu",
         "--load-format": "dummy",
         "--attention-backend": "reference",
+        "--kv-keep": "prompt",
         "--tensor-parallel-size": "2",
     }
     parser = argparse.ArgumentParser()

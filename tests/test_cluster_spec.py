@@ -52,7 +52,7 @@ pools:
   count: 2
   device: cuda
   dtype: bfloat16
-  memory: {kv: 1.5GiB, gpu_utilization: 0.8}
+  memory: {kv: 1.5GiB, host: 4GiB, gpu_utilization: 0.8}
   engine: {max_num_batched_tokens: 4096}
   nodes: {labels: {zone: a}, resources: {rack-7: 0.01}}
 - name: decode
@@ -91,7 +91,12 @@ def test_every_part_reaches_the_configs() -> None:
         "block_size": 32,
     }
     assert engine == EngineConfig(
-        **common, device="cuda", kv_memory_bytes=3 << 29, gpu_memory_utilization=0.8, max_num_batched_tokens=4096
+        **common,
+        device="cuda",
+        kv_memory_bytes=3 << 29,
+        host_kv_memory_bytes=4 << 30,
+        gpu_memory_utilization=0.8,
+        max_num_batched_tokens=4096,
     )
     where = {"membership": "tcp://[::1]:5", "host": "::1"}
     worker = worker_config(spec, spec.pools[1], "decode-0", Secrets(secret="s" * 16), threads=3, **where)
