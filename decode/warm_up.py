@@ -19,6 +19,7 @@ _TOP_K = SampleSpec(temperature=0.7, top_k=20, top_p=1.0, seed=0, choice=0, posi
 _TOP_P = SampleSpec(temperature=1.0, top_k=0, top_p=0.9, seed=0, choice=0, position=1)
 _FILTERED = SampleSpec(temperature=1.0, top_k=2, top_p=0.9, seed=0, choice=0, position=1)
 _LONG_CONTEXT = 4000
+_LONG_CHUNK = 1024
 _SAMPLES = (_GREEDY, _RANDOM, _TOP_K, _TOP_P, _FILTERED)
 
 
@@ -93,11 +94,11 @@ def overlapped_plans(limits: StepLimits) -> Iterator[tuple[StepPlan, StepPlan]]:
 
 
 def chunk_lengths(longest: int, block_size: int) -> list[int]:
-    """Lengths of first chunks, up to ``longest``: 1, around a block, and about every power of two, even and odd."""
-    lengths = {1, 2, 3, block_size - 1, block_size, block_size + 1, longest}
+    """Lengths of first chunks, up to ``longest``: 1, around a block, powers of two, and odd ones beside them."""
+    lengths = {1, 2, 3, block_size - 1, block_size, block_size + 1, longest - 3, longest}
     power = 4
-    while power < 2 * longest:
-        lengths |= {power, power + 5, power + power // 2}
+    while power < longest:
+        lengths |= {power} if power > _LONG_CHUNK else {power, power + 5, power + power // 2}
         power *= 2
     return sorted(length for length in lengths if 1 <= length <= longest)
 

@@ -104,6 +104,7 @@ def test_chunk_lengths(longest: int) -> None:
         if 2 * power <= longest:
             assert any(length % 16 for length in lengths if power <= length < 2 * power)
             assert any(length % 16 == 0 for length in lengths if power <= length < 2 * power)
+    assert sum(lengths) < 5 * longest + 20_000
 
 
 def test_all_steps_run_and_leave_no_trace(tiny_qwen3: Path) -> None:
