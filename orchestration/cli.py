@@ -20,6 +20,10 @@ BENCHES = {
     "serve": ("splitserve.benchmarks.serve", "load on any OpenAI completions endpoint"),
     "handover": ("splitserve.benchmarks.handover", "KV hand-over against a plain memory copy"),
     "latency": ("splitserve.benchmarks.latency", "TTFT and second token of 1P1D against a mixed worker"),
+    "isolation": (
+        "splitserve.benchmarks.isolation",
+        "gaps between tokens while prompts of others arrive, P/D or mixed",
+    ),
     "router": ("splitserve.benchmarks.router_overhead", "what the router adds to a worker that answers at once"),
     "chaos": ("splitserve.benchmarks.chaos", "kills, freezes and drains under load: right tokens, nothing left over"),
     "engine-loop": ("splitserve.benchmarks.engine_loop", "what the host adds to a GPU's steps, with a clock for a GPU"),
