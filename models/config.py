@@ -29,6 +29,13 @@ class RopeScaling:
     original_max_position_embeddings: int
 
 
+@dataclass(frozen=True, slots=True)
+class Fp8Format:
+    """Weights may be stored in FP8. ``block``: (rows, columns) that share a scale; None: a scale for each tensor."""
+
+    block: tuple[int, int] | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """A dense decoder. ``architecture`` is "llama" or "qwen3"; ``dtype`` names the checkpoint's own data type.
@@ -54,6 +61,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     dtype: str
+    fp8: Fp8Format | None = None
 
 
 def load_model_config(path: str | Path) -> ModelConfig:
@@ -95,6 +103,7 @@ def load_model_config(path: str | Path) -> ModelConfig:
         eos_token_ids=_token_ids(generation.get("eos_token_id", raw.get("eos_token_id"))),
         bos_token_id=bos_token_id if isinstance(bos_token_id, int) else None,
         dtype=_dtype(raw),
+        fp8=_fp8(raw.get("quantization_config")),
     )
 
 
@@ -120,11 +129,6 @@ def _architecture(raw: Mapping[str, Any]) -> str:
 
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
-    if raw.get("quantization_config") is not None:
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise CheckpointError(
-            f"config.json: quantization_config ({method}) isn't supported; use the unquantised weights"
-        )
     for name in ("attention_bias", "mlp_bias"):
         if raw.get(name):
             raise CheckpointError(f"config.json: {name} is true; only projections without bias are supported")
@@ -135,6 +139,26 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     if other_layers or (raw.get("use_sliding_window") and raw.get("sliding_window")):
         found = f"layer_types has {other_layers}" if other_layers else "use_sliding_window is true"
         raise CheckpointError(f"config.json: {found}; only full attention in every layer is supported")
+
+
+def _fp8(raw: Mapping[str, Any] | None) -> Fp8Format | None:
+    """Activations are quantised as they come, so a checkpoint's own scales for them aren't needed."""
+    if raw is None:
+        return None
+    method = raw.get("quant_method", "unknown")
+    if method != "fp8":
+        raise CheckpointError(
+            f"config.json: quantization_config ({method}) isn't supported; use unquantised or FP8 weights (fp8)"
+        )
+    number_format = raw.get("fmt", "e4m3")
+    if number_format not in ("e4m3", "float8_e4m3fn"):
+        raise CheckpointError(f"config.json: quantization_config.fmt is {number_format!r}; only 'e4m3' is supported")
+    block = raw.get("weight_block_size")
+    if block not in (None, [128, 128]):
+        raise CheckpointError(
+            f"config.json: quantization_config.weight_block_size is {block}; supported are [128, 128] and none"
+        )
+    return Fp8Format(None if block is None else (128, 128))
 
 
 def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:

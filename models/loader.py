@@ -7,6 +7,7 @@ memory, and workers of one machine share the file's pages. So a served checkpoin
 replace them by renaming, as ``splitserve demo-model`` does.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -17,17 +18,32 @@ from torch import Tensor
 
 from splitserve.errors import CheckpointError
 from splitserve.kernels.api import Kernels, Linear
+from splitserve.kernels.fp8_linear import Pack as PackFp8
+from splitserve.kernels.fp8_linear import select_fp8
 from splitserve.kernels.registry import select_kernels
 from splitserve.models.checkpoint import TensorRecord, read_records
 from splitserve.models.config import ModelConfig
 from splitserve.models.decoder import DecoderModel, LayerWeights, ModelWeights
+from splitserve.models.fp8_scales import FP8, ScaleReader
 from splitserve.models.parallel import Alone, Collectives, RowParallelLinear, VocabParallelHead
 from splitserve.models.reading import STORED_DTYPES, DummyReader, MappedReader, StagedReader, WeightReader
-from splitserve.models.shard import Parts, WeightParts, expected_shapes, head_rows, local_config
+from splitserve.models.shard import (
+    Parts,
+    WeightParts,
+    expected_shapes,
+    head_rows,
+    is_projection,
+    local_config,
+    scale_shapes,
+)
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 """Called with (steps done, steps in all) while weights load."""
 
+# Buffers that are computed today, scales of activations and of KV
+_IGNORED_ENDINGS = (".rotary_emb.inv_freq", ".input_scale", ".k_scale", ".v_scale")
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -66,8 +82,13 @@ def load_model(
     if kernels is None:
         kernels = select_kernels(device, dtype, head_dim=config.head_dim)
     reader = _make_reader(Path(path), config, dtype, device, load_format)
+    pack_fp8, description = select_fp8(
+        device, dtype, pack_linear=kernels.pack_linear, rms_norm=kernels.rms_norm, silu_mul=kernels.silu_mul
+    )
+    if config.fp8 is not None:
+        logger.info("%s", description)
     with torch.inference_mode(), closing(reader):
-        weights = _Builder(reader, config, kernels, group).build(progress or _no_progress)
+        weights = _Builder(reader, config, kernels, pack_fp8, group).build(progress or _no_progress)
     return DecoderModel(
         local_config(config, group.shard.size), weights, kernels, dtype=dtype, device=device, group=group
     )
@@ -76,33 +97,45 @@ def load_model(
 def _make_reader(
     path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, load_format: str
 ) -> WeightReader:
-    expected = expected_shapes(config)
     if load_format == "dummy":
-        return DummyReader(expected, dtype, device)
+        return DummyReader(expected_shapes(config), dtype, device, config.fp8)
     records = read_records(path)
-    _check_records(records, expected)
-    return MappedReader(records, dtype) if device.type == "cpu" else StagedReader(records, dtype, device)
+    _check_records(records, config)
+    scales = None if config.fp8 is None else ScaleReader(records, config.fp8.block)
+    if device.type == "cpu":
+        return MappedReader(records, dtype, scales)
+    return StagedReader(records, dtype, device, scales)
 
 
-def _check_records(records: Mapping[str, TensorRecord], expected: Mapping[str, tuple[int, ...]]) -> None:
+def _check_records(records: Mapping[str, TensorRecord], config: ModelConfig) -> None:
+    expected = expected_shapes(config)
+    in_fp8 = [name for name in expected if name in records and records[name].dtype == FP8]
+    if config.fp8 is not None:
+        for name in filter(is_projection, in_fp8):
+            expected |= scale_shapes(config, name)
     missing = [name for name in expected if name not in records]
     if missing:
         raise CheckpointError(f"the checkpoint lacks {_few(missing)}; is config.json of another model?")
     # A tied head may be stored all the same, and old Llama files carry a buffer that is computed today.
     ignored = {"lm_head.weight"}
     unexpected = [name for name in sorted(records) if name not in expected and name not in ignored]
-    unexpected = [name for name in unexpected if not name.endswith(".rotary_emb.inv_freq")]
+    unexpected = [name for name in unexpected if not name.endswith(_IGNORED_ENDINGS)]
     if unexpected:
         raise CheckpointError(f"the checkpoint has tensors that its config.json doesn't explain: {_few(unexpected)}")
     for name, shape in expected.items():
         record = records[name]
-        if record.shape != shape:
+        if record.shape != shape and not (shape == () and record.shape == (1,)):
             raise CheckpointError(
                 f"tensor {name} in {record.file.name} has shape {list(record.shape)}; config.json needs {list(shape)}"
             )
         if record.dtype not in STORED_DTYPES:
             raise CheckpointError(
                 f"tensor {name} is stored as {record.dtype}; supported are {', '.join(STORED_DTYPES)}"
+            )
+        if record.dtype == FP8 and (config.fp8 is None or not is_projection(name)):
+            raise CheckpointError(
+                f"tensor {name} is stored as {FP8}: only the projections of layers may be, and with a "
+                'quantization_config of the method "fp8" in config.json'
             )
 
 
@@ -114,11 +147,14 @@ def _few(names: list[str]) -> str:
 class _Builder:
     """Turns what a reader gives into one rank's :class:`ModelWeights`."""
 
-    def __init__(self, reader: WeightReader, config: ModelConfig, kernels: Kernels, group: Collectives) -> None:
+    def __init__(
+        self, reader: WeightReader, config: ModelConfig, kernels: Kernels, pack_fp8: PackFp8, group: Collectives
+    ) -> None:
         self._reader = reader
         self._config = config
         self._local = local_config(config, group.shard.size)
         self._kernels = kernels
+        self._pack_fp8 = pack_fp8
         self._group = group
         self._parts = WeightParts(config, group.shard)
         self._layers = [self._parts.layer(index) for index in range(config.num_layers)]
@@ -142,24 +178,28 @@ class _Builder:
         return [*of_layers, self._parts.embedding, *head, self._parts.final_norm]
 
     def _layer(self, parts: Mapping[str, Parts]) -> LayerWeights:
-        read = {name: self._reader.read(weight) for name, weight in parts.items()}
-        pack, qk_norm = self._kernels.pack_linear, None
+        qk_norm = None
         if self._config.qk_norm:
-            query = read["q_norm"].expand(self._local.num_heads, -1)
-            key = read["k_norm"].expand(self._local.num_kv_heads, -1)
+            query = self._reader.read(parts["q_norm"]).expand(self._local.num_heads, -1)
+            key = self._reader.read(parts["k_norm"]).expand(self._local.num_kv_heads, -1)
             qk_norm = torch.cat((query, key))
         return LayerWeights(
-            input_norm=read["input_norm"],
-            qkv=pack(read["qkv"]),
+            input_norm=self._reader.read(parts["input_norm"]),
+            qkv=self._linear(parts["qkv"]),
             qk_norm=qk_norm,
-            output=self._row_parallel(read["output"]),
-            post_attention_norm=read["post_attention_norm"],
-            gate_up=pack(read["gate_up"]),
-            down=self._row_parallel(read["down"]),
+            output=self._row_parallel(parts["output"]),
+            post_attention_norm=self._reader.read(parts["post_attention_norm"]),
+            gate_up=self._linear(parts["gate_up"]),
+            down=self._row_parallel(parts["down"]),
         )
 
-    def _row_parallel(self, weight: Tensor) -> Linear:
-        local = self._kernels.pack_linear(weight)
+    def _linear(self, parts: Parts) -> Linear:
+        if self._reader.is_fp8(parts):
+            return self._pack_fp8(self._reader.read_fp8(parts))
+        return self._kernels.pack_linear(self._reader.read(parts))
+
+    def _row_parallel(self, parts: Parts) -> Linear:
+        local = self._linear(parts)
         return local if self._group.shard.size == 1 else RowParallelLinear(local, self._group)
 
     def _embedding_and_head(self) -> tuple[Tensor, Linear]:

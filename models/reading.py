@@ -23,25 +23,39 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from splitserve.errors import CheckpointError
+from splitserve.kernels.fp8_linear import Fp8Weight
 from splitserve.models.checkpoint import TensorRecord
-from splitserve.models.shard import Part, Parts
+from splitserve.models.config import Fp8Format
+from splitserve.models.fp8_scales import FP8, ScaleReader
+from splitserve.models.shard import Part, Parts, is_projection
 
 logger = logging.getLogger(__name__)
 
-STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+STORED_DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    FP8: torch.float8_e4m3fn,
+}
 STAGING_BYTES = 32 << 20
 MAX_THREADS = 8
 _DUMMY_STD = 0.02
 
 
 class WeightReader(Protocol):
-    """Gives weights in the dtype and on the device that the model computes in."""
+    """Gives weights on the model's device, in the dtype that it computes in; those in FP8 as they are."""
 
     def announce(self, weights: Sequence[Parts]) -> None:
         """What will be read, and in which order: time to read ahead."""
 
     def read(self, parts: Parts, *, own: bool = False) -> Tensor:
         """The parts, stacked along their rows, contiguous; with ``own`` or for a vector no view of a mapped file."""
+
+    def is_fp8(self, parts: Parts) -> bool:
+        """Whether they are stored in FP8, and :meth:`read_fp8` is to be used."""
+
+    def read_fp8(self, parts: Parts) -> Fp8Weight:
+        """As :meth:`read`, with the scales."""
 
     def close(self) -> None:
         """No more reads."""
@@ -50,9 +64,12 @@ class WeightReader(Protocol):
 class MappedReader:
     """For a model on the CPU: from the memory-mapped files, one weight at a time."""
 
-    def __init__(self, records: Mapping[str, TensorRecord], dtype: torch.dtype) -> None:
+    def __init__(
+        self, records: Mapping[str, TensorRecord], dtype: torch.dtype, scales: ScaleReader | None = None
+    ) -> None:
         self._records = records
         self._dtype = dtype
+        self._scales = scales
         self._open: dict[Path, Any] = {}
 
     def announce(self, weights: Sequence[Parts]) -> None: ...
@@ -63,6 +80,13 @@ class MappedReader:
             return torch.cat(views).to(self._dtype)
         return views[0].to(self._dtype, copy=own or views[0].dim() == 1).contiguous()
 
+    def is_fp8(self, parts: Parts) -> bool:
+        return self._scales is not None and self._scales.is_fp8(parts)
+
+    def read_fp8(self, parts: Parts) -> Fp8Weight:
+        assert self._scales is not None
+        return self._scales.with_scales(torch.cat([_cut(self._view(part.name), part) for part in parts]), parts)
+
     def mapped(self, name: str) -> Tensor:
         """The whole tensor as a view of its file, in the checkpoint's own dtype; none of its pages is resident yet."""
         self._open.clear()
@@ -70,6 +94,8 @@ class MappedReader:
 
     def close(self) -> None:
         self._open.clear()
+        if self._scales is not None:
+            self._scales.close()
 
     def _view(self, name: str) -> Tensor:
         file = self._records[name].file
@@ -85,8 +111,15 @@ class MappedReader:
 class DummyReader:
     """Random weights: a function of each tensor's name and shape, so that all ranks have parts of the same model."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: torch.dtype,
+        device: torch.device,
+        fp8: Fp8Format | None = None,
+    ) -> None:
         self._shapes = shapes
+        self._fp8 = fp8
         self._dtype = dtype
         self._device = device
 
@@ -95,6 +128,15 @@ class DummyReader:
     def read(self, parts: Parts, *, own: bool = False) -> Tensor:  # noqa: ARG002
         cuts = [_cut(self._whole(part.name), part) for part in parts]
         return cuts[0].contiguous() if len(cuts) == 1 else torch.cat(cuts)
+
+    def is_fp8(self, parts: Parts) -> bool:
+        return self._fp8 is not None and all(is_projection(part.name) for part in parts)
+
+    def read_fp8(self, parts: Parts) -> Fp8Weight:
+        weight = self.read(parts).to(torch.float8_e4m3fn)
+        group = weight.shape[1] if self._fp8 is None or self._fp8.block is None else self._fp8.block[1]
+        scales = torch.ones((weight.shape[0], -(-weight.shape[1] // group)), device=self._device)
+        return Fp8Weight(weight, scales, group)
 
     def close(self) -> None: ...
 
@@ -143,6 +185,7 @@ class StagedReader:
         records: Mapping[str, TensorRecord],
         dtype: torch.dtype,
         device: torch.device,
+        scales: ScaleReader | None = None,
         *,
         num_threads: int = MAX_THREADS,
         staging_bytes: int = STAGING_BYTES,
@@ -150,6 +193,7 @@ class StagedReader:
         self._records = records
         self._dtype = dtype
         self._device = device
+        self._scales = scales
         # One row at least, of whatever tensor
         self._staging_bytes = max(staging_bytes, *(4 * record.shape[-1] for record in records.values() if record.shape))
         self._files: dict[Path, _File] = {}
@@ -162,7 +206,8 @@ class StagedReader:
     def announce(self, weights: Sequence[Parts]) -> None:
         pieces: list[tuple[_Piece, list[Future[None]]]] = []
         for parts in weights:
-            target = torch.empty(self._shape(parts), dtype=self._dtype, device=self._device)
+            dtype = torch.float8_e4m3fn if self.is_fp8(parts) else self._dtype
+            target = torch.empty(self._shape(parts), dtype=dtype, device=self._device)
             futures: list[Future[None]] = []
             self._targets[parts] = (target, futures)
             for part, rows in zip(parts, torch.split(target, [self._num_rows(part) for part in parts]), strict=True):
@@ -177,8 +222,17 @@ class StagedReader:
             future.result()
         return target
 
+    def is_fp8(self, parts: Parts) -> bool:
+        return self._scales is not None and self._scales.is_fp8(parts)
+
+    def read_fp8(self, parts: Parts) -> Fp8Weight:
+        assert self._scales is not None
+        return self._scales.with_scales(self.read(parts), parts)
+
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._scales is not None:
+            self._scales.close()
         for file in self._files.values():
             file.close()
         seconds = time.monotonic() - self._started
@@ -232,7 +286,7 @@ class StagedReader:
             return
         stream: torch.cuda.Stream = self._threads.stream
         with torch.cuda.stream(stream):
-            if host.dtype != self._dtype:  # a copy that also converts would convert on the host
+            if host.dtype != piece.target.dtype:  # a copy that also converts would convert on the host
                 host = host.to(self._device, non_blocking=True)
             piece.target.copy_(host, non_blocking=True)
         stream.synchronize()

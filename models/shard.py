@@ -100,6 +100,20 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def is_projection(name: str) -> bool:
+    """Whether a stored tensor is a layer's matrix: what may be stored in FP8."""
+    return name.endswith("_proj.weight")
+
+
+def scale_shapes(config: ModelConfig, name: str) -> dict[str, tuple[int, ...]]:
+    """The scales that a checkpoint must have if it has the matrix ``name`` in FP8."""
+    assert config.fp8 is not None
+    if config.fp8.block is None:
+        return {f"{name}_scale": ()}
+    sizes = zip(expected_shapes(config)[name], config.fp8.block, strict=True)
+    return {f"{name}_scale_inv": tuple(-(-size // block) for size, block in sizes)}
+
+
 class WeightParts:
     """The parts of stored tensors that make up one rank's weights. Parts of one weight are stacked along their rows."""
 
