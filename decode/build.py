@@ -12,6 +12,7 @@ from splitserve.decode.scheduler import DecodeScheduler
 from splitserve.kvconnector.block_pool import BlockPool
 from splitserve.kvconnector.connector import KVConnector
 from splitserve.kvconnector.digest import LeadingDigests, no_digests
+from splitserve.kvconnector.kv_events import KVEventLog, KVEvents
 from splitserve.kvconnector.tier_policy import make_policy
 from splitserve.kvconnector.tiers import Tier, Tiers
 from splitserve.messages import LayoutRecord
@@ -44,16 +45,19 @@ def build_core(
     first.
     """
     engine = config.engine
+    events = KVEventLog() if engine.kv_events else KVEvents()
     pool = BlockPool(
         generations,
         first_generation=secrets.randbits(63) if first_generation is None else first_generation,
         enable_prefix_caching=engine.enable_prefix_caching,
+        events=events,
     )
     below = Tiers(
         pool,
         tiers if engine.enable_prefix_caching else (),
         policy=make_policy(engine.kv_keep),
         load_seconds=engine.kv_load_seconds,
+        events=events,
     )
     blocks = BlockManager(pool, layout.block_size, root_hash(layout), below)
     state = EngineState(

@@ -33,6 +33,7 @@ from splitserve.messages import WorkerInfo
 from splitserve.models.cuda_runner import CudaRunner
 from splitserve.models.runner import ModelRunner
 from splitserve.prefill.executor import Executor, OverlappedExecutor, StepExecutor
+from splitserve.prefill.kv_event_socket import KVEventSocket, NoKVEvents
 from splitserve.prefill.loop import Waker, WorkerLoop
 from splitserve.prefill.sockets import WorkerSockets
 from splitserve.prefill.step_profiler import ProfiledLaunchingRunner, ProfiledRunner, StepProfiler
@@ -160,6 +161,7 @@ def _serve(
         leading_digests=FirstDigests(memory, waker.wake) if verify else no_digests,
         tiers=tiers,
     )
+    kv_events = KVEventSocket(sockets) if config.engine.kv_events else NoKVEvents()
     info = WorkerInfo(
         party=me,
         role=Role(config.role),
@@ -170,6 +172,7 @@ def _serve(
         max_num_seqs=config.engine.max_num_seqs,
         max_model_len=served.max_model_len,
         vocab_size=served.vocab_size,
+        kv_events_endpoint=kv_events.endpoint,
     )
     profiler = _make_profiler(config, memory.blocks.device, waker.wake)
     executor = make_executor(waker.wake, profiler)
@@ -183,6 +186,7 @@ def _serve(
         info=info,
         profiler=profiler,
         copies=TierCopies(stores, waker.wake),
+        kv_events=kv_events,
     )
     watch(loop)
     signal.signal(signal.SIGTERM, lambda *_: loop.drain())

@@ -18,6 +18,8 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
+from splitserve.kvconnector.kv_events import DEVICE, KVEvents
+
 GENERATION_MASK = 2**64 - 1
 
 
@@ -32,7 +34,8 @@ class BlockPool:
     """Allocator of ``len(generations)`` blocks.
 
     ``generations``: uint64, one per block, usually in registered host memory so that peers can read it;
-    the pool fills it with ``first_generation``, which should be random per incarnation.
+    the pool fills it with ``first_generation``, which should be random per incarnation. ``events`` hears of what the
+    prefix index finds, and no longer.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class BlockPool:
         *,
         first_generation: int,
         enable_prefix_caching: bool = True,
+        events: KVEvents | None = None,
     ) -> None:
         self.num_blocks = len(generations)
         self._generations = generations
@@ -53,6 +57,7 @@ class BlockPool:
         self._block_of_hash: dict[bytes, int] = {}
         self._hash_of_block: dict[int, bytes] = {}
         self._enable_prefix_caching = enable_prefix_caching
+        self._events = events or KVEvents()
 
     # ---- taking and giving back ----
 
@@ -125,6 +130,7 @@ class BlockPool:
         ):
             self._block_of_hash[block_hash] = block_id
             self._hash_of_block[block_id] = block_hash
+            self._events.stored(DEVICE, [block_hash])
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """Blocks of the longest known prefix of a chain of hashes. Takes no reference."""
@@ -145,10 +151,15 @@ class BlockPool:
         for block_id in list(self._cached):
             self._set_free(block_id)
         self._cached.clear()
+        self._events.evicted(DEVICE, self.hashes())
         self._block_of_hash.clear()
         self._hash_of_block.clear()
 
     # ---- looking at it ----
+
+    def hashes(self) -> list[bytes]:
+        """Everything that the prefix index finds."""
+        return list(self._block_of_hash)
 
     def generation(self, block_id: int) -> int:
         return int(self._generations[block_id])
@@ -195,7 +206,9 @@ class BlockPool:
 
     def _evict_least_recently_used(self) -> None:
         block_id, _ = self._cached.popitem(last=False)
-        del self._block_of_hash[self._hash_of_block.pop(block_id)]
+        block_hash = self._hash_of_block.pop(block_id)
+        del self._block_of_hash[block_hash]
+        self._events.evicted(DEVICE, [block_hash])
         self._set_free(block_id)
 
     def _pick_free(self, num_blocks: int, after: int | None) -> list[int]:

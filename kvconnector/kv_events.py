@@ -9,7 +9,6 @@ from typing import Literal
 import msgspec
 
 DEVICE = "device"
-MAX_PENDING_EVENTS = 1 << 14
 
 
 class KVEvent(msgspec.Struct, frozen=True):
@@ -20,14 +19,35 @@ class KVEvent(msgspec.Struct, frozen=True):
     hashes: list[bytes]
 
 
+class KVEventBatch(msgspec.Struct, frozen=True):
+    """One published message.
+
+    ``number`` counts the batches of this ``incarnation`` from 1 on; the hash chains start from ``root_hash`` and cover
+    ``block_size`` tokens each. ``is_snapshot``: the events are all that can be found now, up to and including batch
+    ``number``, and what was known before is void.
+    """
+
+    engine_id: str
+    incarnation: int
+    number: int
+    block_size: int
+    root_hash: bytes
+    is_snapshot: bool
+    events: list[KVEvent]
+
+
 class KVEvents:
-    """Events since the last look. The null object, which is this class itself, keeps none."""
+    """Hears of what changes. This class itself is the null object: it keeps nothing."""
 
     def stored(self, tier: str, hashes: Sequence[bytes]) -> None:
         """``tier`` holds these blocks."""
 
     def evicted(self, tier: str, hashes: Sequence[bytes]) -> None:
         """``tier`` holds these blocks no longer."""
+
+    def take(self) -> list[KVEvent]:
+        """What changed since the last call."""
+        return []
 
 
 class KVEventLog(KVEvents):

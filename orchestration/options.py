@@ -146,6 +146,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="how long a request waits for its KV to come up again before it computes it",
     )
+    add("--kv-events", field="kv_events", action="store_true", help="workers publish what KV they hold")
     add(
         "--max-batched-tokens",
         "--max-num-batched-tokens",

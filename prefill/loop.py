@@ -38,6 +38,7 @@ from splitserve.prefill.effects import (
     StartRead,
 )
 from splitserve.prefill.executor import Executor, StepFailure
+from splitserve.prefill.kv_event_socket import NoKVEvents, PublishesKVEvents
 from splitserve.prefill.sockets import WorkerSockets
 from splitserve.prefill.step_profiler import NoProfiler, Profiler
 from splitserve.prefill.step_times import StepTimes
@@ -97,6 +98,7 @@ class WorkerLoop:
         info: WorkerInfo,
         profiler: Profiler | None = None,
         copies: TierCopies | None = None,
+        kv_events: PublishesKVEvents | None = None,
     ) -> None:
         self._config = config
         self._core = core
@@ -109,6 +111,7 @@ class WorkerLoop:
         self._step_times = StepTimes()
         self._profiler = profiler or NoProfiler()
         self._copies = copies or TierCopies({}, waker.wake)
+        self._kv_events = kv_events or NoKVEvents()
         self._profile: tuple[Party, str] | None = None  # who asked for the recording under way, and its id
         self._error: Exception | None = None
         self._drain = Drain(config.protocol.drain_seconds)
@@ -192,6 +195,7 @@ class WorkerLoop:
         self._perform(self._core.take_effects())  # tokens leave before the next step is planned
         self._launch(now)
         self._perform(self._core.take_effects())
+        self._kv_events.publish(self._core.state.blocks, now)
         self._report_profile()
         self._keep_membership(now)
         self._end_drain(now)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from splitserve.block_hash import extend_hashes
 from splitserve.kvconnector.block_pool import BlockPool
+from splitserve.kvconnector.kv_events import DEVICE, KVEvent
 from splitserve.kvconnector.layout import num_blocks_for
 from splitserve.kvconnector.tiers import BlockLoad, Tiers
 from splitserve.request import Party, RequestKey, SamplingParams
@@ -180,6 +181,11 @@ class BlockManager:
         """Of the full blocks of all known tokens but the last."""
         extend_hashes(sequence.block_hashes, self.root_hash, sequence.token_ids, self.block_size)
         return sequence.block_hashes[: (len(sequence.token_ids) - 1) // self.block_size]
+
+    def contents(self) -> list[KVEvent]:
+        """What can be found now, in each tier: events that lead there from nothing."""
+        found = {DEVICE: self.pool.hashes(), **{tier.name: tier.index.hashes() for tier in self.tiers.tiers}}
+        return [KVEvent("stored", name, hashes) for name, hashes in found.items() if hashes]
 
     def forget_prefixes(self) -> None:
         """Nothing that was computed so far is used again."""

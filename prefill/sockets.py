@@ -35,7 +35,9 @@ class WorkerSockets:
         self._security.protect_bound(self._server)
         self._server.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._server.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer that dials anew keeps its identity
-        self.endpoint = self._bind(host)
+        self._publishers: list[zmq.Socket[bytes]] = []
+        self._host = host
+        self.endpoint = self._bind(self._server)
         self._membership = self._dial(membership)
         self._senders: OrderedDict[Party, bytes] = OrderedDict()
         self._peers: dict[Party, zmq.Socket[bytes]] = {}
@@ -49,6 +51,19 @@ class WorkerSockets:
     def watch(self, file_descriptor: int) -> None:
         """Let :meth:`wait` return when there's something to read on ``file_descriptor``."""
         self._poller.register(file_descriptor, zmq.POLLIN)
+
+    def bind_publisher(self) -> "tuple[zmq.Socket[bytes], str]":
+        """A socket for subscribers, protected like the others and closed with them, and its endpoint.
+
+        :meth:`wait` returns when somebody subscribes.
+        """
+        publisher = self._socket(zmq.XPUB)
+        publisher.setsockopt(zmq.XPUB_VERBOSE, 1)
+        self._security.protect_bound(publisher)
+        endpoint = self._bind(publisher)
+        self._publishers.append(publisher)
+        self._poller.register(publisher, zmq.POLLIN)
+        return publisher, endpoint
 
     def wait(self, timeout_seconds: float) -> None:
         """Sleep until something can be received, or the time is up."""
@@ -109,7 +124,7 @@ class WorkerSockets:
         """Close everything; what was just sent gets ``linger_seconds`` to leave."""
         for peer in list(self._peers):
             self.hang_up(peer)
-        for socket in (self._server, self._membership):
+        for socket in (self._server, self._membership, *self._publishers):
             socket.close(linger=int(linger_seconds * 1000))
         self._security.close()
         self._context.term()
@@ -159,12 +174,14 @@ class WorkerSockets:
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         return socket
 
-    def _bind(self, host: str) -> str:
+    def _bind(self, socket: "zmq.Socket[bytes]") -> str:
+        host = self._host
         address = f"[{host}]" if ":" in host else host
         try:
-            self._server.setsockopt(zmq.IPV6, int(":" in host))
-            return f"tcp://{address}:{self._server.bind_to_random_port(f'tcp://{address}')}"
+            socket.setsockopt(zmq.IPV6, int(":" in host))
+            return f"tcp://{address}:{socket.bind_to_random_port(f'tcp://{address}')}"
         except zmq.ZMQError as error:
+            socket.close()
             self._server.close()
             self._security.close()
             self._context.term()

@@ -123,11 +123,12 @@ class _WorkerCollector(Collector):
 
 def _identities(records: list[WorkerRecord]) -> GaugeMetricFamily:
     """Which process a worker is: what an operator needs to look at it, or to end it."""
-    labels = ("worker", "role", "incarnation", "endpoint", "pid")
+    labels = ("worker", "role", "incarnation", "endpoint", "pid", "kv_events_endpoint")
     family = GaugeMetricFamily("splitserve_worker_info", "Always 1; the labels say who and where it is", labels=labels)
     for record in records:
         info = record.info
-        family.add_metric((*_labels(record), f"{info.party.incarnation:x}", info.endpoint, str(info.pid)), 1.0)
+        where = (info.endpoint, str(info.pid), info.kv_events_endpoint)
+        family.add_metric((*_labels(record), f"{info.party.incarnation:x}", *where), 1.0)
     return family
 
 

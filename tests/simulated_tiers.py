@@ -19,6 +19,23 @@ class SimTiers:
         self.tiers = [Tier(name, TierIndex(size), max_blocks_per_copy=3) for name, size in sizes.items()]
         self.slots: dict[str, list[list[int]]] = {name: [[] for _ in range(size)] for name, size in sizes.items()}
         self.num_loaded = 0
+        self.found: dict[str, set[bytes]] = {}  # what a subscriber to the worker's events believes, by tier
+
+    def follow_events(self) -> None:
+        """Whoever adds up the events knows what can be found."""
+        blocks = self.worker.core.state.blocks
+        for event in blocks.tiers.events.take():
+            known = self.found.setdefault(event.tier, set())
+            hashes = set(event.hashes)
+            assert len(hashes) == len(event.hashes), "an event names a block twice"
+            if event.kind == "stored":
+                assert not hashes & known, "stored twice"
+                known |= hashes
+            else:
+                assert hashes <= known, "evicted without having been stored"
+                known -= hashes
+        contents = {event.tier: set(event.hashes) for event in blocks.contents()}
+        assert {tier: known for tier, known in self.found.items() if known} == contents
 
     def start(self, command: CopyCommand) -> None:
         sim = self.worker.sim

@@ -40,7 +40,12 @@ class SimWorker:
         self.generations = np.zeros(num_blocks, dtype=np.uint64)
         self.memory = [[0] * BLOCK_SIZE for _ in range(num_blocks)]
         engine = EngineConfig(
-            model="sim", max_num_batched_tokens=16, max_num_seqs=4, tail_chunk_tokens=4, kv_load_seconds=0.5
+            model="sim",
+            max_num_batched_tokens=16,
+            max_num_seqs=4,
+            tail_chunk_tokens=4,
+            kv_load_seconds=0.5,
+            kv_events=True,
         ).on("cpu")
         self.below = SimTiers(self, sim.tier_slots)
         config = WorkerConfig(engine_id=name, role=role, engine=engine, membership="", protocol=sim.protocol)
@@ -115,6 +120,7 @@ class SimWorker:
             if plan is None:
                 break
         self.core.check_invariants()
+        self.below.follow_events()
         self.known |= self.core.state.sequences.keys()
         if self.drain_clock.is_over(self.core.is_idle, self.clock):
             self.sim.leave(self)

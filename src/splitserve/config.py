@@ -67,7 +67,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     asked for; "" refuses them.
     ``host_kv_memory_bytes`` of host memory hold blocks beyond those of ``kv_memory_bytes``, 0 for none; ``kv_keep``
     says which, one of :data:`KEEP_POLICIES`. A request waits at most ``kv_load_seconds`` for its blocks to come up
-    again, then it computes them.
+    again, then it computes them. With ``kv_events`` the worker publishes what it holds (docs/kv-events.md).
     """
 
     model: str
@@ -95,6 +95,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     host_kv_memory_bytes: int = 0
     kv_keep: str = "all"
     kv_load_seconds: float = 5.0
+    kv_events: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

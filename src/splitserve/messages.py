@@ -78,7 +78,8 @@ class LayoutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A worker as membership knows it. ``endpoint`` is the ZMQ address that routers and peers connect to."""
+    """A worker as membership knows it. ``endpoint`` is the ZMQ address that routers and peers connect to,
+    ``kv_events_endpoint`` the one for subscribers to its KV events; "" if it publishes none."""
 
     party: Party
     role: Role
@@ -89,6 +90,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_num_seqs: Size
     max_model_len: Size
     vocab_size: Size
+    kv_events_endpoint: str = ""
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,0 +1,133 @@
+"""KV events: what a subscriber hears of a real worker adds up to what the worker holds, as docs/kv-events.md has it."""
+
+import hashlib
+import re
+import struct
+import time
+import urllib.request
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from serving import complete_all, wait_until_quiet
+from splitserve.kvconnector.kv_events import KVEvent, KVEventBatch, KVEventLog, KVEvents
+from splitserve.prefill.sockets import WorkerSockets
+from splitserve.request import Party
+from splitserve.security import SocketSecurity
+from test_end_to_end import BLOCK_SIZE, body, cluster
+from test_tiers_end_to_end import BLOCK_BYTES
+
+PROMPTS = [[300 + (7 * user + position) % 1000 for position in range(6 * BLOCK_SIZE)] for user in range(12)]
+
+
+class Subscriber:
+    """Follows one worker as the document says."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> None:
+        self.socket = context.socket(zmq.SUB)
+        self.socket.connect(endpoint)
+        self.socket.subscribe(b"kv")
+        self.found: dict[str, set[bytes]] | None = None
+        self.number = 0
+        self.batch: KVEventBatch | None = None
+
+    def follow(self, quiet_seconds: float = 1.5) -> None:
+        """Until nothing comes any more."""
+        while self.socket.poll(int(quiet_seconds * 1000)):
+            topic, data = self.socket.recv_multipart()
+            assert topic == b"kv"
+            self.take(msgspec.msgpack.decode(data, type=KVEventBatch))
+
+    def take(self, batch: KVEventBatch) -> None:
+        self.batch = batch
+        if batch.is_snapshot:
+            self.found = {}
+        elif self.found is None:
+            return
+        else:
+            assert batch.number == self.number + 1
+        self.number = batch.number
+        for event in batch.events:
+            known = self.found.setdefault(event.tier, set())
+            if event.kind == "stored":
+                known.update(event.hashes)
+            else:
+                known.difference_update(event.hashes)
+
+
+def chain(root: bytes, tokens: list[int]) -> list[bytes]:
+    """By the words of the document."""
+    hashes = [root]
+    for start in range(0, len(tokens), BLOCK_SIZE):
+        data = struct.pack(f"<{BLOCK_SIZE}q", *tokens[start : start + BLOCK_SIZE])
+        hashes.append(hashlib.blake2b(hashes[-1] + data, digest_size=16).digest())
+    return hashes[1:]
+
+
+@pytest.mark.timeout(90)
+def test_events_add_up_to_what_a_worker_holds(tiny_qwen3: Path) -> None:
+    tiers = {"kv_memory_bytes": 24 * BLOCK_BYTES, "host_kv_memory_bytes": 60 * BLOCK_BYTES, "max_model_len": 256}
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with cluster(tiny_qwen3, "mixed", **tiers, kv_events=True) as running:
+        with urllib.request.urlopen(f"{running.url}/metrics") as page:
+            [endpoint] = re.findall(r'kv_events_endpoint="(tcp://[^"]+)"', page.read().decode())
+        first = Subscriber(context, endpoint)
+        first.follow(0.5)
+        assert first.found == {}, "nothing is held before the first request"
+        answers = complete_all(running.url, [body(tiny_qwen3, prompt) for prompt in PROMPTS], at_once=False)
+        assert all(answer["status"] == 200 for answer in answers)
+        [load] = wait_until_quiet(running.url).values()
+        first.follow()
+        second = Subscriber(context, endpoint)
+        second.follow()
+        assert first.found is not None and first.batch is not None
+        assert first.found == second.found, "what the events add up to isn't what is there"
+        assert (len(first.found["device"]), len(first.found["host"])) == (load["blocks_cached"], load["tier_blocks"])
+        assert len(first.found["host"]) == 60, "the tier is full: some were evicted"
+        last = chain(first.batch.root_hash, PROMPTS[-1])
+        assert set(last) <= first.found["device"] and set(last) <= first.found["host"]
+        assert not set(chain(first.batch.root_hash, PROMPTS[0])) <= first.found["host"]
+    context.destroy(linger=0)
+
+
+def test_subscribers_need_the_shared_secret() -> None:
+    secret = "a secret of sixteen characters"
+    sockets = WorkerSockets(Party("w", 1), "127.0.0.1", "tcp://127.0.0.1:1", secret)
+    publisher, endpoint = sockets.bind_publisher()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    stranger, friend = context.socket(zmq.SUB), context.socket(zmq.SUB)
+    security = SocketSecurity(context, secret)
+    security.protect_connecting(friend)
+    for socket in (stranger, friend):
+        socket.connect(endpoint)
+        socket.subscribe(b"kv")
+    deadline = time.monotonic() + 10
+    while not friend.poll(50):
+        publisher.send_multipart([b"kv", b"x"], zmq.NOBLOCK)
+        assert time.monotonic() < deadline
+    assert not stranger.poll(200)
+    context.destroy(linger=0)
+    sockets.close()
+
+
+def test_events_of_a_kind_are_joined_in_order() -> None:
+    log = KVEventLog()
+    log.stored("host", [b"1"])
+    log.stored("host", [b"2", b"3"])
+    log.evicted("host", [b"1"])
+    log.stored("device", [])
+    log.stored("host", [b"1"])
+    assert log.take() == [
+        KVEvent("stored", "host", [b"1", b"2", b"3"]),
+        KVEvent("evicted", "host", [b"1"]),
+        KVEvent("stored", "host", [b"1"]),
+    ]
+    assert log.take() == []
+
+
+def test_off_keeps_nothing() -> None:
+    events = KVEvents()
+    events.stored("host", [b"1"])
+    assert events.take() == []
