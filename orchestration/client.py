@@ -12,6 +12,7 @@ import psutil
 from splitserve.errors import ConfigError, SplitserveError
 from splitserve.orchestration.control import AnyReply, AnyRequest, ClusterStatus, GetStatus, Stop, accepted
 from splitserve.orchestration.control_socket import ask
+from splitserve.orchestration.log_files import read_log
 from splitserve.orchestration.serve import FOLDER_VARIABLE
 from splitserve.orchestration.shared_memory import remove_abandoned
 from splitserve.orchestration.state_folder import StateFolder
@@ -32,11 +33,22 @@ class ClusterClient(Protocol):
 
     def ask(self, request: AnyRequest) -> AnyReply: ...
 
-    def down(self, say: Say) -> None:
-        """End it, dead or alive; nothing of it is left when this returns."""
+    def down(self, say: Say, *, forget: bool = False) -> None:
+        """End it, dead or alive; nothing of it is left when this returns.
 
-    def log_lines(self, name: str, num_lines: int, follow: bool) -> Iterator[str]:
-        """Lines that the process called ``name`` ("": all of them) has logged, each with its name."""
+        ``forget``: forget it, at least, if the Ray cluster that it runs on can't be reached.
+        """
+
+    def bring_code(self) -> None:
+        """See to it that processes which start from now on run the code of this command."""
+
+    def log_names(self) -> list[str]:
+        """Processes whose logs there are."""
+
+    def read_log(self, name: str, num_lines: int, offset: int) -> tuple[str, int]:
+        """See :func:`splitserve.orchestration.log_files.read_log`."""
+
+    def is_alive(self) -> bool: ...
 
 
 class LocalClient:
@@ -53,7 +65,8 @@ class LocalClient:
             )
         return ask(self._folder.socket, request)
 
-    def down(self, say: Say) -> None:
+    def down(self, say: Say, *, forget: bool = False) -> None:
+        del forget
         if self._folder.is_claimed():
             self._stop_launcher()
             say(f"{self._folder.name}: all processes have ended")
@@ -67,21 +80,20 @@ class LocalClient:
         remove_abandoned()
         self._folder.remove()
 
-    def log_lines(self, name: str, num_lines: int, follow: bool) -> Iterator[str]:
-        files = {path.stem: path for path in sorted(self._folder.logs.glob("*.log"))}
-        if not files:
+    def bring_code(self) -> None:
+        """Processes of this machine run what is installed here."""
+
+    def log_names(self) -> list[str]:
+        names = sorted(path.stem for path in self._folder.logs.glob("*.log"))
+        if not names:
             raise ConfigError(f"cluster {self._folder.name} logs to the terminal that it was started from")
-        if name and name not in files:
-            raise ConfigError(f"there is no log of {name!r}; there are {', '.join(files)}")
-        chosen = {name: files[name]} if name else files
-        sizes = {each: path.stat().st_size for each, path in chosen.items()}
-        for each, path in chosen.items():
-            yield from (f"{each}: {line}" for line in last_lines(path, num_lines))
-        while follow and self._folder.is_claimed():
-            time.sleep(POLL_SECONDS)
-            for each, path in chosen.items():
-                text, sizes[each] = _read_on(path, sizes[each])
-                yield from (f"{each}: {line}" for line in text.splitlines())
+        return names
+
+    def read_log(self, name: str, num_lines: int, offset: int) -> tuple[str, int]:
+        return read_log(self._folder.logs / f"{name}.log", num_lines, offset)
+
+    def is_alive(self) -> bool:
+        return self._folder.is_claimed()
 
     def _stop_launcher(self) -> None:
         record = self._folder.read()
@@ -120,24 +132,6 @@ def processes_of(folder: Path) -> list[psutil.Process]:
     return found
 
 
-def last_lines(path: Path, num_lines: int) -> list[str]:
-    with path.open("rb") as log:
-        size = log.seek(0, 2)
-        log.seek(max(0, size - 400 * max(num_lines, 1)))
-        return log.read().decode(errors="replace").splitlines()[-num_lines:] if num_lines > 0 else []
-
-
-def _read_on(path: Path, offset: int) -> tuple[str, int]:
-    """Whole lines after ``offset``, and where they end; from the start for a file that was begun anew."""
-    with path.open("rb") as log:
-        size = log.seek(0, 2)
-        log.seek(offset if offset <= size else 0)
-        start = log.tell()
-        data = log.read()
-    end = data.rfind(b"\n") + 1
-    return data[:end].decode(errors="replace"), start + end
-
-
 # ---- operations, followed to their end ----
 
 
@@ -171,3 +165,22 @@ def follow(client: ClusterClient, say: Say, is_over: Callable[[ClusterStatus], b
             reasons = "; ".join(words.values()) or "splitserve logs may say why"
             raise OperationError(f"a worker could not be started and was given up: {reasons}")
         time.sleep(POLL_SECONDS)
+
+
+def log_lines(client: ClusterClient, name: str, num_lines: int, *, follow: bool) -> Iterator[str]:
+    """Lines that the process called ``name`` ("": all of them) has logged, each with its name.
+
+    Raises :class:`ConfigError` for a name that has no log.
+    """
+    names = client.log_names()
+    if name and name not in names:
+        raise ConfigError(f"there is no log of {name!r}; there are {', '.join(names)}")
+    offsets = dict.fromkeys([name] if name else names, -1)
+    while True:
+        for each in offsets:
+            text, offsets[each] = client.read_log(each, num_lines, offsets[each])
+            yield from (f"{each}: {line}" for line in text.splitlines())
+        if not follow or not client.is_alive():
+            return
+        time.sleep(POLL_SECONDS)
+        offsets = {each: 0 for each in client.log_names() if not name} | offsets

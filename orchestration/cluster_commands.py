@@ -14,6 +14,7 @@ from splitserve.orchestration.options import add_spec_option, cluster_spec
 from splitserve.orchestration.spec import ClusterSpec
 
 EXIT_FAILED = 1
+DEFAULT_NAME = "default"
 
 
 def add_cluster_commands(commands: Any) -> None:
@@ -21,8 +22,11 @@ def add_cluster_commands(commands: Any) -> None:
     up = commands.add_parser(
         "up",
         help="start a cluster that goes on without this terminal",
-        description="Start a cluster on this machine in the background; returns when it answers.",
+        description="Start a cluster in the background, on this machine or on Ray; returns when it answers.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    up.add_argument(
+        "--ray", default="", metavar="ADDRESS", help="of a Ray cluster (HOST:PORT), auto, or local: start Ray here"
     )
     add_spec_option(up)
     up.add_argument(
@@ -30,7 +34,10 @@ def add_cluster_commands(commands: Any) -> None:
     )
     up.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="of every process")
     up.set_defaults(run=_up)
-    _add(commands, "down", "end a cluster and remove everything of it", _down)
+    down = _add(commands, "down", "end a cluster and remove everything of it", _down)
+    down.add_argument(
+        "--forget", action="store_true", help="forget a cluster whose Ray cluster can't be reached any more"
+    )
     status = _add(commands, "status", "show a cluster's processes", _status)
     status.add_argument("--json", action="store_true", help="for programs")
     scale = _add(commands, "scale", "change the number of a pool's workers", _scale)
@@ -54,6 +61,9 @@ def add_cluster_commands(commands: Any) -> None:
 def _add(commands: Any, name: str, text: str, run: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
     parser.add_argument("--name", default="", help="of the cluster; not needed where there is only one")
+    parser.add_argument(
+        "--ray", default="", metavar="ADDRESS", help="of the Ray cluster; needed where `up` ran on another machine"
+    )
     parser.set_defaults(run=run)
     return parser
 
@@ -71,10 +81,15 @@ def _up(options: argparse.Namespace) -> int:
 
     set_up_logging("up", options.log_level)
     spec = _at_home_anywhere(cluster_spec(options))
-    check_model_directory(spec.model.path)
     folder = StateFolder(spec.name)
     _say(f"splitserve {__version__}: {spec.served_model_name} on {spec.describe()}")
-    url = start_detached(spec, folder, options.log_level, restart=options.restart, show=print_progress)
+    if options.ray:
+        from splitserve.orchestration.ray_commands import up_on_ray
+
+        url = up_on_ray(spec, folder, options.ray, options.log_level, restart=options.restart)
+    else:
+        check_model_directory(spec.model.path)
+        url = start_detached(spec, folder, options.log_level, restart=options.restart, show=print_progress)
     _say(f"Ready: {url}/v1 (model {spec.served_model_name}). `splitserve down --name {spec.name}` ends it.")
     return 0
 
@@ -89,11 +104,21 @@ def _client(options: argparse.Namespace) -> Any:
     from splitserve.orchestration.client import LocalClient
     from splitserve.orchestration.state_folder import choose_cluster
 
-    return LocalClient(choose_cluster(options.name))
+    if options.ray:
+        from splitserve.orchestration.ray_commands import client_on_ray
+
+        return client_on_ray(options.name or DEFAULT_NAME, options.ray)
+    folder = choose_cluster(options.name)
+    record = folder.read()
+    if record is not None and record.ray:
+        from splitserve.orchestration.ray_commands import client_on_ray
+
+        return client_on_ray(folder.name, record.ray)
+    return LocalClient(folder)
 
 
 def _down(options: argparse.Namespace) -> int:
-    _client(options).down(_say)
+    _client(options).down(_say, forget=options.forget)
     return 0
 
 
@@ -147,6 +172,7 @@ def _upgrade(options: argparse.Namespace) -> int:
 
         spec = msgspec.to_builtins(_at_home_anywhere(read_spec(options.spec)))
     client = _client(options)
+    client.bring_code()
     accepted(client.ask(UpgradeCluster(spec, options.allow_gap)))
     if options.no_wait:
         return 0
@@ -163,6 +189,8 @@ def _upgrade(options: argparse.Namespace) -> int:
 
 
 def _logs(options: argparse.Namespace) -> int:
-    for line in _client(options).log_lines(options.worker, options.lines, options.follow):
+    from splitserve.orchestration.client import log_lines
+
+    for line in log_lines(_client(options), options.worker, options.lines, follow=options.follow):
         _say(line)
     return 0

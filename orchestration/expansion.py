@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -55,16 +56,28 @@ def _resolve(place: str, reference: SecretRef | None, variable: str) -> str:
     return value
 
 
-def router_config(spec: ClusterSpec, secrets: Secrets, host: str) -> RouterConfig:
+@dataclass(frozen=True, slots=True)
+class RouterPorts:
+    """Where a router shall listen that takes the place of another one; 0: as the spec says, or anywhere."""
+
+    http: int = 0
+    membership: int = 0
+
+
+ANY_PORTS = RouterPorts()
+
+
+def router_config(spec: ClusterSpec, secrets: Secrets, host: str, ports: RouterPorts = ANY_PORTS) -> RouterConfig:
     """``host``: where membership listens."""
     return RouterConfig(
         model=spec.model.path,
         served_model_name=spec.served_model_name,
         host=spec.router.host,
-        port=spec.router.port,
+        port=ports.http or spec.router.port,
         policy=spec.router.policy,
         max_requests_in_flight=spec.router.max_requests_in_flight,
         membership_host=host,
+        membership_port=ports.membership,
         ttft_objective_seconds=spec.objectives.ttft_ms / 1e3,
         tpot_objective_seconds=spec.objectives.tpot_ms / 1e3,
         secret=secrets.secret,

@@ -4,8 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from splitserve.orchestration.control import AnyReply, AnyRequest
+from splitserve.orchestration.expansion import RouterPorts
 from splitserve.orchestration.spec import ClusterSpec, PoolSpec
+from splitserve.orchestration.supervision import Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,14 @@ class Asked:
 Event = ChildProgress | ChildExited | StopRequested | Asked
 
 
+class Memory(msgspec.Struct, frozen=True):
+    """What a launcher must know that goes on in place of another one; "": the router didn't listen yet."""
+
+    snapshot: Snapshot
+    membership: str
+    url: str
+
+
 class Child(Protocol):
     """A process that was started. Its events go to the ``emit`` that it was started with; the last is its exit."""
 
@@ -72,7 +84,7 @@ class Host(Protocol):
     def prepare(self, spec: ClusterSpec) -> None:
         """Check, before anything is started, that the cluster can be."""
 
-    def start_router(self, spec: ClusterSpec, emit: Callable[[Event], None]) -> Child: ...
+    def start_router(self, spec: ClusterSpec, ports: RouterPorts, emit: Callable[[Event], None]) -> Child: ...
 
     def start_worker(
         self, name: str, spec: ClusterSpec, pool: PoolSpec, membership: str, emit: Callable[[Event], None]
@@ -83,5 +95,8 @@ class Host(Protocol):
 
     def release(self, name: str) -> None:
         """The worker is gone: its devices are free."""
+
+    def remember(self, memory: Memory) -> None:
+        """Keep what a launcher needs to know that goes on in place of this one, where there may be such a launcher."""
 
     def close(self) -> None: ...

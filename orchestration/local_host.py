@@ -8,6 +8,7 @@ from pathlib import Path
 from splitserve.orchestration.addresses import LOOPBACK, own_address
 from splitserve.orchestration.cores import available_cores, split_cores
 from splitserve.orchestration.expansion import (
+    RouterPorts,
     Secrets,
     resolve_secrets,
     router_config,
@@ -15,7 +16,7 @@ from splitserve.orchestration.expansion import (
     worker_environment,
 )
 from splitserve.orchestration.gpus import VISIBLE, GpuAssignment, check_enough_gpus, device_of, list_gpus
-from splitserve.orchestration.host import Event
+from splitserve.orchestration.host import Event, Memory
 from splitserve.orchestration.process import ChildProcess
 from splitserve.orchestration.shared_memory import remove_abandoned
 from splitserve.orchestration.spec import ClusterSpec, PoolSpec
@@ -68,11 +69,11 @@ class LocalHost:
         check_enough_gpus(spec, gpus)
         self._gpus = GpuAssignment(gpus, spec.devices.share)
 
-    def start_router(self, spec: ClusterSpec, emit: Callable[[Event], None]) -> ChildProcess:
+    def start_router(self, spec: ClusterSpec, ports: RouterPorts, emit: Callable[[Event], None]) -> ChildProcess:
         return ChildProcess(
             name="router",
             entry=self._entries.router,
-            config=router_config(spec, self._secrets, self._address),
+            config=router_config(spec, self._secrets, self._address, ports),
             threads=0,
             log_level=self._log_level,
             emit=emit,
@@ -121,6 +122,9 @@ class LocalHost:
     def release(self, name: str) -> None:
         self._gpus.give_back(name)
         self._names.pop(name, None)
+
+    def remember(self, memory: Memory) -> None:
+        """Nobody goes on in place of a launcher on this machine: its children end with it."""
 
     def close(self) -> None:
         """Nothing is left to close: children are the launcher's."""

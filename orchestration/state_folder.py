@@ -28,13 +28,14 @@ class NameTakenError(ConfigError):
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``ray`` is the address of the Ray cluster that it runs on; "" for one on this machine. ``head_pid`` is the Ray
-    head that was started for it, which began at ``head_start_seconds`` (Unix time); 0: none was."""
+    head that was started for it in ``head_folder``, at ``head_start_seconds`` (Unix time); 0: none was."""
 
     name: str
     launcher_pid: int = 0
     ray: str = ""
     head_pid: int = 0
     head_start_seconds: float = 0.0
+    head_folder: str = ""
 
 
 def state_root() -> Path:
@@ -80,6 +81,13 @@ class StateFolder:
                 self._lock_fd = lock_fd
             else:  # whoever had it before has just removed it
                 os.close(lock_fd)
+        record = self.read()
+        if record is not None and record.ray:
+            self.release()
+            raise NameTakenError(
+                f"a cluster called {self.name} is on Ray at {record.ray}: choose another --name, or end it first "
+                f"(splitserve down --name {self.name})"
+            )
         for left_over in (self.socket, self.path / _RECORD):
             left_over.unlink(missing_ok=True)
 
@@ -114,6 +122,12 @@ class StateFolder:
             os.close(lock_fd)
         return False
 
+    def release(self) -> None:
+        """Give the claim up and leave what is there."""
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
     def write(self, record: Record) -> None:
         """Atomically."""
         draft = self.path / f"{_RECORD}.new"
@@ -130,9 +144,7 @@ class StateFolder:
     def remove(self) -> None:
         """Nothing is left of it; harmless when nothing was there."""
         shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock_fd is not None:
-            os.close(self._lock_fd)
-            self._lock_fd = None
+        self.release()
         with suppress(OSError):  # others have clusters, too
             self.path.parent.rmdir()
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import msgspec
+
 from splitserve.errors import ConfigError
 from splitserve.orchestration.restarts import RestartPolicy
 from splitserve.orchestration.spec import ClusterSpec, PoolSpec
@@ -78,8 +80,7 @@ class UpgradeState(StrEnum):
     FAILED = "failed"
 
 
-@dataclass(slots=True)
-class Upgrade:
+class Upgrade(msgspec.Struct):
     """Workers of older revisions are replaced one by one: ``old`` is the one whose turn it is.
 
     With room for one more, its successor starts first, under a name of its own; without, the old one leaves first and
@@ -94,6 +95,26 @@ class Upgrade:
     old: str = ""
     successor: str = ""
     problem: str = ""
+
+
+class KnownWorker(msgspec.Struct, frozen=True):
+    """A worker of a :class:`Snapshot`. ``is_leaving``: it was asked to go."""
+
+    name: str
+    revision: int
+    wanted: bool
+    is_leaving: bool
+    num_restarts: int
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """What a supervisor must remember to go on where another one ended. ``specs``: those of living revisions."""
+
+    revision: int
+    spec: ClusterSpec
+    specs: dict[int, ClusterSpec]
+    workers: list[KnownWorker]
+    upgrade: Upgrade | None
 
 
 class Supervisor:
@@ -113,7 +134,7 @@ class Supervisor:
         self.upgrade: Upgrade | None = None
         self._restart = restart
         self._has_room = has_room
-        self._chosen = chosen or random.Random()
+        self.chosen = chosen or random.Random()
 
     # ---- what is wanted ----
 
@@ -195,7 +216,7 @@ class Supervisor:
         worker.phase, worker.ready_since, worker.kill_at = Phase.WAITING, None, float("inf")
         delay_seconds: float | None = None
         if worker.wanted and (self._restart or self._is_turn_of(name)):
-            delay_seconds = worker.policy.on_death(seconds_ready, self._chosen) if returncode else 0.0
+            delay_seconds = worker.policy.on_death(seconds_ready, self.chosen) if returncode else 0.0
         if delay_seconds is None:
             del self.workers[name]
         else:
@@ -222,6 +243,37 @@ class Supervisor:
         return min(*waiting, *leaving, float("inf"), float("inf"))
 
     # ---- what is known ----
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(
+            revision=self.revision,
+            spec=self.spec,
+            specs={worker.revision: worker.spec for worker in self.workers.values()},
+            workers=[
+                KnownWorker(
+                    worker.name, worker.revision, worker.wanted, worker.phase is Phase.LEAVING, worker.num_restarts
+                )
+                for worker in self.workers.values()
+            ],
+            upgrade=self.upgrade,
+        )
+
+    def restore(self, snapshot: Snapshot, running: Collection[str], now: float) -> None:
+        """Go on from ``snapshot``. Workers that are ``running`` count as starting until they are heard of again; the
+        others are started anew, if they are wanted."""
+        self.spec, self.revision, self.upgrade = snapshot.spec, snapshot.revision, snapshot.upgrade
+        for known in snapshot.workers:
+            if known.name not in running and not known.wanted:
+                continue
+            spec = snapshot.specs[known.revision]
+            pool = next(pool for pool in spec.pools if known.name.rpartition("-")[0] == pool.name)
+            worker = Worker(known.name, spec, pool, known.revision, now, wanted=known.wanted)
+            worker.num_restarts = known.num_restarts
+            if known.name in running:
+                worker.phase, worker.due_at = Phase.STARTING, float("inf")
+                if known.is_leaving:
+                    self._ask_to_leave(worker, now)  # it knows already: a second signal would end it at once
+            self.workers[known.name] = worker
 
     def names(self, phase: Phase) -> frozenset[str]:
         return frozenset(worker.name for worker in self.workers.values() if worker.phase is phase)
@@ -325,10 +377,12 @@ class Supervisor:
         upgrade.state = UpgradeState.FAILED
         upgrade.problem = f"{name}: {worker.last_words if worker else 'it ended'}"
         self.spec = upgrade.before
+        self.revision += 1  # the same as before the upgrade, but not the same as that of those it has replaced
         if worker is None:
             return []
         if upgrade.old == name:  # its predecessor had to make room: back to what worked
             worker.spec, worker.pool = self.spec, self.spec.pool(worker.pool.name)
+            worker.revision = self.revision
             worker.due_at, worker.policy = now, RestartPolicy()
             return []
         return self._dismiss([worker], now)

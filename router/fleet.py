@@ -88,7 +88,9 @@ class Fleet:
         self._context.set(zmq.MAX_SOCKETS, _SOCKETS_PER_WORKER * MAX_WORKERS + _OTHER_SOCKETS)
         self._security = SocketSecurity(self._context, config.secret)
         try:
-            socket, self.endpoint = bind_router_socket(self._context, config.membership_host, self._security)
+            socket, self.endpoint = bind_router_socket(
+                self._context, config.membership_host, self._security, config.membership_port
+            )
         except ConfigError:
             self._security.close()
             raise

@@ -79,9 +79,9 @@ class LoopSocket:
 
 
 def bind_router_socket(
-    context: "zmq.Context[zmq.Socket[bytes]]", host: str, security: SocketSecurity
+    context: "zmq.Context[zmq.Socket[bytes]]", host: str, security: SocketSecurity, port: int = 0
 ) -> "tuple[zmq.Socket[bytes], str]":
-    """A ROUTER socket on a free port of ``host``, and its endpoint. Raises :class:`ConfigError`."""
+    """A ROUTER socket on ``port`` (0: a free one) of ``host``, and its endpoint. Raises :class:`ConfigError`."""
     socket = _new_socket(context, zmq.ROUTER)
     security.protect_bound(socket)
     # A worker that reconnects before its old connection was seen to end must not be shut out.
@@ -89,10 +89,11 @@ def bind_router_socket(
     address = f"[{host}]" if ":" in host else host
     try:
         socket.setsockopt(zmq.IPV6, int(":" in host))
-        socket.bind(f"tcp://{address}:*")
+        socket.bind(f"tcp://{address}:{port or '*'}")
     except zmq.ZMQError as error:
         socket.close(linger=0)
-        raise ConfigError(f"membership_host {host!r} can't be bound: {error.strerror}") from error
+        where = f"{host!r} port {port}" if port else repr(host)
+        raise ConfigError(f"membership_host {where} can't be bound: {error.strerror}") from error
     return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
 

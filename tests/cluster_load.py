@@ -7,9 +7,30 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
+
+from serving import complete_all, transformers_greedy
+
+MAX_TOKENS = 24
+PROMPTS = [[300 + (7 * index + 3 * i) % 900 for i in range(20 + 13 * index)] for index in range(6)]
+
+
+def bodies(model: str) -> list[dict[str, Any]]:
+    """Requests that say which tokens they got, and where."""
+    fixed = {"max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    return [{"model": model, "prompt": prompt, "return_route": True, **fixed} for prompt in PROMPTS]
+
+
+def right_tokens(url: str, model: str, checkpoint: Path) -> list[list[int]]:
+    """What the cluster answers each request when it's asked one at a time, compared with transformers."""
+    answers = complete_all(url, bodies(model), at_once=False)
+    token_ids = [answer["choices"][0]["token_ids"] for answer in answers]
+    for reference, ours in zip(transformers_greedy(checkpoint, PROMPTS, MAX_TOKENS), token_ids, strict=True):
+        assert reference.agrees(ours)
+    return token_ids
 
 
 @dataclass
@@ -23,11 +44,11 @@ class Load:
 
 @contextmanager
 def steady_load(
-    url: str, bodies: Sequence[dict[str, Any]], expected: Sequence[list[int]], streams: int = 4
+    url: str, requests: Sequence[dict[str, Any]], expected: Sequence[list[int]], streams: int = 4
 ) -> Iterator[Load]:
-    """Streamed completions of random ``bodies``, ``streams`` at a time, while the block runs; then all end."""
+    """Streamed completions of random ``requests``, ``streams`` at a time, while the block runs; then all end."""
     load, stop = Load(), threading.Event()
-    thread = threading.Thread(target=lambda: asyncio.run(_run(url, bodies, expected, streams, load, stop)))
+    thread = threading.Thread(target=lambda: asyncio.run(_run(url, requests, expected, streams, load, stop)))
     thread.start()
     try:
         yield load
@@ -39,7 +60,7 @@ def steady_load(
 
 async def _run(
     url: str,
-    bodies: Sequence[dict[str, Any]],
+    requests: Sequence[dict[str, Any]],
     expected: Sequence[list[int]],
     streams: int,
     load: Load,
@@ -50,9 +71,9 @@ async def _run(
     async def stream(session: aiohttp.ClientSession, seed: int) -> None:
         chosen = random.Random(seed)
         while not stop.is_set():
-            index = chosen.randrange(len(bodies))
+            index = chosen.randrange(len(requests))
             try:
-                problem = await _one(session, url, bodies[index], expected[index], load)
+                problem = await _one(session, url, requests[index], expected[index], load)
             except (aiohttp.ClientError, TimeoutError) as error:
                 problem = f"{type(error).__name__}: {error}"
             load.num_done += 1

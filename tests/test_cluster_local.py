@@ -12,11 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster_load import steady_load
-from serving import complete_all, transformers_greedy, wait_until_quiet
+from cluster_load import bodies, right_tokens, steady_load
+from serving import wait_until_quiet
 from splitserve.orchestration.client import processes_of
-
-MAX_TOKENS = 24
 
 
 def splitserve(*arguments: str, status: int = 0) -> str:
@@ -55,18 +53,8 @@ def test_a_life_under_load(tiny_qwen3: Path, tmp_path: Path, state: Path) -> Non
     assert "called life is running already" in splitserve("up", "--spec", spec, "--name", "life", status=2)
     assert [path.name for path in state.iterdir()] == ["life"]
 
-    prompts = [[300 + (7 * index + 3 * i) % 900 for i in range(20 + 13 * index)] for index in range(6)]
-    bodies = [
-        {"model": "tiny", "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True,
-         "return_token_ids": True, "return_route": True}
-        for prompt in prompts
-    ]  # fmt: skip
-    answers = complete_all(url, bodies, at_once=False)
-    expected = [answer["choices"][0]["token_ids"] for answer in answers]
-    for reference, token_ids in zip(transformers_greedy(tiny_qwen3, prompts, MAX_TOKENS), expected, strict=True):
-        assert reference.agrees(token_ids)
-
-    with steady_load(url, bodies, expected) as load:
+    expected = right_tokens(url, "tiny", tiny_qwen3)
+    with steady_load(url, bodies("tiny"), expected) as load:
         splitserve("scale", "gen", "2")
         assert "2 workers replaced" not in splitserve("status")
         upgraded = write_spec(tmp_path / "next.yaml", tiny_qwen3, threads=2)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from splitserve.config import EngineConfig
 from splitserve.errors import ConfigError, WireError
 from splitserve.orchestration import shared_memory
-from splitserve.orchestration.client import LocalClient, OperationError, follow, last_lines, processes_of, status_of
+from splitserve.orchestration.client import LocalClient, OperationError, follow, log_lines, processes_of, status_of
 from splitserve.orchestration.control import (
     Accepted,
     AnyRequest,
@@ -41,6 +41,7 @@ from splitserve.orchestration.control_socket import MAX_LINE_BYTES, ControlServe
 from splitserve.orchestration.display import describe_status
 from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.local_host import Entries
+from splitserve.orchestration.log_files import read_log
 from splitserve.orchestration.serve import FOLDER_VARIABLE
 from splitserve.orchestration.shorthand import simple_spec
 from splitserve.orchestration.state_folder import (
@@ -358,19 +359,30 @@ def test_logs_are_kept_and_followed(cluster: LocalCluster, tmp_path: Path) -> No
 
     folder = Folder("c")
     client = LocalClient(folder)
-    assert sorted(path.stem for path in folder.logs.glob("*.log")) == ["decode-0", "decode-1", "prefill-0", "router"]
+    assert client.log_names() == ["decode-0", "decode-1", "prefill-0", "router"]
     (folder.logs / "prefill-0.log").write_text("".join(f"line {i}\n" for i in range(1000)))
     folder.ends_at = 0.0
-    assert list(client.log_lines("prefill-0", 2, follow=True)) == ["prefill-0: line 998", "prefill-0: line 999"]
-    assert last_lines(folder.logs / "prefill-0.log", 0) == []
+    assert list(log_lines(client, "prefill-0", 2, follow=True)) == ["prefill-0: line 998", "prefill-0: line 999"]
     with pytest.raises(ConfigError, match="no log of 'prefill-9'; there are decode-0"):
-        list(client.log_lines("prefill-9", 1, follow=False))
-    folder.ends_at = time.monotonic() + 1.0
+        list(log_lines(client, "prefill-9", 1, follow=False))
+    folder.ends_at = time.monotonic() + 1.5
 
     def write_more() -> None:
         time.sleep(0.3)
         with (folder.logs / "decode-0.log").open("a") as log:
             log.write("more\nand half a li")
+        (folder.logs / "decode-2.log").write_text("a newcomer\n")
 
     threading.Thread(target=write_more).start()
-    assert list(client.log_lines("", 0, follow=True)) == ["decode-0: more"]
+    assert list(log_lines(client, "", 0, follow=True)) == ["decode-0: more", "decode-2: a newcomer"]
+
+
+def test_reading_a_log_that_was_begun_anew(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    assert read_log(path, 5, -1) == ("", 0)
+    path.write_text("one\ntwo\nthr")
+    assert read_log(path, 1, -1) == ("two\n", 8)
+    path.write_text("one\ntwo\nthree\n")
+    assert read_log(path, 1, 8) == ("three\n", 14)
+    path.write_text("anew\n")
+    assert read_log(path, 1, 14) == ("anew\n", 5)

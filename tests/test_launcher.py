@@ -125,7 +125,7 @@ def test_failure_at_start_ends_everything_with_its_message(
 
 def test_router_that_never_gets_ready_is_an_error(make_cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPLITSERVE_TEST_BEHAVIOUR", "router=never-ready")
-    monkeypatch.setattr("splitserve.orchestration.launcher.ROUTER_READY_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr("splitserve.orchestration.cluster.ROUTER_READY_TIMEOUT_SECONDS", 0.3)
     with pytest.raises(LaunchError, match=r"the router is not: GET .*/ready gives 503"):
         make_cluster(num_mixed=1).start()
 
@@ -216,7 +216,7 @@ def test_child_that_ignores_sigterm_is_killed(
     make_cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("SPLITSERVE_TEST_BEHAVIOUR", "mixed-0=stubborn")
-    monkeypatch.setattr("splitserve.orchestration.launcher.STOP_GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("splitserve.orchestration.cluster.STOP_GRACE_SECONDS", 0.5)
     cluster = make_cluster(num_mixed=1)
     cluster.start()
     pids = list(cluster.pids.values())

@@ -19,6 +19,7 @@ from splitserve.orchestration.supervision import (
     Drain,
     Kill,
     Phase,
+    Snapshot,
     Start,
     Supervisor,
     UpgradeState,
@@ -49,6 +50,17 @@ class Machine:
         self.supervisor = Supervisor(spec, restart=restart, has_room=self.has_room, chosen=random.Random(0))
         self.supervisor.want_all(self.now)
         self.go_on()
+
+    def lose_supervisor(self) -> None:
+        """Another one goes on with what was remembered, and hears again of those that are ready."""
+        before = self.supervisor
+        data = msgspec.json.encode(before.snapshot())
+        self.supervisor = Supervisor(before.spec, has_room=self.has_room, chosen=random.Random(1))
+        self.supervisor.restore(msgspec.json.decode(data, type=Snapshot), self.running, self.now)
+        self.perform(self.supervisor.poll(self.now))
+        for name in sorted(before.names(Phase.READY) | before.names(Phase.LEAVING)):
+            self.perform(self.supervisor.on_ready(name, self.now))
+        self.supervisor.check_invariants()
 
     def has_room(self, _pool: PoolSpec) -> bool:
         starting = [name for name in self.supervisor.workers if name not in self.running]
@@ -270,6 +282,23 @@ def test_a_worker_that_dies_during_an_upgrade_comes_back_as_it_was() -> None:
         machine.supervisor.scale("decode", 3, machine.now)
 
 
+@pytest.mark.parametrize("room", [None, 4])
+def test_an_upgrade_goes_on_after_its_supervisor_was_lost(room: int | None) -> None:
+    machine = Machine(spec_of(2, 2), room=room)
+    machine.ready()
+    target = changed(machine.supervisor.spec)
+    machine.perform(machine.supervisor.begin_upgrade(target, machine.now))
+    for _ in range(10):
+        machine.go_on()
+        machine.lose_supervisor()
+        machine.leave()
+        machine.lose_supervisor()
+        machine.ready()
+    assert machine.supervisor.upgrade is not None and machine.supervisor.upgrade.state is UpgradeState.DONE
+    assert machine.supervisor.upgrade.num_replaced == 4
+    assert all(spec == target for spec in machine.running.values())
+
+
 def test_an_old_worker_that_died_needs_no_goodbye() -> None:
     machine = serving()
     machine.perform(machine.supervisor.begin_upgrade(changed(machine.supervisor.spec), machine.now))
@@ -295,7 +324,7 @@ def test_random_lives(chosen: random.Random, room: int | None) -> None:
     machine.ready()
     deaths = chosen.random() < 0.5
     for _ in range(chosen.randrange(60)):
-        event = chosen.randrange(7)
+        event = chosen.randrange(8)
         if event == 0 and deaths and machine.running:
             machine.exit(chosen.choice(machine.names), chosen.choice([0, 1, -9]))
         elif event == 1 and machine.supervisor.names(Phase.STARTING):
@@ -309,6 +338,8 @@ def test_random_lives(chosen: random.Random, room: int | None) -> None:
         elif event == 5 and deaths and room is None:
             pool, count = chosen.choice(["prefill", "decode"]), chosen.randrange(1, 4)
             try_out(machine, lambda pool=pool, count=count: machine.supervisor.scale(pool, count, machine.now))
+        elif event == 7:
+            machine.lose_supervisor()
         elif event == 6 and deaths and room is None:
             name = chosen.choice(sorted(machine.supervisor.workers))
             try_out(machine, lambda name=name: machine.supervisor.drain(name, machine.now))

@@ -168,7 +168,7 @@ class WorkerConfig(Confidential, frozen=True, kw_only=True):
 
 
 class RouterConfig(Confidential, frozen=True, kw_only=True):
-    """The router process. ``port`` 0 takes a free one. ``max_requests_in_flight`` bounds what it admits (429 beyond).
+    """The router process. A port 0 takes a free one. ``max_requests_in_flight`` bounds what it admits (429 beyond).
 
     Objectives are what an answer should take, 0 for none: the router counts the requests that met them.
     ``secret`` protects its side channels; ``api_key`` is what /v1 wants of clients, "" asks for nothing.
@@ -179,6 +179,7 @@ class RouterConfig(Confidential, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 8000
     membership_host: str = "127.0.0.1"
+    membership_port: int = 0
     policy: str = "least-loaded"
     max_requests_in_flight: int = 1024
     ttft_objective_seconds: float = 0.0

@@ -1,0 +1,454 @@
+"""A cluster of processes: the router first, then all workers at once.
+
+:class:`Cluster` starts them, shows their progress, watches them and ends them, wherever its host runs them
+(:mod:`.local_host`, :mod:`.ray_host`). It is one loop over events; :mod:`.supervision` decides which workers there
+shall be. No child outlives a cluster on this machine: they are asked with SIGINT, which doesn't wait for requests,
+killed after :data:`STOP_GRACE_SECONDS`, and end by themselves if this process dies without a word.
+"""
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import copy
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from splitserve.errors import SplitserveError
+from splitserve.orchestration.control import (
+    Accepted,
+    AnyReply,
+    AnyRequest,
+    DrainWorker,
+    GetStatus,
+    Refused,
+    Scale,
+    Stop,
+    UpgradeCluster,
+)
+from splitserve.orchestration.expansion import ANY_PORTS
+from splitserve.orchestration.host import Asked, Child, ChildExited, ChildProgress, Event, Host, Memory, StopRequested
+from splitserve.orchestration.router_keeper import RouterKeeper, probe_ready
+from splitserve.orchestration.spec import ClusterSpec
+from splitserve.orchestration.status import ROUTER, cluster_status
+from splitserve.orchestration.supervision import Action, Drain, Kill, Phase, Start, Supervisor, Worker
+
+STOP_GRACE_SECONDS = 3.0
+START_TIMEOUT_SECONDS = 900.0
+ROUTER_READY_TIMEOUT_SECONDS = 30.0
+REPLY_TIMEOUT_SECONDS = 30.0
+_READY_POLL_SECONDS = 0.05
+
+_log = logging.getLogger(__name__)
+
+
+class LaunchError(SplitserveError):
+    """A process of the cluster failed to start; the message is its own."""
+
+
+class LaunchInterruptedError(SplitserveError):
+    """A signal asked for the end before the cluster was ready."""
+
+
+def ignore_progress(_event: ChildProgress) -> None:
+    """For callers that show nothing."""
+
+
+class Cluster:
+    """Use as a context manager (ready inside, gone after), or ``start``, ``watch``, ``stop``.
+
+    Start it from a thread that outlives it; in the main thread the kernel guards against orphans, too. Workers are
+    started again while :meth:`watch` runs, unless ``restart`` is off. The router's end is the cluster's, unless
+    ``restart_router`` is on.
+    """
+
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        host: Host,
+        *,
+        show: Callable[[ChildProgress], None] = ignore_progress,
+        restart: bool = True,
+        restart_router: bool = False,
+    ) -> None:
+        self.spec = spec
+        self.state = "starting"
+        self._host = host
+        self._show = show
+        self._events: SimpleQueue[Event] = SimpleQueue()
+        self._changed = threading.Condition()  # guards what watch() changes and others look at
+        self._children: dict[str, Child] = {}
+        self._supervisor = Supervisor(spec, restart=restart, has_room=host.has_room)
+        self._router = RouterKeeper(restart_router)
+        self._remembered: Memory | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        _type: type[BaseException] | None,
+        _error: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    # ---- from any thread ----
+
+    @property
+    def url(self) -> str:
+        """Of the endpoint; "" until the router listens."""
+        return self._router.url
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids by name (``router``, ``prefill-0``, ...)."""
+        with self._changed:
+            return {name: child.pid for name, child in self._children.items()}
+
+    @property
+    def ready(self) -> frozenset[str]:
+        """Workers that said that they are ready, and have neither ended nor been sent away since."""
+        with self._changed:
+            return self._supervisor.names(Phase.READY)
+
+    def wait_ready(self, name: str, timeout_seconds: float) -> bool:
+        """Wait until a worker is ready; False if that takes longer."""
+        with self._changed:
+            return self._changed.wait_for(lambda: name in self._supervisor.names(Phase.READY), timeout_seconds)
+
+    def send_signal(self, name: str, signal_number: int) -> None:
+        """To a process that is running; nothing if it has just ended. Raises :class:`KeyError` for an unknown name."""
+        with self._changed:
+            self._children[name].send_signal(signal_number)
+            if name != ROUTER and signal_number in (signal.SIGTERM, signal.SIGKILL):
+                self._supervisor.on_leaving(name)
+
+    def restart(self, name: str) -> None:
+        """Ask a worker to drain; :meth:`watch` starts it again when it has ended."""
+        self.send_signal(name, signal.SIGTERM)
+
+    def request_stop(self, reason: str) -> None:
+        """Make :meth:`start` or :meth:`watch` return; safe in a signal handler and from any thread."""
+        self._events.put(StopRequested(reason))
+
+    def ask(self, request: AnyRequest) -> AnyReply:
+        """Have the thread that watches the cluster answer a request. Not from that thread."""
+        replies: SimpleQueue[AnyReply] = SimpleQueue()
+        self._events.put(Asked(request, replies.put))
+        try:
+            return replies.get(timeout=REPLY_TIMEOUT_SECONDS)
+        except Empty:
+            return Refused(f"the cluster didn't answer within {REPLY_TIMEOUT_SECONDS:g} s; it may be ending")
+
+    # ---- start, watch, stop ----
+
+    def start(self) -> None:
+        """Return when every worker is ready and the router says so; on any failure everything is stopped.
+
+        Raises :class:`LaunchError`, or :class:`LaunchInterruptedError` after :meth:`request_stop`.
+        """
+        deadline = time.monotonic() + START_TIMEOUT_SECONDS
+        try:
+            self._host.prepare(self.spec)
+            self._add_child(self._host.start_router(self.spec, ANY_PORTS, self._events.put))
+            self._handle_events_until(
+                lambda: self._router.membership != "", "the router's membership endpoint", deadline
+            )
+            self._supervisor.want_all(time.monotonic())
+            self._do_what_is_due()
+            self._handle_events_until(lambda: self._all_ready() and self.url != "", "all workers", deadline)
+            self._wait_until_router_ready(time.monotonic() + ROUTER_READY_TIMEOUT_SECONDS)
+            self.state = "serving"
+        except BaseException:
+            self.stop()
+            raise
+
+    def come_back(self, memory: Memory, adopt: Callable[[Callable[[Event], None]], Mapping[str, Child]]) -> None:
+        """Instead of :meth:`start`: go on where another launcher was lost. ``adopt`` gives the processes that it has
+        left running, by name; they tell their progress from the beginning.
+
+        Raises :class:`LaunchError` if there is no getting a router.
+        """
+        self._router.recall(memory.membership, memory.url)
+        children = adopt(self._events.put)
+        now = time.monotonic()
+        with self._changed:
+            self._supervisor.restore(memory.snapshot, children.keys() - {ROUTER}, now)
+            if not memory.snapshot.workers:
+                self._supervisor.want_all(now)  # it was lost before it could want any
+        for child in children.values():
+            self._add_child(child)
+        if ROUTER not in children:
+            self._router.due_at = now
+        deadline = now + START_TIMEOUT_SECONDS
+        while not self._router.is_listening:
+            self._do_what_is_due(with_workers=False)
+            self._handle(self._next_event(min(deadline, self._router.due_at)))
+            if time.monotonic() > deadline:
+                raise LaunchError("gave up waiting for the router")
+        self.state = "serving"
+        self._do_what_is_due()
+
+    def watch(self) -> int:
+        """Serve until :meth:`request_stop`; returns the exit status: 1 if the router died or no worker is left."""
+        while True:
+            match event := self._next_event():
+                case StopRequested(reason):
+                    _log.info("%s: stopping", reason)
+                    return 0
+                case _:
+                    self._handle(event)
+            if ROUTER not in self._children and not self._router.is_due_some_time:
+                _log.error("the router is gone: stopping")
+                return 1
+            if not self._supervisor.workers:
+                _log.error("no worker is left: stopping")
+                return 1
+            self._do_what_is_due()
+
+    @contextmanager
+    def supervised(self) -> Iterator[None]:
+        """:meth:`watch` in a thread of its own, for a caller with something else to do.
+
+        Raises :class:`LaunchError` at the end if the cluster had ended by itself.
+        """
+        statuses: list[int] = []
+        watcher = threading.Thread(target=lambda: statuses.append(self.watch()), name="watch", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            self.request_stop("the supervision's end")
+            watcher.join()
+        if statuses != [0]:
+            raise LaunchError("the cluster ended by itself: its log says why")
+
+    def stop(self) -> None:
+        """End every child within :data:`STOP_GRACE_SECONDS`, by force if need be. Idempotent."""
+        self.state = "stopping"
+        for child in self._children.values():
+            child.send_signal(signal.SIGINT)
+        deadline = time.monotonic() + STOP_GRACE_SECONDS
+        for child in self._children.values():
+            if not child.join(max(0.0, deadline - time.monotonic())):
+                _log.warning("%s (pid %d) did not end within %g s: killed", child.name, child.pid, STOP_GRACE_SECONDS)
+                child.kill()
+                child.join(STOP_GRACE_SECONDS)
+        with self._changed:
+            self._children.clear()
+            self._supervisor.workers.clear()
+        self._host.close()
+
+    # ---- workers ----
+
+    def _do_what_is_due(self, *, with_workers: bool = True) -> None:
+        now = time.monotonic()
+        if self._router.due_at <= now:
+            self._start_router_again()
+        if not with_workers:
+            return
+        with self._changed:
+            actions = self._supervisor.poll(now)
+        self._perform(actions)
+        self._remember()
+
+    def _perform(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case Start(worker):
+                    self._start_worker(worker)
+                case Drain(name):
+                    _log.info("%s is asked to finish its requests and leave", name)
+                    self._children[name].send_signal(signal.SIGTERM)
+                case Kill(name):
+                    _log.warning("%s did not leave in time: killed", name)
+                    self._children[name].kill()
+
+    def _start_worker(self, worker: Worker) -> None:
+        try:
+            child = self._host.start_worker(
+                worker.name, worker.spec, worker.pool, self._router.membership, self._events.put
+            )
+        except (OSError, SplitserveError) as error:  # no memory, no process, no device: as if it had died at once
+            _log.error("%s can't be started: %s", worker.name, error)
+            self._on_worker_exit(worker.name, 1, str(error))
+            return
+        self._add_child(child)
+        with self._changed:
+            self._supervisor.on_started(worker.name)
+
+    def _add_child(self, child: Child) -> None:
+        with self._changed:
+            self._children[child.name] = child
+
+    def _take_leave(self, name: str, returncode: int) -> str:
+        """A child has ended; returns why, in words."""
+        with self._changed:
+            child = self._children.pop(name)
+        child.join(STOP_GRACE_SECONDS)
+        words = child.describe_exit(returncode)
+        _log.log(logging.ERROR if returncode else logging.INFO, "%s", words)
+        return words
+
+    def _on_worker_exit(self, name: str, returncode: int, words: str) -> None:
+        self._host.release(name)
+        now = time.monotonic()
+        with self._changed:
+            was_wanted = self._supervisor.workers[name].wanted
+            actions = self._supervisor.on_exit(name, returncode, words, now)
+            worker = self._supervisor.workers.get(name)
+        if worker is not None:
+            delay_seconds = worker.due_at - now
+            _log.warning("%s is started again%s", name, f" in {delay_seconds:.1f} s" if delay_seconds > 0 else "")
+        elif was_wanted:
+            _log.error("%s is not restarted; %s go on", name, ", ".join(sorted(self._children)))
+        self._perform(actions)
+
+    def _handle(self, event: Event | None) -> None:
+        match event:
+            case ChildExited(name, returncode):
+                words = self._take_leave(name, returncode)
+                if name == ROUTER:
+                    self._on_router_exit()
+                else:
+                    self._on_worker_exit(name, returncode, words)
+            case ChildProgress() as progress:
+                self._note_progress(progress)
+            case Asked(request, answer):
+                answer(self._reply(request))
+            case StopRequested(reason):
+                raise LaunchInterruptedError(f"{reason} before the cluster was ready")
+
+    def _next_event(self, until: float | None = None) -> Event | None:
+        """The next event; None when something is due (``until``, if that is given) before one comes."""
+        due_at = min(self._supervisor.next_due(), self._router.due_at) if until is None else until
+        try:
+            return self._events.get(timeout=None if due_at == float("inf") else max(0.0, due_at - time.monotonic()))
+        except Empty:
+            return None
+
+    def _note_progress(self, progress: ChildProgress) -> None:
+        actions: list[Action] = []
+        match progress.stage:
+            case "ready" if progress.name in self._supervisor.workers:
+                with self._changed:
+                    actions = self._supervisor.on_ready(progress.name, time.monotonic())
+                    self._changed.notify_all()
+            case "membership":
+                self._on_membership(progress.detail["endpoint"])
+            case "listening":
+                self._router.on_listening(progress.detail["url"], time.monotonic())
+        self._show(progress)
+        self._perform(actions)
+        self._remember()
+
+    def _remember(self) -> None:
+        """Should another launcher have to go on."""
+        snapshot = self._supervisor.snapshot()
+        memory = Memory(snapshot, self._router.membership, self.url)
+        if memory != self._remembered:
+            self._host.remember(memory)
+            snapshot = msgspec.structs.replace(snapshot, upgrade=copy(snapshot.upgrade))
+            self._remembered = Memory(snapshot, self._router.membership, self.url)
+
+    # ---- the router ----
+
+    def _start_router_again(self) -> None:
+        """At the same place, so that workers and clients find it."""
+        self._router.due_at = float("inf")
+        try:
+            self._add_child(self._host.start_router(self.spec, self._router.ports, self._events.put))
+        except (OSError, SplitserveError) as error:
+            _log.error("the router can't be started: %s", error)
+            self._on_router_exit()
+
+    def _on_router_exit(self) -> None:
+        """Another one shall take its place, unless its end is the cluster's."""
+        now = time.monotonic()
+        self._router.on_exit(now)
+        if self._router.is_due_some_time:
+            _log.warning("the router is started again in %.1f s", self._router.due_at - now)
+
+    def _on_membership(self, endpoint: str) -> None:
+        """Workers that were told of another place have to be told anew: they are replaced."""
+        if not self._router.on_membership(endpoint):
+            return
+        for name, child in list(self._children.items()):
+            if name != ROUTER:
+                _log.warning("membership has moved to %s: %s is started again", endpoint, name)
+                child.kill()
+
+    # ---- the start ----
+
+    def _all_ready(self) -> bool:
+        return len(self._supervisor.names(Phase.READY)) == len(self._supervisor.workers)
+
+    def _handle_events_until(self, condition: Callable[[], bool], awaited: str, deadline: float) -> None:
+        while not condition():
+            try:
+                event = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
+            except Empty:
+                missing = ", ".join(sorted(self._supervisor.workers.keys() - self.ready)) or ROUTER
+                raise LaunchError(f"gave up waiting for {awaited}; not ready: {missing}") from None
+            self._handle_start_event(event)
+
+    def _handle_start_event(self, event: Event) -> None:
+        match event:
+            case StopRequested(reason):
+                raise LaunchInterruptedError(f"{reason} before the cluster was ready")
+            case ChildExited(name, returncode):
+                child = self._children[name]
+                raise LaunchError(f"{name}: {child.describe_exit(returncode)}")
+            case ChildProgress() as progress:
+                self._note_progress(progress)
+            case Asked(request, answer):
+                starting = Refused("the cluster is still starting: wait until `splitserve status` says serving")
+                answer(self._reply(request) if isinstance(request, GetStatus | Stop) else starting)
+
+    def _wait_until_router_ready(self, deadline: float) -> None:
+        answer = "no answer"
+        while time.monotonic() < deadline:
+            ready, answer = probe_ready(self.url)
+            if ready:
+                return
+            try:
+                self._handle_start_event(self._events.get(timeout=_READY_POLL_SECONDS))
+            except Empty:
+                continue
+        raise LaunchError(f"all workers are ready, but the router is not: GET {self.url}/ready gives {answer}")
+
+    # ---- requests ----
+
+    def _reply(self, request: AnyRequest) -> AnyReply:
+        """Carry a request out, as far as that is done at once."""
+        now = time.monotonic()
+        supervisor = self._supervisor
+        try:
+            match request:
+                case GetStatus():
+                    return cluster_status(self.state, self.url, supervisor, self._children, now)
+                case Stop():
+                    self.request_stop("splitserve down")
+                case Scale(pool, count):
+                    with self._changed:
+                        actions = supervisor.scale(pool, count, now)
+                    self._perform(actions)
+                case DrainWorker(name):
+                    with self._changed:
+                        actions = supervisor.drain(name, now)
+                    self._perform(actions)
+                case UpgradeCluster(_, allow_gap):
+                    target = request.target(supervisor.spec)
+                    with self._changed:
+                        actions = supervisor.begin_upgrade(target, now, allow_gap=allow_gap)
+                    self._perform(actions)
+        except SplitserveError as error:
+            return Refused(str(error))
+        return Accepted()

@@ -1,0 +1,183 @@
+"""The actor that runs one process of a cluster on a Ray node: the router, or a worker with all its ranks.
+
+The process is a child, started as on a single machine: its environment is set before it imports anything, signals drain
+it, and it ends with this actor, however that dies (its life line). What the actor is asked goes through Ray; what the
+process does goes past it.
+"""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import ray
+
+from splitserve.errors import SplitserveError
+from splitserve.logs import set_up_logging
+from splitserve.orchestration.addresses import own_address
+from splitserve.orchestration.expansion import (
+    RouterPorts,
+    resolve_secrets,
+    router_config,
+    worker_config,
+    worker_environment,
+)
+from splitserve.orchestration.gpus import VISIBLE
+from splitserve.orchestration.host import ChildExited, ChildProgress, Event
+from splitserve.orchestration.local_host import Entries
+from splitserve.orchestration.log_files import read_log
+from splitserve.orchestration.process import ChildProcess
+from splitserve.orchestration.ray_names import CLUSTER_VARIABLE
+from splitserve.orchestration.shared_memory import remove_abandoned
+from splitserve.orchestration.spec import check_model_directory
+from splitserve.orchestration.spec_conversion import convert_spec
+from splitserve.security import check_exposure
+
+POLL_SECONDS = 5.0
+MAX_EVENTS = 1000
+
+
+class AgentOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """What an agent shall run. ``pool`` "": the router; then ``ports`` are where it shall listen, 0 anywhere.
+
+    ``device``: ``cpu`` or ``cuda``.
+    """
+
+    cluster: str
+    name: str
+    spec: dict[str, object]
+    pool: str = ""
+    membership: str = ""
+    threads: int = 0
+    device: str = "cpu"
+    ports: tuple[int, int] = (0, 0)
+    log_level: str = "info"
+    entries: tuple[str, str]
+
+
+class AgentEvent(msgspec.Struct, frozen=True):
+    """A step of the process's life: those of its entry, ``placed`` before them, ``exit`` as the last."""
+
+    stage: str
+    detail: dict[str, str]
+
+
+class Agent:
+    """A Ray actor, with threads. ``order`` is an :class:`AgentOrder` as JSON; it is kept for a controller that comes
+    back."""
+
+    def __init__(self, order: bytes) -> None:
+        self._order = msgspec.json.decode(order, type=AgentOrder)
+        self._events: list[AgentEvent] = []
+        self._changed = threading.Condition()
+        self._child: ChildProcess | None = None
+        set_up_logging(f"agent of {self._order.name}", self._order.log_level)
+        try:
+            self._start()
+        except (SplitserveError, OSError) as error:
+            self._add("exit", {"returncode": "2", "words": str(error)})
+
+    def events(self, after: int) -> list[bytes]:
+        """Events from index ``after`` on, as JSON; waits for one, but not for ever."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._events) > after, POLL_SECONDS)
+            return [msgspec.json.encode(event) for event in self._events[after:]]
+
+    def signal(self, number: int) -> None:
+        if self._child is not None:
+            self._child.send_signal(number)
+
+    def kill(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+
+    def read_log(self, num_lines: int, offset: int) -> tuple[str, int]:
+        """See :func:`splitserve.orchestration.log_files.read_log`."""
+        return read_log(self._log_file(), num_lines, offset)
+
+    def finish(self) -> None:
+        """Nothing of the process is left when this returns."""
+        if self._child is not None:
+            self._child.kill()
+            self._child.join(10.0)
+        remove_abandoned()
+
+    # ---- inside ----
+
+    def _start(self) -> None:
+        order = self._order
+        spec = convert_spec(order.spec)
+        remove_abandoned()
+        check_model_directory(spec.model.path)
+        secrets = resolve_secrets(spec)
+        address = own_address(spec.network, ray.util.get_node_ip_address())
+        check_exposure(address, secrets.secret)
+        gpus = os.environ.get(VISIBLE, "") if order.device == "cuda" else ""
+        environment = {
+            CLUSTER_VARIABLE: order.cluster,
+            VISIBLE: gpus,
+            "PYTHONPATH": os.pathsep.join(filter(None, [_package_root(), os.environ.get("PYTHONPATH", "")])),
+        }
+        self._add(
+            "placed",
+            {
+                "node": ray.get_runtime_context().get_node_id(),
+                "place": f"{ray.util.get_node_ip_address()}{', GPU ' + gpus if gpus else ''}",
+            },
+        )
+        entries = Entries(*order.entries)
+        if order.pool:
+            pool = spec.pool(order.pool)
+            config = worker_config(
+                spec,
+                msgspec.structs.replace(pool, device=order.device),
+                order.name,
+                secrets,
+                membership=order.membership,
+                host=address,
+                threads=order.threads,
+            )
+            self._spawn(entries.worker, config, order.threads, {**environment, **worker_environment(spec, pool)})
+        else:
+            ports = RouterPorts(*order.ports)
+            self._spawn(entries.router, router_config(spec, secrets, address, ports), 0, environment)
+
+    def _spawn(self, entry: str, config: object, threads: int, environment: dict[str, str]) -> None:
+        self._child = ChildProcess(
+            name=self._order.name,
+            entry=entry,
+            config=config,  # type: ignore[arg-type]
+            threads=threads,
+            log_level=self._order.log_level,
+            emit=self._on_event,
+            environment=environment,
+            log_file=self._log_file(),
+        )
+        self._add("started", {"pid": str(self._child.pid)})
+
+    def _on_event(self, event: Event) -> None:
+        match event:
+            case ChildProgress(_, stage, detail):
+                self._add(stage, detail)
+            case ChildExited(_, returncode):
+                while self._child is None:  # it ended before the constructor above had returned
+                    time.sleep(0.01)
+                self._add("exit", {"returncode": str(returncode), "words": self._child.describe_exit(returncode)})
+
+    def _add(self, stage: str, detail: dict[str, str]) -> None:
+        with self._changed:
+            if len(self._events) < MAX_EVENTS or stage == "exit":
+                self._events.append(AgentEvent(stage, detail))
+            self._changed.notify_all()
+
+    def _log_file(self) -> Path:
+        folder = Path(ray._private.worker.global_worker.node.get_logs_dir_path())
+        return folder / f"splitserve-{self._order.cluster}-{self._order.name}.log"
+
+
+def _package_root() -> str:
+    """The folder that the child must import ``splitserve`` from: what Ray has brought here, as this process has it."""
+    import splitserve
+
+    return str(Path(splitserve.__file__).parent.parent)

@@ -1,0 +1,26 @@
+"""Names of what a cluster has on Ray, so that everything of it can be found, and nothing else."""
+
+import secrets
+
+NAMESPACE = "splitserve"
+CLUSTER_VARIABLE = "SPLITSERVE_RAY_CLUSTER"  # in the environment of every process of a cluster
+
+
+def controller_name(cluster: str) -> str:
+    return f"{cluster}/controller"
+
+
+def unique_agent_name(cluster: str, process: str) -> str:
+    """Of the actor and its placement group: each start of a process has ones of its own."""
+    return f"{cluster}/agent/{process}/{secrets.token_hex(4)}"
+
+
+def process_of(agent_name: str, cluster: str) -> str | None:
+    """The process that an agent of the cluster runs; None for the name of anything else."""
+    parts = agent_name.split("/")
+    return parts[2] if len(parts) == 4 and parts[:2] == [cluster, "agent"] else None
+
+
+def memory_key(cluster: str) -> str:
+    """Where its controller keeps what another one would need to go on."""
+    return f"splitserve/{cluster}/snapshot"
