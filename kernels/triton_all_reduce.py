@@ -26,6 +26,7 @@ PROGRAMS = 64
 _BLOCK = 4096
 _NUM_WARPS = 16
 _ALIGNMENT = 16  # bytes of one load of one thread
+_FLAG_BYTES = 128  # of a program's flags, one for each rank: a cache line of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,8 @@ class PeerMemory:
 def buffer_bytes(capacity_bytes: int, size: int) -> int:
     """Bytes of each rank's buffer: two halves for summands, one part for the others' results, the flags."""
     assert capacity_bytes % _ALIGNMENT == 0
-    return 3 * capacity_bytes + 4 * PROGRAMS * size
+    assert 4 * size <= _FLAG_BYTES
+    return 3 * capacity_bytes + _FLAG_BYTES * PROGRAMS
 
 
 def one_shot_add(memory: PeerMemory, residual: Tensor, partial: Tensor, max_spins: int = 0) -> None:
@@ -78,6 +80,7 @@ def _launch(kernel, memory: PeerMemory, residual: Tensor, partial: Tensor, max_s
         SIZE=memory.size,
         BLOCK=_BLOCK,
         NUM_PROGRAMS=PROGRAMS,
+        FLAG_BYTES=_FLAG_BYTES,
         MAX_SPINS=max_spins,
         num_warps=_NUM_WARPS,
         **overlapped(partial.device),
@@ -95,15 +98,15 @@ def _at(buffers, rank, offset_bytes, like):
 def _meet(buffers, flags_at, target, like, RANK: tl.constexpr, SIZE: tl.constexpr, MAX_SPINS: tl.constexpr):
     """Tell this program of all other ranks that this one got to ``target``, and wait until they did.
 
-    What any thread of theirs wrote before can be read afterwards. ``like`` is a pointer to int32.
+    What any thread of theirs wrote before can be read afterwards. ``flags_at``: bytes from a buffer's start to this
+    program's flags, one for each rank. ``like`` is a pointer to int32.
     """
-    own_flags = flags_at + tl.program_id(0) * (4 * SIZE)
     tl.debug_barrier()
     for step in tl.static_range(1, SIZE):
-        flag = _at(buffers, (RANK + step) % SIZE, own_flags, like) + RANK
+        flag = _at(buffers, (RANK + step) % SIZE, flags_at, like) + RANK
         tl.atomic_xchg(flag, target, sem="release", scope="sys")
     for step in tl.static_range(1, SIZE):
-        flag = _at(buffers, RANK, own_flags, like) + (RANK + step) % SIZE
+        flag = _at(buffers, RANK, flags_at, like) + (RANK + step) % SIZE
         spins = 0
         # The difference wraps around as the counters do.
         behind = tl.atomic_add(flag, 0, sem="acquire", scope="sys") - target < 0
@@ -139,19 +142,21 @@ def _one_shot_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr,
+    FLAG_BYTES: tl.constexpr,
     MAX_SPINS: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     wait(OVERLAPPED)
     program = tl.program_id(0)
     call = tl.load(calls + program)
-    summands_at = (call % 2) * CAPACITY
+    summands_at = (call & 1) * CAPACITY  # the counter wraps around
     published = _at(buffers, RANK, summands_at, partial)
     for first in range(program * BLOCK, num_elements, NUM_PROGRAMS * BLOCK):
         at = first + tl.arange(0, BLOCK)
         inside = at < num_elements
         tl.store(published + at, tl.load(partial + at, mask=inside), mask=inside)
-    _meet(buffers, 3 * CAPACITY, 2 * call + 1, calls, RANK, SIZE, MAX_SPINS)
+    flags_at = 3 * CAPACITY + program * FLAG_BYTES
+    _meet(buffers, flags_at, 2 * call + 1, calls, RANK, SIZE, MAX_SPINS)
     for first in range(program * BLOCK, num_elements, NUM_PROGRAMS * BLOCK):
         at = first + tl.arange(0, BLOCK)
         inside = at < num_elements
@@ -172,13 +177,14 @@ def _two_shot_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr,
+    FLAG_BYTES: tl.constexpr,
     MAX_SPINS: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     wait(OVERLAPPED)
     program = tl.program_id(0)
     call = tl.load(calls + program)
-    summands_at = (call % 2) * CAPACITY
+    summands_at = (call & 1) * CAPACITY  # the counter wraps around
     length = tl.cdiv(num_elements, 16 * SIZE) * 16  # of a rank's slice
     published = _at(buffers, RANK, summands_at, partial)
     for step in tl.static_range(1, SIZE):
@@ -188,7 +194,8 @@ def _two_shot_kernel(
             at = first + tl.arange(0, BLOCK)
             inside = at < end
             tl.store(published + at, tl.load(partial + at, mask=inside), mask=inside)
-    _meet(buffers, 3 * CAPACITY, 2 * call + 1, calls, RANK, SIZE, MAX_SPINS)
+    flags_at = 3 * CAPACITY + program * FLAG_BYTES
+    _meet(buffers, flags_at, 2 * call + 1, calls, RANK, SIZE, MAX_SPINS)
     start = RANK * length
     end = tl.minimum(start + length, num_elements)
     for first in range(start + program * BLOCK, end, NUM_PROGRAMS * BLOCK):
@@ -199,7 +206,7 @@ def _two_shot_kernel(
         tl.store(residual + at, total, mask=inside)
         for step in tl.static_range(1, SIZE):
             tl.store(_at(buffers, (RANK + step) % SIZE, 2 * CAPACITY, partial) + at, total, mask=inside)
-    _meet(buffers, 3 * CAPACITY, 2 * call + 2, calls, RANK, SIZE, MAX_SPINS)
+    _meet(buffers, flags_at, 2 * call + 2, calls, RANK, SIZE, MAX_SPINS)
     results = _at(buffers, RANK, 2 * CAPACITY, partial)
     for step in tl.static_range(1, SIZE):
         start = (RANK + step) % SIZE * length

@@ -21,7 +21,7 @@ import mmap, random, sys, time
 import torch
 from splitserve.kernels import triton_all_reduce as ar
 
-path, rank, size, capacity = sys.argv[1], *map(int, sys.argv[2:])
+path, rank, size, capacity, start = sys.argv[1], *map(int, sys.argv[2:])
 ar.PROGRAMS, ar._BLOCK = 2, 16
 num_bytes = ar.buffer_bytes(capacity, size)
 with open(path, "r+b") as file:
@@ -30,8 +30,9 @@ whole = torch.frombuffer(shared, dtype=torch.uint8)
 stride = -(-num_bytes // 4096) * 4096
 buffers = torch.tensor([whole.data_ptr() + stride * r for r in range(size)])
 memory = ar.PeerMemory(rank, size, capacity, buffers, torch.zeros(ar.PROGRAMS, dtype=torch.int32))
-memory.calls.fill_(2**30 - 3)  # so that the flags' counters wrap around
-whole[stride * rank + 3 * capacity :][: 4 * ar.PROGRAMS * size].view(torch.int32).fill_(2 * (2**30 - 3))
+memory.calls.fill_(start)
+flags = whole[stride * rank + 3 * capacity : stride * rank + num_bytes].view(torch.int32)
+flags.fill_((2 * start + 2**31) % 2**32 - 2**31)
 ready = whole[stride * size :].view(torch.int32)
 ready[rank] = 1
 while int(ready[:size].sum()) < size:
@@ -64,15 +65,16 @@ def freeze_at_random(ranks: list["subprocess.Popen[str]"]) -> None:
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="the interpreter is for machines without a GPU")
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_add_up_whatever_their_pace(size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "start"), [(2, 2**30 - 3), (3, 2**31 - 3)])
+def test_ranks_add_up_whatever_their_pace(size: int, start: int, tmp_path: Path) -> None:
+    """``start``: calls that have been made, just before the flags or the counter of calls wrap around."""
     path, capacity = tmp_path / "shared", 9 * 48 * 4
     path.write_bytes(bytes((size + 1) * (1 << 14)))
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-c", _RANK, str(path)]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), str(size), str(capacity)],
+            [*command, str(rank), str(size), str(capacity), str(start)],
             env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(size)
