@@ -1,14 +1,14 @@
 """The visible output of one prompt: text, token ids, and why it ended. No I/O."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from splitserve.request import FinishReason
 from splitserve.router.text import Detokenizer, StopStrings
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """What one update adds to a choice. ``token_ids`` belong to the output even where they add no text yet."""
 
     text: str

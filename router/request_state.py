@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import msgspec
+
 from splitserve.messages import HandoverReport, RequestFailed, TokenDelta
 from splitserve.request import FinishReason, Party, RequestKey
 from splitserve.router.placement import Disaggregated, Placed
@@ -69,8 +71,7 @@ class FailedAttempt:
     failure: Failure
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
+class Update(msgspec.Struct, frozen=True, gc=False):
     """What one transition asks for.
 
     ``token_ids`` are the next output tokens of ``choice``; ``finish_reason`` is set when that choice has ended with
