@@ -8,6 +8,7 @@ import torch
 from splitserve.config import EngineConfig
 from splitserve.errors import ConfigError
 from splitserve.kvconnector.layout import block_bytes, block_shape, num_blocks_for
+from splitserve.kvconnector.memory import TORCH_DTYPES
 from splitserve.messages import LayoutRecord
 from splitserve.models.cuda_runner import MAX_MIXED_CHUNKS, CudaRunner, batch_sizes
 from splitserve.models.decoder import DecoderModel
@@ -55,7 +56,7 @@ def _try_largest_steps(model: DecoderModel, layout: LayoutRecord, engine: Engine
     """Runs them; returns the bytes of KV memory that they ran over."""
     num_tokens = min(engine.max_num_batched_tokens, model.config.max_position_embeddings)
     num_blocks = num_blocks_for(num_tokens, layout.block_size)
-    blocks = torch.zeros((num_blocks, *block_shape(layout)), dtype=model.dtype, device=model.device)
+    blocks = torch.zeros((num_blocks, *block_shape(layout)), dtype=TORCH_DTYPES[layout.dtype], device=model.device)
     max_model_len = engine.max_model_len or model.config.max_position_embeddings
     runner = CudaRunner(model, blocks, max_num_seqs=engine.max_num_seqs, max_model_len=max_model_len)
     runner.run(StepPlan([ScheduledChunk([0] * num_tokens, 0, range(num_blocks), _GREEDY)]))

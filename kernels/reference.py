@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from splitserve.kernels.api import AttentionShape, TokenRows
+from splitserve.kernels.fp8_kv import FP8, LARGEST
 
 
 def begin_step(inputs: Tensor, drawn: Tensor, embedding: Tensor, rotations: Tensor, shape: AttentionShape) -> TokenRows:
@@ -74,4 +75,6 @@ def kv_write(kv_layer: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> Non
     for index, content in enumerate((key, value)):
         offset = kv_layer.storage_offset() + index * block_size * head_dim
         flat = kv_layer.as_strided((num_rows, head_dim), (head_dim, 1), offset)
-        flat.index_put_((rows,), content.reshape(-1, head_dim))
+        if kv_layer.dtype == FP8:
+            content = content.clamp(-LARGEST, LARGEST)  # noqa: PLW2901
+        flat.index_put_((rows,), content.reshape(-1, head_dim).to(kv_layer.dtype))

@@ -245,8 +245,8 @@ def _decode_kernel(
             base = block * BLOCK_STRIDE + head_offset + (token % BLOCK_SIZE) * HEAD_DIM
         keys_at = kv_ptr + base[:, None] + column[None, :]
         mask = is_token[:, None] & is_column[None, :]
-        keys = tl.load(keys_at, mask=mask, other=0.0)
-        values = tl.load(keys_at + BLOCK_SIZE * HEAD_DIM, mask=mask, other=0.0)
+        keys = tl.load(keys_at, mask=mask, other=0.0).to(query.dtype)  # they may be in FP8
+        values = tl.load(keys_at + BLOCK_SIZE * HEAD_DIM, mask=mask, other=0.0).to(query.dtype)
         scores = tl.dot(query, keys.T, input_precision=PRECISION) * scale_log2
         scores = tl.where(is_token[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
@@ -359,8 +359,8 @@ def _chunk_kernel(
             base = block * BLOCK_STRIDE + head_offset + (token % BLOCK_SIZE) * HEAD_DIM
         keys_at = kv_ptr + base[:, None] + column[None, :]
         mask = is_token[:, None] & is_column[None, :]
-        keys = tl.load(keys_at, mask=mask, other=0.0)
-        values = tl.load(keys_at + BLOCK_SIZE * HEAD_DIM, mask=mask, other=0.0)
+        keys = tl.load(keys_at, mask=mask, other=0.0).to(query.dtype)  # they may be in FP8
+        values = tl.load(keys_at + BLOCK_SIZE * HEAD_DIM, mask=mask, other=0.0).to(query.dtype)
         scores = tl.dot(query, keys.T, input_precision=PRECISION) * scale_log2
         scores = tl.where(token[None, :] <= (start + row)[:, None], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))

@@ -2,7 +2,7 @@
 
 from splitserve.messages import LayoutRecord
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 def block_shape(layout: LayoutRecord) -> tuple[int, int, int, int, int]:

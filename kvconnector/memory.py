@@ -7,10 +7,10 @@ import numpy.typing as npt
 import torch
 
 from splitserve.errors import ConfigError
-from splitserve.kvconnector.layout import block_bytes, block_shape
+from splitserve.kvconnector.layout import DTYPE_BYTES, block_bytes, block_shape
 from splitserve.messages import LayoutRecord, MemoryKind, MemoryRegion
 
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TORCH_DTYPES = {name: getattr(torch, name) for name in DTYPE_BYTES}
 
 
 class KVMemory:

@@ -8,7 +8,7 @@ replace them by renaming, as ``splitserve demo-model`` does.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from splitserve.models.checkpoint import TensorRecord, read_records
 from splitserve.models.config import ModelConfig
 from splitserve.models.decoder import DecoderModel, LayerWeights, ModelWeights
 from splitserve.models.fp8_scales import FP8, ScaleReader
+from splitserve.models.kv_scales import UNSCALED, KVScales, read_kv_scales, scaled_fp8_rows, scaled_rows
 from splitserve.models.parallel import Alone, Collectives, RowParallelLinear, VocabParallelHead
 from splitserve.models.reading import STORED_DTYPES, DummyReader, MappedReader, StagedReader, WeightReader
 from splitserve.models.shard import (
@@ -70,10 +71,12 @@ def load_model(
     kernels: Kernels | None = None,
     progress: Progress | None = None,
     group: Collectives | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> DecoderModel:
     """Loads the checkpoint at ``path``, or makes random weights of its shape (``load_format`` "dummy").
 
-    With ``group``, this is the part of a rank: its model does what all ranks' models do together.
+    With ``group``, this is the part of a rank: its model does what all ranks' models do together. ``kv_dtype``
+    float8_e4m3fn: for KV memory in that, by the checkpoint's scales of keys and values; None: as ``dtype``.
 
     Raises :class:`CheckpointError` for a missing, misshapen or unexpected tensor, naming it and both shapes, and for
     files that can't be read.
@@ -81,25 +84,30 @@ def load_model(
     group = group or Alone()
     if kernels is None:
         kernels = select_kernels(device, dtype, head_dim=config.head_dim)
-    reader = _make_reader(Path(path), config, dtype, device, load_format)
+    records = None if load_format == "dummy" else read_records(Path(path))
+    reader = _make_reader(records, config, dtype, device)
+    kv_scales = [UNSCALED] * config.num_layers
+    if records is not None and kv_dtype == torch.float8_e4m3fn:
+        kv_scales = read_kv_scales(records, config.num_layers)
     pack_fp8, description = select_fp8(
         device, dtype, pack_linear=kernels.pack_linear, rms_norm=kernels.rms_norm, silu_mul=kernels.silu_mul
     )
     if config.fp8 is not None:
         logger.info("%s", description)
     with torch.inference_mode(), closing(reader):
-        weights = _Builder(reader, config, kernels, pack_fp8, group).build(progress or _no_progress)
+        builder = _Builder(reader, config, kernels, pack_fp8, group=group, kv_scales=kv_scales)
+        weights = builder.build(progress or _no_progress)
     return DecoderModel(
         local_config(config, group.shard.size), weights, kernels, dtype=dtype, device=device, group=group
     )
 
 
 def _make_reader(
-    path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, load_format: str
+    records: Mapping[str, TensorRecord] | None, config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> WeightReader:
-    if load_format == "dummy":
+    """``records`` None: random weights."""
+    if records is None:
         return DummyReader(expected_shapes(config), dtype, device, config.fp8)
-    records = read_records(path)
     _check_records(records, config)
     scales = None if config.fp8 is None else ScaleReader(records, config.fp8.block)
     if device.type == "cpu":
@@ -148,7 +156,14 @@ class _Builder:
     """Turns what a reader gives into one rank's :class:`ModelWeights`."""
 
     def __init__(
-        self, reader: WeightReader, config: ModelConfig, kernels: Kernels, pack_fp8: PackFp8, group: Collectives
+        self,
+        reader: WeightReader,
+        config: ModelConfig,
+        kernels: Kernels,
+        pack_fp8: PackFp8,
+        *,
+        group: Collectives,
+        kv_scales: Sequence[KVScales],
     ) -> None:
         self._reader = reader
         self._config = config
@@ -156,6 +171,7 @@ class _Builder:
         self._kernels = kernels
         self._pack_fp8 = pack_fp8
         self._group = group
+        self._kv_scales = kv_scales
         self._parts = WeightParts(config, group.shard)
         self._layers = [self._parts.layer(index) for index in range(config.num_layers)]
 
@@ -164,7 +180,7 @@ class _Builder:
         self._reader.announce(self._all_parts())
         layers = []
         for index, parts in enumerate(self._layers):
-            layers.append(self._layer(parts))
+            layers.append(self._layer(parts, self._kv_scales[index]))
             progress(index + 1, num_steps)
         embedding, lm_head = self._embedding_and_head()
         final_norm = self._reader.read(self._parts.final_norm)
@@ -177,29 +193,39 @@ class _Builder:
         head = [] if self._config.tie_word_embeddings else [self._parts.head]
         return [*of_layers, self._parts.embedding, *head, self._parts.final_norm]
 
-    def _layer(self, parts: Mapping[str, Parts]) -> LayerWeights:
+    def _layer(self, parts: Mapping[str, Parts], kv_scales: KVScales) -> LayerWeights:
+        """With the scales of keys and values folded in (:mod:`.kv_scales`)."""
+        query, key = kv_scales.key, 1.0 / kv_scales.key
         qk_norm = None
         if self._config.qk_norm:
-            query = self._reader.read(parts["q_norm"]).expand(self._local.num_heads, -1)
-            key = self._reader.read(parts["k_norm"]).expand(self._local.num_kv_heads, -1)
-            qk_norm = torch.cat((query, key))
+            query_norm = (self._reader.read(parts["q_norm"]) * query).expand(self._local.num_heads, -1)
+            key_norm = (self._reader.read(parts["k_norm"]) * key).expand(self._local.num_kv_heads, -1)
+            qk_norm, query, key = torch.cat((query_norm, key_norm)), 1.0, 1.0
         return LayerWeights(
             input_norm=self._reader.read(parts["input_norm"]),
-            qkv=self._linear(parts["qkv"]),
+            qkv=self._linear(parts["qkv"], (query, key, 1.0 / kv_scales.value)),
             qk_norm=qk_norm,
-            output=self._row_parallel(parts["output"]),
+            output=self._row_parallel(parts["output"], (kv_scales.value,)),
             post_attention_norm=self._reader.read(parts["post_attention_norm"]),
             gate_up=self._linear(parts["gate_up"]),
             down=self._row_parallel(parts["down"]),
         )
 
-    def _linear(self, parts: Parts) -> Linear:
+    def _linear(self, parts: Parts, factors: Sequence[float] = ()) -> Linear:
+        """``factors``: of each part; none: 1."""
         if self._reader.is_fp8(parts):
-            return self._pack_fp8(self._reader.read_fp8(parts))
-        return self._kernels.pack_linear(self._reader.read(parts))
+            quantised = self._reader.read_fp8(parts)
+            return self._pack_fp8(scaled_fp8_rows(quantised, self._rows(quantised.weight, parts, factors)))
+        weight = self._reader.read(parts)
+        return self._kernels.pack_linear(scaled_rows(weight, self._rows(weight, parts, factors)))
 
-    def _row_parallel(self, parts: Parts) -> Linear:
-        local = self._linear(parts)
+    def _rows(self, weight: Tensor, parts: Parts, factors: Sequence[float]) -> list[tuple[int, float]]:
+        """(Number of rows, factor) of each part of ``weight``; one that doesn't say is all of it."""
+        counts = [weight.shape[0] if part.rows is None else len(part.rows) for part in parts]
+        return list(zip(counts, factors, strict=True)) if factors else []
+
+    def _row_parallel(self, parts: Parts, factors: Sequence[float] = ()) -> Linear:
+        local = self._linear(parts, factors)
         return local if self._group.shard.size == 1 else RowParallelLinear(local, self._group)
 
     def _embedding_and_head(self) -> tuple[Tensor, Linear]:

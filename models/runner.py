@@ -11,6 +11,7 @@ from torch import Tensor
 
 from splitserve.errors import SplitserveError
 from splitserve.kernels.api import AttentionShape, PagedBatch, SamplingBatch
+from splitserve.kernels.fp8_kv import FP8
 from splitserve.models.decoder import DecoderModel, ForwardBatch
 from splitserve.step import ScheduledChunk, StepOutput, StepPlan
 
@@ -29,8 +30,9 @@ class NonFiniteLogitsError(SplitserveError):
 class ModelRunner:
     """Runs steps of ``model`` over ``kv_cache``.
 
-    ``kv_cache``: contiguous ``[num_blocks, num_layers, num_kv_heads, 2 (K/V), block_size, head_dim]``, of the model's
-    dtype and device. It belongs to the caller; the runner writes only the slots of scheduled tokens.
+    ``kv_cache``: contiguous ``[num_blocks, num_layers, num_kv_heads, 2 (K/V), block_size, head_dim]``, on the model's
+    device and of its dtype, or float8_e4m3fn where the model's attention reads that. It belongs to the caller; the
+    runner writes only the slots of scheduled tokens.
     """
 
     def __init__(self, model: DecoderModel, kv_cache: Tensor) -> None:
@@ -42,7 +44,7 @@ class ModelRunner:
                 f"kv_cache has shape {list(kv_cache.shape)}; needed is a contiguous "
                 f"[num_blocks, {config.num_layers}, {config.num_kv_heads}, 2, block_size, {config.head_dim}]"
             )
-        if kv_cache.dtype != model.dtype or kv_cache.device != model.device:
+        if kv_cache.dtype not in (model.dtype, FP8) or kv_cache.device != model.device:
             raise ValueError(
                 f"kv_cache is {kv_cache.dtype} on {kv_cache.device}; the model is {model.dtype} on {model.device}"
             )
