@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from splitserve.block_hash import root_hash
 from splitserve.config import WorkerConfig
 from splitserve.decode.build import build_core
 from splitserve.decode.ranked_runner import RankedCudaRunner, RankedRunner
@@ -23,6 +24,7 @@ from splitserve.decode.team import start_team
 from splitserve.errors import ConfigError, HandshakeError
 from splitserve.kvconnector.connector import KVConnector
 from splitserve.kvconnector.digest import FirstDigests, digests_of, no_digests
+from splitserve.kvconnector.disk_tier import DISK, disk_tier
 from splitserve.kvconnector.host_tier import HOST, host_tier
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.nixl import NixlConnector
@@ -211,14 +213,19 @@ def _serve(
 def _make_tiers(config: WorkerConfig, memory: KVMemory, progress: Progress) -> tuple[list[Tier], dict[str, TierStore]]:
     """The tiers below the device that the config asks for, cheapest first."""
     engine = config.engine
-    if not engine.host_kv_memory_bytes:
-        return [], {}
-    if engine.tensor_parallel_size > 1:
-        raise ConfigError(f"{config.engine_id}: --host-kv-memory doesn't go with tensor parallelism yet")
-    tier, store, description = host_tier(memory, engine.host_kv_memory_bytes)
-    logger.info("host KV memory: %s", description)
-    progress("host_kv_memory", {"memory": description})
-    return [tier], {HOST: store}
+    made: dict[str, tuple[Tier, TierStore, str]] = {}
+    if engine.tensor_parallel_size > 1 and (engine.host_kv_memory_bytes or engine.disk_kv_dir):
+        options = "--host-kv-memory and --disk-kv-dir"
+        raise ConfigError(f"{config.engine_id}: {options} don't go with tensor parallelism yet")
+    if engine.host_kv_memory_bytes:
+        made[HOST] = host_tier(memory, engine.host_kv_memory_bytes)
+    if engine.disk_kv_dir:
+        folder = Path(engine.disk_kv_dir) / config.engine_id
+        made[DISK] = disk_tier(memory, folder, engine.disk_kv_bytes, root_hash(memory.layout))
+    for name, (_, _, description) in made.items():
+        logger.info("KV tier %s: %s", name, description)
+        progress("kv_tier", {"name": name, "holds": description})
+    return [tier for tier, _, _ in made.values()], {name: store for name, (_, store, _) in made.items()}
 
 
 def _num_usable_cores() -> int:

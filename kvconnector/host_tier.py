@@ -38,11 +38,16 @@ def host_tier(memory: KVMemory, num_bytes: int) -> tuple[Tier, TierStore, str]:
         raise ConfigError(f"--host-kv-memory is {num_bytes} bytes, less than one KV block of {memory.block_bytes}")
     try:
         host = HostMemory(num_slots * memory.block_bytes, node_of_device(memory.device))
-        store = CudaHostStore(memory, host) if memory.device.type == "cuda" else CpuHostStore(memory, host)
+        store = host_store(memory, host)
     except (OSError, MemoryError, RuntimeError) as error:
         raise ConfigError(f"--host-kv-memory {num_bytes} can't be had: {error}") from error
     most = max(1, min(MAX_BLOCKS_PER_COPY, MAX_COPY_BYTES // memory.block_bytes))
     return Tier(HOST, TierIndex(num_slots), most), store, f"{num_slots} blocks, {host.describe()}"
+
+
+def host_store(memory: KVMemory, host: HostMemory) -> TierStore:
+    """Copies between the device's blocks and ``host``, by what the device has for it."""
+    return CudaHostStore(memory, host) if memory.device.type == "cuda" else CpuHostStore(memory, host)
 
 
 class CpuHostStore:
@@ -62,6 +67,9 @@ class CpuHostStore:
         del hashes
         for block, slot, count in runs(block_ids, slots):
             np.copyto(self._blocks[block : block + count], self._slots[slot : slot + count])
+
+    def clear(self) -> None:
+        """What was stored isn't found any more."""
 
     def close(self) -> None:
         """Nothing to give back: the memory goes with the process."""
@@ -97,6 +105,9 @@ class CudaHostStore:
             for block, slot, count in runs(block_ids, slots):
                 self._blocks[block : block + count].copy_(self._slots[slot : slot + count], non_blocking=True)
             _wait_for(self._up)
+
+    def clear(self) -> None:
+        """What was stored isn't found any more."""
 
     def close(self) -> None:
         torch.cuda.cudart().cudaHostUnregister(self._host.address)  # type: ignore[no-untyped-call]

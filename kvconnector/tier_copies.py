@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from splitserve.kvconnector.tiers import CopyCommand, CopyResult
+from splitserve.kvconnector.tiers import ClearCommand, CopyCommand, CopyResult
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,9 @@ class TierStore(Protocol):
 
     def load(self, block_ids: Sequence[int], slots: Sequence[int], hashes: Sequence[bytes]) -> None: ...
 
+    def clear(self) -> None:
+        """Nothing that was stored so far may be found by another process, either. Called like :meth:`store`."""
+
     def close(self) -> None: ...
 
 
@@ -45,14 +48,15 @@ class TierCopies:
         self._stores = dict(stores)
         self._results: queue.SimpleQueue[CopyResult] = queue.SimpleQueue()
         self._workers = {
-            (name, is_load): _CopyThread(name, is_load, store.load if is_load else store.store, self._results, wake)
+            (name, is_load): _CopyThread(name, is_load, store, self._results, wake)
             for name, store in self._stores.items()
             for is_load in (False, True)
         }
 
-    def start(self, command: CopyCommand) -> None:
-        """Ends in one result, unless :meth:`close` comes first."""
-        self._workers[command.tier, command.is_load].put(command)
+    def start(self, command: CopyCommand | ClearCommand) -> None:
+        """A copy ends in one result, unless :meth:`close` comes first."""
+        is_load = isinstance(command, CopyCommand) and command.is_load
+        self._workers[command.tier, is_load].put(command)
 
     def results(self) -> list[CopyResult]:
         """Results since the last call."""
@@ -78,21 +82,22 @@ class _CopyThread:
         self,
         tier: str,
         is_load: bool,
-        copy: Callable[[Sequence[int], Sequence[int], Sequence[bytes]], None],
+        store: TierStore,
         results: "queue.SimpleQueue[CopyResult]",
         wake: Callable[[], None],
     ) -> None:
         self._what = f"loads from {tier}" if is_load else f"stores to {tier}"
-        self._copy = copy
+        self._store = store
+        self._copy = store.load if is_load else store.store
         self._results = results
         self._wake = wake
-        self._commands: queue.SimpleQueue[CopyCommand | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[CopyCommand | ClearCommand | None] = queue.SimpleQueue()
         self._is_stopping = False
         self._is_failing = False
         self._thread = threading.Thread(target=self._run, name=self._what.replace(" ", "-"), daemon=True)
         self._thread.start()
 
-    def put(self, command: CopyCommand) -> None:
+    def put(self, command: CopyCommand | ClearCommand) -> None:
         self._commands.put(command)
 
     def stop(self) -> None:
@@ -105,8 +110,17 @@ class _CopyThread:
 
     def _run(self) -> None:
         while (command := self._commands.get()) is not None and not self._is_stopping:
+            if isinstance(command, ClearCommand):
+                self._clear()
+                continue
             self._results.put(self._carry_out(command))
             self._wake()
+
+    def _clear(self) -> None:
+        try:
+            self._store.clear()
+        except Exception as error:
+            logger.error("what is in the tier can't be removed, and can't be trusted: %s", error)
 
     def _carry_out(self, command: CopyCommand) -> CopyResult:
         try:

@@ -83,10 +83,11 @@ class TierIndex:
             self._free.append(slot)
         return is_good
 
-    def adopt(self, block_hash: bytes, slot: int) -> None:
-        """Content that a free slot holds already, as found at start; the youngest so far."""
-        self._free.remove(slot)
-        self._ready[block_hash] = slot
+    def adopt(self, contents: Sequence[tuple[bytes, int]]) -> None:
+        """Hashes and free slots that hold their contents already, as found at start; least recently used first."""
+        self._ready.update(contents)
+        taken = {slot for _, slot in contents}
+        self._free = [slot for slot in self._free if slot not in taken]
 
     # ---- loading ----
 

@@ -37,6 +37,13 @@ class CopyCommand:
 
 
 @dataclass(frozen=True, slots=True)
+class ClearCommand:
+    """Nothing that was stored in the tier before is to be found by anybody, the next incarnation included."""
+
+    tier: str
+
+
+@dataclass(frozen=True, slots=True)
 class CopyResult:
     """A copy is over: nothing touches its blocks or slots any more. The first ``num_good`` blocks are right; ``error``
     says what is wrong with the one after them."""
@@ -113,7 +120,7 @@ class Tiers:
         self._by_name = {tier.name: tier for tier in tiers}
         self._policy = policy or KeepAll()
         self._load_seconds = load_seconds
-        self._commands: list[CopyCommand] = []
+        self._commands: list[CopyCommand | ClearCommand] = []
         self._copies: dict[int, CopyCommand] = {}
         self._loads: dict[int, BlockLoad] = {}  # by the ids of their copies under way
         self._next_copy_id = 1
@@ -254,7 +261,7 @@ class Tiers:
         self._commands.append(command)
         return command.copy_id
 
-    def take_commands(self) -> list[CopyCommand]:
+    def take_commands(self) -> list[CopyCommand | ClearCommand]:
         commands, self._commands = self._commands, []
         return commands
 
@@ -298,6 +305,7 @@ class Tiers:
         for tier in self.tiers:
             tier.candidates.clear()
             self.events.evicted(tier.name, tier.index.clear())
+            self._commands.append(ClearCommand(tier.name))
         for load in self._loads.values():
             load.is_distrusted = True
 

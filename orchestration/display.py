@@ -29,8 +29,8 @@ def _describe(stage: str, detail: dict[str, str]) -> str | None:
             return f"listening  {url}"
         case "kv_memory", {"blocks": blocks, "bytes": size, "tokens": tokens}:
             return f"KV memory  {int(blocks):,} blocks, {int(tokens):,} tokens, {format_bytes(float(size))}"
-        case "host_kv_memory", {"memory": memory}:
-            return f"host KV    {memory}"
+        case "kv_tier", {"name": name, "holds": holds}:
+            return f"{name} KV".ljust(11) + holds
         case "ready", {"threads": threads, **more}:
             after = f", {more['seconds']} s" if "seconds" in more else ""
             return f"ready      {threads} thread{'' if threads == '1' else 's'}{after}"

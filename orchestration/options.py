@@ -138,6 +138,19 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="host memory of each worker for KV beyond --kv-memory, pinned on a GPU worker; 0: none",
     )
+    add(
+        "--disk-kv-dir",
+        field="disk_kv_dir",
+        metavar="DIR",
+        help="directory for KV beyond host memory, which a worker finds again after a restart; empty: none",
+    )
+    add(
+        "--disk-kv-size",
+        field="disk_kv_bytes",
+        type=bytes_option,
+        metavar="SIZE",
+        help="of each worker's KV in --disk-kv-dir, at most",
+    )
     add("--kv-keep", field="kv_keep", choices=KEEP_POLICIES, help="what is worth a place beyond the device")
     add(
         "--kv-load-seconds",

@@ -4,7 +4,7 @@ loop."""
 from dataclasses import dataclass, field
 
 from splitserve.handover import ReadCommand
-from splitserve.kvconnector.tiers import CopyCommand
+from splitserve.kvconnector.tiers import ClearCommand, CopyCommand
 from splitserve.messages import Body, PeerRef, PeerWelcome
 from splitserve.request import Party
 
@@ -53,9 +53,9 @@ class StartRead:
 
 @dataclass(frozen=True, slots=True)
 class StartCopy:
-    """Copy blocks between the device and a tier below it."""
+    """Copy blocks between the device and a tier below it, or make sure that a tier's are never used again."""
 
-    command: CopyCommand
+    command: CopyCommand | ClearCommand
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ waits for them. What a failed copy has written is garbage."""
 from typing import TYPE_CHECKING
 
 from splitserve.kvconnector.tier_index import TierIndex
-from splitserve.kvconnector.tiers import CopyCommand, CopyResult, Tier
+from splitserve.kvconnector.tiers import ClearCommand, CopyCommand, CopyResult, Tier
 
 if TYPE_CHECKING:
     from simulated_worker import SimWorker
@@ -37,7 +37,9 @@ class SimTiers:
         contents = {event.tier: set(event.hashes) for event in blocks.contents()}
         assert {tier: known for tier, known in self.found.items() if known} == contents
 
-    def start(self, command: CopyCommand) -> None:
+    def start(self, command: CopyCommand | ClearCommand) -> None:
+        if isinstance(command, ClearCommand):
+            return
         sim = self.worker.sim
         taken = self.worker.stamp(command.block_ids)
         is_late = command.is_load and sim.random.random() < sim.faults.copy_late

@@ -164,7 +164,7 @@ def complete(pool: BlockPool, tiers: Tiers, hashes: list[bytes]) -> list[int]:
 
 def finish_all(tiers: Tiers) -> list[CopyCommand]:
     done: list[CopyCommand] = []
-    while commands := tiers.take_commands():
+    while commands := [command for command in tiers.take_commands() if isinstance(command, CopyCommand)]:
         for command in commands:
             tiers.on_result(CopyResult(command.copy_id, len(command.block_ids)))
         done += commands
@@ -276,6 +276,8 @@ class BadStore:
 
     def load(self, block_ids: list[int], slots: list[int], hashes: list[bytes]) -> None:
         raise OSError("gone")
+
+    def clear(self) -> None: ...
 
     def close(self) -> None: ...
 

@@ -7,6 +7,7 @@ from splitserve.request import Role
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
+KV_CACHE_DTYPES = ("auto", "fp8")
 ATTENTION_BACKENDS = ("auto", "hybrid", "flashinfer", "triton", "reference")
 KEEP_POLICIES = ("all", "second-use", "prompt")
 SECRETS = ("secret", "api_key")
@@ -61,12 +62,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     With ``verify_kv`` blocks that are handed over carry digests, which decode compares with what landed: a pass over
     the data on both sides.
     ``gpu_memory_utilization`` is the share of a GPU's memory that the worker takes in all, if ``kv_memory_bytes``
-    doesn't say. ``tensor_parallel_size`` processes share a worker's model, KV memory and threads, on as many GPUs
+    doesn't say. ``kv_cache_dtype`` "fp8" halves KV memory and what a hand-over moves, at some cost in accuracy.
+    ``tensor_parallel_size`` processes share a worker's model, KV memory and threads, on as many GPUs
     where there are any. ``enforce_eager`` turns CUDA graphs off; ``capture_mixed_steps`` has graphs
     for steps with both prefill and decode, too. ``profile_dir``: where profiles of steps go that are
     asked for; "" refuses them.
-    ``host_kv_memory_bytes`` of host memory hold blocks beyond those of ``kv_memory_bytes``, 0 for none; ``kv_keep``
-    says which, one of :data:`KEEP_POLICIES`. A request waits at most ``kv_load_seconds`` for its blocks to come up
+    ``host_kv_memory_bytes`` of host memory hold blocks beyond those of ``kv_memory_bytes``, 0 for none; at most
+    ``disk_kv_bytes`` more are files in ``disk_kv_dir``, "" for none, and outlive the process. ``kv_keep`` says what
+    goes there, one of :data:`KEEP_POLICIES`. A request waits at most ``kv_load_seconds`` for its blocks to come up
     again, then it computes them. With ``kv_events`` the worker publishes what it holds (docs/kv-events.md).
     """
 
@@ -85,6 +88,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool = True
     verify_kv: bool = False
     attention_backend: str = "auto"
+    kv_cache_dtype: str = "auto"
     enforce_eager: bool = False
     capture_mixed_steps: bool = False
     gpu_memory_utilization: float = 0.9
@@ -95,6 +99,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     host_kv_memory_bytes: int = 0
     kv_keep: str = "all"
     kv_load_seconds: float = 5.0
+    disk_kv_dir: str = ""
+    disk_kv_bytes: int = 16 << 30
     kv_events: bool = False
 
     def __post_init__(self) -> None:
@@ -112,12 +118,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"kv_keep is {self.kv_keep!r}; choose one of {', '.join(KEEP_POLICIES)}")
         if self.kv_load_seconds <= 0:
             raise ConfigError(f"kv_load_seconds is {self.kv_load_seconds}; it must be positive")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ConfigError(f"kv_cache_dtype is {self.kv_cache_dtype!r}; choose auto or fp8")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be in (0, 1]")
         for name in ("max_num_seqs", "tail_chunk_tokens", "tensor_parallel_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        optional = ("kv_memory_bytes", "host_kv_memory_bytes", "max_model_len", "threads")
+        optional = ("kv_memory_bytes", "host_kv_memory_bytes", "disk_kv_bytes", "max_model_len", "threads")
         for name in (*DeviceDefaults.__struct_fields__, *optional):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must not be negative")

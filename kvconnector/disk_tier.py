@@ -1,0 +1,259 @@
+"""The disk tier: a block per file, in a directory of bounded size that the next incarnation of the worker finds again.
+
+A slot is a file, written under another name first: it's there as a whole or not at all. Its first :data:`HEADER_BYTES`
+say what it holds and carry a checksum. A file that is cut off, damaged or of another model is a miss, and is removed.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from splitserve.errors import ConfigError
+from splitserve.kvconnector.host_tier import host_store
+from splitserve.kvconnector.memory import KVMemory
+from splitserve.kvconnector.nixl_files import FileAgent, FileRange, FileTransferError
+from splitserve.kvconnector.numa_memory import HostMemory, node_of_device
+from splitserve.kvconnector.tier_copies import PartialCopyError, TierStore
+from splitserve.kvconnector.tier_index import TierIndex
+from splitserve.kvconnector.tiers import Tier
+
+DISK = "disk"
+HEADER_BYTES = 4096
+MAX_COPY_BYTES = 32 << 20
+MAX_BLOCKS_PER_COPY = 64
+_MAGIC = b"SPLITKV1"
+_FIELDS = struct.Struct("<8s16s16sQ16s")  # magic, root hash, block's hash, bytes of the block, checksum
+
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Header(NamedTuple):
+    """``root``: what the hash chain starts from; ``checksum``: of all of these and the block's bytes."""
+
+    root: bytes
+    block_hash: bytes
+    num_bytes: int
+    checksum: bytes
+
+    @classmethod
+    def of(cls, root: bytes, block_hash: bytes, data: Bytes) -> "Header":
+        digest = hashlib.blake2b(root + block_hash + len(data).to_bytes(8, "little"), digest_size=16)
+        digest.update(data)  # type: ignore[arg-type]  # an array is a buffer
+        return cls(root, block_hash, len(data), digest.digest())
+
+    @classmethod
+    def parse(cls, data: bytes) -> "Header | None":
+        """None for what isn't one."""
+        if len(data) < _FIELDS.size:
+            return None
+        magic, *fields = _FIELDS.unpack(data[: _FIELDS.size])
+        return cls(*fields) if magic == _MAGIC else None
+
+    def encode(self) -> bytes:
+        return _FIELDS.pack(_MAGIC, *self).ljust(HEADER_BYTES, b"\0")
+
+
+class SlotFolder:
+    """The files of one worker. Raises :class:`ConfigError` where it can't write, or another process uses the folder."""
+
+    def __init__(self, path: Path, root: bytes, num_slots: int, block_bytes: int) -> None:
+        self.path = path
+        self._root = root
+        self._num_slots = num_slots
+        self._file_bytes = HEADER_BYTES + block_bytes
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(f"--disk-kv-dir: can't write to {path}: {error.strerror}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock)
+            raise ConfigError(f"--disk-kv-dir: another process uses {path}; give each cluster its own") from error
+
+    def slot(self, number: int) -> Path:
+        return self.path / f"{number:08d}.kv"
+
+    def contents(self) -> list[tuple[bytes, int]]:
+        """Hash and slot of every whole file, least recently used first. All other files are removed."""
+        found: dict[bytes, tuple[int, int]] = {}
+        for path in self._files():
+            header = self._header(path)
+            number = int(path.stem) if path.stem.isdigit() else self._num_slots
+            usable = header is not None and header.root == self._root and number < self._num_slots
+            if header is None or not usable or header.block_hash in found:
+                path.unlink(missing_ok=True)
+            else:
+                found[header.block_hash] = path.stat().st_mtime_ns, number
+        return [(block_hash, number) for block_hash, (_, number) in sorted(found.items(), key=lambda item: item[1])]
+
+    def clear(self) -> None:
+        for path in self._files():
+            path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+    def _files(self) -> Iterator[Path]:
+        for pattern in ("*.kv", "*.kv.new"):
+            yield from self.path.glob(pattern)
+
+    def _header(self, path: Path) -> Header | None:
+        try:
+            if path.suffix != ".kv" or path.stat().st_size != self._file_bytes:
+                return None
+            with path.open("rb") as file:
+                return Header.parse(file.read(HEADER_BYTES))
+        except OSError:
+            return None
+
+
+class _Lane:
+    """Staging for copies in one direction, and what moves it: from and to the device, from and to files."""
+
+    def __init__(self, name: str, memory: KVMemory, num_blocks: int) -> None:
+        self._name = name
+        self._memory = memory
+        self._num_blocks = num_blocks
+        self._make()
+
+    def _make(self) -> None:
+        memory = self._memory
+        self.staging = HostMemory(self._num_blocks * memory.block_bytes, node_of_device(memory.device))
+        self.device = host_store(memory, self.staging)
+        self.headers = HostMemory(self._num_blocks * HEADER_BYTES)
+        parts = [(part.address, len(part.bytes)) for part in (self.staging, self.headers)]
+        self.files = FileAgent(self._name, parts)
+
+    def renew(self) -> None:
+        """After a failure: what was given up may still move."""
+        self.device.close()
+        self._make()
+
+    def data(self, number: int) -> Bytes:
+        """Bytes of staged block ``number``."""
+        size = self._memory.block_bytes
+        return self.staging.bytes[number * size : (number + 1) * size]
+
+    def header(self, number: int) -> Bytes:
+        return self.headers.bytes[number * HEADER_BYTES : (number + 1) * HEADER_BYTES]
+
+    def ranges(self, files: Sequence[int]) -> list[FileRange]:
+        """Staged blocks 0, 1, ... and their headers, each with one of ``files``."""
+        size = self._memory.block_bytes
+        heads = (FileRange(self.headers.address + n * HEADER_BYTES, f, 0, HEADER_BYTES) for n, f in enumerate(files))
+        bodies = (FileRange(self.staging.address + n * size, f, HEADER_BYTES, size) for n, f in enumerate(files))
+        return [*heads, *bodies]
+
+
+class DiskStore:
+    """Carries out copies of the disk tier, with staging of its own for each direction."""
+
+    def __init__(self, memory: KVMemory, folder: SlotFolder, root: bytes, max_blocks: int) -> None:
+        self._folder = folder
+        self._root = root
+        self._file_bytes = HEADER_BYTES + memory.block_bytes
+        self._down = _Lane("disk-down", memory, max_blocks)
+        self._up = _Lane("disk-up", memory, max_blocks)
+
+    def store(self, block_ids: Sequence[int], slots: Sequence[int], hashes: Sequence[bytes]) -> None:
+        lane = self._down
+        lane.device.store(block_ids, range(len(block_ids)), hashes)
+        for number, block_hash in enumerate(hashes):
+            header = Header.of(self._root, block_hash, lane.data(number))
+            lane.header(number)[:] = np.frombuffer(header.encode(), dtype=np.uint8)
+        paths = [self._folder.slot(slot) for slot in slots]
+        new_paths = [path.with_name(f"{path.name}.new") for path in paths]
+        try:
+            with contextlib.ExitStack() as stack:
+                files = [_opened(stack, path, os.O_CREAT | os.O_RDWR | os.O_TRUNC) for path in new_paths]
+                for file in files:
+                    os.posix_fallocate(file, 0, self._file_bytes)  # a full disk shows here, in words
+                lane.files.write(lane.ranges(files))
+            for new_path, path in zip(new_paths, paths, strict=True):
+                new_path.replace(path)
+        except FileTransferError:
+            lane.renew()
+            raise
+        finally:
+            for path in new_paths:
+                path.unlink(missing_ok=True)
+
+    def load(self, block_ids: Sequence[int], slots: Sequence[int], hashes: Sequence[bytes]) -> None:
+        lane, paths = self._up, [self._folder.slot(slot) for slot in slots]
+        with contextlib.ExitStack() as stack:
+            files: list[int] = []
+            problem = ""
+            for path in paths:
+                try:
+                    files.append(_opened(stack, path, os.O_RDONLY))
+                    if os.fstat(files[-1]).st_size != self._file_bytes:
+                        problem = f"{path} is cut off"
+                except OSError as error:
+                    problem = f"{path}: {error.strerror}"
+                if problem:
+                    break
+            num_whole = len(files) if not problem else paths.index(path)
+            if num_whole:
+                try:
+                    lane.files.read(lane.ranges(files[:num_whole]))
+                except FileTransferError:
+                    lane.renew()
+                    raise
+                for file in files[:num_whole]:
+                    os.utime(file)  # the next incarnation knows what was used last
+        num_good = self._num_right(hashes[:num_whole])
+        lane.device.load(block_ids[:num_good], range(num_good), hashes[:num_good])
+        if num_good < len(paths):
+            paths[num_good].unlink(missing_ok=True)
+            raise PartialCopyError(num_good, problem if num_good == num_whole else f"{paths[num_good]} is damaged")
+
+    def _num_right(self, hashes: Sequence[bytes]) -> int:
+        """Staged blocks up to the first whose header or checksum is wrong."""
+        lane = self._up
+        for number, block_hash in enumerate(hashes):
+            header = Header.parse(lane.header(number).tobytes())
+            if header != Header.of(self._root, block_hash, lane.data(number)):
+                return number
+        return len(hashes)
+
+    def clear(self) -> None:
+        self._folder.clear()
+
+    def close(self) -> None:
+        self._down.device.close()
+        self._up.device.close()
+        self._folder.close()
+
+
+def disk_tier(memory: KVMemory, path: Path, num_bytes: int, root: bytes) -> tuple[Tier, TierStore, str]:
+    """A tier of at most ``num_bytes`` in ``path``, what carries its copies out, and its description.
+
+    What an earlier incarnation left there is in it, where it fits. Raises :class:`ConfigError`.
+    """
+    num_slots = num_bytes // (HEADER_BYTES + memory.block_bytes)
+    if num_slots < 1:
+        raise ConfigError(f"--disk-kv-size is {num_bytes} bytes, less than one KV block of {memory.block_bytes}")
+    folder = SlotFolder(path, root, num_slots, memory.block_bytes)
+    index = TierIndex(num_slots)
+    contents = folder.contents()
+    index.adopt(contents)
+    most = max(1, min(MAX_BLOCKS_PER_COPY, MAX_COPY_BYTES // memory.block_bytes))
+    store = DiskStore(memory, folder, root, most)
+    return Tier(DISK, index, most), store, f"{num_slots} blocks in {path}, {len(contents)} found there"
+
+
+def _opened(stack: contextlib.ExitStack, path: Path, flags: int) -> int:
+    file = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    stack.callback(os.close, file)
+    return file

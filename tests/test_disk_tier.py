@@ -1,0 +1,181 @@
+"""The disk tier: real files through NIXL's POSIX backend; what is cut off, damaged, foreign, or in the way."""
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from serving import complete_all, wait_until_quiet
+from splitserve.errors import ConfigError
+from splitserve.kvconnector import disk_tier as module
+from splitserve.kvconnector.disk_tier import HEADER_BYTES, DiskStore, Header, SlotFolder, disk_tier
+from splitserve.kvconnector.memory import KVMemory
+from splitserve.kvconnector.tier_copies import PartialCopyError
+from splitserve.messages import LayoutRecord
+from test_end_to_end import BLOCK_SIZE, body, cluster
+from test_tiers_end_to_end import BLOCK_BYTES
+
+LAYOUT = LayoutRecord("m", "w", "float32", 16, 2, 2, 8)
+ROOT, OTHER_ROOT = b"r" * 16, b"o" * 16
+HASHES = [bytes([n]) * 16 for n in range(8)]
+
+
+@contextlib.contextmanager
+def store_in(path: Path, root: bytes = ROOT, num_slots: int = 6) -> Iterator[tuple[KVMemory, DiskStore, list[bytes]]]:
+    """Memory of 8 blocks, the store, and the hashes that were found there."""
+    memory = KVMemory(LAYOUT, 8)
+    tier, store, _ = disk_tier(memory, path, num_slots * (memory.block_bytes + HEADER_BYTES), root)
+    assert isinstance(store, DiskStore)
+    yield memory, store, tier.index.hashes()
+    tier.index.check_invariants()
+    store.close()
+
+
+def filled(memory: KVMemory) -> torch.Tensor:
+    memory.blocks.copy_(torch.randn(memory.blocks.shape))
+    return memory.blocks.clone()
+
+
+def test_blocks_survive_a_restart(tmp_path: Path) -> None:
+    with store_in(tmp_path / "kv") as (memory, store, found):
+        assert found == []
+        before = filled(memory)
+        store.store([1, 2, 6], [0, 5, 3], HASHES[:3])
+    with store_in(tmp_path / "kv") as (memory, store, found):
+        assert set(found) == set(HASHES[:3])
+        store.load([7, 0], [5, 3], HASHES[1:3])
+        assert torch.equal(memory.blocks[[7, 0]], before[[2, 6]])
+        assert not memory.blocks[1:7].any()
+
+
+def test_what_was_used_last_is_youngest_after_a_restart(tmp_path: Path) -> None:
+    with store_in(tmp_path) as (memory, store, _):
+        filled(memory)
+        for number in range(4):
+            store.store([number], [number], [HASHES[number]])
+        store.load([0, 1], [2, 0], [HASHES[2], HASHES[0]])
+    with store_in(tmp_path) as (_, _, found):
+        assert found[:2] == [HASHES[1], HASHES[3]]
+        assert set(found[2:]) == {HASHES[2], HASHES[0]}
+
+
+def test_a_file_that_is_cut_off_or_damaged_is_a_miss_and_goes(tmp_path: Path) -> None:
+    with store_in(tmp_path) as (memory, store, _):
+        before = filled(memory)
+        store.store(range(5), range(5), HASHES[:5])
+        cut, damaged, gone, header = (tmp_path / f"{slot:08d}.kv" for slot in (1, 2, 3, 4))
+        os.truncate(cut, 5000)
+        for path, offset in ((damaged, HEADER_BYTES + 100), (header, 20)):
+            data = bytearray(path.read_bytes())
+            data[offset] ^= 1
+            path.write_bytes(data)
+        gone.unlink()
+        memory.blocks.zero_()
+        for slot, complaint in ((1, "cut off"), (2, "damaged"), (3, "No such file"), (4, "damaged")):
+            with pytest.raises(PartialCopyError, match=complaint) as failure:
+                store.load([0, slot, 7], [0, slot, 0], [HASHES[0], HASHES[slot], HASHES[0]])
+            assert failure.value.num_good == 1
+            assert torch.equal(memory.blocks[0], before[0])
+            assert not memory.blocks[1:].any()
+    with store_in(tmp_path) as (_, _, found):
+        assert found == [HASHES[0]]
+
+
+def test_files_of_others_and_unfinished_ones_are_removed(tmp_path: Path) -> None:
+    with store_in(tmp_path) as (memory, store, _):
+        filled(memory)
+        store.store([0, 1, 2], [0, 1, 5], HASHES[:3])
+    (tmp_path / "00000002.kv.new").write_bytes(b"half")
+    (tmp_path / "00000003.kv").write_bytes(b"x" * 100)
+    with store_in(tmp_path, num_slots=2) as (_, _, found):
+        assert set(found) == set(HASHES[:2])
+    with store_in(tmp_path, root=OTHER_ROOT) as (_, _, found):
+        assert found == []
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+def test_clearing_leaves_nothing_for_the_next_incarnation(tmp_path: Path) -> None:
+    with store_in(tmp_path) as (_, store, _):
+        store.store([0, 1], [0, 1], HASHES[:2])
+        store.clear()
+    with store_in(tmp_path) as (_, _, found):
+        assert found == []
+
+
+def test_a_full_disk_fails_the_store_and_leaves_nothing_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with store_in(tmp_path) as (memory, store, _):
+        before = filled(memory)
+        store.store([3], [0], [HASHES[0]])
+        real = os.posix_fallocate
+
+        def full(file: int, offset: int, length: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(module.os, "posix_fallocate", full)
+        with pytest.raises(OSError, match="No space left"):
+            store.store([4, 5], [0, 1], HASHES[4:6])
+        monkeypatch.setattr(module.os, "posix_fallocate", real)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["00000000.kv", "lock"]
+        store.load([0], [0], [HASHES[0]])
+        assert torch.equal(memory.blocks[0], before[3])
+        store.store([4, 5], [0, 1], HASHES[4:6])
+
+
+def test_a_failed_transfer_is_told_and_the_store_goes_on(tmp_path: Path) -> None:
+    with store_in(tmp_path) as (memory, store, _):
+        before = filled(memory)
+        real = store._up.ranges
+        store._up.ranges = lambda files: real([99 for _ in files])  # type: ignore[method-assign]  # no such descriptor
+        store.store([3], [0], [HASHES[0]])
+        with pytest.raises(Exception, match="READ of 1 files"):
+            store.load([0], [0], [HASHES[0]])
+        store._up.ranges = real  # type: ignore[method-assign]
+        store.load([0], [0], [HASHES[0]])
+        assert torch.equal(memory.blocks[0], before[3])
+
+
+def test_a_folder_belongs_to_one_process(tmp_path: Path) -> None:
+    folder = SlotFolder(tmp_path, ROOT, 1, 64)
+    with pytest.raises(ConfigError, match="another process uses"):
+        SlotFolder(tmp_path, ROOT, 1, 64)
+    folder.close()
+    SlotFolder(tmp_path, ROOT, 1, 64).close()
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="can't write to"):
+        SlotFolder(tmp_path / "file" / "x", ROOT, 1, 64)
+    with pytest.raises(ConfigError, match="less than one KV block"):
+        disk_tier(KVMemory(LAYOUT, 1), tmp_path, 100, ROOT)
+
+
+def test_headers() -> None:
+    memory = KVMemory(LAYOUT, 1)
+    data = memory.blocks.view(-1).view(torch.uint8).numpy()
+    header = Header.of(ROOT, HASHES[1], data)
+    assert len(header.encode()) == HEADER_BYTES
+    assert Header.parse(header.encode()) == header
+    assert Header.parse(b"no") is None and Header.parse(bytes(HEADER_BYTES)) is None
+    assert Header.of(OTHER_ROOT, HASHES[1], data).checksum != header.checksum
+
+
+@pytest.mark.timeout(120)
+def test_a_restarted_cluster_finds_its_prompts_on_disk(tiny_qwen3: Path, tmp_path: Path) -> None:
+    prompts = [[300 + (7 * user + position) % 1000 for position in range(8 * BLOCK_SIZE)] for user in range(12)]
+    bodies = [body(tiny_qwen3, prompt, max_tokens=8) for prompt in prompts]
+    settings = {"kv_memory_bytes": 24 * BLOCK_BYTES, "max_model_len": 256, "disk_kv_dir": str(tmp_path / "kv")}
+    with cluster(tiny_qwen3, "1P1D", **settings) as first:
+        expected = [answer["choices"][0]["token_ids"] for answer in complete_all(first.url, bodies, at_once=False)]
+        stored = {name: load["tier_blocks"] for name, load in wait_until_quiet(first.url).items()}
+    assert all(stored.values())
+    damaged = sorted((tmp_path / "kv" / "decode-0").glob("*.kv"))[3]
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")
+    with cluster(tiny_qwen3, "1P1D", **settings) as second:
+        assert {name: load["tier_blocks"] for name, load in wait_until_quiet(second.url).items()} == stored
+        answers = complete_all(second.url, bodies, at_once=True)
+        assert [answer["choices"][0]["token_ids"] for answer in answers] == expected
+        loads = wait_until_quiet(second.url)
+    assert loads["decode-0"]["tier_loaded_blocks_total"] > 40
+    assert loads["decode-0"]["tier_failures_total"] == 1
