@@ -33,6 +33,7 @@ BENCHES = {
     "all-reduce": ("splitserve.benchmarks.all_reduce", "each way of adding up a tensor over GPUs, by size"),
     "tensor-parallel": ("splitserve.benchmarks.tensor_parallel", "decode steps of several ranks against those of one"),
     "tiers": ("splitserve.benchmarks.tiers", "chats with and without a host tier, and prompts that share nothing"),
+    "tier-copies": ("splitserve.benchmarks.tier_copies", "KV blocks to and from host memory, against a plain copy"),
     "engine-cpu": ("splitserve.benchmarks.engine_vs_transformers", "the engine on CPU against transformers"),
 }
 TUNE = ("splitserve.benchmarks.tune", "find the fastest launch parameters of kernels on this GPU")

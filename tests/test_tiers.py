@@ -23,6 +23,7 @@ from splitserve.kvconnector.tiers import CopyCommand, CopyResult, Tier, Tiers
 from splitserve.messages import LayoutRecord
 
 LAYOUT = LayoutRecord("m", "w", "float32", 16, 2, 2, 8)
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 HASHES = [bytes([n]) * 16 for n in range(40)]
 
 
@@ -242,15 +243,24 @@ def test_every_block_comes_from_the_first_tier_that_has_it() -> None:
 # ---- copies ----
 
 
-def test_blocks_come_back_as_they_were() -> None:
-    memory = KVMemory(LAYOUT, 8)
+def synchronize(device: str) -> None:
+    """What was launched is over, as when a step's blocks go down or a load's blocks were taken."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+def test_blocks_come_back_as_they_were(device: str) -> None:
+    memory = KVMemory(LAYOUT, 8, torch.device(device))
     tier, store, description = host_tier(memory, 5 * memory.block_bytes)
     assert tier.index.num_slots == 5
     assert "5 blocks" in description
     memory.blocks.copy_(torch.randn(memory.blocks.shape))
     before = memory.blocks.clone()
+    synchronize(device)
     store.store([1, 2, 6], [3, 4, 0], HASHES[:3])
     memory.blocks.zero_()
+    synchronize(device)
     store.load([5, 4, 0], [0, 3, 4], HASHES[:3])
     assert torch.equal(memory.blocks[[5, 4, 0]], before[[6, 1, 2]])
     assert not memory.blocks[[1, 2, 3, 6, 7]].any()
