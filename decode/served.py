@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -18,6 +18,7 @@ from splitserve.decode.start_clock import StartClock
 from splitserve.decode.warm_up import StepLimits, warm_up
 from splitserve.errors import ConfigError
 from splitserve.kernels.api import AttentionShape, Kernels
+from splitserve.kernels.fp8_kv import FP8, DequantisingAttention
 from splitserve.kernels.registry import select_kernels
 from splitserve.kvconnector.layout import block_bytes
 from splitserve.kvconnector.memory import KVMemory
@@ -105,6 +106,7 @@ def _load(
 ) -> tuple[DecoderModel, LayoutRecord]:
     started = time.monotonic()
     dtype = resolve_dtype(engine.dtype, model_config, device)
+    kv_dtype = FP8 if engine.kv_cache_dtype == "fp8" else dtype
     with clock.phase("kernels"):
         kernels = _select_kernels(engine, device, dtype, model_config)
     local = local_config(model_config, group.shard.size)
@@ -121,20 +123,21 @@ def _load(
             load_format=engine.load_format,
             kernels=kernels,
             group=group,
+            kv_dtype=kv_dtype,
         )
     if preload is not None:
         preload.wait()
     layout = LayoutRecord(
         model=engine.served_model_name or Path(engine.model).resolve().name,
         weights_version=weights_version(engine.model, engine.load_format),
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=str(kv_dtype).removeprefix("torch."),
         block_size=engine.block_size,
         num_layers=model_config.num_layers,
         num_kv_heads=model_config.num_kv_heads,
         head_dim=model_config.head_dim,
         tensor_parallel_size=group.shard.size,
     )
-    progress("weights", {"seconds": f"{time.monotonic() - started:.1f}", "dtype": layout.dtype})
+    progress("weights", {"seconds": f"{time.monotonic() - started:.1f}", "dtype": str(dtype).removeprefix("torch.")})
     return model, layout
 
 
@@ -142,12 +145,20 @@ def _select_kernels(
     engine: EngineConfig, device: torch.device, dtype: torch.dtype, model_config: ModelConfig
 ) -> Kernels:
     backend = engine.attention_backend
+    fp8_kv = engine.kv_cache_dtype == "fp8"
+    if fp8_kv and device.type == "cuda":
+        if backend not in ("auto", "triton"):
+            raise ConfigError(f"--kv-cache-dtype fp8 takes the attention backend triton, not {backend}")
+        backend = "triton"
     overrides = {} if backend == "auto" else {"make_attention": backend}
     try:
         kernels = select_kernels(device, dtype, overrides, model_config.head_dim)
     except ValueError as error:
         raise ConfigError(f"--attention-backend {backend}: {error}") from error
     logger.info("kernels: %s", ", ".join(f"{name} {choice}" for name, choice in kernels.backends.items()))
+    if fp8_kv and device.type != "cuda":
+        inner = kernels.make_attention
+        kernels = replace(kernels, make_attention=lambda shape: DequantisingAttention(shape, inner))
     return kernels
 
 

@@ -8,7 +8,15 @@ from typing import Any
 
 import msgspec
 
-from splitserve.config import ATTENTION_BACKENDS, DEVICES, DTYPES, KEEP_POLICIES, EngineConfig, RouterConfig
+from splitserve.config import (
+    ATTENTION_BACKENDS,
+    DEVICES,
+    DTYPES,
+    KEEP_POLICIES,
+    KV_CACHE_DTYPES,
+    EngineConfig,
+    RouterConfig,
+)
 from splitserve.errors import ConfigError
 from splitserve.orchestration.expansion import API_KEY_VARIABLE, SECRET_VARIABLE
 from splitserve.orchestration.shorthand import simple_spec
@@ -109,6 +117,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--attention-backend", field="attention_backend", choices=ATTENTION_BACKENDS, help="auto: the best that can run"
     )
+    add("--kv-cache-dtype", field="kv_cache_dtype", choices=KV_CACHE_DTYPES, help="of KV memory; auto: as --dtype")
     add("--enforce-eager", field="enforce_eager", action="store_true", help="no CUDA graphs")
     add(
         "--capture-mixed-steps",

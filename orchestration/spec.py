@@ -14,7 +14,15 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from splitserve.config import ATTENTION_BACKENDS, DEVICES, DTYPES, EngineConfig, ProtocolConfig, RouterConfig
+from splitserve.config import (
+    ATTENTION_BACKENDS,
+    DEVICES,
+    DTYPES,
+    KV_CACHE_DTYPES,
+    EngineConfig,
+    ProtocolConfig,
+    RouterConfig,
+)
 from splitserve.errors import CheckpointError, ConfigError
 from splitserve.orchestration.sizes import parse_bytes
 from splitserve.request import Role
@@ -25,7 +33,12 @@ NotNegative: TypeAlias = Annotated[int, Meta(ge=0)]
 
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in msgspec.structs.fields(EngineConfig)}
 _ROUTER: dict[str, Any] = {field.name: field.default for field in msgspec.structs.fields(RouterConfig)}
-_CHOICES = {"dtype": DTYPES, "device": DEVICES, "attention_backend": ATTENTION_BACKENDS}
+_CHOICES = {
+    "dtype": DTYPES,
+    "device": DEVICES,
+    "attention_backend": ATTENTION_BACKENDS,
+    "kv_cache_dtype": KV_CACHE_DTYPES,
+}
 # Fields of an EngineConfig that the document has elsewhere, or that aren't a user's to set.
 _ELSEWHERE = frozenset(
     {
