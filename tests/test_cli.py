@@ -97,6 +97,7 @@ def test_every_engine_option_reaches_the_engine() -> None:
         "--attention-backend": "reference",
         "--kv-keep": "prompt",
         "--tensor-parallel-size": "2",
+        "--kv-cache-dtype": "fp8",
     }
     parser = argparse.ArgumentParser()
     add_engine_options(parser)
