@@ -13,6 +13,7 @@ from torch import Tensor
 from serving import complete_all, wait_until_quiet
 from splitserve.config import EngineConfig
 from splitserve.errors import CheckpointError, ConfigError
+from splitserve.kernels.api import AttentionShape, PagedBatch
 from splitserve.kernels.attention import ReferencePagedAttention
 from splitserve.kernels.fp8_kv import FP8, DequantisingAttention
 from splitserve.kernels.registry import select_kernels
@@ -139,3 +140,21 @@ def test_a_hand_over_moves_it_as_it_is(tiny_qwen3: Path) -> None:
                 moved = metrics["decode-0"]["handover_bytes_total"]
                 assert 0 < moved <= sum(-(-len(prompt) // 16) * 16 for prompt in prompts) * 4 * 4 * 2 * 32
     assert tokens[0] == tokens[1]
+
+
+def test_triton_attention_reads_it() -> None:
+    """A decode token and a chunk over FP8 blocks: what the same kernel makes of the same numbers, converted before."""
+    pytest.importorskip("triton")
+    from splitserve.kernels.triton_attention import TritonPagedAttention
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # the interpreter mixes up narrow products
+    shape = AttentionShape(4, 2, 64, 16, 2, dtype, device)
+    cache = torch.randn(5, 2, 2, 2, 16, 64, generator=torch.Generator().manual_seed(0)).to(FP8).to(device)
+    batch = PagedBatch([1, 5], [35, 18], [[3, 0, 4], [1, 2]])
+    query = torch.randn(6, 4, 64, generator=torch.Generator().manual_seed(1)).to(dtype).to(device)
+    answers = []
+    for kv_cache in (cache, cache.to(dtype)):
+        attention = TritonPagedAttention(shape)
+        answers.append(attention.run(query, kv_cache[:, 1], attention.plan(batch)))
+    torch.testing.assert_close(answers[0], answers[1], rtol=1e-5, atol=1e-5)
