@@ -1,13 +1,20 @@
 """Chats whose history is larger than the block pool, on real clusters with a host tier: the same tokens."""
 
 import asyncio
+import os
 import random
+import signal
+import threading
+import time
 from pathlib import Path
 
 import aiohttp
 import pytest
 
-from serving import complete, wait_until_quiet
+from serving import complete, wait_until_quiet, worker_metrics
+from splitserve.config import EngineConfig
+from splitserve.orchestration.launcher import LocalCluster
+from splitserve.orchestration.shorthand import simple_spec
 from test_end_to_end import BLOCK_SIZE, body, cluster
 
 NUM_USERS = 20
@@ -70,3 +77,48 @@ def test_chats_come_back_from_the_host_tier(shape: str, tiny_qwen3: Path) -> Non
             assert load["tier_loaded_blocks_total"] > NUM_USERS
             assert load["tier_blocks"] == load["tier_stored_blocks_total"], "the tier has room for all"
     assert cached == KEPT
+
+
+@pytest.mark.timeout(180)
+def test_chats_survive_the_death_of_a_worker_with_host_and_disk_tiers(tiny_qwen3: Path, tmp_path: Path) -> None:
+    """The pool is too small for the chats, and so is the host tier; the worker that dies finds its files again."""
+    with cluster(tiny_qwen3, "mixed") as plenty:
+        expected, _ = chat(plenty.url, tiny_qwen3)
+    engine = EngineConfig(
+        model=str(tiny_qwen3),
+        dtype="float32",
+        block_size=BLOCK_SIZE,
+        kv_memory_bytes=SMALL_POOL,
+        max_model_len=512,
+        host_kv_memory_bytes=100 * BLOCK_BYTES,
+        disk_kv_dir=str(tmp_path),
+    )
+    with LocalCluster(simple_spec(engine, port=0, num_mixed=2), log_level="warning") as running:
+        watcher = threading.Thread(target=running.watch, daemon=True)  # which starts the dead worker again
+        killer = threading.Thread(target=kill_one, args=(running, "mixed-0", 30))
+        watcher.start()
+        killer.start()
+        answers, _ = chat(running.url, tiny_qwen3)
+        killer.join()
+        assert answers == expected
+        wait_until_quiet(running.url)
+        again, cached = chat(running.url, tiny_qwen3)
+        assert again == expected
+        assert cached > KEPT / 2
+        loads = wait_until_quiet(running.url)
+        running.request_stop("the test is over")
+        watcher.join()
+    assert set(loads) == {"mixed-0", "mixed-1"}
+    for load in loads.values():
+        assert load["tier_failures_total"] == 0
+        assert load["tier_loaded_blocks_total"] > NUM_USERS
+        assert load["tier_blocks"] > 100, "more than the host tier holds"
+
+
+def kill_one(running: LocalCluster, worker: str, num_requests: int) -> None:
+    """SIGKILL once the cluster has drawn the tokens of that many requests."""
+    while (
+        sum(load["output_tokens_total"] for load in worker_metrics(running.url).values()) < num_requests * ANSWER_TOKENS
+    ):
+        time.sleep(0.05)
+    os.kill(running.pids[worker], signal.SIGKILL)
