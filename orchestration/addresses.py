@@ -4,6 +4,7 @@ import ipaddress
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 
@@ -39,3 +40,12 @@ def interface_address(interface: str, ip_version: int, table: Mapping[str, Seque
         f"network interface {interface!r} has no usable IPv{ip_version} address (it has {others or 'none at all'}); "
         f"choose another interface or the other ip_version"
     )
+
+
+def reachable_url(url: str, own_address: str) -> str:
+    """``url`` as others can use it: one that names every address of the machine gets ``own_address`` instead."""
+    parts = urlsplit(url)
+    if parts.hostname not in ("0.0.0.0", "::"):
+        return url
+    host = f"[{own_address}]" if ":" in own_address else own_address
+    return parts._replace(netloc=f"{host}:{parts.port}").geturl()

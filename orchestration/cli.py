@@ -29,6 +29,7 @@ BENCHES = {
     "engine-loop": ("splitserve.benchmarks.engine_loop", "what the host adds to a GPU's steps, with a clock for a GPU"),
     "kernels": ("splitserve.benchmarks.kernels", "each operation on each backend, at the shapes of a model"),
     "layout": ("splitserve.benchmarks.layout", "what the order inside a KV block costs attention"),
+    "cluster": ("splitserve.benchmarks.cluster", "several machines on Ray: start, death, arrival, scaling, upgrade"),
     "engine": ("splitserve.benchmarks.engine", "decode steps and prefills of a GPU, as shares of what it can do"),
     "all-reduce": ("splitserve.benchmarks.all_reduce", "each way of adding up a tensor over GPUs, by size"),
     "tensor-parallel": ("splitserve.benchmarks.tensor_parallel", "decode steps of several ranks against those of one"),

@@ -15,7 +15,7 @@ import ray
 
 from splitserve.errors import SplitserveError
 from splitserve.logs import set_up_logging
-from splitserve.orchestration.addresses import own_address
+from splitserve.orchestration.addresses import own_address, reachable_url
 from splitserve.orchestration.expansion import (
     RouterPorts,
     resolve_secrets,
@@ -158,6 +158,8 @@ class Agent:
 
     def _on_event(self, event: Event) -> None:
         match event:
+            case ChildProgress(_, "listening", {"url": url}):
+                self._add("listening", {"url": reachable_url(url, ray.util.get_node_ip_address())})
             case ChildProgress(_, stage, detail):
                 self._add(stage, detail)
             case ChildExited(_, returncode):

@@ -46,6 +46,8 @@ def connect(address: str, *, with_code: bool = False) -> None:
     if ray.is_initialized():
         return
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # What Ray has to say of its nodes would come between the lines (or the JSON) of a command.
+    ray._private.worker.print_to_stdstream = _ignore
     try:
         ray.init(
             address=address,
@@ -58,6 +60,10 @@ def connect(address: str, *, with_code: bool = False) -> None:
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"no Ray cluster answers at {address}: {reason}") from error
+
+
+def _ignore(*_arguments: Any, **_options: Any) -> None:
+    """Our own words say what becomes of a cluster when a node dies."""
 
 
 def _package() -> str:

@@ -5,7 +5,7 @@ from splitserve.orchestration.client import Say
 from splitserve.orchestration.cores import available_cores
 from splitserve.orchestration.display import print_progress
 from splitserve.orchestration.ray_client import RayClient, connect, start_on_ray
-from splitserve.orchestration.ray_head import RayHead, start_head, stop_head
+from splitserve.orchestration.ray_head import RayHead, authenticate, start_head, stop_head
 from splitserve.orchestration.spec import ClusterSpec
 from splitserve.orchestration.state_folder import Record, StateFolder
 
@@ -47,6 +47,8 @@ def client_on_ray(name: str, address: str) -> "RecordedClient":
     """A client that is connected. Raises :class:`ConfigError`."""
     folder = StateFolder(name)
     record = folder.read()
+    if record is not None and record.ray == address and record.head_folder:
+        authenticate(record.head_folder)
     return RecordedClient(name, address, folder if record is not None and record.ray == address else None)
 
 

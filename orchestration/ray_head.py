@@ -6,6 +6,7 @@ ended by its process id; ``ray stop`` would end every Ray on the machine.
 
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -32,7 +33,8 @@ class RayHeadError(SplitserveError):
 
 @dataclass(frozen=True, slots=True)
 class RayHead:
-    """``start_seconds`` tells the process apart from a later one of the same id; ``folder`` holds its session."""
+    """``start_seconds`` tells the process apart from a later one of the same id; ``folder`` holds its session, and the
+    token without which nobody else on the machine can use it."""
 
     address: str
     pid: int
@@ -40,9 +42,19 @@ class RayHead:
     folder: str
 
 
+def authenticate(folder: str) -> None:
+    """Let this process, and those that it starts, use the head whose session is in ``folder``."""
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(Path(folder) / "token")}
+    os.environ.pop("RAY_AUTH_TOKEN", None)
+
+
 def start_head(num_cpus: int, say: Callable[[str], None]) -> RayHead:
     """Start Ray on this machine's loopback, in a session of its own. Raises :class:`RayHeadError`."""
     folder = tempfile.mkdtemp(prefix=_TEMP_PREFIX)  # short: Ray's sockets lie in it
+    token = Path(folder) / "token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32))
+    authenticate(folder)
     port = _free_port()
     command = [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
@@ -51,9 +63,7 @@ def start_head(num_cpus: int, say: Callable[[str], None]) -> RayHead:
     ]
     log_path = Path(folder) / "start.log"
     with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env={**os.environ}
-        )
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
     say(f"  ray        head at 127.0.0.1:{port}, pid {process.pid}")
     head = RayHead(f"127.0.0.1:{port}", process.pid, psutil.Process(process.pid).create_time(), folder)
     deadline = time.monotonic() + START_SECONDS

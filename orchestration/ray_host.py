@@ -43,14 +43,21 @@ class RayChild:
     """See :class:`splitserve.orchestration.host.Child`. A process whose agent is gone counts as killed."""
 
     def __init__(
-        self, name: str, agent: Any, agent_name: str, group: PlacementGroup | None, emit: Callable[[Event], None]
+        self,
+        name: str,
+        agent: Any,
+        *,
+        group: PlacementGroup | None,
+        emit: Callable[[Event], None],
+        target_id: str = "",
     ) -> None:
+        """``target_id``: the node that Ray was asked for."""
+        self.target_id = target_id
         self.name = name
         self.pid = 0
         self.place = "waiting for a node"
         self.node_id = ""
         self.agent = agent
-        self._agent_name = agent_name
         self._group = group
         self._emit = emit
         self._words = ""
@@ -165,7 +172,7 @@ class RayHost:
         agent_name = unique_agent_name(self._cluster, "router")
         agent = _agent_class(agent_name, NodeAffinitySchedulingStrategy(self._home, soft=False))
         order = self._order("router", spec, ports=(ports.http, ports.membership))
-        child = RayChild("router", agent.remote(msgspec.json.encode(order)), agent_name, None, emit)
+        child = RayChild("router", agent.remote(msgspec.json.encode(order)), group=None, emit=emit)
         self._children["router"] = child
         return child
 
@@ -189,7 +196,8 @@ class RayHost:
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
         agent = _agent_class(agent_name, strategy, num_cpus=wanted["CPU"], num_gpus=wanted.get(GPU, 0.0))
         order = self._order(name, spec, pool=pool.name, membership=membership, threads=threads, device=device)
-        child = RayChild(name, agent.remote(msgspec.json.encode(order)), agent_name, group, emit)
+        target_id = node.node_id if node else ""
+        child = RayChild(name, agent.remote(msgspec.json.encode(order)), group=group, emit=emit, target_id=target_id)
         self._children[name] = child
         self._pools[name] = pool.name
         return child
@@ -220,7 +228,7 @@ class RayHost:
                 agent = ray.get_actor(agent_name, namespace=NAMESPACE)
             except ValueError:
                 continue
-            self._children[name] = RayChild(name, agent, agent_name, group, emit)
+            self._children[name] = RayChild(name, agent, group=group, emit=emit)
             self._pools[name] = name.rpartition("-")[0]
         return dict(self._children)
 
@@ -244,10 +252,10 @@ class RayHost:
         )
 
     def _placed(self) -> dict[str, Counter[str]]:
-        """Workers by node and pool; those that Ray hasn't placed yet are nowhere."""
+        """Workers by node and pool; those that Ray hasn't placed yet where they shall be."""
         placed: dict[str, Counter[str]] = {}
         for name, pool in self._pools.items():
-            node_id = self._children[name].node_id
+            node_id = self._children[name].node_id or self._children[name].target_id
             if node_id:
                 placed.setdefault(node_id, Counter())[pool] += 1
         return placed

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from splitserve.config import EngineConfig, ProtocolConfig
 from splitserve.errors import ConfigError
 from splitserve.orchestration import cli
-from splitserve.orchestration.addresses import interface_address, own_address
+from splitserve.orchestration.addresses import interface_address, own_address, reachable_url
 from splitserve.orchestration.expansion import (
     Secrets,
     resolve_secrets,
@@ -329,6 +329,20 @@ def test_the_address_of_this_machine() -> None:
     assert own_address(NetworkSpec(), "192.0.2.1") == "192.0.2.1"
     assert own_address(NetworkSpec(host="10.0.0.1"), "192.0.2.1") == "10.0.0.1"
     assert own_address(NetworkSpec(interface="lo"), "192.0.2.1") == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("url", "reachable"),
+    [
+        ("http://127.0.0.1:8000", "http://127.0.0.1:8000"),
+        ("http://0.0.0.0:8000", "http://10.1.2.3:8000"),
+        ("http://[::]:8000", "http://10.1.2.3:8000"),
+        ("http://[::1]:8000", "http://[::1]:8000"),
+    ],
+)
+def test_a_url_that_others_can_use(url: str, reachable: str) -> None:
+    assert reachable_url(url, "10.1.2.3") == reachable
+    assert reachable_url("http://[::]:1", "2001:db8::7") == "http://[2001:db8::7]:1"
 
 
 # ---- GPUs ----
