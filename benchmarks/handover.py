@@ -22,6 +22,7 @@ from splitserve.benchmarks import handover_served
 from splitserve.benchmarks.handover_ranks import RankPlace, Sinks, Timing, two_workers
 from splitserve.benchmarks.report import table, write_result
 from splitserve.errors import ConfigError
+from splitserve.handover import ReadPath
 from splitserve.kvconnector.layout import block_bytes, num_blocks_for
 from splitserve.kvconnector.read_settings import MIB, ReadSettings
 from splitserve.messages import LayoutRecord, MemoryKind
@@ -136,14 +137,15 @@ def run(options: argparse.Namespace, device: str) -> Iterator[dict[str, Any]]:
         ]
         with two_workers(placed[0], placed[1], options.poll_us / 1e6) as sinks:
             common = {"prefill_tp": num_sources, "decode_tp": num_sinks}
-            for threads, split_mib in itertools.product(options.threads, options.split_mib):
+            for threads, split_mib, path in itertools.product(options.threads, options.split_mib, options.path):
                 changes = {
                     "num_threads": threads,
                     "split_bytes": split_mib * MIB,
                     "poll_seconds": options.poll_us / 1e6,
                 }
                 kind = MemoryKind.VRAM if device == "cuda" else MemoryKind.DRAM
-                settings = ReadSettings.of(kind, **changes)
+                wanted = None if path == "auto" else ReadPath(path)
+                settings = ReadSettings.of(kind, path=wanted, **changes)
                 link = sinks.call("connect", sinks.welcome, settings)[0]
                 for arm in arms(options.prompt_tokens, block_size, num_blocks, options.seed):
                     yield {
@@ -192,6 +194,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--split-mib", type=int, nargs="+", default=[0], metavar="N", help="larger reads are split; 0: as in production"
     )
+    add("--path", nargs="+", choices=["auto", *ReadPath], default=["auto"], help="of the data; auto: by cost")
     add("--poll-us", type=float, default=0.0, help="between looks at what is under way; 0: as in production")
     add("--naive", action="store_true", help="also read the prompt in shuffled pieces of 32 KiB")
     add("--served", action="store_true", help="whole hand-overs in a 1P1D cluster instead; see also the next three")

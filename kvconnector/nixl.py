@@ -22,6 +22,7 @@ from splitserve.handover import ReadCommand, ReadPath, ReadResult
 from splitserve.kvconnector.connector import PeerConnected, ServedMemory
 from splitserve.kvconnector.cuda_memory import check_ipc_capable, make_context_current
 from splitserve.kvconnector.digest import DigestBlocks, no_digests
+from splitserve.kvconnector.gather import GatherSource
 from splitserve.kvconnector.joining import ConnectionJoin, ReadJoin, one_after_the_other
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.nixl_agent import Agent
@@ -41,10 +42,10 @@ Event = ReadResult | PeerConnected
 
 
 class _Server(OwnerThread):
-    """Owns the agent that peers read through; polls while ``active``."""
+    """Owns the agent that peers read through, and what it puts together for them; polls while ``active``."""
 
-    def __init__(self, name: str, memory: KVMemory, poll_seconds: float) -> None:
-        super().__init__("nixl-serve", poll_seconds)
+    def __init__(self, name: str, memory: KVMemory, settings: ReadSettings) -> None:
+        super().__init__("nixl-serve", settings.poll_seconds)
         self.active = False
         self._device = memory.device
         self._region = memory.region()
@@ -52,7 +53,12 @@ class _Server(OwnerThread):
         num_bytes = self._region.num_blocks * self._region.block_bytes
         self._agent.register(self._region.kind, self._region.blocks_address, num_bytes, self._region.device_id)
         self._agent.register(MemoryKind.DRAM, memory.generations_address, memory.num_blocks * 8)
-        self.served = RankMemory(self._agent.metadata(), self._region)
+        self._gather = GatherSource(memory, settings.gather_slots, settings.gather_slot_bytes)
+        gather = self._gather.region()
+        num_bytes = gather.slots.num_blocks * gather.slots.block_bytes
+        self._agent.register(gather.slots.kind, gather.slots.blocks_address, num_bytes, gather.slots.device_id)
+        self._agent.register(MemoryKind.DRAM, gather.tickets_address, gather.slots.num_blocks * 8)
+        self.served = RankMemory(self._agent.metadata(), self._region, gather)
 
     @property
     def is_busy(self) -> bool:
@@ -63,10 +69,13 @@ class _Server(OwnerThread):
 
     def poll(self) -> None:
         if self.active:
-            self._agent.progress()
+            for message in self._agent.progress():
+                self._gather.hear(message)
+            self._gather.poll()
 
     def finish(self) -> None:
         self._agent.destroy()
+        self._gather.wait()
 
 
 class _ReadThread(OwnerThread):
@@ -111,10 +120,9 @@ class _ReadThread(OwnerThread):
 
     def disconnect(self, peer: Party) -> None:
         probe, reader = self._probes.pop(peer, None), self._readers.pop(peer, None)
-        if probe is not None:
-            probe[1].abandon()
         if reader is not None:
             self._emit_all(reader.destroy())
+        del probe  # not before: what was under way landed in memory of its
 
     def read(self, command: ReadCommand, path: ReadPath) -> None:
         reader = self._readers.get(command.peer)
@@ -181,9 +189,11 @@ class _Peer:
         self.shape: ReadShape | None = None
         self.cost: ReadCost | None = None
 
-    def path(self, num_blocks: int) -> ReadPath:
+    def path(self, num_blocks: int, wanted: ReadPath | None) -> ReadPath:
         if self.shape is None or self.cost is None:
             return ReadPath.DIRECT
+        if wanted is not None and (wanted is ReadPath.GATHERED or self.shape.is_whole == (wanted is ReadPath.DIRECT)):
+            return wanted
         return choose_path(self.shape, self.cost, num_blocks)
 
 
@@ -219,7 +229,7 @@ class NixlConnector:
         self._split_reads: dict[int, ReadJoin] = {}
         name = f"rank-{rank}/{me}"  # agents' names are cut in UCX's log: what tells them apart comes first
         local = LocalSide(memory, rank, settings, digest_blocks)
-        self._server = _Server(name, memory, settings.poll_seconds)
+        self._server = _Server(name, memory, settings)
         self._threads = [
             _ReadThread(
                 f"read-{index}/{name}",
@@ -255,7 +265,7 @@ class NixlConnector:
             self._split_reads[command.read_id] = ReadJoin(len(parts))
             peer = self._peers.get(command.peer)
         for thread, part in zip(self._threads, parts, strict=False):
-            path = ReadPath.DIRECT if peer is None else peer.path(len(part.local_blocks))
+            path = ReadPath.DIRECT if peer is None else peer.path(len(part.local_blocks), self._settings.path)
             thread.submit(partial(thread.read, part, path))
 
     def serve(self, active: bool) -> None:

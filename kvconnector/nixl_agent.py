@@ -3,7 +3,8 @@
 import contextlib
 import logging
 import os
-from typing import Any
+import weakref
+from typing import Any, NewType
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ from splitserve.messages import MemoryKind
 
 HERE = "NIXL_INIT_AGENT"
 BlockIds = npt.NDArray[np.int32]
+PreparedList = NewType("PreparedList", int)
 
 
 def _create_agent(name: str, *, telemetry: bool) -> Any:
@@ -35,12 +37,15 @@ class TransferError(Exception):
 class Agent:
     """No progress thread: transfers complete while :meth:`Transfer.is_done` is asked, and while the peer polls, too.
 
-    NIXL merges neighbouring descriptors that are adjacent on both sides, so runs of blocks travel as one.
+    NIXL merges neighbouring descriptors that are adjacent on both sides, so runs of blocks travel as one. What NIXL
+    hands out keeps its agent alive, so none of it leaves this module: :meth:`destroy` is the end.
     """
 
     def __init__(self, name: str, *, telemetry: bool = False) -> None:
         self.name = name
         self._nixl = _create_agent(name, telemetry=telemetry)
+        self._lists: list[Any] = []
+        self._transfers: weakref.WeakSet[Transfer] = weakref.WeakSet()
 
     def register(self, kind: MemoryKind, address: int, num_bytes: int, device_id: int = 0) -> Any:
         """Lets transfers of this agent, and of peers that get its metadata, touch that memory."""
@@ -58,29 +63,42 @@ class Agent:
         name = self._nixl.add_remote_agent(metadata)
         return name.decode() if isinstance(name, bytes) else str(name or "")
 
-    def prepare(self, agent: str, kind: MemoryKind, rows: Rows) -> Any:
+    def prepare(self, agent: str, kind: MemoryKind, rows: Rows) -> PreparedList:
         """A descriptor list of ``agent``'s memory (:data:`HERE`: our own), for :meth:`read_prepared`."""
-        return self._nixl.prep_xfer_dlist(agent, self._nixl.get_xfer_descs(rows, kind.value))
+        self._lists.append(self._nixl.prep_xfer_dlist(agent, self._nixl.get_xfer_descs(rows, kind.value)))
+        return PreparedList(len(self._lists) - 1)
 
-    def read_prepared(self, local: Any, local_ids: BlockIds, remote: Any, remote_ids: BlockIds) -> "Transfer":
+    def read_prepared(
+        self, local: PreparedList, local_ids: BlockIds, remote: PreparedList, remote_ids: BlockIds
+    ) -> "Transfer":
         """Start reading entries of a prepared remote list into entries of a prepared local one."""
-        return self._start(self._nixl.make_prepped_xfer("READ", local, local_ids, remote, remote_ids, b""))
+        ours, theirs = self._lists[local], self._lists[remote]
+        return self._start(self._nixl.make_prepped_xfer("READ", ours, local_ids, theirs, remote_ids, b""))
 
     def read_rows(self, agent: str, kind: MemoryKind, local: Rows, remote: Rows) -> "Transfer":
         """Start reading ``remote[i]`` of ``agent`` into ``local[i]``."""
         descriptors = (self._nixl.get_xfer_descs(rows, kind.value) for rows in (local, remote))
         return self._start(self._nixl.initialize_xfer("READ", *descriptors, agent, b""))
 
-    def progress(self) -> None:
-        """Let peers' reads from our memory go on."""
-        self._nixl.get_new_notifs()
+    def tell(self, agent: str, message: bytes) -> None:
+        """To a remote agent, whose :meth:`progress` returns it. It may be lost."""
+        self._nixl.send_notif(agent, message)
+
+    def progress(self) -> list[bytes]:
+        """Let peers' reads from our memory go on; returns what peers have told us."""
+        told: dict[str, list[bytes]] = self._nixl.get_new_notifs()
+        return [message for messages in told.values() for message in messages]
 
     def destroy(self) -> None:
         """The only thing that surely stops what was posted: nothing is written after this returns."""
+        for transfer in list(self._transfers):
+            transfer.abandon()
+        self._lists.clear()
         self._nixl = None
 
     def _start(self, handle: Any) -> "Transfer":
         transfer = Transfer(self, handle)
+        self._transfers.add(transfer)
         try:
             self._nixl.transfer(handle)
         except Exception as error:
@@ -101,7 +119,7 @@ class Agent:
 
 
 class Transfer:
-    """A posted read."""
+    """A posted read. Its agent's end ends it, too."""
 
     def __init__(self, agent: Agent, handle: Any) -> None:
         self._agent = agent
@@ -125,5 +143,5 @@ class Transfer:
             self._agent.release(handle)
 
     def abandon(self) -> None:
-        """Before the agent's end, which ends this transfer with it."""
+        """The agent is about to end."""
         self._handle = None

@@ -4,18 +4,18 @@ The first reads of a connection are slow (UCX connects, CUDA maps the peer's mem
 """
 
 import time
-from collections.abc import Generator
-from dataclasses import replace
+from collections.abc import Callable, Generator
 
 import torch
 
 from splitserve.kvconnector.connector import Link
-from splitserve.kvconnector.nixl_agent import Transfer, TransferError
+from splitserve.kvconnector.device_copies import Done, Pending
+from splitserve.kvconnector.nixl_agent import TransferError
+from splitserve.kvconnector.nixl_gather import GatherReader, TicketWait
 from splitserve.kvconnector.nixl_reader import PeerReader
-from splitserve.kvconnector.read_cost import ReadCost, fit
-from splitserve.kvconnector.read_plan import Rows, piece_rows
+from splitserve.kvconnector.read_cost import CopyCost, ReadCost, fit, fit_copies
+from splitserve.kvconnector.read_plan import HeadSpan, piece_rows
 from splitserve.kvconnector.read_settings import ReadSettings
-from splitserve.kvconnector.staging import Done, Pending
 from splitserve.kvconnector.ucx_log import UCX_LOG, read_transport
 from splitserve.messages import MemoryKind, MemoryRegion
 
@@ -23,6 +23,7 @@ CONNECT_SECONDS = 5.0
 NUM_PIECES = 32
 MAX_PIECE_BYTES = 16 << 10
 ROUNDS = 3
+MAX_GATHERED = 64
 SPIN_SECONDS = 0.002  # the poll interval would hide what a fast link takes
 SLOW_SECONDS = 0.05  # one round tells enough of a link that takes so long
 
@@ -53,18 +54,13 @@ class LinkProbe:
             raise TransferError("a probe read of its memory didn't complete")
         return False
 
-    def abandon(self) -> None:
-        """Before the reader's end. What is under way lands in memory of ours until then, so keep this object."""
-        if isinstance(self._pending, Transfer):
-            self._pending.abandon()
-
     def _run(self, *, measures: bool) -> Generator[Pending, None, None]:
         yield self._reader.read_generations((0,), 0)
         source = self._reader.probe_source()
         num_bytes = min(self._settings.probe_bytes, source.num_blocks * source.block_bytes)
         if not measures:
             num_bytes = min(num_bytes, MAX_PIECE_BYTES)
-        buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=self._reader.device)
+        buffer = self._buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=self._reader.device)
         if buffer.is_cuda:
             torch.cuda.synchronize(buffer.device)
         place = MemoryRegion(source.kind, buffer.device.index or 0, buffer.data_ptr(), 1, num_bytes)
@@ -76,26 +72,69 @@ class LinkProbe:
         self._reader.agent.deregister(registration)
 
     def _measure(self, place: MemoryRegion, source: MemoryRegion, num_bytes: int) -> Generator[Pending, None, ReadCost]:
-        piece_bytes = min(MAX_PIECE_BYTES, num_bytes // (2 * NUM_PIECES))
-        shapes = [(1, num_bytes)] if piece_bytes < 1 else [(1, num_bytes), (1, piece_bytes), (NUM_PIECES, piece_bytes)]
+        piece_bytes = max(1, min(MAX_PIECE_BYTES, num_bytes // (2 * NUM_PIECES)))
+        num_pieces = min(NUM_PIECES, num_bytes // (2 * piece_bytes))
+        shapes = [(1, num_bytes), (1, piece_bytes), (num_pieces, piece_bytes)]
         best = [float("inf")] * 3
         for _ in range(ROUNDS):
             for index, (count, size) in enumerate(shapes):
-                seconds = yield from self._timed(piece_rows(place, count, size), piece_rows(source, count, size))
+                seconds = yield from self._timed(self._read(place, source, count, size))
                 best[index] = min(best[index], seconds)
             if best[0] > SLOW_SECONDS:
                 break
         large, small, many = best
-        if piece_bytes < 1:
-            return ReadCost(0.0, 0.0, num_bytes / large, self._reader.measure_copies())
-        return replace(fit(small, many, NUM_PIECES, large, num_bytes), copy=self._reader.measure_copies())
+        gather = yield from self._measure_gathers()
+        return ReadCost(*fit(small, many, num_pieces, large, num_bytes), copy=self._measure_copies(), gather=gather)
 
-    def _timed(self, place: Rows, source: Rows) -> Timed:
+    def _read(self, place: MemoryRegion, source: MemoryRegion, count: int, size: int) -> Callable[[], Pending]:
+        rows = piece_rows(place, count, size), piece_rows(source, count, size)
+        return lambda: self._reader.probe(*rows)
+
+    def _measure_gathers(self) -> Generator[Pending, None, CopyCost | None]:
+        """Of one block and of as many as a slot takes; None if the source doesn't answer, or isn't made to."""
+        gather, shape = self._reader.gather, self._reader.shape
+        if gather is None or not shape.blocks_per_gather:
+            return None
+        span, seconds = self._reader.spans[0], []
+        most = min(shape.blocks_per_gather, self._reader.num_peer_blocks, MAX_GATHERED)
+        for count in (1, 1, most):  # the first one sets up what the others need
+            began: list[TicketWait] = []
+            seconds.append((yield from self._timed(self._ask(gather, span, count, began))))
+            if began[0].slot is None:
+                return None
+            gather.done(span.rank, began[0].ticket)
+        piece_bytes = self._reader.piece_bytes
+        return fit_copies(seconds[1], piece_bytes, seconds[2], most * piece_bytes)
+
+    @staticmethod
+    def _ask(gather: GatherReader, span: HeadSpan, count: int, began: list[TicketWait]) -> Callable[[], Pending]:
+        def ask() -> TicketWait:
+            ticket = gather.request(span.rank, range(count), span.source_head, span.num_heads)
+            began.append(gather.wait(span.rank, ticket))
+            return began[0]
+
+        return ask
+
+    def _measure_copies(self) -> CopyCost:
+        """Within our own memory, from one half of a buffer to the other."""
+        half = len(self._buffer) // 2
+        small = max(1, half // 64)
+        seconds = [min(self._time_copy(size) for _ in range(ROUNDS)) for size in (small, half)] if half else [0.0, 0.0]
+        return fit_copies(seconds[0], small, seconds[1], max(small, half))
+
+    def _time_copy(self, num_bytes: int) -> float:
         started = time.perf_counter()
-        transfer = self._reader.probe(place, source)
-        while not transfer.is_done():
+        self._buffer[-num_bytes:].copy_(self._buffer[:num_bytes])
+        if self._buffer.is_cuda:
+            torch.cuda.synchronize(self._buffer.device)
+        return time.perf_counter() - started
+
+    def _timed(self, begin: Callable[[], Pending]) -> Timed:
+        started = time.perf_counter()
+        pending = begin()
+        while not pending.is_done():
             if time.perf_counter() - started > SPIN_SECONDS:
-                yield transfer
+                yield pending
                 break
         return time.perf_counter() - started
 

@@ -5,26 +5,28 @@ A read is a generator of things to wait for: its data, copies to their place, an
     direct   whole blocks of one rank straight into our blocks; the only path where both sides split heads alike
     layers   pieces of blocks straight into place, a descriptor per layer
     staged   whole blocks of a rank into a staging area, and from there the heads that are ours to their place
+    gathered what is ours of many blocks, put together by the source, into a staging area, and from there to its place
 """
 
 import itertools
+import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from splitserve.errors import HandshakeError
 from splitserve.handover import ReadCommand, ReadPath, ReadResult
+from splitserve.kvconnector.device_copies import Done, Pending
 from splitserve.kvconnector.digest import DigestBlocks
 from splitserve.kvconnector.layout import block_bytes
 from splitserve.kvconnector.memory import KVMemory
-from splitserve.kvconnector.nixl_agent import HERE, Agent, BlockIds, Transfer, TransferError
+from splitserve.kvconnector.nixl_agent import HERE, Agent, BlockIds, PreparedList, Transfer, TransferError
+from splitserve.kvconnector.nixl_gather import GatherReader
 from splitserve.kvconnector.read_choice import ReadShape
-from splitserve.kvconnector.read_cost import CopyCost
 from splitserve.kvconnector.read_plan import (
     Rows,
     head_spans,
@@ -34,11 +36,15 @@ from splitserve.kvconnector.read_plan import (
     region_rows,
 )
 from splitserve.kvconnector.read_settings import ReadSettings
-from splitserve.kvconnector.staging import Done, Pending, Staging
+from splitserve.kvconnector.staging import Staging
 from splitserve.messages import MemoryKind, MemoryRegion, PeerWelcome
 
+logger = logging.getLogger(__name__)
+
+_STAGING = (ReadPath.STAGED, ReadPath.GATHERED)
 READS_AT_ONCE = 4  # per peer; each needs a scratch row for the generations, further ones wait
 MAX_PEER_BLOCKS = 1 << 22  # bounds what a peer's word makes us allocate: 56 bytes per block
+MAX_PEER_SLOTS = 1024
 MAX_METADATA_BYTES = 1 << 20
 _ADDRESS_SPACE_BYTES = 1 << 64
 
@@ -74,6 +80,11 @@ def check_welcome(welcome: PeerWelcome, memory: KVMemory) -> None:
     for name, address, size in (*named, ("generations", welcome.generations_address, regions[0].num_blocks * 8)):
         if not 0 < address <= _ADDRESS_SPACE_BYTES - size:
             raise HandshakeError(f"the peer's {name} can't be {size} bytes at address {address:#x}")
+    for gather in (rank.gather for rank in welcome.ranks if rank.gather is not None):
+        if gather.slots.kind is not memory.kind or not 0 < gather.slots.num_blocks <= MAX_PEER_SLOTS:
+            raise HandshakeError(f"the peer's {gather.slots.num_blocks} slots in {gather.slots.kind.words} can't be")
+        if not 0 < gather.tickets_address <= _ADDRESS_SPACE_BYTES - MAX_PEER_SLOTS * 8:
+            raise HandshakeError(f"the peer's tickets can't be at address {gather.tickets_address:#x}")
     for metadata in (rank.metadata for rank in welcome.ranks):
         if len(metadata) > MAX_METADATA_BYTES:
             raise HandshakeError(f"the peer's metadata has {len(metadata)} bytes; at most {MAX_METADATA_BYTES}")
@@ -88,11 +99,16 @@ class Read:
     """A read under way; ``pending`` is what it waits for."""
 
     command: ReadCommand
+    first_path: ReadPath  # as it began
     path: ReadPath
     started_at: float
     steps: Iterator[Pending]
     pending: Pending
     scratch_row: int
+
+    @property
+    def uses_staging(self) -> bool:
+        return self.first_path in _STAGING
 
 
 class PeerReader:
@@ -103,10 +119,10 @@ class PeerReader:
         check_welcome(welcome, memory)
         self._local = local
         self._welcome = welcome
-        self._num_peer_blocks = welcome.ranks[0].region.num_blocks
+        self.num_peer_blocks = welcome.ranks[0].region.num_blocks
         self.spans = head_spans(memory.layout, local.rank, theirs)
         self.is_whole = is_whole(self.spans, memory.layout, theirs)
-        self._scratch = np.zeros((READS_AT_ONCE, self._num_peer_blocks), dtype=np.uint64)
+        self._scratch = np.zeros((READS_AT_ONCE, self.num_peer_blocks), dtype=np.uint64)
         self._free_rows = list(range(READS_AT_ONCE))
         self._staging: Staging | None = None
         self._staging_is_free = True
@@ -115,12 +131,13 @@ class PeerReader:
         self.agent.register(MemoryKind.DRAM, int(self._scratch.ctypes.data), self._scratch.nbytes)
         self._remote_names = {rank: self._add_remote(rank) for rank in {0, *(span.rank for span in self.spans)}}
         self._remote_blocks = {span.rank: self._prepare_remote(span.rank) for span in self.spans}
-        self._local_blocks: Any = None
-        self._slots: Any = None
+        self._local_blocks: PreparedList | None = None
+        self._slots: PreparedList | None = None
         if self.is_whole:
             self._local_blocks = self.agent.prepare(HERE, memory.kind, region_rows(memory.region()))
         else:
             self._prepare_staging()
+        self.gather = self._make_gather()
         self.active: list[Read] = []
         self.waiting: deque[tuple[ReadCommand, ReadPath]] = deque()
 
@@ -135,19 +152,36 @@ class PeerReader:
             raise HandshakeError("NIXL didn't accept the peer's metadata")
         return name
 
-    def _prepare_remote(self, rank: int) -> Any:
+    def _prepare_remote(self, rank: int) -> PreparedList:
         region = self._welcome.ranks[rank].region
         try:
             return self.agent.prepare(self._remote_names[rank], region.kind, region_rows(region))
         except Exception as error:
             raise HandshakeError(f"the peer's blocks aren't in the memory that it registered: {error}") from error
 
-    def _prepare_staging(self) -> None:
-        memory = self._local.memory
-        num_bytes = max(self._local.settings.staging_bytes, 2 * block_bytes(self._welcome.layout))
-        staging = self._staging = Staging(memory, self._welcome.layout, num_bytes)
+    def _prepare_staging(self) -> Staging:
+        memory, source = self._local.memory, self._welcome.layout
+        half_bytes = max(self._local.settings.staging_bytes // 2, block_bytes(source))
+        staging = self._staging = Staging(memory, source, half_bytes)
         self._register(staging.region())
         self._slots = self.agent.prepare(HERE, memory.kind, region_rows(staging.region()))
+        return staging
+
+    def _make_gather(self) -> GatherReader | None:
+        """None unless each rank that we read from puts blocks together, a piece of a block at least."""
+        memories = {}
+        for span in self.spans:
+            memory = self._welcome.ranks[span.rank].gather
+            if memory is None or memory.slots.block_bytes < self.piece_bytes:
+                return None
+            memories[span.rank] = memory
+        return GatherReader(self.agent, memories, self._remote_names)
+
+    @property
+    def piece_bytes(self) -> int:
+        """Of what one rank of the peer has for us of a block."""
+        layout = self._welcome.layout
+        return block_bytes(layout) // layout.kv_heads_per_rank * self.spans[0].num_heads
 
     @property
     def device(self) -> torch.device:
@@ -161,10 +195,6 @@ class PeerReader:
         """Start reading ``remote`` of :meth:`probe_source` into registered memory of ours."""
         return self.agent.read_rows(self._remote_names[self.spans[0].rank], self._local.memory.kind, local, remote)
 
-    def measure_copies(self) -> CopyCost | None:
-        """Of the staging area, if there is one."""
-        return None if self._staging is None else self._staging.measure()
-
     @property
     def shape(self) -> ReadShape:
         layout = self._local.memory.layout
@@ -175,7 +205,12 @@ class PeerReader:
             local_block_bytes=block_bytes(layout),
             source_block_bytes=block_bytes(self._welcome.layout),
             slots_per_half=1 if self._staging is None else self._staging.slots_per_half,
+            blocks_per_gather=0 if self.gather is None else self._blocks_per_gather(self.gather),
         )
+
+    def _blocks_per_gather(self, gather: GatherReader) -> int:
+        half_bytes = max(self._local.settings.staging_bytes // 2, block_bytes(self._welcome.layout))
+        return min(gather.slot_bytes, half_bytes) // self.piece_bytes
 
     # ---- reading ----
 
@@ -187,12 +222,19 @@ class PeerReader:
         """To be posted by the next :meth:`poll`, or when there is room."""
         self.waiting.append((command, path))
 
+    @property
+    def _other_path(self) -> ReadPath:
+        """Without the source's help."""
+        return ReadPath.DIRECT if self.is_whole else ReadPath.STAGED
+
     def _start_waiting(self) -> None:
-        while self.waiting and self._free_rows and (self._staging_is_free or self.waiting[0][1] is not ReadPath.STAGED):
+        while self.waiting and self._free_rows and (self._staging_is_free or self.waiting[0][1] not in _STAGING):
             command, path = self.waiting.popleft()
-            read = Read(command, path, time.monotonic(), iter(()), Done(), self._free_rows.pop())
+            if path is ReadPath.GATHERED and self.gather is None:
+                path = self._other_path
+            read = Read(command, path, path, time.monotonic(), iter(()), Done(), self._free_rows.pop())
             read.steps = self._steps(read)
-            self._staging_is_free = self._staging_is_free and path is not ReadPath.STAGED
+            self._staging_is_free = self._staging_is_free and path not in _STAGING
             self.active.append(read)
 
     def poll(self) -> list[ReadResult]:
@@ -214,14 +256,9 @@ class PeerReader:
         """Stop everything: nothing is written to local blocks after this returns."""
         over = [ReadResult(read.command.read_id, "disconnected") for read in self.active]
         over += [ReadResult(command.read_id, "disconnected") for command, _ in self.waiting]
-        for read in self.active:
-            if isinstance(read.pending, Transfer):
-                read.pending.abandon()
+        self.agent.destroy()
         self.active.clear()
         self.waiting.clear()
-        self._local_blocks = self._slots = None
-        self._remote_blocks.clear()
-        self.agent.destroy()
         if self._staging is not None:
             self._staging.wait()  # copies from it are ours, not the agent's
         return over
@@ -238,7 +275,7 @@ class PeerReader:
         if isinstance(read.pending, Transfer):
             read.pending.release()
         command = read.command
-        self._staging_is_free = self._staging_is_free or read.path is ReadPath.STAGED
+        self._staging_is_free = self._staging_is_free or read.uses_staging
         generations: Sequence[int] = ()
         digests: Sequence[bytes] = ()
         if error is None:
@@ -255,13 +292,46 @@ class PeerReader:
         command = read.command
         local = np.asarray(command.local_blocks, dtype=np.int32)
         remote = np.asarray(command.remote_blocks, dtype=np.int32)
+        if read.path is ReadPath.GATHERED and not (yield from self._read_gathered(command.local_blocks, remote)):
+            read.path = self._other_path
         if read.path is ReadPath.DIRECT:
+            assert self._local_blocks is not None
             yield self.agent.read_prepared(self._local_blocks, local, self._remote_blocks[self.spans[0].rank], remote)
         elif read.path is ReadPath.LAYERS:
             yield from self._read_layers(local, remote)
-        else:
+        elif read.path is ReadPath.STAGED:
             yield from self._read_staged(command.local_blocks, remote)
         yield self.read_generations(command.remote_blocks, read.scratch_row)
+
+    def _read_gathered(self, local_blocks: Sequence[int], remote: BlockIds) -> Generator[Pending, None, bool]:
+        """False if the source doesn't do its part in time: then it isn't asked again. The next slot is asked for before
+        the last one is read."""
+        gather, staging = self.gather, self._staging or self._prepare_staging()
+        assert gather is not None
+        size = self._blocks_per_gather(gather)
+        work = [(span, slice(low, low + size)) for span in self.spans for low in range(0, len(remote), size)]
+        tickets: list[int] = []
+        copies: list[Pending] = [Done(), Done()]
+        for index, (span, part) in enumerate(work):
+            for wanted, blocks in work[len(tickets) : index + 2]:
+                tickets.append(
+                    gather.request(wanted.rank, remote[blocks].tolist(), wanted.source_head, wanted.num_heads)
+                )
+            wait = gather.wait(span.rank, tickets[index])
+            yield wait
+            yield copies[index % 2]
+            if wait.slot is None:
+                logger.warning("%s: the source doesn't put blocks together; going on without", self.agent.name)
+                self.gather = None
+                yield from copies
+                return False
+            place = staging.half(index % 2, len(remote[part]) * self.piece_bytes)
+            yield gather.read(span.rank, wait.slot, place)
+            yield gather.check(span.rank, wait.slot, tickets[index])
+            gather.done(span.rank, tickets[index])
+            copies[index % 2] = staging.scatter_pieces(index % 2, local_blocks[part], span)
+        yield from copies
+        return True
 
     def _read_layers(self, local: BlockIds, remote: BlockIds) -> Iterator[Pending]:
         memory, theirs = self._local.memory, self._welcome.layout
@@ -277,7 +347,7 @@ class PeerReader:
     def _read_staged(self, local_blocks: Sequence[int], remote: BlockIds) -> Iterator[Pending]:
         """While one half's heads are copied to their place, the other half is read."""
         staging = self._staging
-        assert staging is not None
+        assert staging is not None and self._slots is not None
         size = staging.slots_per_half
         copies: list[Pending] = [Done(), Done()]
         half = 0
@@ -286,7 +356,7 @@ class PeerReader:
             ids = remote[first : first + size]
             slots = np.arange(half * size, half * size + len(ids), dtype=np.int32)
             yield self.agent.read_prepared(self._slots, slots, self._remote_blocks[span.rank], ids)
-            copies[half] = staging.scatter(half, local_blocks[first : first + size], span)
+            copies[half] = staging.scatter_blocks(half, local_blocks[first : first + size], span)
             half = 1 - half
         yield from copies
 

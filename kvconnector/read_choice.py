@@ -9,7 +9,8 @@ from splitserve.kvconnector.read_cost import ReadCost
 @dataclass(frozen=True, slots=True)
 class ReadShape:
     """What reads from one peer look like. ``num_spans`` of its ranks have heads of ours; its blocks go through
-    ``slots_per_half`` slots where they aren't whole blocks of ours."""
+    ``slots_per_half`` slots where they aren't whole blocks of ours. ``blocks_per_gather`` are put together at once by
+    the source, 0 if it doesn't."""
 
     is_whole: bool
     num_spans: int
@@ -17,22 +18,37 @@ class ReadShape:
     local_block_bytes: int
     source_block_bytes: int
     slots_per_half: int
+    blocks_per_gather: int
+
+
+GATHER_MUST_SAVE = 0.2
+"""Of the time: it also takes the source's."""
 
 
 def choose_path(shape: ReadShape, cost: ReadCost, num_blocks: int) -> ReadPath:
-    if shape.is_whole:
-        return ReadPath.DIRECT
     seconds = path_seconds(shape, cost, num_blocks)
+    if ReadPath.GATHERED in seconds:
+        seconds[ReadPath.GATHERED] /= 1.0 - GATHER_MUST_SAVE
     return min(seconds, key=lambda path: seconds[path])
 
 
 def path_seconds(shape: ReadShape, cost: ReadCost, num_blocks: int) -> dict[ReadPath, float]:
-    """What reading ``num_blocks`` blocks whose heads are split otherwise would take, by path."""
+    """What reading ``num_blocks`` blocks would take, by each path that could be taken."""
     num_bytes = num_blocks * shape.local_block_bytes
     num_reads = shape.num_spans * -(-num_blocks // shape.slots_per_half)
     num_sources = shape.num_spans * num_blocks
-    return {
-        ReadPath.LAYERS: cost.read_seconds(shape.num_spans, num_sources * shape.num_layers, num_bytes),
-        ReadPath.STAGED: cost.read_seconds(num_reads, num_sources, num_sources * shape.source_block_bytes)
-        + cost.copy_seconds(num_reads, num_bytes),
-    }
+    seconds: dict[ReadPath, float] = {}
+    if shape.is_whole:
+        seconds[ReadPath.DIRECT] = cost.read_seconds(1, num_blocks, num_bytes)
+    else:
+        seconds[ReadPath.LAYERS] = cost.read_seconds(shape.num_spans, num_sources * shape.num_layers, num_bytes)
+        seconds[ReadPath.STAGED] = cost.read_seconds(num_reads, num_sources, num_sources * shape.source_block_bytes)
+        seconds[ReadPath.STAGED] += cost.copy.seconds(num_reads, num_bytes)
+    if shape.blocks_per_gather and cost.gather is not None:
+        num_gathers = shape.num_spans * -(-num_blocks // shape.blocks_per_gather)
+        seconds[ReadPath.GATHERED] = (
+            cost.gather.seconds(1, num_bytes // num_gathers)  # the later ones run beside the reads before them
+            + cost.read_seconds(2 * num_gathers, 2 * num_gathers, num_bytes)
+            + cost.copy.seconds(num_gathers, num_bytes)
+        )
+    return seconds

@@ -5,20 +5,28 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CopyCost:
-    """Of copies to their place from a staging area."""
+    """Of copies: a fixed time each, and the bytes."""
 
     seconds_fixed: float
     bytes_per_second: float
+
+    def seconds(self, num_copies: int, num_bytes: int) -> float:
+        return num_copies * self.seconds_fixed + num_bytes / self.bytes_per_second
 
 
 @dataclass(frozen=True, slots=True)
 class ReadCost:
-    """Of one thread's reads: a fixed time each, one per descriptor, and the bytes."""
+    """Of one thread's reads: a fixed time each, one per descriptor, and the bytes.
+
+    ``copy``: from a staging area to their place; ``gather``: from asking the source to put blocks together to knowing
+    that it has, None if it doesn't.
+    """
 
     seconds_fixed: float
     seconds_per_descriptor: float
     bytes_per_second: float
-    copy: CopyCost | None = None
+    copy: CopyCost
+    gather: CopyCost | None = None
 
     def read_seconds(self, num_reads: int, num_descriptors: int, num_bytes: int) -> float:
         return (
@@ -27,14 +35,17 @@ class ReadCost:
             + num_bytes / self.bytes_per_second
         )
 
-    def copy_seconds(self, num_copies: int, num_bytes: int) -> float:
-        if self.copy is None:
-            return 0.0
-        return num_copies * self.copy.seconds_fixed + num_bytes / self.copy.bytes_per_second
+
+def fit(small: float, many: float, num_many: int, large: float, large_bytes: int) -> tuple[float, float, float]:
+    """``seconds_fixed``, ``seconds_per_descriptor``, ``bytes_per_second``, from the seconds of three reads: one small
+    descriptor, ``num_many`` small ones, ``large_bytes`` in one."""
+    per_descriptor = max((many - small) / max(1, num_many - 1), 1e-9)
+    return max(small - per_descriptor, 1e-9), per_descriptor, large_bytes / max(large - small, 1e-9)
 
 
-def fit(small: float, many: float, num_many: int, large: float, large_bytes: int) -> ReadCost:
-    """From the seconds of three reads: one small descriptor, ``num_many`` small ones, ``large_bytes`` in one."""
-    per_descriptor = max((many - small) / (num_many - 1), 1e-9)
-    fixed = max(small - per_descriptor, 1e-9)
-    return ReadCost(fixed, per_descriptor, large_bytes / max(large - small, 1e-9))
+def fit_copies(small: float, small_bytes: int, large: float, large_bytes: int) -> CopyCost:
+    """From the seconds of a small copy and of a larger one; of one size only if they have the same."""
+    if large_bytes == small_bytes:
+        return CopyCost(0.0, large_bytes / max(large, 1e-9))
+    rate = (large_bytes - small_bytes) / max(large - small, 1e-9)
+    return CopyCost(max(small - small_bytes / rate, 0.0), rate)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from splitserve.handover import ReadPath
 from splitserve.messages import MemoryKind
 
 MIB = 1 << 20
@@ -14,7 +15,8 @@ class ReadSettings:
 
     ``probe_bytes`` are read when connecting, to learn the link's speed, which is a problem to be shouted about below
     ``min_bytes_per_second`` (0: any speed is fine). ``staging_bytes`` per thread and peer are there for blocks that
-    have to be taken apart, if any have.
+    have to be taken apart, if any have. ``gather_slots`` of ``gather_slot_bytes`` are where a rank puts blocks together
+    for its readers.
     """
 
     num_threads: int
@@ -23,9 +25,12 @@ class ReadSettings:
     probe_bytes: int
     min_bytes_per_second: float
     staging_bytes: int
+    gather_slots: int
+    gather_slot_bytes: int
+    path: ReadPath | None = None  # for measuring: not by cost
 
     @classmethod
-    def of(cls, kind: MemoryKind, **changes: float) -> "ReadSettings":
+    def of(cls, kind: MemoryKind, **changes: float | ReadPath | None) -> "ReadSettings":
         """Those for KV in this kind of memory, with ``changes``; one that is 0 is no change."""
         return replace(_DEFAULTS[kind], **{name: value for name, value in changes.items() if value})  # type: ignore[arg-type]
 
@@ -39,6 +44,8 @@ _DEFAULTS = {
         probe_bytes=2 * MIB,
         min_bytes_per_second=0.0,
         staging_bytes=4 * MIB,
+        gather_slots=4,
+        gather_slot_bytes=2 * MIB,
     ),
     # UCX copies on one stream per agent; the slowest NVLink is several times faster than copies over the host.
     MemoryKind.VRAM: ReadSettings(
@@ -48,5 +55,7 @@ _DEFAULTS = {
         probe_bytes=64 * MIB,
         min_bytes_per_second=15e9,
         staging_bytes=128 * MIB,
+        gather_slots=8,
+        gather_slot_bytes=32 * MIB,
     ),
 }

@@ -300,6 +300,7 @@ class PrefillCore:
             reads_direct=counters.reads_direct,
             reads_layers=counters.reads_layers,
             reads_staged=counters.reads_staged,
+            reads_gathered=counters.reads_gathered,
             tier_blocks=tiers.num_blocks,
             tier_stored_blocks=tiers.counters.tier_stored_blocks,
             tier_loaded_blocks=tiers.counters.tier_loaded_blocks,

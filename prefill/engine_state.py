@@ -29,6 +29,7 @@ class Counters:
     reads_direct: int = 0
     reads_layers: int = 0
     reads_staged: int = 0
+    reads_gathered: int = 0
 
     def count_read(self, path: ReadPath) -> None:
         """One that succeeded."""

@@ -29,6 +29,7 @@ _LOAD_COUNTERS = frozenset(
         "reads_direct",
         "reads_layers",
         "reads_staged",
+        "reads_gathered",
         "tier_stored_blocks",
         "tier_loaded_blocks",
         "tier_failures",

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import torch
 
+from splitserve.kvconnector import gather
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.nixl import NixlConnector
 from splitserve.kvconnector.ranked import RankedConnector, RankTransfers
@@ -20,7 +21,9 @@ from splitserve.request import Party
 NUM_BLOCKS = 40
 FIRST_GENERATION = 7000
 SOURCE = Party("prefill-0", 11)
-SETTINGS = ReadSettings.of(MemoryKind.DRAM, staging_bytes=1 << 16, split_bytes=1 << 14)  # several rounds, two threads
+SETTINGS = ReadSettings.of(
+    MemoryKind.DRAM, staging_bytes=1 << 15, split_bytes=1 << 14, gather_slots=3, gather_slot_bytes=1 << 13
+)  # several rounds, two threads
 
 
 def layout_of(num_heads: int, num_ranks: int) -> LayoutRecord:
@@ -73,10 +76,18 @@ class RankedWorker:
 
 def serve_ranks(pipe: Connection) -> None:
     """Workers to read from. ("start", heads, ranks) answers with a :class:`PeerWelcome`; ("take", heads, ranks, block)
-    rewrites a block on the last rank; None ends it."""
+    rewrites a block on the last rank; None ends it. For all workers, ("lease", milliseconds, 0) sets how long slots are
+    kept, and ("deaf", 0, 0) that readers' requests for them are not heard."""
     workers: dict[tuple[int, int], RankedWorker] = {}
     while (command := pipe.recv()) is not None:
         name, num_heads, num_ranks, *block_ids = command
+        if name in ("lease", "deaf"):
+            if name == "lease":
+                gather.LEASE_SECONDS = num_heads / 1e3
+            else:
+                gather.GatherSource.hear = lambda self, message: None
+            pipe.send(b"")
+            continue
         if name == "start":
             worker = RankedWorker(SOURCE, layout_of(num_heads, num_ranks), lambda: None)
             worker.fill()

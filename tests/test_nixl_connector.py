@@ -23,7 +23,7 @@ from splitserve.handover import ReadCommand, ReadResult
 from splitserve.kvconnector.connector import PeerConnected
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.nixl import NixlConnector
-from splitserve.kvconnector.nixl_agent import HERE, Agent
+from splitserve.kvconnector.nixl_agent import HERE, Agent, Transfer
 from splitserve.kvconnector.read_plan import region_rows
 from splitserve.kvconnector.read_settings import ReadSettings
 from splitserve.messages import MemoryKind, PeerWelcome
@@ -465,7 +465,7 @@ def test_adjacent_blocks_travel_as_one(
     ours = agent.prepare(HERE, MemoryKind.DRAM, region_rows(memory.region()))
     nixl = agent._nixl
     ids = np.array(local, dtype=np.int32), np.array(remote, dtype=np.int32)
-    handle = nixl.make_prepped_xfer("READ", ours, ids[0], theirs, ids[1], b"")
+    handle = nixl.make_prepped_xfer("READ", agent._lists[ours], ids[0], agent._lists[theirs], ids[1], b"")
     nixl.transfer(handle)
     deadline = time.monotonic() + WAIT_SECONDS
     while agent.state(handle) == "PROC" and time.monotonic() < deadline:
@@ -473,3 +473,57 @@ def test_adjacent_blocks_travel_as_one(
     assert nixl.get_xfer_telemetry(handle).descCount == num_descriptors
     assert bool((memory.blocks[local[0]] == PATTERN + remote[0]).all())
     agent.release(handle)
+
+
+def test_posting_leaves_the_interpreter_to_others(source: Source) -> None:
+    """The engine loop runs beside it: thousands of descriptors may not hold the GIL while they are posted."""
+    count = 8192
+    agent, here = Agent("posting"), np.zeros(count * 64, dtype=np.uint8)
+    (rank,) = source.welcome.ranks
+    agent.register(MemoryKind.DRAM, here.ctypes.data, here.nbytes)
+    peer = agent.add_remote(rank.metadata)
+    rows = np.zeros((2, count, 3), dtype=np.uint64)
+    rows[0, :, 0] = here.ctypes.data + 64 * np.arange(count, dtype=np.uint64)
+    rows[1, :, 0] = rank.region.blocks_address + 128 * np.random.default_rng(0).permutation(count).astype(np.uint64)
+    rows[:, :, 1] = 64
+    transfer = agent.read_rows(peer, MemoryKind.DRAM, rows[0][:1], rows[1][:1])  # connects
+    finish(transfer)
+    turns, stop = [0], threading.Event()
+
+    def take_turns() -> None:
+        while not stop.is_set():
+            turns[0] += 1
+
+    other = threading.Thread(target=take_turns)
+    other.start()
+    try:
+        before = turns[0]
+        transfer = agent.read_rows(peer, MemoryKind.DRAM, rows[0], rows[1])
+        during = turns[0] - before
+    finally:
+        stop.set()
+        other.join()
+    finish(transfer)
+    assert during > 1000, "posting held the GIL"
+
+
+def finish(transfer: Transfer) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not transfer.is_done():
+        assert time.monotonic() < deadline
+        time.sleep(0.0005)
+
+
+def test_nothing_keeps_a_destroyed_agent_alive(source: Source) -> None:
+    """What is under way ends with the agent alone; and NIXL's handles hold on to it."""
+    memory, agent = make_memory(), Agent("destroyed")
+    (rank,) = source.welcome.ranks
+    agent.register(MemoryKind.DRAM, memory.region().blocks_address, memory.num_blocks * memory.block_bytes)
+    theirs = agent.prepare(agent.add_remote(rank.metadata), MemoryKind.DRAM, region_rows(rank.region))
+    ours = agent.prepare(HERE, MemoryKind.DRAM, region_rows(memory.region()))
+    ids = np.arange(4, dtype=np.int32)
+    transfers = [agent.read_prepared(ours, ids, theirs, ids) for _ in range(3)]
+    inner = agent._nixl.agent
+    agent.destroy()
+    assert sys.getrefcount(inner) == 2, "somebody else holds it"
+    assert all(transfer.is_done() for transfer in transfers)

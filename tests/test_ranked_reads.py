@@ -1,6 +1,7 @@
 """Tensor parallelism: every pair of numbers of ranks, in both directions, moves the right heads, for real."""
 
 import multiprocessing
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -37,13 +38,17 @@ class Sources:
             self._welcomes[num_heads, num_ranks] = self._tell("start", num_heads, num_ranks)
         return self._welcomes[num_heads, num_ranks]
 
-    def take(self, num_heads: int, num_ranks: int, block_id: int) -> None:
-        self._tell("take", num_heads, num_ranks, block_id)
+    def tell(self, command: str, num_heads: int, num_ranks: int, *block_ids: int) -> None:
+        self._tell(command, num_heads, num_ranks, *block_ids)
 
     def close(self) -> None:
         self.pipe.send(None)
         self.process.join(20.0)
         assert not self.process.is_alive()
+
+    def change(self, what: str, value: int = 0) -> None:
+        self.pipe.send((what, value, 0))
+        assert self.pipe.recv() == b""
 
     def _tell(self, *command: object) -> PeerWelcome:
         self.pipe.send(command)
@@ -116,7 +121,7 @@ def reader(request: pytest.FixtureRequest, readers: dict[tuple[int, int], Reader
     return reader
 
 
-@pytest.mark.parametrize("path", [ReadPath.LAYERS, ReadPath.STAGED])
+@pytest.mark.parametrize("path", [ReadPath.DIRECT, ReadPath.LAYERS, ReadPath.STAGED, ReadPath.GATHERED])
 @pytest.mark.parametrize(
     ("num_heads", "prefill", "reader"),
     [(heads, x, (heads, y)) for heads, x, y in PAIRS],
@@ -132,26 +137,66 @@ def test_every_head_arrives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     is_whole = layout_of(num_heads, prefill).kv_heads_per_rank == reader.worker.layout.kv_heads_per_rank
-    if is_whole and path is ReadPath.STAGED:
-        pytest.skip("whole blocks travel directly")
-    if not is_whole:
-        monkeypatch.setattr("splitserve.kvconnector.nixl.choose_path", lambda *_: path)
+    if path is not ReadPath.GATHERED and is_whole != (path is ReadPath.DIRECT):
+        pytest.skip("whole blocks travel directly, others can't")
+    monkeypatch.setattr("splitserve.kvconnector.nixl.choose_path", lambda *_: path)
     assert reader.connect(sources.welcome(num_heads, prefill)).error is None
     local, remote = [3, 4, 5, 20, 1, 39, 38, *range(6, 18)], [8, 9, 10, 0, 39, 2, 1, *range(11, 23)]
     result = reader.read(local, remote)
     assert result.error is None
     assert list(result.generations) == [FIRST_GENERATION + block_id for block_id in remote]
-    assert result.path is (ReadPath.DIRECT if is_whole else path)
+    assert result.path is path
     reader.assert_holds(local, remote)
 
 
 @pytest.mark.parametrize("reader", [(8, 2)], indirect=True)
 def test_a_block_that_was_taken_meanwhile_is_told_by_every_rank(reader: Reader, sources: Sources) -> None:
     assert reader.connect(sources.welcome(8, 4)).error is None
-    sources.take(8, 4, 30)
+    sources.tell("take", 8, 4, 30)
     result = reader.read([0, 1, 2], [29, 30, 31])
     assert result.error is None
     assert list(result.generations) == [FIRST_GENERATION + block_id for block_id in (29, 31, 31)]
+
+
+@pytest.mark.parametrize("reader", [(8, 1)], indirect=True)
+def test_a_source_that_puts_nothing_together_is_done_without(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("splitserve.kvconnector.nixl.choose_path", lambda *_: ReadPath.GATHERED)
+    sources = Sources()
+    assert reader.connect(sources.welcome(8, 1)).error is None
+    sources.change("deaf")
+    for expected in ([0, 1, 2], [5, 6]):  # the second time it isn't even asked
+        result = reader.read([0, 1, 2][: len(expected)], expected)
+        assert result.error is None and result.path is ReadPath.DIRECT
+        assert list(result.generations) == [FIRST_GENERATION + block_id for block_id in expected]
+    reader.assert_holds([0, 1, 2], [5, 6, 2])
+    reader.worker.connector.disconnect(SOURCE)
+    assert reader.connect(sources.welcome(8, 1)).error is None, "a new connection does without from the start"
+    assert reader.read([0], [5]).path is ReadPath.DIRECT
+    sources.close()
+
+
+@pytest.mark.parametrize("reader", [(8, 1)], indirect=True)
+def test_a_slot_that_was_taken_while_it_was_read_is_noticed(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases that end at once: a read fails, or goes another way, or is right; it never gives another read's bytes."""
+    monkeypatch.setattr("splitserve.kvconnector.nixl.choose_path", lambda *_: ReadPath.GATHERED)
+    sources = Sources()
+    welcome = sources.welcome(8, 2)
+    sources.change("lease", 1)
+    outcomes = set()
+    chosen = random.Random(5)
+    for _ in range(25):
+        if reader.connect(welcome).error is not None:
+            continue
+        local, remote = (chosen.sample(range(NUM_BLOCKS), 24) for _ in range(2))
+        result = reader.read(local, remote)
+        outcomes.add(str(result.error or result.path))
+        if result.error is None:
+            reader.assert_holds(local, remote)
+        reader.worker.connector.disconnect(SOURCE)
+        for memory in reader.worker.memories:
+            memory.blocks.zero_()
+    sources.close()
+    assert len(outcomes) > 1, outcomes
 
 
 @pytest.mark.parametrize("reader", [(8, 2)], indirect=True)

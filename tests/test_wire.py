@@ -18,6 +18,7 @@ from splitserve.messages import (
     Draining,
     Envelope,
     FailureCode,
+    GatherMemory,
     Grant,
     HandoverReport,
     Heartbeat,
@@ -81,7 +82,13 @@ EXAMPLES: list[Body] = [
         LAYOUT,
         "nixl",
         2**47 + 4096,
-        [RankMemory(bytes(range(256)), MemoryRegion(MemoryKind.VRAM, 1, 2**47, 64, 4096))],
+        [
+            RankMemory(
+                bytes(range(256)),
+                MemoryRegion(MemoryKind.VRAM, 1, 2**47, 64, 4096),
+                GatherMemory(MemoryRegion(MemoryKind.VRAM, 1, 2**46, 8, 1 << 20), 2**45),
+            )
+        ],
     ),
     PeerRefused("other dtype"),
     Grant(KEY, 100, 32, 10.0),

@@ -42,6 +42,7 @@ class ReadPath(StrEnum):
     DIRECT = "direct"  # whole blocks, straight into ours
     LAYERS = "layers"  # pieces of blocks, a descriptor per layer
     STAGED = "staged"  # whole blocks into a staging area, then the heads that are ours to their place
+    GATHERED = "gathered"  # put together by the source, in large pieces into a staging area, then to its place
 
 
 @dataclass(frozen=True, slots=True)

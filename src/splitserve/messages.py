@@ -120,6 +120,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reads_direct: Count = 0
     reads_layers: Count = 0
     reads_staged: Count = 0
+    reads_gathered: Count = 0
     tier_blocks: Count = 0
     tier_stored_blocks: Count = 0
     tier_loaded_blocks: Count = 0
@@ -329,11 +330,20 @@ class MemoryRegion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_bytes: Size
 
 
+class GatherMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a rank puts heads of blocks together for a reader: slots, as blocks of a region; their tickets (uint64, one
+    per slot) are in host memory. See :mod:`splitserve.kvconnector.gather`."""
+
+    slots: MemoryRegion
+    tickets_address: Unsigned
+
+
 class RankMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a reader needs of one rank of a tensor-parallel worker. ``metadata`` is the connector's own."""
 
     metadata: bytes
     region: MemoryRegion
+    gather: GatherMemory | None = None
 
 
 class PeerWelcome(Message, frozen=True):
