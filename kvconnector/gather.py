@@ -82,7 +82,6 @@ class GatherSource:
         self._copies = DeviceCopies(memory)
         self.num_refused = 0
         if memory.device.type == "cuda":
-            self._copies.compile(memory.layout.kv_heads_per_rank)
             torch.cuda.synchronize(memory.device)  # the zeros are there before anything else is
 
     def region(self) -> GatherMemory:
@@ -90,6 +89,10 @@ class GatherSource:
         ours = self._memory.region()
         slots = MemoryRegion(ours.kind, ours.device_id, self._flat.data_ptr(), len(self._slots), self._slot_bytes)
         return GatherMemory(slots, int(self._tickets.ctypes.data))
+
+    def prepare(self) -> None:
+        """On the thread that will use it: kernels are there before the first reader asks."""
+        self._copies.compile(self._memory.layout.kv_heads_per_rank)
 
     def hear(self, message: bytes) -> None:
         """What a reader says. Nonsense is counted and forgotten: whoever asks for it waits in vain and does without."""

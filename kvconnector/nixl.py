@@ -66,6 +66,7 @@ class _Server(OwnerThread):
 
     def begin(self) -> None:
         make_context_current(self._device)
+        self._gather.prepare()
 
     def poll(self) -> None:
         if self.active:
