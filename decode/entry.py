@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import signal
+import socket
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from splitserve import __version__
 from splitserve.block_hash import root_hash
 from splitserve.config import WorkerConfig
 from splitserve.decode.build import build_core
@@ -28,15 +30,17 @@ from splitserve.kvconnector.disk_tier import DISK, disk_tier
 from splitserve.kvconnector.host_tier import HOST, host_tier
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.nixl import NixlConnector
+from splitserve.kvconnector.numa_memory import pages_by_node
 from splitserve.kvconnector.ranked import RankedConnector
 from splitserve.kvconnector.tier_copies import TierCopies, TierStore
 from splitserve.kvconnector.tiers import Tier
-from splitserve.messages import WorkerInfo
+from splitserve.messages import WorkerInfo, WorkerPlace
 from splitserve.models.cuda_runner import CudaRunner
 from splitserve.models.runner import ModelRunner
 from splitserve.prefill.executor import Executor, OverlappedExecutor, StepExecutor
 from splitserve.prefill.kv_event_socket import KVEventSocket, NoKVEvents
 from splitserve.prefill.loop import Waker, WorkerLoop
+from splitserve.prefill.pinning import pin_threads, remote_bytes
 from splitserve.prefill.sockets import WorkerSockets
 from splitserve.prefill.step_profiler import ProfiledLaunchingRunner, ProfiledRunner, StepProfiler
 from splitserve.request import Party, Role
@@ -164,6 +168,8 @@ def _serve(
         tiers=tiers,
     )
     kv_events = KVEventSocket(sockets) if config.engine.kv_events else NoKVEvents()
+    place = _place(config, memory)
+    progress("placement", {"remote_bytes": str(place.remote_bytes), "machine": place.machine})
     info = WorkerInfo(
         party=me,
         role=Role(config.role),
@@ -175,6 +181,7 @@ def _serve(
         max_model_len=served.max_model_len,
         vocab_size=served.vocab_size,
         kv_events_endpoint=kv_events.endpoint,
+        place=place,
     )
     profiler = _make_profiler(config, memory.blocks.device, waker.wake)
     executor = make_executor(waker.wake, profiler)
@@ -190,6 +197,7 @@ def _serve(
         copies=TierCopies(stores, waker.wake),
         kv_events=kv_events,
     )
+    pin_threads(config.placement)
     watch(loop)
     signal.signal(signal.SIGTERM, lambda *_: loop.drain())
     signal.signal(signal.SIGINT, lambda *_: loop.stop())
@@ -208,6 +216,26 @@ def _serve(
     progress("ready", {"endpoint": sockets.endpoint, **ready})
     loop.run()
     logger.info("stopped; last load: %s", msgspec.json.encode(core.load()).decode())
+
+
+def _place(config: WorkerConfig, memory: KVMemory) -> WorkerPlace:
+    """Where this worker runs, and whether its host memory is where it should be."""
+    num_bytes = memory.num_blocks * memory.block_bytes
+    on_host = memory.blocks.device.type == "cpu"
+    pages = pages_by_node(memory.blocks.data_ptr(), num_bytes) if on_host else {}
+    remote = remote_bytes(pages, num_bytes, config.placement.numa_node)
+    if remote:
+        logger.warning(
+            "%d of %d bytes of KV memory lie on other NUMA nodes than %s", remote, num_bytes, config.placement.numa_node
+        )
+    return WorkerPlace(
+        machine=socket.gethostname(),
+        version=__version__,
+        device=str(memory.blocks.device),
+        cpus=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
+        num_threads=config.engine.threads,
+        remote_bytes=remote,
+    )
 
 
 def _make_tiers(config: WorkerConfig, memory: KVMemory, progress: Progress) -> tuple[list[Tier], dict[str, TierStore]]:

@@ -80,7 +80,7 @@ class HostMemory:
         if node is not None and not _bind(self.address, num_bytes, node):
             logger.warning("host memory can't be bound to NUMA node %d; it goes where it is touched first", node)
         self.bytes.fill(0)  # first touch
-        self.placement = _placement(self.address, num_bytes)
+        self.placement = pages_by_node(self.address, num_bytes)
 
     @property
     def address(self) -> int:
@@ -111,7 +111,7 @@ def _bind(address: int, num_bytes: int, node: int) -> bool:
     return not libc.syscall(ctypes.c_long(numbers[0]), *arguments, ctypes.c_ulong(16 * bits), ctypes.c_uint(0))
 
 
-def _placement(address: int, num_bytes: int) -> dict[int, int]:
+def pages_by_node(address: int, num_bytes: int) -> dict[int, int]:
     """Pages by node: every page of memory up to 4 GiB, evenly spread ones of more."""
     numbers = _syscall_numbers()
     if numbers is None:

@@ -28,6 +28,7 @@ import msgspec
 from splitserve.config import RouterConfig, WorkerConfig
 from splitserve.errors import SplitserveError
 from splitserve.logs import set_up_logging
+from splitserve.orchestration.affinity import bind_process
 from splitserve.orchestration.shared_memory import hold_folder
 
 ORPHAN_GRACE_SECONDS = 3.0
@@ -96,9 +97,12 @@ def config_of(order: Order) -> Config:
 def run(order: Order, status: StatusPipe) -> int:
     """Import and run the order's entry; returns the exit status."""
     try:
+        config = config_of(order)
+        if isinstance(config, WorkerConfig):
+            bind_process(config.placement.cpus)  # before anything counts the cores, or touches memory
         module, _, function = order.entry.partition(":")
         entry: Entry = getattr(importlib.import_module(module), function)
-        entry(config_of(order), status.report)
+        entry(config, status.report)
     except SplitserveError as error:
         status.report("error", {"message": str(error)})
         return 2

@@ -21,6 +21,10 @@ def _describe(stage: str, detail: dict[str, str]) -> str | None:
     match stage, detail:
         case ("membership" | "error", _):
             return None  # of no use to people; an error ends the start and is shown there
+        case "plan", {"text": text}:
+            return f"placed     {text}"
+        case "placement", {"remote_bytes": remote}:
+            return f"memory     {format_bytes(int(remote))} on other NUMA nodes than planned" if int(remote) else None
         case "weights", {"seconds": seconds, **more}:
             size = f"{format_bytes(float(more['bytes']))}, " if "bytes" in more else ""
             dtype = f"{more['dtype']}, " if "dtype" in more else ""

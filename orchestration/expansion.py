@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from splitserve.config import Confidential, RouterConfig, WorkerConfig
+from splitserve.config import Confidential, CorePlacement, RouterConfig, WorkerConfig
 from splitserve.errors import ConfigError
 from splitserve.orchestration.spec import ClusterSpec, PoolSpec, SecretRef
 from splitserve.request import Role
@@ -65,6 +65,7 @@ class RouterPorts:
 
 
 ANY_PORTS = RouterPorts()
+ANYWHERE = CorePlacement()
 
 
 def router_config(spec: ClusterSpec, secrets: Secrets, host: str, ports: RouterPorts = ANY_PORTS) -> RouterConfig:
@@ -87,7 +88,15 @@ def router_config(spec: ClusterSpec, secrets: Secrets, host: str, ports: RouterP
 
 
 def worker_config(
-    spec: ClusterSpec, pool: PoolSpec, name: str, secrets: Secrets, *, membership: str, host: str, threads: int
+    spec: ClusterSpec,
+    pool: PoolSpec,
+    name: str,
+    secrets: Secrets,
+    *,
+    membership: str,
+    host: str,
+    threads: int,
+    placement: CorePlacement = ANYWHERE,
 ) -> WorkerConfig:
     """Of the worker called ``name``, which binds ``host`` and computes on ``threads`` threads."""
     return WorkerConfig(
@@ -98,6 +107,7 @@ def worker_config(
         host=host,
         secret=secrets.secret,
         protocol=spec.protocol_config(),
+        placement=placement,
     )
 
 
@@ -106,8 +116,9 @@ def worker_environment(spec: ClusterSpec, pool: PoolSpec) -> dict[str, str]:
     environment = dict(pool.environment)
     if spec.connector.transports:
         environment["UCX_TLS"] = ",".join(spec.connector.transports)
-    if spec.connector.devices:
-        environment["UCX_NET_DEVICES"] = ",".join(spec.connector.devices)
+    devices = [pool.placement.nic] if pool.placement.nic else spec.connector.devices
+    if devices:
+        environment["UCX_NET_DEVICES"] = ",".join(devices)
     return environment
 
 

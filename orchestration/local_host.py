@@ -2,10 +2,12 @@
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from splitserve.orchestration.addresses import LOOPBACK, own_address
+from splitserve.orchestration.affinity import usable_cpus
+from splitserve.orchestration.core_plan import Wanted, WorkerPlan, plan_workers, wanted_place
 from splitserve.orchestration.cores import available_cores, split_cores
 from splitserve.orchestration.expansion import (
     RouterPorts,
@@ -14,12 +16,14 @@ from splitserve.orchestration.expansion import (
     router_config,
     worker_config,
     worker_environment,
+    worker_names,
 )
 from splitserve.orchestration.gpus import VISIBLE, GpuAssignment, check_enough_gpus, device_of, list_gpus
-from splitserve.orchestration.host import Event, Memory
+from splitserve.orchestration.host import ChildProgress, Event, Memory
 from splitserve.orchestration.process import ChildProcess
 from splitserve.orchestration.shared_memory import remove_abandoned
 from splitserve.orchestration.spec import ClusterSpec, PoolSpec
+from splitserve.orchestration.topology import Topology, read_topology
 from splitserve.security import check_exposure
 
 
@@ -34,10 +38,21 @@ class Entries:
 ENTRIES = Entries()
 
 
+@dataclass(slots=True)
+class _Slot:
+    """A planned place for a worker of ``pool``. A successor shares it while its predecessor still drains."""
+
+    plan: WorkerPlan
+    pool: str
+    holders: set[str] = field(default_factory=set)
+    taken_at: int = 0
+
+
 class LocalHost:
     """See :class:`splitserve.orchestration.host.Host`. Call it from one thread.
 
     ``environment`` is added to the children's own. With a ``log_folder`` each process logs to a file there.
+    ``topology``: None reads the machine's.
     """
 
     def __init__(
@@ -48,17 +63,21 @@ class LocalHost:
         num_cores: int | None = None,
         environment: Mapping[str, str] | None = None,
         log_folder: Path | None = None,
+        topology: Topology | None = None,
     ) -> None:
         self._log_level = log_level
         self._entries = entries
         self._num_cores = available_cores() if num_cores is None else num_cores
         self._environment = dict(environment or {})
         self._log_folder = log_folder
+        self._topology = topology
         self._secrets = Secrets()
         self._address = LOOPBACK
         self._gpus = GpuAssignment([])
         self._names: dict[str, None] = {}  # of running workers, in the order of their starts
         self._threads: dict[str, int] = {}  # a worker that is started again has as many as before
+        self._slots: list[_Slot] = []
+        self._num_starts = 0
 
     def prepare(self, spec: ClusterSpec) -> None:
         remove_abandoned()
@@ -68,6 +87,10 @@ class LocalHost:
         gpus = list_gpus({**os.environ, **self._environment})
         check_enough_gpus(spec, gpus)
         self._gpus = GpuAssignment(gpus, spec.devices.share)
+        pools = worker_names(spec)
+        wanted = [self._wanted(name, pool) for name, pool in pools.items()]
+        plans = plan_workers(self._machine(), wanted, self._num_cores)
+        self._slots = [_Slot(plans[name], pool.name) for name, pool in pools.items()]
 
     def start_router(self, spec: ClusterSpec, ports: RouterPorts, emit: Callable[[Event], None]) -> ChildProcess:
         return ChildProcess(
@@ -90,6 +113,7 @@ class LocalHost:
             gpus = self._gpus.take(name, pool.tensor_parallel_size)
             environment[VISIBLE] = ",".join(gpu.uuid for gpu in gpus)
             place = "GPU " + ",".join(str(gpu.index) for gpu in gpus)
+        plan = self._plan_of(name, pool)
         self._names[name] = None
         config = worker_config(
             spec,
@@ -98,8 +122,10 @@ class LocalHost:
             self._secrets,
             membership=membership,
             host=self._address,
-            threads=pool.threads or self._share_of_cores(spec, name),
+            threads=pool.threads or self._num_threads(name, spec, plan),
+            placement=plan.placement,
         )
+        emit(ChildProgress(name, "plan", {"text": plan.describe()}))
         try:
             return ChildProcess(
                 name=name,
@@ -122,6 +148,8 @@ class LocalHost:
     def release(self, name: str) -> None:
         self._gpus.give_back(name)
         self._names.pop(name, None)
+        for slot in self._slots:
+            slot.holders.discard(name)
 
     def remember(self, memory: Memory) -> None:
         """Nobody goes on in place of a launcher on this machine: its children end with it."""
@@ -129,11 +157,36 @@ class LocalHost:
     def close(self) -> None:
         """Nothing is left to close: children are the launcher's."""
 
+    def _machine(self) -> Topology:
+        if self._topology is None:
+            self._topology = read_topology(usable_cpus())
+        return self._topology
+
     def _needs_gpus(self, pool: PoolSpec) -> bool:
         return device_of(pool.device, self._gpus.gpus) == "cuda"
 
-    def _share_of_cores(self, spec: ClusterSpec, name: str) -> int:
-        """An even share, for as many workers as the spec counts, or as there are."""
+    def _wanted(self, name: str, pool: PoolSpec) -> Wanted:
+        gpus = self._gpus.take(name, pool.tensor_parallel_size) if self._needs_gpus(pool) else []
+        return wanted_place(name, pool, tuple(gpu.pci_bus_id for gpu in gpus))
+
+    def _plan_of(self, name: str, pool: PoolSpec) -> WorkerPlan:
+        """A GPU decides where its worker belongs; a CPU worker takes the pool's emptiest slot, which another one may
+        be about to leave."""
+        if self._needs_gpus(pool):
+            return plan_workers(self._machine(), [self._wanted(name, pool)], self._num_cores)[name]
+        slots = [slot for slot in self._slots if slot.pool == pool.name]
+        if not slots:
+            return plan_workers(self._machine(), [replace(self._wanted(name, pool), pin=False)])[name]
+        slot = min(slots, key=lambda slot: (len(slot.holders), slot.taken_at))
+        self._num_starts += 1
+        slot.taken_at = self._num_starts
+        slot.holders.add(name)
+        return slot.plan
+
+    def _num_threads(self, name: str, spec: ClusterSpec, plan: WorkerPlan) -> int:
+        """As many as it has cores of its own, or else an even share: of the cores for all workers that there are."""
+        if plan.num_cores and not plan.why:
+            return plan.num_cores
         shares = split_cores(self._num_cores, max(spec.num_workers, len(self._names)))
         return self._threads.setdefault(name, shares[list(self._names).index(name)])
 

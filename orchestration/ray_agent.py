@@ -8,6 +8,7 @@ process does goes past it.
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,8 @@ import ray
 from splitserve.errors import SplitserveError
 from splitserve.logs import set_up_logging
 from splitserve.orchestration.addresses import own_address, reachable_url
+from splitserve.orchestration.affinity import usable_cpus
+from splitserve.orchestration.core_plan import WorkerPlan, plan_workers, wanted_place
 from splitserve.orchestration.expansion import (
     RouterPorts,
     resolve_secrets,
@@ -23,15 +26,16 @@ from splitserve.orchestration.expansion import (
     worker_config,
     worker_environment,
 )
-from splitserve.orchestration.gpus import VISIBLE
+from splitserve.orchestration.gpus import VISIBLE, list_gpus, visible
 from splitserve.orchestration.host import ChildExited, ChildProgress, Event
 from splitserve.orchestration.local_host import Entries
 from splitserve.orchestration.log_files import read_log
 from splitserve.orchestration.process import ChildProcess
 from splitserve.orchestration.ray_names import CLUSTER_VARIABLE
 from splitserve.orchestration.shared_memory import remove_abandoned
-from splitserve.orchestration.spec import check_model_directory
+from splitserve.orchestration.spec import PoolSpec, check_model_directory
 from splitserve.orchestration.spec_conversion import convert_spec
+from splitserve.orchestration.topology import read_topology
 from splitserve.security import check_exposure
 
 POLL_SECONDS = 5.0
@@ -129,6 +133,8 @@ class Agent:
         entries = Entries(*order.entries)
         if order.pool:
             pool = spec.pool(order.pool)
+            plan = self._plan(pool, gpus)
+            self._add("plan", {"text": plan.describe()})
             config = worker_config(
                 spec,
                 msgspec.structs.replace(pool, device=order.device),
@@ -137,11 +143,25 @@ class Agent:
                 membership=order.membership,
                 host=address,
                 threads=order.threads,
+                placement=plan.placement,
             )
             self._spawn(entries.worker, config, order.threads, {**environment, **worker_environment(spec, pool)})
         else:
             ports = RouterPorts(*order.ports)
             self._spawn(entries.router, router_config(spec, secrets, address, ports), 0, environment)
+
+    def _plan(self, pool: PoolSpec, gpus: str) -> WorkerPlan:
+        """A GPU worker is kept on its GPU's NUMA node. A CPU worker shares the node's cores with those of other agents,
+        which this one doesn't know: it's pinned only to cores that the spec names."""
+        wanted = wanted_place(self._order.name, pool, ())
+        if gpus:
+            visible_gpus = visible(list_gpus({}), gpus)
+            wanted = replace(wanted, gpus=tuple(gpu.pci_bus_id for gpu in visible_gpus))
+        elif not wanted.cores:
+            wanted = replace(wanted, pin=False)
+        plan = plan_workers(read_topology(usable_cpus()), [wanted])[self._order.name]
+        why = "other workers of the node have the same cores"
+        return replace(plan, why=why) if not gpus and not wanted.cores and pool.placement.pin else plan
 
     def _spawn(self, entry: str, config: object, threads: int, environment: dict[str, str]) -> None:
         self._child = ChildProcess(

@@ -105,6 +105,16 @@ class NodeSpec(Part, frozen=True, kw_only=True):
     ] = {}
 
 
+class PlacementSpec(Part, frozen=True, kw_only=True):
+    """Overrides of the plan of cores and devices, which `serve` and `up` print at the start."""
+
+    pin: Annotated[bool, Meta(description="Bind workers to NUMA nodes, and threads to cores, where that helps.")] = True
+    numa_node: Annotated[NotNegative | None, Meta(description="Of all workers of the pool.")] = None
+    cores: Annotated[list[str], Meta(description="Hardware threads of each worker in turn, like ['0-7', '8-15'].")] = []
+    transfer_cores: Annotated[list[str], Meta(description="Those of them that move KV, of each worker in turn.")] = []
+    nic: Annotated[str, Meta(description="Network device, as UCX calls it; empty: UCX's own choice.")] = ""
+
+
 class PoolSpec(Part, frozen=True, kw_only=True):
     """Workers of one kind."""
 
@@ -121,6 +131,7 @@ class PoolSpec(Part, frozen=True, kw_only=True):
     threads: Annotated[int, Meta(ge=0, description="Per worker; 0 splits a machine's cores between its workers.")] = 0
     engine: EngineSettings = EngineSettings()
     nodes: NodeSpec = NodeSpec()
+    placement: PlacementSpec = PlacementSpec()
     environment: Annotated[dict[str, str], Meta(description="Added to the workers' environment.")] = {}
 
 

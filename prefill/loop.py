@@ -312,7 +312,8 @@ class WorkerLoop:
             self._core.has_news = False
             self._heartbeat_due_at = now + self._config.protocol.heartbeat_seconds
             load = msgspec.structs.replace(self._core.load(), resident_bytes=self._process.memory_info().rss)
-            self._sockets.send_membership(Heartbeat(load=load, links=self._core.links()))
+            heartbeat = Heartbeat(load=load, links=self._core.links(), clock_seconds=time.time())
+            self._sockets.send_membership(heartbeat)
             if self._drain.has_begun:  # after the heartbeat, which makes a lost worker a candidate again
                 self._sockets.send_membership(Draining())
 

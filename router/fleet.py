@@ -7,6 +7,7 @@ that died, left or was replaced is reported once to ``on_lost``, with the reason
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Callable
 
 import zmq
@@ -159,7 +160,8 @@ class Fleet:
         self._socket.send([identity, encode(Envelope(self.party, sender, Registered()))])
 
     def _on_heartbeat(self, sender: Party, body: Heartbeat) -> None:
-        before = self.membership.heartbeat(sender, body.load, self._loop.time(), body.links)
+        clock_offset_seconds = body.clock_seconds - time.time() if body.clock_seconds else None
+        before = self.membership.heartbeat(sender, body.load, self._loop.time(), body.links, clock_offset_seconds)
         if before is None:
             self.drop_stale("heartbeat", "of a worker that isn't registered", sender)
         elif before is WorkerState.LOST:

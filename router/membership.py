@@ -33,13 +33,17 @@ class WorkerState(StrEnum):
 
 @dataclass(slots=True)
 class WorkerRecord:
-    """One incarnation of one worker. The counts are this router's own; see :class:`WorkerView`."""
+    """One incarnation of one worker. The counts are this router's own; see :class:`WorkerView`.
+
+    ``clock_offset_seconds``: how far its clock is ahead of ours, less the time that its heartbeat took.
+    """
 
     info: WorkerInfo
     last_heard: float
     state: WorkerState = WorkerState.CONNECTING
     load: WorkerLoad = NO_LOAD
     links: Sequence[PeerLink] = ()
+    clock_offset_seconds: float | None = None
     num_requests: int = 0
     prefill_tokens: int = 0
     context_tokens: int = 0
@@ -104,14 +108,19 @@ class Membership:
         return Registration(must_dial=True, replaced=known.info.party)
 
     def heartbeat(
-        self, sender: Party, load: WorkerLoad, now: float, links: Sequence[PeerLink] = ()
+        self,
+        sender: Party,
+        load: WorkerLoad,
+        now: float,
+        links: Sequence[PeerLink] = (),
+        clock_offset_seconds: float | None = None,
     ) -> WorkerState | None:
         """The worker's state before this heartbeat (LOST: it must be dialled again), or None for a stale sender."""
         record = self.get(sender)
         if record is None:
             return None
         before = record.state
-        record.load, record.links = load, links
+        record.load, record.links, record.clock_offset_seconds = load, links, clock_offset_seconds
         record.last_heard = now
         if before is WorkerState.LOST:
             record.state = WorkerState.CONNECTING

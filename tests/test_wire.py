@@ -50,6 +50,7 @@ from splitserve.messages import (
     Withdrawn,
     WorkerInfo,
     WorkerLoad,
+    WorkerPlace,
 )
 from splitserve.request import FinishReason, Party, RequestKey, Role, SamplingParams
 from splitserve.wire import MAX_MESSAGE_BYTES, decode, encode
@@ -59,13 +60,14 @@ PREFILL, DECODE = Party("prefill-0", 2**63 - 1), Party("decode-0", 1)
 LAYOUT = LayoutRecord("demo", "sha", "float32", 16, 2, 2, 16)
 SAMPLING = SamplingParams(max_tokens=5, temperature=0.5, top_k=3, top_p=0.9, seed=2**64 - 1, stop_token_ids=(1, 2))
 PEER = PeerRef(PREFILL, "tcp://127.0.0.1:5555")
-INFO = WorkerInfo(PREFILL, Role.PREFILL, "tcp://127.0.0.1:1", 42, LAYOUT, 64, 8, 1024, 320)
+PLACE = WorkerPlace("node-7", "0.1.0", "cpu", [0, 1], 2, 4096)
+INFO = WorkerInfo(PREFILL, Role.PREFILL, "tcp://127.0.0.1:1", 42, LAYOUT, 64, 8, 1024, 320, place=PLACE)
 REPORT = HandoverReport("prefill-0", "nixl", 3, 3072, 16, 2, 0.01, 0.001)
 
 EXAMPLES: list[Body] = [
     Register(info=INFO),
     Registered(),
-    Heartbeat(load=WorkerLoad(num_running=3, resident_bytes=2**40), links=[PeerLink("p", "cma", 3e9, "slow")]),
+    Heartbeat(WorkerLoad(num_running=3, resident_bytes=2**40), [PeerLink("p", "cma", 3e9, "slow")], 1.8e9),
     Draining(),
     Leave(),
     PrefillRequest(KEY, [1, 2, 3], SAMPLING, PeerRef(DECODE, "tcp://127.0.0.1:2"), 30.0, [7]),

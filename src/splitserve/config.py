@@ -160,6 +160,16 @@ class Confidential(msgspec.Struct, frozen=True, kw_only=True):
         return "'...'" if name in SECRETS and value else repr(value)
 
 
+class CorePlacement(msgspec.Struct, frozen=True, kw_only=True):
+    """Hardware threads of a worker: of its process (none: as they are), and of its model and transfer threads among
+    them. ``numa_node`` is where its host memory belongs; None: not known, or all the same."""
+
+    cpus: tuple[int, ...] = ()
+    model_cpus: tuple[int, ...] = ()
+    transfer_cpus: tuple[int, ...] = ()
+    numa_node: int | None = None
+
+
 class WorkerConfig(Confidential, frozen=True, kw_only=True):
     """One worker process. ``membership`` is the endpoint that it registers with; ``host`` the address it binds.
 
@@ -173,6 +183,7 @@ class WorkerConfig(Confidential, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     protocol: ProtocolConfig = ProtocolConfig()
     secret: str = ""
+    placement: CorePlacement = CorePlacement()
 
 
 class RouterConfig(Confidential, frozen=True, kw_only=True):

@@ -23,6 +23,7 @@ from splitserve.request import FinishReason, Party, RequestKey, Role, SamplingPa
 SCHEMA_VERSION = 1
 BLOCK_ORDER = "layer, kv_head, 2 (K/V), token, head_dim"
 MAX_RANKS = 64
+MAX_CPUS = 4096
 MAX_LINKS = 4096
 
 # Bounds that hold for every sender, so that no receiver has to think of negative sizes or of durations that are NaN.
@@ -77,6 +78,19 @@ class LayoutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return None
 
 
+class WorkerPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a worker runs, for whoever looks for the reason of something. ``machine`` is its host's name; ``cpus`` the
+    hardware threads that it may use, ``num_threads`` those that compute; ``remote_bytes`` of its KV memory lie on
+    another NUMA node than they should."""
+
+    machine: str = ""
+    version: str = ""
+    device: str = ""
+    cpus: Annotated[list[Count], msgspec.Meta(max_length=MAX_CPUS)] = []
+    num_threads: Count = 0
+    remote_bytes: Count = 0
+
+
 class WorkerInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A worker as membership knows it. ``endpoint`` is the ZMQ address that routers and peers connect to,
     ``kv_events_endpoint`` the one for subscribers to its KV events; "" if it publishes none."""
@@ -91,6 +105,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_model_len: Size
     vocab_size: Size
     kv_events_endpoint: str = ""
+    place: WorkerPlace = WorkerPlace()
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -153,8 +168,12 @@ class PeerLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Heartbeat(Message, frozen=True):
+    """``clock_seconds`` is the sender's Unix time, for whoever reads logs of several machines: nothing is decided by it
+    (0: not told)."""
+
     load: WorkerLoad
     links: Annotated[list[PeerLink], msgspec.Meta(max_length=MAX_LINKS)] = []
+    clock_seconds: NonNegative = 0.0
 
 
 class Draining(Message, frozen=True):
