@@ -1,7 +1,8 @@
 """What everything in the simulator shares: its tiny model, its settings, the faults that a schedule may have.
 
-KV is a number per position that depends on all tokens up to it, and a drawn token depends on all the KV that the step
-reads; so a block with the wrong content anywhere gives a wrong token, which the oracle sees.
+KV is a number per position and head that depends on all tokens up to it, and a drawn token depends on all the KV that
+the step reads; so a block with the wrong content anywhere gives a wrong token, which the oracle sees. Every other
+worker has two ranks with a head each, which write and read at times of their own.
 """
 
 import hashlib
@@ -17,6 +18,7 @@ from splitserve.request import Party, Role, SamplingParams
 
 VOCAB = 50
 BLOCK_SIZE = 4
+NUM_HEADS = 2
 LAYOUT = LayoutRecord("sim", "w", "float32", BLOCK_SIZE, 1, 1, 1)
 PROTOCOL = ProtocolConfig(request_deadline_seconds=60.0, max_blocks_per_read=4, tombstone_seconds=60.0)
 ROUTER = Party("router", 1)
@@ -26,15 +28,21 @@ def mix(*values: int) -> int:
     return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=7).digest(), "big")
 
 
+def next_kv(kv: list[int], token: int, head: int) -> int:
+    """The head's KV of the position after those of ``kv``."""
+    return mix(kv[-1] if kv else 0, token, head)
+
+
 def expected_output(prompt: list[int], sampling: SamplingParams) -> list[int]:
     """The tokens that a single undisturbed worker gives."""
-    kv: list[int] = []
+    heads: list[list[int]] = [[] for _ in range(NUM_HEADS)]
     tokens = list(prompt)
     output: list[int] = []
     while True:
-        for token in tokens[len(kv) :]:
-            kv.append(mix(kv[-1] if kv else 0, token))
-        output.append(mix(*kv, sampling.seed, len(tokens)) % VOCAB)
+        for head, kv in enumerate(heads):
+            for token in tokens[len(kv) :]:
+                kv.append(next_kv(kv, token, head))
+        output.append(mix(*(number for kv in heads for number in kv), sampling.seed, len(tokens)) % VOCAB)
         tokens.append(output[-1])
         if sampling.finish_reason(output[-1], len(output)):
             return output

@@ -1,11 +1,13 @@
 """The connector's part in the simulator: connections to peers, copies block by block, then the generations."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from simulated_model import BLOCK_SIZE
 from splitserve.handover import ReadCommand, ReadResult
 from splitserve.kvconnector.connector import PeerConnected
+from splitserve.kvconnector.joining import ReadJoin, side_by_side
 from splitserve.messages import PeerWelcome
 from splitserve.request import Party
 
@@ -25,6 +27,8 @@ class SimReader:
         self._emit = emit
         self._connected: dict[Party, SimWorker] = {}
         self._reads: dict[int, ReadCommand] = {}
+        self._joins: dict[int, ReadJoin] = {}
+        self._landing: set[int] = set()  # reads whose bytes may still come, whatever anybody believes of them
         self._free_at = 0.0
 
     def connect(self, peer: Party, welcome: PeerWelcome) -> None:
@@ -46,17 +50,28 @@ class SimReader:
         self._connected.pop(peer, None)
         self._free_at = self._sim.now + self._sim.random.uniform(0.0, self._sim.faults.disconnect_seconds)
         for read_id in self._reads_from(peer):
-            self._sim.at(self._free_at, lambda i=read_id: self._finish(ReadResult(i, "disconnected")))
+            self._sim.at(self._free_at, lambda i=read_id: self._end(i))
+
+    def _end(self, read_id: int) -> None:
+        self._end_landing([read_id])
+        self._finish(ReadResult(read_id, "disconnected"))
 
     def start(self, command: ReadCommand) -> None:
         """Copy block by block at random moments, then read the generations; or fail, or end late, or never."""
         sim, faults = self._sim, self._sim.faults
         self._reads[command.read_id] = command
+        self._joins[command.read_id] = ReadJoin(self._worker.num_ranks)
+        self._landing.add(command.read_id)
         source = self._connected.get(command.peer)
         if source is None or sim.random.random() < faults.post_error:
             sim.after(0.0, lambda: self._fail(command, "posting failed"))
             return
         taken = self._worker.stamp(command.local_blocks)
+        for rank in range(self._worker.num_ranks):
+            self._start_rank(command, source, taken, rank)
+
+    def _start_rank(self, command: ReadCommand, source: "SimWorker", taken: dict[int, int], rank: int) -> None:
+        sim, faults = self._sim, self._sim.faults
         fate = sim.random.random()
         is_late = sim.random.random() < faults.read_late
         time = sim.now
@@ -64,42 +79,61 @@ class SimReader:
             time += sim.random.uniform(0.0, faults.read_seconds)
             if is_late:
                 time += sim.random.uniform(0.0, 2 * sim.protocol.read_deadline_seconds)
-            sim.at(time, lambda a=local, b=remote: self._copy(command, source, {a: taken[a]}, b))
+            sim.at(time, lambda a=local, b=remote: self._copy(command, source, {a: taken[a]}, b, rank))
         time += sim.random.uniform(0.0, 0.005)
         if fate < faults.read_error:
             sim.at(time, lambda: self._fail(command, "planted read error"))
         elif fate >= faults.read_error + faults.read_stuck:
-            sim.at(time, lambda: self._read_generations(command, source))
+            sim.at(time, lambda: self._read_generations(command, source, rank))
 
-    def _copy(self, command: ReadCommand, source: "SimWorker", destination: dict[int, int], remote: int) -> None:
-        if command.read_id in self._reads and source.alive and self._worker.alive:
+    def _copy(
+        self, command: ReadCommand, source: "SimWorker", destination: dict[int, int], remote: int, rank: int
+    ) -> None:
+        """Whatever the source's ranks are, the heads of ours."""
+        if command.read_id in self._landing and source.alive and self._worker.alive:
             self._worker.assert_kept(destination, "a read")
             (local,) = destination
-            self._worker.memory[local] = list(source.memory[remote])
+            heads = self._worker.heads_of(rank)
+            part = slice(heads.start * BLOCK_SIZE, heads.stop * BLOCK_SIZE)
+            self._worker.memory[local][part] = source.memory[remote][part]
             if self._sim.random.random() < self._sim.faults.damage:
-                self._worker.memory[local][self._sim.random.randrange(BLOCK_SIZE)] ^= 1
+                self._worker.memory[local][part.start + self._sim.random.randrange(BLOCK_SIZE)] ^= 1
 
-    def _read_generations(self, command: ReadCommand, source: "SimWorker") -> None:
+    def _read_generations(self, command: ReadCommand, source: "SimWorker", rank: int) -> None:
         if self._sim.now < source.frozen_until and self._sim.random.random() < 0.5:  # TCP needs the source's help
-            self._sim.at(source.frozen_until, lambda: self._read_generations(command, source))
+            self._sim.at(source.frozen_until, lambda: self._read_generations(command, source, rank))
         elif source.alive:
             generations = [int(source.generations[block]) for block in command.remote_blocks]
-            digests = self._worker.digest_blocks(command.local_blocks)
-            self._finish(ReadResult(command.read_id, None, generations, 0.0, digests))
+            self._join(rank, ReadResult(command.read_id, None, generations))
         else:
             self._fail(command, "the source died")
 
+    def _join(self, rank: int, result: ReadResult) -> None:
+        """The production code's: a read is over when it is for all ranks. Digests are of all heads."""
+        if result.read_id not in self._reads:
+            return
+        results = self._joins[result.read_id].add(rank, result)
+        if results is not None:
+            digests = self._worker.digest_blocks(self._reads[result.read_id].local_blocks)
+            self._finish(dataclasses.replace(side_by_side(results), digests=digests))
+
     def _fail(self, command: ReadCommand, error: str) -> None:
-        """The connection breaks, and ends the peer's other reads with it."""
+        """The connection breaks, and ends the peer's other reads with it, and this one's on other ranks."""
         if command.read_id in self._reads:
             self._connected.pop(command.peer, None)
             others = [read_id for read_id in self._reads_from(command.peer) if read_id != command.read_id]
+            self._end_landing([command.read_id, *others])
             self._finish(ReadResult(command.read_id, error))
             for read_id in others:
                 self._finish(ReadResult(read_id, "disconnected"))
 
+    def _end_landing(self, read_ids: Iterable[int]) -> None:
+        """Agents are destroyed: nothing of these reads lands from now on."""
+        self._landing.difference_update(read_ids)
+
     def _finish(self, result: ReadResult) -> None:
         if self._reads.pop(result.read_id, None) is not None:
+            del self._joins[result.read_id]
             self._emit(result)
 
     def _reads_from(self, peer: Party) -> list[int]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from simulated_model import BLOCK_SIZE, LAYOUT, VOCAB, SimConnector, mix
+from simulated_model import BLOCK_SIZE, LAYOUT, NUM_HEADS, VOCAB, SimConnector, mix, next_kv
 from simulated_reader import SimReader
 from simulated_tiers import SimTiers
 from splitserve.config import EngineConfig, WorkerConfig
@@ -20,7 +20,7 @@ from splitserve.messages import Envelope, Grant, Withdrawn
 from splitserve.prefill.drain import Drain
 from splitserve.prefill.effects import Connect, Dial, Disconnect, HangUp, Incident, Send, Serve, StartCopy, StartRead
 from splitserve.request import Party, RequestKey, Role
-from splitserve.step import UNKNOWN_TOKEN, ScheduledChunk, StepOutput, StepPlan
+from splitserve.step import UNKNOWN_TOKEN, StepOutput, StepPlan
 
 if TYPE_CHECKING:
     from simulator import Simulator
@@ -38,7 +38,8 @@ class SimWorker:
         self.frozen_until = 0.0
         self.clock_offset = sim.random.uniform(-sim.faults.clocks, sim.faults.clocks)
         self.generations = np.zeros(num_blocks, dtype=np.uint64)
-        self.memory = [[0] * BLOCK_SIZE for _ in range(num_blocks)]
+        self.num_ranks = 1 + self.party.incarnation // 2 % 2
+        self.memory = [[0] * (NUM_HEADS * BLOCK_SIZE) for _ in range(num_blocks)]  # of each block, head by head
         engine = EngineConfig(
             model="sim",
             max_num_batched_tokens=16,
@@ -199,43 +200,63 @@ class SimWorker:
         """The step's KV is written at some moment before the step is over; a step that fails may write anything."""
         random = self.sim.random
         taken = self.stamp([block_id for chunk in plan.chunks for block_id in chunk.block_ids])
-        fails = random.random() < self.sim.faults.step_error
+        garbage = random.getrandbits(50) if random.random() < self.sim.faults.step_error else 0
         seconds = random.uniform(0.001, self.sim.faults.step_seconds)
-        drawn: list[int | None] = []
-        self.steps.append((taken, drawn, fails))
+        drawn: list[int | None] = [None] * len(plan.chunks)
+        self.steps.append((taken, drawn, bool(garbage)))
         previous, self.last_drawn = self.last_drawn, drawn
         wait = max(0.0, self.device_free_at - self.sim.now)
         self.device_free_at = self.sim.now + wait + seconds
-        self.sim.after(wait + seconds * random.random(), lambda: self.compute(plan, taken, drawn, fails, previous))
-        self.sim.after(wait + seconds, self.finish_step)
+        written_at = [seconds * random.random() for _ in range(self.num_ranks)]
+        for rank, time in enumerate(written_at):
+            self.sim.after(wait + time, lambda rank=rank: self.write(plan, taken, rank, garbage, previous))
+        self.sim.after(wait + max(written_at), lambda: self.draw(plan, drawn))
+        self.sim.after(wait + self.seconds_to_completion(plan, seconds, written_at), self.finish_step)
 
-    def compute(
-        self,
-        plan: StepPlan,
-        taken: dict[int, int],
-        drawn: list[int | None],
-        fails: bool,
-        previous: list[int | None],
-    ) -> None:
-        if self.alive:
-            self.assert_kept(taken, "a step")
-            for chunk in plan.chunks:
-                tokens = chunk.token_ids
-                if chunk.previous_chunk is not None:
-                    assert list(tokens) == [UNKNOWN_TOKEN]
-                    token = previous[chunk.previous_chunk]
-                    assert token is not None, "a step follows a chunk that draws nothing"
-                    tokens = [token]
-                drawn.append(self.compute_chunk(chunk, tokens, self.sim.random.getrandbits(50) if fails else 0))
+    def seconds_to_completion(self, plan: StepPlan, seconds: float, written_at: Sequence[float]) -> float:
+        """All ranks have to be through with it; they meet at its end."""
+        assert max(written_at) <= seconds
+        return seconds
 
-    def compute_chunk(self, chunk: ScheduledChunk, tokens: Sequence[int], garbage: int) -> int | None:
-        kv = [self.memory[chunk.block_ids[p // BLOCK_SIZE]][p % BLOCK_SIZE] for p in range(chunk.start)]
-        for position, token in enumerate(tokens, start=chunk.start):
-            kv.append(mix(kv[-1] if kv else 0, token) ^ garbage)
-            self.memory[chunk.block_ids[position // BLOCK_SIZE]][position % BLOCK_SIZE] = kv[-1]
-        sample = chunk.sample
+    def heads_of(self, rank: int) -> range:
+        per_rank = NUM_HEADS // self.num_ranks
+        return range(rank * per_rank, (rank + 1) * per_rank)
+
+    def write(self, plan: StepPlan, taken: dict[int, int], rank: int, garbage: int, previous: list[int | None]) -> None:
+        """The KV of a rank's heads."""
+        if not self.alive:
+            return
+        self.assert_kept(taken, "a step")
+        for chunk in plan.chunks:
+            tokens = chunk.token_ids
+            if chunk.previous_chunk is not None:
+                assert list(tokens) == [UNKNOWN_TOKEN]
+                token = previous[chunk.previous_chunk]
+                assert token is not None, "a step follows a chunk that draws nothing"
+                tokens = [token]
+            for head in self.heads_of(rank):
+                kv = self.kv(chunk.block_ids, head, chunk.start)
+                for position, token in enumerate(tokens, start=chunk.start):
+                    kv.append(next_kv(kv, token, head) ^ garbage)
+                    block_id, offset = chunk.block_ids[position // BLOCK_SIZE], position % BLOCK_SIZE
+                    self.memory[block_id][head * BLOCK_SIZE + offset] = kv[-1]
+
+    def draw(self, plan: StepPlan, drawn: list[int | None]) -> None:
+        if not self.alive:
+            return
         rounding = (self.party.incarnation,) if self.sim.faults.rounding else ()
-        return None if sample is None else mix(*kv, sample.seed, sample.position, *rounding) % VOCAB
+        for index, chunk in enumerate(plan.chunks):
+            if chunk.sample is not None:
+                end = chunk.start + len(chunk.token_ids)
+                kv = [number for head in range(NUM_HEADS) for number in self.kv(chunk.block_ids, head, end)]
+                drawn[index] = mix(*kv, chunk.sample.seed, chunk.sample.position, *rounding) % VOCAB
+
+    def kv(self, block_ids: Sequence[int], head: int, end: int) -> list[int]:
+        """Of one head, of the positions before ``end``."""
+        return [
+            self.memory[block_ids[position // BLOCK_SIZE]][head * BLOCK_SIZE + position % BLOCK_SIZE]
+            for position in range(end)
+        ]
 
     def finish_step(self) -> None:
         """The oldest one: after a freeze, all that are over are heard of in their order."""

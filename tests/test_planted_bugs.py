@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from schedules import LONG_WAITS, SHORT_LEASES, Schedule, run_schedule
+from simulated_worker import SimWorker
 from simulator import Faults, Shape, Simulator
 from splitserve.bounded import ExpiringMap
 from splitserve.decode.sink import SinkSide
 from splitserve.handover import Offer, ReadResult, SinkActions, SinkHandover, SourceHandover
 from splitserve.kvconnector.block_pool import BlockPool
+from splitserve.kvconnector.joining import ReadJoin
 from splitserve.messages import Envelope, Grant, OfferAck
 from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.engine_state import Tombstone
@@ -139,6 +141,23 @@ def offered_with_the_step_before(patch: pytest.MonkeyPatch) -> None:
         sequence.num_computed -= sequence.num_launched
 
     patch.setattr(SourceSide, "on_computed", on_computed)
+
+
+def completed_on_one_rank(patch: pytest.MonkeyPatch) -> None:
+    """A step that draws nothing is over when the first rank has written its KV: nobody waits for the others."""
+
+    def first_rank(self: SimWorker, plan: StepPlan, seconds: float, written_at: list[float]) -> float:
+        return seconds if any(chunk.sample for chunk in plan.chunks) else written_at[0]
+
+    patch.setattr(SimWorker, "seconds_to_completion", first_rank)
+
+
+def read_over_on_one_rank(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ReadJoin, "add", lambda self, part, result: [result])
+
+
+def generations_of_one_rank(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("simulated_reader.side_by_side", lambda results: results[0])
 
 
 def published_before_computed(patch: pytest.MonkeyPatch) -> None:
@@ -373,6 +392,9 @@ FALSE_STARTS = {"faults": Faults(kills=3, read_error=0.2, rounding=True, step_se
         (offered_before_the_step_completed, QUIET),
         (offers_sent_once, LOSSY),
         (offered_with_the_step_before, LONG_PROMPTS),
+        (completed_on_one_rank, LONG_PROMPTS),
+        (read_over_on_one_rank, SLOW_READS),
+        (generations_of_one_rank, EXPIRING),
         (blocks_given_back_during_a_step, ABORTS),
         (blocks_given_back_between_two_steps, INTERRUPTED),
         (blocks_kept_for_ever, QUIET),
