@@ -113,6 +113,10 @@ def _role(name: str) -> str:
     return name.partition("-")[0]
 
 
+def _children() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
 @dataclass(slots=True)
 class Leftovers:
     """Remembers what there was before anything started, and says afterwards what is left over.
@@ -125,6 +129,7 @@ class Leftovers:
     pids: set[int] = field(default_factory=set)
     threads: set[str] = field(default_factory=lambda: {thread.name for thread in threading.enumerate()})
     handles: int = field(default_factory=lambda: psutil.Process().num_fds())
+    children: set[int] = field(default_factory=_children)
     shared_memory: set[str] = field(default_factory=lambda: set(_shared_memory_files()))
 
     @property
@@ -138,7 +143,7 @@ class Leftovers:
     def found(self) -> list[str]:
         """What is left over, in words."""
         found = [f"process {process.pid} ({process.name()})" for process in self._processes()]
-        found += [f"child process {child.pid}" for child in psutil.Process().children(recursive=True)]
+        found += [f"child process {pid}" for pid in sorted(_children() - self.children)]
         found += [f"thread {thread.name}" for thread in threading.enumerate() if thread.name not in self.threads]
         handles = psutil.Process().num_fds()
         if handles > self.handles:

@@ -261,12 +261,12 @@ def test_signals_end_launcher_and_children(launcher, number: signal.Signals) -> 
 
 
 def test_an_ignored_hangup_stays_ignored(make_cluster) -> None:
-    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    previous, terminate = signal.signal(signal.SIGHUP, signal.SIG_IGN), signal.getsignal(signal.SIGTERM)
     try:
         with stop_on_signals(make_cluster(num_mixed=1)):
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-            assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_IGN, signal.SIG_DFL)
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+            assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_IGN, signal.SIG_DFL, terminate)
+        assert signal.getsignal(signal.SIGTERM) is terminate
     finally:
         signal.signal(signal.SIGHUP, previous)
 
