@@ -16,7 +16,7 @@ import torch
 
 from splitserve import __version__
 from splitserve.block_hash import root_hash
-from splitserve.config import WorkerConfig
+from splitserve.config import EngineConfig, WorkerConfig
 from splitserve.decode.build import build_core
 from splitserve.decode.ranked_runner import RankedCudaRunner, RankedRunner
 from splitserve.decode.ranks import RankError, Ranks
@@ -32,6 +32,7 @@ from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.nixl import NixlConnector
 from splitserve.kvconnector.numa_memory import pages_by_node
 from splitserve.kvconnector.ranked import RankedConnector
+from splitserve.kvconnector.read_settings import ReadSettings
 from splitserve.kvconnector.tier_copies import TierCopies, TierStore
 from splitserve.kvconnector.tiers import Tier
 from splitserve.messages import WorkerInfo, WorkerPlace
@@ -130,10 +131,12 @@ def _make_profiler(config: WorkerConfig, device: torch.device, wake: Callable[[]
 
 
 def _make_connector(
-    me: Party, memory: KVMemory, links: Sequence[Connection], wake: Callable[[], None], *, verify: bool
+    me: Party, memory: KVMemory, links: Sequence[Connection], wake: Callable[[], None], engine: EngineConfig
 ) -> KVConnector:
     """``links`` lead to the other ranks, if there are any."""
-    local = NixlConnector(me, memory, wake, digests_of(memory) if verify else no_digests)
+    settings = ReadSettings.of(memory.kind, num_threads=engine.read_threads)
+    digest_blocks = digests_of(memory) if engine.verify_kv else no_digests
+    local = NixlConnector(me, memory, wake, digest_blocks, settings=settings)
     return RankedConnector(local, links, wake) if links else local
 
 
@@ -153,7 +156,7 @@ def _serve(
     sockets = WorkerSockets(me, config.host, config.membership, config.secret)
     verify = config.engine.verify_kv
     with clock.phase("connector"):
-        connector = _make_connector(me, memory, links, waker.wake, verify=verify)
+        connector = _make_connector(me, memory, links, waker.wake, config.engine)
     with clock.phase("KV tiers"):
         tiers, stores = _make_tiers(config, memory, progress)
     core = build_core(

@@ -23,6 +23,7 @@ from splitserve.errors import SplitserveError
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.nixl import NixlConnector
 from splitserve.kvconnector.ranked import RankTransfers
+from splitserve.kvconnector.read_settings import ReadSettings
 from splitserve.logs import set_up_logging
 from splitserve.models.cuda_runner import CudaRunner, PendingStep
 from splitserve.models.parallel import CollectiveError
@@ -64,8 +65,10 @@ class RankProcess:
 
     def _transfers(self, memory: KVMemory) -> RankTransfers:
         """Moves this rank's heads, as rank 0's connector says over the link."""
-        me, rank = self._order.party, self._order.rank
-        return RankTransfers(lambda wake: NixlConnector(me, memory, wake, rank=rank), self._link)
+        order, settings = self._order, ReadSettings.of(memory.kind, num_threads=self._order.engine.read_threads)
+        return RankTransfers(
+            lambda wake: NixlConnector(order.party, memory, wake, rank=order.rank, settings=settings), self._link
+        )
 
     def _carry_out(self, transfers: RankTransfers) -> None:
         try:

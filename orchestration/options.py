@@ -168,6 +168,13 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="how long a request waits for its KV to come up again before it computes it",
     )
+    add(
+        "--read-threads",
+        field="read_threads",
+        type=int,
+        metavar="N",
+        help="that read KV from a peer at once; 0: 2 on CPU, 4 on a GPU",
+    )
     add("--kv-events", field="kv_events", action="store_true", help="workers publish what KV they hold")
     add(
         "--max-batched-tokens",

@@ -59,6 +59,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     to an idle worker is computed in large chunks.
     ``tail_chunk_tokens`` keeps the last chunk of a prompt that is handed over small, so that little is left to move
     once the first token is out. ``threads`` 0 means: all cores of the process's affinity mask.
+    ``read_threads`` read KV from a peer at once, 0: as many as fill the link between two devices of that kind.
     With ``verify_kv`` blocks that are handed over carry digests, which decode compares with what landed: a pass over
     the data on both sides.
     ``gpu_memory_utilization`` is the share of a GPU's memory that the worker takes in all, if ``kv_memory_bytes``
@@ -93,6 +94,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     capture_mixed_steps: bool = False
     gpu_memory_utilization: float = 0.9
     threads: int = 0
+    read_threads: int = 0
     tensor_parallel_size: int = 1
     seed: int = 0
     profile_dir: str = ""
@@ -125,7 +127,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("max_num_seqs", "tail_chunk_tokens", "tensor_parallel_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        optional = ("kv_memory_bytes", "host_kv_memory_bytes", "disk_kv_bytes", "max_model_len", "threads")
+        optional = (
+            "kv_memory_bytes",
+            "host_kv_memory_bytes",
+            "disk_kv_bytes",
+            "max_model_len",
+            "threads",
+            "read_threads",
+        )
         for name in (*DeviceDefaults.__struct_fields__, *optional):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must not be negative")
