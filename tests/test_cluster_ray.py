@@ -26,7 +26,13 @@ from splitserve.orchestration.ray_names import CLUSTER_VARIABLE, NAMESPACE, cont
 from splitserve.orchestration.spec_document import read_spec
 from splitserve.orchestration.state_folder import StateFolder
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(
+        "SPLITSERVE_RAY_TESTS" not in os.environ, reason="several Ray nodes on one machine: make ray-test"
+    ),
+]
 
 NODE = {"num_cpus": 5, "object_store_memory": 80 << 20, "include_dashboard": False}
 
