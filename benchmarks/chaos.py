@@ -29,7 +29,7 @@ from splitserve.logs import LOG_LEVELS, set_up_logging
 from splitserve.models.demo import write_demo_model
 from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.shorthand import simple_spec
-from splitserve.orchestration.spec import ClusterSpec
+from splitserve.orchestration.spec import ClusterSpec, DevicesSpec
 
 TRANSPORTS: dict[str, dict[str, str]] = {"shm": {}, "tcp": {"UCX_TLS": "tcp"}}
 # One decode worker must hold all streams, or those of a killed one would wait for room; all prompts together take more,
@@ -63,7 +63,9 @@ class Outcome:
 def cluster_spec(options: argparse.Namespace, model: str) -> ClusterSpec:
     engine = EngineConfig(
         model=model,
+        device=options.device,
         dtype="float32",
+        enforce_eager=options.device == "cuda",  # workers that died are back sooner
         threads=1,
         block_size=16,
         kv_memory_bytes=KV_MEMORY_BYTES,
@@ -80,7 +82,7 @@ def cluster_spec(options: argparse.Namespace, model: str) -> ClusterSpec:
         dead_after_seconds=options.dead_after_seconds,
         drain_seconds=options.drain_seconds,
     )
-    return simple_spec(engine, num_prefill=2, num_decode=2, port=0, protocol=protocol)
+    return simple_spec(engine, num_prefill=2, num_decode=2, port=0, protocol=protocol, devices=DevicesSpec(share=True))
 
 
 async def fetch_metrics(session: aiohttp.ClientSession, url: str) -> Metrics:
@@ -268,6 +270,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="splitserve bench chaos", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--duration", type=float, default=600.0, metavar="SECONDS", help="of the storm")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: the workers share the GPUs")
     parser.add_argument("--transport", choices=sorted(TRANSPORTS), default="shm", help="shm: UCX's own choice")
     parser.add_argument("--streams", type=int, default=16, help="requests under way at any time")
     parser.add_argument("--cases", type=int, default=48, help="different requests")

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# KV hand-over between two or more GPUs: benchmarks/gpu/handover.sh [smoke|transfer|tests|served|isolation]...; the first four take 9 minutes.
+# KV hand-over between two or more GPUs: benchmarks/gpu/handover.sh [smoke|transfer|tests|served|chaos|isolation]...; the first four take 9 minutes.
 # smoke: does memory travel, by what, how fast; transfer: threads, splits, block sizes, pairs of ranks; tests: the GPU tests; served: latency
-# through a cluster; isolation: ITL beside prompts, against mixed workers.
+# through a cluster; chaos: workers that die on GPUs; isolation: ITL beside prompts, against mixed workers.
 set -o pipefail
 OUT=${OUT:-benchmarks/results}; TREE=${TREE:-$PWD}; mkdir -p "$OUT"
 C="${SPLITSERVE:-splitserve}"
@@ -52,6 +52,11 @@ fi
 if has served; then
   mark "served: first token to decode ready, with and without overlap"
   timeout 200 $C bench handover --served --device cuda --prompt-tokens 1024 4096 8192 --chunk-tokens 2048 --kv-memory-mib 16384 --repeats 60 --save --result-dir $OUT 2>&1 | tail -30
+fi
+
+if has chaos; then
+  mark "chaos: kills, freezes and drains of 2P2D on these GPUs"
+  timeout 280 $C bench chaos --device cuda --duration 90 --warm-up 10 --pause-seconds 4 --no-check-times --save 2>&1 | tail -50
 fi
 
 if has isolation; then
