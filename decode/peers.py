@@ -51,9 +51,9 @@ class PeerTable:
         ]
 
     def transport(self, party: Party) -> str:
-        """By what KV comes from there, like ``nixl over cma``; the connector's name where nothing is known."""
+        """By what KV comes from there, like ``nixl/cma``; the connector's name where nothing is known."""
         peer = self._peers.get(party)
-        return self._connector if peer is None or peer.link is None else f"{self._connector} over {peer.link.transport}"
+        return self._connector if peer is None or peer.link is None else f"{self._connector}/{peer.link.transport}"
 
     def get(self, party: Party) -> Peer | None:
         return self._peers.get(party)

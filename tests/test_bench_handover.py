@@ -49,7 +49,7 @@ def test_whole_hand_overs_of_a_cluster(tmp_path: Path) -> None:
     assert (whole["mode"], whole["reads"]) == ("one chunk", 1)
     assert (chunked["mode"], chunked["reads"] > 1) == ("chunks", True)
     for result in (whole, chunked):
-        assert result["transport"].startswith("nixl over ")
+        assert result["transport"].startswith("nixl/")
         assert 0 <= result["handover_p50_ms"] <= result["handover_p99_ms"]
         assert 0 < result["exposed_p50_ms"] <= result["exposed_p99_ms"]
         assert result["prefill_ms"] > 0

@@ -18,7 +18,7 @@ import torch
 from splitserve.benchmarks.handover import devices, layout_of
 from splitserve.benchmarks.handover_ranks import FIRST_GENERATION, SOURCE, RankPlace, serve_source, two_workers
 from splitserve.config import EngineConfig
-from splitserve.handover import ReadCommand, ReadResult
+from splitserve.handover import ReadCommand, ReadPath, ReadResult
 from splitserve.kvconnector.connector import Link, PeerConnected, ServedMemory
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.nixl import NixlConnector
@@ -47,13 +47,15 @@ def test_blocks_travel_between_gpus_by_cuda_ipc(prefill: int, decode: int) -> No
         for layout, names in zip(layouts, devices("cuda", prefill, decode), strict=True)
     ]
     with two_workers(places[0], places[1], 0.0) as sinks:
-        links: list[Link] = sinks.call("connect", sinks.welcome, ReadSettings.of(MemoryKind.VRAM))
-        assert all("cuda_ipc" in link.transport and not link.problem for link in links), links
-        chosen = random.Random(1)
-        for count in (1, 17, 64):
-            local, remote = (chosen.sample(range(num_blocks), count) for _ in range(2))
-            sinks.call("read", local, remote)
-            sinks.call("check", local, remote)
+        chosen, paths = random.Random(1), set()
+        for path in (None, *ReadPath):  # one that can't be taken is chosen by cost
+            links: list[Link] = sinks.call("connect", sinks.welcome, ReadSettings.of(MemoryKind.VRAM, path=path))
+            assert all("cuda_ipc" in link.transport and not link.problem for link in links), links
+            for count in (1, 17, 64):
+                local, remote = (chosen.sample(range(num_blocks), count) for _ in range(2))
+                paths |= {timing.path for timing in sinks.call("read", local, remote)}
+                sinks.call("check", local, remote)
+        assert paths == ({"direct", "gathered"} if prefill == decode else {"layers", "staged", "gathered"})
 
 
 PROMPTS = [

@@ -37,7 +37,7 @@ def test_a_hand_over_says_how_its_blocks_came(connected: Worker) -> None:
     result = ReadResult(start.command.read_id, None, [100, 101, 102], path=ReadPath.STAGED)
     (tokens,) = sent(connected.event(result), StepTokens)
     assert isinstance(tokens, StepTokens) and tokens.deltas[0].handover is not None
-    assert tokens.deltas[0].handover.transport == "sim over tcp"
+    assert tokens.deltas[0].handover.transport == "sim/tcp"
     load = connected.core.load()
     assert (load.reads_direct, load.reads_layers, load.reads_staged) == (0, 0, 1)
 
