@@ -1,4 +1,4 @@
-.PHONY: setup check test ray-test fuzz fuzz-messages fuzz-http demo format
+.PHONY: setup check test slow-test fuzz fuzz-messages fuzz-http demo format
 
 setup:
 	scripts/setup
@@ -9,9 +9,9 @@ check:
 test:
 	scripts/test
 
-# Clusters on several Ray nodes of this machine, under load: minutes, and nine processes a node.
-ray-test: setup
-	SPLITSERVE_RAY_TESTS=1 .venv/bin/python -m pytest -q tests/test_cluster_ray.py
+# Those that are left out otherwise, since they take long and others are much like them.
+slow-test: setup
+	SPLITSERVE_SLOW_TESTS=1 .venv/bin/python -m pytest -q -m slow
 
 # Random schedules of the fault simulator: make fuzz SCHEDULES=1000000 FIRST=0
 fuzz: setup

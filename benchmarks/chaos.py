@@ -97,7 +97,7 @@ async def wait_until_quiet(session: aiohttp.ClientSession, cluster: LocalCluster
     num_quiet = 0
     while True:
         # heartbeats carry the figures: two looks apart by more than one interval, or an old one might pass for new
-        await asyncio.sleep(1.2 * cluster.spec.protocol.heartbeat_seconds)
+        await asyncio.sleep(1.2 * cluster.spec.protocol_config().heartbeat_seconds)
         metrics = await fetch_metrics(session, cluster.url)
         missing = sorted(names - metrics.ready)
         problems = metrics.held() + [f"{name} is not ready" for name in missing]

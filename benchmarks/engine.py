@@ -22,7 +22,7 @@ from splitserve.benchmarks.report import table, write_result
 from splitserve.errors import ConfigError
 from splitserve.kernels.registry import select_kernels
 from splitserve.models.config import ModelConfig
-from splitserve.models.cuda_runner import CudaRunner, PendingStep
+from splitserve.models.cuda_runner import MAX_TOKENS_ALONE, CudaRunner, MixedSize, PendingStep
 from splitserve.models.demo import SHAPES, shape_config
 from splitserve.models.loader import load_model
 from splitserve.models.shard import expected_shapes
@@ -185,6 +185,8 @@ class EngineBench:
         self.capture_seconds = 0.0
         if sizes and not arguments.enforce_eager:
             self.capture_seconds = self._runner.capture(sizes)
+            if short := [MixedSize(0, tokens) for tokens in arguments.prefill if tokens <= MAX_TOKENS_ALONE]:
+                self.capture_seconds += self._runner.capture_mixed(short)
 
     def _weight_elements(self) -> int:
         """What a step reads of the weights: all but the embedding, unless that is the head too."""

@@ -135,7 +135,7 @@ def run(options: argparse.Namespace, device: str) -> Iterator[dict[str, Any]]:
             [RankPlace(layout, rank, num_blocks, name) for rank, name in enumerate(names)]
             for layout, names in zip(layouts, devices(device, num_sources, num_sinks), strict=True)
         ]
-        with two_workers(placed[0], placed[1], options.poll_us / 1e6) as sinks:
+        with two_workers(placed[0], placed[1], options.serve_poll_us / 1e6) as sinks:
             common = {"prefill_tp": num_sources, "decode_tp": num_sinks}
             for threads, split_mib, path in itertools.product(options.threads, options.split_mib, options.path):
                 changes = {
@@ -196,8 +196,15 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--path", nargs="+", choices=["auto", *ReadPath], default=["auto"], help="of the data; auto: by cost")
     add("--poll-us", type=float, default=0.0, help="between looks at what is under way; 0: as in production")
+    add("--serve-poll-us", type=float, default=0.0, help="between looks of the source; 0: as in production")
     add("--naive", action="store_true", help="also read the prompt in shuffled pieces of 32 KiB")
-    add("--served", action="store_true", help="whole hand-overs in a 1P1D cluster instead; see also the next three")
+    add("--served", action="store_true", help="whole hand-overs in a 1P1D cluster instead; see also the next four")
+    add(
+        "--ray",
+        default="",
+        metavar="ADDRESS",
+        help="also in a cluster on Ray: HOST:PORT, auto, or local: start it here",
+    )
     add("--model", default="", help="directory of its config; empty: one of --shape. Weights are random")
     add("--chunk-tokens", type=int, default=2048, metavar="N", help="of the steps, where prompts come in chunks")
     add("--kv-memory-mib", type=int, default=4096, metavar="N", help="of each of its workers")
@@ -228,6 +235,8 @@ def main(argv: Sequence[str]) -> int:
         results.append(result)
         print(" ".join(map(str, to_row(result))), flush=True)  # before anything else can fail
     print(table([to_row(result) for result in results], headers))
+    if options.served and options.ray:
+        print(handover_served.summary(results))
     if options.save:
         directory = Path(options.result_dir) if options.result_dir else None
         print(f"written to {write_result('handover', argv, {'device': device, 'results': results}, directory)}")

@@ -66,7 +66,7 @@ def _content(place: RankPlace, block_ids: Sequence[int], device: torch.device) -
     return (blocks * 7 + heads) % PATTERN
 
 
-def serve_source(place: RankPlace, poll_seconds: float, pipe: Connection) -> None:
+def serve_source(place: RankPlace, serve_poll_seconds: float, pipe: Connection) -> None:
     """A source rank's main: KV with known content, served until the parent hangs up."""
     memory = place.memory()
     for first in range(0, place.num_blocks, 64):
@@ -76,7 +76,7 @@ def serve_source(place: RankPlace, poll_seconds: float, pipe: Connection) -> Non
     memory.generations[:] = FIRST_GENERATION + np.arange(place.num_blocks, dtype=np.uint64)
     if memory.device.type == "cuda":
         torch.cuda.synchronize()
-    settings = ReadSettings.of(memory.kind, num_threads=1, poll_seconds=poll_seconds)
+    settings = ReadSettings.of(memory.kind, num_threads=1, serve_poll_seconds=serve_poll_seconds)
     connector = NixlConnector(SOURCE, memory, lambda: None, rank=place.rank, settings=settings)
     connector.serve(True)
     pipe.send(connector.served())
@@ -234,7 +234,7 @@ class Sinks:
 
 
 @contextmanager
-def two_workers(sources: Sequence[RankPlace], sinks: Sequence[RankPlace], poll_seconds: float) -> Iterator[Sinks]:
+def two_workers(sources: Sequence[RankPlace], sinks: Sequence[RankPlace], serve_poll_seconds: float) -> Iterator[Sinks]:
     """All ranks of both workers, started; not yet connected."""
     context = multiprocessing.get_context("spawn")
     pipes, children = [], []
@@ -242,7 +242,7 @@ def two_workers(sources: Sequence[RankPlace], sinks: Sequence[RankPlace], poll_s
         for target, places in ((serve_source, sources), (run_sink, sinks)):
             for place in places:
                 ours, theirs = context.Pipe()
-                extra = poll_seconds if target is serve_source else sources[place.rank % len(sources)].device
+                extra = serve_poll_seconds if target is serve_source else sources[place.rank % len(sources)].device
                 child = context.Process(target=target, args=(place, extra, theirs), daemon=True)
                 child.start()
                 theirs.close()

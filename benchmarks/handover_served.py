@@ -7,31 +7,44 @@ chunk is computed. Reported are
     handover   from the first token to decode ready, both as the router hears of them
     exposed    of that, what decode waited for blocks after it knew of the last ones
     prefill    from the request to the first token, as the client sees it; ``exposed_share`` is of that
+    GB/s       bytes over the time from the first read posted to the last one verified; only where they all move in one
+               go, after one chunk
+
+With ``--ray`` the same again in a cluster on Ray, and what differs: Ray starts and watches the workers, their data
+doesn't pass through it.
 """
 
 import argparse
 import asyncio
+import json
+import os
 import random
 import statistics
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from splitserve.benchmarks.load import Endpoint, run_load
+from splitserve.benchmarks.report import table
 from splitserve.config import EngineConfig
 from splitserve.errors import SplitserveError
 from splitserve.models.config import load_model_config
 from splitserve.models.demo import write_demo_config
 from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.shorthand import simple_spec
+from splitserve.orchestration.spec import ClusterSpec
 
 NUM_WARMUPS = 3
 OUTPUT_TOKENS = 4
 MODES = ("one chunk", "chunks")
+COMMAND_SECONDS = 180.0
 
 
 def engine_of(options: argparse.Namespace, model: str, device: str, max_tokens: int) -> EngineConfig:
@@ -86,12 +99,43 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def measure(cluster: LocalCluster, num_tokens: int, mode: str, options: argparse.Namespace) -> dict[str, Any]:
-    model = cluster.spec.served_model_name
+@contextmanager
+def running(spec: ClusterSpec, ray: str) -> Iterator[str]:
+    """The URL of a cluster of the spec, on this machine or on the Ray cluster at ``ray``; it ends with the block."""
+    if not ray:
+        with LocalCluster(spec, log_level="warning") as cluster:
+            yield cluster.url
+        return
+    with tempfile.TemporaryDirectory(prefix="splitserve-bench-") as directory:
+        path = Path(directory) / "spec.yaml"
+        path.write_bytes(msgspec.json.encode(msgspec.to_builtins(spec)))
+        run_command(directory, "up", "--ray", ray, "--spec", str(path), "--log-level", "warning")
+        try:
+            yield str(json.loads(run_command(directory, "status", "--json"))["url"])
+        finally:
+            run_command(directory, "down")
+
+
+def run_command(state: str, *arguments: str) -> str:
+    """What ``splitserve`` says, run in a process of its own. Raises :class:`SplitserveError` if it fails."""
+    done = subprocess.run(
+        [sys.executable, "-m", "splitserve.orchestration.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_SECONDS,
+        check=False,
+        env={**os.environ, "SPLITSERVE_STATE_DIR": state},
+    )
+    if done.returncode:
+        raise SplitserveError(f"splitserve {' '.join(arguments)}: {done.stdout[-1000:]} {done.stderr[-2000:]}")
+    return done.stdout
+
+
+def measure(url: str, model: str, num_tokens: int, mode: str, options: argparse.Namespace) -> dict[str, Any]:
     chosen = random.Random(f"{options.seed} {num_tokens}")
     prompts = [[chosen.randrange(10, 1000) for _ in range(num_tokens)] for _ in range(options.repeats + NUM_WARMUPS)]
-    routes = [asyncio.run(request(cluster.url, model, prompt)) for prompt in prompts][NUM_WARMUPS:]
-    prefill = statistics.median(first_token_seconds(cluster.url, model, prompt) for prompt in prompts[:5])
+    routes = [asyncio.run(request(url, model, prompt)) for prompt in prompts][NUM_WARMUPS:]
+    prefill = statistics.median(first_token_seconds(url, model, prompt) for prompt in prompts[:5])
     handovers = [route["handover"] for route in routes]
     latencies = [route["handover_seconds"] * 1e3 for route in routes]
     exposed = [handover["exposed_seconds"] * 1e3 for handover in handovers]
@@ -101,6 +145,7 @@ def measure(cluster: LocalCluster, num_tokens: int, mode: str, options: argparse
         "block_size": options.block_size[0],
         "transport": handovers[0]["transport"],
         "bytes": handovers[0]["bytes"],
+        "gb_per_second": statistics.median(handover["bytes"] / handover["seconds"] for handover in handovers) / 1e9,
         "reads": statistics.median(handover["reads"] for handover in handovers),
         "handover_p50_ms": percentile(latencies, 0.5),
         "handover_p99_ms": percentile(latencies, 0.99),
@@ -112,7 +157,7 @@ def measure(cluster: LocalCluster, num_tokens: int, mode: str, options: argparse
 
 
 def run(options: argparse.Namespace, device: str) -> Iterator[dict[str, Any]]:
-    """A cluster per mode, all prompt lengths in each."""
+    """A cluster per mode and place, all prompt lengths in each."""
     with ExitStack() as stack:
         model = options.model
         if not model:
@@ -122,20 +167,41 @@ def run(options: argparse.Namespace, device: str) -> Iterator[dict[str, Any]]:
         for mode, max_tokens in zip(MODES, (max(options.prompt_tokens), options.chunk_tokens), strict=True):
             engine = engine_of(options, model, device, min(max_tokens, longest))
             spec = simple_spec(engine, port=0, num_prefill=1, num_decode=1)
-            with LocalCluster(spec, log_level="warning") as cluster:
-                for num_tokens in options.prompt_tokens:
-                    yield measure(cluster, num_tokens, mode, options)
+            for ray in ["", options.ray] if options.ray else [""]:
+                with running(spec, ray) as url:
+                    for num_tokens in options.prompt_tokens:
+                        result = measure(url, spec.served_model_name, num_tokens, mode, options)
+                        yield {"place": "Ray" if ray else "local", **result}
 
 
-HEADERS = ["prompt", "mode", "MB", "reads", "handover p50 ms", "p99", "exposed p50 ms", "p99", "prefill ms", "share"]
+def summary(results: Sequence[dict[str, Any]]) -> str:
+    """Ray against no Ray, as a table; "" if only one of them was measured."""
+    by_case = {(each["prompt_tokens"], each["mode"], each["place"]): each for each in results}
+    rows = []
+    for (num_tokens, mode, place), ours in by_case.items():
+        without = by_case[num_tokens, mode, "local"]
+        if place == "Ray":
+            names = ("handover_p50_ms", "exposed_p50_ms", "prefill_ms", "gb_per_second")
+            ratios = [f"{ours[name] / without[name]:.2f}" for name in names]
+            rows.append([num_tokens, mode, ours["transport"], without["transport"], *ratios])
+    headers = ["prompt", "mode", "transport on Ray", "without", "Ray / without: handover", "exposed", "prefill", "GB/s"]
+    return table(rows, headers) if rows else ""
+
+
+HEADERS = [
+    *("prompt", "mode", "place", "MB", "reads", "GB/s"),
+    *("handover p50 ms", "p99", "exposed p50 ms", "p99", "prefill ms", "share"),
+]
 
 
 def row_of(result: dict[str, Any]) -> list[object]:
     return [
         result["prompt_tokens"],
         result["mode"],
+        result["place"],
         f"{result['bytes'] / 1e6:.0f}",
         result["reads"],
+        f"{result['gb_per_second']:.1f}" if result["mode"] == MODES[0] else "",
         *(f"{result[name]:.2f}" for name in ("handover_p50_ms", "handover_p99_ms", "exposed_p50_ms", "exposed_p99_ms")),
         f"{result['prefill_ms']:.1f}",
         f"{result['exposed_share']:.1%}",

@@ -25,7 +25,7 @@ from splitserve.benchmarks.stats import RequestRecord
 from splitserve.config import EngineConfig
 from splitserve.errors import SplitserveError
 from splitserve.models.config import load_model_config
-from splitserve.models.demo import SHAPES, write_demo_model
+from splitserve.models.demo import SHAPES, write_demo_config, write_demo_model
 from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.shorthand import simple_spec
 
@@ -59,6 +59,7 @@ def one_request(cluster: LocalCluster, prompt: list[int]) -> RequestRecord:
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
+        "return_token_ids": True,  # random weights draw tokens without text, too
     }
     record = asyncio.run(run_load(Endpoint(cluster.url), [body], [0.0]))[0]
     if record.error:
@@ -99,7 +100,8 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         model = options.model
         if not model:
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="splitserve-bench-"))
-            model = str(write_demo_model(Path(directory) / options.shape, shape=options.shape))
+            write = write_demo_config if options.load_format == "dummy" else write_demo_model
+            model = str(write(Path(directory) / options.shape, shape=options.shape))
         vocab_size = min(load_model_config(model).vocab_size, 2000)
         clusters = {
             "mixed": stack.enter_context(start_cluster(options, model, num_mixed=1)),

@@ -49,6 +49,7 @@ class Machines:
         # The same token for all: Ray nodes that are started one by one don't know each other's otherwise.
         self._environment = {
             **os.environ,
+            "RAY_memory_monitor_refresh_ms": "0",  # they share one machine's memory with whatever else runs there
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             **environment,
@@ -56,7 +57,10 @@ class Machines:
         self.folder = Path(tempfile.mkdtemp(prefix="ssray-"))
 
     def __enter__(self) -> "Machines":
-        _ip("link", "add", self._bridge, "type", "bridge")
+        # An address of its own: that of a port would change when the port's machine dies, and the others would send to
+        # the old one for as long as they remember it.
+        mac = f"02:00:00:00:{self._id[:2]}:{self._id[2:]}"
+        _ip("link", "add", self._bridge, "address", mac, "type", "bridge")
         _ip("addr", "add", f"{self._net}.1/24", "dev", self._bridge)
         _ip("link", "set", self._bridge, "up")
         return self

@@ -8,6 +8,7 @@ tokens shows whether they are equal: they should be in float32; in bfloat16 sums
 import argparse
 import hashlib
 import logging
+import os
 import statistics
 import subprocess
 import sys
@@ -62,8 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.workload:
         logging.basicConfig(level=logging.INFO, stream=sys.stderr)
         figures = _measure(msgspec.json.decode(arguments.workload, type=Workload))
-        print(msgspec.json.encode(figures).decode())
-        return 0
+        print(msgspec.json.encode(figures).decode(), flush=True)
+        os._exit(0)  # NCCL's own end would wait for that of CUDA graphs
     with tempfile.TemporaryDirectory(prefix="splitserve-bench-") as folder:
         model = arguments.model or str(write_demo_config(folder, shape=arguments.shape))
         results = [_in_a_process(_workload(arguments, model, ranks)) for ranks in arguments.ranks]

@@ -45,6 +45,22 @@ def seconds_of(*works: Callable[[], None]) -> float:
     return time.perf_counter() - started
 
 
+def plain_copies(memory: KVMemory, host: HostMemory, half: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    """The first half of the blocks up, and the second one down, in one copy each, as PyTorch does it."""
+    blocks = memory.blocks.view(-1).view(torch.uint8).view(memory.num_blocks, -1)
+    slots = torch.from_numpy(host.bytes).view(-1, memory.block_bytes)
+
+    def copy(target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
+        def run() -> None:
+            target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize(memory.device)
+
+        return run
+
+    up, down = slice(0, half), slice(half, 2 * half)
+    return copy(blocks[up], slots[up]), copy(slots[down], blocks[down])
+
+
 def arms(store: TierStore, num_blocks: int, seed: int) -> dict[str, tuple[int, tuple[Callable[[], None], ...]]]:
     """What is timed: blocks moved, and the work. The first half of the blocks goes up, the second one down."""
     half = num_blocks // 2
@@ -76,6 +92,10 @@ def measure(block_kib: int, options: argparse.Namespace, device: torch.device) -
     host = HostMemory(num_blocks * memory.block_bytes, node_of_device(device))
     store = host_store(memory, host)
     timed = arms(store, num_blocks, options.seed)
+    if device.type == "cuda":
+        half = num_blocks // 2
+        plain_up, plain_down = plain_copies(memory, host, half)
+        timed |= {"plain_up": (half, (plain_up,)), "plain_down": (half, (plain_down,))}
     rates: dict[str, list[float]] = {name: [] for name in timed}
     for number in range(options.rounds + 1):
         for name, (count, works) in timed.items():

@@ -1,39 +1,38 @@
 """``splitserve bench tiers``: what KV beyond the device is worth, and what it costs where nothing comes back.
 
-Two workers side by side on the same checkpoint, one with a host tier. First chats whose history is larger than the
-block pool: all users take turn 1, then all take turn 2, and so on, one request at a time and each on both workers in
-turn, so a noisy machine disturbs both alike. Reported: TTFT of turns 2 and later, and the median of the ratios, pair by
-pair; whether both gave the same tokens. Then prompts that share nothing, in rounds that alternate between the two:
-requests per second, and the median of the ratios.
+Two workers side by side on the same checkpoint, one with a host tier. ``chats``: their history is larger than the block
+pool; all users take turn 1, then all take turn 2, and so on, one request at a time and each on both workers in turn, so
+a noisy machine disturbs both alike. Reported: TTFT of turns 2 and later, and the median of the ratios, pair by pair;
+whether both gave the same tokens. ``no_reuse``: prompts that share nothing, in rounds that alternate between the two:
+requests per second, and the median of the ratios. ``fits``: the same with prompts that stay in the block pool.
+``hits``: TTFT of prompts that are found in the tier, against computing them. ``pace``: what loads do to the tokens of
+others. ``shared``: an LMCache server for two prefill workers (:mod:`.tier_shared`).
 """
 
 import argparse
-import asyncio
-import json
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
 from splitserve.benchmarks.report import table, write_result
+from splitserve.benchmarks.tier_client import ARMS, arms_in_turn, ask
+from splitserve.benchmarks.tier_hits import fits, hits, pace
+from splitserve.benchmarks.tier_shared import add_shared_options, shared, shared_rows
 from splitserve.config import KEEP_POLICIES, EngineConfig
-from splitserve.errors import SplitserveError
 from splitserve.models.config import load_model_config
-from splitserve.models.demo import SHAPES, write_demo_model
+from splitserve.models.demo import SHAPES, write_demo_config, write_demo_model
 from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.shorthand import simple_spec
 
-ARMS = ("without", "with")
+PARTS = ("chats", "no_reuse", "fits", "hits", "pace", "shared")
 
 
-def start_cluster(options: argparse.Namespace, model: str, host_bytes: int) -> LocalCluster:
+def start_cluster(options: argparse.Namespace, model: str, host_bytes: int, disk_dir: str) -> LocalCluster:
     """One mixed worker."""
     engine = EngineConfig(
         model=model,
@@ -43,56 +42,10 @@ def start_cluster(options: argparse.Namespace, model: str, host_bytes: int) -> L
         threads=options.threads,
         kv_memory_bytes=options.kv_memory_mib << 20,
         host_kv_memory_bytes=host_bytes,
+        disk_kv_dir=disk_dir,
         kv_keep=options.kv_keep,
     )
     return LocalCluster(simple_spec(engine, port=0, num_mixed=1), log_level="warning")
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    token_ids: list[int]
-    ttft_seconds: float
-
-
-def ask(cluster: LocalCluster, prompts: list[list[int]], output_tokens: int) -> list[Answer]:
-    """All at once, greedily. Raises :class:`SplitserveError` if one failed."""
-
-    async def one(session: aiohttp.ClientSession, prompt: list[int]) -> Answer:
-        body = {
-            "model": cluster.spec.served_model_name,
-            "prompt": prompt,
-            "max_tokens": output_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "return_token_ids": True,
-        }
-        token_ids: list[int] = []
-        sent, first = time.perf_counter(), 0.0
-        async with session.post(f"{cluster.url}/v1/completions", json=body) as response:
-            async for line in response.content:
-                data = line.removeprefix(b"data: ").strip()
-                if not data or data == b"[DONE]":
-                    continue
-                event = json.loads(data)
-                if "choices" not in event:
-                    raise SplitserveError(f"a request failed: {data.decode()}")
-                first = first or time.perf_counter()
-                token_ids += [token for choice in event["choices"] for token in choice.get("token_ids") or ()]
-        if len(token_ids) != output_tokens:
-            raise SplitserveError(f"a request ended after {len(token_ids)} of {output_tokens} tokens")
-        return Answer(token_ids, first - sent)
-
-    async def run_all() -> list[Answer]:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
-            return list(await asyncio.gather(*(one(session, prompt) for prompt in prompts)))
-
-    return asyncio.run(run_all())
-
-
-def arms_in_turn(number: int) -> Iterator[str]:
-    """Both, a different one first each time."""
-    yield from ARMS if number % 2 else reversed(ARMS)
 
 
 def chats(clusters: dict[str, LocalCluster], options: argparse.Namespace, vocab_size: int) -> dict[str, Any]:
@@ -150,14 +103,61 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         model = options.model
         if not model:
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="splitserve-bench-"))
-            model = str(write_demo_model(Path(directory) / options.shape, shape=options.shape))
+            write = write_demo_config if options.load_format == "dummy" else write_demo_model
+            model = str(write(Path(directory) / options.shape, shape=options.shape))
         vocab_size = min(load_model_config(model).vocab_size, 2000)
-        sizes = {"without": 0, "with": options.host_kv_memory_mib << 20}
-        clusters = {arm: stack.enter_context(start_cluster(options, model, sizes[arm])) for arm in ARMS}
+        results = {}
+        if "shared" in options.parts:
+            results["shared"] = shared(options, model, vocab_size, no_reuse)
+            if len(options.parts) == 1:
+                return results
+        below = {"without": (0, ""), "with": (options.host_kv_memory_mib << 20, options.disk_kv_dir)}
+        clusters = {arm: stack.enter_context(start_cluster(options, model, *below[arm])) for arm in ARMS}
+        parts = {"chats": chats, "no_reuse": no_reuse, "fits": fits, "hits": hits, "pace": pace}
         return {
-            "chats": chats(clusters, options, vocab_size),
-            "no_reuse": no_reuse(clusters, options, vocab_size),
+            **results,
+            **{name: parts[name](clusters, options, vocab_size) for name in options.parts if name in parts},
         }
+
+
+def rows_of(results: dict[str, Any]) -> list[list[Any]]:
+    """The parts that compare both workers, a line for each figure."""
+    rows: list[list[Any]] = []
+    if "chats" in results:
+        part = results["chats"]
+        rows.append(["TTFT of turns 2+, ms", part["without_ttft_ms"], part["with_ttft_ms"], part["ttft_ratio"]])
+    for name, text in (("no_reuse", "requests/s without reuse"), ("fits", "requests/s, all fits the block pool")):
+        if name in results:
+            part = results[name]
+            rates = (part[f"{arm}_requests_per_second"] for arm in ARMS)
+            rows.append([text, *rates, part["throughput_ratio"]])
+    if "shared" in results:
+        rows += shared_rows(results["shared"])
+    for part in results.get("hits", ()):
+        text = f"TTFT of {part['tokens']} tokens, {part['with_cached_share']:.0%} found, ms"
+        rows.append(
+            [text, part["without_ttft_ms"], part["with_ttft_ms"], part["with_ttft_ms"] / part["without_ttft_ms"]]
+        )
+    return rows
+
+
+def print_results(results: dict[str, Any]) -> None:
+    print(table(rows_of(results), ["", "without tiers", "with tiers", "ratio"]))
+    for part in [results.get("chats"), results.get("shared", {}).get("chats")]:
+        if part:
+            print(f"{part['different_answers']} of {part['requests']} answers differ")
+    for part in results.get("hits", ()):
+        ways = f"copies {part['load_ms']:.1f} ms, {part['resident_ttft_ms']:.1f} ms if it's on the device"
+        print(f"{part['tokens']} tokens: a hit's first token comes {part['speedup']:.1f} times as soon ({ways})")
+    if "pace" in results:
+        part = results["pace"]
+        names = ("quiet", "resident", "loads")
+        rows = [[name, part[f"{name}_itl_ms"], part[f"{name}_itl_p99_ms"]] for name in names]
+        print(table(rows, [f"{part['streams']} streams beside", "mean ITL, ms", "p99, ms"]))
+        ratios = (
+            f"{part['loads_over_resident']:.3f} of prompts found on the device, {part['loads_over_quiet']:.3f} of quiet"
+        )
+        print(f"ITL beside {part['loads']} loads ({part['cached_share']:.0%} found): {ratios}")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -170,6 +170,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--threads", type=int, default=1, help="of each worker")
     parser.add_argument("--kv-memory-mib", type=int, default=128, help="of each worker: fewer than the chats need")
     parser.add_argument("--host-kv-memory-mib", type=int, default=2048, help="of the worker that has a host tier")
+    parser.add_argument("--disk-kv-dir", default="", metavar="DIR", help="the same worker has a disk tier there, too")
     parser.add_argument("--kv-keep", choices=KEEP_POLICIES, default="all")
     parser.add_argument("--users", type=int, default=20)
     parser.add_argument("--turns", type=int, default=6)
@@ -178,21 +179,17 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--fresh-requests", type=int, default=8, help="at once, in each round without reuse")
     parser.add_argument("--fresh-tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--hit-tokens", type=int, nargs="+", default=[4096], help="lengths of the prompts of hits")
+    parser.add_argument("--hit-rounds", type=int, default=3, help="how often each of them comes again")
+    parser.add_argument("--pace-streams", type=int, default=16, help="that decode while prompts come up")
+    parser.add_argument("--pace-tokens", type=int, default=4096, help="of each of these prompts")
+    parser.add_argument("--pace-rounds", type=int, default=40, help="so many of them")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:2], help="what to measure")
+    add_shared_options(parser)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--result-dir", type=Path, default=None, metavar="DIR", help="default: benchmarks/results")
     options = parser.parse_args(list(argv))
     results = run(options)
-    chat, fresh = results["chats"], results["no_reuse"]
-    rows = [
-        ["TTFT of turns 2+, ms", chat["without_ttft_ms"], chat["with_ttft_ms"], chat["ttft_ratio"]],
-        [
-            "requests/s without reuse",
-            fresh["without_requests_per_second"],
-            fresh["with_requests_per_second"],
-            fresh["throughput_ratio"],
-        ],
-    ]
-    print(table(rows, ["", *(f"{arm} host tier" for arm in ARMS), "ratio"]))
-    print(f"{chat['different_answers']} of {chat['requests']} answers differ")
+    print_results(results)
     print(f"written to {write_result('tiers', list(argv), results, options.result_dir)}")
     return 0

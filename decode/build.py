@@ -13,6 +13,7 @@ from splitserve.kvconnector.block_pool import BlockPool
 from splitserve.kvconnector.connector import KVConnector
 from splitserve.kvconnector.digest import LeadingDigests, no_digests
 from splitserve.kvconnector.kv_events import KVEventLog, KVEvents
+from splitserve.kvconnector.shared_tier import NO_SHARED_TIER, SharedTier
 from splitserve.kvconnector.tier_policy import make_policy
 from splitserve.kvconnector.tiers import Tier, Tiers
 from splitserve.messages import LayoutRecord
@@ -36,13 +37,14 @@ def build_core(
     first_generation: int | None = None,
     leading_digests: LeadingDigests = no_digests,
     tiers: Sequence[Tier] = (),
+    shared_tier: SharedTier = NO_SHARED_TIER,
 ) -> PrefillCore:
     """A prefill worker pulls from nobody; decode and mixed workers can do both phases.
 
     The settings of ``config.engine`` that depend on the device are decided (:meth:`EngineConfig.on`).
 
     ``leading_digests`` gives the digests that go with offered blocks. ``tiers`` hold blocks below the device, cheapest
-    first.
+    first; ``shared_tier`` holds other workers', too.
     """
     engine = config.engine
     events = KVEventLog() if engine.kv_events else KVEvents()
@@ -58,6 +60,7 @@ def build_core(
         policy=make_policy(engine.kv_keep),
         load_seconds=engine.kv_load_seconds,
         events=events,
+        shared=shared_tier if engine.enable_prefix_caching else NO_SHARED_TIER,
     )
     blocks = BlockManager(pool, layout.block_size, root_hash(layout), below)
     state = EngineState(

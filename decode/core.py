@@ -48,7 +48,7 @@ class DecodeCore(PrefillCore):
         self._decode_scheduler = scheduler
         self._max_num_seqs = max_num_seqs
         self.peers = PeerTable(state, connector)
-        self.sink = SinkSide(state, self.peers, self._on_handover_ready, self._on_handover_failed)
+        self.sink = SinkSide(state, self.peers, self._on_handover_ready, self._on_handover_failed, self._on_prefix_read)
         self._handlers |= {
             DecodeRequest: self._on_decode_request,
             LocalRequest: self._on_local_request,
@@ -69,9 +69,15 @@ class DecodeCore(PrefillCore):
 
     def _on_local_request(self, request: LocalRequest, sender: Party, now: float) -> None:
         sequence = self._accept(request, sender, now)
-        if sequence is not None:
-            self.state.sequences[sequence.key] = sequence
-            self._decode_scheduler.add(sequence)
+        if sequence is None:
+            return
+        is_alone = self.state.layout.tensor_parallel_size == 1  # slots of a host tier are read whole
+        if request.prefix is not None and request.prefix.party != self.state.me and is_alone:
+            self.sink.on_prefix_request(request.prefix, sequence, now)
+            self._admit(now)
+            return
+        self.state.sequences[sequence.key] = sequence
+        self._decode_scheduler.add(sequence)
 
     def _on_withdrawn(self, withdrawn: Withdrawn, sender: Party, now: float) -> None:
         sequence = self.state.sequences.get(withdrawn.key)
@@ -87,7 +93,8 @@ class DecodeCore(PrefillCore):
     # ---- hand-overs ----
 
     def _on_handover_ready(self, sequence: Sequence, first_token: int, report: HandoverReport) -> None:
-        """KV is here and verified. The first token came with it: decode starts with a decode step."""
+        """KV is here and verified. The first token came with it: decode starts with a decode step. Of what a peer's
+        host tier had, the last block is missing, unless it's full: it is computed here."""
         self.state.counters.prefix_hit_tokens += sequence.num_cached_tokens
         delta = TokenDelta(
             key=sequence.key,
@@ -98,7 +105,17 @@ class DecodeCore(PrefillCore):
         )
         sequence.token_ids.append(first_token)
         self.state.add_delta(sequence, delta)
-        self._decode_scheduler.add_running(sequence)
+        if sequence.num_remaining == 1:
+            self._decode_scheduler.add_running(sequence)
+        else:
+            self._decode_scheduler.add_admitted(sequence)
+
+    def _on_prefix_read(self, sequence: Sequence) -> None:
+        """What a peer had of it is here, and it goes on; or it holds nothing, and is the next one to begin."""
+        if sequence.block_ids:
+            self._decode_scheduler.add_admitted(sequence)
+        else:
+            self._decode_scheduler.add(sequence, first=True)
 
     def _on_handover_failed(self, sequence: Sequence, reason: str, now: float) -> None:
         """The router decides what comes next; what was verified stays in the prefix index."""
@@ -112,7 +129,7 @@ class DecodeCore(PrefillCore):
 
     def _admit(self, now: float) -> None:
         waiting = self._decode_scheduler.prefill.waiting
-        if waiting and waiting[0].was_admitted:
+        if waiting and waiting[0].was_admitted and not waiting[0].block_ids:
             return  # it ran before and lost its blocks: newcomers would keep it from ever getting them back
         running = len(self._decode_scheduler.running)
         self.sink.admit(running, self._max_num_seqs - running - self.sink.num_granted, now)

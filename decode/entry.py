@@ -6,7 +6,6 @@ import logging
 import os
 import secrets
 import signal
-import socket
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -14,10 +13,10 @@ from pathlib import Path
 import msgspec
 import torch
 
-from splitserve import __version__
 from splitserve.block_hash import root_hash
 from splitserve.config import EngineConfig, WorkerConfig
 from splitserve.decode.build import build_core
+from splitserve.decode.place import place_of
 from splitserve.decode.ranked_runner import RankedCudaRunner, RankedRunner
 from splitserve.decode.ranks import RankError, Ranks
 from splitserve.decode.served import Progress, ServedModel, device_of, load_served_model
@@ -28,20 +27,22 @@ from splitserve.kvconnector.connector import KVConnector
 from splitserve.kvconnector.digest import FirstDigests, digests_of, no_digests
 from splitserve.kvconnector.disk_tier import DISK, disk_tier
 from splitserve.kvconnector.host_tier import HOST, host_tier
+from splitserve.kvconnector.lmcache import LMCACHE, LMCacheStore, lmcache_tier
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.nixl import NixlConnector
-from splitserve.kvconnector.numa_memory import pages_by_node
 from splitserve.kvconnector.ranked import RankedConnector
+from splitserve.kvconnector.ranked_copies import RankedCopies
 from splitserve.kvconnector.read_settings import ReadSettings
-from splitserve.kvconnector.tier_copies import TierCopies, TierStore
+from splitserve.kvconnector.shared_tier import NO_SHARED_TIER, SharedTier
+from splitserve.kvconnector.tier_copies import Copies, TierCopies, TierStore
 from splitserve.kvconnector.tiers import Tier
-from splitserve.messages import WorkerInfo, WorkerPlace
+from splitserve.messages import HostTierMemory, WorkerInfo, WorkerPlace
 from splitserve.models.cuda_runner import CudaRunner
 from splitserve.models.runner import ModelRunner
 from splitserve.prefill.executor import Executor, OverlappedExecutor, StepExecutor
 from splitserve.prefill.kv_event_socket import KVEventSocket, NoKVEvents
 from splitserve.prefill.loop import Waker, WorkerLoop
-from splitserve.prefill.pinning import pin_threads, remote_bytes
+from splitserve.prefill.pinning import pin_threads
 from splitserve.prefill.sockets import WorkerSockets
 from splitserve.prefill.step_profiler import ProfiledLaunchingRunner, ProfiledRunner, StepProfiler
 from splitserve.request import Party, Role
@@ -131,13 +132,12 @@ def _make_profiler(config: WorkerConfig, device: torch.device, wake: Callable[[]
 
 
 def _make_connector(
-    me: Party, memory: KVMemory, links: Sequence[Connection], wake: Callable[[], None], engine: EngineConfig
-) -> KVConnector:
-    """``links`` lead to the other ranks, if there are any."""
+    me: Party, memory: KVMemory, wake: Callable[[], None], engine: EngineConfig, host: HostTierMemory | None
+) -> NixlConnector:
+    """Of this rank. ``host`` is a tier that peers may read."""
     settings = ReadSettings.of(memory.kind, num_threads=engine.read_threads)
     digest_blocks = digests_of(memory) if engine.verify_kv else no_digests
-    local = NixlConnector(me, memory, wake, digest_blocks, settings=settings)
-    return RankedConnector(local, links, wake) if links else local
+    return NixlConnector(me, memory, wake, digest_blocks, settings=settings, host=host)
 
 
 def _serve(
@@ -155,10 +155,12 @@ def _serve(
     waker = Waker()
     sockets = WorkerSockets(me, config.host, config.membership, config.secret)
     verify = config.engine.verify_kv
-    with clock.phase("connector"):
-        connector = _make_connector(me, memory, links, waker.wake, config.engine)
     with clock.phase("KV tiers"):
-        tiers, stores = _make_tiers(config, memory, progress)
+        tiers, stores, host = _make_tiers(config, memory, progress)
+        shared_tier, shared_stores = _make_shared_tier(config, memory, progress)
+    with clock.phase("connector"):
+        local = _make_connector(me, memory, waker.wake, config.engine, host)
+        connector, copies = _joined(local, TierCopies({**stores, **shared_stores}, waker.wake), links, waker.wake)
     core = build_core(
         config,
         me,
@@ -169,23 +171,12 @@ def _serve(
         vocab_size=served.vocab_size,
         leading_digests=FirstDigests(memory, waker.wake) if verify else no_digests,
         tiers=tiers,
+        shared_tier=shared_tier,
     )
     kv_events = KVEventSocket(sockets) if config.engine.kv_events else NoKVEvents()
-    place = _place(config, memory)
+    place = place_of(config, memory, served.runner.model.kernels.backends)
     progress("placement", {"remote_bytes": str(place.remote_bytes), "machine": place.machine})
-    info = WorkerInfo(
-        party=me,
-        role=Role(config.role),
-        endpoint=sockets.endpoint,
-        pid=os.getpid(),
-        layout=memory.layout,
-        num_blocks=memory.num_blocks,
-        max_num_seqs=config.engine.max_num_seqs,
-        max_model_len=served.max_model_len,
-        vocab_size=served.vocab_size,
-        kv_events_endpoint=kv_events.endpoint,
-        place=place,
-    )
+    info = _worker_info(config, me, served, place, endpoint=sockets.endpoint, kv_events_endpoint=kv_events.endpoint)
     profiler = _make_profiler(config, memory.blocks.device, waker.wake)
     executor = make_executor(waker.wake, profiler)
     loop = WorkerLoop(
@@ -197,11 +188,37 @@ def _serve(
         waker=waker,
         info=info,
         profiler=profiler,
-        copies=TierCopies(stores, waker.wake),
+        copies=copies,
         kv_events=kv_events,
     )
     pin_threads(config.placement)
     watch(loop)
+    _run(loop, config, clock, lambda detail: progress("ready", {"endpoint": sockets.endpoint, **detail}))
+    logger.info("stopped; last load: %s", msgspec.json.encode(core.load()).decode())
+
+
+def _worker_info(
+    config: WorkerConfig, me: Party, served: ServedModel, place: WorkerPlace, *, endpoint: str, kv_events_endpoint: str
+) -> WorkerInfo:
+    """What it registers with."""
+    return WorkerInfo(
+        party=me,
+        role=Role(config.role),
+        endpoint=endpoint,
+        pid=os.getpid(),
+        layout=served.memory.layout,
+        num_blocks=served.memory.num_blocks,
+        max_num_seqs=config.engine.max_num_seqs,
+        max_model_len=served.max_model_len,
+        vocab_size=served.vocab_size,
+        kv_events_endpoint=kv_events_endpoint,
+        place=place,
+        prefix_caching=config.engine.enable_prefix_caching,
+    )
+
+
+def _run(loop: WorkerLoop, config: WorkerConfig, clock: StartClock, on_ready: Callable[[dict[str, str]], None]) -> None:
+    """Register, then serve until a signal. Raises :class:`HandshakeError` if the router refuses it."""
     signal.signal(signal.SIGTERM, lambda *_: loop.drain())
     signal.signal(signal.SIGINT, lambda *_: loop.stop())
     while not loop.registered and not loop.stopping:
@@ -215,48 +232,54 @@ def _serve(
     gc.collect()
     gc.freeze()
     logger.info("ready after %s", clock)
-    ready = {"threads": str(config.engine.threads), "seconds": f"{clock.total_seconds:.1f}"}
-    progress("ready", {"endpoint": sockets.endpoint, **ready})
+    on_ready({"threads": str(config.engine.threads), "seconds": f"{clock.total_seconds:.1f}"})
     loop.run()
-    logger.info("stopped; last load: %s", msgspec.json.encode(core.load()).decode())
 
 
-def _place(config: WorkerConfig, memory: KVMemory) -> WorkerPlace:
-    """Where this worker runs, and whether its host memory is where it should be."""
-    num_bytes = memory.num_blocks * memory.block_bytes
-    on_host = memory.blocks.device.type == "cpu"
-    pages = pages_by_node(memory.blocks.data_ptr(), num_bytes) if on_host else {}
-    remote = remote_bytes(pages, num_bytes, config.placement.numa_node)
-    if remote:
-        logger.warning(
-            "%d of %d bytes of KV memory lie on other NUMA nodes than %s", remote, num_bytes, config.placement.numa_node
-        )
-    return WorkerPlace(
-        machine=socket.gethostname(),
-        version=__version__,
-        device=str(memory.blocks.device),
-        cpus=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
-        num_threads=config.engine.threads,
-        remote_bytes=remote,
-    )
+def _joined(
+    local: NixlConnector, copies: TierCopies, links: Sequence[Connection], wake: Callable[[], None]
+) -> tuple[KVConnector, Copies]:
+    """What this rank does, together with what the others do that ``links`` lead to."""
+    if not links:
+        return local, copies
+    connector = RankedConnector(local, links, wake)
+    return connector, RankedCopies(copies, connector)
 
 
-def _make_tiers(config: WorkerConfig, memory: KVMemory, progress: Progress) -> tuple[list[Tier], dict[str, TierStore]]:
-    """The tiers below the device that the config asks for, cheapest first."""
-    engine = config.engine
+def _make_tiers(
+    config: WorkerConfig, memory: KVMemory, progress: Progress
+) -> tuple[list[Tier], dict[str, TierStore], HostTierMemory | None]:
+    """The tiers below the device that the config asks for, cheapest first; and what peers may read of them."""
+    engine, served = config.engine, None
     made: dict[str, tuple[Tier, TierStore, str]] = {}
-    if engine.tensor_parallel_size > 1 and (engine.host_kv_memory_bytes or engine.disk_kv_dir):
-        options = "--host-kv-memory and --disk-kv-dir"
-        raise ConfigError(f"{config.engine_id}: {options} don't go with tensor parallelism yet")
+    if engine.tensor_parallel_size > 1 and engine.disk_kv_dir:
+        raise ConfigError(f"{config.engine_id}: --disk-kv-dir doesn't go with tensor parallelism yet")
     if engine.host_kv_memory_bytes:
-        made[HOST] = host_tier(memory, engine.host_kv_memory_bytes)
+        tier, store, description, served = host_tier(memory, engine.host_kv_memory_bytes)
+        made[HOST] = tier, store, description
     if engine.disk_kv_dir:
         folder = Path(engine.disk_kv_dir) / config.engine_id
-        made[DISK] = disk_tier(memory, folder, engine.disk_kv_bytes, root_hash(memory.layout))
+        root, backend = root_hash(memory.layout), engine.disk_kv_backend
+        made[DISK] = disk_tier(memory, folder, engine.disk_kv_bytes, root, backend)
     for name, (_, _, description) in made.items():
         logger.info("KV tier %s: %s", name, description)
         progress("kv_tier", {"name": name, "holds": description})
-    return [tier for tier, _, _ in made.values()], {name: store for name, (_, store, _) in made.items()}
+    return [tier for tier, _, _ in made.values()], {name: store for name, (_, store, _) in made.items()}, served
+
+
+def _make_shared_tier(
+    config: WorkerConfig, memory: KVMemory, progress: Progress
+) -> tuple[SharedTier, dict[str, LMCacheStore]]:
+    """The tier that other workers use, too, if the config asks for one."""
+    engine = config.engine
+    if not (engine.lmcache_endpoint and engine.enable_prefix_caching):
+        return NO_SHARED_TIER, {}
+    if engine.tensor_parallel_size > 1:
+        raise ConfigError(f"{config.engine_id}: --lmcache doesn't go with tensor parallelism yet")
+    tier, store, description = lmcache_tier(memory, engine.lmcache_endpoint, engine.kv_load_seconds)
+    logger.info("KV tier %s: %s", LMCACHE, description)
+    progress("kv_tier", {"name": LMCACHE, "holds": description})
+    return tier, {LMCACHE: store}
 
 
 def _num_usable_cores() -> int:

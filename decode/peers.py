@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from splitserve.kvconnector.connector import Link, PeerConnected
-from splitserve.kvconnector.read_plan import problem_with_memory
+from splitserve.kvconnector.read_plan import num_readable_blocks, problem_with_memory
 from splitserve.messages import PeerHello, PeerLink, PeerRef, PeerRefused, PeerWelcome
 from splitserve.prefill.effects import Connect, Dial, Disconnect, HangUp
 from splitserve.prefill.engine_state import EngineState
@@ -25,6 +25,7 @@ class Peer:
     hello_due_at: float
     give_up_at: float
     num_blocks: int = 0
+    has_host_tier: bool = False
     failure: str = ""
     link: Link | None = None
 
@@ -43,12 +44,15 @@ class PeerTable:
         return sum(peer.state is PeerState.READY for peer in self._peers.values())
 
     def links(self) -> list[PeerLink]:
-        """Of the peers that reads can start from at once."""
-        return [
-            PeerLink(party.engine_id, peer.link.transport, peer.link.bytes_per_second, peer.link.problem)
-            for party, peer in self._peers.items()
-            if peer.state is PeerState.READY and peer.link is not None
-        ]
+        """Of the peers that reads can start from at once, and of those that can't be read from."""
+        links = []
+        for party, peer in self._peers.items():
+            if peer.state is PeerState.READY and peer.link is not None:
+                link = peer.link
+                links.append(PeerLink(party.engine_id, link.transport, link.bytes_per_second, link.problem))
+            elif peer.state is PeerState.FAILED:
+                links.append(PeerLink(party.engine_id, "", 0.0, peer.failure))
+        return links
 
     def transport(self, party: Party) -> str:
         """By what KV comes from there, like ``nixl/cma``; the connector's name where nothing is known."""
@@ -88,7 +92,8 @@ class PeerTable:
             self.fail(sender, problem)
             return
         peer.state = PeerState.CONNECTING
-        peer.num_blocks = welcome.ranks[0].region.num_blocks
+        peer.num_blocks = num_readable_blocks(welcome)
+        peer.has_host_tier = welcome.ranks[0].host is not None
         self._state.outbox.put(Connect(sender, welcome))
 
     def on_refused(self, refused: PeerRefused, sender: Party, now: float) -> None:

@@ -27,6 +27,11 @@ class DecodeScheduler:
         sequence.decodes_here = True
         self.prefill.add(sequence, first=first)
 
+    def add_admitted(self, sequence: Sequence) -> None:
+        """A sequence that holds all its blocks, and has KV for some of its known tokens."""
+        sequence.decodes_here = True
+        self.prefill.active.append(sequence)
+
     def add_running(self, sequence: Sequence) -> None:
         """A sequence with KV for all known tokens but the last."""
         assert sequence.num_remaining == 1

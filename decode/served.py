@@ -25,7 +25,7 @@ from splitserve.kvconnector.memory import KVMemory
 from splitserve.messages import LayoutRecord
 from splitserve.models.checkpoint import weights_version
 from splitserve.models.config import ModelConfig, load_model_config
-from splitserve.models.cuda_runner import CudaRunner, MixedSize, mixed_sizes
+from splitserve.models.cuda_runner import CudaRunner, mixed_sizes
 from splitserve.models.decoder import DecoderModel
 from splitserve.models.loader import load_model, resolve_dtype
 from splitserve.models.parallel import Collectives
@@ -88,9 +88,10 @@ def load_served_model(
     )
     with clock.phase("KV memory"):
         memory = KVMemory(layout, plan.num_blocks, device)
-    runner = _make_runner(model, memory, plan.max_model_len, engine, clock)
+    limits = _step_limits(engine, plan)
+    runner = _make_runner(model, memory, limits, engine, clock)
     with clock.phase("warm-up"):
-        warm_up(runner, _step_limits(engine, plan))
+        warm_up(runner, limits)
     progress("kv_memory", _describe_memory(memory, plan))
     return ServedModel(memory, runner, plan.max_model_len, model_config.vocab_size)
 
@@ -163,18 +164,25 @@ def _select_kernels(
 
 
 def _make_runner(
-    model: DecoderModel, memory: KVMemory, max_model_len: int, engine: EngineConfig, clock: StartClock
+    model: DecoderModel, memory: KVMemory, limits: StepLimits, engine: EngineConfig, clock: StartClock
 ) -> ModelRunner:
     if model.device.type != "cuda":
         return ModelRunner(model, memory.blocks)
-    runner = CudaRunner(model, memory.blocks, max_num_seqs=engine.max_num_seqs, max_model_len=max_model_len)
+    runner = CudaRunner(model, memory.blocks, max_num_seqs=engine.max_num_seqs, max_model_len=limits.max_model_len)
     if not engine.enforce_eager:
-        mixed: list[MixedSize] = []
-        if engine.capture_mixed_steps:
-            mixed = mixed_sizes(engine.max_num_seqs, engine.max_num_prefill_tokens_beside_decode)
         with clock.phase("CUDA graphs"):
-            runner.capture(mixed=mixed)
+            runner.capture()
+            if engine.capture_mixed_steps:
+                _capture_mixed(runner, limits)
     return runner
+
+
+def _capture_mixed(runner: CudaRunner, limits: StepLimits) -> None:
+    beside = limits.max_num_prefill_tokens_beside_decode
+    try:
+        runner.capture_mixed(mixed_sizes(limits.max_num_seqs, beside, limits.longest_chunk))
+    except NotImplementedError as problem:
+        logger.info("steps with prefill are launched kernel by kernel: %s", problem)
 
 
 def _step_limits(engine: EngineConfig, plan: MemoryPlan) -> StepLimits:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from splitserve.decode.peers import PeerState, PeerTable
 from splitserve.handover import ReadResult, SinkHandover, SinkState
-from splitserve.messages import DecodeRequest, HandoverReport, Offer, Release, Withdrawn
+from splitserve.messages import MAX_HASHES, DecodeRequest, HandoverReport, Offer, PeerRef, Release, Withdrawn
 from splitserve.prefill.effects import Incident, StartRead
 from splitserve.prefill.engine_state import EngineState
 from splitserve.prefill.sequence import Sequence
@@ -16,10 +16,16 @@ from splitserve.request import Party, RequestKey
 
 @dataclass(slots=True, eq=False)
 class Incoming:
-    """A request whose KV comes from a peer. ``handover`` is None until there's room for the whole prompt."""
+    """A request whose KV comes from a peer. ``handover`` is None until there's room for the whole prompt.
+
+    ``is_prefix``: only what the peer has of it already; the rest is computed here. ``first_token``, the last of the
+    sequence's, is that of a hand-over whose blocks the peer's device had lost: they are read from its host tier.
+    """
 
     sequence: Sequence
     peer: Party
+    is_prefix: bool = False
+    first_token: int | None = None
     handover: SinkHandover | None = None
 
 
@@ -35,7 +41,8 @@ class QuarantinedRead:
 class SinkSide:
     """Calls ``on_ready(sequence, first_token, report)`` when all KV is here and verified, and
     ``on_failed(sequence, reason, now)`` when a hand-over failed; the sequence holds no blocks then, and nothing in
-    flight writes to blocks of its.
+    flight writes to blocks of its. ``on_prefix(sequence)`` when a prefix was read, or couldn't be: then the sequence
+    holds no blocks.
     """
 
     def __init__(
@@ -44,11 +51,13 @@ class SinkSide:
         peers: PeerTable,
         on_ready: Callable[[Sequence, int, HandoverReport], None],
         on_failed: Callable[[Sequence, str, float], None],
+        on_prefix: Callable[[Sequence], None],
     ) -> None:
         self._state = state
         self._peers = peers
         self._on_ready = on_ready
         self._on_failed = on_failed
+        self._on_prefix = on_prefix
         self._waiting: deque[Incoming] = deque()
         self._incoming: dict[RequestKey, Incoming] = {}
         self._reads: dict[int, Incoming] = {}
@@ -58,8 +67,15 @@ class SinkSide:
     # ---- messages ----
 
     def on_request(self, request: DecodeRequest, sequence: Sequence, now: float) -> None:
-        self._peers.introduce(request.prefill, now)
-        incoming = Incoming(sequence, request.prefill.party)
+        self._await(sequence, request.prefill, now, is_prefix=False)
+
+    def on_prefix_request(self, peer: PeerRef, sequence: Sequence, now: float) -> None:
+        """Read what ``peer`` has of the sequence's prefix, as far as it isn't here."""
+        self._await(sequence, peer, now, is_prefix=True)
+
+    def _await(self, sequence: Sequence, peer: PeerRef, now: float, *, is_prefix: bool) -> None:
+        self._peers.introduce(peer, now)
+        incoming = Incoming(sequence, peer.party, is_prefix)
         self._state.sequences[sequence.key] = sequence
         self._incoming[sequence.key] = incoming
         self._waiting.append(incoming)
@@ -78,6 +94,8 @@ class SinkSide:
     def on_withdrawn(self, withdrawn: Withdrawn, sender: Party, now: float) -> None:
         incoming = self._from_peer(withdrawn.key, sender)
         if incoming is not None and incoming.handover is not None:
+            incoming.handover.was_declined = not incoming.handover.reads_in_flight
+            incoming.handover.may_be_elsewhere = incoming.handover.last_offer_seen
             incoming.handover.fail(f"withdrawn by prefill: {withdrawn.reason}")
             self._advance(incoming, now)
 
@@ -166,15 +184,25 @@ class SinkSide:
     # ---- inside ----
 
     def _grant(self, incoming: Incoming, now: float) -> None:
-        sequence = incoming.sequence
-        first_block = sequence.num_computed // self._state.blocks.block_size
+        sequence, block_size = incoming.sequence, self._state.blocks.block_size
+        first_block, num_tokens = sequence.num_computed // block_size, len(sequence.token_ids)
+        local_blocks, hashes = sequence.block_ids[first_block:], []
+        if incoming.is_prefix:
+            hashes = self._state.blocks.missing_hashes(sequence)[:MAX_HASHES]
+            if not hashes:
+                del self._incoming[sequence.key]
+                self._on_prefix(sequence)
+                return
+            local_blocks = local_blocks[: len(hashes)]
+            num_tokens = (first_block + len(hashes)) * block_size
         incoming.handover = SinkHandover(
             sequence.key,
             incoming.peer,
-            num_prompt_tokens=len(sequence.token_ids),
+            num_prompt_tokens=num_tokens,
             num_cached_tokens=sequence.num_computed,
-            local_blocks=sequence.block_ids[first_block:],
-            block_size=self._state.blocks.block_size,
+            local_blocks=local_blocks,
+            hashes=hashes,
+            block_size=block_size,
             block_bytes=self._state.block_bytes,
             config=self._state.protocol,
             now=now,
@@ -211,6 +239,30 @@ class SinkSide:
         elif handover.state is SinkState.FAILED:
             self._fail(incoming, handover, now)
 
+    def _complete_prefix(self, incoming: Incoming, handover: SinkHandover, now: float) -> None:
+        sequence = incoming.sequence
+        self._state.counters.peer_prefixes += 1
+        self._state.counters.peer_prefix_blocks += handover.statistics.num_blocks
+        if incoming.first_token is None:
+            sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
+            self._on_prefix(sequence)
+        elif self._state.blocks.missing_hashes(sequence):
+            self._state.blocks.give_back(sequence)
+            self._state.counters.handover_failures += 1
+            self._on_failed(sequence, "the blocks changed before they were read, and are in no other place", now)
+        else:
+            first_token = sequence.token_ids.pop()
+            self._state.counters.other_copies += 1
+            self._report(incoming, handover, first_token, now)
+
+    def _ask_for_other_copies(self, incoming: Incoming, first_token: int) -> None:
+        """The peer's device has lost the blocks: maybe its host tier has them. What is verified is found again here."""
+        sequence = incoming.sequence
+        sequence.token_ids.append(first_token)
+        again = Incoming(sequence, incoming.peer, is_prefix=True, first_token=first_token)
+        self._incoming[sequence.key] = again
+        self._waiting.appendleft(again)
+
     def _keep_verified(self, sequence: Sequence, handover: SinkHandover) -> None:
         verified_blocks = handover.first_block + handover.num_verified_blocks
         sequence.num_computed = min(verified_blocks * self._state.blocks.block_size, len(sequence.token_ids))
@@ -219,6 +271,13 @@ class SinkSide:
     def _complete(self, incoming: Incoming, handover: SinkHandover, now: float) -> None:
         del self._incoming[handover.key]
         self._state.outbox.send(incoming.peer, Release(key=handover.key, complete=True))
+        if incoming.is_prefix:
+            self._complete_prefix(incoming, handover, now)
+        else:
+            self._report(incoming, handover, handover.first_tokens[0], now)
+
+    def _report(self, incoming: Incoming, handover: SinkHandover, first_token: int, now: float) -> None:
+        """All KV is here."""
         statistics = handover.statistics
         report = HandoverReport(
             prefill=incoming.peer.engine_id,
@@ -228,21 +287,31 @@ class SinkSide:
             cached_tokens=handover.first_block * self._state.blocks.block_size,
             reads=statistics.num_reads,
             seconds=now - (statistics.first_read_at or now),
+            read_seconds=statistics.read_seconds,
             exposed_seconds=now - (statistics.last_offer_at or now),
         )
         self._state.counters.handovers += 1
         self._state.counters.handover_bytes += report.bytes
-        self._on_ready(incoming.sequence, handover.first_tokens[0], report)
+        self._on_ready(incoming.sequence, first_token, report)
 
     def _fail(self, incoming: Incoming, handover: SinkHandover, now: float) -> None:
         del self._incoming[handover.key]
         if handover.read_was_overdue:
             # The peer is frozen or cut off: only forgetting it makes its reads terminal and their blocks usable again.
             self._peers.fail(incoming.peer, handover.failure)
-        self._state.counters.handover_failures += 1
         if handover.mismatches:
             self._report_mismatches(incoming, handover.mismatches)
         self._let_go(incoming, complete=False)
+        if incoming.is_prefix and incoming.first_token is None:
+            self._state.counters.peer_prefix_failures += not handover.was_declined
+            self._on_prefix(incoming.sequence)
+            return
+        peer, is_alone = self._peers.get(incoming.peer), self._state.layout.tensor_parallel_size == 1
+        can_ask = peer is not None and peer.has_host_tier and is_alone and not handover.mismatches
+        if handover.may_be_elsewhere and can_ask and incoming.first_token is None:
+            self._ask_for_other_copies(incoming, handover.first_tokens[0])
+            return
+        self._state.counters.handover_failures += 1
         self._on_failed(incoming.sequence, handover.failure, now)
 
     def _report_mismatches(self, incoming: Incoming, mismatches: list[str]) -> None:

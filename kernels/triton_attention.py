@@ -67,9 +67,8 @@ class TritonPagedAttention:
         self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int
     ) -> TritonMixedPlan:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
-        return TritonMixedPlan(
-            self._shape, num_decodes, num_chunk_tokens, num_chunks, max_blocks, self._partials(num_decodes)
-        )
+        partials = self._partials(num_decodes) if num_decodes else None
+        return TritonMixedPlan(self._shape, num_decodes, num_chunk_tokens, num_chunks, max_blocks, partials)
 
     def _partials(self, num_sequences: int) -> tuple[DecodeLaunch, Tensor, Tensor]:
         shape = self._shape

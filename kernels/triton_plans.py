@@ -66,7 +66,8 @@ class TritonDecodePlan:
 
 
 class TritonMixedPlan:
-    """As :class:`TritonDecodePlan`, with chunks after the sequences that decode; tiles left over have no rows."""
+    """As :class:`TritonDecodePlan`, with chunks after the sequences that decode, which may be none; tiles left over
+    have no rows."""
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class TritonMixedPlan:
         num_chunk_tokens: int,
         num_chunks: int,
         max_blocks: int,
-        partials: tuple[DecodeLaunch, Tensor, Tensor],
+        partials: tuple[DecodeLaunch, Tensor, Tensor] | None,
     ) -> None:
         self._block_size = shape.block_size
         num_sequences = num_decodes + num_chunks
@@ -83,7 +84,7 @@ class TritonMixedPlan:
         sizes = (num_sequences + 1, num_sequences * max_blocks, num_sequences, 4 * num_tiles, num_chunks)
         self._buffers = [torch.zeros(size, dtype=torch.int32, device=shape.device) for size in sizes]
         indptr, indices, context_lens, tiles, starts = self._buffers
-        decode = DecodePart(num_decodes, indptr, indices, context_lens, *partials)
+        decode = DecodePart(num_decodes, indptr, indices, context_lens, *partials) if partials else None
         chunks = ChunkPart(indptr[num_decodes:], indices, tiles.view(4, num_tiles), starts)
         self.fixed = TritonPlan(decode, chunks)
         self._num_decodes, self._num_chunks, self._num_tiles = num_decodes, num_chunks, num_tiles

@@ -18,7 +18,8 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from splitserve.kvconnector.kv_events import DEVICE, KVEvents
+from splitserve.kv_event_batch import DEVICE
+from splitserve.kvconnector.kv_events import KVEvents
 
 GENERATION_MASK = 2**64 - 1
 
@@ -141,6 +142,10 @@ class BlockPool:
                 break
             block_ids.append(block_id)
         return block_ids
+
+    def find(self, block_hash: bytes) -> int | None:
+        """The block with this content, if the index knows one. Takes no reference."""
+        return self._block_of_hash.get(block_hash)
 
     def num_unheld(self, block_ids: Iterable[int]) -> int:
         """How many of ``block_ids`` nobody holds: what referencing them takes away from :attr:`num_available`."""

@@ -121,8 +121,9 @@ class SlotFolder:
 class _Lane:
     """Staging for copies in one direction, and what moves it: from and to the device, from and to files."""
 
-    def __init__(self, name: str, memory: KVMemory, num_blocks: int) -> None:
+    def __init__(self, name: str, memory: KVMemory, num_blocks: int, backend: str) -> None:
         self._name = name
+        self._backend = backend
         self._memory = memory
         self._num_blocks = num_blocks
         self._make()
@@ -133,7 +134,7 @@ class _Lane:
         self.device = host_store(memory, self.staging)
         self.headers = HostMemory(self._num_blocks * HEADER_BYTES)
         parts = [(part.address, len(part.bytes)) for part in (self.staging, self.headers)]
-        self.files = FileAgent(self._name, parts)
+        self.files = FileAgent(self._name, parts, self._backend)
 
     def renew(self) -> None:
         """After a failure: what was given up may still move."""
@@ -159,12 +160,15 @@ class _Lane:
 class DiskStore:
     """Carries out copies of the disk tier, with staging of its own for each direction."""
 
-    def __init__(self, memory: KVMemory, folder: SlotFolder, root: bytes, max_blocks: int) -> None:
+    def __init__(
+        self, memory: KVMemory, folder: SlotFolder, root: bytes, max_blocks: int, backend: str = "posix"
+    ) -> None:
         self._folder = folder
+        self._open_flags = os.O_CLOEXEC | (os.O_DIRECT if backend == "gds" else 0)  # what cuFile wants
         self._root = root
         self._file_bytes = HEADER_BYTES + memory.block_bytes
-        self._down = _Lane("disk-down", memory, max_blocks)
-        self._up = _Lane("disk-up", memory, max_blocks)
+        self._down = _Lane("disk-down", memory, max_blocks, backend)
+        self._up = _Lane("disk-up", memory, max_blocks, backend)
 
     def store(self, block_ids: Sequence[int], slots: Sequence[int], hashes: Sequence[bytes]) -> None:
         lane = self._down
@@ -176,7 +180,8 @@ class DiskStore:
         new_paths = [path.with_name(f"{path.name}.new") for path in paths]
         try:
             with contextlib.ExitStack() as stack:
-                files = [_opened(stack, path, os.O_CREAT | os.O_RDWR | os.O_TRUNC) for path in new_paths]
+                flags = os.O_CREAT | os.O_RDWR | os.O_TRUNC | self._open_flags
+                files = [_opened(stack, path, flags) for path in new_paths]
                 for file in files:
                     os.posix_fallocate(file, 0, self._file_bytes)  # a full disk shows here, in words
                 lane.files.write(lane.ranges(files))
@@ -196,7 +201,7 @@ class DiskStore:
             problem = ""
             for path in paths:
                 try:
-                    files.append(_opened(stack, path, os.O_RDONLY))
+                    files.append(_opened(stack, path, os.O_RDONLY | self._open_flags))
                     if os.fstat(files[-1]).st_size != self._file_bytes:
                         problem = f"{path} is cut off"
                 except OSError as error:
@@ -236,7 +241,9 @@ class DiskStore:
         self._folder.close()
 
 
-def disk_tier(memory: KVMemory, path: Path, num_bytes: int, root: bytes) -> tuple[Tier, TierStore, str]:
+def disk_tier(
+    memory: KVMemory, path: Path, num_bytes: int, root: bytes, backend: str = "posix"
+) -> tuple[Tier, TierStore, str]:
     """A tier of at most ``num_bytes`` in ``path``, what carries its copies out, and its description.
 
     What an earlier incarnation left there is in it, where it fits. Raises :class:`ConfigError`.
@@ -249,11 +256,15 @@ def disk_tier(memory: KVMemory, path: Path, num_bytes: int, root: bytes) -> tupl
     contents = folder.contents()
     index.adopt(contents)
     most = max(1, min(MAX_BLOCKS_PER_COPY, MAX_COPY_BYTES // memory.block_bytes))
-    store = DiskStore(memory, folder, root, most)
+    try:
+        store = DiskStore(memory, folder, root, most, backend)
+    except ConfigError:
+        folder.close()
+        raise
     return Tier(DISK, index, most), store, f"{num_slots} blocks in {path}, {len(contents)} found there"
 
 
 def _opened(stack: contextlib.ExitStack, path: Path, flags: int) -> int:
-    file = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    file = os.open(path, flags, 0o600)
     stack.callback(os.close, file)
     return file

@@ -16,6 +16,7 @@ and messages. That the blocks held what was offered is told, as on every path, b
 """
 
 import logging
+import math
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from splitserve.messages import GatherMemory, MemoryRegion
 logger = logging.getLogger(__name__)
 
 LEASE_SECONDS = 5.0  # a slot that nobody has said Done for
+WANTED_SECONDS = 0.02  # after a request more are likely
 MAX_WAITING = 256
 FREE = 0  # of a ticket
 
@@ -80,9 +82,15 @@ class GatherSource:
         self._slots = [_Slot() for _ in range(num_slots)]
         self._waiting: deque[GatherRequest] = deque(maxlen=MAX_WAITING)
         self._copies = DeviceCopies(memory)
+        self._heard_at = -math.inf
         self.num_refused = 0
         if memory.device.type == "cuda":
             torch.cuda.synchronize(memory.device)  # the zeros are there before anything else is
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """Of the slots, uint8 [N]."""
+        return self._flat
 
     def region(self) -> GatherMemory:
         """What readers need to know of the slots."""
@@ -90,12 +98,18 @@ class GatherSource:
         slots = MemoryRegion(ours.kind, ours.device_id, self._flat.data_ptr(), len(self._slots), self._slot_bytes)
         return GatherMemory(slots, int(self._tickets.ctypes.data))
 
+    @property
+    def is_wanted(self) -> bool:
+        """Readers have asked just now: they wait for copies, and for an answer to the next request."""
+        return time.monotonic() < self._heard_at + WANTED_SECONDS
+
     def prepare(self) -> None:
         """On the thread that will use it: kernels are there before the first reader asks."""
         self._copies.compile(self._memory.layout.kv_heads_per_rank)
 
     def hear(self, message: bytes) -> None:
         """What a reader says. Nonsense is counted and forgotten: whoever asks for it waits in vain and does without."""
+        self._heard_at = time.monotonic()
         try:
             heard = _decoder.decode(message)
         except msgspec.DecodeError:

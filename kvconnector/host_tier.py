@@ -3,46 +3,64 @@
 The bytes of a block in a slot are those of the block on the device: whole blocks are copied, adjacent ones at once.
 """
 
-from collections.abc import Iterator, Sequence
+import secrets
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from splitserve.errors import ConfigError
-from splitserve.kvconnector.memory import KVMemory
+from splitserve.kvconnector.cuda_host_store import CudaHostStore, runs
+from splitserve.kvconnector.memory import KVMemory, anonymous_memory
 from splitserve.kvconnector.numa_memory import HostMemory, node_of_device
 from splitserve.kvconnector.tier_copies import TierStore
 from splitserve.kvconnector.tier_index import TierIndex
 from splitserve.kvconnector.tiers import Tier
+from splitserve.messages import HostTierMemory, MemoryKind, MemoryRegion
 
 HOST = "host"
 MAX_COPY_BYTES = 64 << 20
+MAX_GPU_LOAD_BYTES = 4 << 30
+"""A request waits for its loads, and between two of them the link rests for as long as a thread takes to wake up."""
 MAX_BLOCKS_PER_COPY = 256
 
 
-def runs(block_ids: Sequence[int], slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """``(first block, first slot, number of blocks)`` of the longest stretches that are adjacent on both sides."""
-    start = 0
-    for end in range(1, len(block_ids) + 1):
-        is_over = end == len(block_ids)
-        if is_over or block_ids[end] != block_ids[end - 1] + 1 or slots[end] != slots[end - 1] + 1:
-            yield block_ids[start], slots[start], end - start
-            start = end
+class HostTier(NamedTuple):
+    """A tier, what carries its copies out, its description, and what peers need to read from it."""
+
+    tier: Tier
+    store: TierStore
+    description: str
+    memory: HostTierMemory | None
 
 
-def host_tier(memory: KVMemory, num_bytes: int) -> tuple[Tier, TierStore, str]:
-    """A tier of ``num_bytes``, what carries its copies out, and its description. Raises :class:`ConfigError`."""
+def host_tier(memory: KVMemory, num_bytes: int) -> HostTier:
+    """A tier of ``num_bytes`` over all ranks; of one rank's heads, where there are several. Then no peer reads from it.
+
+    Raises :class:`ConfigError`."""
+    num_ranks = memory.layout.tensor_parallel_size
+    num_bytes //= num_ranks
     num_slots = num_bytes // memory.block_bytes
     if num_slots < 1:
         raise ConfigError(f"--host-kv-memory is {num_bytes} bytes, less than one KV block of {memory.block_bytes}")
     try:
         host = HostMemory(num_slots * memory.block_bytes, node_of_device(memory.device))
+        generations = np.frombuffer(anonymous_memory(num_slots * 8), dtype=np.uint64, count=num_slots)
+        generations[:] = secrets.randbits(63)
         store = host_store(memory, host)
     except (OSError, MemoryError, RuntimeError) as error:
         raise ConfigError(f"--host-kv-memory {num_bytes} can't be had: {error}") from error
     most = max(1, min(MAX_BLOCKS_PER_COPY, MAX_COPY_BYTES // memory.block_bytes))
-    return Tier(HOST, TierIndex(num_slots), most), store, f"{num_slots} blocks, {host.describe()}"
+    most_loaded = max(1, MAX_GPU_LOAD_BYTES // memory.block_bytes) if memory.device.type == "cuda" else None
+    description = f"{num_slots} blocks, {host.describe()}" + (" on each rank" if num_ranks > 1 else "")
+    if num_ranks > 1:
+        return HostTier(Tier(HOST, TierIndex(num_slots), most, most_loaded), store, description, None)
+    tier = Tier(HOST, TierIndex(num_slots, generations), most, most_loaded)
+    slots = MemoryRegion(MemoryKind.DRAM, 0, host.address, num_slots, memory.block_bytes)
+    served = HostTierMemory(slots, int(generations.ctypes.data))
+    return HostTier(tier, store, description, served)
 
 
 def host_store(memory: KVMemory, host: HostMemory) -> TierStore:
@@ -73,48 +91,3 @@ class CpuHostStore:
 
     def close(self) -> None:
         """Nothing to give back: the memory goes with the process."""
-
-
-class CudaHostStore:
-    """Copies by the GPU's copy engines, each direction on a stream of its own, from and to registered memory."""
-
-    def __init__(self, memory: KVMemory, host: HostMemory) -> None:
-        self._device = memory.device
-        self._blocks = memory.blocks.view(-1).view(torch.uint8).view(memory.num_blocks, memory.block_bytes)
-        self._host = host
-        self._slots = torch.from_numpy(host.bytes).view(-1, memory.block_bytes)
-        with torch.cuda.device(self._device):
-            status = torch.cuda.cudart().cudaHostRegister(host.address, len(host.bytes), 0)  # type: ignore[no-untyped-call]
-            if int(status) != 0:
-                raise RuntimeError(f"cudaHostRegister of {len(host.bytes)} bytes failed with {status}")
-            self._down = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            self._up = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-
-    def store(self, block_ids: Sequence[int], slots: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """The blocks are complete: the step that computed them is over."""
-        del hashes
-        with torch.cuda.device(self._device), torch.cuda.stream(self._down):
-            for block, slot, count in runs(block_ids, slots):
-                self._slots[slot : slot + count].copy_(self._blocks[block : block + count], non_blocking=True)
-            _wait_for(self._down)
-
-    def load(self, block_ids: Sequence[int], slots: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """No step touches the blocks yet: those that read them are launched once this has returned."""
-        del hashes
-        with torch.cuda.device(self._device), torch.cuda.stream(self._up):
-            for block, slot, count in runs(block_ids, slots):
-                self._blocks[block : block + count].copy_(self._slots[slot : slot + count], non_blocking=True)
-            _wait_for(self._up)
-
-    def clear(self) -> None:
-        """What was stored isn't found any more."""
-
-    def close(self) -> None:
-        torch.cuda.cudart().cudaHostUnregister(self._host.address)  # type: ignore[no-untyped-call]
-
-
-def _wait_for(stream: torch.cuda.Stream) -> None:
-    """Sleeps rather than spins: the engine loop needs the core, and the GIL."""
-    done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-    done.record(stream)
-    done.synchronize()

@@ -6,34 +6,7 @@ Specified in docs/kv-events.md.
 from collections.abc import Sequence
 from typing import Literal
 
-import msgspec
-
-DEVICE = "device"
-
-
-class KVEvent(msgspec.Struct, frozen=True):
-    """Blocks that ``tier`` holds from now on (``stored``), or no longer (``evicted``), by their chained hashes."""
-
-    kind: Literal["stored", "evicted"]
-    tier: str
-    hashes: list[bytes]
-
-
-class KVEventBatch(msgspec.Struct, frozen=True):
-    """One published message.
-
-    ``number`` counts the batches of this ``incarnation`` from 1 on; the hash chains start from ``root_hash`` and cover
-    ``block_size`` tokens each. ``is_snapshot``: the events are all that can be found now, up to and including batch
-    ``number``, and what was known before is void.
-    """
-
-    engine_id: str
-    incarnation: int
-    number: int
-    block_size: int
-    root_hash: bytes
-    is_snapshot: bool
-    events: list[KVEvent]
+from splitserve.kv_event_batch import KVEvent
 
 
 class KVEvents:

@@ -20,7 +20,7 @@ from functools import partial
 
 from splitserve.handover import ReadCommand, ReadPath, ReadResult
 from splitserve.kvconnector.connector import PeerConnected, ServedMemory
-from splitserve.kvconnector.cuda_memory import check_ipc_capable, make_context_current
+from splitserve.kvconnector.cuda_memory import check_ipc_capable, export_handles, make_context_current
 from splitserve.kvconnector.digest import DigestBlocks, no_digests
 from splitserve.kvconnector.gather import GatherSource
 from splitserve.kvconnector.joining import ConnectionJoin, ReadJoin, one_after_the_other
@@ -33,7 +33,7 @@ from splitserve.kvconnector.read_choice import ReadShape, choose_path
 from splitserve.kvconnector.read_cost import ReadCost
 from splitserve.kvconnector.read_settings import ReadSettings
 from splitserve.kvconnector.ucx_log import UCX_LOG
-from splitserve.messages import MemoryKind, PeerWelcome, RankMemory
+from splitserve.messages import HostTierMemory, MemoryKind, PeerWelcome, RankMemory
 from splitserve.request import Party
 
 logger = logging.getLogger(__name__)
@@ -44,9 +44,10 @@ Event = ReadResult | PeerConnected
 class _Server(OwnerThread):
     """Owns the agent that peers read through, and what it puts together for them; polls while ``active``."""
 
-    def __init__(self, name: str, memory: KVMemory, settings: ReadSettings) -> None:
-        super().__init__("nixl-serve", settings.poll_seconds)
+    def __init__(self, name: str, memory: KVMemory, settings: ReadSettings, host: HostTierMemory | None = None) -> None:
+        super().__init__("nixl-serve", settings.serve_poll_seconds)
         self.active = False
+        self._gather_poll_seconds = settings.poll_seconds
         self._device = memory.device
         self._region = memory.region()
         self._agent = Agent(f"serve/{name}")
@@ -58,11 +59,20 @@ class _Server(OwnerThread):
         num_bytes = gather.slots.num_blocks * gather.slots.block_bytes
         self._agent.register(gather.slots.kind, gather.slots.blocks_address, num_bytes, gather.slots.device_id)
         self._agent.register(MemoryKind.DRAM, gather.tickets_address, gather.slots.num_blocks * 8)
-        self.served = RankMemory(self._agent.metadata(), self._region, gather)
+        if host is not None:
+            num_bytes = host.slots.num_blocks * host.slots.block_bytes
+            self._agent.register(MemoryKind.DRAM, host.slots.blocks_address, num_bytes)
+            self._agent.register(MemoryKind.DRAM, host.generations_address, host.slots.num_blocks * 8)
+        handles = export_handles(memory.blocks, self._gather.memory)
+        self.served = RankMemory(self._agent.metadata(), self._region, gather, host, handles)
 
     @property
     def is_busy(self) -> bool:
         return self.active
+
+    @property
+    def poll_seconds(self) -> float:
+        return self._gather_poll_seconds if self._gather.is_wanted else super().poll_seconds
 
     def begin(self) -> None:
         make_context_current(self._device)
@@ -202,7 +212,8 @@ class NixlConnector:
     """See :class:`splitserve.kvconnector.connector.KVConnector`; one rank's, of a tensor-parallel worker.
 
     ``wake`` is called, from other threads, after events; ``digest_blocks`` for what has landed; ``settings`` None: what
-    suits the memory. Raises :class:`ConfigError` for GPU memory that no other process can map.
+    suits the memory; ``host`` is a tier that peers may read from, too. Raises :class:`ConfigError` for GPU memory that
+    no other process can map.
     """
 
     name = "nixl"
@@ -216,6 +227,7 @@ class NixlConnector:
         *,
         rank: int = 0,
         settings: ReadSettings | None = None,
+        host: HostTierMemory | None = None,
     ) -> None:
         if memory.kind is MemoryKind.VRAM:
             check_ipc_capable(memory.blocks)
@@ -230,7 +242,7 @@ class NixlConnector:
         self._split_reads: dict[int, ReadJoin] = {}
         name = f"rank-{rank}/{me}"  # agents' names are cut in UCX's log: what tells them apart comes first
         local = LocalSide(memory, rank, settings, digest_blocks)
-        self._server = _Server(name, memory, settings)
+        self._server = _Server(name, memory, settings, host)
         self._threads = [
             _ReadThread(
                 f"read-{index}/{name}",

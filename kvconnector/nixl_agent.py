@@ -25,6 +25,7 @@ def _create_agent(name: str, *, telemetry: bool) -> Any:
         from nixl_cu12 import _api as nixl
     if "NIXL_LOG_LEVEL" not in os.environ:
         logging.getLogger("nixl").setLevel(logging.WARNING)  # it writes two lines per agent to standard output
+    os.environ.setdefault("UCX_CUDA_IPC_CACHE", "n")  # else a dead peer's memory stays mapped: see PeerMapping
     with UCX_LOG.watching():
         config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"], capture_telemetry=telemetry)
         return nixl.nixl_agent(name, config)

@@ -1,4 +1,5 @@
-"""Reading and writing files with NIXL's POSIX backend, which uses the kernel's asynchronous I/O where it can."""
+"""Reading and writing files with NIXL: its POSIX backend, which uses the kernel's asynchronous I/O where it can, or its
+GDS backend, which goes through cuFile and past the page cache."""
 
 import logging
 import os
@@ -6,8 +7,10 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from splitserve.errors import ConfigError
+
 POLL_SECONDS = 0.0002
-POSIX = "POSIX"
+BACKENDS = {"posix": "POSIX", "gds": "GDS"}
 
 
 class FileRange(NamedTuple):
@@ -24,9 +27,10 @@ class FileTransferError(Exception):
 
 
 class FileAgent:
-    """Not thread-safe: one thread's. ``memory`` is what transfers may touch, as ``(address, bytes)``."""
+    """Not thread-safe: one thread's. ``memory`` is what transfers may touch, as ``(address, bytes)``. ``backend`` is
+    one of :data:`BACKENDS`. Raises :class:`ConfigError` where NIXL doesn't have it."""
 
-    def __init__(self, name: str, memory: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, name: str, memory: Sequence[tuple[int, int]], backend: str = "posix") -> None:
         try:
             from nixl_cu13 import _api as nixl
         except ImportError:
@@ -35,9 +39,17 @@ class FileAgent:
             logging.getLogger("nixl").setLevel(logging.WARNING)
         self._name = name
         self._agent: Any = nixl.nixl_agent(name, nixl.nixl_agent_config(enable_prog_thread=False, backends=[]))
-        self._agent.create_backend(POSIX, {})
+        self._backends = [BACKENDS[backend]]
+        try:
+            self._agent.create_backend(BACKENDS[backend], {})
+        except Exception as error:
+            advice = "; it needs NVIDIA's GPUDirect Storage (nvidia-fs, libcufile): leave it at posix"
+            raise ConfigError(
+                f"--disk-kv-backend {backend}: NIXL doesn't have its {BACKENDS[backend]} backend here ({error})"
+                + (advice if backend == "gds" else "")
+            ) from error
         ranges = [(address, num_bytes, 0, "") for address, num_bytes in memory]
-        self._registration = self._agent.register_memory(ranges, "DRAM", backends=[POSIX])
+        self._registration = self._agent.register_memory(ranges, "DRAM", backends=self._backends)
 
     def write(self, ranges: Sequence[FileRange]) -> None:
         """From memory into files. Raises :class:`FileTransferError`."""
@@ -51,11 +63,11 @@ class FileAgent:
         files = {part.file: max(p.offset + p.num_bytes for p in ranges if p.file == part.file) for part in ranges}
         try:
             registration = self._agent.register_memory(
-                [(0, num_bytes, file, "") for file, num_bytes in files.items()], "FILE", backends=[POSIX]
+                [(0, num_bytes, file, "") for file, num_bytes in files.items()], "FILE", backends=self._backends
             )
             local = self._agent.get_xfer_descs([(part.address, part.num_bytes, 0) for part in ranges], "DRAM")
             remote = self._agent.get_xfer_descs([(part.offset, part.num_bytes, part.file) for part in ranges], "FILE")
-            handle = self._agent.initialize_xfer(operation, local, remote, self._name, backends=[POSIX])
+            handle = self._agent.initialize_xfer(operation, local, remote, self._name, backends=self._backends)
             state = self._agent.transfer(handle)
             while state == "PROC":
                 time.sleep(POLL_SECONDS)

@@ -55,7 +55,7 @@ class LinkProbe:
         return False
 
     def _run(self, *, measures: bool) -> Generator[Pending, None, None]:
-        yield self._reader.read_generations((0,), 0)
+        yield from self._reader.read_generations((0,), 0)
         source = self._reader.probe_source()
         num_bytes = min(self._settings.probe_bytes, source.num_blocks * source.block_bytes)
         if not measures:

@@ -6,6 +6,9 @@ A read is a generator of things to wait for: its data, copies to their place, an
     layers   pieces of blocks straight into place, a descriptor per layer
     staged   whole blocks of a rank into a staging area, and from there the heads that are ours to their place
     gathered what is ours of many blocks, put together by the source, into a staging area, and from there to its place
+
+Slots of the peer's host tier have ids after those of its blocks. They are read whole: into our blocks where those are
+in host memory as well, else into pinned memory of ours, and from there to the device.
 """
 
 import itertools
@@ -20,18 +23,21 @@ import torch
 
 from splitserve.errors import HandshakeError
 from splitserve.handover import ReadCommand, ReadPath, ReadResult
+from splitserve.kvconnector.cuda_memory import PeerMapping
 from splitserve.kvconnector.device_copies import Done, Pending
 from splitserve.kvconnector.digest import DigestBlocks
 from splitserve.kvconnector.layout import block_bytes
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.nixl_agent import HERE, Agent, BlockIds, PreparedList, Transfer, TransferError
 from splitserve.kvconnector.nixl_gather import GatherReader
+from splitserve.kvconnector.nixl_slots import HostSlotReader
 from splitserve.kvconnector.read_choice import ReadShape
 from splitserve.kvconnector.read_plan import (
     Rows,
     head_spans,
     is_whole,
     layer_rows,
+    num_readable_blocks,
     problem_with_memory,
     region_rows,
 )
@@ -85,6 +91,14 @@ def check_welcome(welcome: PeerWelcome, memory: KVMemory) -> None:
             raise HandshakeError(f"the peer's {gather.slots.num_blocks} slots in {gather.slots.kind.words} can't be")
         if not 0 < gather.tickets_address <= _ADDRESS_SPACE_BYTES - MAX_PEER_SLOTS * 8:
             raise HandshakeError(f"the peer's tickets can't be at address {gather.tickets_address:#x}")
+    for host in (rank.host for rank in welcome.ranks if rank.host is not None):
+        if host.slots.num_blocks > MAX_PEER_BLOCKS:
+            raise HandshakeError(
+                f"the peer claims {host.slots.num_blocks} slots; at most {MAX_PEER_BLOCKS} are accepted"
+            )
+        ends = (host.slots.blocks_address + _size(host.slots), host.generations_address + host.slots.num_blocks * 8)
+        if min(host.slots.blocks_address, host.generations_address) < 1 or max(ends) > _ADDRESS_SPACE_BYTES:
+            raise HandshakeError("the peer's host tier can't be at the addresses that it names")
     for metadata in (rank.metadata for rank in welcome.ranks):
         if len(metadata) > MAX_METADATA_BYTES:
             raise HandshakeError(f"the peer's metadata has {len(metadata)} bytes; at most {MAX_METADATA_BYTES}")
@@ -102,13 +116,17 @@ class Read:
     first_path: ReadPath  # as it began
     path: ReadPath
     started_at: float
-    steps: Iterator[Pending]
+    steps: Generator[Pending, None, None]
     pending: Pending
     scratch_row: int
 
     @property
     def uses_staging(self) -> bool:
         return self.first_path in _STAGING
+
+
+def _no_steps() -> Generator[Pending, None, None]:
+    yield from ()
 
 
 class PeerReader:
@@ -120,9 +138,10 @@ class PeerReader:
         self._local = local
         self._welcome = welcome
         self.num_peer_blocks = welcome.ranks[0].region.num_blocks
+        num_readable = num_readable_blocks(welcome)
         self.spans = head_spans(memory.layout, local.rank, theirs)
         self.is_whole = is_whole(self.spans, memory.layout, theirs)
-        self._scratch = np.zeros((READS_AT_ONCE, self.num_peer_blocks), dtype=np.uint64)
+        self._scratch = np.zeros((READS_AT_ONCE, num_readable), dtype=np.uint64)
         self._free_rows = list(range(READS_AT_ONCE))
         self._staging: Staging | None = None
         self._staging_is_free = True
@@ -133,11 +152,14 @@ class PeerReader:
         self._remote_blocks = {span.rank: self._prepare_remote(span.rank) for span in self.spans}
         self._local_blocks: PreparedList | None = None
         self._slots: PreparedList | None = None
+        self._host_slots = self._make_host_slots()
         if self.is_whole:
             self._local_blocks = self.agent.prepare(HERE, memory.kind, region_rows(memory.region()))
         else:
             self._prepare_staging()
         self.gather = self._make_gather()
+        source_ranks = (welcome.ranks[span.rank] for span in self.spans)
+        self._mappings = [PeerMapping(handle) for rank in source_ranks for handle in rank.ipc_handles]
         self.active: list[Read] = []
         self.waiting: deque[tuple[ReadCommand, ReadPath]] = deque()
 
@@ -166,6 +188,17 @@ class PeerReader:
         self._register(staging.region())
         self._slots = self.agent.prepare(HERE, memory.kind, region_rows(staging.region()))
         return staging
+
+    def _make_host_slots(self) -> HostSlotReader | None:
+        """None unless the peer has a host tier, and its blocks are as large as ours."""
+        host = self._welcome.ranks[0].host
+        if host is None or not self.is_whole:
+            return None
+        try:
+            lands_first = self._local.settings.lands_first
+            return HostSlotReader(self.agent, self._local.memory, host, self._remote_names[0], lands_first)
+        except Exception as error:
+            raise HandshakeError(f"the peer's host tier isn't in the memory that it registered: {error}") from error
 
     def _make_gather(self) -> GatherReader | None:
         """None unless each rank that we read from puts blocks together, a piece of a block at least."""
@@ -232,7 +265,7 @@ class PeerReader:
             command, path = self.waiting.popleft()
             if path is ReadPath.GATHERED and self.gather is None:
                 path = self._other_path
-            read = Read(command, path, path, time.monotonic(), iter(()), Done(), self._free_rows.pop())
+            read = Read(command, path, path, time.monotonic(), _no_steps(), Done(), self._free_rows.pop())
             read.steps = self._steps(read)
             self._staging_is_free = self._staging_is_free and path not in _STAGING
             self.active.append(read)
@@ -257,10 +290,16 @@ class PeerReader:
         over = [ReadResult(read.command.read_id, "disconnected") for read in self.active]
         over += [ReadResult(command.read_id, "disconnected") for command, _ in self.waiting]
         self.agent.destroy()
+        for read in self.active:
+            read.steps.close()
         self.active.clear()
         self.waiting.clear()
         if self._staging is not None:
             self._staging.wait()  # copies from it are ours, not the agent's
+        if self._host_slots is not None:
+            self._host_slots.wait()
+        for mapping in self._mappings:
+            mapping.close()
         return over
 
     def _advance(self, read: Read) -> ReadResult | None:
@@ -274,6 +313,7 @@ class PeerReader:
     def _finish(self, read: Read, error: str | None) -> ReadResult:
         if isinstance(read.pending, Transfer):
             read.pending.release()
+        read.steps.close()
         command = read.command
         self._staging_is_free = self._staging_is_free or read.uses_staging
         generations: Sequence[int] = ()
@@ -288,11 +328,24 @@ class PeerReader:
 
     # ---- what a read consists of ----
 
-    def _steps(self, read: Read) -> Iterator[Pending]:
+    def _steps(self, read: Read) -> Generator[Pending, None, None]:
         command = read.command
         local = np.asarray(command.local_blocks, dtype=np.int32)
         remote = np.asarray(command.remote_blocks, dtype=np.int32)
-        if read.path is ReadPath.GATHERED and not (yield from self._read_gathered(command.local_blocks, remote)):
+        is_slot = remote >= self.num_peer_blocks
+        if is_slot.any():
+            if self._host_slots is None or self._local_blocks is None:
+                raise TransferError("the peer's host tier can't be read with other numbers of ranks")
+            yield from self._host_slots.read(self._local_blocks, local[is_slot], remote[is_slot] - self.num_peer_blocks)
+            local, remote = local[~is_slot], remote[~is_slot]
+        if len(remote):
+            yield from self._read_blocks(read, local, remote)
+        yield from self.read_generations(command.remote_blocks, read.scratch_row)
+
+    def _read_blocks(self, read: Read, local: BlockIds, remote: BlockIds) -> Iterator[Pending]:
+        """Of the peer's device."""
+        local_blocks = local.tolist()
+        if read.path is ReadPath.GATHERED and not (yield from self._read_gathered(local_blocks, remote)):
             read.path = self._other_path
         if read.path is ReadPath.DIRECT:
             assert self._local_blocks is not None
@@ -300,8 +353,7 @@ class PeerReader:
         elif read.path is ReadPath.LAYERS:
             yield from self._read_layers(local, remote)
         elif read.path is ReadPath.STAGED:
-            yield from self._read_staged(command.local_blocks, remote)
-        yield self.read_generations(command.remote_blocks, read.scratch_row)
+            yield from self._read_staged(local_blocks, remote)
 
     def _read_gathered(self, local_blocks: Sequence[int], remote: BlockIds) -> Generator[Pending, None, bool]:
         """False if the source doesn't do its part in time: then it isn't asked again. The next slot is asked for before
@@ -360,10 +412,19 @@ class PeerReader:
             half = 1 - half
         yield from copies
 
-    def read_generations(self, block_ids: Sequence[int], scratch_row: int) -> Transfer:
-        """The span of generations that covers some of the peer's blocks."""
-        first, last = min(block_ids), max(block_ids)
+    def read_generations(self, ids: Sequence[int], scratch_row: int) -> Iterator[Pending]:
+        """The spans of generations that cover some of the peer's blocks, and some slots of its host tier."""
+        blocks = [block_id for block_id in ids if block_id < self.num_peer_blocks]
+        slots = [block_id for block_id in ids if block_id >= self.num_peer_blocks]
+        if blocks:
+            yield self._read_generations(blocks, scratch_row, self._welcome.generations_address)
+        host = self._welcome.ranks[0].host
+        if slots and host is not None:
+            yield self._read_generations(slots, scratch_row, host.generations_address - self.num_peer_blocks * 8)
+
+    def _read_generations(self, ids: Sequence[int], scratch_row: int, address_of_0: int) -> Transfer:
+        first, last = min(ids), max(ids)
         num_bytes = (last - first + 1) * 8
         local = np.array([[self._scratch[scratch_row].ctypes.data + first * 8, num_bytes, 0]], dtype=np.uint64)
-        remote = np.array([[self._welcome.generations_address + first * 8, num_bytes, 0]], dtype=np.uint64)
+        remote = np.array([[address_of_0 + first * 8, num_bytes, 0]], dtype=np.uint64)
         return self.agent.read_rows(self._remote_names[0], MemoryKind.DRAM, local, remote)

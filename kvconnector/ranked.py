@@ -6,11 +6,13 @@ more. Between rank 0 and another rank there is a pipe with msgpack on it, beside
 step.
 """
 
+import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
+from types import MappingProxyType
 
 import msgspec
 
@@ -18,6 +20,8 @@ from splitserve.errors import SplitserveError
 from splitserve.handover import ReadCommand, ReadPath, ReadResult
 from splitserve.kvconnector.connector import KVConnector, Link, PeerConnected, ServedMemory
 from splitserve.kvconnector.joining import ConnectionJoin, ReadJoin, side_by_side
+from splitserve.kvconnector.tier_copies import TierCopies, TierStore
+from splitserve.kvconnector.tiers import CopyCommand, CopyResult
 from splitserve.messages import PeerWelcome, RankMemory
 from splitserve.request import Party
 
@@ -48,6 +52,24 @@ class RankServe(msgspec.Struct, frozen=True, tag=True):
     active: bool
 
 
+class RankCopy(msgspec.Struct, frozen=True, tag=True):
+    """Of whole blocks, to or from the rank's own slots of a tier."""
+
+    copy_id: int
+    tier: str
+    is_load: bool
+    block_ids: list[int]
+    slots: list[int]
+    hashes: list[bytes]
+
+
+class RankCopyOver(msgspec.Struct, frozen=True, tag=True):
+    copy_id: int
+    num_good: int
+    error: str | None
+    seconds: float
+
+
 class RankEnd(msgspec.Struct, frozen=True, tag=True):
     """In order: the rank ends its transfers and closes the channel."""
 
@@ -72,8 +94,8 @@ class RankServes(msgspec.Struct, frozen=True, tag=True):
     memory: RankMemory
 
 
-RankCommand = RankConnect | RankDisconnect | RankRead | RankServe | RankEnd
-RankEvent = RankConnected | RankReadOver | RankServes
+RankCommand = RankConnect | RankDisconnect | RankRead | RankCopy | RankServe | RankEnd
+RankEvent = RankConnected | RankReadOver | RankCopyOver | RankServes
 
 _encoder = msgspec.msgpack.Encoder()
 _commands = msgspec.msgpack.Decoder(RankCommand)
@@ -99,6 +121,7 @@ class RankedConnector:
         self._connecting: dict[Party, ConnectionJoin] = {}
         self._reads: dict[int, ReadJoin] = {}
         self._remote_events: deque[tuple[int, ReadResult | PeerConnected]] = deque()
+        self._copy_results: deque[CopyResult] = deque()
         self._lost_ranks: list[int] = []
         self._is_closing = False
         self._memories = [*local.served().ranks, *(_memory_of(channel, i + 1) for i, channel in enumerate(channels))]
@@ -127,6 +150,22 @@ class RankedConnector:
         blocks = list(command.local_blocks), list(command.remote_blocks)
         self._tell(RankRead(command.read_id, command.peer, *blocks))
         self._local.read(command)
+
+    @property
+    def num_other_ranks(self) -> int:
+        return len(self._channels)
+
+    def copy(self, command: CopyCommand) -> None:
+        """Let the other ranks copy, too; :meth:`copy_results` says when one has."""
+        blocks = list(command.block_ids), list(command.slots), list(command.hashes)
+        self._tell(RankCopy(command.copy_id, command.tier, command.is_load, *blocks))
+
+    def copy_results(self) -> list[CopyResult]:
+        """Of other ranks, since the last call; one from each rank for each copy."""
+        results: list[CopyResult] = []
+        while self._copy_results:
+            results.append(self._copy_results.popleft())
+        return results
 
     def serve(self, active: bool) -> None:
         self._tell(RankServe(active))
@@ -187,6 +226,8 @@ class RankedConnector:
             elif isinstance(event, RankReadOver):
                 result = ReadResult(event.read_id, event.error, event.generations, event.seconds, path=event.path)
                 self._remote_events.append((rank, result))
+            elif isinstance(event, RankCopyOver):
+                self._copy_results.append(CopyResult(event.copy_id, event.num_good, event.error, event.seconds))
             self._wake()
 
     def _lose(self, rank: int) -> None:
@@ -208,16 +249,23 @@ def _memory_of(channel: Connection, rank: int) -> RankMemory:
 class RankTransfers:
     """The part of a rank above 0: does what comes through ``channel``, with a connector of its own.
 
-    ``make_connector`` gets the function that the connector calls when it has events.
+    ``make_connector`` gets the function that the connector calls when it has events; ``stores`` hold this rank's heads
+    of the blocks in tiers.
     """
 
-    def __init__(self, make_connector: Callable[[Callable[[], None]], KVConnector], channel: Connection) -> None:
+    def __init__(
+        self,
+        make_connector: Callable[[Callable[[], None]], KVConnector],
+        channel: Connection,
+        stores: Mapping[str, TierStore] = MappingProxyType({}),
+    ) -> None:
         self._channel = channel
         self._sending = threading.Lock()
         self._has_ended = False
         self._connector = make_connector(self._pass_events_on)
         (memory,) = self._connector.served().ranks
         self._send(RankServes(memory))
+        self._copies = TierCopies(stores, self._pass_copies_on)
 
     def run(self) -> None:
         """Until rank 0 says so, or is gone. Raises what the connector died of."""
@@ -229,6 +277,7 @@ class RankTransfers:
         except (EOFError, OSError):
             logger.warning("rank 0 is gone")
         finally:
+            self._copies.close(CLOSE_SECONDS)
             self._connector.close()
             self._channel.close()
 
@@ -240,6 +289,8 @@ class RankTransfers:
                 self._connector.disconnect(peer)
             case RankRead(read_id, peer, local_blocks, remote_blocks):
                 self._connector.read(ReadCommand(read_id, peer, local_blocks, remote_blocks))
+            case RankCopy(copy_id, tier, is_load, block_ids, slots, hashes):
+                self._copies.start(CopyCommand(copy_id, tier, is_load, block_ids, slots, hashes))
             case RankServe(active):
                 self._connector.serve(active)
             case RankEnd():
@@ -253,6 +304,13 @@ class RankTransfers:
                 else:
                     generations = list(event.generations)
                     self._put(RankReadOver(event.read_id, event.error, generations, event.seconds, event.path))
+
+    def _pass_copies_on(self) -> None:
+        """On a copy's own thread; rank 0 may be gone."""
+        with self._sending, contextlib.suppress(OSError):
+            for result in self._copies.results():
+                if isinstance(result, CopyResult):
+                    self._put(RankCopyOver(result.copy_id, result.num_good, result.error, result.seconds))
 
     def _send(self, event: RankEvent) -> None:
         with self._sending:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from splitserve.kvconnector.layout import block_bytes
-from splitserve.messages import LayoutRecord, MemoryRegion, PeerWelcome
+from splitserve.messages import LayoutRecord, MemoryKind, MemoryRegion, PeerWelcome
 
 Rows = npt.NDArray[np.uint64]
 
@@ -70,9 +70,20 @@ def problem_with_memory(welcome: PeerWelcome) -> str | None:
     for region in regions:
         if region.block_bytes != block_bytes(layout):
             return f"its blocks have {region.block_bytes} bytes; of its layout they would have {block_bytes(layout)}"
+    for host in (rank.host for rank in welcome.ranks if rank.host is not None):
+        if layout.tensor_parallel_size > 1:
+            return "it has several ranks, and a host tier that may be read"
+        if host.slots.kind is not MemoryKind.DRAM or host.slots.block_bytes != block_bytes(layout):
+            return f"its host tier has slots of {host.slots.block_bytes} bytes in {host.slots.kind.words}"
     if len({region.kind for region in regions}) != 1:
         return "some of its ranks have their blocks in host memory, others on a GPU"
     return None
+
+
+def num_readable_blocks(welcome: PeerWelcome) -> int:
+    """The blocks of a peer's device, and the slots of its host tier, which are numbered on from there."""
+    host = welcome.ranks[0].host
+    return welcome.ranks[0].region.num_blocks + (0 if host is None else host.slots.num_blocks)
 
 
 def layer_rows(

@@ -9,22 +9,23 @@ from splitserve.kvconnector.device_copies import DeviceCopies, Pending
 from splitserve.kvconnector.layout import block_bytes, block_shape
 from splitserve.kvconnector.memory import TORCH_DTYPES, KVMemory
 from splitserve.kvconnector.read_plan import HeadSpan
-from splitserve.messages import LayoutRecord, MemoryRegion
+from splitserve.messages import LayoutRecord, MemoryKind, MemoryRegion
 
 
 class Staging:
-    """Two halves of ``half_bytes``, where ``memory`` is. What lands there are whole blocks of ``source``'s ranks, in
-    slots, or pieces that hold the wanted heads only."""
+    """Two halves of ``half_bytes``, where ``memory`` is, or ``on_host``: pinned, if it's a GPU's. What lands there are
+    whole blocks of ``source``'s ranks, in slots, or pieces that hold the wanted heads only."""
 
-    def __init__(self, memory: KVMemory, source: LayoutRecord, half_bytes: int) -> None:
+    def __init__(self, memory: KVMemory, source: LayoutRecord, half_bytes: int, *, on_host: bool = False) -> None:
         self._source = source
         self.slot_bytes = block_bytes(source)
         self.slots_per_half = half_bytes // self.slot_bytes
         self.half_bytes = self.slots_per_half * self.slot_bytes
         assert self.slots_per_half > 0, "a half has no room for a block"
-        self._flat = torch.zeros(2 * self.half_bytes, dtype=torch.uint8, device=memory.device)
+        device, is_pinned = ("cpu", memory.device.type == "cuda") if on_host else (memory.device, False)
+        self._flat = torch.zeros(2 * self.half_bytes, dtype=torch.uint8, device=device, pin_memory=is_pinned)
         self._copies = DeviceCopies(memory)
-        self._kind = memory.kind
+        self._kind = MemoryKind.DRAM if on_host else memory.kind
         if memory.device.type == "cuda":
             self._copies.compile(min(memory.layout.kv_heads_per_rank, source.kv_heads_per_rank))
             torch.cuda.synchronize(memory.device)  # the zeros are there before anything else lands

@@ -6,10 +6,12 @@ Each tier has a thread for each direction, so that what a request waits for isn'
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias, runtime_checkable
 
-from splitserve.kvconnector.tiers import ClearCommand, CopyCommand, CopyResult
+from splitserve.kvconnector.shared_tier import ChainCopy, TierState
+from splitserve.kvconnector.tiers import AnyCommand, ClearCommand, CopyCommand, CopyResult
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +22,10 @@ class PartialCopyError(Exception):
     def __init__(self, num_good: int, message: str) -> None:
         super().__init__(message)
         self.num_good = num_good
+
+
+class ToldError(PartialCopyError):
+    """Whose reason is in the log already."""
 
 
 class TierStore(Protocol):
@@ -40,25 +46,67 @@ class TierStore(Protocol):
     def close(self) -> None: ...
 
 
-class TierCopies:
-    """``stores`` by the names of their tiers; none at all is how tiers are off. ``wake`` is called from a thread when
-    results are there."""
+@runtime_checkable
+class SharedStore(Protocol):
+    """The bytes of a tier that several workers share. Calls are like those of :class:`TierStore`; they return how many
+    of the copy's blocks are there now: fewer than all isn't an error."""
 
-    def __init__(self, stores: Mapping[str, TierStore], wake: Callable[[], None]) -> None:
+    def open(self, tell: Callable[[TierState], None]) -> None:
+        """Look for the tier from now on, and tell how it is whenever that changes."""
+
+    def store_chain(self, copy: ChainCopy) -> int: ...
+
+    def load_chain(self, copy: ChainCopy) -> int: ...
+
+    def clear(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+AnyResult: TypeAlias = CopyResult | TierState
+
+
+class Copies(Protocol):
+    """What the engine loop needs of whoever carries copies out."""
+
+    def start(self, command: AnyCommand) -> None:
+        """A copy ends in one result, unless :meth:`close` comes first."""
+
+    def results(self) -> Sequence[AnyResult]:
+        """Results since the last call."""
+
+    def close(self, timeout_seconds: float) -> None:
+        """Let the copies under way end; those that wait are dropped."""
+
+
+class TierCopies:
+    """:class:`Copies` of one process. ``stores`` by the names of their tiers; none at all is how tiers are off.
+
+    ``wake`` is called from a thread when results are there."""
+
+    def __init__(self, stores: Mapping[str, "TierStore | SharedStore"], wake: Callable[[], None]) -> None:
         self._stores = dict(stores)
-        self._results: queue.SimpleQueue[CopyResult] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[CopyResult | TierState] = queue.SimpleQueue()
+        self._wake = wake
         self._workers = {
             (name, is_load): _CopyThread(name, is_load, store, self._results, wake)
             for name, store in self._stores.items()
             for is_load in (False, True)
         }
+        for store in self._stores.values():
+            if isinstance(store, SharedStore):
+                store.open(self._tell)
 
-    def start(self, command: CopyCommand | ClearCommand) -> None:
+    def _tell(self, state: TierState) -> None:
+        self._results.put(state)
+        self._wake()
+
+    def start(self, command: AnyCommand) -> None:
         """A copy ends in one result, unless :meth:`close` comes first."""
-        is_load = isinstance(command, CopyCommand) and command.is_load
+        is_load = not isinstance(command, ClearCommand) and command.is_load
         self._workers[command.tier, is_load].put(command)
 
-    def results(self) -> list[CopyResult]:
+    def results(self) -> list[AnyResult]:
         """Results since the last call."""
         results = []
         while not self._results.empty():
@@ -82,22 +130,22 @@ class _CopyThread:
         self,
         tier: str,
         is_load: bool,
-        store: TierStore,
-        results: "queue.SimpleQueue[CopyResult]",
+        store: TierStore | SharedStore,
+        results: "queue.SimpleQueue[CopyResult | TierState]",
         wake: Callable[[], None],
     ) -> None:
         self._what = f"loads from {tier}" if is_load else f"stores to {tier}"
         self._store = store
-        self._copy = store.load if is_load else store.store
+        self._is_load = is_load
         self._results = results
         self._wake = wake
-        self._commands: queue.SimpleQueue[CopyCommand | ClearCommand | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[AnyCommand | None] = queue.SimpleQueue()
         self._is_stopping = False
         self._is_failing = False
         self._thread = threading.Thread(target=self._run, name=self._what.replace(" ", "-"), daemon=True)
         self._thread.start()
 
-    def put(self, command: CopyCommand | ClearCommand) -> None:
+    def put(self, command: AnyCommand) -> None:
         self._commands.put(command)
 
     def stop(self) -> None:
@@ -122,16 +170,29 @@ class _CopyThread:
         except Exception as error:
             logger.error("what is in the tier can't be removed, and can't be trusted: %s", error)
 
-    def _carry_out(self, command: CopyCommand) -> CopyResult:
+    def _copy(self, command: CopyCommand | ChainCopy) -> int:
+        """Returns how many of the blocks are right."""
+        store = self._store
+        if isinstance(command, ChainCopy):
+            assert isinstance(store, SharedStore), f"{command.tier} takes no chains"
+            return store.load_chain(command) if self._is_load else store.store_chain(command)
+        assert not isinstance(store, SharedStore), f"{command.tier} has no slots"
+        (store.load if self._is_load else store.store)(command.block_ids, command.slots, command.hashes)
+        return len(command.block_ids)
+
+    def _carry_out(self, command: CopyCommand | ChainCopy) -> CopyResult:
+        started = time.perf_counter()
         try:
-            self._copy(command.block_ids, command.slots, command.hashes)
+            num_good = self._copy(command)
         except Exception as error:  # whatever it is: the blocks are computed, or stay where they are
             num_good = error.num_good if isinstance(error, PartialCopyError) else 0
-            if not self._is_failing:
-                logger.warning("%s fail: %s: %s", self._what, type(error).__name__, error)
-            self._is_failing = True
-            return CopyResult(command.copy_id, num_good, f"{type(error).__name__}: {error}")
+            if not isinstance(error, ToldError):
+                if not self._is_failing:
+                    logger.warning("%s fail: %s: %s", self._what, type(error).__name__, error)
+                self._is_failing = True
+            seconds = time.perf_counter() - started
+            return CopyResult(command.copy_id, num_good, f"{type(error).__name__}: {error}", seconds)
         if self._is_failing:
             logger.info("%s work again", self._what)
         self._is_failing = False
-        return CopyResult(command.copy_id, len(command.block_ids))
+        return CopyResult(command.copy_id, num_good, None, time.perf_counter() - started)

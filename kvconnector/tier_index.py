@@ -5,13 +5,21 @@ A slot is in exactly one state:
     free      its content is worth nothing
     storing   a copy into it is under way; nobody finds it
     ready     its hash finds it; the least recently used one goes first when room is needed
-    pinned    ready, and copies out of it are under way: it can't be taken
+    pinned    ready, and copies out of it are under way, or peers may be reading it: it can't be taken
     doomed    forgotten while a copy touches it; free when that is over
+
+Slots that peers may read have generations, as blocks of the device have: one advances when its slot is taken for new
+content, before anything is written to it.
 """
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from splitserve.kvconnector.block_pool import GENERATION_MASK
 
 
 class Place(NamedTuple):
@@ -22,10 +30,12 @@ class Place(NamedTuple):
 
 
 class TierIndex:
-    """``num_slots`` places for one block each."""
+    """``num_slots`` places for one block each. ``generations``: uint64 ``[num_slots]``, in memory that peers read and
+    with a start that is random per incarnation; None where no peer reads from here."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, generations: npt.NDArray[np.uint64] | None = None) -> None:
         self.num_slots = num_slots
+        self._generations = generations
         self._free = list(range(num_slots - 1, -1, -1))
         self._ready: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._storing: dict[bytes, int] = {}
@@ -66,6 +76,8 @@ class TierIndex:
                 return None
             self._free.append(self._ready.pop(evicted))
         slot = self._free.pop()
+        if self._generations is not None:
+            self._generations[slot] = (int(self._generations[slot]) + 1) & GENERATION_MASK
         self._storing[block_hash] = slot
         return Place(slot, evicted)
 
@@ -90,6 +102,15 @@ class TierIndex:
         self._free = [slot for slot in self._free if slot not in taken]
 
     # ---- loading ----
+
+    @property
+    def is_served(self) -> bool:
+        """Whether peers may read from here."""
+        return self._generations is not None
+
+    def generation(self, slot: int) -> int:
+        assert self._generations is not None, "a slot that no peer reads"
+        return int(self._generations[slot])
 
     def pin(self, hashes: Iterable[bytes]) -> list[int]:
         """The slots of contents that are here: they stay until :meth:`unpin`."""

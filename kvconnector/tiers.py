@@ -5,18 +5,24 @@ needed. A block that is being copied, either way, is referenced: nobody can take
 in a tier holds all of its blocks before the first copy starts, so two sequences can't wait for each other; it runs
 when its copies are over. Blocks whose copy failed are computed, as if nothing had been found.
 
-Tiers are asked in their order, cheapest first, and every block comes from one of them.
+Tiers are asked in their order, cheapest first, and every block comes from one of them. Last is the one that workers
+share (:mod:`.shared_tier`), for what none of the others has.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
+
+import msgspec
 
 from splitserve.kvconnector.block_pool import BlockPool
 from splitserve.kvconnector.kv_events import KVEvents
+from splitserve.kvconnector.shared_tier import ChainCopy, SharedTier, TierState
+from splitserve.kvconnector.tier_counts import TierCounts, count_lookups
 from splitserve.kvconnector.tier_index import TierIndex
 from splitserve.kvconnector.tier_policy import KeepAll, KeepPolicy
+from splitserve.messages import TierLoad
 
 MAX_STORES_IN_FLIGHT = 2
 """Per tier: one that is copied, and the next one."""
@@ -46,20 +52,27 @@ class ClearCommand:
 @dataclass(frozen=True, slots=True)
 class CopyResult:
     """A copy is over: nothing touches its blocks or slots any more. The first ``num_good`` blocks are right; ``error``
-    says what is wrong with the one after them."""
+    says what is wrong with the one after them; ``seconds`` is what it took."""
 
     copy_id: int
     num_good: int
     error: str | None = None
+    seconds: float = 0.0
+
+
+AnyCommand: TypeAlias = CopyCommand | ChainCopy | ClearCommand
 
 
 @dataclass(slots=True)
 class Tier:
-    """One place below the device: its name and what it holds. ``max_blocks_per_copy`` bounds how long one takes."""
+    """One place below the device: its name and what it holds. ``max_blocks_per_copy`` bounds how long a store takes,
+    ``max_blocks_per_load`` a load (None: the same)."""
 
     name: str
     index: TierIndex
     max_blocks_per_copy: int = 64
+    max_blocks_per_load: int | None = None
+    counts: TierCounts = field(default_factory=TierCounts)
     num_stores_in_flight: int = 0
     candidates: OrderedDict[bytes, int] = field(default_factory=OrderedDict)  # hash -> block, oldest first
 
@@ -112,35 +125,43 @@ class Tiers:
         policy: KeepPolicy | None = None,
         load_seconds: float = 5.0,
         events: KVEvents | None = None,
+        shared: SharedTier | None = None,
     ) -> None:
         self.tiers = list(tiers)
+        self.shared = shared or SharedTier()
+        self.shared_counts = TierCounts()
         self.counters = TierCounters()
         self.events = events or KVEvents()
         self._pool = pool
         self._by_name = {tier.name: tier for tier in tiers}
         self._policy = policy or KeepAll()
         self._load_seconds = load_seconds
-        self._commands: list[CopyCommand | ClearCommand] = []
-        self._copies: dict[int, CopyCommand] = {}
+        self._commands: list[AnyCommand] = []
+        self._copies: dict[int, CopyCommand | ChainCopy] = {}
         self._loads: dict[int, BlockLoad] = {}  # by the ids of their copies under way
         self._next_copy_id = 1
+        self._held_slots: Counter[int] = Counter()  # of the tier that is served, by their holders for peers
 
     # ---- what the device's blocks do ----
 
-    def on_complete(self, block_id: int, block_hash: bytes, *, is_prompt: bool) -> None:
-        """A full block of the device is computed, or read, and verified."""
-        if self.tiers and self._policy.on_complete(block_hash, is_prompt=is_prompt):
+    def on_complete(self, block_id: int, block_hash: bytes, *, is_prompt: bool) -> bool:
+        """A full block of the device is computed, or read, and verified. Whether it's worth keeping."""
+        is_worth = self.is_on and self._policy.on_complete(block_hash, is_prompt=is_prompt)
+        if is_worth:
             self._propose(block_id, block_hash)
+        return is_worth
 
-    def on_reused(self, block_ids: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """A request found these blocks on the device."""
-        if not self.tiers:
+    def on_reused(self, block_ids: Sequence[int], hashes: Sequence[bytes], token_ids: Sequence[int] = ()) -> None:
+        """A request with these tokens found its first blocks on the device."""
+        if not self.is_on:
             return
         for tier in self.tiers:
             tier.index.touch(hashes)
-        for block_id, block_hash in zip(block_ids, hashes, strict=True):
-            if self._policy.on_reused(block_hash):
+        worth = [self._policy.on_reused(block_hash) for block_hash in hashes]
+        for block_id, block_hash, is_worth in zip(block_ids, hashes, worth, strict=True):
+            if is_worth:
                 self._propose(block_id, block_hash)
+        self.shared.propose(token_ids, hashes, 0, worth)
 
     def _propose(self, block_id: int, block_hash: bytes) -> None:
         for tier in self.tiers:
@@ -156,6 +177,9 @@ class Tiers:
         for tier in self.tiers:
             while tier.candidates and tier.num_stores_in_flight < MAX_STORES_IN_FLIGHT:
                 self._start_store(tier)
+        while (copy := self.shared.next_store(self._next_copy_id, self._pool.match)) is not None:
+            self._pool.reference(copy.block_ids)
+            self._start(copy)
 
     def _start_store(self, tier: Tier) -> None:
         block_ids: list[int] = []
@@ -169,6 +193,7 @@ class Tiers:
             if place is None:
                 continue
             if place.evicted is not None:
+                tier.counts.evicted_blocks += 1
                 self.events.evicted(tier.name, [place.evicted])
             block_ids.append(block_id)
             slots.append(place.slot)
@@ -197,19 +222,29 @@ class Tiers:
                 return number
         return len(hashes)
 
-    def begin_load(self, owner: Any, hashes: Sequence[bytes], block_ids: Sequence[int]) -> BlockLoad | None:
+    def begin_load(
+        self,
+        owner: Any,
+        hashes: Sequence[bytes],
+        block_ids: Sequence[int],
+        token_ids: Sequence[int] = (),
+        first_block: int = 0,
+    ) -> BlockLoad | None:
         """Bring up as much of a chain as the tiers hold, into the first of ``block_ids``, which ``owner`` holds alone.
 
-        None if they hold nothing of it.
+        The shared tier may be asked for more: ``hashes`` are those of the blocks ``first_block`` and following of a
+        sequence with ``token_ids``. None if there is nothing to wait for.
         """
         num_blocks = self.num_found(hashes)
-        if not num_blocks:
+        count_lookups([(tier.index, tier.counts) for tier in self.tiers], hashes, num_blocks)
+        num_shared = self.shared.num_wanted(first_block + num_blocks, first_block + len(hashes))
+        if not num_blocks + num_shared:
             return None
-        load = BlockLoad(owner, list(block_ids[:num_blocks]), [False] * num_blocks)
+        load = BlockLoad(owner, list(block_ids[: num_blocks + num_shared]), [False] * (num_blocks + num_shared))
         start = 0
         while start < num_blocks:
             tier = next(tier for tier in self.tiers if hashes[start] in tier.index)
-            end, most = start + 1, min(num_blocks, start + tier.max_blocks_per_copy)
+            end, most = start + 1, min(num_blocks, start + (tier.max_blocks_per_load or tier.max_blocks_per_copy))
             while end < most and self._source(hashes[end]) is tier:
                 end += 1
             chosen = list(hashes[start:end])
@@ -220,7 +255,23 @@ class Tiers:
             start = end
         for tier in self.tiers:
             tier.index.touch(hashes[:num_blocks])
+        if num_shared:
+            self._ask_shared(load, num_blocks, first_block + num_blocks, hashes[num_blocks:], token_ids)
         return load
+
+    def _ask_shared(
+        self, load: BlockLoad, start: int, first_block: int, hashes: Sequence[bytes], token_ids: Sequence[int]
+    ) -> None:
+        block_ids = load.block_ids[start:]
+        known = list(token_ids[: (first_block + len(block_ids)) * self.shared.block_size])
+        wanted = list(hashes[: len(block_ids)])
+        load.pending[self._next_copy_id] = start
+        self._loads[self._next_copy_id] = load
+        self._start(ChainCopy(self._next_copy_id, self.shared.name, True, known, first_block, block_ids, wanted))
+
+    def may_find(self, first_block: int, hashes: Sequence[bytes]) -> bool:
+        """Whether :meth:`begin_load` would begin one for these blocks of a sequence."""
+        return self.num_found(hashes) > 0 or self.shared.num_wanted(first_block, first_block + len(hashes)) > 0
 
     def _source(self, block_hash: bytes) -> Tier | None:
         return next((tier for tier in self.tiers if block_hash in tier.index), None)
@@ -235,12 +286,15 @@ class Tiers:
 
     def _finish_load(self, tier: Tier, command: CopyCommand, num_good: int) -> BlockLoad | None:
         tier.index.unpin(command.slots)
-        load = self._loads.pop(command.copy_id)
-        first = load.pending.pop(command.copy_id)
         if num_good < len(command.hashes):
             bad = command.hashes[num_good]
             if tier.index.forget(bad):
                 self.events.evicted(tier.name, [bad])
+        return self._land(command, num_good)
+
+    def _land(self, command: CopyCommand | ChainCopy, num_good: int) -> BlockLoad | None:
+        load = self._loads.pop(command.copy_id)
+        first = load.pending.pop(command.copy_id)
         if load.is_abandoned:
             self._pool.lift_quarantine(command.block_ids)
             return None
@@ -250,30 +304,71 @@ class Tiers:
         self.counters.tier_loaded_blocks += load.num_good
         return load
 
+    # ---- for peers ----
+
+    def hold_slot(self, block_hash: bytes) -> tuple[int, int] | None:
+        """Slot and generation of a content that peers can read from here: it stays until :meth:`release_slots`."""
+        tier = self._served_tier
+        if tier is None or block_hash not in tier.index:
+            return None
+        [slot] = tier.index.pin([block_hash])
+        self._held_slots[slot] += 1
+        return slot, tier.index.generation(slot)
+
+    def release_slots(self, slots: Sequence[int]) -> None:
+        if self._served_tier is not None:
+            self._served_tier.index.unpin(slots)
+            self._held_slots.subtract(slots)
+            self._held_slots += Counter()  # without zeros
+
+    @property
+    def _served_tier(self) -> Tier | None:
+        return next((tier for tier in self.tiers if tier.index.is_served), None)
+
     # ---- copies and time ----
 
     def _start_copy(
         self, tier: Tier, block_ids: list[int], slots: list[int], hashes: list[bytes], *, is_load: bool
     ) -> int:
-        command = CopyCommand(self._next_copy_id, tier.name, is_load, block_ids, slots, hashes)
+        return self._start(CopyCommand(self._next_copy_id, tier.name, is_load, block_ids, slots, hashes))
+
+    def _start(self, command: CopyCommand | ChainCopy) -> int:
         self._next_copy_id += 1
         self._copies[command.copy_id] = command
         self._commands.append(command)
         return command.copy_id
 
-    def take_commands(self) -> list[CopyCommand | ClearCommand]:
+    def take_commands(self) -> list[AnyCommand]:
         commands, self._commands = self._commands, []
         return commands
 
-    def on_result(self, result: CopyResult) -> BlockLoad | None:
-        """A copy is over. The load that is complete with it, if somebody still waits for one."""
+    def on_result(self, result: CopyResult | TierState) -> BlockLoad | None:
+        """A copy is over, or the shared tier isn't what it was. The load that is complete with it, if somebody still
+        waits for one."""
+        if isinstance(result, TierState):
+            self.shared.on_state(result)
+            return None
         command = self._copies.pop(result.copy_id)
-        tier = self._by_name[command.tier]
         if result.error is not None:
             self.counters.tier_failures += 1
+        counts = self.shared_counts if isinstance(command, ChainCopy) else self._by_name[command.tier].counts
+        failed, good = result.error is not None, result.num_good
+        counts.add_copy(is_load=command.is_load, num_good=good, seconds=result.seconds, failed=failed)
+        if isinstance(command, ChainCopy):
+            return self._on_shared_result(command, result)
+        tier = self._by_name[command.tier]
         if command.is_load:
             return self._finish_load(tier, command, result.num_good)
         self._finish_store(tier, command, result.num_good)
+        return None
+
+    def _on_shared_result(self, command: ChainCopy, result: CopyResult) -> BlockLoad | None:
+        if command.is_load:
+            self.shared.on_loaded(command, result.num_good)
+            return self._land(command, result.num_good)
+        self.shared.on_stored(command, is_good=result.error is None)
+        self.counters.tier_stored_blocks += result.num_good
+        self._pool.release(command.block_ids)
         return None
 
     def start_clocks(self, now: float) -> None:
@@ -306,13 +401,29 @@ class Tiers:
             tier.candidates.clear()
             self.events.evicted(tier.name, tier.index.clear())
             self._commands.append(ClearCommand(tier.name))
+        if self.shared.name:
+            self.shared.forget()
+            self._commands.append(ClearCommand(self.shared.name))
         for load in self._loads.values():
             load.is_distrusted = True
 
     @property
+    def is_on(self) -> bool:
+        """Whether there is any tier."""
+        return bool(self.tiers or self.shared.name)
+
+    @property
     def num_blocks(self) -> int:
-        """Blocks that can be loaded, over all tiers."""
+        """Blocks that can be loaded, over all tiers but the shared one."""
         return sum(len(tier.index) for tier in self.tiers)
+
+    def report(self, block_bytes: int) -> list[TierLoad]:
+        """What each has done, for the heartbeat."""
+        reports = [tier.counts.report(tier.name, tier.index, block_bytes) for tier in self.tiers]
+        if self.shared.name:
+            report = self.shared_counts.report(self.shared.name, None, block_bytes)
+            reports.append(msgspec.structs.replace(report, available=int(self.shared.is_available)))
+        return reports
 
     @property
     def loads(self) -> list[BlockLoad]:
@@ -331,8 +442,12 @@ class Tiers:
         """Raise AssertionError unless slots and copies explain each other."""
         for tier in self.tiers:
             tier.index.check_invariants()
-            copies = [command for command in self._copies.values() if command.tier == tier.name]
+            copies = [c for c in self._copies.values() if isinstance(c, CopyCommand) and c.tier == tier.name]
             in_use = {slot for command in copies for slot in command.slots}
+            if tier is self._served_tier:
+                in_use |= set(self._held_slots)
             assert tier.index.num_in_use == len(in_use), f"slots of {tier.name} are in use that no copy touches"
             stores = sum(not command.is_load for command in copies)
             assert stores == tier.num_stores_in_flight, f"the count of stores to {tier.name} is off"
+        chains = [copy for copy in self._copies.values() if isinstance(copy, ChainCopy) and not copy.is_load]
+        assert len(chains) == self.shared.num_stores_in_flight, "the count of stores to the shared tier is off"

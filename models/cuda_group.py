@@ -94,8 +94,7 @@ class CudaCollectives:
             return int(value)
 
     def close(self) -> None:
-        with shown_as_ours("shutdown failed"):
-            dist.distributed_c10d._abort_process_group()  # unlike its destruction, it waits for nobody
+        """Leaves everything to the end of the process: NCCL would wait for the end of all CUDA graphs that use it."""
 
 
 def peer_all_reduces(shard: Shard, device: torch.device) -> list[KernelAllReduce]:

@@ -5,15 +5,15 @@ another; the host waits for nothing else. A step may be launched while the one b
 to be drawn by that one is looked up on the device (:attr:`ScheduledChunk.previous_chunk`).
 
 Steps of decode tokens alone replay a CUDA graph of the next larger size of :func:`batch_sizes`. The rows left over
-repeat the last sequence: they compute and write the same values once more, so no kernel has to know of them. Steps of
-decode tokens and a small prefill may have graphs as well (:func:`mixed_sizes`): launched kernel by kernel, such a step
-takes the host longer than the device. There the rows left over at the end write nothing.
+repeat the last sequence: they compute and write the same values once more, so no kernel has to know of them. Steps
+with a small prefill, beside decode tokens or alone, may have graphs as well (:func:`mixed_sizes`): launched kernel by
+kernel, such a step takes the host longer than the device. There the rows left over at the end write nothing.
 """
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,9 @@ Int64Array = npt.NDArray[np.int64]
 _WARM_UP_RUNS = 2
 _NO_ROW = -1
 _NO_BLOCK = -1
+_GREEDY = SampleSpec(temperature=0.0, top_k=0, top_p=1.0, seed=0, choice=0, position=1)
 MAX_MIXED_CHUNKS = 4  # prefill chunks in a step with a graph
+MAX_TOKENS_ALONE = 512  # more keep a GPU busy for longer than it takes to launch them
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:
@@ -46,11 +48,13 @@ class MixedSize(NamedTuple):
     num_tokens: int
 
 
-def mixed_sizes(max_num_seqs: int, max_tokens: int) -> list[MixedSize]:
-    """Sizes of mixed steps worth a graph: prefill in quarters of ``max_tokens``."""
-    tokens = sorted({-(-max_tokens * quarter // 4) for quarter in (1, 2, 3, 4)})
+def mixed_sizes(max_num_seqs: int, max_tokens: int, max_tokens_alone: int) -> list[MixedSize]:
+    """Sizes of mixed steps worth a graph: prefill beside decode in quarters of ``max_tokens``, and prefill alone."""
+    tokens = {-(-max_tokens * quarter // 4) for quarter in (1, 2, 3, 4)}
     decodes = [size for size in (8, 16, 32, 64, 128) if size < max_num_seqs] + [max_num_seqs]
-    return [MixedSize(num_decodes, num_tokens) for num_decodes in decodes for num_tokens in tokens]
+    alone = {min(size, max_tokens_alone) for size in (64, 128, 256, MAX_TOKENS_ALONE)}
+    sizes = {MixedSize(num_decodes, num_tokens) for num_decodes in decodes for num_tokens in tokens}
+    return sorted(sizes | {MixedSize(0, num_tokens) for num_tokens in alone})
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,7 @@ class CudaRunner(ModelRunner):
         self._stream.wait_stream(torch.cuda.current_stream(model.device))
         self._drawn = torch.zeros(2 * max_num_seqs, dtype=torch.int64, device=model.device)  # of the last launched step
         self._row_of_chunk: dict[int, int] = {}  # of the last launched step: where in _drawn
+        self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[int, _DecodeGraph] = {}
         self._mixed_graphs: dict[MixedSize, _MixedGraph] = {}
 
@@ -206,11 +211,15 @@ class CudaRunner(ModelRunner):
             return None
         num_decodes = _num_leading_decodes(chunks)
         longer = chunks[num_decodes:]
-        if not num_decodes or not 0 < len(longer) <= MAX_MIXED_CHUNKS:
+        if not 0 < len(longer) <= MAX_MIXED_CHUNKS:
             return None
         num_tokens = sum(len(chunk.token_ids) for chunk in longer)
         fitting = (
-            size for size in self._mixed_graphs if size.num_decodes >= num_decodes and size.num_tokens >= num_tokens
+            size
+            for size in self._mixed_graphs
+            if size.num_decodes >= num_decodes
+            and size.num_tokens >= num_tokens
+            and (num_decodes or not size.num_decodes)
         )
         return min(fitting, key=sum, default=None)
 
@@ -223,7 +232,8 @@ class CudaRunner(ModelRunner):
     def _fill_mixed(self, inputs: Tensor, plan: DecodePlan, chunks: Sequence[ScheduledChunk], size: MixedSize) -> None:
         num_decodes = _num_leading_decodes(chunks)
         decodes, longer = chunks[:num_decodes], chunks[num_decodes:]
-        padded = [*decodes, *[decodes[-1]] * (size.num_decodes - num_decodes), *longer]
+        repeated = [decodes[-1]] * (size.num_decodes - num_decodes) if decodes else []
+        padded = [*decodes, *repeated, *longer]
         flat = np.zeros((4, sum(size)), dtype=np.int64)
         flat[2], flat[3] = _NO_BLOCK, _NO_ROW
         rows = self._flatten(padded, flat)
@@ -234,46 +244,47 @@ class CudaRunner(ModelRunner):
         plan.update(_paged_batch(padded))
 
     @torch.inference_mode()
-    def capture(self, sizes: Sequence[int] | None = None, mixed: Sequence[MixedSize] = ()) -> float:
-        """Captures the graphs, largest first, so that the others share its memory. Returns the seconds taken.
-
-        The first block of the KV memory is written meanwhile. Raises NotImplementedError if the attention backend has
-        no plan for ``mixed`` sizes.
-        """
+    def capture(self, sizes: Sequence[int] | None = None) -> float:
+        """Captures the graphs of decode steps, largest first, so that the others share its memory. Returns the seconds
+        taken. The first block of the KV memory is written meanwhile."""
         started = time.perf_counter()
-        pool = torch.cuda.graph_pool_handle()
         with torch.cuda.stream(self._stream):
             for size in sorted(sizes or batch_sizes(self._max_num_seqs), reverse=True):
-                self._graphs[size] = self._capture_size(size, pool)
-            if mixed:
-                num_rows = max(size.num_decodes for size in mixed) + MAX_MIXED_CHUNKS
-                vocab_size = self.model.config.vocab_size
-                logits = torch.empty((num_rows, vocab_size), dtype=self.model.dtype, device=self.model.device)
-            for mixed_size in sorted(mixed, key=sum, reverse=True):
-                self._mixed_graphs[mixed_size] = self._capture_mixed(mixed_size, logits, pool)
+                self._graphs[size] = self._capture_size(size)
         self._stream.synchronize()
         return time.perf_counter() - started
 
-    def _capture_size(self, size: int, pool: Any) -> _DecodeGraph:
-        spec = SampleSpec(temperature=0.0, top_k=0, top_p=1.0, seed=0, choice=0, position=1)
-        chunks = [ScheduledChunk([0], 0, [0], spec)] * size
+    @torch.inference_mode()
+    def capture_mixed(self, sizes: Sequence[MixedSize]) -> float:
+        """Captures graphs of steps with prefill, as :meth:`capture` does. Raises NotImplementedError if the attention
+        backend has no plan for them."""
+        started = time.perf_counter()
+        num_rows = max(size.num_decodes for size in sizes) + MAX_MIXED_CHUNKS
+        logits = torch.empty((num_rows, self.model.config.vocab_size), dtype=self.model.dtype, device=self.model.device)
+        with torch.cuda.stream(self._stream):
+            for size in sorted(sizes, key=sum, reverse=True):
+                self._mixed_graphs[size] = self._capture_mixed_size(size, logits)
+        self._stream.synchronize()
+        return time.perf_counter() - started
+
+    def _capture_size(self, size: int) -> _DecodeGraph:
+        chunks = [ScheduledChunk([0], 0, [0], _GREEDY)] * size
         inputs = torch.zeros((4, size), dtype=torch.int64, device=self.model.device)
         plan = self._attention.make_decode_plan(size, self._max_blocks)
         for _ in range(_WARM_UP_RUNS if not self._graphs else 1):  # compiles kernels, sets libraries up
             self._fill(inputs, plan, chunks, size)
             self.model.forward(self._forward_batch(inputs, None, plan), self._kv_layers, self._attention)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             logits = self.model.forward(self._forward_batch(inputs, None, plan), self._kv_layers, self._attention)
         assert logits is not None
         return _DecodeGraph(graph, inputs, plan, logits)
 
-    def _capture_mixed(self, size: MixedSize, logits: Tensor, pool: Any) -> _MixedGraph:
+    def _capture_mixed_size(self, size: MixedSize, logits: Tensor) -> _MixedGraph:
         num_tokens, num_rows = sum(size), size.num_decodes + MAX_MIXED_CHUNKS
-        spec = SampleSpec(temperature=0.0, top_k=0, top_p=1.0, seed=0, choice=0, position=1)
         num_blocks = -(-size.num_tokens // self.block_size)
-        chunks = [ScheduledChunk([0], 0, [0], spec)] * size.num_decodes
-        chunks.append(ScheduledChunk([0] * size.num_tokens, 0, [0] * num_blocks, spec))
+        chunks = [ScheduledChunk([0], 0, [0], _GREEDY)] * size.num_decodes
+        chunks.append(ScheduledChunk([0] * size.num_tokens, 0, [0] * num_blocks, _GREEDY))
         inputs = torch.zeros(4 * num_tokens + num_rows, dtype=torch.int64, device=self.model.device)
         plan = self._attention.make_mixed_plan(*size, MAX_MIXED_CHUNKS, self._max_blocks)
         logits = logits[:num_rows]
@@ -288,7 +299,7 @@ class CudaRunner(ModelRunner):
         self._fill_mixed(inputs, plan, chunks, size)
         run()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             run()
         return _MixedGraph(graph, inputs, plan, logits)
 

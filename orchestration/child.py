@@ -25,7 +25,7 @@ from typing import Literal
 
 import msgspec
 
-from splitserve.config import RouterConfig, WorkerConfig
+from splitserve.config import LMCacheConfig, RouterConfig, WorkerConfig
 from splitserve.errors import SplitserveError
 from splitserve.logs import set_up_logging
 from splitserve.orchestration.affinity import bind_process
@@ -45,7 +45,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     name: str
-    kind: Literal["router", "worker"]
+    kind: Literal["router", "worker", "lmcache"]
     entry: str
     config: msgspec.Raw
     status_fd: int
@@ -61,7 +61,7 @@ class Progress(msgspec.Struct, frozen=True):
     detail: dict[str, str]
 
 
-Config = RouterConfig | WorkerConfig
+Config = RouterConfig | WorkerConfig | LMCacheConfig
 Entry = Callable[[Config, Callable[[str, dict[str, str]], None]], None]
 
 
@@ -91,6 +91,8 @@ class StatusPipe:
 def config_of(order: Order) -> Config:
     if order.kind == "router":
         return msgspec.json.decode(order.config, type=RouterConfig)
+    if order.kind == "lmcache":
+        return msgspec.json.decode(order.config, type=LMCacheConfig)
     return msgspec.json.decode(order.config, type=WorkerConfig)
 
 
@@ -146,9 +148,14 @@ def main() -> int:
     hold_folder(order.shared_memory)
     threading.Thread(target=_end_with_parent, args=(life_line, order), name="life-line", daemon=True).start()
     try:
-        return run(order, StatusPipe(order.status_fd))
+        status = run(order, StatusPipe(order.status_fd))
     finally:
         remove_shared_memory(order)
+    if order.kind == "worker":  # all that matters is closed; what the libraries of a GPU do at their end takes seconds
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(status)
+    return status
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from splitserve import __version__
 from splitserve.errors import SplitserveError
 from splitserve.logs import LOG_LEVELS, set_up_logging
 from splitserve.orchestration.cluster_commands import add_cluster_commands
+from splitserve.orchestration.lmcache_command import add_lmcache_command
 from splitserve.orchestration.options import add_spec_option, bytes_option, cluster_spec
 from splitserve.orchestration.sizes import format_bytes
 
@@ -30,11 +31,13 @@ BENCHES = {
     "kernels": ("splitserve.benchmarks.kernels", "each operation on each backend, at the shapes of a model"),
     "layout": ("splitserve.benchmarks.layout", "what the order inside a KV block costs attention"),
     "cluster": ("splitserve.benchmarks.cluster", "several machines on Ray: start, death, arrival, scaling, upgrade"),
+    "up": ("splitserve.benchmarks.up_times", "from one command to a cluster that answers, locally and on Ray"),
     "engine": ("splitserve.benchmarks.engine", "decode steps and prefills of a GPU, as shares of what it can do"),
     "all-reduce": ("splitserve.benchmarks.all_reduce", "each way of adding up a tensor over GPUs, by size"),
     "tensor-parallel": ("splitserve.benchmarks.tensor_parallel", "decode steps of several ranks against those of one"),
     "tiers": ("splitserve.benchmarks.tiers", "chats with and without a host tier, and prompts that share nothing"),
     "tier-copies": ("splitserve.benchmarks.tier_copies", "KV blocks to and from host memory, against a plain copy"),
+    "tier-soak": ("splitserve.benchmarks.tier_soak", "requests on tiers far too small, and damaged: right tokens"),
     "engine-cpu": ("splitserve.benchmarks.engine_vs_transformers", "the engine on CPU against transformers"),
 }
 TUNE = ("splitserve.benchmarks.tune", "find the fastest launch parameters of kernels on this GPU")
@@ -83,6 +86,17 @@ def build_parser() -> argparse.ArgumentParser:
     serve.set_defaults(run=_serve)
 
     add_cluster_commands(commands)
+    add_lmcache_command(commands)
+    _add_doctor(
+        commands.add_parser(
+            "doctor",
+            help="say what is wrong with this machine or with a running cluster, and what to do",
+            description="Look at this machine, at what serving PATH here would run into, or --against a running "
+            "cluster; then send a request through the real path. Exit status: 0 nothing is wrong, 1 something is, 2 it "
+            "couldn't look.",
+            formatter_class=show_defaults,
+        )
+    )
     _add_spec_commands(commands.add_parser("spec", help="check, show or describe cluster specs (YAML)"))
 
     demo = commands.add_parser(
@@ -126,6 +140,20 @@ def _add_demo_model(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_demo_model)
 
 
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--against", default="", metavar="URL", help="look at the cluster with this endpoint")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument(
+        "--probe", action=argparse.BooleanOptionalAction, default=True, help="send a request through the real path"
+    )
+    parser.add_argument(
+        "--transport", default="", metavar="NAME", help="by which KV is to travel, like tcp; empty: the best there is"
+    )
+    add_spec_option(parser)
+    parser.add_argument("--log-level", choices=LOG_LEVELS, default="error", help="of this command")
+    parser.set_defaults(run=_doctor)
+
+
 def _add_spec_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     check = commands.add_parser("check", help="say what is wrong with a spec, and where")
@@ -165,6 +193,13 @@ def _serve(options: argparse.Namespace) -> int:
 
     set_up_logging("launcher", options.log_level)
     return serve(cluster_spec(options), options.log_level, restart=options.restart)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from splitserve.orchestration.doctor import run_doctor
+
+    set_up_logging("doctor", options.log_level)
+    return run_doctor(options)
 
 
 def _demo(options: argparse.Namespace) -> int:

@@ -19,6 +19,7 @@ from splitserve.orchestration.state_folder import StateFolder
 
 POLL_SECONDS = 0.25
 STOP_SECONDS = 30.0
+PATIENCE_SECONDS = 10.0  # then a worker that has no place to run is spoken of
 ORPHAN_SECONDS = 6.0  # they end by themselves within half of that
 
 Say = Callable[[str], None]
@@ -142,15 +143,24 @@ def status_of(client: ClusterClient) -> ClusterStatus:
     return reply
 
 
-def follow(client: ClusterClient, say: Say, is_over: Callable[[ClusterStatus], bool], wanted: int) -> ClusterStatus:
-    """Say what changes until ``is_over``. ``wanted``: workers that there shall be.
+def follow(
+    client: ClusterClient,
+    say: Say,
+    is_over: Callable[[ClusterStatus], bool],
+    wanted: int,
+    timeout_seconds: float = float("inf"),
+) -> ClusterStatus:
+    """Say what changes until ``is_over``, and who is long without a place. ``wanted``: workers that there shall be.
 
-    Raises :class:`OperationError` if one was given up on the way.
+    Raises :class:`OperationError` if one was given up on the way, or if it takes too long.
     """
     shown: dict[str, str] = {}
     words: dict[str, str] = {}
+    began = time.monotonic()
+    placeless: dict[str, float] = {}  # since when, for those that were not spoken of yet
     while True:
         status = status_of(client)
+        now = time.monotonic()
         phases = {worker.name: worker.phase for worker in status.workers}
         for name, phase in phases.items():
             if shown.get(name, phase) != phase or (name not in shown and shown):
@@ -164,7 +174,21 @@ def follow(client: ClusterClient, say: Say, is_over: Callable[[ClusterStatus], b
         if sum(status.counts.values()) < wanted:
             reasons = "; ".join(words.values()) or "splitserve logs may say why"
             raise OperationError(f"a worker could not be started and was given up: {reasons}")
+        if now - began > timeout_seconds:
+            raise OperationError(f"it took longer than {timeout_seconds:g} s: {_unfinished(status)}")
+        for worker in status.workers:
+            if worker.phase != "starting" or worker.pid:
+                placeless.pop(worker.name, None)
+            elif now - placeless.setdefault(worker.name, now) > PATIENCE_SECONDS:
+                say(f"  {worker.name:<10} still {worker.place}")
+                placeless[worker.name] = float("inf")
         time.sleep(POLL_SECONDS)
+
+
+def _unfinished(status: ClusterStatus) -> str:
+    states = [f"{worker.name} {worker.phase} ({worker.place or 'no place'})" for worker in status.workers]
+    upgrade = f"; upgrade {status.upgrade.state}" if status.upgrade is not None else ""
+    return f"the cluster is {status.state}, wanted {status.counts}, there are {', '.join(states) or 'none'}{upgrade}"
 
 
 def log_lines(client: ClusterClient, name: str, num_lines: int, *, follow: bool) -> Iterator[str]:

@@ -32,7 +32,18 @@ from splitserve.orchestration.control import (
     UpgradeCluster,
 )
 from splitserve.orchestration.expansion import ANY_PORTS
-from splitserve.orchestration.host import Asked, Child, ChildExited, ChildProgress, Event, Host, Memory, StopRequested
+from splitserve.orchestration.host import (
+    LMCACHE,
+    Asked,
+    Child,
+    ChildExited,
+    ChildProgress,
+    Event,
+    Host,
+    Memory,
+    StopRequested,
+)
+from splitserve.orchestration.restarts import Revival
 from splitserve.orchestration.router_keeper import RouterKeeper, probe_ready
 from splitserve.orchestration.spec import ClusterSpec
 from splitserve.orchestration.status import ROUTER, cluster_status
@@ -85,6 +96,7 @@ class Cluster:
         self._children: dict[str, Child] = {}
         self._supervisor = Supervisor(spec, restart=restart, has_room=host.has_room)
         self._router = RouterKeeper(restart_router)
+        self._lmcache = Revival()
         self._remembered: Memory | None = None
 
     def __enter__(self) -> Self:
@@ -161,6 +173,7 @@ class Cluster:
             self._handle_events_until(
                 lambda: self._router.membership != "", "the router's membership endpoint", deadline
             )
+            self._start_lmcache()
             self._supervisor.want_all(time.monotonic())
             self._do_what_is_due()
             self._handle_events_until(lambda: self._all_ready() and self.url != "", "all workers", deadline)
@@ -254,6 +267,8 @@ class Cluster:
             self._start_router_again()
         if not with_workers:
             return
+        if self._lmcache.due_at <= now:
+            self._start_lmcache()
         with self._changed:
             actions = self._supervisor.poll(now)
         self._perform(actions)
@@ -277,6 +292,8 @@ class Cluster:
                 worker.name, worker.spec, worker.pool, self._router.membership, self._events.put
             )
         except (OSError, SplitserveError) as error:  # no memory, no process, no device: as if it had died at once
+            if self.state == "starting":
+                raise LaunchError(f"{worker.name} can't be started: {error}") from error
             _log.error("%s can't be started: %s", worker.name, error)
             self._on_worker_exit(worker.name, 1, str(error))
             return
@@ -317,6 +334,8 @@ class Cluster:
                 words = self._take_leave(name, returncode)
                 if name == ROUTER:
                     self._on_router_exit()
+                elif name == LMCACHE:
+                    self._lmcache.on_exit(time.monotonic())
                 else:
                     self._on_worker_exit(name, returncode, words)
             case ChildProgress() as progress:
@@ -328,7 +347,8 @@ class Cluster:
 
     def _next_event(self, until: float | None = None) -> Event | None:
         """The next event; None when something is due (``until``, if that is given) before one comes."""
-        due_at = min(self._supervisor.next_due(), self._router.due_at) if until is None else until
+        due = (self._supervisor.next_due(), self._router.due_at, self._lmcache.due_at)
+        due_at = min(due) if until is None else until
         try:
             return self._events.get(timeout=None if due_at == float("inf") else max(0.0, due_at - time.monotonic()))
         except Empty:
@@ -341,6 +361,8 @@ class Cluster:
                 with self._changed:
                     actions = self._supervisor.on_ready(progress.name, time.monotonic())
                     self._changed.notify_all()
+            case "ready" if progress.name == LMCACHE:
+                self._lmcache.on_ready(time.monotonic())
             case "membership":
                 self._on_membership(progress.detail["endpoint"])
             case "listening":
@@ -384,6 +406,22 @@ class Cluster:
             if name != ROUTER:
                 _log.warning("membership has moved to %s: %s is started again", endpoint, name)
                 child.kill()
+
+    # ---- LMCache ----
+
+    def _start_lmcache(self) -> None:
+        """Workers do without it until it's there, and whenever it isn't."""
+        self._lmcache.due_at = float("inf")
+        try:
+            child = self._host.start_lmcache(self.spec, self._events.put)
+        except (OSError, SplitserveError) as error:
+            if self.state == "starting":
+                raise LaunchError(f"LMCache can't be started: {error}") from error
+            _log.error("LMCache can't be started: %s", error)
+            self._lmcache.on_exit(time.monotonic())
+            return
+        if child is not None:
+            self._add_child(child)
 
     # ---- the start ----
 

@@ -1,9 +1,11 @@
 """Which cores, NUMA node and network device each worker of a machine gets. Pure.
 
 A worker stays on one node: its GPU's, or for CPU workers the one with the most cores per worker. The node's cores are
-split between its workers. Of a CPU worker's share some are kept for transfer threads and for the engine loop, so that a
-copy doesn't take a core from a step in the middle; a share that is too small for that stays whole. Nothing is pinned
-where cores would have to be shared between workers: the kernel does that better.
+split between its CPU workers. Of a share some cores are kept free of the model, for transfer threads and the engine
+loop, so that a copy doesn't take a core from a step in the middle; a share that is too small for that stays whole.
+Nothing is pinned where cores would have to be shared between workers: the kernel does that better. A GPU worker is
+kept on its node, no closer. The network device is the nearest one, for people: UCX finds it by itself, and is told only
+where the spec names one.
 """
 
 from collections import Counter
@@ -55,7 +57,7 @@ def wanted_place(name: str, pool: PoolSpec, gpus: tuple[str, ...]) -> Wanted:
 class WorkerPlan:
     """``why``: what keeps the plan from binding anything; "" if it does. Hardware threads are sorted.
 
-    ``node_cpus``: those of the worker's node, where the machine has others; for a GPU worker, which is bound to them.
+    ``node_cpus``: what a GPU worker is bound to: its node's, where the machine has others, or what the spec says.
     """
 
     name: str
@@ -85,6 +87,9 @@ class WorkerPlan:
         """One line for people."""
         where = "" if self.node is None else f", NUMA node {self.node}"
         nic = f", NIC {self.nic}" if self.nic else ""
+        if self.device != "cpu" and not self.why:
+            kept = f"kept on cores {format_list(self.node_cpus)}" if self.node_cpus else "not pinned: one NUMA node"
+            return f"{self.device}{where}{nic}; {kept}"
         if self.why:
             return f"{self.device}{where}{nic}; not pinned: {self.why}"
         apart = f", transfer {format_list(self.transfer_cpus)}" if self.transfer_cpus else ""
@@ -192,8 +197,10 @@ def _plan(topology: Topology, wanted: Wanted, node: int | None, share: list[Core
     cores = _chosen(topology, wanted.name, wanted.cores) if wanted.cores else share
     if not wanted.pin:
         return replace(plan, why="as the spec says")
-    if node is not None and len(topology.nodes) > 1 and wanted.gpus:
-        plan = replace(plan, node_cpus=_cpus(cores if wanted.cores else topology.cores_of(node)))
+    if wanted.gpus and wanted.cores:
+        plan = replace(plan, node_cpus=_cpus(cores))
+    elif wanted.gpus and node is not None and len(topology.nodes) > 1:
+        plan = replace(plan, node_cpus=_cpus(topology.cores_of(node)))
     if not cores:
         return replace(plan, why=why_none)
     if wanted.transfer_cores:

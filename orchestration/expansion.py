@@ -97,12 +97,17 @@ def worker_config(
     host: str,
     threads: int,
     placement: CorePlacement = ANYWHERE,
+    lmcache_endpoint: str = "",
 ) -> WorkerConfig:
-    """Of the worker called ``name``, which binds ``host`` and computes on ``threads`` threads."""
+    """Of the worker called ``name``, which binds ``host`` and computes on ``threads`` threads. ``lmcache_endpoint``:
+    of the server that was started for the cluster, if one was."""
+    engine = msgspec.structs.replace(spec.engine_config(pool), threads=threads)
+    if lmcache_endpoint and pool.lmcache:
+        engine = msgspec.structs.replace(engine, lmcache_endpoint=lmcache_endpoint)
     return WorkerConfig(
         engine_id=name,
         role=Role(pool.role),
-        engine=msgspec.structs.replace(spec.engine_config(pool), threads=threads),
+        engine=engine,
         membership=membership,
         host=host,
         secret=secrets.secret,

@@ -11,6 +11,9 @@ from splitserve.orchestration.expansion import RouterPorts
 from splitserve.orchestration.spec import ClusterSpec, PoolSpec
 from splitserve.orchestration.supervision import Snapshot
 
+LMCACHE = "lmcache"
+"""The name of the process that keeps LMCache's server."""
+
 
 @dataclass(frozen=True, slots=True)
 class ChildProgress:
@@ -89,6 +92,9 @@ class Host(Protocol):
     def start_worker(
         self, name: str, spec: ClusterSpec, pool: PoolSpec, membership: str, emit: Callable[[Event], None]
     ) -> Child: ...
+
+    def start_lmcache(self, spec: ClusterSpec, emit: Callable[[Event], None]) -> Child | None:
+        """An LMCache server for the workers that are started later; None if the spec asks for none here."""
 
     def has_room(self, pool: PoolSpec) -> bool:
         """Whether one more worker of the pool could start now."""

@@ -5,10 +5,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import msgspec
+
+from splitserve.cores import available_cores, split_cores
 from splitserve.orchestration.addresses import LOOPBACK, own_address
 from splitserve.orchestration.affinity import usable_cpus
-from splitserve.orchestration.core_plan import Wanted, WorkerPlan, plan_workers, wanted_place
-from splitserve.orchestration.cores import available_cores, split_cores
+from splitserve.orchestration.core_plan import WorkerPlan, plan_workers, wanted_place
 from splitserve.orchestration.expansion import (
     RouterPorts,
     Secrets,
@@ -18,8 +20,9 @@ from splitserve.orchestration.expansion import (
     worker_environment,
     worker_names,
 )
-from splitserve.orchestration.gpus import VISIBLE, GpuAssignment, check_enough_gpus, device_of, list_gpus
-from splitserve.orchestration.host import ChildProgress, Event, Memory
+from splitserve.orchestration.gpus import VISIBLE, Gpu, GpuAssignment, check_enough_gpus, device_of, list_gpus
+from splitserve.orchestration.host import LMCACHE, ChildProgress, Event, Memory
+from splitserve.orchestration.lmcache_server import free_port
 from splitserve.orchestration.process import ChildProcess
 from splitserve.orchestration.shared_memory import remove_abandoned
 from splitserve.orchestration.spec import ClusterSpec, PoolSpec
@@ -33,6 +36,7 @@ class Entries:
 
     router: str = "splitserve.router.server:run_router"
     worker: str = "splitserve.decode.entry:run_worker"
+    lmcache: str = "splitserve.orchestration.lmcache_server:run_lmcache"
 
 
 ENTRIES = Entries()
@@ -78,6 +82,7 @@ class LocalHost:
         self._threads: dict[str, int] = {}  # a worker that is started again has as many as before
         self._slots: list[_Slot] = []
         self._num_starts = 0
+        self._lmcache_port = 0
 
     def prepare(self, spec: ClusterSpec) -> None:
         remove_abandoned()
@@ -88,9 +93,10 @@ class LocalHost:
         check_enough_gpus(spec, gpus)
         self._gpus = GpuAssignment(gpus, spec.devices.share)
         pools = worker_names(spec)
-        wanted = [self._wanted(name, pool) for name, pool in pools.items()]
+        on_cpu = {name: pool for name, pool in pools.items() if not self._needs_gpus(pool)}
+        wanted = [wanted_place(name, pool, ()) for name, pool in on_cpu.items()]
         plans = plan_workers(self._machine(), wanted, self._num_cores)
-        self._slots = [_Slot(plans[name], pool.name) for name, pool in pools.items()]
+        self._slots = [_Slot(plans[name], pool.name) for name, pool in on_cpu.items()]
 
     def start_router(self, spec: ClusterSpec, ports: RouterPorts, emit: Callable[[Event], None]) -> ChildProcess:
         return ChildProcess(
@@ -109,11 +115,12 @@ class LocalHost:
     ) -> ChildProcess:
         environment = worker_environment(spec, pool)
         place = ""
+        gpus: list[Gpu] = []
         if self._needs_gpus(pool):
             gpus = self._gpus.take(name, pool.tensor_parallel_size)
             environment[VISIBLE] = ",".join(gpu.uuid for gpu in gpus)
             place = "GPU " + ",".join(str(gpu.index) for gpu in gpus)
-        plan = self._plan_of(name, pool)
+        plan = self._plan_of(name, pool, gpus)
         self._names[name] = None
         config = worker_config(
             spec,
@@ -124,6 +131,7 @@ class LocalHost:
             host=self._address,
             threads=pool.threads or self._num_threads(name, spec, plan),
             placement=plan.placement,
+            lmcache_endpoint=f"tcp://{LOOPBACK}:{self._lmcache_port}" if self._lmcache_port else "",
         )
         emit(ChildProgress(name, "plan", {"text": plan.describe()}))
         try:
@@ -141,6 +149,23 @@ class LocalHost:
         except OSError:
             self.release(name)
             raise
+
+    def start_lmcache(self, spec: ClusterSpec, emit: Callable[[Event], None]) -> ChildProcess | None:
+        """Again at the same place, so that workers find it."""
+        config = spec.lmcache_config()
+        if config is None:
+            return None
+        self._lmcache_port = config.port or self._lmcache_port or free_port()
+        return ChildProcess(
+            name=LMCACHE,
+            entry=self._entries.lmcache,
+            config=msgspec.structs.replace(config, port=self._lmcache_port),
+            threads=0,
+            log_level=self._log_level,
+            emit=emit,
+            environment=self._environment,
+            log_file=self._log_file(LMCACHE),
+        )
 
     def has_room(self, pool: PoolSpec) -> bool:
         return not self._needs_gpus(pool) or self._gpus.num_free() >= pool.tensor_parallel_size
@@ -165,18 +190,15 @@ class LocalHost:
     def _needs_gpus(self, pool: PoolSpec) -> bool:
         return device_of(pool.device, self._gpus.gpus) == "cuda"
 
-    def _wanted(self, name: str, pool: PoolSpec) -> Wanted:
-        gpus = self._gpus.take(name, pool.tensor_parallel_size) if self._needs_gpus(pool) else []
-        return wanted_place(name, pool, tuple(gpu.pci_bus_id for gpu in gpus))
-
-    def _plan_of(self, name: str, pool: PoolSpec) -> WorkerPlan:
+    def _plan_of(self, name: str, pool: PoolSpec, gpus: list[Gpu]) -> WorkerPlan:
         """A GPU decides where its worker belongs; a CPU worker takes the pool's emptiest slot, which another one may
         be about to leave."""
-        if self._needs_gpus(pool):
-            return plan_workers(self._machine(), [self._wanted(name, pool)], self._num_cores)[name]
+        wanted = wanted_place(name, pool, tuple(gpu.pci_bus_id for gpu in gpus))
+        if gpus:
+            return plan_workers(self._machine(), [wanted], self._num_cores)[name]
         slots = [slot for slot in self._slots if slot.pool == pool.name]
         if not slots:
-            return plan_workers(self._machine(), [replace(self._wanted(name, pool), pin=False)])[name]
+            return plan_workers(self._machine(), [replace(wanted, pin=False)])[name]
         slot = min(slots, key=lambda slot: (len(slot.holders), slot.taken_at))
         self._num_starts += 1
         slot.taken_at = self._num_starts
@@ -185,7 +207,7 @@ class LocalHost:
 
     def _num_threads(self, name: str, spec: ClusterSpec, plan: WorkerPlan) -> int:
         """As many as it has cores of its own, or else an even share: of the cores for all workers that there are."""
-        if plan.num_cores and not plan.why:
+        if plan.device == "cpu" and plan.num_cores and not plan.why:
             return plan.num_cores
         shares = split_cores(self._num_cores, max(spec.num_workers, len(self._names)))
         return self._threads.setdefault(name, shares[list(self._names).index(name)])

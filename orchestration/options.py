@@ -11,6 +11,7 @@ import msgspec
 from splitserve.config import (
     ATTENTION_BACKENDS,
     DEVICES,
+    DISK_KV_BACKENDS,
     DTYPES,
     KEEP_POLICIES,
     KV_CACHE_DTYPES,
@@ -122,8 +123,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--capture-mixed-steps",
         field="capture_mixed_steps",
-        action="store_true",
-        help="CUDA graphs of steps with both prefill and decode, too",
+        action=argparse.BooleanOptionalAction,
+        help="CUDA graphs of steps with a small prefill, too, beside decode or alone",
     )
     add(
         "--gpu-memory-utilization",
@@ -160,6 +161,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="of each worker's KV in --disk-kv-dir, at most",
     )
+    add(
+        "--disk-kv-backend",
+        field="disk_kv_backend",
+        choices=DISK_KV_BACKENDS,
+        help="what moves KV to --disk-kv-dir: NIXL's POSIX backend, or GPUDirect Storage where it's installed",
+    )
     add("--kv-keep", field="kv_keep", choices=KEEP_POLICIES, help="what is worth a place beyond the device")
     add(
         "--kv-load-seconds",
@@ -174,6 +181,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="that read KV from a peer at once; 0: 2 on CPU, 4 on a GPU",
+    )
+    add(
+        "--lmcache",
+        field="lmcache_endpoint",
+        metavar="ENDPOINT",
+        help="of an LMCache server on this machine, like tcp://127.0.0.1:5555 (`splitserve lmcache`); empty: none",
     )
     add("--kv-events", field="kv_events", action="store_true", help="workers publish what KV they hold")
     add(

@@ -8,11 +8,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
 import msgspec
 
-from splitserve.config import RouterConfig
+from splitserve.config import LMCacheConfig, RouterConfig, WorkerConfig
 from splitserve.orchestration.child import Config, Order, Progress
 from splitserve.orchestration.expansion import API_KEY_VARIABLE, SECRET_VARIABLE
 from splitserve.orchestration.host import ChildExited, ChildProgress, Event
@@ -44,6 +44,11 @@ def child_environment(threads: int, base: Mapping[str, str]) -> dict[str, str]:
 
 
 MAX_LOG_BYTES = 16 << 20
+_KINDS: dict[type[Config], Literal["router", "worker", "lmcache"]] = {
+    RouterConfig: "router",
+    WorkerConfig: "worker",
+    LMCacheConfig: "lmcache",
+}
 
 
 @contextmanager
@@ -81,12 +86,11 @@ class ChildProcess:
         self.place = place
         self.error_message = ""
         self._emit = emit
-        is_router = isinstance(config, RouterConfig)
-        self._shared_memory = None if is_router else SharedMemoryFolder(name)
+        self._shared_memory = SharedMemoryFolder(name) if isinstance(config, WorkerConfig) else None
         read_fd, write_fd = os.pipe()
         order = Order(
             name=name,
-            kind="router" if is_router else "worker",
+            kind=_KINDS[type(config)],
             entry=entry,
             config=msgspec.Raw(msgspec.json.encode(config)),
             status_fd=write_fd,

@@ -31,7 +31,7 @@ from splitserve.orchestration.host import ChildExited, ChildProgress, Event
 from splitserve.orchestration.local_host import Entries
 from splitserve.orchestration.log_files import read_log
 from splitserve.orchestration.process import ChildProcess
-from splitserve.orchestration.ray_names import CLUSTER_VARIABLE
+from splitserve.orchestration.ray_names import ADDRESS_VARIABLE, CLUSTER_VARIABLE
 from splitserve.orchestration.shared_memory import remove_abandoned
 from splitserve.orchestration.spec import PoolSpec, check_model_directory
 from splitserve.orchestration.spec_conversion import convert_spec
@@ -115,7 +115,7 @@ class Agent:
         remove_abandoned()
         check_model_directory(spec.model.path)
         secrets = resolve_secrets(spec)
-        address = own_address(spec.network, ray.util.get_node_ip_address())
+        address = own_address(spec.network, _node_address())
         check_exposure(address, secrets.secret)
         gpus = os.environ.get(VISIBLE, "") if order.device == "cuda" else ""
         environment = {
@@ -127,7 +127,7 @@ class Agent:
             "placed",
             {
                 "node": ray.get_runtime_context().get_node_id(),
-                "place": f"{ray.util.get_node_ip_address()}{', GPU ' + gpus if gpus else ''}",
+                "place": f"{_node_address()}{', GPU ' + gpus if gpus else ''}",
             },
         )
         entries = Entries(*order.entries)
@@ -179,7 +179,7 @@ class Agent:
     def _on_event(self, event: Event) -> None:
         match event:
             case ChildProgress(_, "listening", {"url": url}):
-                self._add("listening", {"url": reachable_url(url, ray.util.get_node_ip_address())})
+                self._add("listening", {"url": reachable_url(url, _node_address())})
             case ChildProgress(_, stage, detail):
                 self._add(stage, detail)
             case ChildExited(_, returncode):
@@ -196,6 +196,12 @@ class Agent:
     def _log_file(self) -> Path:
         folder = Path(ray._private.worker.global_worker.node.get_logs_dir_path())
         return folder / f"splitserve-{self._order.cluster}-{self._order.name}.log"
+
+
+def _node_address() -> str:
+    """Of this node, as Ray was told at its start (``ray.util`` would name any of the machine's), unless the node's
+    environment names another."""
+    return os.environ.get(ADDRESS_VARIABLE) or str(ray._private.worker.global_worker.node_ip_address)
 
 
 def _package_root() -> str:

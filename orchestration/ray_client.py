@@ -6,6 +6,7 @@ The code travels as the driver's ``runtime_env``: nodes need the environment (Py
 import contextlib
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable
 from functools import partial
@@ -20,11 +21,11 @@ from splitserve.orchestration.cluster import LaunchError
 from splitserve.orchestration.control import AnyReply, AnyRequest, Stop, decode_reply, encode
 from splitserve.orchestration.host import ChildProgress
 from splitserve.orchestration.local_host import ENTRIES, Entries
-from splitserve.orchestration.ray_names import NAMESPACE, controller_name, memory_key
+from splitserve.orchestration.ray_names import NAMESPACE, SOME_MEMORY_BYTES, controller_name, memory_key
 from splitserve.orchestration.spec import ClusterSpec
 from splitserve.orchestration.spec_conversion import convert_spec
 
-CONNECT_SECONDS = 30.0
+CONNECT_SECONDS = 5.0
 COMEBACK_SECONDS = 30.0
 REPLY_SECONDS = 60.0
 STOP_SECONDS = 60.0
@@ -45,6 +46,7 @@ def connect(address: str, *, with_code: bool = False) -> None:
         raise ConfigError(f"{address} is Ray Client's; give the address of the cluster itself, like HOST:6379, or auto")
     if ray.is_initialized():
         return
+    _check_that_somebody_listens(address)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # What Ray has to say of its nodes would come between the lines (or the JSON) of a command.
     ray._private.worker.print_to_stdstream = _ignore
@@ -60,6 +62,29 @@ def connect(address: str, *, with_code: bool = False) -> None:
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"no Ray cluster answers at {address}: {reason}") from error
+
+
+def disconnect() -> None:
+    """Leave Ray. A process that ends after its Ray has ended waits for it for seconds."""
+    import ray
+
+    ray.shutdown()
+
+
+def _check_that_somebody_listens(address: str) -> None:
+    """Ray itself would go on trying for minutes. ``auto`` and the like are for Ray to look up."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        return
+    deadline = time.monotonic() + CONNECT_SECONDS
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ConfigError(f"no Ray cluster answers at {address}: {error.strerror or error}") from error
+            time.sleep(0.2)
 
 
 def _ignore(*_arguments: Any, **_options: Any) -> None:
@@ -121,6 +146,7 @@ def create_controller(spec: ClusterSpec, log_level: str, *, restart: bool, entri
         max_restarts=-1,
         max_concurrency=CONTROLLER_THREADS,
         num_cpus=0,
+        memory=SOME_MEMORY_BYTES,
         scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True),
     ).remote(msgspec.json.encode(order))
 
@@ -226,15 +252,14 @@ class RayClient:
         from ray.experimental import internal_kv
         from ray.util.placement_group import remove_placement_group
 
-        from splitserve.orchestration.ray_host import FINISH_SECONDS, agents_of, groups_of
+        from splitserve.orchestration.ray_host import FINISH_SECONDS, agents_of, end_agents, groups_of
 
+        left = []
         for name, agent_name, _ in list(agents_of(self._name)):
             say(f"  {name} was left over: killed")
-            with contextlib.suppress(ray.exceptions.RayError, ValueError):
-                agent = ray.get_actor(agent_name, namespace=NAMESPACE)
-                with contextlib.suppress(ray.exceptions.RayError):
-                    ray.get(agent.finish.remote(), timeout=FINISH_SECONDS)
-                ray.kill(agent)
+            with contextlib.suppress(ValueError):
+                left.append(ray.get_actor(agent_name, namespace=NAMESPACE))
+        end_agents(left, FINISH_SECONDS)
         for group in groups_of(self._name).values():
             remove_placement_group(group)
         internal_kv._internal_kv_del(memory_key(self._name))

@@ -1,11 +1,12 @@
 """``up`` on Ray, and the client of a cluster there: what the commands do around :mod:`.ray_client`."""
 
+from splitserve.cores import available_cores
 from splitserve.errors import ConfigError
 from splitserve.orchestration.client import Say
-from splitserve.orchestration.cores import available_cores
 from splitserve.orchestration.display import print_progress
-from splitserve.orchestration.ray_client import RayClient, connect, start_on_ray
-from splitserve.orchestration.ray_head import RayHead, authenticate, start_head, stop_head
+from splitserve.orchestration.ray_client import RayClient, connect, disconnect, start_on_ray
+from splitserve.orchestration.ray_head import RayHead, authenticate, has_started, is_running, start_head, stop_head
+from splitserve.orchestration.shared_memory import remove_abandoned
 from splitserve.orchestration.spec import ClusterSpec
 from splitserve.orchestration.state_folder import Record, StateFolder
 
@@ -15,27 +16,33 @@ LOCAL = "local"
 def up_on_ray(spec: ClusterSpec, folder: StateFolder, address: str, log_level: str, *, restart: bool) -> str:
     """Start the cluster on the Ray cluster at ``address``; returns its URL. Raises :class:`SplitserveError`."""
     folder.claim()
-    head: RayHead | None = None
-    try:
-        if address == LOCAL:
-            # Ray counts cores to reserve them; on one machine the workers share what there is.
-            wanted = sum(pool.count * max(pool.threads, 1) for pool in spec.pools) + 1
-            head = start_head(max(available_cores(), wanted), print)
-            address = head.address
-        connect(address, with_code=True)
-        record = Record(name=folder.name, ray=_gcs_address(address))
-        if head is not None:
-            record = Record(
+    heads: list[RayHead] = []
+
+    def note(head: RayHead) -> None:
+        heads.append(head)
+        folder.write(
+            Record(
                 name=folder.name,
-                ray=address,
+                ray=head.address,
                 head_pid=head.pid,
                 head_start_seconds=head.start_seconds,
                 head_folder=head.folder,
             )
-        folder.write(record)  # first: `down` must find what a driver leaves that is killed now
+        )
+
+    # The folder says first what is there then: `down` must find what a driver leaves that is killed now.
+    try:
+        if address == LOCAL:
+            # Ray counts cores to reserve them; on one machine the workers share what there is.
+            wanted = sum(pool.count * max(pool.threads, 1) for pool in spec.pools) + 1
+            address = start_head(max(available_cores(), wanted), print, note).address
+        connect(address, with_code=True)
+        if not heads:
+            folder.write(Record(name=folder.name, ray=_gcs_address(address)))
         url = start_on_ray(spec, address, log_level, restart=restart, show=print_progress)
     except BaseException:
-        if head is not None:
+        for head in heads:
+            disconnect()
             stop_head(head)
         folder.remove()
         raise
@@ -61,17 +68,27 @@ class RecordedClient(RayClient):
 
     def down(self, say: Say, *, forget: bool = False) -> None:
         record = None if self._folder is None else self._folder.read()
+        head = _head_of(record)
         try:
-            super().down(say)
+            if head is None or (is_running(head) and has_started(head)):
+                super().down(say)
         except ConfigError as error:
-            if not forget and (record is None or not record.head_pid):
+            if not forget and head is None:
                 raise ConfigError(f"{error}; if that Ray cluster is gone for good: splitserve down --forget") from None
             say(f"{self._name}: {error}")
-        if record is not None and record.head_pid:
-            stop_head(RayHead(record.ray, record.head_pid, record.head_start_seconds, record.head_folder))
+        if head is not None:
+            disconnect()
+            stop_head(head)
+            remove_abandoned()
             say(f"{self._name}: the Ray head that was started for it has ended")
         if self._folder is not None:
             self._folder.remove()
+
+
+def _head_of(record: Record | None) -> RayHead | None:
+    if record is None or not record.head_pid:
+        return None
+    return RayHead(record.ray, record.head_pid, record.head_start_seconds, record.head_folder)
 
 
 def _gcs_address(address: str) -> str:

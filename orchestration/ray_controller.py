@@ -21,6 +21,7 @@ from splitserve.orchestration.local_host import Entries
 from splitserve.orchestration.log_files import read_log
 from splitserve.orchestration.ray_host import CALL_SECONDS, RayHost
 from splitserve.orchestration.spec_conversion import convert_spec
+from splitserve.orchestration.status import ROUTER
 
 POLL_SECONDS = 5.0
 LAUNCHER = "launcher"
@@ -119,7 +120,8 @@ class Controller:
             if memory is None:
                 cluster.start()
             else:
-                cluster.come_back(memory, lambda emit: self._host.adopt(cluster.spec, emit))
+                known = {ROUTER, *(worker.name for worker in memory.snapshot.workers)}
+                cluster.come_back(memory, lambda emit: self._host.adopt(cluster.spec, known, emit))
             self._step("", "serving", url=cluster.url)
             cluster.watch()
         except SplitserveError as error:

@@ -5,7 +5,7 @@ import logging
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -19,7 +19,7 @@ from splitserve.orchestration.expansion import RouterPorts
 from splitserve.orchestration.host import ChildExited, ChildProgress, Event, Memory
 from splitserve.orchestration.local_host import ENTRIES, Entries
 from splitserve.orchestration.ray_agent import Agent, AgentEvent, AgentOrder
-from splitserve.orchestration.ray_names import NAMESPACE, memory_key, process_of, unique_agent_name
+from splitserve.orchestration.ray_names import NAMESPACE, SOME_MEMORY_BYTES, memory_key, process_of, unique_agent_name
 from splitserve.orchestration.ray_placement import (
     GPU,
     Node,
@@ -92,11 +92,7 @@ class RayChild:
         if self._discarded:
             return
         self._discarded = True
-        with contextlib.suppress(ray.exceptions.RayError):
-            if self.node_id:
-                ray.get(self.agent.finish.remote(), timeout=FINISH_SECONDS)
-        with contextlib.suppress(ray.exceptions.RayError, ValueError):
-            ray.kill(self.agent)
+        end_agents([self.agent], FINISH_SECONDS if self.node_id else 0.0)
         if self._group is not None:
             remove_placement_group(self._group)
 
@@ -154,6 +150,11 @@ class RayHost:
     def prepare(self, spec: ClusterSpec) -> None:
         """Refuse what no node of the cluster, as it is now, could ever run."""
         self._spec = spec
+        if spec.lmcache_config() is not None:
+            raise ConfigError(
+                "lmcache: on Ray, run `splitserve lmcache` on each node, with a back end that the nodes share, and "
+                "give its address as lmcache.endpoint"
+            )
         nodes = ray_nodes()
         for pool in spec.pools:
             wanted = bundle(pool, device_on(pool, nodes), pool.threads or 1)
@@ -170,11 +171,17 @@ class RayHost:
 
     def start_router(self, spec: ClusterSpec, ports: RouterPorts, emit: Callable[[Event], None]) -> RayChild:
         agent_name = unique_agent_name(self._cluster, "router")
-        agent = _agent_class(agent_name, NodeAffinitySchedulingStrategy(self._home, soft=False))
+        agent = _agent_class(
+            agent_name, NodeAffinitySchedulingStrategy(self._home, soft=False), memory=SOME_MEMORY_BYTES
+        )
         order = self._order("router", spec, ports=(ports.http, ports.membership))
         child = RayChild("router", agent.remote(msgspec.json.encode(order)), group=None, emit=emit)
         self._children["router"] = child
         return child
+
+    def start_lmcache(self, spec: ClusterSpec, emit: Callable[[Event], None]) -> None:
+        """Each node has one of its own, which isn't ours to start."""
+        del spec, emit
 
     def start_worker(
         self, name: str, spec: ClusterSpec, pool: PoolSpec, membership: str, emit: Callable[[Event], None]
@@ -220,16 +227,27 @@ class RayHost:
         data = internal_kv._internal_kv_get(memory_key(self._cluster))
         return None if data is None else msgspec.json.decode(data, type=Memory)
 
-    def adopt(self, spec: ClusterSpec, emit: Callable[[Event], None]) -> dict[str, RayChild]:
-        """The processes that are there, by name."""
+    def adopt(self, spec: ClusterSpec, known: Collection[str], emit: Callable[[Event], None]) -> dict[str, RayChild]:
+        """The processes that are there, by name. What else there is of the cluster is removed: processes that aren't
+        ``known``, and groups whose node is gone, which Ray moves to another one for nobody."""
         self._spec = spec
+        groups = groups_of(self._cluster)
+        strangers = []
         for name, agent_name, group in agents_of(self._cluster):
             try:
                 agent = ray.get_actor(agent_name, namespace=NAMESPACE)
             except ValueError:
                 continue
+            if name not in known or name in self._children:
+                _log.warning("%s is nobody's: removed", agent_name)
+                strangers.append(agent)
+                continue
+            groups.pop(agent_name, None)
             self._children[name] = RayChild(name, agent, group=group, emit=emit)
             self._pools[name] = name.rpartition("-")[0]
+        end_agents(strangers, CALL_SECONDS)
+        for group in groups.values():
+            remove_placement_group(group)
         return dict(self._children)
 
     def child(self, name: str) -> RayChild | None:
@@ -261,7 +279,9 @@ class RayHost:
         return placed
 
 
-def _agent_class(agent_name: str, strategy: Any, *, num_cpus: float = 0.0, num_gpus: float = 0.0) -> Any:
+def _agent_class(
+    agent_name: str, strategy: Any, *, num_cpus: float = 0.0, num_gpus: float = 0.0, memory: int | None = None
+) -> Any:
     """Detached, and never restarted by Ray: the supervisor starts another one, if there shall be one."""
     return ray.remote(Agent).options(
         name=agent_name,
@@ -271,6 +291,7 @@ def _agent_class(agent_name: str, strategy: Any, *, num_cpus: float = 0.0, num_g
         max_concurrency=AGENT_THREADS,
         num_cpus=num_cpus,
         num_gpus=num_gpus,
+        memory=memory,
         scheduling_strategy=strategy,
     )
 
@@ -289,6 +310,19 @@ def ray_nodes() -> list[Node]:
         for node in ray.nodes()
         if node["Alive"]
     ]
+
+
+def end_agents(agents: Sequence[Any], finish_seconds: float) -> None:
+    """Give their nodes back. They first remove what their processes may have left, if that takes no longer."""
+    finished = []
+    for agent in agents:
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):
+            finished.append(agent.finish.remote())
+    if finished and finish_seconds:
+        ray.wait(finished, num_returns=len(finished), timeout=finish_seconds)
+    for agent in agents:
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):
+            ray.kill(agent)
 
 
 def agents_of(cluster: str) -> Iterator[tuple[str, str, PlacementGroup | None]]:

@@ -4,6 +4,13 @@ import secrets
 
 NAMESPACE = "splitserve"
 CLUSTER_VARIABLE = "SPLITSERVE_RAY_CLUSTER"  # in the environment of every process of a cluster
+ADDRESS_VARIABLE = "SPLITSERVE_RAY_NODE_ADDRESS"  # of a node: where its processes are reached, if not at Ray's address
+HEAD_VARIABLE = "SPLITSERVE_RAY_HEAD"  # the folder of the head that was started for the cluster
+
+
+# Reserved for an actor that takes no processor. Ray has one that takes nothing at all placed by any node, which may not
+# know yet the one that it shall be on: 5 of 12 came to lie on another one, just after that had joined.
+SOME_MEMORY_BYTES = 1 << 20
 
 
 def controller_name(cluster: str) -> str:

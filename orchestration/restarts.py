@@ -5,7 +5,7 @@ each time twice as long, with jitter, so that several don't come back in step; i
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 SOON_SECONDS = 10.0
 FIRST_BACKOFF_SECONDS = 0.5
@@ -31,3 +31,23 @@ class RestartPolicy:
             return 0.0
         backoff_seconds = FIRST_BACKOFF_SECONDS * 2.0 ** (self.num_quick_deaths - 1)
         return chosen.uniform(0.5, 1.0) * min(MAX_BACKOFF_SECONDS, backoff_seconds)
+
+
+@dataclass(slots=True)
+class Revival:
+    """A process that others can do without: ``due_at`` is when it's to be started again, if at all."""
+
+    due_at: float = float("inf")
+    _policy: RestartPolicy = field(default_factory=RestartPolicy)
+    _ready_since: float | None = None
+    _chosen: random.Random = field(default_factory=random.Random)
+
+    def on_ready(self, now: float) -> None:
+        self._ready_since = now
+
+    def on_exit(self, now: float) -> None:
+        """It has ended, or couldn't be started."""
+        seconds = None if self._ready_since is None else now - self._ready_since
+        self._ready_since = None
+        delay_seconds = self._policy.on_death(seconds, self._chosen)
+        self.due_at = float("inf") if delay_seconds is None else now + delay_seconds

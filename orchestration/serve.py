@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 
 from splitserve import __version__
+from splitserve.cores import available_cores
 from splitserve.errors import ConfigError
 from splitserve.orchestration.control_socket import ControlServer
-from splitserve.orchestration.cores import available_cores
 from splitserve.orchestration.display import print_progress
 from splitserve.orchestration.host import ChildProgress
 from splitserve.orchestration.launcher import LaunchInterruptedError, LocalCluster, stop_on_signals

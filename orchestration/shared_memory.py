@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the place of shared memory, not of temporary files
@@ -49,6 +50,14 @@ def hold_folder(path: str) -> int:
 def remove_abandoned(root: Path = SHARED_MEMORY) -> list[str]:
     """Remove folders of ours that no living process uses; returns their names."""
     removed = []
+    for folder in abandoned(root):
+        shutil.rmtree(folder, ignore_errors=True)
+        removed.append(folder.name)
+    return removed
+
+
+def abandoned(root: Path = SHARED_MEMORY) -> Iterator[Path]:
+    """Folders of ours that no living process uses. While one is looked at, nobody else takes it for such a one."""
     for folder in root.glob(f"{_PREFIX}*") if root.is_dir() else ():
         try:
             is_ours = folder.stat().st_uid == os.getuid() and time.time() - folder.stat().st_mtime > _YOUNG_SECONDS
@@ -58,10 +67,8 @@ def remove_abandoned(root: Path = SHARED_MEMORY) -> list[str]:
         try:
             fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if is_ours:
-                shutil.rmtree(folder, ignore_errors=True)
-                removed.append(folder.name)
+                yield folder
         except OSError:
             continue  # in use
         finally:
             os.close(lock_fd)
-    return removed

@@ -10,6 +10,7 @@ from splitserve.orchestration.spec import (
     ClusterSpec,
     ConnectorSpec,
     EngineSettings,
+    LMCacheSpec,
     MemorySpec,
     ModelSpec,
     PoolSpec,
@@ -79,6 +80,7 @@ def simple_spec(
         **{
             "router": RouterSpec(port=port),
             "connector": ConnectorSpec(verify_kv=engine.verify_kv),
+            "lmcache": LMCacheSpec(endpoint=engine.lmcache_endpoint) if engine.lmcache_endpoint else None,
             **parts,
         },
     )

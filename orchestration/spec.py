@@ -20,6 +20,7 @@ from splitserve.config import (
     DTYPES,
     KV_CACHE_DTYPES,
     EngineConfig,
+    LMCacheConfig,
     ProtocolConfig,
     RouterConfig,
 )
@@ -33,6 +34,7 @@ NotNegative: TypeAlias = Annotated[int, Meta(ge=0)]
 
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in msgspec.structs.fields(EngineConfig)}
 _ROUTER: dict[str, Any] = {field.name: field.default for field in msgspec.structs.fields(RouterConfig)}
+_LMCACHE: dict[str, Any] = {field.name: field.default for field in msgspec.structs.fields(LMCacheConfig)}
 _CHOICES = {
     "dtype": DTYPES,
     "device": DEVICES,
@@ -44,7 +46,7 @@ _ELSEWHERE = frozenset(
     {
         *("model", "served_model_name", "load_format", "max_model_len", "seed", "verify_kv"),
         *("dtype", "device", "threads", "kv_memory_bytes", "gpu_memory_utilization", "tensor_parallel_size"),
-        "host_kv_memory_bytes",
+        *("host_kv_memory_bytes", "lmcache_endpoint"),
     }
 )
 # What a process gets from its launcher; a document that sets them would contradict it.
@@ -94,6 +96,28 @@ class MemorySpec(Part, frozen=True, kw_only=True):
     ] = _DEFAULTS["gpu_memory_utilization"]
 
 
+class LMCacheSpec(Part, frozen=True, kw_only=True):
+    """An LMCache server on each machine, whose memory the workers there share. One is started, or is there already."""
+
+    endpoint: Annotated[
+        str, Meta(description="Of a server that runs already on each worker's machine; empty: one is started here.")
+    ] = ""
+    memory: Annotated[int | str, Meta(description="Shared memory of the server: bytes, or like 16GiB.")] = _LMCACHE[
+        "memory_bytes"
+    ]
+    chunk_tokens: Annotated[int, Meta(ge=1, description="KV is kept in pieces of this length.")] = _LMCACHE[
+        "chunk_tokens"
+    ]
+    port: Annotated[int, Meta(ge=0, lt=2**16, description="At the loopback address; 0 takes a free one.")] = 0
+    backends: Annotated[
+        list[dict[str, Any]],
+        Meta(description="What LMCache's --l2-adapter takes, like {type: fs, base_path: /var/cache/lmcache}."),
+    ] = []
+    environment: Annotated[
+        str, Meta(description="Directory of the virtual environment with LMCache; empty: beside our own.")
+    ] = ""
+
+
 class NodeSpec(Part, frozen=True, kw_only=True):
     """Which nodes of a Ray cluster may be used. Of no effect on one machine."""
 
@@ -128,6 +152,7 @@ class PoolSpec(Part, frozen=True, kw_only=True):
         Meta(description="Of weights and KV; auto: the checkpoint's. All pools must agree."),
     ] = "auto"
     memory: MemorySpec = MemorySpec()
+    lmcache: Annotated[bool, Meta(description="Whether the workers use the cluster's LMCache server.")] = True
     threads: Annotated[int, Meta(ge=0, description="Per worker; 0 splits a machine's cores between its workers.")] = 0
     engine: EngineSettings = EngineSettings()
     nodes: NodeSpec = NodeSpec()
@@ -203,6 +228,7 @@ class ClusterSpec(Part, frozen=True, kw_only=True):
     router: RouterSpec = RouterSpec()
     network: NetworkSpec = NetworkSpec()
     connector: ConnectorSpec = ConnectorSpec()
+    lmcache: Annotated[LMCacheSpec | None, Meta(description="KV that workers share; absent: none.")] = None
     objectives: ObjectivesSpec = ObjectivesSpec()
     secrets: SecretsSpec = SecretsSpec()
     devices: DevicesSpec = DevicesSpec()
@@ -249,12 +275,26 @@ class ClusterSpec(Part, frozen=True, kw_only=True):
             "kv_memory_bytes": _num_bytes(pool.memory.kv),
             "host_kv_memory_bytes": _num_bytes(pool.memory.host),
             "gpu_memory_utilization": pool.memory.gpu_utilization,
+            "lmcache_endpoint": self.lmcache.endpoint if self.lmcache and pool.lmcache else "",
             **_set_fields(self.engine),
             **_set_fields(pool.engine),
         }
         if "tensor_parallel_size" in _DEFAULTS:
             values["tensor_parallel_size"] = pool.tensor_parallel_size
         return EngineConfig(**values)
+
+    def lmcache_config(self) -> LMCacheConfig | None:
+        """Of the LMCache server that is to be started; None if there is to be none, or one is there already."""
+        lmcache = self.lmcache
+        if lmcache is None or lmcache.endpoint or not any(pool.lmcache for pool in self.pools):
+            return None
+        return LMCacheConfig(
+            memory_bytes=_num_bytes(lmcache.memory),
+            chunk_tokens=lmcache.chunk_tokens,
+            port=lmcache.port,
+            backends=tuple(msgspec.json.encode(backend).decode() for backend in lmcache.backends),
+            environment=lmcache.environment,
+        )
 
     def describe(self) -> str:
         """Like ``2 prefill + 1 decode``."""
@@ -303,12 +343,37 @@ def _contradictions(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
     yield from _disagreements(spec)
     if spec.network.host and spec.network.interface:
         yield "network", "host and interface are both set; keep one"
+    yield from ((f"lmcache{place}", text) for place, text in _lmcache_problems(spec))
     if spec.connector.transports and not {"tcp", "all"} & set(spec.connector.transports):
         yield "connector.transports", "add tcp: UCX needs it to set connections up"
     for name in SecretsSpec.__struct_fields__:
         reference: SecretRef | None = getattr(spec.secrets, name)
         if reference is not None and bool(reference.env) == bool(reference.file):
             yield f"secrets.{name}", "give one of env (a variable's name) and file (a path)"
+
+
+def _lmcache_problems(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
+    lmcache = spec.lmcache
+    if lmcache is None:
+        return
+    if lmcache.endpoint and lmcache != LMCacheSpec(endpoint=lmcache.endpoint):
+        yield "", "endpoint is that of a server that runs already: leave the other settings to it"
+    if lmcache.endpoint and "://" not in lmcache.endpoint:
+        yield ".endpoint", f"{lmcache.endpoint!r} is no address; write it like tcp://127.0.0.1:5555"
+    try:
+        if _num_bytes(lmcache.memory) < 1 << 20:
+            yield ".memory", f"{lmcache.memory} is less than 1 MiB"
+    except ConfigError as error:
+        yield ".memory", str(error)
+    for number, backend in enumerate(lmcache.backends):
+        if not isinstance(backend.get("type"), str):
+            yield f".backends[{number}]", "has no type; LMCache knows fs (files), resp (Redis) and others"
+    for pool in spec.pools:
+        block_size = _set_fields(pool.engine).get("block_size") or _set_fields(spec.engine).get("block_size") or 0
+        if block_size and not lmcache.endpoint and lmcache.chunk_tokens % block_size:
+            yield ".chunk_tokens", f"{lmcache.chunk_tokens} isn't a multiple of the block size {block_size}"
+        if pool.tensor_parallel_size > 1 and pool.lmcache:
+            yield "", f"{pool.name} has tensor parallelism, which doesn't go with it yet; set its lmcache to false"
 
 
 def _missing_roles(spec: ClusterSpec) -> Iterator[tuple[str, str]]:

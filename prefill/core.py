@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from splitserve.handover import ReadResult
 from splitserve.kvconnector.block_pool import BlockState
 from splitserve.kvconnector.connector import PeerConnected
+from splitserve.kvconnector.shared_tier import TierState
 from splitserve.kvconnector.tiers import CopyResult
 from splitserve.messages import (
     Abort,
@@ -20,6 +21,7 @@ from splitserve.messages import (
     PeerHello,
     PeerLink,
     PrefillRequest,
+    PrefixGrant,
     Release,
     TokenDelta,
     WorkerLoad,
@@ -64,6 +66,7 @@ class PrefillCore:
             Abort: self._on_abort,
             PeerHello: source.on_hello,
             Grant: source.on_grant,
+            PrefixGrant: source.on_prefix_grant,
             OfferAck: source.on_ack,
             Release: source.on_release,
         }
@@ -221,8 +224,8 @@ class PrefillCore:
     def handle_connector_event(self, event: ReadResult | PeerConnected, now: float) -> None:
         raise AssertionError(f"a prefill worker reads from nobody, but was told of {event} at {now}")
 
-    def handle_copy_result(self, result: CopyResult, now: float) -> None:
-        """A copy between the device and a tier is over."""
+    def handle_copy_result(self, result: CopyResult | TierState, now: float) -> None:
+        """A copy between the device and a tier is over, or a tier comes or goes."""
         load = self.state.blocks.tiers.on_result(result)
         if load is not None:
             self.state.blocks.finish_load(load.owner)
@@ -305,6 +308,11 @@ class PrefillCore:
             tier_stored_blocks=tiers.counters.tier_stored_blocks,
             tier_loaded_blocks=tiers.counters.tier_loaded_blocks,
             tier_failures=tiers.counters.tier_failures,
+            peer_prefixes=counters.peer_prefixes,
+            peer_prefix_blocks=counters.peer_prefix_blocks,
+            peer_prefix_failures=counters.peer_prefix_failures,
+            other_copies=counters.other_copies,
+            tiers=tiers.report(self.state.block_bytes),
             requests_tracked=len(self.state.sequences) + self.source.num_live,
         )
 
@@ -314,8 +322,8 @@ class PrefillCore:
         return [*self._scheduler.waiting, *self._scheduler.active], []
 
     def check_invariants(self) -> None:
-        """Every reference to a block is explained by a sequence that lives here, or by a copy to a tier; see
-        :meth:`BlockPool.check_invariants`."""
+        """Every reference to a block is explained by a sequence that lives here, by a copy to a tier, or by a peer that
+        reads it; see :meth:`BlockPool.check_invariants`."""
         pool, tiers = self.state.blocks.pool, self.state.blocks.tiers
         pool.check_invariants()
         tiers.check_invariants()
@@ -325,4 +333,5 @@ class PrefillCore:
             *(load.owner for load in tiers.loads),
         }
         held = [b for s in holders for b in s.block_ids]
-        assert pool.total_references() == len(held) + tiers.num_references(), "references that no sequence explains"
+        explained = len(held) + tiers.num_references() + self.source.prefixes.num_references
+        assert pool.total_references() == explained, "references that nobody explains"

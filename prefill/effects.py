@@ -4,7 +4,7 @@ loop."""
 from dataclasses import dataclass, field
 
 from splitserve.handover import ReadCommand
-from splitserve.kvconnector.tiers import ClearCommand, CopyCommand
+from splitserve.kvconnector.tiers import AnyCommand
 from splitserve.messages import Body, PeerRef, PeerWelcome
 from splitserve.request import Party
 
@@ -55,7 +55,7 @@ class StartRead:
 class StartCopy:
     """Copy blocks between the device and a tier below it, or make sure that a tier's are never used again."""
 
-    command: CopyCommand | ClearCommand
+    command: AnyCommand
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,10 @@ class Counters:
     reads_layers: int = 0
     reads_staged: int = 0
     reads_gathered: int = 0
+    peer_prefixes: int = 0
+    peer_prefix_blocks: int = 0
+    peer_prefix_failures: int = 0
+    other_copies: int = 0
 
     def count_read(self, path: ReadPath) -> None:
         """One that succeeded."""

@@ -9,13 +9,12 @@ from typing import Protocol
 import msgspec
 import zmq
 
-from splitserve.kvconnector.kv_events import KVEvent, KVEventBatch
+from splitserve.kv_event_batch import TOPIC, KVEvent, KVEventBatch
 from splitserve.prefill.sequence import BlockManager
 from splitserve.prefill.sockets import WorkerSockets
 
 logger = logging.getLogger(__name__)
 
-TOPIC = b"kv"
 SNAPSHOT_INTERVAL_SECONDS = 0.5
 """A storm of subscribers shares snapshots: one costs time in proportion to all that is held."""
 
@@ -26,6 +25,9 @@ class PublishesKVEvents(Protocol):
 
     def publish(self, blocks: BlockManager, now: float) -> None: ...
 
+    def next_deadline(self) -> float:
+        """When :meth:`publish` has something to do, if nothing happens before."""
+
 
 class NoKVEvents:
     """Publishes nothing."""
@@ -34,6 +36,9 @@ class NoKVEvents:
 
     def publish(self, blocks: BlockManager, now: float) -> None:
         del blocks, now
+
+    def next_deadline(self) -> float:
+        return float("inf")
 
 
 class KVEventSocket:
@@ -59,6 +64,9 @@ class KVEventSocket:
             self._snapshot_is_wanted = False
             self._next_snapshot_at = now + SNAPSHOT_INTERVAL_SECONDS
             self._send(blocks, blocks.contents(), is_snapshot=True)
+
+    def next_deadline(self) -> float:
+        return self._next_snapshot_at if self._snapshot_is_wanted else float("inf")
 
     def _has_new_subscriber(self) -> bool:
         """Whether somebody subscribed since the last call."""

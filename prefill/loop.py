@@ -10,7 +10,7 @@ import psutil
 from splitserve.config import WorkerConfig
 from splitserve.errors import DeviceLostError
 from splitserve.kvconnector.connector import KVConnector
-from splitserve.kvconnector.tier_copies import TierCopies
+from splitserve.kvconnector.tier_copies import Copies, TierCopies
 from splitserve.messages import (
     Draining,
     Envelope,
@@ -97,7 +97,7 @@ class WorkerLoop:
         waker: Waker,
         info: WorkerInfo,
         profiler: Profiler | None = None,
-        copies: TierCopies | None = None,
+        copies: Copies | None = None,
         kv_events: PublishesKVEvents | None = None,
     ) -> None:
         self._config = config
@@ -110,7 +110,7 @@ class WorkerLoop:
         self._process = psutil.Process()
         self._step_times = StepTimes()
         self._profiler = profiler or NoProfiler()
-        self._copies = copies or TierCopies({}, waker.wake)
+        self._copies: Copies = copies or TierCopies({}, waker.wake)
         self._kv_events = kv_events or NoKVEvents()
         self._profile: tuple[Party, str] | None = None  # who asked for the recording under way, and its id
         self._error: Exception | None = None
@@ -324,8 +324,10 @@ class WorkerLoop:
         elif not self._registered:
             endpoint = self._config.membership
             logger.warning("no answer from %s: is the router there, and has it the same shared secret?", endpoint)
+            self._sockets.revive_membership()
 
     def _seconds_until_due(self) -> float:
         register_due_at = float("inf") if self._drain.has_begun else self._register_due_at
         due_at = min(self._core.next_deadline(), self._heartbeat_due_at, register_due_at, self._drain.next_deadline())
+        due_at = min(due_at, self._kv_events.next_deadline())
         return due_at - time.monotonic()

@@ -1,11 +1,15 @@
 """Chunked prefill: which prompts get how many tokens of the next step. Pure; no torch, no clock."""
 
+import itertools
 from collections import deque
 from typing import NamedTuple
 
+from splitserve.kvconnector.layout import num_blocks_for
 from splitserve.prefill.sequence import BlockManager, Sequence
 from splitserve.step import ScheduledChunk
 
+MAX_LOADS_AHEAD = 8
+"""As many of those that wait may have their KV come up, and hold blocks for it."""
 TAIL_SPLIT_FACTOR = 4  # prompts shorter than this many tail chunks move fast enough in one piece
 
 
@@ -50,14 +54,15 @@ class PrefillScheduler:
         return taken
 
     def begin_loads(self, num_running: int = 0) -> None:
-        """Admit the next ones whose KV comes up from a tier, without waiting for the step in progress to end."""
-        while (
-            self.waiting
-            and num_running + len(self.active) < self._max_num_seqs
-            and self._blocks.would_load(self.waiting[0])
-            and self._blocks.reserve(self.waiting[0], headroom=num_running)
-        ):
-            self.active.append(self.waiting.popleft())
+        """Let KV come up from the tiers for the first ones that wait, from the moment they are here. They keep their
+        turn, and hold their blocks meanwhile: as long as there's room for all before them, too.
+        """
+        ahead = num_running
+        for waiting in list(itertools.islice(self.waiting, MAX_LOADS_AHEAD)):
+            if waiting.block_ids:
+                continue
+            if not self._blocks.would_load(waiting) or not self._blocks.reserve(waiting, headroom=ahead):
+                ahead += num_blocks_for(len(waiting.token_ids), self._blocks.block_size)
 
     def plan(self, budget: int, num_running: int = 0) -> list[Planned]:
         """Chunks of at most ``budget`` tokens in total, beside ``num_running`` sequences that decode.
@@ -68,12 +73,21 @@ class PrefillScheduler:
         for sequence in self.active:
             budget -= self._plan_chunk(sequence, budget, planned)
         while budget > 0 and self.waiting and num_running + len(self.active) < self._max_num_seqs:
-            sequence = self.waiting[0]
-            if not self._blocks.reserve(sequence, headroom=num_running):
+            following = self._next_with_blocks(num_running)
+            if following is None:
                 break
-            self.active.append(self.waiting.popleft())
-            budget -= self._plan_chunk(sequence, budget, planned)
+            self.waiting.remove(following)
+            self.active.append(following)
+            budget -= self._plan_chunk(following, budget, planned)
         return planned
+
+    def _next_with_blocks(self, headroom: int) -> Sequence | None:
+        """The first one that waits, if there's room for it. Else the first that holds its blocks already: if it waited
+        for those before it, and they for its blocks, nobody would ever go on."""
+        first = self.waiting[0]
+        if first.block_ids or self._blocks.reserve(first, headroom=headroom):
+            return first
+        return next((sequence for sequence in self.waiting if sequence.block_ids), None)
 
     def _plan_chunk(self, sequence: Sequence, budget: int, planned: list[Planned]) -> int:
         num_tokens = 0 if sequence.load is not None else self.chunk_tokens(sequence, budget)

@@ -1,10 +1,11 @@
 """A request inside a worker: its tokens, its blocks, how much of its KV is computed."""
 
+from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
 
 from splitserve.block_hash import extend_hashes
+from splitserve.kv_event_batch import DEVICE, KVEvent
 from splitserve.kvconnector.block_pool import BlockPool
-from splitserve.kvconnector.kv_events import DEVICE, KVEvent
 from splitserve.kvconnector.layout import num_blocks_for
 from splitserve.kvconnector.tiers import BlockLoad, Tiers
 from splitserve.request import Party, RequestKey, SamplingParams
@@ -113,6 +114,18 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldPrefix:
+    """Blocks that a peer may read: each is referenced on the device, or pinned in the host tier, until it's given back.
+
+    ``places``: ids, those of slots counted on from the device's blocks, and generations.
+    """
+
+    block_ids: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    places: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
 class BlockManager:
     """What sequences do with the pool: reserve, publish, give back. ``root_hash`` starts every prefix chain.
 
@@ -146,17 +159,19 @@ class BlockManager:
         if not sequence.was_admitted:
             sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
             sequence.was_admitted = True
-        self.tiers.on_reused(cached, hashes[: len(cached)])
+        self.tiers.on_reused(cached, hashes[: len(cached)], sequence.token_ids)
         if not sequence.skips_tiers:
-            sequence.load = self.tiers.begin_load(sequence, hashes[len(cached) :], fresh)
+            rest = hashes[len(cached) :]
+            sequence.load = self.tiers.begin_load(sequence, rest, fresh, sequence.token_ids, len(cached))
         return True
 
     def would_load(self, sequence: Sequence) -> bool:
         """Whether some of the sequence's blocks are in a tier, and not in the pool."""
-        if sequence.skips_tiers or not self.tiers.num_blocks:
+        if sequence.skips_tiers or not (self.tiers.num_blocks or self.tiers.shared.is_available):
             return False
         hashes = self._reusable_hashes(sequence)
-        return self.tiers.num_found(hashes[len(self.pool.match(hashes)) :]) > 0
+        num_cached = len(self.pool.match(hashes))
+        return self.tiers.may_find(num_cached, hashes[num_cached:])
 
     def finish_load(self, sequence: Sequence) -> None:
         """The sequence's load is over: what landed needs no computing."""
@@ -176,6 +191,31 @@ class BlockManager:
         sequence.load = None
         sequence.skips_tiers = True
         self.give_back(sequence)
+
+    def hold_prefix(self, hashes: ListLike[bytes]) -> HeldPrefix:
+        """Hold as much of a chain of hashes as is on the device or in the host tier, for a peer to read."""
+        held = HeldPrefix()
+        for block_hash in hashes:
+            block_id = self.pool.find(block_hash)
+            if block_id is not None:
+                self.pool.reference([block_id])
+                held.block_ids.append(block_id)
+                held.places.append((block_id, self.pool.generation(block_id)))
+            elif (found := self.tiers.hold_slot(block_hash)) is not None:
+                slot, generation = found
+                held.slots.append(slot)
+                held.places.append((self.pool.num_blocks + slot, generation))
+            else:
+                break
+        return held
+
+    def give_prefix_back(self, held: HeldPrefix) -> None:
+        self.pool.release(held.block_ids)
+        self.tiers.release_slots(held.slots)
+
+    def missing_hashes(self, sequence: Sequence) -> list[bytes]:
+        """Of the full blocks that the sequence has yet to compute, but not that of its last token."""
+        return self._reusable_hashes(sequence)[sequence.num_computed // self.block_size :]
 
     def _reusable_hashes(self, sequence: Sequence) -> list[bytes]:
         """Of the full blocks of all known tokens but the last."""
@@ -207,11 +247,13 @@ class BlockManager:
         num_full = sequence.num_computed // self.block_size
         if num_full > sequence.num_published:
             extend_hashes(sequence.block_hashes, self.root_hash, sequence.token_ids, self.block_size)
+            worth: list[bool] = []
             for index in range(sequence.num_published, num_full):
                 block_id, block_hash = sequence.block_ids[index], sequence.block_hashes[index]
                 self.pool.publish(block_id, block_hash)
                 is_prompt = (index + 1) * self.block_size <= sequence.num_prompt_tokens
-                self.tiers.on_complete(block_id, block_hash, is_prompt=is_prompt)
+                worth.append(self.tiers.on_complete(block_id, block_hash, is_prompt=is_prompt))
+            self.tiers.shared.propose(sequence.token_ids, sequence.block_hashes, sequence.num_published, worth)
             sequence.num_published = num_full
 
     def give_back(self, sequence: Sequence) -> None:

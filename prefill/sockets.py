@@ -38,7 +38,9 @@ class WorkerSockets:
         self._publishers: list[zmq.Socket[bytes]] = []
         self._host = host
         self.endpoint = self._bind(self._server)
+        self._membership_endpoint = membership
         self._membership = self._dial(membership)
+        self._failed_handshakes = self._membership.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
         self._senders: OrderedDict[Party, bytes] = OrderedDict()
         self._peers: dict[Party, zmq.Socket[bytes]] = {}
         self._poller = zmq.Poller()
@@ -101,6 +103,15 @@ class WorkerSockets:
         except zmq.Again:
             self.num_undeliverable += 1
 
+    def revive_membership(self) -> None:
+        """Begin anew where ZMQ has given up for good: one end has a secret, and the other has none."""
+        if self._failed_handshakes.poll(0):
+            self._poller.unregister(self._membership)
+            self._close_membership(linger_seconds=0.0)
+            self._membership = self._dial(self._membership_endpoint)
+            self._failed_handshakes = self._membership.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+            self._poller.register(self._membership, zmq.POLLIN)
+
     def dial(self, peer: PeerRef) -> None:
         """Connect to a peer. One with an endpoint that can't be is as good as one that never answers."""
         self.hang_up(peer.party)
@@ -124,10 +135,16 @@ class WorkerSockets:
         """Close everything; what was just sent gets ``linger_seconds`` to leave."""
         for peer in list(self._peers):
             self.hang_up(peer)
-        for socket in (self._server, self._membership, *self._publishers):
+        self._close_membership(linger_seconds)
+        for socket in (self._server, *self._publishers):
             socket.close(linger=int(linger_seconds * 1000))
         self._security.close()
         self._context.term()
+
+    def _close_membership(self, linger_seconds: float) -> None:
+        self._membership.disable_monitor()
+        self._failed_handshakes.close(linger=0)
+        self._membership.close(linger=int(linger_seconds * 1000))
 
     def _receive_bound(self) -> Iterator[Envelope]:
         for _ in range(MESSAGES_PER_ROUND):

@@ -4,7 +4,7 @@ read it."""
 from splitserve.bounded import ExpiringMap
 from splitserve.handover import SourceHandover, SourceState
 from splitserve.kvconnector.connector import ServedMemory
-from splitserve.kvconnector.digest import LeadingDigests
+from splitserve.kvconnector.digest import LeadingDigests, no_digests
 from splitserve.messages import (
     FailureCode,
     Grant,
@@ -14,11 +14,13 @@ from splitserve.messages import (
     PeerRefused,
     PeerWelcome,
     PrefillRequest,
+    PrefixGrant,
     Release,
     Withdrawn,
 )
 from splitserve.prefill.effects import Incident, Serve
 from splitserve.prefill.engine_state import EngineState, Tombstone
+from splitserve.prefill.prefix_source import PrefixSource
 from splitserve.prefill.scheduler import PrefillScheduler
 from splitserve.prefill.sequence import Sequence
 from splitserve.request import Party, RequestKey
@@ -43,6 +45,10 @@ class SourceSide:
         self._parked_grants: ExpiringMap[RequestKey, tuple[Grant, Party]] = ExpiringMap(
             max_size=state.protocol.max_parked, ttl_seconds=state.protocol.lease_seconds
         )
+        why_not = (
+            "" if leading_digests is no_digests else "with --verify-kv prefixes are computed, not read from others"
+        )
+        self.prefixes = PrefixSource(state, why_not)
         self._is_serving = False
         self._serve_until = 0.0
 
@@ -99,8 +105,16 @@ class SourceSide:
         else:
             self._parked_grants.put(key, (grant, sender), now)
 
+    def on_prefix_grant(self, grant: PrefixGrant, sender: Party, now: float) -> None:
+        """A peer wants to read what is here of a prefix."""
+        self.prefixes.on_grant(grant, sender, now)
+        if self.prefixes.num_live:
+            self._serve(True)
+
     def on_ack(self, ack: OfferAck, sender: Party, now: float) -> None:
         del now
+        if self.prefixes.on_ack(ack, sender):
+            return
         handover = self._handovers.get(ack.key)
         if handover is not None and handover.peer == sender:
             handover.acknowledge(ack)
@@ -108,6 +122,8 @@ class SourceSide:
             self._state.counters.stale_messages += 1
 
     def on_release(self, release: Release, sender: Party, now: float) -> None:
+        if self.prefixes.on_release(release, sender):
+            return
         handover = self._handovers.get(release.key)
         if handover is not None and handover.peer == sender:
             handover.release("complete" if release.complete else "given up by decode")
@@ -171,23 +187,24 @@ class SourceSide:
                 self._state.outbox.send(handover.peer, offer)
             if handover.state is SourceState.RELEASED:
                 self._finish(handover, now)
+        self.prefixes.poll(now)
         self._parked_grants.expire(now)
-        if now >= self._serve_until and not self._handovers:
+        if now >= self._serve_until and not self._handovers and not self.prefixes.num_live:
             self._serve(False)
 
     def next_deadline(self) -> float:
         deadlines = [handover.next_deadline() for handover in self._handovers.values()]
-        if self._is_serving and not self._handovers:
+        if self._is_serving and not self._handovers and not self.prefixes.num_live:
             deadlines.append(self._serve_until)
-        return min(deadlines, default=float("inf"))
+        return min(self.prefixes.next_deadline(), *deadlines, float("inf"))
 
     def owns(self, sequence: Sequence) -> bool:
         return sequence.key in self._handovers or sequence.key in self._ungranted
 
     @property
     def num_live(self) -> int:
-        """Requests, hand-overs and parked grants: zero when idle."""
-        return len(self._handovers) + len(self._ungranted) + len(self._parked_grants)
+        """Requests, hand-overs, parked grants, prefixes that are read: zero when idle."""
+        return len(self._handovers) + len(self._ungranted) + len(self._parked_grants) + self.prefixes.num_live
 
     # ---- inside ----
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeAlias, TypeVar
 
+import msgspec
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
@@ -18,6 +19,7 @@ from splitserve import __version__
 from splitserve.router.answers import GenerationResponse, Prompt
 from splitserve.router.api_error import ApiError
 from splitserve.router.body import BodyReader
+from splitserve.router.cluster_report import cluster_report
 from splitserve.router.dispatcher import Dispatcher
 from splitserve.router.formats import ChatFormat, CompletionFormat, Format
 from splitserve.router.metrics import RouterMetrics
@@ -96,6 +98,12 @@ class Api:
     async def metrics(self, _request: Request) -> Response:
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    async def workers(self, _request: Request) -> Response:
+        """All that is known of the cluster, for whoever looks for a fault (``splitserve doctor``)."""
+        self._dispatcher.fleet.mend_links()  # what is still broken in the next answer stays so
+        report = cluster_report(self._dispatcher.config, self._dispatcher.fleet, asyncio.get_running_loop().time())
+        return Response(msgspec.json.encode(report), media_type="application/json")
+
     async def profile(self, request: Request) -> Response:
         """Let the workers record their next steps; answers when they have."""
         body = parse_profile_request(await self._bodies.read(request))
@@ -154,6 +162,7 @@ def create_app(api: Api, metrics: RouterMetrics, api_key: str = "") -> ASGIApp:
         ("/ready", api.ready),
         ("/version", api.version),
         ("/metrics", api.metrics),
+        ("/admin/workers", api.workers),
         ("/openapi.json", openapi),
     ]
     for path, handler in posts:

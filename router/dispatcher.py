@@ -12,6 +12,7 @@ import logging
 import random
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from splitserve.bounded import ExpiringMap
@@ -44,9 +45,11 @@ from splitserve.router.placement import (
     Placed,
     Placement,
     RequestShape,
+    Snapshot,
     context_limits,
     policy_by_name,
 )
+from splitserve.router.prefix_view import MIN_GAIN_BLOCKS, helper_of
 from splitserve.router.profiles import Profiles
 from splitserve.router.request_state import NOTHING, Failure, FailureReason, Phase, RequestState, Update
 
@@ -99,6 +102,7 @@ class Dispatcher:
     """Raises :class:`ConfigError` for an unknown policy or a membership address that can't be bound."""
 
     def __init__(self, config: RouterConfig, metrics: RouterMetrics) -> None:
+        self.config = config
         self._policy = policy_by_name(config.policy)
         self._deadline_seconds = config.protocol.request_deadline_seconds
         self._max_in_flight = config.max_requests_in_flight
@@ -137,11 +141,17 @@ class Dispatcher:
         self._num_admitted -= count
         self._metrics.requests_in_flight.set(self._num_admitted)
 
-    def place(self, shape: RequestShape) -> Placement:
-        """Where a request of this shape would run now."""
+    def place(self, shape: RequestShape, token_ids: Sequence[int] = ()) -> Placement:
+        """Where a request of this shape, with this prompt, would run now."""
         if self._closing:
             return NoWorker("the router is shutting down")
-        return self._policy(self.fleet.membership.snapshot(self._loop.time()), shape)
+        return self._policy(self._snapshot(token_ids), shape)
+
+    def _snapshot(self, token_ids: Sequence[int]) -> Snapshot:
+        """The workers, with what each has of the prompt."""
+        matches = self.fleet.prefixes.matches(token_ids)
+        worth = {party: match.worth_tokens for party, match in matches.items()}
+        return self.fleet.membership.snapshot(self._loop.time(), worth)
 
     def limits(self) -> Limits:
         """What prompts must keep. Raises :class:`ApiError` 503 while no request could be placed."""
@@ -158,10 +168,10 @@ class Dispatcher:
         """Place a prompt and send it off; updates come to ``inbox``. Raises :class:`ApiError` 503 without a worker."""
         state = RequestState(secrets.token_hex(12), sampling.max_tokens)
         generation = Generation(index, token_ids, sampling, inbox, arrived_at, state)
-        placement = self.place(generation.shape)
+        placement = self.place(generation.shape, token_ids)
         fallback = None
         if isinstance(placement, NoWorker):  # no pair: a decode worker alone can help, though nobody planned it so
-            fallback = None if self._closing else self._local_placement(generation.shape)
+            fallback = None if self._closing else self._local_placement(generation)
             if fallback is None:
                 raise _no_worker(placement.reason)
             placement = fallback
@@ -174,8 +184,8 @@ class Dispatcher:
         state.was_disaggregated |= fallback is not None
         return generation
 
-    def _local_placement(self, shape: RequestShape) -> Local | None:
-        return local_placement(self.fleet.membership.snapshot(self._loop.time()).workers, shape)
+    def _local_placement(self, generation: Generation) -> Local | None:
+        return local_placement(self._snapshot(generation.token_ids).workers, generation.shape)
 
     def finish_at_stop_string(self, generation: Generation) -> None:
         self._apply(generation, generation.state.finish_at_stop_string())
@@ -213,7 +223,7 @@ class Dispatcher:
         """An attempt has failed: begin the next one where the ladder says, wait for workers, or fail the request."""
         state, now = generation.state, self._loop.time()
         last = state.history[-1]
-        step = next_step(self.fleet.membership.snapshot(now), generation.shape, self._policy, state.history)
+        step = next_step(self._snapshot(generation.token_ids), generation.shape, self._policy, state.history)
         if not isinstance(step.placement, NoWorker):
             self._metrics.ladder_steps.labels(step.rung, last.failure.reason).inc()
             log.info("request %s goes on (%s): %s", state.key, step.rung, last.failure.message)
@@ -240,12 +250,22 @@ class Dispatcher:
         delivered = generation.state.delivered_ids
         left_seconds = max(0.001, generation.arrived_at + self._deadline_seconds - self._loop.time())
         if not isinstance(placement, Disaggregated):
-            return [(placement.worker, LocalRequest(key, prompt, sampling, left_seconds, delivered))]
+            prefix = self._prefix_helper(prompt, placement.worker)
+            return [(placement.worker, LocalRequest(key, prompt, sampling, left_seconds, delivered, prefix))]
         prefill, decode = self._peer(placement.prefill), self._peer(placement.decode)
         return [
             (placement.decode, DecodeRequest(key, prompt, sampling, prefill, left_seconds, delivered)),
             (placement.prefill, PrefillRequest(key, prompt, sampling, decode, left_seconds, delivered)),
         ]
+
+    def _prefix_helper(self, prompt: list[int], worker: Party) -> PeerRef | None:
+        """Whose device or host tier has so much more of the prompt that ``worker`` had best read it from there."""
+        matches = self.fleet.prefixes.matches(prompt)
+        ready = {view.party for view in self.fleet.membership.snapshot(self._loop.time()).workers}
+        record = self.fleet.membership.get(worker)
+        min_gain = MIN_GAIN_BLOCKS * record.info.layout.block_size if record is not None else 0
+        helper = helper_of(worker, {p: match for p, match in matches.items() if p in ready or p == worker}, min_gain)
+        return None if helper is None else self._peer(helper)
 
     def _peer(self, party: Party) -> PeerRef:
         record = self.fleet.membership.get(party)

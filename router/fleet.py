@@ -25,11 +25,15 @@ from splitserve.messages import (
     Register,
     Registered,
     RegisterRefused,
+    WorkerInfo,
 )
 from splitserve.request import Party, Role
-from splitserve.router.links import LoopSocket, WorkerLink, bind_router_socket
+from splitserve.router.kv_event_link import KVEventLink
+from splitserve.router.links import FailedHandshakes, LoopSocket, WorkerLink, bind_router_socket
 from splitserve.router.membership import MAX_WORKERS, Membership, WorkerState
 from splitserve.router.metrics import RouterMetrics
+from splitserve.router.prefix_view import PrefixView
+from splitserve.router.turned_away import UNKNOWN, TurnedAway
 from splitserve.security import SocketSecurity, check_exposure
 from splitserve.wire import decode, encode
 
@@ -37,15 +41,17 @@ log = logging.getLogger(__name__)
 
 _MAX_TICK_SECONDS = 0.25
 _LOG_INTERVAL_SECONDS = 1.0
-_SOCKETS_PER_WORKER = 3  # its link, and both ends of the link's monitor
+_STRANGER_LOG_INTERVAL_SECONDS = 30.0
+_SOCKETS_PER_WORKER = 4  # its link, both ends of the link's monitor, its KV events
 _OTHER_SOCKETS = 16
 
 
 class RateLimitedLog:
-    """At most one message a second; the next one says how many were left out."""
+    """At most one message in ``interval_seconds``; the next one says how many were left out."""
 
-    def __init__(self, level: int) -> None:
+    def __init__(self, level: int, interval_seconds: float = _LOG_INTERVAL_SECONDS) -> None:
         self._level = level
+        self._interval_seconds = interval_seconds
         self._next_at = 0.0
         self._num_suppressed = 0
 
@@ -55,7 +61,7 @@ class RateLimitedLog:
             return
         more = f" ({self._num_suppressed} more like this)" if self._num_suppressed else ""
         log.log(self._level, "%s%s", message, more)
-        self._next_at = now + _LOG_INTERVAL_SECONDS
+        self._next_at = now + self._interval_seconds
         self._num_suppressed = 0
 
 
@@ -79,10 +85,14 @@ class Fleet:
         self._on_message = on_message
         self._on_lost = on_lost
         self._on_ready = on_ready
+        self.turned_away = TurnedAway()
         self._links: dict[Party, WorkerLink] = {}
+        self.prefixes = PrefixView()
+        self._kv_event_links: dict[Party, KVEventLink] = {}
         self._stale_log = RateLimitedLog(logging.INFO)  # ordinary after an abort
         self._wire_log = RateLimitedLog(logging.WARNING)
         self._refusal_log = RateLimitedLog(logging.WARNING)
+        self._stranger_log = RateLimitedLog(logging.WARNING, _STRANGER_LOG_INTERVAL_SECONDS)
         self._loop = asyncio.get_running_loop()
         check_exposure(config.membership_host, config.secret)
         self._context = zmq.Context()
@@ -95,6 +105,7 @@ class Fleet:
         except ConfigError:
             self._security.close()
             raise
+        self._handshakes = FailedHandshakes(socket, self._on_stranger)
         self._socket = LoopSocket(socket, self._on_membership_frames)
         self._tick_seconds = min(_MAX_TICK_SECONDS, protocol.dead_after_seconds / 4)
         self._last_tick = self._loop.time()
@@ -115,6 +126,10 @@ class Fleet:
         for link in self._links.values():
             link.close()
         self._links.clear()
+        for events in self._kv_event_links.values():
+            events.close()
+        self._kv_event_links.clear()
+        self._handshakes.close()
         self._socket.close()
         self._security.close()
         self._context.term()
@@ -151,10 +166,12 @@ class Fleet:
         if refusal is None and registration.must_dial:
             refusal = self._dial(sender)
         if refusal is not None:
+            self.turned_away.refuse(body.info, refusal, self._loop.time())
             self._metrics.workers_refused.inc()
             self._refusal_log.write(self._loop.time(), f"refused worker {sender}: {refusal}")
             self._socket.send([identity, encode(Envelope(self.party, sender, RegisterRefused(refusal)))])
             return
+        self.turned_away.forgive(sender.engine_id)
         if registration.must_dial:
             log.info("worker %s (%s) registered from %s", sender, body.info.role, body.info.endpoint)
         self._socket.send([identity, encode(Envelope(self.party, sender, Registered()))])
@@ -167,6 +184,15 @@ class Fleet:
         elif before is WorkerState.LOST:
             log.info("worker %s is heard again", sender)
             self._dial(sender)
+
+    def _on_stranger(self, address: str) -> None:
+        """Somebody dialled who hasn't shown the secret: mostly a worker with another one, which can't say so."""
+        self.turned_away.stranger(address, self._loop.time())
+        self._metrics.handshakes_failed.inc()
+        self._stranger_log.write(
+            self._loop.time(),
+            f"refused a connection from {address or UNKNOWN}: it doesn't show this cluster's shared secret",
+        )
 
     # ---- links ----
 
@@ -193,7 +219,18 @@ class Fleet:
         self.membership.link_up(link.party)
         self._on_ready(link.party)
         log.info("worker %s is ready", link.party)
+        self._follow(link.info)
         self._introduce(link.party)
+
+    def _follow(self, info: WorkerInfo) -> None:
+        """Hear of what the worker holds, if it tells."""
+        if info.kv_events_endpoint and info.party not in self._kv_event_links:
+            try:
+                link = KVEventLink(self._context, info, self._security, self.prefixes.apply)
+            except ConfigError as error:
+                log.warning("worker %s: %s", info.party, error)
+            else:
+                self._kv_event_links[info.party] = link
 
     def _introduce(self, newcomer: Party) -> None:
         """Let decode workers connect to prefill workers before the first request needs it."""
@@ -202,6 +239,16 @@ class Fleet:
                 source, sink = self.membership.get(one), self.membership.get(other)
                 if source and sink and source.info.role is Role.PREFILL and sink.info.role is Role.DECODE:
                     self.send(other, Introduce(peer=PeerRef(one, source.info.endpoint)))
+
+    def mend_links(self) -> None:
+        """Let decode workers connect anew to prefill workers that they couldn't read from: else the next request that
+        goes that way does."""
+        records = {record.info.party.engine_id: record for record in self.membership.records()}
+        for record in records.values():
+            for link in (link for link in record.links if not link.transport):
+                peer = records.get(link.peer)
+                if peer is not None and WorkerState.READY is peer.state is record.state:
+                    self.send(record.info.party, Introduce(peer=PeerRef(peer.info.party, peer.info.endpoint)))
 
     def _on_link_down(self, link: WorkerLink) -> None:
         if self._links.get(link.party) is link and self.membership.lose(link.party):
@@ -225,6 +272,10 @@ class Fleet:
         if link is None:
             return
         link.close()
+        events = self._kv_event_links.pop(worker, None)
+        if events is not None:
+            events.close()
+        self.prefixes.forget(worker)
         self._metrics.workers_lost.inc()
         log.warning("worker %s %s", worker, why)
         self._on_lost(worker, why)

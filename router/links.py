@@ -6,6 +6,8 @@ future and no task. All sockets have LINGER 0 and never block: a full send queue
 
 import asyncio
 import logging
+import os
+import socket
 from collections.abc import Callable
 
 import zmq
@@ -19,6 +21,7 @@ from splitserve.wire import MAX_MESSAGE_BYTES, encode
 log = logging.getLogger(__name__)
 
 _MAX_FRAMES_PER_TURN = 256
+_MISMATCH_EVENTS = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _DOWN_EVENTS = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -82,7 +85,7 @@ def bind_router_socket(
     context: "zmq.Context[zmq.Socket[bytes]]", host: str, security: SocketSecurity, port: int = 0
 ) -> "tuple[zmq.Socket[bytes], str]":
     """A ROUTER socket on ``port`` (0: a free one) of ``host``, and its endpoint. Raises :class:`ConfigError`."""
-    socket = _new_socket(context, zmq.ROUTER)
+    socket = new_socket(context, zmq.ROUTER)
     security.protect_bound(socket)
     # A worker that reconnects before its old connection was seen to end must not be shut out.
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -95,6 +98,43 @@ def bind_router_socket(
         where = f"{host!r} port {port}" if port else repr(host)
         raise ConfigError(f"membership_host {where} can't be bound: {error.strerror}") from error
     return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+
+class FailedHandshakes:
+    """Calls ``on_failure`` with the address (without its port) of each peer of a bound socket whose handshake fails
+    because it has another secret, or none where one is wanted, or the other way round; "" if it was gone too soon.
+
+    ZMQ doesn't say whose handshake failed; it is taken for that of the last connection that was accepted. Close it
+    before its socket.
+    """
+
+    def __init__(self, bound: "zmq.Socket[bytes]", on_failure: Callable[[str], None]) -> None:
+        self._bound = bound
+        self._on_failure = on_failure
+        self._last_address = ""
+        monitor = bound.get_monitor_socket(zmq.EVENT_ACCEPTED | _MISMATCH_EVENTS)
+        self._monitor = LoopSocket(monitor, self._on_event)
+
+    def close(self) -> None:
+        if not self._bound.closed:
+            self._bound.disable_monitor()
+        self._monitor.close()
+
+    def _on_event(self, frames: list[bytes]) -> None:
+        event, value = int.from_bytes(frames[0][:2], "little"), int.from_bytes(frames[0][2:6], "little")
+        if event == zmq.EVENT_ACCEPTED:
+            self._last_address = _address_of_peer(value)
+        elif event & _MISMATCH_EVENTS:
+            self._on_failure(self._last_address)
+
+
+def _address_of_peer(descriptor: int) -> str:
+    """Of a connection that ZMQ owns and may have closed by now: "" then."""
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            return str(connection.getpeername()[0])
+    except OSError:
+        return ""
 
 
 class WorkerLink:
@@ -133,7 +173,7 @@ class WorkerLink:
         self, context: "zmq.Context[zmq.Socket[bytes]]", security: SocketSecurity
     ) -> "tuple[zmq.Socket[bytes], zmq.Socket[bytes]]":
         """The link's socket and its monitor; nothing stays open after an error."""
-        socket = _new_socket(context, zmq.DEALER)
+        socket = new_socket(context, zmq.DEALER)
         try:
             security.protect_connecting(socket)
             socket.setsockopt(zmq.IPV6, 1)  # dials IPv4, too
@@ -169,7 +209,7 @@ class WorkerLink:
             self._on_down(self)
 
 
-def _new_socket(context: "zmq.Context[zmq.Socket[bytes]]", kind: int) -> "zmq.Socket[bytes]":
+def new_socket(context: "zmq.Context[zmq.Socket[bytes]]", kind: int) -> "zmq.Socket[bytes]":
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)

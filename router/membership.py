@@ -11,9 +11,10 @@ A worker leaves the table when it says Leave, when a new incarnation of it regis
 ``forget_after_seconds``. A replaced incarnation never comes back, however late its messages are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
 
 from splitserve.messages import LayoutRecord, PeerLink, WorkerInfo, WorkerLoad
 from splitserve.request import Party
@@ -35,7 +36,7 @@ class WorkerState(StrEnum):
 class WorkerRecord:
     """One incarnation of one worker. The counts are this router's own; see :class:`WorkerView`.
 
-    ``clock_offset_seconds``: how far its clock is ahead of ours, less the time that its heartbeat took.
+    ``clock_offset_seconds``: how far its clock is ahead of ours, less the time that its last heartbeat took.
     """
 
     info: WorkerInfo
@@ -44,13 +45,14 @@ class WorkerRecord:
     load: WorkerLoad = NO_LOAD
     links: Sequence[PeerLink] = ()
     clock_offset_seconds: float | None = None
+    num_heartbeats: int = 0
     num_requests: int = 0
     prefill_tokens: int = 0
     context_tokens: int = 0
     num_placed: int = 0
     breaker: Breaker = field(default_factory=Breaker)
 
-    def view(self) -> WorkerView:
+    def view(self, prefix_match_tokens: int = 0) -> WorkerView:
         info = self.info
         return WorkerView(
             party=info.party,
@@ -63,6 +65,7 @@ class WorkerRecord:
             prefill_tokens=self.prefill_tokens,
             context_tokens=self.context_tokens,
             num_placed=self.num_placed,
+            prefix_match_tokens=prefix_match_tokens,
         )
 
 
@@ -122,6 +125,7 @@ class Membership:
         before = record.state
         record.load, record.links, record.clock_offset_seconds = load, links, clock_offset_seconds
         record.last_heard = now
+        record.num_heartbeats += 1
         if before is WorkerState.LOST:
             record.state = WorkerState.CONNECTING
         return before
@@ -199,12 +203,13 @@ class Membership:
     def records(self) -> list[WorkerRecord]:
         return list(self._records.values())
 
-    def snapshot(self, now: float) -> Snapshot:
-        """Ready workers; those with an open breaker only where their role has no others."""
+    def snapshot(self, now: float, matches: Mapping[Party, int] = MappingProxyType({})) -> Snapshot:
+        """Ready workers; those with an open breaker only where their role has no others. ``matches``: how many
+        tokens of a request's prompt each has, as far as anybody knows."""
         ready = [record for record in self._records.values() if record.state is WorkerState.READY]
         trusted_roles = {record.info.role for record in ready if record.breaker.allows(now)}
         usable = (r for r in ready if r.breaker.allows(now) or r.info.role not in trusted_roles)
-        return Snapshot(tuple(record.view() for record in usable))
+        return Snapshot(tuple(record.view(matches.get(record.info.party, 0)) for record in usable))
 
     def is_connected(self) -> bool:
         """Whether a decode worker can read from a prefill worker now: else a first request had to wait for that."""

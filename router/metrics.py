@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from splitserve.messages import WorkerLoad
+from splitserve.messages import TierLoad, WorkerLoad
 from splitserve.router.membership import WorkerRecord, WorkerState
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -33,6 +33,10 @@ _LOAD_COUNTERS = frozenset(
         "tier_stored_blocks",
         "tier_loaded_blocks",
         "tier_failures",
+        "peer_prefixes",
+        "peer_prefix_blocks",
+        "peer_prefix_failures",
+        "other_copies",
     }
 )
 
@@ -80,6 +84,9 @@ class RouterMetrics:
         self.stale_messages = _counter(registry, "stale_messages", "Messages dropped: old attempt, incarnation, ended")
         self.wire_errors = _counter(registry, "wire_errors", "Bytes from sockets that were no message of our schema")
         self.workers_refused = _counter(registry, "workers_refused", "Registrations of workers that were refused")
+        self.handshakes_failed = _counter(
+            registry, "handshakes_failed", "Connections to membership without the cluster's shared secret"
+        )
         self.workers_lost = _counter(registry, "workers_lost", "Workers that died, fell silent or left")
 
     def watch_workers(self, records: Callable[[], list[WorkerRecord]]) -> None:
@@ -107,7 +114,10 @@ class _WorkerCollector(Collector):
         yield placed
         yield _identities(records)
         yield from _links(records)
+        yield from _tiers(records)
         for name in WorkerLoad.__struct_fields__:
+            if name == "tiers":
+                continue
             family: CounterMetricFamily | GaugeMetricFamily
             text = f"{name} of the worker's last heartbeat"
             if name in _LOAD_COUNTERS:
@@ -143,12 +153,24 @@ def _links(records: list[WorkerRecord]) -> Iterator[GaugeMetricFamily]:
         "splitserve_link_slow", "1 if KV doesn't travel as it should; the log says why", labels=labels
     )
     for record in records:
-        for link in record.links:
+        for link in (link for link in record.links if link.transport):
             values = (*_labels(record), link.peer, link.transport)
             speed.add_metric(values, link.bytes_per_second)
             slow.add_metric(values, float(bool(link.problem)))
     yield speed
     yield slow
+
+
+def _tiers(records: list[WorkerRecord]) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+    """Each tier of each worker: docs/kv-tiers.md."""
+    labels = ("worker", "role", "tier")
+    for name in TierLoad.__struct_fields__[1:]:
+        kind = GaugeMetricFamily if name in ("slots", "blocks", "available") else CounterMetricFamily
+        family = kind(f"splitserve_tier_{name}", f"{name} of a tier, as of the last heartbeat", labels=labels)
+        for record in records:
+            for tier in record.load.tiers:
+                family.add_metric((*_labels(record), tier.name), getattr(tier, name))
+        yield family
 
 
 def _labels(record: WorkerRecord) -> tuple[str, str]:

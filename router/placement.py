@@ -22,8 +22,8 @@ class WorkerView:
     ``num_requests``, ``prefill_tokens`` and ``context_tokens`` are what this router has in flight there, exact at any
     moment; ``load`` is the last heartbeat, up to a second old. ``prefill_tokens`` counts prompt tokens whose first
     output token is still to come, ``context_tokens`` the prompt tokens of the requests that decode there.
-    ``num_placed`` counts all requests ever placed. ``prefix_match_tokens`` is how much of *this* request's prompt is
-    cached there, as far as the router knows.
+    ``num_placed`` counts all requests ever placed. ``prefix_match_tokens`` is how much of *this* request's prompt needs
+    no computing there, as far as the router knows, less where it has to come up from a tier.
     """
 
     party: Party
@@ -147,8 +147,9 @@ def _used_share(worker: WorkerView) -> float:
 
 
 def decode_load(worker: WorkerView) -> tuple[float, int, int, str]:
-    """Sorts decode (and mixed) workers, the best to place a request on first."""
-    return (_used_share(worker), worker.load.num_waiting, worker.num_placed, worker.party.engine_id)
+    """Sorts decode (and mixed) workers, the best to place a request on first: load, and what the request adds to it."""
+    saved = worker.prefix_match_tokens / max(1, worker.kv_capacity_tokens)
+    return (_used_share(worker) - saved, worker.load.num_waiting, worker.num_placed, worker.party.engine_id)
 
 
 def _prefill_load(worker: WorkerView) -> tuple[int, int, int, str]:

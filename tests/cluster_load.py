@@ -15,6 +15,7 @@ import aiohttp
 from serving import complete_all, transformers_greedy
 
 MAX_TOKENS = 24
+REQUEST_SECONDS = 60.0
 PROMPTS = [[300 + (7 * index + 3 * i) % 900 for i in range(20 + 13 * index)] for index in range(6)]
 
 
@@ -48,14 +49,16 @@ def steady_load(
 ) -> Iterator[Load]:
     """Streamed completions of random ``requests``, ``streams`` at a time, while the block runs; then all end."""
     load, stop = Load(), threading.Event()
-    thread = threading.Thread(target=lambda: asyncio.run(_run(url, requests, expected, streams, load, stop)))
+    thread = threading.Thread(
+        target=lambda: asyncio.run(_run(url, requests, expected, streams, load, stop)), name="steady-load", daemon=True
+    )
     thread.start()
     try:
         yield load
     finally:
         stop.set()
-        thread.join(120)
-        assert not thread.is_alive(), "a request has no end"
+        thread.join(REQUEST_SECONDS + 10)
+    assert not thread.is_alive(), f"{streams} streams to {url} didn't end; {load}"
 
 
 async def _run(
@@ -66,7 +69,7 @@ async def _run(
     load: Load,
     stop: threading.Event,
 ) -> None:
-    timeout = aiohttp.ClientTimeout(total=100)
+    timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
 
     async def stream(session: aiohttp.ClientSession, seed: int) -> None:
         chosen = random.Random(seed)

@@ -10,6 +10,13 @@ if not Path("/dev/nvidiactl").exists():  # no GPU: Triton's kernels run under it
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not os.environ.get("SPLITSERVE_SLOW_TESTS"):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="slow; others are much like it: make slow-test"))
+
+
 @pytest.fixture(scope="session")
 def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a Qwen3 checkpoint of about 5 MB, with tokenizer and chat template."""

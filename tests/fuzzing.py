@@ -9,6 +9,7 @@ import msgspec
 
 from core_driver import DECODE, LAYOUT, NUM_BLOCKS, PREFILL, Worker
 from simulator import PROTOCOL, VOCAB
+from splitserve.block_hash import extend_hashes, root_hash
 from splitserve.decode.core import DecodeCore
 from splitserve.errors import WireError
 from splitserve.handover import ReadCommand, ReadResult
@@ -36,6 +37,7 @@ from splitserve.messages import (
     PeerRefused,
     PeerWelcome,
     PrefillRequest,
+    PrefixGrant,
     Profile,
     Profiled,
     RankMemory,
@@ -63,7 +65,7 @@ HOSTILE_VALUES: list[Any] = [None, True, "", "x" * 5000, "\x00", b"", b"\xff" * 
 REGION = MemoryRegion(MemoryKind.DRAM, 0, 4096, NUM_BLOCKS, block_bytes(LAYOUT))
 
 
-SAID_BY_DECODE = (PeerHello, Grant, OfferAck, Release)
+SAID_BY_DECODE = (PeerHello, Grant, PrefixGrant, OfferAck, Release)
 SAID_BY_PREFILL = (PeerWelcome, PeerRefused, Offer, Withdrawn)
 
 
@@ -113,6 +115,8 @@ class MessageFuzzer:
             (2, lambda: DecodeRequest(key, tokens, sampling, prefill, seconds, output)),
             (3, lambda: DecodeRequest(key, prompt, sampling, prefill, longest)),
             (2, lambda: LocalRequest(key, tokens, sampling, seconds, output)),
+            (2, lambda: LocalRequest(key, prompt, sampling, longest, [], prefill)),
+            (2, lambda: PrefixGrant(key, rng.choice([0, 1, 9]), self._hashes(), rng.choice([0.0, 0.1, 10.0]))),
             (1, lambda: Abort(key)),
             (1, lambda: Introduce(prefill)),
             (1, lambda: Profile("p", rng.choice([1, 100_000]), seconds)),
@@ -149,6 +153,14 @@ class MessageFuzzer:
         party = rng.choice(PARTIES)
         sizes = [rng.choice([1, 64, 2**31 - 1]) for _ in range(4)]
         return WorkerInfo(party, rng.choice(list(Role)), self._endpoint, 1, LAYOUT, *sizes)
+
+    def _hashes(self) -> list[bytes]:
+        """Of blocks that may be here, or of none."""
+        if self.rng.random() < 0.2:
+            return [self.rng.randbytes(16) for _ in range(self.rng.choice([1, 2000]))]
+        hashes: list[bytes] = []
+        extend_hashes(hashes, root_hash(LAYOUT), [self.rng.randrange(4), *range(1, 10)], LAYOUT.block_size)
+        return hashes
 
     def _offer(self, key: RequestKey) -> Offer:
         """The right one for a grant that was heard, or one for a prompt of ten tokens, which may be right."""

@@ -66,9 +66,11 @@ def run_schedule(schedule: Schedule) -> Simulator:
 def prepare(schedule: Schedule) -> Simulator:
     protocol = ProtocolConfig(**(msgspec.structs.asdict(PROTOCOL) | schedule.protocol))
     sim = Simulator(schedule.seed, schedule.faults, schedule.shape, protocol)
-    shared = [sim.random.randrange(VOCAB) for _ in range(12)]
+    has_tiers = schedule.shape.tier_slots or schedule.shape.shared_chunk
+    # With tiers there are several, so that some leave the device and come back.
+    shared = [[sim.random.randrange(VOCAB) for _ in range(12)] for _ in range(5 if has_tiers else 1)]
     for index in range(schedule.num_requests):
-        prefix = shared[: sim.random.choice([0, 0, 4, 8, 12])]
+        prefix = shared[index % len(shared)][: sim.random.choice([0, 0, 4, 8, 12])]
         prompt = prefix + [sim.random.randrange(VOCAB) for _ in range(sim.random.choice([1, 3, 4, 5, 17, 30]))]
         max_tokens = sim.random.choice([1, 2, 6, 20])
         sim.at(sim.random.uniform(0.0, 0.5), lambda i=index, p=prompt, m=max_tokens: sim.router.submit(f"r{i}", p, m))

@@ -13,7 +13,7 @@ import msgspec
 from splitserve.config import ProtocolConfig
 from splitserve.kvconnector.connector import ServedMemory
 from splitserve.kvconnector.layout import block_bytes
-from splitserve.messages import LayoutRecord, MemoryKind, MemoryRegion, PeerWelcome, RankMemory
+from splitserve.messages import HostTierMemory, LayoutRecord, MemoryKind, MemoryRegion, PeerWelcome, RankMemory
 from splitserve.request import Party, Role, SamplingParams
 
 VOCAB = 50
@@ -91,7 +91,8 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Shape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How many workers with how many blocks each. ``prefill_blocks`` 0: as many as the others.
 
-    ``tier_slots``: of the first tier of each; 0: there are none.
+    ``tier_slots``: of the first tier of each; 0: there are none. ``shared_chunk``: blocks of the chunks of a tier that
+    all share; 0: there is none.
     """
 
     prefill: int = 1
@@ -100,6 +101,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_blocks: int = 24
     prefill_blocks: int = 0
     tier_slots: int = 0
+    shared_chunk: int = 0
 
     def workers(self) -> list[tuple[str, Role, int]]:
         """Name, role and number of blocks of each."""
@@ -118,10 +120,15 @@ class SimConnector:
     me: Party
     num_blocks: int
     name: str = "sim"
+    num_slots: int = 0
 
     def served(self) -> ServedMemory:
         region = MemoryRegion(MemoryKind.DRAM, 0, 0x1000, self.num_blocks, block_bytes(LAYOUT))
-        return ServedMemory(self.name, 0x1000, [RankMemory(str(self.me).encode(), region)])
+        host = None
+        if self.num_slots:
+            slots = MemoryRegion(MemoryKind.DRAM, 0, 0x1000, self.num_slots, block_bytes(LAYOUT))
+            host = HostTierMemory(slots, 0x1000)
+        return ServedMemory(self.name, 0x1000, [RankMemory(str(self.me).encode(), region, host=host)])
 
     def welcome(self) -> PeerWelcome:
         served = self.served()

@@ -95,7 +95,7 @@ class SimReader:
             (local,) = destination
             heads = self._worker.heads_of(rank)
             part = slice(heads.start * BLOCK_SIZE, heads.stop * BLOCK_SIZE)
-            self._worker.memory[local][part] = source.memory[remote][part]
+            self._worker.memory[local][part] = source.readable(remote)[part]
             if self._sim.random.random() < self._sim.faults.damage:
                 self._worker.memory[local][part.start + self._sim.random.randrange(BLOCK_SIZE)] ^= 1
 
@@ -103,7 +103,7 @@ class SimReader:
         if self._sim.now < source.frozen_until and self._sim.random.random() < 0.5:  # TCP needs the source's help
             self._sim.at(source.frozen_until, lambda: self._read_generations(command, source, rank))
         elif source.alive:
-            generations = [int(source.generations[block]) for block in command.remote_blocks]
+            generations = [source.generation(block) for block in command.remote_blocks]
             self._join(rank, ReadResult(command.read_id, None, generations))
         else:
             self._fail(command, "the source died")

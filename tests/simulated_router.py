@@ -168,7 +168,15 @@ class SimRouter:
             yield placement.decode, DecodeRequest(key, prompt, sampling, prefill, left, delivered)
             yield placement.prefill, PrefillRequest(key, prompt, sampling, decode, left, delivered)
         else:
-            yield placement.worker, LocalRequest(key, prompt, sampling, left, delivered)
+            prefix = self.other_worker(placement.worker)
+            yield placement.worker, LocalRequest(key, prompt, sampling, left, delivered, prefix)
+
+    def other_worker(self, worker: Party) -> PeerRef | None:
+        """One that may have more of a prompt's prefix, as far as anybody knows: any, sometimes."""
+        if not self.sim.tier_slots or self.sim.random.random() < 0.3:
+            return None
+        others = [view.party for view in self.membership.snapshot(self.sim.now).workers if view.party != worker]
+        return PeerRef(self.sim.random.choice(others), "") if others else None
 
     def step_down(self, request: SimRequest) -> None:
         state, now = request.state, self.sim.now

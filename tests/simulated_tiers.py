@@ -1,13 +1,56 @@
 """The host tier of a simulated worker: copies that take their time, fail in the middle, or end long after anybody
 waits for them. What a failed copy has written is garbage."""
 
+import itertools
+import random
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from simulated_model import BLOCK_SIZE
+from splitserve.block_hash import extend_hashes
+from splitserve.kvconnector.shared_tier import ChainCopy, SharedTier, TierState
 from splitserve.kvconnector.tier_index import TierIndex
 from splitserve.kvconnector.tiers import ClearCommand, CopyCommand, CopyResult, Tier
 
+SHARED = "shared"
+MAX_CHUNKS = 24
+
 if TYPE_CHECKING:
     from simulated_worker import SimWorker
+
+
+class SharedServer:
+    """What all workers share: a few chunks of ``chunk`` blocks each, by the hash of their last block. A block that is
+    None was never completely written: its checksum is wrong."""
+
+    def __init__(self, chosen: random.Random, chunk: int) -> None:
+        self.chunk = chunk
+        self.chunks: dict[bytes, list[list[int] | None]] = {}
+        self._chosen = chosen
+
+    def keep(self, copy: ChainCopy, contents: list[list[int] | None]) -> None:
+        """What is there already stays as it is."""
+        assert copy.first_block % self.chunk == 0 and len(contents) % self.chunk == 0, "a piece of a chunk"
+        assert len(copy.token_ids) == (copy.first_block + len(contents)) * BLOCK_SIZE
+        for start in range(0, len(contents), self.chunk):
+            blocks = [None if block is None else list(block) for block in contents[start : start + self.chunk]]
+            self.chunks.setdefault(copy.hashes[start + self.chunk - 1], blocks)
+        while len(self.chunks) > MAX_CHUNKS:
+            del self.chunks[self._chosen.choice(list(self.chunks))]
+
+    def find(self, root: bytes, copy: ChainCopy) -> list[list[int]]:
+        """The copy's blocks, as far as a chain of chunks from the sequence's beginning leads, and they are whole."""
+        hashes: list[bytes] = []
+        extend_hashes(hashes, root, copy.token_ids, BLOCK_SIZE)
+        assert hashes[copy.first_block :] == list(copy.hashes), "hashes that aren't those of the tokens"
+        blocks: list[list[int] | None] = []
+        for end in hashes[self.chunk - 1 :: self.chunk]:
+            if end not in self.chunks:
+                break
+            blocks += self.chunks[end]
+        whole = itertools.takewhile(lambda block: block is not None, blocks[copy.first_block :])
+        return [block for block in whole if block is not None]
 
 
 class SimTiers:
@@ -16,9 +59,16 @@ class SimTiers:
     def __init__(self, worker: "SimWorker", num_slots: int) -> None:
         self.worker = worker
         sizes = {"near": num_slots, "far": 2 * num_slots} if num_slots else {}
-        self.tiers = [Tier(name, TierIndex(size), max_blocks_per_copy=3) for name, size in sizes.items()]
+        self.generations = np.full(num_slots, worker.sim.random.getrandbits(63), dtype=np.uint64)
+        served = {"near": self.generations}  # the one that peers read
+        self.tiers = [
+            Tier(name, TierIndex(size, served.get(name)), max_blocks_per_copy=3) for name, size in sizes.items()
+        ]
         self.slots: dict[str, list[list[int]]] = {name: [[] for _ in range(size)] for name, size in sizes.items()}
+        chunk = worker.sim.shared.chunk
+        self.shared = SharedTier(SHARED, BLOCK_SIZE, 3 * chunk) if chunk else SharedTier()
         self.num_loaded = 0
+        self.num_turns = 0
         self.found: dict[str, set[bytes]] = {}  # what a subscriber to the worker's events believes, by tier
 
     def follow_events(self) -> None:
@@ -37,8 +87,32 @@ class SimTiers:
         contents = {event.tier: set(event.hashes) for event in blocks.contents()}
         assert {tier: known for tier, known in self.found.items() if known} == contents
 
-    def start(self, command: CopyCommand | ClearCommand) -> None:
+    def content(self, slot: int) -> list[int]:
+        """What a peer reads from a slot: nothing was ever written to some of them."""
+        return self.slots["near"][slot] or [0] * len(self.worker.memory[0])
+
+    def begin(self) -> None:
+        """Look for the shared tier."""
+        if self.shared.name:
+            self.worker.sim.after(self.worker.sim.random.uniform(0.0, 0.5), lambda: self.tell(is_available=True))
+
+    def tell(self, *, is_available: bool) -> None:
+        """With faults it comes and goes; one that comes back may have lost everything."""
+        worker, sim = self.worker, self.worker.sim
+        if not worker.can_run(lambda: self.tell(is_available=is_available)):
+            return
+        worker.core.handle_copy_result(TierState(SHARED, is_available, sim.shared.chunk * BLOCK_SIZE), worker.clock)
+        worker.settle()
+        if sim.faults.copy_error and self.num_turns < 6:
+            self.num_turns += 1
+            if not is_available and sim.random.random() < 0.3:
+                sim.shared.chunks.clear()
+            sim.after(sim.random.uniform(0.2, 2.0), lambda: self.tell(is_available=not is_available))
+
+    def start(self, command: CopyCommand | ChainCopy | ClearCommand) -> None:
         if isinstance(command, ClearCommand):
+            if command.tier == SHARED:
+                self.worker.sim.shared.chunks.clear()
             return
         sim = self.worker.sim
         taken = self.worker.stamp(command.block_ids)
@@ -47,6 +121,9 @@ class SimTiers:
         if sim.random.random() < sim.faults.copy_error:
             num_good = sim.random.randrange(num_good)
         seconds = sim.random.uniform(0.0, sim.faults.copy_seconds) + (3.0 if is_late else 0.0)
+        if isinstance(command, ChainCopy):
+            sim.after(seconds, lambda: self.finish_chain(command, num_good, taken))
+            return
         sim.after(seconds * sim.random.random(), lambda: self.move(command, num_good, taken))
         sim.after(seconds, lambda: self.finish(command, num_good, taken))
 
@@ -61,6 +138,27 @@ class SimTiers:
                 worker.memory[block_id] = list(slots[slot]) if number < num_good else garbage
             else:
                 slots[slot] = list(worker.memory[block_id]) if number < num_good else garbage
+
+    def finish_chain(self, copy: ChainCopy, num_good: int, taken: dict[int, int]) -> None:
+        """Moves and ends at once. What a store that fails has written can be found, and is seen to be garbage."""
+        worker, shared = self.worker, self.worker.sim.shared
+        if not worker.can_run(lambda: self.finish_chain(copy, num_good, taken)):
+            return
+        worker.assert_kept(taken, "a copy")
+        is_whole = num_good == len(copy.block_ids)
+        if copy.is_load:
+            found = shared.find(worker.core.state.blocks.root_hash, copy)
+            num_good = min(num_good, len(found))
+            for number, block_id in enumerate(copy.block_ids):
+                garbage = [-1] * len(worker.memory[block_id])
+                worker.memory[block_id] = list(found[number]) if number < num_good else garbage
+            self.num_loaded += num_good
+        else:
+            contents = [worker.memory[block_id] if n < num_good else None for n, block_id in enumerate(copy.block_ids)]
+            shared.keep(copy, contents)
+        result = CopyResult(copy.copy_id, num_good, None if is_whole else "planted copy error")
+        worker.core.handle_copy_result(result, worker.clock)
+        worker.settle()
 
     def finish(self, command: CopyCommand, num_good: int, taken: dict[int, int]) -> None:
         worker = self.worker

@@ -55,13 +55,15 @@ class SimWorker:
             self.party,
             LAYOUT,
             self.generations,
-            SimConnector(self.party, num_blocks),  # type: ignore[arg-type]
+            SimConnector(self.party, num_blocks, num_slots=sim.tier_slots),  # type: ignore[arg-type]
             max_model_len=num_blocks * BLOCK_SIZE,
             vocab_size=VOCAB,
             first_generation=sim.random.getrandbits(63),
-            leading_digests=self.leading_digests,
+            leading_digests=self.leading_digests if sim.faults.damage else no_digests,
             tiers=self.below.tiers,
+            shared_tier=self.below.shared,
         )
+        self.below.begin()
         self.digests: dict[tuple[int, int], bytes | None] = {}  # by block and generation; None: not there yet
         self.drain_clock = Drain(sim.protocol.drain_seconds)
         self.reader = SimReader(sim, self, self.on_connector_event)
@@ -170,8 +172,6 @@ class SimWorker:
 
     def leading_digests(self, block_ids: Sequence[int]) -> list[bytes]:
         """Of each content as it was at first; they take their time, and come in any order."""
-        if not self.sim.faults.damage:
-            return no_digests(block_ids)
         contents = [(block_id, int(self.generations[block_id])) for block_id in block_ids]
         for content in contents:
             if content not in self.digests:
@@ -184,6 +184,17 @@ class SimWorker:
         if self.can_run(lambda: self.digest(block_id, generation)):
             [self.digests[block_id, generation]] = self.digest_blocks([block_id])
             self.settle()
+
+    def readable(self, block_id: int) -> list[int]:
+        """What a peer reads: a block, or a slot of the host tier, which are numbered on."""
+        if block_id < self.num_blocks:
+            return self.memory[block_id]
+        return self.below.content(block_id - self.num_blocks)
+
+    def generation(self, block_id: int) -> int:
+        if block_id < self.num_blocks:
+            return int(self.generations[block_id])
+        return int(self.below.generations[block_id - self.num_blocks])
 
     def stamp(self, block_ids: Sequence[int]) -> dict[int, int]:
         """Blocks that something launched now will touch, with their generations."""

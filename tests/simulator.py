@@ -22,6 +22,7 @@ from simulated_model import (
     mix,
 )
 from simulated_router import SimRouter
+from simulated_tiers import SharedServer
 from simulated_worker import SimWorker
 from splitserve.config import ProtocolConfig
 from splitserve.kvconnector.block_pool import BlockState
@@ -62,6 +63,7 @@ class Simulator:
         self._unsent_since: dict[Party, float] = {}  # what the dead had said, but not sent yet
         self.router = SimRouter(self)
         self.tier_slots = shape.tier_slots
+        self.shared = SharedServer(self.random, shape.shared_chunk)
         for name, role, num_blocks in shape.workers():
             self.start_worker(name, role, num_blocks)
         self._plan_disasters()

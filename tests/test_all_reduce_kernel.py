@@ -65,7 +65,7 @@ def freeze_at_random(ranks: list["subprocess.Popen[str]"]) -> None:
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="the interpreter is for machines without a GPU")
-@pytest.mark.parametrize(("size", "start"), [(2, 2**30 - 3), (3, 2**31 - 3)])
+@pytest.mark.parametrize(("size", "start"), [(2, 2**30 - 3), pytest.param(3, 2**31 - 3, marks=pytest.mark.slow)])
 def test_ranks_add_up_whatever_their_pace(size: int, start: int, tmp_path: Path) -> None:
     """``start``: calls that have been made, just before the flags or the counter of calls wrap around."""
     path, capacity = tmp_path / "shared", 9 * 48 * 4

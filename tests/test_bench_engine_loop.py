@@ -12,6 +12,7 @@ from splitserve.step import SampleSpec, ScheduledChunk, StepPlan
 GREEDY = SampleSpec(0.0, 0, 1.0, 0, 0, 1)
 
 
+@pytest.mark.slow
 def test_whole_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--streams", "4", "--input-len", "40", "--output-len", "60", "--step-ms", "3", "--launch-us", "50"]
     assert engine_loop.main([*arguments, "--result-dir", str(tmp_path)]) == 0

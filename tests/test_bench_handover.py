@@ -13,6 +13,7 @@ PAIRS = ["1:1", "1:2", "4:2"]
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.slow
 def test_pairs_of_ranks_on_cpu(tmp_path: Path) -> None:
     """Every read's generations, and every head of every block, are checked by the bench itself."""
     argv = ["--device", "cpu", "--shape", "tiny", "--prompt-tokens", "100", "--block-size", "16", "--repeats", "2"]
@@ -40,6 +41,7 @@ def test_ranks_with_fewer_heads_than_ranks_share_them() -> None:
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.slow
 def test_whole_hand_overs_of_a_cluster(tmp_path: Path) -> None:
     argv = ["--served", "--device", "cpu", "--shape", "tiny", "--dtype", "float32", "--prompt-tokens", "150"]
     argv += ["--block-size", "16", "--chunk-tokens", "64", "--kv-memory-mib", "64", "--repeats", "3"]

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitserve.config import EngineConfig
-from splitserve.errors import CheckpointError, ConfigError
-from splitserve.orchestration import cli
-from splitserve.orchestration.cores import (
+from splitserve.cores import (
     available_cores,
     count_physical_cores,
     cpu_quota,
     split_cores,
 )
+from splitserve.errors import CheckpointError, ConfigError
+from splitserve.orchestration import cli
 from splitserve.orchestration.demo import ChatResult, DemoError, check_disaggregated, describe_result
 from splitserve.orchestration.display import describe_progress
 from splitserve.orchestration.expansion import Secrets, router_config, worker_config, worker_names
@@ -96,6 +96,8 @@ def test_every_engine_option_reaches_the_engine() -> None:
         "--load-format": "dummy",
         "--attention-backend": "reference",
         "--kv-keep": "prompt",
+        "--disk-kv-backend": "gds",
+        "--lmcache": "tcp://127.0.0.1:5555",
         "--tensor-parallel-size": "2",
         "--kv-cache-dtype": "fp8",
     }
@@ -104,7 +106,7 @@ def test_every_engine_option_reaches_the_engine() -> None:
     for action in parser._actions[1:]:
         flag = action.option_strings[0]
         value = [] if action.nargs == 0 else [flags.get(flag, "0.5" if "utilization" in flag else "77")]
-        flag = flag.replace("--enable", "--no-enable")
+        flag = flag.replace("--enable-prefix", "--no-enable-prefix").replace("--capture", "--no-capture")
         options = cli.build_parser().parse_args(["serve", "m", "--mixed", "1", flag, *value])
         spec = cluster_spec(options)
         config = spec.engine_config(spec.pools[0])

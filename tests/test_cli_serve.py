@@ -59,7 +59,7 @@ def complete(url: str, model: str) -> dict:
         return json.load(response)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_serve_until_a_signal_then_again_on_the_same_port(demo_model: Path, number: signal.Signals) -> None:
     port = "0"
     for _ in range(2):

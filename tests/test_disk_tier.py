@@ -3,6 +3,8 @@
 import contextlib
 import errno
 import os
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from serving import complete_all, wait_until_quiet
+from splitserve.config import EngineConfig
 from splitserve.errors import ConfigError
 from splitserve.kvconnector import disk_tier as module
 from splitserve.kvconnector.disk_tier import HEADER_BYTES, DiskStore, Header, SlotFolder, disk_tier
@@ -125,6 +128,39 @@ def test_a_full_disk_fails_the_store_and_leaves_nothing_half(tmp_path: Path, mon
         store.store([4, 5], [0, 1], HASHES[4:6])
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 2 MiB, where one may be mounted."""
+    mount = shutil.which("mount")
+    path = tmp_path / "small"
+    path.mkdir()
+    options = ["-t", "tmpfs", "-o", "size=2m", "tmpfs", str(path)]
+    if mount is None or subprocess.run([mount, *options], capture_output=True, check=False).returncode:
+        pytest.skip("nothing can be mounted here")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+@pytest.mark.timeout(90)
+def test_a_full_disk_is_a_warning_and_every_request_is_right(
+    small_disk: Path, tiny_qwen3: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    prompts = [[300 + 7 * (user * 160 + position) % 1100 for position in range(160)] for user in range(12)]
+    bodies = [body(tiny_qwen3, prompt, max_tokens=4) for prompt in prompts]
+    with cluster(tiny_qwen3, "mixed") as plenty:
+        expected = [answer["choices"] for answer in complete_all(plenty.url, bodies, at_once=False)]
+    sizes = {"kv_memory_bytes": 24 * BLOCK_BYTES, "host_kv_memory_bytes": 30 * BLOCK_BYTES, "max_model_len": 256}
+    with cluster(tiny_qwen3, "mixed", **sizes, disk_kv_dir=str(small_disk), disk_kv_bytes=64 << 20) as running:
+        for _ in range(2):
+            found = [answer["choices"] for answer in complete_all(running.url, bodies, at_once=False)]
+            assert [[c["token_ids"] for c in f] for f in found] == [[c["token_ids"] for c in e] for e in expected]
+        [load] = wait_until_quiet(running.url).values()
+    assert load["tier_failures_total"] > 0 and load["tier_blocks"] > 30, "some are on the disk, and some had no room"
+    warnings = [line for line in capfd.readouterr().err.splitlines() if "stores to disk fail" in line]
+    assert len(warnings) == 1 and "No space left" in warnings[0], warnings
+    assert not list(small_disk.glob("*/*.new"))
+
+
 def test_a_failed_transfer_is_told_and_the_store_goes_on(tmp_path: Path) -> None:
     with store_in(tmp_path) as (memory, store, _):
         before = filled(memory)
@@ -149,6 +185,21 @@ def test_a_folder_belongs_to_one_process(tmp_path: Path) -> None:
         SlotFolder(tmp_path / "file" / "x", ROOT, 1, 64)
     with pytest.raises(ConfigError, match="less than one KV block"):
         disk_tier(KVMemory(LAYOUT, 1), tmp_path, 100, ROOT)
+
+
+def test_a_backend_that_nixl_lacks_is_named(tmp_path: Path) -> None:
+    memory = KVMemory(LAYOUT, 2)
+    try:
+        _, store, _ = disk_tier(memory, tmp_path, 1 << 20, ROOT, "gds")
+    except ConfigError as error:
+        assert "--disk-kv-backend gds: NIXL doesn't have its GDS backend here" in str(error)
+        assert "leave it at posix" in str(error)
+    else:  # where it is installed
+        store.close()
+    _, store, _ = disk_tier(memory, tmp_path, 1 << 20, ROOT)  # the folder is free again
+    store.close()
+    with pytest.raises(ConfigError, match="choose one of posix, gds"):
+        EngineConfig(model="m", disk_kv_backend="nfs")
 
 
 def test_headers() -> None:

@@ -270,7 +270,8 @@ def test_block_products(rows: int, outputs: int, columns: int) -> None:
     actual = block_product(x, x_scales, weight.to(DEVICE), scales, torch.float32)
     left = x.float() * x_scales.repeat_interleave(GROUP, 1)
     right = weight.to(DEVICE).float() * scales.repeat_interleave(GROUP, 1)
-    torch.testing.assert_close(actual, left @ right.T, rtol=1e-3, atol=1e-3)
+    tolerance = 1e-3 if DEVICE.type == "cpu" else 2e-2  # the FP8 units of a GPU add up with some 14 bits
+    torch.testing.assert_close(actual, left @ right.T, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.skipif(fp8_unavailable_reason(DEVICE, torch.bfloat16) is not None, reason="needs a GPU with FP8 units")

@@ -111,6 +111,7 @@ def test_an_unknown_dtype_is_refused() -> None:
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.slow
 def test_a_hand_over_moves_it_as_it_is(tiny_qwen3: Path) -> None:
     """Decode goes on from the same bytes: the tokens of a mixed worker, between different numbers of ranks, too."""
     prompts = [[300 + (7 * index + 3 * i) % 900 for i in range(length)] for index, length in enumerate((17, 40, 150))]
@@ -122,6 +123,7 @@ def test_a_hand_over_moves_it_as_it_is(tiny_qwen3: Path) -> None:
     engine = EngineConfig(
         model=str(tiny_qwen3),
         dtype="float32",
+        device="cpu",
         kv_cache_dtype="fp8",
         kv_memory_bytes=16 << 20,
         max_num_seqs=8,

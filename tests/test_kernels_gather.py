@@ -117,6 +117,32 @@ def test_offsets_beyond_32_bits_and_pinned_memory(backend: ModuleType) -> None:
     assert not memory[:, :, :5].any() and not memory[ids.new_tensor([0, 2, 2298])].any()
 
 
+@pytest.mark.parametrize("num_bytes", [16, 24, 8192, 20000, 7])
+def test_whole_blocks_between_two_memories(num_bytes: int) -> None:
+    pytest.importorskip("triton")
+    from splitserve.kernels.triton_block_copy import copy_blocks
+
+    source, target = (random_bits((count, num_bytes), torch.uint8, seed=count) for count in (9, 30))
+    wanted = target.clone()
+    read = torch.tensor([8, 0, 3, 3, 5, 1], device=DEVICE)
+    written = torch.tensor([29, 4, 0, 11, 7, 8], device=DEVICE)
+    wanted[written] = source[read]
+    copy_blocks(source, read, target, written)
+    assert torch.equal(target, wanted)
+    copy_blocks(source, read[:0], target, written[:0])
+    assert torch.equal(target, wanted)
+
+
+def test_more_blocks_than_programs() -> None:
+    pytest.importorskip("triton")
+    from splitserve.kernels.triton_block_copy import copy_blocks
+
+    source, target = random_bits((80, 64), torch.uint8), random_bits((80, 64), torch.uint8, seed=1)
+    order = torch.randperm(80, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    copy_blocks(source, order, target, order.flip(0))
+    assert torch.equal(target[order.flip(0)], source[order])
+
+
 def test_the_registry_knows_both() -> None:
     kernels = select_kernels(torch.device("cpu"), torch.float32)
     assert kernels.gather_kv is kv_copy.gather_kv and kernels.backends["scatter_kv"] == "reference"

@@ -12,7 +12,8 @@ import pytest
 import zmq
 
 from serving import complete_all, wait_until_quiet
-from splitserve.kvconnector.kv_events import KVEvent, KVEventBatch, KVEventLog, KVEvents
+from splitserve.kv_event_batch import KVEvent, KVEventBatch
+from splitserve.kvconnector.kv_events import KVEventLog, KVEvents
 from splitserve.prefill.sockets import WorkerSockets
 from splitserve.request import Party
 from splitserve.security import SocketSecurity

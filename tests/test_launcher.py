@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from splitserve.config import EngineConfig
+from splitserve.errors import ConfigError
 from splitserve.orchestration.host import ChildProgress
 from splitserve.orchestration.launcher import (
     Entries,
@@ -94,6 +95,17 @@ def test_children_get_thread_counts_and_membership(make_cluster, events: list[Ch
     [event] = [event for event in events if event.stage == "environment"]
     assert event.detail["membership"] == "tcp://127.0.0.1:1"
     assert json.loads(event.detail["variables"])["OMP_NUM_THREADS"] == "5"
+
+
+def test_a_worker_that_cannot_be_started(make_cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise ConfigError("mixed-0 needs 1 GPUs; 0 of 1 are free")
+
+    monkeypatch.setattr("splitserve.orchestration.local_host.LocalHost.start_worker", refuse)
+    cluster = make_cluster(num_mixed=1)
+    with pytest.raises(LaunchError, match="mixed-0 can't be started: mixed-0 needs 1 GPUs; 0 of 1 are free"):
+        cluster.start()
+    assert not cluster.pids
 
 
 def test_second_start_on_the_same_port(make_cluster) -> None:

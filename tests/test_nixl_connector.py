@@ -140,6 +140,41 @@ def test_bytes_and_generations_are_those_of_the_source(
     assert not reader.memory.blocks[others].any(), "a block that wasn't asked for was written"
 
 
+@pytest.mark.parametrize("lands_first", [None, True], ids=["into place", "beside it first"])
+@pytest.mark.parametrize("remote", [[70], [3, 79, 64, 7, 66, 65, 12], list(range(79, 58, -1))], ids=len)
+def test_slots_of_the_host_tier_beside_blocks(source: Source, lands_first: bool | None, remote: list[int]) -> None:
+    reader = Reader(settings=ReadSettings.of(MemoryKind.DRAM, lands_first=lands_first))
+    try:
+        reader.connect(source)
+        for read_id in range(3):  # under way at once
+            reader.read(read_id, list(range(21 * read_id, 21 * read_id + len(remote))), remote)
+        for read_id in range(3):
+            result = reader.result(read_id)
+            assert result is not None and result.error is None
+            assert list(result.generations) == [FIRST_GENERATION + block_id for block_id in remote]
+        reader.assert_holds(list(range(42, 42 + len(remote))), remote)
+    finally:
+        reader.connector.close()
+
+
+def test_a_slot_that_was_taken_shows_in_its_generation(reader: Reader) -> None:
+    source = Source()
+    try:
+        reader.connect(source)
+        source.tell("70")
+        reader.read(1, [1, 2], [70, 71])
+        result = reader.result(1)
+        assert result is not None and result.error is None
+        assert list(result.generations) == [FIRST_GENERATION + 71, FIRST_GENERATION + 71]
+        source.signal(signal.SIGKILL)
+        source.process.join(WAIT_SECONDS)
+        reader.read(2, [3], [72])
+        result = reader.result(2)
+        assert result is not None and result.error is not None
+    finally:
+        source.close()
+
+
 def test_many_reads_at_once_each_end_once(source: Source, reader: Reader) -> None:
     reader.connect(source)
     reads = [(read_id, [4 * read_id + i for i in range(4)]) for read_id in range(NUM_BLOCKS // 4)]

@@ -1,6 +1,7 @@
 """Tiers below the device: their index under random use, what is kept, whole blocks there and back, NUMA placement."""
 
 import threading
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -10,17 +11,22 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from splitserve.block_hash import extend_hashes
 from splitserve.config import EngineConfig
 from splitserve.errors import ConfigError
 from splitserve.kvconnector.block_pool import BlockPool, BlockState
-from splitserve.kvconnector.host_tier import host_tier, runs
+from splitserve.kvconnector.cuda_host_store import CudaHostStore, runs
+from splitserve.kvconnector.host_tier import host_tier
 from splitserve.kvconnector.memory import KVMemory
-from splitserve.kvconnector.numa_memory import HostMemory, node_of_cpus, parse_cpu_list
+from splitserve.kvconnector.numa_memory import HostMemory, node_of_cpus, node_of_device, parse_cpu_list
 from splitserve.kvconnector.tier_copies import PartialCopyError, TierCopies
 from splitserve.kvconnector.tier_index import TierIndex
 from splitserve.kvconnector.tier_policy import KeepAll, KeepPolicy, KeepPrompts, KeepSecondUse, make_policy
 from splitserve.kvconnector.tiers import CopyCommand, CopyResult, Tier, Tiers
 from splitserve.messages import LayoutRecord
+from splitserve.prefill.scheduler import PrefillScheduler
+from splitserve.prefill.sequence import BlockManager, Sequence
+from splitserve.request import Party, RequestKey, SamplingParams
 
 LAYOUT = LayoutRecord("m", "w", "float32", 16, 2, 2, 8)
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -35,7 +41,9 @@ class IndexMachine(RuleBasedStateMachine):
 
     @initialize(num_slots=st.integers(1, 6))
     def start(self, num_slots: int) -> None:
-        self.index = TierIndex(num_slots)
+        self.generations = np.full(num_slots, 2**64 - 3, dtype=np.uint64)  # they go round
+        self.index = TierIndex(num_slots, self.generations)
+        self.stamps: list[list[int]] = []  # of the slots of each load, as it began
         self.content: dict[int, bytes | None] = {}  # slot -> what its bytes are; None: garbage
         self.stores: dict[int, tuple[bytes, bool]] = {}
         self.loads: list[tuple[list[bytes], list[int]]] = []
@@ -43,6 +51,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(block_hash=st.sampled_from(HASHES[:12]))
     def begin_store(self, block_hash: bytes) -> None:
         was_here = block_hash in self.index or self.index.is_storing(block_hash)
+        before = self.generations.copy()
         place = self.index.begin_store(block_hash)
         if place is None:
             in_use = {slot for _, slots in self.loads for slot in slots} | self.stores.keys()
@@ -50,6 +59,7 @@ class IndexMachine(RuleBasedStateMachine):
             return
         assert not was_here
         assert place.slot not in self.stores
+        assert np.flatnonzero(before != self.generations).tolist() == [place.slot], "a reader couldn't tell"
         assert all(place.slot not in slots for _, slots in self.loads), "a slot was taken that is being read"
         if place.evicted is not None:
             assert self.content[place.slot] == place.evicted
@@ -72,11 +82,14 @@ class IndexMachine(RuleBasedStateMachine):
             assert [self.content[slot] for slot in slots] == hashes
             self.index.touch(hashes)
             self.loads.append((hashes, slots))
+            self.stamps.append([self.index.generation(slot) for slot in slots])
 
     @precondition(lambda self: self.loads)
     @rule(data=st.data())
     def finish_load(self, data: st.DataObject) -> None:
-        hashes, slots = self.loads.pop(data.draw(st.integers(0, len(self.loads) - 1)))
+        number = data.draw(st.integers(0, len(self.loads) - 1))
+        hashes, slots = self.loads.pop(number)
+        assert [self.index.generation(slot) for slot in slots] == self.stamps.pop(number), "a pinned slot was taken"
         assert [self.content[slot] for slot in slots] == hashes, "the content changed under a load"
         self.index.unpin(slots)
 
@@ -240,6 +253,75 @@ def test_every_block_comes_from_the_first_tier_that_has_it() -> None:
     assert sources == {h: "near" if h in near.index else "far" for h in HASHES[:4]}
 
 
+# ---- prefetch ----
+
+
+def scheduler_with_a_tier(num_blocks: int) -> tuple[PrefillScheduler, Tiers, Sequence]:
+    """And a sequence whose first three blocks are in the tier, and in no other place."""
+    pool, tiers = make_tiers(num_blocks=num_blocks)
+    blocks = BlockManager(pool, 4, b"root", tiers)
+    found = make_sequence("found", 14)
+    hashes: list[bytes] = []
+    extend_hashes(hashes, b"root", found.token_ids, 4)
+    pool.release(complete(pool, tiers, hashes))
+    tiers.start_stores()
+    finish_all(tiers)
+    pool.clear_prefix_index()
+    return PrefillScheduler(blocks, max_num_seqs=4), tiers, found
+
+
+def test_kv_comes_up_while_its_sequence_waits_behind_others() -> None:
+    scheduler, tiers, found = scheduler_with_a_tier(num_blocks=16)
+    first, last = make_sequence("first", 30), make_sequence("last", 6)
+    for sequence in (first, found, last):
+        scheduler.add(sequence)
+    scheduler.begin_loads()
+    [load] = tiers.take_commands()
+    assert isinstance(load, CopyCommand) and load.is_load and len(load.block_ids) == 3
+    assert (first.block_ids, len(found.block_ids), last.block_ids) == ([], 4, [])
+    scheduler.begin_loads()
+    assert tiers.take_commands() == [], "it is asked for once"
+    [(planned, _)] = scheduler.plan(16)
+    assert planned is first, "it keeps its turn"
+    tiers.on_result(CopyResult(load.copy_id, 3))
+    scheduler._blocks.finish_load(found)
+    complete_step(scheduler, first, 16)
+    assert [(p.sequence, len(p.chunk.token_ids)) for p in scheduler.plan(22)] == [(first, 14), (found, 2), (last, 6)]
+
+
+def test_kv_that_comes_up_leaves_room_for_those_before_it() -> None:
+    scheduler, tiers, found = scheduler_with_a_tier(num_blocks=11)
+    first = make_sequence("first", 30)
+    for sequence in (first, found):
+        scheduler.add(sequence)
+    scheduler.begin_loads()
+    assert tiers.take_commands() == [], "first needs eight blocks, and there are eleven"
+    assert [planned.sequence for planned in scheduler.plan(16)] == [first]
+
+
+def test_who_holds_blocks_goes_on_where_the_first_one_has_no_room() -> None:
+    """A sequence that lost its blocks comes back before all others: those behind it may hold what it needs."""
+    scheduler, tiers, found = scheduler_with_a_tier(num_blocks=8)
+    scheduler.add(found)
+    scheduler.begin_loads()
+    [load] = tiers.take_commands()
+    assert isinstance(load, CopyCommand)
+    tiers.on_result(CopyResult(load.copy_id, 3))
+    scheduler._blocks.finish_load(found)
+    scheduler.add(make_sequence("preempted", 30), first=True)
+    assert [planned.sequence for planned in scheduler.plan(16)] == [found]
+
+
+def make_sequence(name: str, num_tokens: int) -> Sequence:
+    token_ids = [zlib.crc32(f"{name} {position}".encode()) % 10_000 for position in range(num_tokens)]
+    return Sequence(RequestKey(name), Party("router", 1), token_ids, num_tokens, SamplingParams(max_tokens=9), 100.0)
+
+
+def complete_step(scheduler: PrefillScheduler, sequence: Sequence, num_tokens: int) -> None:
+    sequence.num_computed += num_tokens
+    scheduler._blocks.publish_computed(sequence)
+
+
 # ---- copies ----
 
 
@@ -252,7 +334,8 @@ def synchronize(device: str) -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
 def test_blocks_come_back_as_they_were(device: str) -> None:
     memory = KVMemory(LAYOUT, 8, torch.device(device))
-    tier, store, description = host_tier(memory, 5 * memory.block_bytes)
+    tier, store, description, served = host_tier(memory, 5 * memory.block_bytes)
+    assert (served.slots.num_blocks, served.slots.block_bytes) == (5, memory.block_bytes)
     assert tier.index.num_slots == 5
     assert "5 blocks" in description
     memory.blocks.copy_(torch.randn(memory.blocks.shape))
@@ -264,6 +347,35 @@ def test_blocks_come_back_as_they_were(device: str) -> None:
     store.load([5, 4, 0], [0, 3, 4], HASHES[:3])
     assert torch.equal(memory.blocks[[5, 4, 0]], before[[6, 1, 2]])
     assert not memory.blocks[[1, 2, 3, 6, 7]].any()
+    store.close()
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("way", ["engine", "kernel"])
+@pytest.mark.parametrize("num_tokens", [16, 1024])  # blocks of 4 KiB, and of 256 KiB
+def test_both_ways_and_both_directions_at_once_on_cuda(way: str, num_tokens: int) -> None:
+    layout = LayoutRecord("m", "w", "float32", num_tokens, 2, 2, 8)
+    memory = KVMemory(layout, 64, torch.device("cuda"))
+    host = HostMemory(64 * memory.block_bytes, node_of_device(memory.device))
+    store = CudaHostStore(memory, host)
+    store.way = way
+    memory.blocks.copy_(torch.randn(memory.blocks.shape))
+    before = memory.blocks.clone()
+    torch.cuda.synchronize()
+    halves = [torch.randperm(32, generator=torch.Generator().manual_seed(seed)).tolist() for seed in (1, 2)]
+    store.store(range(32), halves[0], [b""] * 32)
+    memory.blocks[:32].zero_()
+    torch.cuda.synchronize()
+    up = threading.Thread(target=store.load, args=(list(range(32)), halves[0], [b""] * 32))
+    down = threading.Thread(target=store.store, args=(list(range(32, 64)), [32 + n for n in halves[1]], [b""] * 32))
+    for thread in (up, down):
+        thread.start()
+    for thread in (up, down):
+        thread.join()
+    store.load(list(range(63, 31, -1)), [32 + n for n in reversed(halves[1])], [b""] * 32)
+    assert torch.equal(memory.blocks, before)
+    slots = torch.from_numpy(host.bytes).view(-1, memory.block_bytes)[halves[0]]
+    assert torch.equal(slots.cuda(), before[:32].view(32, -1).view(torch.uint8))
     store.close()
 
 

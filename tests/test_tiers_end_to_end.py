@@ -3,15 +3,17 @@
 import asyncio
 import os
 import random
+import re
 import signal
 import threading
 import time
+import urllib.request
 from pathlib import Path
 
 import aiohttp
 import pytest
 
-from serving import complete, wait_until_quiet, worker_metrics
+from serving import complete, complete_all, wait_until_quiet, worker_metrics
 from splitserve.config import EngineConfig
 from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.shorthand import simple_spec
@@ -58,7 +60,7 @@ def chat(url: str, model: Path) -> tuple[list[list[list[int]]], int]:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("shape", ["mixed", "1P1D"])
+@pytest.mark.parametrize("shape", ["mixed", pytest.param("1P1D", marks=pytest.mark.slow)])
 def test_chats_come_back_from_the_host_tier(shape: str, tiny_qwen3: Path) -> None:
     with cluster(tiny_qwen3, "mixed") as plenty:
         expected, _ = chat(plenty.url, tiny_qwen3)
@@ -76,6 +78,12 @@ def test_chats_come_back_from_the_host_tier(shape: str, tiny_qwen3: Path) -> Non
             assert load["tier_failures_total"] == 0
             assert load["tier_loaded_blocks_total"] > NUM_USERS
             assert load["tier_blocks"] == load["tier_stored_blocks_total"], "the tier has room for all"
+        for tier in tier_metrics(running.url).values():
+            assert (tier["slots"], tier["evicted_blocks_total"], tier["failures_total"]) == (2000, 0, 0)
+            assert tier["hits_total"] == tier["loaded_blocks_total"] > NUM_USERS
+            assert tier["misses_total"] > 0 and tier["blocks"] == tier["stored_blocks_total"]
+            assert tier["loaded_bytes_total"] == tier["loaded_blocks_total"] * BLOCK_BYTES
+            assert tier["load_seconds_total"] > 0 and tier["store_seconds_total"] > 0
     assert 0.9 * KEPT <= cached <= KEPT  # a block that is evicted before its turn to go down is lost
 
 
@@ -113,6 +121,62 @@ def test_chats_survive_the_death_of_a_worker_with_host_and_disk_tiers(tiny_qwen3
         assert load["tier_failures_total"] == 0
         assert load["tier_loaded_blocks_total"] > NUM_USERS
         assert load["tier_blocks"] > 100, "more than the host tier holds"
+
+
+@pytest.mark.timeout(180)
+def test_workers_read_prefixes_from_each_other(tiny_qwen3: Path) -> None:
+    """The router follows what each of two workers holds; one dies, and is there again, while they read."""
+    shared = [300 + 7 * position % 1200 for position in range(20 * BLOCK_SIZE)]
+    bodies = [body(tiny_qwen3, [*shared, *range(400, 401 + number)], max_tokens=4) for number in range(10)]
+    with cluster(tiny_qwen3, "mixed") as plenty:
+        expected, _ = chat(plenty.url, tiny_qwen3)
+        wanted = [answer["choices"] for answer in complete_all(plenty.url, bodies, at_once=False)]
+    engine = EngineConfig(
+        model=str(tiny_qwen3),
+        dtype="float32",
+        block_size=BLOCK_SIZE,
+        kv_memory_bytes=SMALL_POOL,
+        max_model_len=512,
+        max_num_seqs=4,
+        host_kv_memory_bytes=2000 * BLOCK_BYTES,
+        kv_events=True,
+    )
+    with LocalCluster(simple_spec(engine, port=0, num_mixed=2), log_level="warning") as running:
+        complete_all(running.url, bodies[:1], at_once=False)
+        answers, cached = chat(running.url, tiny_qwen3)  # which drives the first prompt from the device
+        assert answers == expected
+        found = [answer["choices"] for answer in complete_all(running.url, bodies, at_once=True)]
+        assert [tokens(choices) for choices in found] == [tokens(choices) for choices in wanted]
+        loads = wait_until_quiet(running.url).values()
+        assert sum(load["peer_prefix_blocks_total"] for load in loads) >= 20, "nobody read from the other one"
+        assert sum(load["tier_failures_total"] + load["peer_prefix_failures_total"] for load in loads) == 0
+        assert cached > 0.8 * KEPT
+        watcher = threading.Thread(target=running.watch, daemon=True)  # which starts the dead worker again
+        killer = threading.Thread(target=kill_one, args=(running, "mixed-0", NUM_USERS * NUM_TURNS + 30))
+        watcher.start()
+        killer.start()
+        answers, _ = chat(running.url, tiny_qwen3)
+        killer.join()
+        assert answers == expected
+        wait_until_quiet(running.url)
+        running.request_stop("the test is over")
+        watcher.join()
+
+
+def tier_metrics(url: str) -> dict[tuple[str, str], dict[str, float]]:
+    """By worker and tier."""
+    with urllib.request.urlopen(f"{url}/metrics") as page:
+        text = page.read().decode()
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for name, labels, value in re.findall(r"^splitserve_tier_(\w+)\{(.*)\} (\S+)$", text, re.MULTILINE):
+        where = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+        found.setdefault((where["worker"], where["tier"]), {})[name] = float(value)
+    assert found
+    return found
+
+
+def tokens(choices: list[dict[str, list[int]]]) -> list[list[int]]:
+    return [choice["token_ids"] for choice in choices]
 
 
 def kill_one(running: LocalCluster, worker: str, num_requests: int) -> None:

@@ -5,16 +5,29 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from schedules import SHORT_LEASES, Schedule, run_schedule
+from simulated_tiers import SHARED
+from simulated_worker import SimWorker
 from simulator import Faults, Shape
 from splitserve.kvconnector.tier_index import TierIndex
 from splitserve.kvconnector.tiers import BlockLoad, Tiers
-from splitserve.prefill.sequence import BlockManager, Sequence
+from splitserve.messages import PrefixGrant
+from splitserve.prefill.prefix_source import PrefixSource
+from splitserve.prefill.sequence import BlockManager, HeldPrefix, Sequence
+from splitserve.request import Party
 
 SHAPES = [
     Shape(num_blocks=14, tier_slots=6),
     Shape(num_blocks=16, tier_slots=40),
     Shape(prefill=0, decode=0, mixed=1, num_blocks=14, tier_slots=12),
     Shape(prefill=2, decode=2, num_blocks=16, prefill_blocks=12, tier_slots=10),
+    Shape(prefill=0, decode=0, mixed=2, num_blocks=12, tier_slots=40),
+    Shape(prefill=0, decode=0, mixed=3, num_blocks=12, tier_slots=40),
+]
+WITH_SHARED = [
+    Shape(prefill=0, decode=0, mixed=2, num_blocks=14, shared_chunk=1),
+    Shape(prefill=2, decode=1, num_blocks=16, prefill_blocks=12, shared_chunk=2),
+    Shape(prefill=2, decode=2, num_blocks=16, prefill_blocks=12, shared_chunk=2, tier_slots=6),
+    Shape(prefill=0, decode=0, mixed=2, num_blocks=14, shared_chunk=3, tier_slots=3),
 ]
 FAULTS = {
     "none": Faults(),
@@ -31,24 +44,60 @@ FAULTS = {
 }  # fmt: skip
 
 seeds = st.integers(0, 2**32)
-bounded = settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.too_slow])
+bounded = settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS)
-@given(seed=seeds, shape=st.sampled_from(SHAPES), leases=st.sampled_from([{}, SHORT_LEASES]))
+@given(seed=seeds, shape=st.sampled_from(SHAPES + WITH_SHARED), leases=st.sampled_from([{}, SHORT_LEASES]))
 @bounded
 def test_tokens_and_counts_survive(faults: Faults, seed: int, shape: Shape, leases: dict[str, float]) -> None:
-    run_schedule(Schedule(seed=seed, faults=faults, shape=shape, protocol=leases, num_requests=16))
+    run_schedule(Schedule(seed=seed, faults=faults, shape=shape, protocol=leases, num_requests=20))
 
 
 def test_the_schedules_do_load_from_tiers() -> None:
     """Else the tests above say nothing."""
     for shape in SHAPES:
         loaded = 0
-        for seed in range(10):
-            sim = run_schedule(Schedule(seed=seed, shape=shape, num_requests=16))
+        for seed in range(20):
+            sim = run_schedule(Schedule(seed=seed, shape=shape, num_requests=20))
             loaded += sum(worker.core.load().tier_loaded_blocks for worker in sim.workers.values())
         assert loaded > 20, shape
+
+
+def test_the_schedules_do_load_from_the_shared_tier() -> None:
+    for shape in WITH_SHARED:
+        sims = [run_schedule(Schedule(seed=seed, shape=shape, num_requests=20)) for seed in range(20)]
+        reports = [tier for sim in sims for worker in sim.workers.values() for tier in worker.core.load().tiers]
+        assert sum(tier.loaded_blocks for tier in reports if tier.name == SHARED) > 20, shape
+
+
+def test_the_schedules_do_read_from_other_workers_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From their devices, and from slots of their host tiers."""
+    held: list[HeldPrefix] = []
+    original = BlockManager.hold_prefix
+
+    def hold(self: BlockManager, hashes: list[bytes]) -> HeldPrefix:
+        held.append(original(self, hashes))
+        return held[-1]
+
+    monkeypatch.setattr(BlockManager, "hold_prefix", hold)
+    for shape in SHAPES[4:]:
+        held.clear()
+        sims = [run_schedule(Schedule(seed=seed, shape=shape, num_requests=24)) for seed in range(12)]
+        read = sum(worker.core.load().peer_prefix_blocks for sim in sims for worker in sim.workers.values())
+        assert read > 10, shape
+        assert sum(len(each.slots) for each in held) > 5 and sum(len(each.block_ids) for each in held) > 5, shape
+
+
+def test_blocks_that_left_prefills_device_are_read_from_its_host_tier() -> None:
+    """Leases that run out under their readers; what is verified before, and what isn't, adds up to the right tokens."""
+    shape = Shape(prefill=2, decode=2, num_blocks=16, prefill_blocks=12, tier_slots=40)
+    faults = Faults(partitions=2, read_seconds=1.0, read_late=0.1, kills=1, freezes=1, drop=0.1, abort=0.2)
+    schedules = (
+        Schedule(seed=seed, shape=shape, faults=faults, num_requests=16, protocol=SHORT_LEASES) for seed in range(40)
+    )
+    sims = [run_schedule(schedule) for schedule in schedules]
+    assert sum(worker.core.load().other_copies for sim in sims for worker in sim.workers.values()) > 1
 
 
 # ---- the checks bite ----
@@ -107,6 +156,47 @@ def stores_hold_no_reference(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Tiers, "num_references", lambda self: 0)
 
 
+def slots_of_peers_are_not_pinned(patch: pytest.MonkeyPatch) -> None:
+    """And their generations don't tell."""
+
+    def hold(self: Tiers, block_hash: bytes) -> tuple[int, int] | None:
+        tier = self._served_tier
+        if tier is None or block_hash not in tier.index:
+            return None
+        return tier.index._ready[block_hash], 7
+
+    patch.setattr(Tiers, "hold_slot", hold)
+    patch.setattr(Tiers, "release_slots", lambda self, slots: None)
+    patch.setattr("simulated_worker.SimWorker.generation", steady_slots)
+
+
+def slots_keep_their_generation(patch: pytest.MonkeyPatch) -> None:
+    """And a lease that is over is no reason to look."""
+    original = TierIndex.begin_store
+
+    def begin(self: TierIndex, block_hash: bytes) -> object:
+        before = None if self._generations is None else self._generations.copy()
+        place = original(self, block_hash)
+        if before is not None and self._generations is not None:
+            self._generations[:] = before
+        return place
+
+    patch.setattr(TierIndex, "begin_store", begin)
+    give_back = PrefixSource.on_grant
+
+    def hasty(self: PrefixSource, grant: PrefixGrant, sender: Party, now: float) -> None:
+        give_back(self, grant, sender, now)
+        for _, held in self._held.values():
+            self._state.blocks.tiers.release_slots(held.slots)
+            held.slots.clear()
+
+    patch.setattr(PrefixSource, "on_grant", hasty)
+
+
+def steady_slots(self: SimWorker, block_id: int) -> int:
+    return int(self.generations[block_id]) if block_id < self.num_blocks else 7
+
+
 def late_load_frees_its_blocks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Tiers, "abandon", lambda self, load: setattr(load, "is_abandoned", True) or [])
     original = Tiers._finish_load
@@ -127,6 +217,8 @@ PLANTS = {
     slots_are_not_pinned: Faults(copy_seconds=0.4),
     stores_hold_no_reference: Faults(copy_seconds=0.4),
     late_load_frees_its_blocks: Faults(copy_late=0.5),
+    slots_of_peers_are_not_pinned: Faults(read_seconds=0.3),
+    slots_keep_their_generation: Faults(read_seconds=0.3),
 }
 
 
@@ -135,7 +227,7 @@ def test_planted_bugs_are_found(plant: object, monkeypatch: pytest.MonkeyPatch) 
     plant(monkeypatch)  # type: ignore[operator]
     for seed in range(150):
         try:
-            schedule = Schedule(seed=seed, faults=PLANTS[plant], shape=SHAPES[seed % len(SHAPES)], num_requests=16)  # type: ignore[index]
+            schedule = Schedule(seed=seed, faults=PLANTS[plant], shape=SHAPES[seed % len(SHAPES)], num_requests=20)  # type: ignore[index]
             run_schedule(schedule)
         except Exception:  # whichever check sees it first
             return

@@ -16,8 +16,10 @@ from splitserve.errors import ConfigError
 from splitserve.orchestration.affinity import usable_cpus
 from splitserve.orchestration.core_plan import Wanted, plan_workers, wanted_place
 from splitserve.orchestration.display import describe_progress
+from splitserve.orchestration.gpus import Gpu
+from splitserve.orchestration.host import ChildProgress
 from splitserve.orchestration.launcher import LocalCluster
-from splitserve.orchestration.local_host import LocalHost
+from splitserve.orchestration.local_host import Entries, LocalHost
 from splitserve.orchestration.spec import PlacementSpec, PoolSpec
 from splitserve.orchestration.spec_document import parse_spec
 from splitserve.orchestration.topology import (
@@ -161,11 +163,14 @@ def test_gpu_workers_stay_on_their_gpus_node(tmp_path: Path) -> None:
     assert plans["w-0"].placement.cpus == plans["w-1"].placement.cpus == tuple(range(8))
     assert plans["w-2"].placement == CorePlacement(cpus=tuple(range(8, 16)), numa_node=1), "no thread is pinned apart"
     assert plans["w-1"].nic == "mlx5_1:1"
-    assert plans["w-2"].describe() == "1 GPU, NUMA node 1, NIC mlx5_2:1; cores: model 8-13, transfer 14, I/O 15"
+    assert plans["w-2"].describe() == "1 GPU, NUMA node 1, NIC mlx5_2:1; kept on cores 8-15"
     single = plan_workers(
         read(write_machine(tmp_path / "one", gpu_nodes=(0,))), [Wanted("w-0", gpus=("0000:18:00.0",))]
     )["w-0"]
     assert single.placement == CorePlacement(numa_node=0), "there is nothing to choose"
+    assert single.describe().endswith("not pinned: one NUMA node")
+    chosen = plan_workers(read(tmp_path / "one"), [Wanted("w-0", gpus=("0000:18:00.0",), cores="0-1")])["w-0"]
+    assert chosen.placement.cpus == (0, 1), "but for what the spec says"
 
 
 def test_the_users_word_counts(tmp_path: Path) -> None:
@@ -228,13 +233,41 @@ def test_a_successor_gets_its_predecessors_place(tmp_path: Path) -> None:
     spec = parse_spec("model: {path: /m}\npools: [{name: w, role: mixed, count: 2}]")
     host.prepare(spec)
     pool = spec.pools[0]
-    first, second = host._plan_of("w-0", pool), host._plan_of("w-1", pool)
+    first, second = host._plan_of("w-0", pool, []), host._plan_of("w-1", pool, [])
     assert {first.node, second.node} == {0, 1}
-    assert host._plan_of("w-2", pool) == first
+    assert host._plan_of("w-2", pool, []) == first
     host.release("w-0")
-    assert host._plan_of("w-0", pool) == second
+    assert host._plan_of("w-0", pool, []) == second
     host.release("w-1")
-    assert host._plan_of("w-1", pool) in (first, second)
+    assert host._plan_of("w-1", pool, []) in (first, second)
+
+
+def test_each_worker_starts_on_a_gpu_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    topology = read(write_machine(tmp_path, nodes=2, cores_per_node=4, gpu_nodes=(0, 1)))
+    gpus = [Gpu(index, f"GPU-{index}", f"00000000:{18 + index}:00.0", "H200", 1 << 37) for index in range(2)]
+    monkeypatch.setattr("splitserve.orchestration.local_host.list_gpus", lambda environment: gpus)
+    host = LocalHost(entries=Entries(worker="time:sleep"), topology=topology, num_cores=8)
+    spec = parse_spec("model: {path: /m}\npools: [{name: w, role: mixed, count: 2, device: cuda}]")
+    host.prepare(spec)
+    pool, plans, children = spec.pools[0], [], []
+
+    def show(event: object) -> None:
+        if isinstance(event, ChildProgress) and event.stage == "plan":
+            plans.append(event.detail["text"])
+
+    try:
+        children += [host.start_worker(f"w-{n}", spec, pool, "tcp://127.0.0.1:1", show) for n in range(2)]
+        assert "1 GPU, NUMA node 0" in plans[0] and "1 GPU, NUMA node 1" in plans[1]
+        assert not host.has_room(pool)
+        with pytest.raises(ConfigError, match="w-2 needs 1 GPUs; 0 of 2 are free"):
+            host.start_worker("w-2", spec, pool, "tcp://127.0.0.1:1", show)
+        host.release("w-1")
+        children.append(host.start_worker("w-2", spec, pool, "tcp://127.0.0.1:1", show))
+        assert "NUMA node 1" in plans[2]
+    finally:
+        for child in children:
+            child.kill()
+            child.join(10.0)
 
 
 def test_lists_of_cores_go_round() -> None:

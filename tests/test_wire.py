@@ -22,6 +22,7 @@ from splitserve.messages import (
     Grant,
     HandoverReport,
     Heartbeat,
+    HostTierMemory,
     Introduce,
     LayoutRecord,
     Leave,
@@ -37,6 +38,7 @@ from splitserve.messages import (
     PeerRefused,
     PeerWelcome,
     PrefillRequest,
+    PrefixGrant,
     Profile,
     Profiled,
     RankMemory,
@@ -46,6 +48,7 @@ from splitserve.messages import (
     Release,
     RequestFailed,
     StepTokens,
+    TierLoad,
     TokenDelta,
     Withdrawn,
     WorkerInfo,
@@ -60,19 +63,26 @@ PREFILL, DECODE = Party("prefill-0", 2**63 - 1), Party("decode-0", 1)
 LAYOUT = LayoutRecord("demo", "sha", "float32", 16, 2, 2, 16)
 SAMPLING = SamplingParams(max_tokens=5, temperature=0.5, top_k=3, top_p=0.9, seed=2**64 - 1, stop_token_ids=(1, 2))
 PEER = PeerRef(PREFILL, "tcp://127.0.0.1:5555")
-PLACE = WorkerPlace("node-7", "0.1.0", "cpu", [0, 1], 2, 4096)
+PLACE = WorkerPlace(
+    "node-7", "0.1.0", "cpu", [0, 1], 2, 4096, 2, 1 << 30, 8 << 20, 1024, "tcp", ["mlx5_0"], {"sample": "triton"}
+)
 INFO = WorkerInfo(PREFILL, Role.PREFILL, "tcp://127.0.0.1:1", 42, LAYOUT, 64, 8, 1024, 320, place=PLACE)
-REPORT = HandoverReport("prefill-0", "nixl", 3, 3072, 16, 2, 0.01, 0.001)
+REPORT = HandoverReport("prefill-0", "nixl", 3, 3072, 16, 2, 0.01, 0.001, 0.005)
 
 EXAMPLES: list[Body] = [
     Register(info=INFO),
     Registered(),
-    Heartbeat(WorkerLoad(num_running=3, resident_bytes=2**40), [PeerLink("p", "cma", 3e9, "slow")], 1.8e9),
+    Heartbeat(
+        WorkerLoad(num_running=3, resident_bytes=2**40, tiers=[TierLoad("host", 9, 3, 2, load_seconds=0.5)]),
+        [PeerLink("p", "cma", 3e9, "slow")],
+        1.8e9,
+    ),
     Draining(),
     Leave(),
     PrefillRequest(KEY, [1, 2, 3], SAMPLING, PeerRef(DECODE, "tcp://127.0.0.1:2"), 30.0, [7]),
     DecodeRequest(KEY, [1, 2, 3], SAMPLING, PEER, 30.0, [7]),
     LocalRequest(KEY, [1], SAMPLING, 30.0),
+    LocalRequest(KEY, [1], SAMPLING, 30.0, [7], PEER),
     Abort(KEY),
     Introduce(PEER),
     Profile("p0", 128, 30.0),
@@ -89,11 +99,14 @@ EXAMPLES: list[Body] = [
                 bytes(range(256)),
                 MemoryRegion(MemoryKind.VRAM, 1, 2**47, 64, 4096),
                 GatherMemory(MemoryRegion(MemoryKind.VRAM, 1, 2**46, 8, 1 << 20), 2**45),
+                HostTierMemory(MemoryRegion(MemoryKind.DRAM, 0, 2**44, 64, 1 << 20), 2**43),
+                [bytes(range(64)), bytes(64)],
             )
         ],
     ),
     PeerRefused("other dtype"),
     Grant(KEY, 100, 32, 10.0),
+    PrefixGrant(KEY, 2, [b"h" * 16, b"i" * 16], 10.0),
     Offer(KEY, 2, [OfferedBlock(7, 2**64 - 1), OfferedBlock(8, 0)], 60, True, [5]),
     OfferAck(KEY, 4, False),
     Release(KEY, True),

@@ -5,7 +5,7 @@
 set -o pipefail
 OUT=${OUT:-benchmarks/results}; TREE=${TREE:-$PWD}; mkdir -p "$OUT"
 C="${SPLITSERVE:-splitserve}"
-N=$(nvidia-smi -L | wc -l)
+N=$(python3 -c "import torch; print(torch.cuda.device_count())")
 PARTS=${*:-smoke transfer tests served}
 has() { case " $PARTS " in *" $1 "*) return 0;; esac; return 1; }
 mark() { echo; echo "=== $* ($(date +%T))"; }
@@ -46,7 +46,7 @@ fi
 
 if has tests; then
   mark "tests: bytes, tokens, a source killed in the middle of a read"
-  timeout 280 python3 -m pytest -q -s --tb=short -p no:cacheprovider -p no:benchmark -c $TREE/pyproject.toml --rootdir $TREE $TREE/tests/test_handover_gpu.py 2>&1 | grep -v "INFO" | tail -60
+  timeout 280 python3 -m pytest -q -s --tb=short -p no:cacheprovider -p no:benchmark -c $TREE/pyproject.toml --rootdir $TREE $TREE/tests/test_handover_gpu.py > $OUT/tests.log 2>&1; grep -av "INFO" $OUT/tests.log | tail -60
 fi
 
 if has served; then

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One mixed worker on one GPU through HTTP: benchmarks/gpu/serving.sh [start|loop|ttft|itl|busy|sweep]...; all of it takes 7 minutes.
 # start: from the command to ready, kernels built and not; ttft: at 1 request/s; itl: at 16 requests/s; busy: at 64 streams;
-# sweep: prefill beside decode in smaller and larger chunks, and with CUDA graphs of mixed steps. Llama-3.1-8B's shape, bfloat16, random weights.
+# sweep: prefill beside decode in smaller and larger chunks, and without CUDA graphs of steps with prefill. Llama-3.1-8B's shape, bfloat16, random weights.
 set -o pipefail
 OUT=${OUT:-benchmarks/results}; TREE=${TREE:-$PWD}; mkdir -p "$OUT"
 C="${SPLITSERVE:-splitserve}"; URL=http://127.0.0.1:8011
@@ -51,6 +51,6 @@ if has sweep; then
     itl 2$tokens; ttft 3$tokens
     stop beside$tokens
   done
-  if $C serve --help | grep -q -- --capture-mixed-steps; then start mixedgraphs --capture-mixed-steps; itl 41; ttft 42; stop mixedgraphs; fi
+  start nomixed --no-capture-mixed-steps; itl 41; ttft 42; stop nomixed
 fi
 nvidia-smi --query-compute-apps=pid --format=csv | head -3

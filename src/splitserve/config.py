@@ -9,6 +9,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 KV_CACHE_DTYPES = ("auto", "fp8")
 ATTENTION_BACKENDS = ("auto", "hybrid", "flashinfer", "triton", "reference")
+DISK_KV_BACKENDS = ("posix", "gds")
 KEEP_POLICIES = ("all", "second-use", "prompt")
 SECRETS = ("secret", "api_key")
 
@@ -66,12 +67,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     doesn't say. ``kv_cache_dtype`` "fp8" halves KV memory and what a hand-over moves, at some cost in accuracy.
     ``tensor_parallel_size`` processes share a worker's model, KV memory and threads, on as many GPUs
     where there are any. ``enforce_eager`` turns CUDA graphs off; ``capture_mixed_steps`` has graphs
-    for steps with both prefill and decode, too. ``profile_dir``: where profiles of steps go that are
+    for steps with a small prefill, too, beside decode or alone. ``profile_dir``: where profiles of steps go that are
     asked for; "" refuses them.
     ``host_kv_memory_bytes`` of host memory hold blocks beyond those of ``kv_memory_bytes``, 0 for none; at most
-    ``disk_kv_bytes`` more are files in ``disk_kv_dir``, "" for none, and outlive the process. ``kv_keep`` says what
-    goes there, one of :data:`KEEP_POLICIES`. A request waits at most ``kv_load_seconds`` for its blocks to come up
-    again, then it computes them. With ``kv_events`` the worker publishes what it holds (docs/kv-events.md).
+    ``disk_kv_bytes`` more are files in ``disk_kv_dir``, "" for none, and outlive the process; ``disk_kv_backend`` of
+    NIXL's, one of :data:`DISK_KV_BACKENDS`, moves them. ``kv_keep`` says what goes there, one of
+    :data:`KEEP_POLICIES`. A request waits at most ``kv_load_seconds`` for its blocks to come up again, then it computes
+    them. ``lmcache_endpoint`` is where an LMCache server of this machine listens, "" for none: what is kept goes there,
+    too, for all workers that use it. With ``kv_events`` the worker publishes what it holds (docs/kv-events.md).
     """
 
     model: str
@@ -91,7 +94,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     attention_backend: str = "auto"
     kv_cache_dtype: str = "auto"
     enforce_eager: bool = False
-    capture_mixed_steps: bool = False
+    capture_mixed_steps: bool = True
     gpu_memory_utilization: float = 0.9
     threads: int = 0
     read_threads: int = 0
@@ -103,6 +106,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_load_seconds: float = 5.0
     disk_kv_dir: str = ""
     disk_kv_bytes: int = 16 << 30
+    disk_kv_backend: str = "posix"
+    lmcache_endpoint: str = ""
     kv_events: bool = False
 
     def __post_init__(self) -> None:
@@ -115,6 +120,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.attention_backend not in ATTENTION_BACKENDS:
             raise ConfigError(
                 f"attention_backend is {self.attention_backend!r}; choose one of {', '.join(ATTENTION_BACKENDS)}"
+            )
+        if self.disk_kv_backend not in DISK_KV_BACKENDS:
+            raise ConfigError(
+                f"disk_kv_backend is {self.disk_kv_backend!r}; choose one of {', '.join(DISK_KV_BACKENDS)}"
             )
         if self.kv_keep not in KEEP_POLICIES:
             raise ConfigError(f"kv_keep is {self.kv_keep!r}; choose one of {', '.join(KEEP_POLICIES)}")
@@ -193,6 +202,21 @@ class WorkerConfig(Confidential, frozen=True, kw_only=True):
     protocol: ProtocolConfig = ProtocolConfig()
     secret: str = ""
     placement: CorePlacement = CorePlacement()
+
+
+class LMCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """An LMCache server on this machine, which listens at the loopback address. A port 0 takes a free one.
+
+    ``memory_bytes`` of shared memory hold KV, in chunks of ``chunk_tokens``. ``backends`` are JSON objects, as its
+    option ``--l2-adapter`` takes them: where it keeps what doesn't fit. ``environment``: the directory of the virtual
+    environment that has LMCache in it, "" for the one beside our own.
+    """
+
+    memory_bytes: int = 4 << 30
+    chunk_tokens: int = 256
+    port: int = 0
+    backends: tuple[str, ...] = ()
+    environment: str = ""
 
 
 class RouterConfig(Confidential, frozen=True, kw_only=True):

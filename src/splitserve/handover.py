@@ -14,6 +14,9 @@ Prefill runs a :class:`SourceHandover`, decode a :class:`SinkHandover`:
 Either side can end it earlier: Withdrawn from prefill, Release from decode, or a lease that isn't renewed. A repeated
 Grant renews the lease; prefill answers each with its current offer, so a lost message costs time, never the request.
 
+With a :class:`PrefixGrant` the same machines move blocks that a worker has already: GRANTED goes straight to OFFERED,
+and the last offer has no first token, and maybe fewer blocks than were wanted.
+
 Time comes in as ``now`` (seconds of one process's monotonic clock). What is due comes out of ``poll``.
 """
 
@@ -22,7 +25,7 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 
 from splitserve.config import ProtocolConfig
-from splitserve.messages import Grant, Offer, OfferAck, OfferedBlock
+from splitserve.messages import Grant, Offer, OfferAck, OfferedBlock, PrefixGrant
 from splitserve.request import Party, RequestKey
 
 
@@ -206,6 +209,7 @@ class SinkStatistics:
 
     num_reads: int = 0
     num_blocks: int = 0
+    read_seconds: float = 0.0
     first_read_at: float | None = None
     last_offer_at: float | None = None
     complete_at: float | None = None
@@ -215,7 +219,7 @@ class SinkStatistics:
 class SinkActions:
     """What is due: messages to prefill, reads to start."""
 
-    messages: list[Grant | OfferAck] = field(default_factory=list)
+    messages: list[Grant | PrefixGrant | OfferAck] = field(default_factory=list)
     reads: list[ReadCommand] = field(default_factory=list)
 
 
@@ -227,6 +231,8 @@ class SinkHandover:
     holds. They are written only by reads of this hand-over. A block counts as verified once the generation that
     was read *after* its data
     equals the one that was offered.
+
+    With ``hashes``, of the blocks from ``first_block`` on, it reads what the peer has of them, and nothing more.
     """
 
     def __init__(
@@ -241,13 +247,17 @@ class SinkHandover:
         block_bytes: int,
         config: ProtocolConfig,
         now: float,
+        hashes: Sequence[bytes] = (),
     ) -> None:
         assert num_cached_tokens % block_size == 0 and num_cached_tokens < num_prompt_tokens
+        assert not hashes or len(hashes) == len(local_blocks)
         self.key = key
         self.peer = peer
         self.state = SinkState.REQUESTED
         self.failure = ""
         self.read_was_overdue = False
+        self.was_declined = False  # the peer has nothing for us
+        self.may_be_elsewhere = False  # the peer's device has lost the blocks; its host tier may have them
         self.mismatches: list[str] = []
         self.first_tokens: list[int] = []
         self.statistics = SinkStatistics()
@@ -258,6 +268,7 @@ class SinkHandover:
         self._block_size = block_size
         self._block_bytes = block_bytes
         self._config = config
+        self._hashes = list(hashes)
         self._offered: list[OfferedBlock] = []
         self._num_posted = 0
         self._is_verified = [False] * len(local_blocks)
@@ -294,6 +305,7 @@ class SinkHandover:
     def on_read_result(self, result: ReadResult, now: float) -> None:
         """A read is terminal: its blocks are verified, or the hand-over has failed."""
         read = self._reads.pop(result.read_id)
+        self.statistics.read_seconds += result.seconds
         if self.state is not SinkState.READING:
             return
         if result.error is not None:
@@ -302,6 +314,7 @@ class SinkHandover:
         offered = [block.generation for block in read.remote]
         if list(result.generations) != offered:
             moved = sum(a != b for a, b in zip(offered, result.generations, strict=False))
+            self.may_be_elsewhere = self._last_offer_seen
             self.fail(f"{moved} of {len(offered)} blocks changed while they were read")
             return
         if any(result.digests) and not self._digests_agree(read, result.digests):
@@ -338,14 +351,7 @@ class SinkHandover:
             )
         if now >= self._grant_due_at:
             self._grant_due_at = now + self._config.renew_interval_seconds
-            actions.messages.append(
-                Grant(
-                    key=self.key,
-                    num_prompt_tokens=self._num_prompt_tokens,
-                    num_cached_tokens=self._num_cached_tokens,
-                    lease_seconds=self._config.lease_seconds,
-                )
-            )
+            actions.messages.append(self._make_grant())
         while can_read and self._can_post():
             actions.reads.append(self._post_read(next_read_id + len(actions.reads), now))
         return actions
@@ -375,6 +381,11 @@ class SinkHandover:
 
     # ---- inside ----
 
+    def _make_grant(self) -> Grant | PrefixGrant:
+        if self._hashes:
+            return PrefixGrant(self.key, self.first_block, self._hashes, self._config.lease_seconds)
+        return Grant(self.key, self._num_prompt_tokens, self._num_cached_tokens, self._config.lease_seconds)
+
     def _problem_with(self, offer: Offer, start: int, num_peer_blocks: int) -> str | None:
         if start < 0:
             return f"it starts at block {offer.first_block}, before the granted one, {self.first_block}"
@@ -382,7 +393,7 @@ class SinkHandover:
         if end_block > self.first_block + len(self._local_blocks):
             return f"it names {end_block} blocks of a prompt of {self._num_prompt_tokens} tokens"
         end_tokens = end_block * self._block_size
-        if offer.last:
+        if offer.last and not self._hashes:
             if offer.num_tokens != self._num_prompt_tokens:
                 return f"the last one covers {offer.num_tokens} of {self._num_prompt_tokens} prompt tokens"
             if not offer.first_tokens:
@@ -436,6 +447,7 @@ class SinkHandover:
         return ReadCommand(read_id, self.peer, local, [block.block_id for block in remote])
 
     def _complete_if_all_verified(self, now: float) -> None:
-        if self._last_offer_seen and self._num_verified == len(self._local_blocks):
+        num_wanted = len(self._offered) if self._hashes else len(self._local_blocks)
+        if self._last_offer_seen and self._num_verified == num_wanted:
             self.state = SinkState.COMPLETE
             self.statistics.complete_at = now

@@ -5,8 +5,8 @@ Who sends what:
     worker  -> membership: Register, Heartbeat, Draining, Leave  membership -> worker: Registered, RegisterRefused
     router  -> worker:     PrefillRequest, DecodeRequest, LocalRequest, Abort, Introduce, Profile
     worker  -> router:     StepTokens, RequestFailed, Profiled
-    decode  -> prefill:    PeerHello, Grant, OfferAck, Release   prefill -> decode: PeerWelcome, PeerRefused,
-    Offer, Withdrawn
+    decode  -> prefill:    PeerHello, Grant, PrefixGrant, OfferAck, Release
+    prefill -> decode:     PeerWelcome, PeerRefused, Offer, Withdrawn
 
 Every message travels in an :class:`Envelope` that names the sender's incarnation, and the receiver's where the
 sender knows it. Everything is decoded strictly; see :mod:`splitserve.wire`. Durations are relative (seconds):
@@ -24,7 +24,12 @@ SCHEMA_VERSION = 1
 BLOCK_ORDER = "layer, kv_head, 2 (K/V), token, head_dim"
 MAX_RANKS = 64
 MAX_CPUS = 4096
+MAX_DEVICES = 256
+MAX_OPERATIONS = 64
 MAX_LINKS = 4096
+MAX_HASHES = 1 << 16
+MAX_TIERS = 16
+MAX_TIER_NAME = 32
 
 # Bounds that hold for every sender, so that no receiver has to think of negative sizes or of durations that are NaN.
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -32,6 +37,7 @@ Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 Size: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 NonNegative: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
+BlockHash: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Digest: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=16)]
 Unsigned: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]  # up to 2**64 - 1, by msgpack's own bound
 
@@ -80,8 +86,12 @@ class LayoutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class WorkerPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where a worker runs, for whoever looks for the reason of something. ``machine`` is its host's name; ``cpus`` the
-    hardware threads that it may use, ``num_threads`` those that compute; ``remote_bytes`` of its KV memory lie on
-    another NUMA node than they should."""
+    hardware threads that it may use, on ``num_cores`` physical cores (a CPU quota counted in), ``num_threads`` those
+    that compute; ``remote_bytes`` of its ``kv_bytes`` of KV memory lie on another NUMA node than they should.
+    ``memlock_bytes`` is how much memory it may lock (None: any amount, or not known), ``max_open_files`` how many files
+    it may open.
+    ``ucx_tls``: transports that UCX may choose from, as its environment says; "" for its own choice. ``rdma_devices``:
+    those that it sees. ``kernels``: which backend runs each operation."""
 
     machine: str = ""
     version: str = ""
@@ -89,11 +99,19 @@ class WorkerPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cpus: Annotated[list[Count], msgspec.Meta(max_length=MAX_CPUS)] = []
     num_threads: Count = 0
     remote_bytes: Count = 0
+    num_cores: Count = 0
+    kv_bytes: Count = 0
+    memlock_bytes: Count | None = None
+    max_open_files: Count = 0
+    ucx_tls: str = ""
+    rdma_devices: Annotated[list[str], msgspec.Meta(max_length=MAX_DEVICES)] = []
+    kernels: Annotated[dict[str, str], msgspec.Meta(max_length=MAX_OPERATIONS)] = {}
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A worker as membership knows it. ``endpoint`` is the ZMQ address that routers and peers connect to,
-    ``kv_events_endpoint`` the one for subscribers to its KV events; "" if it publishes none."""
+    ``kv_events_endpoint`` the one for subscribers to its KV events; "" if it publishes none. With
+    ``prefix_caching`` it reuses the KV of earlier prompts."""
 
     party: Party
     role: Role
@@ -106,6 +124,26 @@ class WorkerInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     vocab_size: Size
     kv_events_endpoint: str = ""
     place: WorkerPlace = WorkerPlace()
+    prefix_caching: bool = True
+
+
+class TierLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One tier of KV below the device. Counters are since start; what they count: docs/kv-tiers.md."""
+
+    name: Annotated[str, msgspec.Meta(max_length=MAX_TIER_NAME)]
+    slots: Count = 0
+    blocks: Count = 0
+    hits: Count = 0
+    misses: Count = 0
+    stored_blocks: Count = 0
+    stored_bytes: Count = 0
+    loaded_blocks: Count = 0
+    loaded_bytes: Count = 0
+    evicted_blocks: Count = 0
+    failures: Count = 0
+    store_seconds: NonNegative = 0.0
+    load_seconds: NonNegative = 0.0
+    available: Annotated[int, msgspec.Meta(ge=0, le=1)] = 1
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -140,6 +178,11 @@ class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tier_stored_blocks: Count = 0
     tier_loaded_blocks: Count = 0
     tier_failures: Count = 0
+    peer_prefixes: Count = 0
+    peer_prefix_blocks: Count = 0
+    peer_prefix_failures: Count = 0
+    other_copies: Count = 0
+    tiers: Annotated[list[TierLoad], msgspec.Meta(max_length=MAX_TIERS)] = []
 
 
 class Register(Message, frozen=True):
@@ -158,7 +201,7 @@ class PeerLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How KV travels from ``peer`` (an engine id) to the sender, as found out when connecting.
 
     ``transport`` in the connector's words; ``bytes_per_second`` of one thread's large read; ``problem`` says why that
-    isn't as it should be, and is empty if it is.
+    isn't as it should be, and is empty if it is. A peer that can't be reached has no transport, and a problem.
     """
 
     peer: str
@@ -219,13 +262,15 @@ class DecodeRequest(Message, frozen=True):
 
 
 class LocalRequest(Message, frozen=True):
-    """Do both phases here."""
+    """Do both phases here. ``prefix`` may have the KV of more of the prompt than the receiver: read it from there, if
+    that can be."""
 
     key: RequestKey
     token_ids: list[TokenId]
     sampling: SamplingParams
     deadline_seconds: Seconds
     output_ids: list[TokenId] = []
+    prefix: PeerRef | None = None
 
 
 class Abort(Message, frozen=True):
@@ -252,8 +297,9 @@ class Profile(Message, frozen=True):
 class HandoverReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a hand-over cost, as decode saw it.
 
-    ``seconds`` runs from the first read posted to the last range verified; ``exposed_seconds`` from the
-    arrival of the last offer (which carries the first token) to decode ready.
+    ``seconds`` runs from the first read posted to the last range verified, ``read_seconds`` of which reads were under
+    way (added up, where there were several at once); ``exposed_seconds`` from the arrival of the last offer (which
+    carries the first token) to decode ready.
     """
 
     prefill: str
@@ -264,6 +310,7 @@ class HandoverReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reads: Count
     seconds: Seconds
     exposed_seconds: Seconds
+    read_seconds: Seconds = 0.0
 
 
 class TokenDelta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -339,6 +386,9 @@ class MemoryKind(StrEnum):
         return "host memory" if self is MemoryKind.DRAM else "a GPU's memory"
 
 
+IpcHandle = Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
+
+
 class MemoryRegion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Registered KV blocks. ``device_id`` numbers a GPU as the process that owns the memory does; 0 for host memory."""
 
@@ -357,12 +407,25 @@ class GatherMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tickets_address: Unsigned
 
 
+class HostTierMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The host tier of a worker without tensor parallelism: slots, as blocks of a region of host memory, numbered on
+    from the device's blocks; their generations (uint64, one per slot) are in host memory."""
+
+    slots: MemoryRegion
+    generations_address: Unsigned
+
+
 class RankMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a reader needs of one rank of a tensor-parallel worker. ``metadata`` is the connector's own."""
+    """What a reader needs of one rank of a tensor-parallel worker. ``metadata`` is the connector's own.
+
+    ``ipc_handles``: by which processes on the same machine can map a GPU's memory, of the blocks and of the slots.
+    """
 
     metadata: bytes
     region: MemoryRegion
     gather: GatherMemory | None = None
+    host: HostTierMemory | None = None
+    ipc_handles: Annotated[list[IpcHandle], msgspec.Meta(max_length=2)] = []
 
 
 class PeerWelcome(Message, frozen=True):
@@ -391,6 +454,20 @@ class Grant(Message, frozen=True):
     key: RequestKey
     num_prompt_tokens: Count
     num_cached_tokens: Count
+    lease_seconds: Seconds
+
+
+class PrefixGrant(Message, frozen=True):
+    """Decode has room for a prompt's blocks with these ``hashes``, from prompt block ``first_block`` on: what the
+    receiver has of them, one after the other, on its device or in its host tier, it holds and offers; it computes
+    nothing. The answer is one last :class:`Offer` without a first token, or :class:`Withdrawn`.
+
+    Sent again as the lease's renewal.
+    """
+
+    key: RequestKey
+    first_block: Count
+    hashes: Annotated[list[BlockHash], msgspec.Meta(min_length=1, max_length=MAX_HASHES)]
     lease_seconds: Seconds
 
 
@@ -469,6 +546,7 @@ Body: TypeAlias = (
     | PeerWelcome
     | PeerRefused
     | Grant
+    | PrefixGrant
     | Offer
     | OfferAck
     | Release

@@ -1,0 +1,52 @@
+"""Where a worker runs: what it says of its machine and of its limits when it registers."""
+
+import logging
+import os
+import resource
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from splitserve import __version__
+from splitserve.config import WorkerConfig
+from splitserve.cores import available_cores
+from splitserve.kvconnector.memory import KVMemory
+from splitserve.kvconnector.numa_memory import pages_by_node
+from splitserve.messages import WorkerPlace
+from splitserve.prefill.pinning import remote_bytes
+
+logger = logging.getLogger(__name__)
+
+_RDMA_DEVICES = Path("/sys/class/infiniband")
+
+
+def place_of(config: WorkerConfig, memory: KVMemory, kernels: Mapping[str, str]) -> WorkerPlace:
+    """Of this process, whose KV memory is placed already. Bytes on the wrong NUMA node are logged, too.
+
+    ``kernels``: the backend of each operation.
+    """
+    num_bytes = memory.num_blocks * memory.block_bytes
+    on_host = memory.blocks.device.type == "cpu"
+    pages = pages_by_node(memory.blocks.data_ptr(), num_bytes) if on_host else {}
+    remote = remote_bytes(pages, num_bytes, config.placement.numa_node)
+    if remote:
+        logger.warning(
+            "%d of %d bytes of KV memory lie on other NUMA nodes than %s", remote, num_bytes, config.placement.numa_node
+        )
+    memlock_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    max_open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return WorkerPlace(
+        machine=socket.gethostname(),
+        version=__version__,
+        device=str(memory.blocks.device),
+        cpus=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
+        num_threads=config.engine.threads,
+        remote_bytes=remote,
+        num_cores=available_cores(),
+        kv_bytes=num_bytes,
+        memlock_bytes=None if memlock_bytes == resource.RLIM_INFINITY else memlock_bytes,
+        max_open_files=max(0, max_open_files),
+        ucx_tls=os.environ.get("UCX_TLS", ""),
+        kernels=dict(kernels),
+        rdma_devices=sorted(entry.name for entry in _RDMA_DEVICES.iterdir()) if _RDMA_DEVICES.is_dir() else [],
+    )

@@ -1,0 +1,151 @@
+"""Copies between a GPU's blocks and registered host memory: by the copy engines, or by a kernel where blocks are small.
+
+Each direction has a stream of its own, and so do both ways of copying. Which way is used is measured at start.
+"""
+
+import logging
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from splitserve.kvconnector.memory import KVMemory
+from splitserve.kvconnector.numa_memory import HostMemory
+
+logger = logging.getLogger(__name__)
+
+MAX_KERNEL_BLOCK_BYTES = 2 << 20
+"""Copy engines are at their full speed with larger pieces: nothing is measured then. With smaller ones the host can't
+post them as fast, least of all in both directions at once (H200, 512 KiB: 76% of a plain copy, 2 MiB: 92%)."""
+KERNEL_GAIN = 1.1
+"""A kernel takes multiprocessors from the steps beside it: it has to be faster by that much."""
+PIECE_BYTES = 32 << 20
+MAX_PIECES_UNDER_WAY = 2
+"""The few numbers that a step beside copies moves wait for no more than that; and the link never rests."""
+MEASURED_BYTES = 64 << 20
+MEASURED_ROUNDS = 5
+
+
+def runs(block_ids: Sequence[int], slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """``(first block, first slot, number of blocks)`` of the longest stretches that are adjacent on both sides."""
+    start = 0
+    for end in range(1, len(block_ids) + 1):
+        is_over = end == len(block_ids)
+        if is_over or block_ids[end] != block_ids[end - 1] + 1 or slots[end] != slots[end - 1] + 1:
+            yield block_ids[start], slots[start], end - start
+            start = end
+
+
+class CudaHostStore:
+    """A :class:`splitserve.kvconnector.tier_copies.TierStore`.
+
+    ``way``: "engine" or "kernel", for both directions. Raises :class:`RuntimeError` where the memory can't be
+    registered.
+    """
+
+    def __init__(self, memory: KVMemory, host: HostMemory) -> None:
+        self._device = memory.device
+        self._blocks = memory.blocks.view(-1).view(torch.uint8).view(memory.num_blocks, memory.block_bytes)
+        self._host = host
+        self._slots = torch.from_numpy(host.bytes).view(-1, memory.block_bytes)
+        with torch.cuda.device(self._device):
+            status = torch.cuda.cudart().cudaHostRegister(host.address, len(host.bytes), 0)  # type: ignore[no-untyped-call]
+            if int(status) != 0:
+                raise RuntimeError(f"cudaHostRegister of {len(host.bytes)} bytes failed with {status}")
+            self._down = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self._up = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self.way = self._faster_way() if memory.block_bytes <= MAX_KERNEL_BLOCK_BYTES else "engine"
+
+    def store(self, block_ids: Sequence[int], slots: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """The blocks are complete: the step that computed them is over."""
+        del hashes
+        self._copy(self._down, self.way, self._blocks, block_ids, slots, is_load=False)
+
+    def load(self, block_ids: Sequence[int], slots: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """No step touches the blocks yet: those that read them are launched once this has returned."""
+        del hashes
+        self._copy(self._up, self.way, self._blocks, block_ids, slots, is_load=True)
+
+    def clear(self) -> None:
+        """What was stored isn't found any more."""
+
+    def close(self) -> None:
+        torch.cuda.cudart().cudaHostUnregister(self._host.address)  # type: ignore[no-untyped-call]
+
+    def _copy(
+        self,
+        stream: torch.cuda.Stream,
+        way: str,
+        blocks: Tensor,
+        block_ids: Sequence[int],
+        slots: Sequence[int],
+        *,
+        is_load: bool,
+    ) -> None:
+        """Between ``blocks`` [n, block_bytes] of the device and the slots; returns when it's over."""
+        size = max(1, PIECE_BYTES // blocks.shape[1])
+        under_way: deque[torch.cuda.Event] = deque()
+        kept = []
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            for first in range(0, len(block_ids), size):
+                piece = block_ids[first : first + size], slots[first : first + size]
+                if way == "kernel":
+                    kept.append(self._by_kernel(blocks, *piece, is_load=is_load))
+                else:
+                    self._by_engine(blocks, *piece, is_load=is_load)
+                under_way.append(torch.cuda.Event(blocking=True))  # type: ignore[no-untyped-call]
+                under_way[-1].record(stream)
+                if len(under_way) == MAX_PIECES_UNDER_WAY:
+                    under_way.popleft().synchronize()
+            while under_way:  # these sleep rather than spin: the engine loop needs the core, and the GIL
+                under_way.popleft().synchronize()
+        del kept
+
+    def _by_engine(self, blocks: Tensor, block_ids: Sequence[int], slots: Sequence[int], *, is_load: bool) -> None:
+        for block, slot, count in runs(block_ids, slots):
+            on_device, on_host = blocks[block : block + count], self._slots[slot : slot + count]
+            if is_load:
+                on_device.copy_(on_host, non_blocking=True)
+            else:
+                on_host.copy_(on_device, non_blocking=True)
+
+    def _by_kernel(self, blocks: Tensor, block_ids: Sequence[int], slots: Sequence[int], *, is_load: bool) -> Tensor:
+        """What must live until the kernel has ended."""
+        from splitserve.kernels.triton_block_copy import copy_blocks
+
+        ids = torch.tensor([list(block_ids), list(slots)]).pin_memory().to(self._device, non_blocking=True)
+        if is_load:
+            copy_blocks(self._slots, ids[1], blocks, ids[0])
+        else:
+            copy_blocks(blocks, ids[0], self._slots, ids[1])
+        return ids
+
+    def _faster_way(self) -> str:
+        """By the time of scattered loads into memory beside the blocks. The copy engines, where there is no Triton."""
+        count = min(MEASURED_BYTES // self._slots.shape[1], len(self._slots) // 2)
+        if count < 1:
+            return "engine"
+        try:
+            blocks = torch.empty(2 * count, self._slots.shape[1], dtype=torch.uint8, device=self._device)
+            torch.cuda.current_stream(self._device).synchronize()  # whoever had that memory before is through with it
+            seconds = {way: self._seconds(way, blocks) for way in ("engine", "kernel")}
+        except Exception as error:  # of a compiler, or of a driver that doesn't map registered memory
+            logger.warning("blocks are copied by copy engines; the kernel fails: %s: %s", type(error).__name__, error)
+            return "engine"
+        way = "kernel" if seconds["kernel"] * KERNEL_GAIN < seconds["engine"] else "engine"
+        rates = ", ".join(f"{name} {count * blocks.shape[1] / s / 1e9:.1f} GB/s" for name, s in seconds.items())
+        logger.info("blocks of %d bytes are copied by %s: %s", blocks.shape[1], way, rates)
+        return way
+
+    def _seconds(self, way: str, blocks: Tensor) -> float:
+        """Of every other block, backwards on one side."""
+        block_ids, slots = range(0, len(blocks), 2), range(len(blocks) - 1, 0, -2)
+        seconds = []
+        for _ in range(MEASURED_ROUNDS + 1):
+            started = time.perf_counter()
+            self._copy(self._up, way, blocks, block_ids, slots, is_load=True)
+            seconds.append(time.perf_counter() - started)
+        return statistics.median(seconds[1:])  # the first one compiles

@@ -1,0 +1,350 @@
+"""LMCache's multiprocess server as a tier, through its token-based operations and its shared memory.
+
+Each copy is a session of its own, ended however the copy ends: so nothing that the server holds for it stays held,
+whatever becomes of the request. Its copies run on threads of :mod:`.tier_copies`; :class:`.lmcache_link.LMCacheLink`
+knows whether the server is there.
+"""
+
+import contextlib
+import logging
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from splitserve.errors import ConfigError
+from splitserve.kvconnector.host_tier import host_store
+from splitserve.kvconnector.lmcache_chunk import Bytes, ChunkFormat
+from splitserve.kvconnector.lmcache_connection import Connection, LMCacheError, LMCacheLostError
+from splitserve.kvconnector.lmcache_link import REQUEST_SECONDS, Epoch, LMCacheLink
+from splitserve.kvconnector.lmcache_wire import Key, Operation, RetrievePrepared, Slot, StorePrepared
+from splitserve.kvconnector.memory import KVMemory
+from splitserve.kvconnector.numa_memory import HostMemory, node_of_device
+from splitserve.kvconnector.shared_tier import ChainCopy, SharedTier, TierState
+from splitserve.kvconnector.tier_copies import PartialCopyError, ToldError
+
+logger = logging.getLogger(__name__)
+
+LMCACHE = "lmcache"
+MAX_COPY_BYTES = 128 << 20
+STAGING_BYTES = 64 << 20
+"""Pinned memory for each direction, on a GPU worker."""
+MAX_BAD = 4096
+FIRST_POLL_SECONDS, LONGEST_POLL_SECONDS = 0.0005, 0.02
+
+
+class BlockBytes(Protocol):
+    """One thread's way to the bytes of blocks on the device, ``most`` of them at once."""
+
+    most: int
+
+    def fetch(self, block_ids: Sequence[int]) -> Iterator[Bytes]:
+        """What is in the blocks, each uint8 ``[block_bytes]``; until the next one is asked for."""
+
+    def buffers(self, block_ids: Sequence[int]) -> list[Bytes]:
+        """Where the contents of at most :attr:`most` blocks shall be put; until the next call."""
+
+    def land(self, block_ids: Sequence[int]) -> None:
+        """Into the blocks with what was put into their buffers, from the first one on."""
+
+    def close(self) -> None: ...
+
+
+class CpuBlockBytes:
+    def __init__(self, memory: KVMemory) -> None:
+        self.most = memory.num_blocks
+        self._blocks: Bytes = memory.blocks.view(-1).view(torch.uint8).numpy().reshape(memory.num_blocks, -1)
+
+    def fetch(self, block_ids: Sequence[int]) -> Iterator[Bytes]:
+        return (self._blocks[block_id] for block_id in block_ids)
+
+    def buffers(self, block_ids: Sequence[int]) -> list[Bytes]:
+        return [self._blocks[block_id] for block_id in block_ids]
+
+    def land(self, block_ids: Sequence[int]) -> None:
+        """They are there."""
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class CudaBlockBytes:
+    """Through pinned memory. Make it before anybody uses the device's blocks: trying out how to copy writes to them."""
+
+    def __init__(self, memory: KVMemory) -> None:
+        self.most = max(2, STAGING_BYTES // memory.block_bytes)
+        size = memory.block_bytes
+        staging = HostMemory(self.most * size, node_of_device(memory.device))
+        self._staged = [staging.bytes[number * size : (number + 1) * size] for number in range(self.most)]
+        self._device = host_store(memory, staging)
+
+    def fetch(self, block_ids: Sequence[int]) -> Iterator[Bytes]:
+        for part in batches(block_ids, self.most):
+            self._device.store(part, range(len(part)), ())
+            yield from self._staged[: len(part)]
+
+    def buffers(self, block_ids: Sequence[int]) -> list[Bytes]:
+        return self._staged[: len(block_ids)]
+
+    def land(self, block_ids: Sequence[int]) -> None:
+        self._device.load(block_ids, range(len(block_ids)), ())
+
+    def close(self) -> None:
+        self._device.close()
+
+
+def batches(block_ids: Sequence[int], most: int) -> Iterator[Sequence[int]]:
+    for start in range(0, len(block_ids), most):
+        yield block_ids[start : start + most]
+
+
+def block_bytes_of(memory: KVMemory) -> BlockBytes:
+    return CudaBlockBytes(memory) if memory.device.type == "cuda" else CpuBlockBytes(memory)
+
+
+class _Session:
+    """One copy as the server sees it."""
+
+    def __init__(self, connection: Connection, epoch: Epoch, copy: ChainCopy, request_id: str) -> None:
+        self._connection = connection
+        self._epoch = epoch
+        self._copy = copy
+        self.request_id = request_id
+        self.locked: Key | None = None
+        """What a lookup holds for us, and nobody has taken or given back yet."""
+
+    def call(self, operation: Operation, *arguments: Any, kind: Any = None) -> Any:
+        return self._connection.call(operation, *arguments, kind=kind, seconds=REQUEST_SECONDS)
+
+    def key(self, start: int, end: int, *, worker_id: int | None = 0) -> Key:
+        """``start`` and ``end`` in chunks."""
+        size = self._epoch.chunk_tokens
+        return Key(
+            model_name=self._epoch.model_name,
+            token_ids=self._copy.token_ids[: end * size],
+            start=start * size,
+            end=end * size,
+            request_id=self.request_id,
+            worker_id=worker_id,
+        )
+
+    def chunk(self, slot: Slot) -> Bytes:
+        """Its bytes in shared memory. Raises :class:`LMCacheError` for a place that can't be."""
+        pool, num_bytes = self._epoch.pool, self._epoch.chunks.num_bytes
+        if slot.length != num_bytes or slot.offset < 0 or slot.offset + num_bytes > len(pool):
+            raise LMCacheError(f"it gives {slot.length} bytes at {slot.offset} for a chunk of {num_bytes}")
+        return pool[slot.offset : slot.offset + num_bytes]
+
+
+class _Lane:
+    """What one thread needs: a connection, which is made anew in each epoch, and a way to the blocks."""
+
+    def __init__(self, link: LMCacheLink, memory: KVMemory) -> None:
+        self.blocks = block_bytes_of(memory)
+        self._link = link
+        self._epoch: Epoch | None = None
+        self._connection: Connection | None = None
+
+    @contextlib.contextmanager
+    def session(self, copy: ChainCopy, epoch: Epoch) -> Iterator[_Session]:
+        """Ended in any case. After an error there is no telling what the server still thinks of us: the epoch is over,
+        and what it held for us with it."""
+        try:
+            connection = self._connected(epoch)
+            session = _Session(connection, epoch, copy, f"splitserve-{epoch.instance_id:x}-{secrets.token_hex(8)}")
+            try:
+                yield session
+            except BaseException:
+                self._link.leave(session.request_id, session.locked)
+                raise
+            connection.call(Operation.END_SESSION, session.request_id, seconds=REQUEST_SECONDS)
+        except LMCacheError as error:
+            self._link.fail(epoch, str(error))
+            self.close()
+            raise ToldError(0, str(error)) from error
+        except BaseException as error:  # a copy of ours failed: the server may hold room for it, or locks
+            self._link.fail(epoch, f"{type(error).__name__}: {error}")
+            raise
+
+    def _connected(self, epoch: Epoch) -> Connection:
+        if self._epoch is not epoch:
+            self.close()
+            self._connection, self._epoch = Connection(self._link.endpoint, self._link.context), epoch
+        assert self._connection is not None
+        return self._connection
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = self._epoch = None
+
+
+class LMCacheStore:
+    """Carries out the copies of the LMCache tier; see :class:`splitserve.kvconnector.tier_copies.SharedStore`.
+
+    ``prefetch_seconds``: how long a lookup may wait until the server has got chunks out of its own back ends.
+    """
+
+    def __init__(self, memory: KVMemory, endpoint: str, prefetch_seconds: float) -> None:
+        self._link = LMCacheLink(endpoint, memory.layout, memory.block_bytes)
+        self._block_size = memory.layout.block_size
+        self._prefetch_seconds = prefetch_seconds
+        self._down = _Lane(self._link, memory)
+        self._up = _Lane(self._link, memory)
+        self._bad: OrderedDict[bytes, None] = OrderedDict()  # ends of chunks that are there, but damaged
+
+    def open(self, tell: Callable[[TierState], None]) -> None:
+        def on_epoch(epoch: Epoch | None) -> None:
+            tell(TierState(LMCACHE, epoch is not None, 0 if epoch is None else epoch.chunk_tokens))
+
+        self._link.open(on_epoch)
+
+    def _current(self, copy: ChainCopy) -> Epoch:
+        """Raises :class:`ToldError` if the server is gone, or if the copy was meant for another one."""
+        try:
+            epoch = self._link.epoch
+        except LMCacheLostError as error:
+            raise ToldError(0, str(error)) from error
+        end = copy.first_block + len(copy.block_ids)
+        starts_well = copy.is_load or copy.first_block % epoch.chunks.num_blocks == 0
+        if not starts_well or end % epoch.chunks.num_blocks:
+            raise ToldError(0, "its chunks have changed their size")
+        return epoch
+
+    # ---- down ----
+
+    def store_chain(self, copy: ChainCopy) -> int:
+        epoch = self._current(copy)
+        size = epoch.chunks.num_blocks
+        first, end = copy.first_block // size, (copy.first_block + len(copy.block_ids)) // size
+        with self._down.session(copy, epoch) as session:
+            key = session.key(first, end)
+            places = session.call(Operation.PREPARE_STORE, key, epoch.instance_id, kind=StorePrepared).context
+            if not places.slots:
+                return 0  # all of it is there, or on its way, or there is no room
+            for number, slot in zip(places.chunk_indices, places.slots, strict=True):
+                if not 0 <= number < end - first:
+                    raise LMCacheError(f"it wants chunk {number} of {end - first}")
+                part = slice(number * size, (number + 1) * size)
+                contents = self._down.blocks.fetch(copy.block_ids[part])
+                epoch.chunks.write(session.chunk(slot), copy.hashes[part], contents)
+            if not session.call(Operation.COMMIT_STORE, key, epoch.instance_id, b"", kind=bool):
+                raise LMCacheError("it has forgotten what we were about to store")
+            return len(places.slots) * size
+
+    # ---- up ----
+
+    def load_chain(self, copy: ChainCopy) -> int:
+        epoch = self._current(copy)
+        size = epoch.chunks.num_blocks
+        first, end = copy.first_block // size, self._end_of_good(copy, size)
+        if end <= first:
+            return 0
+        with self._up.session(copy, epoch) as session:
+            session.locked = session.key(0, end, worker_id=None)
+            session.call(Operation.LOOKUP, session.locked, 1)
+            found = min(self._wait_for_prefetch(session), end)
+            kept_from = first if found > first else found
+            if kept_from > 0:  # what we have already, or can't use
+                session.call(Operation.FREE_LOOKUP_LOCKS, session.key(0, kept_from, worker_id=None), 1)
+            session.locked = None  # from here on the server gives back what we leave behind
+            if found <= first:
+                return 0
+            key = session.key(first, found)
+            prepared = session.call(Operation.PREPARE_RETRIEVE, key, epoch.instance_id, kind=RetrievePrepared)
+            if not prepared.success or len(prepared.context.slots) != found - first:
+                return 0  # gone since
+            num_good = self._fetch_chunks(epoch, copy, [session.chunk(slot) for slot in prepared.context.slots])
+            session.call(Operation.COMMIT_RETRIEVE, key, epoch.instance_id, kind=bool)
+        wanted = found * size - copy.first_block
+        if num_good < wanted:
+            self._remember_bad(copy, num_good, size)
+            raise PartialCopyError(num_good, f"block {copy.first_block + num_good} of a prompt is damaged in LMCache")
+        return num_good
+
+    def _wait_for_prefetch(self, session: _Session) -> int:
+        """Chunks that the server has, from the first on, when it has got them ready."""
+        deadline, pause_seconds = time.monotonic() + self._prefetch_seconds, FIRST_POLL_SECONDS
+        while True:
+            found = session.call(Operation.QUERY_PREFETCH_STATUS, session.request_id, kind=int | None)
+            if found is not None:
+                return int(found)
+            if time.monotonic() >= deadline:
+                raise LMCacheError(f"it didn't get chunks out of its back ends within {self._prefetch_seconds:g} s")
+            time.sleep(pause_seconds)
+            pause_seconds = min(2 * pause_seconds, LONGEST_POLL_SECONDS)
+
+    def _fetch_chunks(self, epoch: Epoch, copy: ChainCopy, chunks: Sequence[Bytes]) -> int:
+        """Into the copy's blocks with what the chunks hold of them; how many are right, from the first one on."""
+        form, num_good = epoch.chunks, 0
+        skipped = copy.first_block % form.num_blocks  # of the first chunk: they are here
+        for chunk in chunks:
+            end = num_good + form.num_blocks - skipped
+            entries = form.entries(chunk)
+            while num_good < end:
+                count = min(self._up.blocks.most, end - num_good) if entries else 0
+                wanted = range(num_good, num_good + count)
+                num_right = self._fetch_blocks(form, chunk, entries, skipped, copy=copy, wanted=wanted)
+                num_good, skipped = num_good + num_right, skipped + num_right
+                if num_right < count or not count:
+                    return num_good
+            skipped = 0
+        return num_good
+
+    def _fetch_blocks(
+        self, form: ChunkFormat, chunk: Bytes, entries: list[bytes], first: int, *, copy: ChainCopy, wanted: range
+    ) -> int:
+        """Into blocks ``wanted`` of the copy with numbers ``first`` and following of the chunk; how many are right."""
+        block_ids, hashes = copy.block_ids[wanted.start : wanted.stop], copy.hashes[wanted.start : wanted.stop]
+        num_right = 0
+        for buffer, block_hash in zip(self._up.blocks.buffers(block_ids), hashes, strict=True):
+            number = first + num_right
+            np.copyto(buffer, form.block(chunk, number))
+            if not form.is_right(entries[number], block_hash, buffer):
+                break
+            num_right += 1
+        self._up.blocks.land(block_ids[:num_right])
+        return num_right
+
+    def _end_of_good(self, copy: ChainCopy, size: int) -> int:
+        """Up to which chunk it's worth asking."""
+        ends = range(-(copy.first_block + 1) % size, len(copy.hashes), size)
+        bad = next((number for number in ends if copy.hashes[number] in self._bad), len(copy.hashes))
+        return (copy.first_block + bad) // size
+
+    def _remember_bad(self, copy: ChainCopy, num_good: int, size: int) -> None:
+        """Nobody can take a chunk out of LMCache, or store it again while it's there: it isn't asked for any more."""
+        number = num_good + -(copy.first_block + num_good + 1) % size
+        self._bad[copy.hashes[number]] = None
+        if len(self._bad) > MAX_BAD:
+            self._bad.popitem(last=False)
+
+    # ---- the whole ----
+
+    def clear(self) -> None:
+        epoch = self._link.epoch
+        with Connection(self._link.endpoint, self._link.context) as connection:
+            connection.call(Operation.CLEAR, True, seconds=REQUEST_SECONDS)
+        self._link.fail(epoch, "what it held isn't to be trusted: it was cleared")
+
+    def close(self) -> None:
+        for lane in (self._down, self._up):
+            lane.close()
+            lane.blocks.close()
+        self._link.close()
+
+
+def lmcache_tier(memory: KVMemory, endpoint: str, prefetch_seconds: float) -> tuple[SharedTier, LMCacheStore, str]:
+    """The tier, what carries its copies out, and its description. Raises :class:`ConfigError`."""
+    if not endpoint.startswith(("tcp://127.", "tcp://localhost:", "tcp://[::1]:", "ipc://")):
+        raise ConfigError(
+            f"lmcache_endpoint is {endpoint}: an LMCache server shares memory with its workers, so it must be on "
+            "this machine, like tcp://127.0.0.1:5555; servers of several machines share a back end"
+        )
+    most = max(1, MAX_COPY_BYTES // memory.block_bytes)
+    tier = SharedTier(LMCACHE, memory.layout.block_size, most)
+    return tier, LMCacheStore(memory, endpoint, prefetch_seconds), f"at {endpoint}, shared"

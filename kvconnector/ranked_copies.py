@@ -1,0 +1,58 @@
+"""Copies of the host tier of a tensor-parallel worker: every rank has slots for its own heads of each block; rank 0
+decides, and a copy is over when it is on all of them."""
+
+from collections.abc import Sequence
+
+from splitserve.kvconnector.ranked import RankedConnector
+from splitserve.kvconnector.shared_tier import TierState
+from splitserve.kvconnector.tier_copies import AnyResult, TierCopies
+from splitserve.kvconnector.tiers import AnyCommand, CopyCommand, CopyResult
+
+
+class CopyJoin:
+    """What the ranks report of one copy."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._results: list[CopyResult] = []
+
+    def add(self, result: CopyResult) -> CopyResult | None:
+        """The copy's result, once all have reported: as many blocks are good as on the rank with the fewest."""
+        self._results.append(result)
+        if len(self._results) < self._num_ranks:
+            return None
+        error = next((each.error for each in self._results if each.error is not None), None)
+        seconds = max(each.seconds for each in self._results)
+        return CopyResult(result.copy_id, min(each.num_good for each in self._results), error, seconds)
+
+
+class RankedCopies:
+    """See :class:`splitserve.kvconnector.tier_copies.Copies`. Rank 0's; ``local`` carries out its own part."""
+
+    def __init__(self, local: TierCopies, connector: RankedConnector) -> None:
+        self._local = local
+        self._connector = connector
+        self._joins: dict[int, CopyJoin] = {}
+
+    def start(self, command: AnyCommand) -> None:
+        if isinstance(command, CopyCommand):
+            self._joins[command.copy_id] = CopyJoin(1 + self._connector.num_other_ranks)
+            self._connector.copy(command)
+        self._local.start(command)
+
+    def results(self) -> Sequence[AnyResult]:
+        whole: list[AnyResult] = []
+        for result in (*self._local.results(), *self._connector.copy_results()):
+            joined = result if isinstance(result, TierState) else self._join(result)
+            if joined is not None:
+                whole.append(joined)
+        return whole
+
+    def close(self, timeout_seconds: float) -> None:
+        self._local.close(timeout_seconds)
+
+    def _join(self, result: CopyResult) -> CopyResult | None:
+        joined = self._joins[result.copy_id].add(result)
+        if joined is not None:
+            del self._joins[result.copy_id]
+        return joined

@@ -1,0 +1,65 @@
+"""The host tier of a worker of several ranks: a copy is over when it is on all of them; the same tokens come back."""
+
+from pathlib import Path
+
+import pytest
+
+from serving import complete_all, wait_until_quiet
+from splitserve.config import EngineConfig
+from splitserve.errors import SplitserveError
+from splitserve.kvconnector.ranked_copies import CopyJoin
+from splitserve.kvconnector.tiers import CopyResult
+from splitserve.orchestration.launcher import LocalCluster
+from splitserve.orchestration.shorthand import simple_spec
+from test_tensor_parallel import two_heads  # noqa: F401  (a fixture)
+
+BLOCK_BYTES = 2 * 2 * 2 * 16 * 32 * 4  # of all heads: two layers, two heads, keys and values, 16 tokens, float32
+PROMPTS = [[300 + 7 * (user * 160 + position) % 1100 for position in range(160 + user)] for user in range(8)]
+
+
+def test_a_copy_is_as_good_as_on_the_worst_rank() -> None:
+    join = CopyJoin(3)
+    assert join.add(CopyResult(7, 5, None, 0.2)) is None
+    assert join.add(CopyResult(7, 2, "gone", 0.1)) is None
+    assert join.add(CopyResult(7, 4, "full", 0.5)) == CopyResult(7, 2, "gone", 0.5)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_prompts_come_back_from_the_ranks_host_tiers(two_heads: Path, size: int) -> None:  # noqa: F811
+    """Four ranks hold each of two heads twice."""
+
+    def body(prompt: list[int]) -> dict[str, object]:
+        options = {"max_tokens": 4, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        return {"model": two_heads.name, "prompt": prompt, **options}
+
+    def engine(**settings: int) -> EngineConfig:
+        return EngineConfig(
+            model=str(two_heads), dtype="float32", max_num_batched_tokens=64, max_num_seqs=8, threads=1, **settings
+        )
+
+    bodies = [body(prompt) for prompt in PROMPTS]
+    with LocalCluster(simple_spec(engine(), port=0, num_mixed=1), log_level="warning") as plain:
+        expected = [answer["choices"][0]["token_ids"] for answer in complete_all(plain.url, bodies, at_once=False)]
+    heads = max(2, size)  # with more ranks than heads some are held twice
+    small = engine(
+        tensor_parallel_size=size,
+        kv_memory_bytes=32 * BLOCK_BYTES * heads // 2,
+        host_kv_memory_bytes=200 * BLOCK_BYTES * heads // 2,
+        max_model_len=256,
+    )
+    with LocalCluster(simple_spec(small, port=0, num_mixed=1), log_level="warning") as running:
+        for number in range(3):
+            answers = complete_all(running.url, bodies, at_once=number == 2)
+            assert [answer["choices"][0]["token_ids"] for answer in answers] == expected
+            cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+            assert number == 0 or sum(cached) > 0.8 * sum(map(len, PROMPTS))
+        [load] = wait_until_quiet(running.url).values()
+    assert load["tier_loaded_blocks_total"] > 100 and load["tier_failures_total"] == 0
+    assert load["blocks_free"] + load["blocks_cached"] <= 80, "the pool holds no more than half of it"
+
+
+def test_a_disk_tier_is_refused(two_heads: Path, tmp_path: Path) -> None:  # noqa: F811
+    engine = EngineConfig(model=str(two_heads), tensor_parallel_size=2, disk_kv_dir=str(tmp_path))
+    with pytest.raises(SplitserveError, match="--disk-kv-dir doesn't go with tensor parallelism"):
+        LocalCluster(simple_spec(engine, port=0, num_mixed=1), log_level="error").__enter__()

@@ -1,0 +1,103 @@
+"""``splitserve up --ray local``: Ray comes and goes with the cluster, also when somebody is killed on the way."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cluster_load import right_tokens
+from splitserve.orchestration.ray_names import HEAD_VARIABLE
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(200)]
+
+PATIENCE_SECONDS = 100.0
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "splitserve.orchestration.cli", *arguments]
+
+
+def splitserve(*arguments: str) -> str:
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
+    assert done.returncode == 0, f"{arguments}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    root = tmp_path / "state"
+    monkeypatch.setenv("SPLITSERVE_STATE_DIR", str(root))
+    yield root
+    for folder in root.glob("*"):
+        splitserve("down", "--name", folder.name)
+
+
+@pytest.fixture
+def spec(tiny_qwen3: Path, tmp_path: Path) -> str:
+    path = tmp_path / "spec.yaml"
+    path.write_text(f"""
+name: home
+model: {{path: {tiny_qwen3}, served_name: tiny, max_model_len: 512}}
+pools:
+- {{name: fill, role: prefill, threads: 1, memory: {{kv: 16MiB}}}}
+- {{name: gen, role: decode, threads: 1, memory: {{kv: 16MiB}}}}
+router: {{port: 0}}
+""")
+    return str(path)
+
+
+def everything_of(head_folder: str) -> list[psutil.Process]:
+    """Running processes that a Ray head has started, itself included."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(HEAD_VARIABLE) == head_folder and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:  # gone, or another user's
+            continue
+    return found
+
+
+def shared_memory_of(processes: list[psutil.Process]) -> list[Path]:
+    folders = {process.environ().get("UCX_POSIX_DIR", "") for process in processes} - {""}
+    return [Path(folder) for folder in folders]
+
+
+def test_a_cluster_whose_ray_head_was_killed(spec: str, state: Path, tiny_qwen3: Path) -> None:
+    text = splitserve("up", "--ray", "local", "--spec", spec)
+    right_tokens(text.split("Ready: ")[1].split("/v1")[0], "tiny", tiny_qwen3)
+    record = json.loads((state / "home" / "cluster.json").read_text())
+    processes = everything_of(record["head_folder"])
+    folders = shared_memory_of(processes)
+    assert len(processes) > 5, "Ray's, their agents, a router and two workers"
+    assert len(folders) == 2 and all(folder.is_dir() for folder in folders)
+    os.kill(record["head_pid"], signal.SIGKILL)
+    assert "the Ray head that was started for it has ended" in splitserve("down")
+    psutil.wait_procs(processes, 10.0)
+    assert everything_of(record["head_folder"]) == []
+    assert not state.exists() and not Path(record["head_folder"]).exists()
+    assert not any(folder.exists() for folder in folders)
+
+
+def test_a_driver_that_is_killed_while_ray_starts(spec: str, state: Path) -> None:
+    with subprocess.Popen(command("up", "--ray", "local", "--spec", spec), stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        too_late = threading.Timer(PATIENCE_SECONDS, driver.kill)
+        too_late.start()
+        try:
+            assert any("head at" in line for line in driver.stdout), "it never spoke of a head"
+        finally:
+            too_late.cancel()
+            driver.kill()
+    record = json.loads((state / "home" / "cluster.json").read_text())
+    assert everything_of(record["head_folder"])
+    assert "the Ray head that was started for it has ended" in splitserve("down")
+    assert everything_of(record["head_folder"]) == []
+    assert not state.exists() and not Path(record["head_folder"]).exists()
