@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import os
 import struct
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -185,6 +186,8 @@ class DiskStore:
                 for file in files:
                     os.posix_fallocate(file, 0, self._file_bytes)  # a full disk shows here, in words
                 lane.files.write(lane.ranges(files))
+                for file in files:
+                    _mark_used(file)
             for new_path, path in zip(new_paths, paths, strict=True):
                 new_path.replace(path)
         except FileTransferError:
@@ -216,7 +219,7 @@ class DiskStore:
                     lane.renew()
                     raise
                 for file in files[:num_whole]:
-                    os.utime(file)  # the next incarnation knows what was used last
+                    _mark_used(file)
         num_good = self._num_right(hashes[:num_whole])
         lane.device.load(block_ids[:num_good], range(num_good), hashes[:num_good])
         if num_good < len(paths):
@@ -268,3 +271,9 @@ def _opened(stack: contextlib.ExitStack, path: Path, flags: int) -> int:
     file = os.open(path, flags, 0o600)
     stack.callback(os.close, file)
     return file
+
+
+def _mark_used(file: int) -> None:
+    """Say when a file was used last, for the next incarnation, to the nanosecond: the kernel's own stamps share a tick."""
+    now = time.time_ns()
+    os.utime(file, ns=(now, now))
