@@ -5,9 +5,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if not Path("/dev/nvidiactl").exists():  # no GPU: Triton's kernels run under its interpreter; read at triton's import
     os.environ["TRITON_INTERPRET"] = "1"
+
+# How fast a machine is decides nothing, and each run is the same; --hypothesis-profile=random looks for more.
+settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.register_profile("same", settings.get_profile("random"), derandomize=True)
+settings.load_profile("same")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

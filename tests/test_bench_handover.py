@@ -12,7 +12,6 @@ from splitserve.messages import LayoutRecord
 PAIRS = ["1:1", "1:2", "4:2"]
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.slow
 def test_pairs_of_ranks_on_cpu(tmp_path: Path) -> None:
     """Every read's generations, and every head of every block, are checked by the bench itself."""
@@ -40,7 +39,6 @@ def test_ranks_with_fewer_heads_than_ranks_share_them() -> None:
     assert [list(heads_of(layout, rank)) for rank in range(4)] == [[0], [0], [1], [1]]
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.slow
 def test_whole_hand_overs_of_a_cluster(tmp_path: Path) -> None:
     argv = ["--served", "--device", "cpu", "--shape", "tiny", "--dtype", "float32", "--prompt-tokens", "150"]

@@ -9,7 +9,6 @@ from splitserve.benchmarks.isolation import Load, main, result_of
 from splitserve.benchmarks.stats import RequestRecord
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.slow
 def test_three_arrangements(tmp_path: Path) -> None:
     argv = ["--device", "cpu", "--dtype", "float32", "--kv-memory-mib", "64", "--seconds", "2", "--stream-rate", "3"]

@@ -7,8 +7,6 @@ import pytest
 
 from splitserve.benchmarks import all_reduce, tensor_parallel
 
-pytestmark = pytest.mark.timeout(90)
-
 
 def report(directory: Path) -> dict[str, object]:
     (file,) = directory.glob("*.json")

@@ -51,7 +51,6 @@ def test_the_part_with_lmcache(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "a worker replaced" in capsys.readouterr().out
 
 
-@pytest.mark.timeout(120)
 def test_soak(tmp_path: Path) -> None:
     """The short form of ten thousand requests."""
     assert tier_soak.main(["--requests", "300", "--prompts", "100", "--result-dir", str(tmp_path)]) == 0

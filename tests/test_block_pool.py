@@ -132,7 +132,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
 
 
 TestPoolAgainstModel = PoolAgainstModel.TestCase
-TestPoolAgainstModel.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPoolAgainstModel.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 def num_runs(block_ids: list[int]) -> int:
@@ -140,7 +140,7 @@ def num_runs(block_ids: list[int]) -> int:
 
 
 @given(st.sets(st.integers(0, 31)), st.integers(1, 32))
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_a_run_that_fits_is_taken_whole_and_otherwise_the_fewest_runs(held: set[int], wanted: int) -> None:
     pool = make_pool(32)
     everything = pool.allocate(32)

@@ -1,6 +1,6 @@
 """The bounded memory behind tombstones and parked messages, and the hashes that name a block's content."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from splitserve.block_hash import chain_hash, extend_hashes, root_hash
@@ -11,7 +11,6 @@ LAYOUT = LayoutRecord("m", "w", "float32", 4, 1, 1, 1)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["put", "pop", "get"]), st.integers(0, 9), st.floats(0, 4)), max_size=60))
-@settings(deadline=None)
 def test_it_keeps_the_newest_for_their_time(operations: list[tuple[str, int, float]]) -> None:
     ttl, max_size, now = 10.0, 4, 0.0
     map_: ExpiringMap[int, float] = ExpiringMap(max_size=max_size, ttl_seconds=ttl)

@@ -20,7 +20,6 @@ SHORT_TIMES = {"lease": 1.5, "dead-after": 1, "heartbeat": 0.25, "read-deadline"
 SHARED_MEMORY = Path("/dev/shm")
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_a_short_storm_changes_no_answer_and_leaves_nothing(transport: str) -> None:
     times = [text for name, seconds in SHORT_TIMES.items() for text in (f"--{name}-seconds", str(seconds))]

@@ -45,7 +45,6 @@ router: {{port: 0}}
     return str(path)
 
 
-@pytest.mark.timeout(240)
 def test_a_life_under_load(tiny_qwen3: Path, tmp_path: Path, state: Path) -> None:
     spec = write_spec(tmp_path / "spec.yaml", tiny_qwen3)
     text = splitserve("up", "--spec", spec, "--name", "life")
@@ -80,7 +79,6 @@ def is_running(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.timeout(120)
 def test_down_after_the_launcher_was_killed(tiny_qwen3: Path, tmp_path: Path, state: Path) -> None:
     splitserve("up", "--spec", write_spec(tmp_path / "spec.yaml", tiny_qwen3))
     processes = processes_of(state / "default")

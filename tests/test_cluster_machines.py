@@ -31,7 +31,6 @@ def can_make_namespaces() -> bool:
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.timeout(300),
     pytest.mark.slow,
     pytest.mark.skipif(not can_make_namespaces(), reason="needs root, iproute2 and the right to make namespaces"),
 ]

@@ -110,7 +110,6 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-@pytest.mark.timeout(180)
 def test_processes_may_start_in_any_order(started: Started, tiny_qwen3: Path) -> None:
     """Workers long before the router, decode before prefill; and a router that comes after another one."""
     ports = RouterPorts(http=free_port(), membership=free_port())

@@ -31,7 +31,7 @@ from splitserve.orchestration.ray_names import CLUSTER_VARIABLE, NAMESPACE, cont
 from splitserve.orchestration.spec_document import read_spec
 from splitserve.orchestration.state_folder import StateFolder
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 NODE = {"num_cpus": 5, "object_store_memory": 80 << 20, "include_dashboard": False}
 PATIENCE_SECONDS = 100.0  # for anything that is waited for; a quiet machine takes a tenth

@@ -140,7 +140,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(path)], check=True)
 
 
-@pytest.mark.timeout(90)
 def test_a_full_disk_is_a_warning_and_every_request_is_right(
     small_disk: Path, tiny_qwen3: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -211,7 +210,6 @@ def test_headers() -> None:
     assert Header.of(OTHER_ROOT, HASHES[1], data).checksum != header.checksum
 
 
-@pytest.mark.timeout(120)
 def test_a_restarted_cluster_finds_its_prompts_on_disk(tiny_qwen3: Path, tmp_path: Path) -> None:
     prompts = [[300 + (7 * user + position) % 1000 for position in range(8 * BLOCK_SIZE)] for user in range(12)]
     bodies = [body(tiny_qwen3, prompt, max_tokens=8) for prompt in prompts]

@@ -35,8 +35,6 @@ from splitserve.orchestration.process import ChildProcess
 from splitserve.orchestration.shorthand import simple_spec
 from splitserve.request import Role
 
-pytestmark = pytest.mark.timeout(120)
-
 SECRET, API_KEY = "of-this-cluster-" * 2, "key-of-the-endpoint"
 PROTOCOL = ProtocolConfig(heartbeat_seconds=0.3, dead_after_seconds=4.0, tombstone_seconds=2.0)
 TESTS = Path(__file__).parent

@@ -51,7 +51,6 @@ def body(model: Path, prompt: list[int], **options: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])
 def test_greedy_tokens_are_those_of_transformers(architecture: str, request: pytest.FixtureRequest) -> None:
     model: Path = request.getfixturevalue(f"tiny_{architecture}")
@@ -79,7 +78,6 @@ def test_greedy_tokens_are_those_of_transformers(architecture: str, request: pyt
             assert all(worker["handover_failures_total"] == 0 for worker in metrics.values())
 
 
-@pytest.mark.timeout(180)
 def test_sampled_tokens_depend_on_the_seed_alone(tiny_qwen3: Path) -> None:
     options: dict[str, Any] = {"temperature": 0.9, "top_k": 50, "top_p": 0.95}
     bodies = [body(tiny_qwen3, prompt, seed=100 + i, **options) for i, prompt in enumerate(make_prompts())]
@@ -95,7 +93,6 @@ def test_sampled_tokens_depend_on_the_seed_alone(tiny_qwen3: Path) -> None:
     assert tokens["mixed"] == tokens["1P1D"]
 
 
-@pytest.mark.timeout(180)
 def test_preemption_changes_no_token(tiny_qwen3: Path) -> None:
     """A pool too small for all sequences at once: some are preempted and recomputed."""
     prompts = [prompt[:60] for prompt in make_prompts()]
@@ -110,7 +107,6 @@ def test_preemption_changes_no_token(tiny_qwen3: Path) -> None:
     assert tokens[0] == tokens[1]
 
 
-@pytest.mark.timeout(300)
 def test_a_thousand_requests_with_a_third_aborted_leave_nothing(tiny_qwen3: Path) -> None:
     chosen = random.Random(3)
     prompts = make_prompts()

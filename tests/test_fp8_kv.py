@@ -110,7 +110,6 @@ def test_an_unknown_dtype_is_refused() -> None:
         EngineConfig(model="m", kv_cache_dtype="int4")
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.slow
 def test_a_hand_over_moves_it_as_it_is(tiny_qwen3: Path) -> None:
     """Decode goes on from the same bytes: the tokens of a mixed worker, between different numbers of ranks, too."""

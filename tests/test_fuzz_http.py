@@ -99,7 +99,7 @@ def cases(router: RouterProcess, mode: GenerationMode) -> st.SearchStrategy[Case
     return st.one_of([operation.as_strategy(generation_mode=mode) for operation in chosen])
 
 
-@pytest.mark.timeout(120 + NUM_REQUESTS // 10)
+@pytest.mark.timeout(300 + NUM_REQUESTS // 10)
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 def test_answers_are_as_documented(router: RouterProcess, mode: GenerationMode) -> None:
     @seed(SEED)
@@ -198,7 +198,7 @@ def post(router: RouterProcess, path: str, body: bytes, headers: dict[str, str],
         connection.close()
 
 
-@pytest.mark.timeout(120 + NUM_REQUESTS // 10)
+@pytest.mark.timeout(300 + NUM_REQUESTS // 10)
 def test_no_body_gives_an_internal_error(router: RouterProcess) -> None:
     rng = random.Random(SEED)
     for _ in range(NUM_REQUESTS * 2 // 3):
@@ -278,7 +278,7 @@ RAW: list[Callable[[random.Random], bytes]] = [
 ]
 
 
-@pytest.mark.timeout(120 + NUM_REQUESTS // 10)
+@pytest.mark.timeout(300 + NUM_REQUESTS // 10)
 def test_no_bytes_harm_the_server(router: RouterProcess) -> None:
     """Most of these connections end without an answer; some are reset, some stay open to the end."""
     rng = random.Random(SEED)

@@ -69,7 +69,7 @@ def serves_decode(fuzzed: FuzzedWorker) -> None:
     assert sent(effects, StepTokens)[-1].deltas[0].finish_reason is FinishReason.LENGTH
 
 
-@pytest.mark.timeout(60 + NUM_MESSAGES // 50)
+@pytest.mark.timeout(300 + NUM_MESSAGES // 50)
 @pytest.mark.parametrize("role", list(Role))
 def test_no_message_harms_a_core(role: Role) -> None:
     num_left, seed, num_handovers = NUM_MESSAGES // len(Role), FIRST_SEED, 0

@@ -121,7 +121,7 @@ def completion(cluster: LocalCluster) -> dict[str, object]:
     return answer["choices"][0]["token_ids"]
 
 
-@pytest.mark.timeout(120 + NUM_MESSAGES // 20)
+@pytest.mark.timeout(300 + NUM_MESSAGES // 20)
 def test_nothing_on_a_workers_socket_ends_it(
     cluster: tuple[LocalCluster, dict[str, str]], capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -408,7 +408,7 @@ class BothSides:
     cached_share=st.floats(0, 1),
     loss=st.sampled_from([0.0, 0.2, 0.4]),
 )
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_lost_repeated_and_reordered_messages_cost_time_only(
     seed: int, num_prompt_tokens: int, cached_share: float, loss: float
 ) -> None:

@@ -8,7 +8,6 @@ import urllib.request
 from pathlib import Path
 
 import msgspec
-import pytest
 import zmq
 
 from serving import complete_all, wait_until_quiet
@@ -67,7 +66,6 @@ def chain(root: bytes, tokens: list[int]) -> list[bytes]:
     return hashes[1:]
 
 
-@pytest.mark.timeout(90)
 def test_events_add_up_to_what_a_worker_holds(tiny_qwen3: Path) -> None:
     tiers = {"kv_memory_bytes": 24 * BLOCK_BYTES, "host_kv_memory_bytes": 60 * BLOCK_BYTES, "max_model_len": 256}
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

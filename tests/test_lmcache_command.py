@@ -151,7 +151,6 @@ def test_a_process_that_others_can_do_without() -> None:
     assert revival.due_at == float("inf"), "given up"
 
 
-@pytest.mark.timeout(120)
 def test_the_command_starts_a_server_again_and_leaves_nothing() -> None:
     python_with_lmcache()
     before = segments()

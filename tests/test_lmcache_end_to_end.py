@@ -96,7 +96,6 @@ def expected(tiny_qwen3: Path) -> list[list[list[int]]]:
         return chat(plenty.url, tiny_qwen3)[0]
 
 
-@pytest.mark.timeout(180)
 def test_chats_go_on_after_a_worker_is_replaced(tiny_qwen3: Path, expected: list[list[list[int]]]) -> None:
     """Two prefill workers, one of which is killed between the turns of the chats: the other, and its successor, find
     what it had computed."""
@@ -132,7 +131,6 @@ def kill_keeper(made: Watched) -> None:
     made.wait_for_server(number + 1)
 
 
-@pytest.mark.timeout(180)
 def test_requests_are_right_while_the_server_is_killed_again_and_again(
     tiny_qwen3: Path, expected: list[list[list[int]]]
 ) -> None:

@@ -14,7 +14,6 @@ from splitserve.orchestration.launcher import Entries, LocalCluster
 from splitserve.orchestration.shorthand import simple_spec
 
 
-@pytest.mark.timeout(240)
 def test_requests_go_on_and_the_worker_comes_back(
     tiny_qwen3: Path,
     tmp_path: Path,

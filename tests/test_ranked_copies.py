@@ -24,7 +24,6 @@ def test_a_copy_is_as_good_as_on_the_worst_rank() -> None:
     assert join.add(CopyResult(7, 4, "full", 0.5)) == CopyResult(7, 2, "gone", 0.5)
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_prompts_come_back_from_the_ranks_host_tiers(two_heads: Path, size: int) -> None:  # noqa: F811
     """Four ranks hold each of two heads twice."""

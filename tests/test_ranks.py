@@ -26,7 +26,7 @@ from splitserve.models.shard import Shard
 from splitserve.request import Party, Role
 from splitserve.step import SampleSpec, ScheduledChunk, StepPlan
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(120)]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ import pytest
 from cluster_load import right_tokens
 from splitserve.orchestration.ray_names import HEAD_VARIABLE
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(200)]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 PATIENCE_SECONDS = 100.0
 

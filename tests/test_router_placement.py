@@ -296,4 +296,4 @@ class MembershipMachine(RuleBasedStateMachine):
 
 
 TestMembership = MembershipMachine.TestCase
-TestMembership.settings = settings(deadline=None, max_examples=60)
+TestMembership.settings = settings(max_examples=60)

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from router_harness import EOS, write_model_dir
@@ -26,7 +26,6 @@ def tokenizer(model_dir):
     return write_model_dir(model_dir)
 
 
-@settings(deadline=None)
 @given(ids=st.lists(st.integers(0, 299), max_size=150), sizes=st.lists(st.integers(1, 9), min_size=1, max_size=20))
 def test_pieces_together_are_the_whole_text_for_any_tokens(tokenizer, ids, sizes):
     detokenizer = Detokenizer(tokenizer)
@@ -38,7 +37,6 @@ def test_pieces_together_are_the_whole_text_for_any_tokens(tokenizer, ids, sizes
     assert text == tokenizer.decode(ids, skip_special_tokens=True)
 
 
-@settings(deadline=None)
 @given(text=st.text(alphabet="aé漢😀 \ufffd", max_size=100))
 def test_no_piece_shows_half_a_character(tokenizer, text):
     detokenizer = Detokenizer(tokenizer)

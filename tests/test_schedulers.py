@@ -146,7 +146,7 @@ class TestPrefill:
         tail=st.sampled_from([0, 4, 8]),
         num_blocks=st.integers(16, 64),
     )
-    @settings(deadline=None, max_examples=150)
+    @settings(max_examples=150)
     def test_every_prompt_is_computed_once_in_order_within_the_budget(
         self, sizes: list[int], budget: int, tail: int, num_blocks: int
     ) -> None:
@@ -272,7 +272,7 @@ class TestDecode:
         num_blocks=st.integers(6, 20),
         budget=st.integers(4, 16),
     )
-    @settings(deadline=None, max_examples=100)
+    @settings(max_examples=100)
     def test_every_sequence_reaches_its_end_however_little_memory_there_is(
         self, prompts: list[int], num_blocks: int, budget: int
     ) -> None:
@@ -411,7 +411,7 @@ class TestMixedSteps:
         depth=st.integers(1, 2),
         data=st.data(),
     )
-    @settings(deadline=None, max_examples=300)
+    @settings(max_examples=300)
     def test_decodes_miss_no_step_prompts_make_progress_and_bounds_hold(
         self,
         prompts: list[tuple[int, int, int]],

@@ -55,7 +55,6 @@ def seen() -> Transitions:
     return record_transitions()
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.__name__)
 def test_transitions(machine: type[Enum], seen: Transitions) -> None:
     """What the page allows and what production code does under faults is the same: no more, and no less."""

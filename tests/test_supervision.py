@@ -316,7 +316,7 @@ def test_an_old_worker_that_died_needs_no_goodbye() -> None:
     assert len(machine.names) == 4
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.randoms(use_true_random=False), st.sampled_from([None, 4, 5]))
 def test_random_lives(chosen: random.Random, room: int | None) -> None:
     """Whatever happens when: unless workers die, an upgrade leaves no role without a ready one, and all ends well."""

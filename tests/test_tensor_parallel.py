@@ -48,7 +48,6 @@ def body(model: Path, prompt: list[int]) -> dict[str, object]:
             "return_token_ids": True, "return_route": True}  # fmt: skip
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("size", [2, 4])
 def test_greedy_tokens_are_those_of_transformers(two_heads: Path, size: int) -> None:
     references = transformers_greedy(two_heads, PROMPTS, MAX_TOKENS)
@@ -61,7 +60,6 @@ def test_greedy_tokens_are_those_of_transformers(two_heads: Path, size: int) -> 
         wait_until_quiet(running.url)
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), pytest.param(1, 4, marks=pytest.mark.slow), (4, 2)])
 def test_prompts_are_handed_over_between_workers_of_different_sizes(
     two_heads: Path, prefill_tp: int, decode_tp: int
@@ -83,7 +81,6 @@ def test_prompts_are_handed_over_between_workers_of_different_sizes(
         assert all(worker["handover_failures_total"] == 0 for worker in metrics.values())
 
 
-@pytest.mark.timeout(120)
 def test_a_worker_that_lost_a_rank_says_which_and_ends(two_heads: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with LocalCluster(spec_of(two_heads, 2), log_level="warning") as running:
         worker = psutil.Process(running.pids["mixed-0"])
@@ -95,7 +92,6 @@ def test_a_worker_that_lost_a_rank_says_which_and_ends(two_heads: Path, capfd: p
     assert "mixed-0 rank 1 was ended by SIGKILL" in capfd.readouterr().err
 
 
-@pytest.mark.timeout(60)
 def test_ranks_end_with_a_worker_that_is_killed(two_heads: Path) -> None:
     with LocalCluster(spec_of(two_heads, 2), log_level="warning") as running:
         worker = psutil.Process(running.pids["mixed-0"])
@@ -104,7 +100,6 @@ def test_ranks_end_with_a_worker_that_is_killed(two_heads: Path) -> None:
         rank.wait(timeout=3)
 
 
-@pytest.mark.timeout(60)
 def test_sizes_that_cannot_work_are_said_in_words(two_heads: Path) -> None:
     command = [sys.executable, "-m", "splitserve.orchestration.cli", "serve", str(two_heads), "--mixed", "1"]
     command += ["--tensor-parallel-size", "3", "--port", "0", "--device", "cpu"]

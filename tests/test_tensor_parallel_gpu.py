@@ -22,7 +22,6 @@ from splitserve.orchestration.shorthand import simple_spec
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-    pytest.mark.timeout(240),
 ]
 
 PROMPTS = [[300 + (7 * index + 3 * i) % 900 for i in range(length)] for index, length in enumerate((1, 17, 64, 300))]

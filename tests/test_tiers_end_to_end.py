@@ -59,7 +59,6 @@ def chat(url: str, model: Path) -> tuple[list[list[list[int]]], int]:
     return [answers for answers, _ in results], sum(num_cached for _, num_cached in results)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("shape", ["mixed", pytest.param("1P1D", marks=pytest.mark.slow)])
 def test_chats_come_back_from_the_host_tier(shape: str, tiny_qwen3: Path) -> None:
     with cluster(tiny_qwen3, "mixed") as plenty:
@@ -87,7 +86,6 @@ def test_chats_come_back_from_the_host_tier(shape: str, tiny_qwen3: Path) -> Non
     assert 0.9 * KEPT <= cached <= KEPT  # a block that is evicted before its turn to go down is lost
 
 
-@pytest.mark.timeout(180)
 def test_chats_survive_the_death_of_a_worker_with_host_and_disk_tiers(tiny_qwen3: Path, tmp_path: Path) -> None:
     """The pool is too small for the chats, and so is the host tier; the worker that dies finds its files again."""
     with cluster(tiny_qwen3, "mixed") as plenty:
@@ -123,7 +121,6 @@ def test_chats_survive_the_death_of_a_worker_with_host_and_disk_tiers(tiny_qwen3
         assert load["tier_blocks"] > 100, "more than the host tier holds"
 
 
-@pytest.mark.timeout(180)
 def test_workers_read_prefixes_from_each_other(tiny_qwen3: Path) -> None:
     """The router follows what each of two workers holds; one dies, and is there again, while they read."""
     shared = [300 + 7 * position % 1200 for position in range(20 * BLOCK_SIZE)]

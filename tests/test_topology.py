@@ -201,7 +201,7 @@ def test_what_is_not_there_is_refused(tmp_path: Path, wanted: Wanted, message: s
         plan_workers(read(write_machine(tmp_path)), [wanted])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(1, 6),
     st.integers(1, 9),

@@ -177,7 +177,6 @@ def test_a_moved_generation_is_no_incident() -> None:
     assert handover.mismatches == []
 
 
-@pytest.mark.timeout(240)
 def test_a_block_that_is_damaged_at_its_source_is_noticed_and_never_used(
     tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
