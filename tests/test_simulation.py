@@ -5,7 +5,7 @@ What a schedule is: ``schedules.py``. That these checks bite: ``test_planted_bug
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedules import LONG_WAITS, SHORT_LEASES, Schedule, random_schedule, run_schedule
@@ -36,7 +36,7 @@ EVERYTHING = Faults(
 )  # fmt: skip
 
 seeds = st.integers(0, 2**32)
-bounded = settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.too_slow])
+bounded = settings(max_examples=80)
 
 
 @given(seed=seeds, shape=st.sampled_from(DISAGGREGATED))
@@ -129,12 +129,10 @@ some = st.integers(0, 3)
     ),
 )
 @settings(parent=bounded, max_examples=400)
-@pytest.mark.timeout(300)
 def test_any_mix_of_faults(seed: int, shape: Shape, faults: Faults) -> None:
     run_schedule(Schedule(seed=seed, faults=faults, shape=shape))
 
 
-@pytest.mark.timeout(300)
 def test_random_schedules() -> None:
     """What ``make fuzz`` does by the million."""
     for seed in range(250):

@@ -1,7 +1,7 @@
 """Small tiers under every fault that the simulator knows: right tokens, each block in one state, every count back."""
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedules import SHORT_LEASES, Schedule, run_schedule
@@ -44,7 +44,7 @@ FAULTS = {
 }  # fmt: skip
 
 seeds = st.integers(0, 2**32)
-bounded = settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.too_slow])
+bounded = settings(max_examples=10)
 
 
 @pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS)
