@@ -7,11 +7,12 @@ import logging
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from splitserve.kvconnector.layout import runs
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.numa_memory import HostMemory
 
@@ -27,16 +28,6 @@ MAX_PIECES_UNDER_WAY = 2
 """The few numbers that a step beside copies moves wait for no more than that; and the link never rests."""
 MEASURED_BYTES = 64 << 20
 MEASURED_ROUNDS = 5
-
-
-def runs(block_ids: Sequence[int], slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """``(first block, first slot, number of blocks)`` of the longest stretches that are adjacent on both sides."""
-    start = 0
-    for end in range(1, len(block_ids) + 1):
-        is_over = end == len(block_ids)
-        if is_over or block_ids[end] != block_ids[end - 1] + 1 or slots[end] != slots[end - 1] + 1:
-            yield block_ids[start], slots[start], end - start
-            start = end
 
 
 class CudaHostStore:

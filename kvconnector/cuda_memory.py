@@ -6,6 +6,7 @@ import logging
 import torch
 
 from splitserve.errors import ConfigError
+from splitserve.messages import MappableMemory
 
 logger = logging.getLogger(__name__)
 
@@ -42,42 +43,59 @@ def check_ipc_capable(memory: torch.Tensor) -> None:
         )
 
 
-def export_handles(*memories: torch.Tensor) -> list[bytes]:
-    """By which other processes can map the allocations that ``memories`` are in; none of host memory."""
-    return [_export_handle(memory) for memory in memories if memory.is_cuda]
+def export(*memories: torch.Tensor) -> list[MappableMemory]:
+    """By what other processes can map ``memories``; none of host memory."""
+    return [_export(memory) for memory in memories if memory.is_cuda]
 
 
-def _export_handle(memory: torch.Tensor) -> bytes:
-    handle = _IpcHandle()
-    status = ctypes.CDLL("libcuda.so.1").cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(memory.data_ptr()))
+def _export(memory: torch.Tensor) -> MappableMemory:
+    driver, handle, address = ctypes.CDLL("libcuda.so.1"), _IpcHandle(), memory.data_ptr()
+    status = driver.cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(address))
     if status != 0:
         raise ConfigError(f"the KV memory can't be shared with other processes (cuIpcGetMemHandle: {status})")
-    return bytes(handle.reserved)
+    allocation = _allocation_of(driver, address)
+    if allocation is None:
+        raise ConfigError("CUDA doesn't say which allocation the KV memory is in (cuMemGetAddressRange)")
+    return MappableMemory(bytes(handle.reserved), address - allocation[0])
+
+
+def _allocation_of(driver: ctypes.CDLL, address: int) -> tuple[int, int] | None:
+    """Where the allocation begins that ``address`` is in, and its size in bytes; None if CUDA knows of none."""
+    base, size = ctypes.c_uint64(0), ctypes.c_size_t(0)
+    status = driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+    return (base.value, size.value) if status == 0 else None
 
 
 class PeerMapping:
-    """A peer's GPU memory, mapped into this process until :meth:`close`, in the context that is current.
+    """``num_bytes`` of a peer's GPU memory, mapped until :meth:`close` into the context that is current.
 
-    UCX maps a peer's memory for each copy, and unmaps it afterwards (``UCX_CUDA_IPC_CACHE=n``): otherwise it would keep
-    a dead peer's memory until this process ends. CUDA counts mappings of the same memory, so while this one is there,
-    UCX's take no time. A peer on another machine, or one that has just died, can't be mapped: that is no error here.
+    ``address`` is where they are; 0 if they can't be mapped: those of a peer on another machine, of one that has just
+    died, or of one whose allocation is smaller than that. While a mapping is there, UCX maps the same memory in no time
+    (CUDA counts mappings). UCX keeps none itself (``UCX_CUDA_IPC_CACHE=n``), since it would keep those of dead peers.
     """
 
-    def __init__(self, handle: bytes) -> None:
+    def __init__(self, memory: MappableMemory, num_bytes: int) -> None:
         driver = ctypes.CDLL("libcuda.so.1")
         self._close = driver.cuIpcCloseMemHandle
         self._close.argtypes = [ctypes.c_uint64]
         mapped = ctypes.c_uint64(0)
         driver.cuIpcOpenMemHandle_v2.argtypes = [ctypes.POINTER(ctypes.c_uint64), _IpcHandle, ctypes.c_uint]
         status = driver.cuIpcOpenMemHandle_v2(
-            ctypes.byref(mapped), _IpcHandle.from_buffer_copy(handle), _LAZY_ENABLE_PEER_ACCESS
+            ctypes.byref(mapped), _IpcHandle.from_buffer_copy(memory.handle), _LAZY_ENABLE_PEER_ACCESS
         )
-        self._address: int | None = mapped.value if status == 0 else None
+        self._mapped = mapped.value if status == 0 else 0
+        self.address = 0
         if status != 0:
-            logger.info("a peer's GPU memory can't be mapped beforehand (cuIpcOpenMemHandle: %d)", status)
+            logger.info("a peer's GPU memory can't be mapped (cuIpcOpenMemHandle: %d)", status)
+            return
+        allocation = _allocation_of(driver, self._mapped)
+        if allocation is None or memory.offset + num_bytes > allocation[0] + allocation[1] - self._mapped:
+            logger.warning("a peer's mapped GPU memory is smaller than it says: %s", allocation)
+            return
+        self.address = self._mapped + memory.offset
 
     def close(self) -> None:
         """Nothing reads from it any more. Idempotent."""
-        if self._address is not None:
-            self._close(self._address)
-            self._address = None
+        if self._mapped:
+            self._close(self._mapped)
+            self._mapped = self.address = 0

@@ -24,7 +24,7 @@ class Done:
         return True
 
 
-class _OnDevice:
+class OnDevice:
     """Work that was queued on a stream. Keeps what it reads alive."""
 
     def __init__(self, stream: torch.cuda.Stream, *inputs: Tensor) -> None:
@@ -89,7 +89,7 @@ class DeviceCopies:
         with torch.cuda.stream(self._stream), torch.inference_mode():
             ids = self._ids(block_ids)
             self._memory.blocks[:, :, heads.start : heads.stop].index_copy_(0, ids, part)
-        return _OnDevice(self._stream, ids)
+        return OnDevice(self._stream, ids)
 
     def wait(self) -> None:
         """Until all copies are over."""
@@ -119,7 +119,7 @@ class DeviceCopies:
                 self._gather(blocks, ids, first_head, pieces)
             else:
                 self._scatter(pieces, ids, first_head, blocks)
-        return _OnDevice(self._stream, ids)
+        return OnDevice(self._stream, ids)
 
     def _ids(self, block_ids: Sequence[int]) -> Tensor:
         return torch.tensor(block_ids).pin_memory().to(self._memory.device, non_blocking=True)

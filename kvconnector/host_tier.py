@@ -12,7 +12,8 @@ import numpy.typing as npt
 import torch
 
 from splitserve.errors import ConfigError
-from splitserve.kvconnector.cuda_host_store import CudaHostStore, runs
+from splitserve.kvconnector.cuda_host_store import CudaHostStore
+from splitserve.kvconnector.layout import runs
 from splitserve.kvconnector.memory import KVMemory, anonymous_memory
 from splitserve.kvconnector.numa_memory import HostMemory, node_of_device
 from splitserve.kvconnector.tier_copies import TierStore

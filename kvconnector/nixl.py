@@ -20,7 +20,7 @@ from functools import partial
 
 from splitserve.handover import ReadCommand, ReadPath, ReadResult
 from splitserve.kvconnector.connector import PeerConnected, ServedMemory
-from splitserve.kvconnector.cuda_memory import check_ipc_capable, export_handles, make_context_current
+from splitserve.kvconnector.cuda_memory import check_ipc_capable, export, make_context_current
 from splitserve.kvconnector.digest import DigestBlocks, no_digests
 from splitserve.kvconnector.gather import GatherSource
 from splitserve.kvconnector.joining import ConnectionJoin, ReadJoin, one_after_the_other
@@ -29,7 +29,7 @@ from splitserve.kvconnector.nixl_agent import Agent
 from splitserve.kvconnector.nixl_link import LinkProbe
 from splitserve.kvconnector.nixl_reader import LocalSide, PeerReader
 from splitserve.kvconnector.owner_thread import OwnerThread
-from splitserve.kvconnector.read_choice import ReadShape, choose_path
+from splitserve.kvconnector.read_choice import ReadShape, choose_path, path_seconds
 from splitserve.kvconnector.read_cost import ReadCost
 from splitserve.kvconnector.read_settings import ReadSettings
 from splitserve.kvconnector.ucx_log import UCX_LOG
@@ -63,8 +63,8 @@ class _Server(OwnerThread):
             num_bytes = host.slots.num_blocks * host.slots.block_bytes
             self._agent.register(MemoryKind.DRAM, host.slots.blocks_address, num_bytes)
             self._agent.register(MemoryKind.DRAM, host.generations_address, host.slots.num_blocks * 8)
-        handles = export_handles(memory.blocks, self._gather.memory)
-        self.served = RankMemory(self._agent.metadata(), self._region, gather, host, handles)
+        mappable = export(memory.blocks, self._gather.memory)
+        self.served = RankMemory(self._agent.metadata(), self._region, gather, host, mappable)
 
     @property
     def is_busy(self) -> bool:
@@ -203,8 +203,8 @@ class _Peer:
     def path(self, num_blocks: int, wanted: ReadPath | None) -> ReadPath:
         if self.shape is None or self.cost is None:
             return ReadPath.DIRECT
-        if wanted is not None and (wanted is ReadPath.GATHERED or self.shape.is_whole == (wanted is ReadPath.DIRECT)):
-            return wanted
+        if wanted in path_seconds(self.shape, self.cost, num_blocks):
+            return ReadPath(wanted)
         return choose_path(self.shape, self.cost, num_blocks)
 
 

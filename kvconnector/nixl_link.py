@@ -5,6 +5,7 @@ The first reads of a connection are slow (UCX connects, CUDA maps the peer's mem
 
 import time
 from collections.abc import Callable, Generator
+from functools import partial
 
 import torch
 
@@ -13,7 +14,7 @@ from splitserve.kvconnector.device_copies import Done, Pending
 from splitserve.kvconnector.nixl_agent import TransferError
 from splitserve.kvconnector.nixl_gather import GatherReader, TicketWait
 from splitserve.kvconnector.nixl_reader import PeerReader
-from splitserve.kvconnector.read_cost import CopyCost, ReadCost, fit, fit_copies
+from splitserve.kvconnector.read_cost import CopyCost, LinkCost, ReadCost, fit, fit_copies
 from splitserve.kvconnector.read_plan import HeadSpan, piece_rows
 from splitserve.kvconnector.read_settings import ReadSettings
 from splitserve.kvconnector.ucx_log import UCX_LOG, read_transport
@@ -72,23 +73,30 @@ class LinkProbe:
         self._reader.agent.deregister(registration)
 
     def _measure(self, place: MemoryRegion, source: MemoryRegion, num_bytes: int) -> Generator[Pending, None, ReadCost]:
+        transport = yield from self._measure_reads(partial(self._read, place, source), num_bytes)
+        mapped = None
+        if self._reader.mapped is not None:
+            mapped = yield from self._measure_reads(partial(self._reader.mapped.probe, place.blocks_address), num_bytes)
+        gather = yield from self._measure_gathers()
+        return ReadCost(transport, self._measure_copies(), gather, mapped)
+
+    def _measure_reads(self, read: Callable[[int, int], Pending], num_bytes: int) -> Generator[Pending, None, LinkCost]:
+        """Of ``read(count, size)``, which starts reading ``count`` pieces of ``size`` bytes."""
         piece_bytes = max(1, min(MAX_PIECE_BYTES, num_bytes // (2 * NUM_PIECES)))
         num_pieces = min(NUM_PIECES, num_bytes // (2 * piece_bytes))
         shapes = [(1, num_bytes), (1, piece_bytes), (num_pieces, piece_bytes)]
         best = [float("inf")] * 3
         for _ in range(ROUNDS):
-            for index, (count, size) in enumerate(shapes):
-                seconds = yield from self._timed(self._read(place, source, count, size))
+            for index, shape in enumerate(shapes):
+                seconds = yield from self._timed(partial(read, *shape))
                 best[index] = min(best[index], seconds)
             if best[0] > SLOW_SECONDS:
                 break
         large, small, many = best
-        gather = yield from self._measure_gathers()
-        return ReadCost(*fit(small, many, num_pieces, large, num_bytes), copy=self._measure_copies(), gather=gather)
+        return fit(small, many, num_pieces, large, num_bytes)
 
-    def _read(self, place: MemoryRegion, source: MemoryRegion, count: int, size: int) -> Callable[[], Pending]:
-        rows = piece_rows(place, count, size), piece_rows(source, count, size)
-        return lambda: self._reader.probe(*rows)
+    def _read(self, place: MemoryRegion, source: MemoryRegion, count: int, size: int) -> Pending:
+        return self._reader.probe(piece_rows(place, count, size), piece_rows(source, count, size))
 
     def _measure_gathers(self) -> Generator[Pending, None, CopyCost | None]:
         """Of one block and of as many as a slot takes; None if the source doesn't answer, or isn't made to."""

@@ -6,6 +6,7 @@ A read is a generator of things to wait for: its data, copies to their place, an
     layers   pieces of blocks straight into place, a descriptor per layer
     staged   whole blocks of a rank into a staging area, and from there the heads that are ours to their place
     gathered what is ours of many blocks, put together by the source, into a staging area, and from there to its place
+    mapped   what is ours of blocks, copied straight into place by our GPU, through a mapping of the peer's memory
 
 Slots of the peer's host tier have ids after those of its blocks. They are read whole: into our blocks where those are
 in host memory as well, else into pinned memory of ours, and from there to the device.
@@ -27,6 +28,7 @@ from splitserve.kvconnector.cuda_memory import PeerMapping
 from splitserve.kvconnector.device_copies import Done, Pending
 from splitserve.kvconnector.digest import DigestBlocks
 from splitserve.kvconnector.layout import block_bytes
+from splitserve.kvconnector.mapped_reads import MappedReader
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.nixl_agent import HERE, Agent, BlockIds, PreparedList, Transfer, TransferError
 from splitserve.kvconnector.nixl_gather import GatherReader
@@ -43,7 +45,7 @@ from splitserve.kvconnector.read_plan import (
 )
 from splitserve.kvconnector.read_settings import ReadSettings
 from splitserve.kvconnector.staging import Staging
-from splitserve.messages import MemoryKind, MemoryRegion, PeerWelcome
+from splitserve.messages import MemoryKind, MemoryRegion, PeerWelcome, RankMemory
 
 logger = logging.getLogger(__name__)
 
@@ -158,8 +160,8 @@ class PeerReader:
         else:
             self._prepare_staging()
         self.gather = self._make_gather()
-        source_ranks = (welcome.ranks[span.rank] for span in self.spans)
-        self._mappings = [PeerMapping(handle) for rank in source_ranks for handle in rank.ipc_handles]
+        self._mappings = {span.rank: self._map(welcome.ranks[span.rank]) for span in self.spans}
+        self.mapped = self._make_mapped()
         self.active: list[Read] = []
         self.waiting: deque[tuple[ReadCommand, ReadPath]] = deque()
 
@@ -200,6 +202,19 @@ class PeerReader:
         except Exception as error:
             raise HandshakeError(f"the peer's host tier isn't in the memory that it registered: {error}") from error
 
+    @staticmethod
+    def _map(rank: RankMemory) -> list[PeerMapping]:
+        """What of a rank's memory is a GPU's: its blocks, its slots."""
+        sizes = [_size(rank.region), 0 if rank.gather is None else _size(rank.gather.slots)]
+        return [PeerMapping(memory, size) for memory, size in zip(rank.mappable, sizes, strict=False)]
+
+    def _make_mapped(self) -> MappedReader | None:
+        """None unless the blocks of each rank that we read from are mapped."""
+        blocks = {rank: mappings[0] for rank, mappings in self._mappings.items() if mappings and mappings[0].address}
+        if len(blocks) < len(self._mappings):
+            return None
+        return MappedReader(self._local.memory, self._welcome.layout, self.spans, blocks)
+
     def _make_gather(self) -> GatherReader | None:
         """None unless each rank that we read from puts blocks together, a piece of a block at least."""
         memories = {}
@@ -239,6 +254,7 @@ class PeerReader:
             source_block_bytes=block_bytes(self._welcome.layout),
             slots_per_half=1 if self._staging is None else self._staging.slots_per_half,
             blocks_per_gather=0 if self.gather is None else self._blocks_per_gather(self.gather),
+            is_mapped=self.mapped is not None,
         )
 
     def _blocks_per_gather(self, gather: GatherReader) -> int:
@@ -260,10 +276,13 @@ class PeerReader:
         """Without the source's help."""
         return ReadPath.DIRECT if self.is_whole else ReadPath.STAGED
 
+    def _can_not(self, path: ReadPath) -> bool:
+        return (path is ReadPath.GATHERED and self.gather is None) or (path is ReadPath.MAPPED and self.mapped is None)
+
     def _start_waiting(self) -> None:
         while self.waiting and self._free_rows and (self._staging_is_free or self.waiting[0][1] not in _STAGING):
             command, path = self.waiting.popleft()
-            if path is ReadPath.GATHERED and self.gather is None:
+            if self._can_not(path):
                 path = self._other_path
             read = Read(command, path, path, time.monotonic(), _no_steps(), Done(), self._free_rows.pop())
             read.steps = self._steps(read)
@@ -298,7 +317,9 @@ class PeerReader:
             self._staging.wait()  # copies from it are ours, not the agent's
         if self._host_slots is not None:
             self._host_slots.wait()
-        for mapping in self._mappings:
+        if self.mapped is not None:
+            self.mapped.wait()
+        for mapping in itertools.chain(*self._mappings.values()):
             mapping.close()
         return over
 
@@ -354,6 +375,9 @@ class PeerReader:
             yield from self._read_layers(local, remote)
         elif read.path is ReadPath.STAGED:
             yield from self._read_staged(local_blocks, remote)
+        elif read.path is ReadPath.MAPPED:
+            assert self.mapped is not None
+            yield self.mapped.read(local_blocks, remote.tolist())
 
     def _read_gathered(self, local_blocks: Sequence[int], remote: BlockIds) -> Generator[Pending, None, bool]:
         """False if the source doesn't do its part in time: then it isn't asked again. The next slot is asked for before

@@ -10,7 +10,7 @@ from splitserve.kvconnector.read_cost import ReadCost
 class ReadShape:
     """What reads from one peer look like. ``num_spans`` of its ranks have heads of ours; its blocks go through
     ``slots_per_half`` slots where they aren't whole blocks of ours. ``blocks_per_gather`` are put together at once by
-    the source, 0 if it doesn't."""
+    the source, 0 if it doesn't. ``is_mapped``: our GPU can copy from the peer's memory."""
 
     is_whole: bool
     num_spans: int
@@ -19,6 +19,7 @@ class ReadShape:
     source_block_bytes: int
     slots_per_half: int
     blocks_per_gather: int
+    is_mapped: bool = False
 
 
 GATHER_MUST_SAVE = 0.2
@@ -39,16 +40,20 @@ def path_seconds(shape: ReadShape, cost: ReadCost, num_blocks: int) -> dict[Read
     num_sources = shape.num_spans * num_blocks
     seconds: dict[ReadPath, float] = {}
     if shape.is_whole:
-        seconds[ReadPath.DIRECT] = cost.read_seconds(1, num_blocks, num_bytes)
+        seconds[ReadPath.DIRECT] = cost.transport.seconds(1, num_blocks, num_bytes)
     else:
-        seconds[ReadPath.LAYERS] = cost.read_seconds(shape.num_spans, num_sources * shape.num_layers, num_bytes)
-        seconds[ReadPath.STAGED] = cost.read_seconds(num_reads, num_sources, num_sources * shape.source_block_bytes)
+        seconds[ReadPath.LAYERS] = cost.transport.seconds(shape.num_spans, num_sources * shape.num_layers, num_bytes)
+        seconds[ReadPath.STAGED] = cost.transport.seconds(
+            num_reads, num_sources, num_sources * shape.source_block_bytes
+        )
         seconds[ReadPath.STAGED] += cost.copy.seconds(num_reads, num_bytes)
     if shape.blocks_per_gather and cost.gather is not None:
         num_gathers = shape.num_spans * -(-num_blocks // shape.blocks_per_gather)
         seconds[ReadPath.GATHERED] = (
             cost.gather.seconds(1, num_bytes // num_gathers)  # the later ones run beside the reads before them
-            + cost.read_seconds(2 * num_gathers, 2 * num_gathers, num_bytes)
+            + cost.transport.seconds(2 * num_gathers, 2 * num_gathers, num_bytes)
             + cost.copy.seconds(num_gathers, num_bytes)
         )
+    if shape.is_mapped and cost.mapped is not None:
+        seconds[ReadPath.MAPPED] = cost.mapped.seconds(1, num_sources, num_bytes)
     return seconds

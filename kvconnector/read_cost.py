@@ -15,20 +15,14 @@ class CopyCost:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadCost:
-    """Of one thread's reads: a fixed time each, one per descriptor, and the bytes.
-
-    ``copy``: from a staging area to their place; ``gather``: from asking the source to put blocks together to knowing
-    that it has, None if it doesn't.
-    """
+class LinkCost:
+    """Of one thread's reads: a fixed time each, one per descriptor, and the bytes."""
 
     seconds_fixed: float
     seconds_per_descriptor: float
     bytes_per_second: float
-    copy: CopyCost
-    gather: CopyCost | None = None
 
-    def read_seconds(self, num_reads: int, num_descriptors: int, num_bytes: int) -> float:
+    def seconds(self, num_reads: int, num_descriptors: int, num_bytes: int) -> float:
         return (
             num_reads * self.seconds_fixed
             + num_descriptors * self.seconds_per_descriptor
@@ -36,11 +30,28 @@ class ReadCost:
         )
 
 
-def fit(small: float, many: float, num_many: int, large: float, large_bytes: int) -> tuple[float, float, float]:
-    """``seconds_fixed``, ``seconds_per_descriptor``, ``bytes_per_second``, from the seconds of three reads: one small
-    descriptor, ``num_many`` small ones, ``large_bytes`` in one."""
+@dataclass(frozen=True, slots=True)
+class ReadCost:
+    """``transport``: of reads that are posted. ``copy``: from a staging area to its place; ``gather``: from asking the
+    source to put blocks together to knowing that it has; ``mapped``: of copies through a mapping, a block being one
+    descriptor. None for what can't be done.
+    """
+
+    transport: LinkCost
+    copy: CopyCost
+    gather: CopyCost | None = None
+    mapped: LinkCost | None = None
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Of one thread's large read, by the faster way."""
+        return max(link.bytes_per_second for link in (self.transport, self.mapped) if link is not None)
+
+
+def fit(small: float, many: float, num_many: int, large: float, large_bytes: int) -> LinkCost:
+    """From the seconds of three reads: one small descriptor, ``num_many`` small ones, ``large_bytes`` in one."""
     per_descriptor = max((many - small) / max(1, num_many - 1), 1e-9)
-    return max(small - per_descriptor, 1e-9), per_descriptor, large_bytes / max(large - small, 1e-9)
+    return LinkCost(max(small - per_descriptor, 1e-9), per_descriptor, large_bytes / max(large - small, 1e-9))
 
 
 def fit_copies(small: float, small_bytes: int, large: float, large_bytes: int) -> CopyCost:

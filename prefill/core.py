@@ -304,6 +304,7 @@ class PrefillCore:
             reads_layers=counters.reads_layers,
             reads_staged=counters.reads_staged,
             reads_gathered=counters.reads_gathered,
+            reads_mapped=counters.reads_mapped,
             tier_blocks=tiers.num_blocks,
             tier_stored_blocks=tiers.counters.tier_stored_blocks,
             tier_loaded_blocks=tiers.counters.tier_loaded_blocks,

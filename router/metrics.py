@@ -30,6 +30,7 @@ _LOAD_COUNTERS = frozenset(
         "reads_layers",
         "reads_staged",
         "reads_gathered",
+        "reads_mapped",
         "tier_stored_blocks",
         "tier_loaded_blocks",
         "tier_failures",

@@ -1,5 +1,6 @@
 """What a source puts together for readers: slots, tickets, leases; nonsense, and what it costs."""
 
+from dataclasses import astuple
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from splitserve.kvconnector.gather import FREE, GatherDone, GatherRequest, Gathe
 from splitserve.kvconnector.layout import block_bytes
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.read_choice import ReadShape, choose_path, path_seconds
-from splitserve.kvconnector.read_cost import CopyCost, ReadCost, fit, fit_copies
+from splitserve.kvconnector.read_cost import CopyCost, LinkCost, ReadCost, fit, fit_copies
 from splitserve.messages import LayoutRecord
 
 LAYOUT = LayoutRecord("m", "w", "float32", 4, 2, 4, 8)
@@ -124,7 +125,7 @@ def test_waiting_requests_are_bounded(source: Source) -> None:
 # ---- the choice ----
 
 COPY, GATHER = CopyCost(2e-5, 1e12), CopyCost(2e-4, 1e12)
-NVLINK = ReadCost(2e-5, 5e-6, 270e9, COPY, GATHER)
+NVLINK = ReadCost(LinkCost(2e-5, 5e-6, 270e9), COPY, GATHER)
 MIB = 1 << 20
 
 
@@ -149,19 +150,19 @@ def test_what_costs_least_is_chosen(read: ReadShape, num_blocks: int, expected: 
 
 
 def test_descriptors_that_cost_nothing_go_straight_into_place() -> None:
-    cost = ReadCost(2e-5, 1e-9, 5e9, CopyCost(1e-5, 5e9), CopyCost(5e-4, 5e9))
+    cost = ReadCost(LinkCost(2e-5, 1e-9, 5e9), CopyCost(1e-5, 5e9), CopyCost(5e-4, 5e9))
     assert choose_path(shape(4 * MIB, source_bytes=8 * MIB), cost, 64) is ReadPath.LAYERS
     seconds = path_seconds(shape(4 * MIB, source_bytes=8 * MIB), cost, 64)
     assert set(seconds) == {ReadPath.LAYERS, ReadPath.STAGED, ReadPath.GATHERED}
 
 
 def test_the_model_is_fitted_to_what_was_measured() -> None:
-    fixed, per_descriptor, rate = fit(small=25e-6, many=25e-6 + 31 * 5e-6, num_many=32, large=1e-3, large_bytes=10**6)
-    assert (fixed, per_descriptor) == (pytest.approx(20e-6), pytest.approx(5e-6))
-    assert rate == pytest.approx(1e6 / 975e-6)
+    link = fit(small=25e-6, many=25e-6 + 31 * 5e-6, num_many=32, large=1e-3, large_bytes=10**6)
+    assert (link.seconds_fixed, link.seconds_per_descriptor) == (pytest.approx(20e-6), pytest.approx(5e-6))
+    assert link.bytes_per_second == pytest.approx(1e6 / 975e-6)
     copy = fit_copies(1.1e-4, 10**5, 2e-3, 2 * 10**6)
     assert copy.seconds(1, 10**5) == pytest.approx(1.1e-4) and copy.seconds(1, 2 * 10**6) == pytest.approx(2e-3)
-    assert np.isfinite(fit(1e-5, 1e-5, 1, 1e-5, 1)).all()
+    assert np.isfinite(astuple(fit(1e-5, 1e-5, 1, 1e-5, 1))).all()
 
 
 def test_paths_are_those_of_the_specification() -> None:

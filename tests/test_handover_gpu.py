@@ -30,7 +30,6 @@ from splitserve.request import Party
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-    pytest.mark.timeout(240),
 ]
 
 WAIT_SECONDS = 30.0
@@ -55,7 +54,8 @@ def test_blocks_travel_between_gpus_by_cuda_ipc(prefill: int, decode: int) -> No
                 local, remote = (chosen.sample(range(num_blocks), count) for _ in range(2))
                 paths |= {timing.path for timing in sinks.call("read", local, remote)}
                 sinks.call("check", local, remote)
-        assert paths == ({"direct", "gathered"} if prefill == decode else {"layers", "staged", "gathered"})
+        own = {"direct"} if prefill == decode else {"layers", "staged"}
+        assert paths == own | {"gathered", "mapped"}
 
 
 PROMPTS = [

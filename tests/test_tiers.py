@@ -15,8 +15,9 @@ from splitserve.block_hash import extend_hashes
 from splitserve.config import EngineConfig
 from splitserve.errors import ConfigError
 from splitserve.kvconnector.block_pool import BlockPool, BlockState
-from splitserve.kvconnector.cuda_host_store import CudaHostStore, runs
+from splitserve.kvconnector.cuda_host_store import CudaHostStore
 from splitserve.kvconnector.host_tier import host_tier
+from splitserve.kvconnector.layout import runs
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.numa_memory import HostMemory, node_of_cpus, node_of_device, parse_cpu_list
 from splitserve.kvconnector.tier_copies import PartialCopyError, TierCopies
@@ -113,7 +114,7 @@ class IndexMachine(RuleBasedStateMachine):
             assert self.index.num_in_use == len({s for _, slots in self.loads for s in slots} | self.stores.keys())
 
 
-IndexMachine.TestCase.settings = settings(deadline=None, max_examples=150, stateful_step_count=40)
+IndexMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 TestIndex = IndexMachine.TestCase
 
 

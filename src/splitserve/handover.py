@@ -46,6 +46,7 @@ class ReadPath(StrEnum):
     LAYERS = "layers"  # pieces of blocks, a descriptor per layer
     STAGED = "staged"  # whole blocks into a staging area, then the heads that are ours to their place
     GATHERED = "gathered"  # put together by the source, in large pieces into a staging area, then to its place
+    MAPPED = "mapped"  # copied straight into place by our GPU, through a mapping of the peer's memory
 
 
 @dataclass(frozen=True, slots=True)

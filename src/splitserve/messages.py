@@ -174,6 +174,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reads_layers: Count = 0
     reads_staged: Count = 0
     reads_gathered: Count = 0
+    reads_mapped: Count = 0
     tier_blocks: Count = 0
     tier_stored_blocks: Count = 0
     tier_loaded_blocks: Count = 0
@@ -389,6 +390,14 @@ class MemoryKind(StrEnum):
 IpcHandle = Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
 
 
+class MappableMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """By what processes on the same machine can map a GPU's memory: a CUDA IPC handle of the allocation that it is in,
+    and where in that it begins."""
+
+    handle: IpcHandle
+    offset: Count
+
+
 class MemoryRegion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Registered KV blocks. ``device_id`` numbers a GPU as the process that owns the memory does; 0 for host memory."""
 
@@ -418,14 +427,14 @@ class HostTierMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RankMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a reader needs of one rank of a tensor-parallel worker. ``metadata`` is the connector's own.
 
-    ``ipc_handles``: by which processes on the same machine can map a GPU's memory, of the blocks and of the slots.
+    ``mappable``: of a GPU's memory, that of the blocks and that of the slots.
     """
 
     metadata: bytes
     region: MemoryRegion
     gather: GatherMemory | None = None
     host: HostTierMemory | None = None
-    ipc_handles: Annotated[list[IpcHandle], msgspec.Meta(max_length=2)] = []
+    mappable: Annotated[list[MappableMemory], msgspec.Meta(max_length=2)] = []
 
 
 class PeerWelcome(Message, frozen=True):
