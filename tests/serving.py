@@ -4,7 +4,6 @@ import asyncio
 import json
 import random
 import re
-import time
 import urllib.request
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,12 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import torch
 from transformers import AutoModelForCausalLM
 
+from splitserve.cluster_report import ClusterReport
 from splitserve.config import ProtocolConfig
+from waiting import PATIENCE_SECONDS, wait_until
 
 NEAR_TIE = 1e-4
+PATIENT = ProtocolConfig(
+    heartbeat_seconds=0.25, dead_after_seconds=30.0, lease_seconds=30.0, read_deadline_seconds=30.0
+)
+"""Of clusters where nobody dies: whom a busy machine holds up for a while isn't taken for dead. News come quickly."""
 
 
 @dataclass(frozen=True)
@@ -108,12 +114,27 @@ def worker_metrics(url: str) -> dict[str, dict[str, float]]:
     return found
 
 
-def wait_until_quiet(url: str, timeout_seconds: float = 30.0) -> dict[str, dict[str, float]]:
-    """Metrics once no worker holds anything for a request; fails if that doesn't come.
+def num_heartbeats(url: str) -> dict[tuple[str, int], int]:
+    """What the router has heard of each incarnation that it doesn't think dead."""
+    with urllib.request.urlopen(f"{url}/admin/workers") as response:
+        report = msgspec.json.decode(response.read(), type=ClusterReport)
+    workers = [worker for worker in report.workers if worker.state != "lost"]
+    return {(w.info.party.engine_id, w.info.party.incarnation): w.num_heartbeats for w in workers}
 
-    They come with heartbeats, so the first look waits for one that is newer than the last request.
+
+def wait_for_news(url: str) -> None:
+    """Until what the router says of its workers is younger than this call.
+
+    A heartbeat may have been under way already; the one after it was not.
     """
-    time.sleep(2.2 * ProtocolConfig().heartbeat_seconds)
+    before = num_heartbeats(url)
+    wait_until(
+        lambda: all(now >= before.get(party, 0) + 2 for party, now in num_heartbeats(url).items()), "two heartbeats"
+    )
+
+
+def wait_until_quiet(url: str, seconds: float = PATIENCE_SECONDS) -> dict[str, dict[str, float]]:
+    """Metrics once no worker holds anything for a request; fails if that doesn't come."""
     zero = (
         "blocks_referenced",
         "blocks_quarantined",
@@ -122,11 +143,17 @@ def wait_until_quiet(url: str, timeout_seconds: float = 30.0) -> dict[str, dict[
         "num_running",
         "num_waiting",
     )
-    deadline = time.monotonic() + timeout_seconds
-    while True:
-        metrics = worker_metrics(url)
-        held = {worker: {n: values[n] for n in zero if values[n]} for worker, values in metrics.items()}
-        if not any(held.values()):
-            return metrics
-        assert time.monotonic() < deadline, f"still held after {timeout_seconds} s: {json.dumps(held)}"
-        time.sleep(0.3)
+    metrics: dict[str, dict[str, float]] = {}
+
+    def held() -> dict[str, dict[str, float]]:
+        of_worker = {worker: {n: values[n] for n in zero if values[n]} for worker, values in metrics.items()}
+        return {worker: values for worker, values in of_worker.items() if values}
+
+    def is_quiet() -> bool:
+        metrics.clear()
+        metrics.update(worker_metrics(url))
+        return not held()
+
+    wait_for_news(url)
+    wait_until(is_quiet, lambda: f"an end of {json.dumps(held())}", seconds)
+    return metrics

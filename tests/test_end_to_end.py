@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from serving import complete_all, storm, transformers_greedy, wait_until_quiet, worker_metrics
+from serving import PATIENT, complete_all, storm, transformers_greedy, wait_until_quiet, worker_metrics
 from splitserve.config import EngineConfig
 from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.shorthand import simple_spec
@@ -28,7 +28,7 @@ def cluster(model: Path, shape: str, **engine: Any) -> Iterator[LocalCluster]:
     """A small cluster in float32 whose prompts take several chunks."""
     settings = {"kv_memory_bytes": 64 << 20, "max_num_batched_tokens": 64, "max_num_seqs": 32, "tail_chunk_tokens": 16}
     config = EngineConfig(model=str(model), dtype="float32", block_size=BLOCK_SIZE, **{**settings, **engine})
-    with LocalCluster(simple_spec(config, port=0, **SHAPES[shape]), log_level="warning") as running:
+    with LocalCluster(simple_spec(config, port=0, protocol=PATIENT, **SHAPES[shape]), log_level="warning") as running:
         yield running
 
 

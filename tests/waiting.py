@@ -1,0 +1,18 @@
+"""Waiting for what other processes and threads do. Not a test module."""
+
+import time
+from collections.abc import Callable
+
+PATIENCE_SECONDS = 60.0
+"""For all that is waited for: a bound on tests that fail, no figure of merit. A quiet machine takes little of it."""
+
+
+def wait_until(
+    condition: Callable[[], object], what: object = "the condition", seconds: float = PATIENCE_SECONDS
+) -> None:
+    """Fails after ``seconds``, with ``what`` was waited for; a function is asked for its words then."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {seconds:g} s in vain for {what() if callable(what) else what}")
+        time.sleep(0.02)
