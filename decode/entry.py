@@ -13,9 +13,9 @@ from pathlib import Path
 import msgspec
 import torch
 
-from splitserve.block_hash import root_hash
 from splitserve.config import EngineConfig, WorkerConfig
 from splitserve.decode.build import build_core
+from splitserve.decode.kv_tiers import RankTiers, make_tiers
 from splitserve.decode.place import place_of
 from splitserve.decode.ranked_runner import RankedCudaRunner, RankedRunner
 from splitserve.decode.ranks import RankError, Ranks
@@ -25,17 +25,12 @@ from splitserve.decode.team import start_team
 from splitserve.errors import ConfigError, HandshakeError
 from splitserve.kvconnector.connector import KVConnector
 from splitserve.kvconnector.digest import FirstDigests, digests_of, no_digests
-from splitserve.kvconnector.disk_tier import DISK, disk_tier
-from splitserve.kvconnector.host_tier import HOST, host_tier
-from splitserve.kvconnector.lmcache import LMCACHE, LMCacheStore, lmcache_tier
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.nixl import NixlConnector
 from splitserve.kvconnector.ranked import RankedConnector
 from splitserve.kvconnector.ranked_copies import RankedCopies
 from splitserve.kvconnector.read_settings import ReadSettings
-from splitserve.kvconnector.shared_tier import NO_SHARED_TIER, SharedTier
-from splitserve.kvconnector.tier_copies import Copies, TierCopies, TierStore
-from splitserve.kvconnector.tiers import Tier
+from splitserve.kvconnector.tier_copies import Copies, TierCopies
 from splitserve.messages import HostTierMemory, WorkerInfo, WorkerPlace
 from splitserve.models.cuda_runner import CudaRunner
 from splitserve.models.runner import ModelRunner
@@ -156,11 +151,13 @@ def _serve(
     sockets = WorkerSockets(me, config.host, config.membership, config.secret)
     verify = config.engine.verify_kv
     with clock.phase("KV tiers"):
-        tiers, stores, host = _make_tiers(config, memory, progress)
-        shared_tier, shared_stores = _make_shared_tier(config, memory, progress)
+        tiers = make_tiers(config.engine, config.engine_id, memory)
     with clock.phase("connector"):
-        local = _make_connector(me, memory, waker.wake, config.engine, host)
-        connector, copies = _joined(local, TierCopies({**stores, **shared_stores}, waker.wake), links, waker.wake)
+        local = _make_connector(me, memory, waker.wake, config.engine, tiers.served)
+        connector, copies = _joined(local, tiers, links, waker.wake)
+    for name, holds in tiers.describe():
+        logger.info("KV tier %s: %s", name, holds)
+        progress("kv_tier", {"name": name, "holds": holds})
     core = build_core(
         config,
         me,
@@ -170,8 +167,8 @@ def _serve(
         max_model_len=served.max_model_len,
         vocab_size=served.vocab_size,
         leading_digests=FirstDigests(memory, waker.wake) if verify else no_digests,
-        tiers=tiers,
-        shared_tier=shared_tier,
+        tiers=tiers.tiers,
+        shared_tier=tiers.shared,
     )
     kv_events = KVEventSocket(sockets) if config.engine.kv_events else NoKVEvents()
     place = place_of(config, memory, served.runner.model.kernels.backends)
@@ -237,49 +234,15 @@ def _run(loop: WorkerLoop, config: WorkerConfig, clock: StartClock, on_ready: Ca
 
 
 def _joined(
-    local: NixlConnector, copies: TierCopies, links: Sequence[Connection], wake: Callable[[], None]
+    local: NixlConnector, tiers: RankTiers, links: Sequence[Connection], wake: Callable[[], None]
 ) -> tuple[KVConnector, Copies]:
     """What this rank does, together with what the others do that ``links`` lead to."""
+    copies = TierCopies(tiers.stores, wake)
     if not links:
         return local, copies
     connector = RankedConnector(local, links, wake)
+    tiers.keep_common(connector.found)
     return connector, RankedCopies(copies, connector)
-
-
-def _make_tiers(
-    config: WorkerConfig, memory: KVMemory, progress: Progress
-) -> tuple[list[Tier], dict[str, TierStore], HostTierMemory | None]:
-    """The tiers below the device that the config asks for, cheapest first; and what peers may read of them."""
-    engine, served = config.engine, None
-    made: dict[str, tuple[Tier, TierStore, str]] = {}
-    if engine.tensor_parallel_size > 1 and engine.disk_kv_dir:
-        raise ConfigError(f"{config.engine_id}: --disk-kv-dir doesn't go with tensor parallelism yet")
-    if engine.host_kv_memory_bytes:
-        tier, store, description, served = host_tier(memory, engine.host_kv_memory_bytes)
-        made[HOST] = tier, store, description
-    if engine.disk_kv_dir:
-        folder = Path(engine.disk_kv_dir) / config.engine_id
-        root, backend = root_hash(memory.layout), engine.disk_kv_backend
-        made[DISK] = disk_tier(memory, folder, engine.disk_kv_bytes, root, backend)
-    for name, (_, _, description) in made.items():
-        logger.info("KV tier %s: %s", name, description)
-        progress("kv_tier", {"name": name, "holds": description})
-    return [tier for tier, _, _ in made.values()], {name: store for name, (_, store, _) in made.items()}, served
-
-
-def _make_shared_tier(
-    config: WorkerConfig, memory: KVMemory, progress: Progress
-) -> tuple[SharedTier, dict[str, LMCacheStore]]:
-    """The tier that other workers use, too, if the config asks for one."""
-    engine = config.engine
-    if not (engine.lmcache_endpoint and engine.enable_prefix_caching):
-        return NO_SHARED_TIER, {}
-    if engine.tensor_parallel_size > 1:
-        raise ConfigError(f"{config.engine_id}: --lmcache doesn't go with tensor parallelism yet")
-    tier, store, description = lmcache_tier(memory, engine.lmcache_endpoint, engine.kv_load_seconds)
-    logger.info("KV tier %s: %s", LMCACHE, description)
-    progress("kv_tier", {"name": LMCACHE, "holds": description})
-    return tier, {LMCACHE: store}
 
 
 def _num_usable_cores() -> int:

@@ -17,10 +17,10 @@ from multiprocessing.connection import Connection
 import msgspec
 import torch
 
+from splitserve.decode.kv_tiers import make_tiers
 from splitserve.decode.rank_messages import RankFailed, RankOrder, RankReady, RankReport, RankStep
 from splitserve.decode.served import device_of, load_served_model
 from splitserve.errors import SplitserveError
-from splitserve.kvconnector.host_tier import HOST, host_tier
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.nixl import NixlConnector
 from splitserve.kvconnector.ranked import RankTransfers
@@ -67,13 +67,12 @@ class RankProcess:
     def _transfers(self, memory: KVMemory) -> RankTransfers:
         """Moves this rank's heads, as rank 0's connector says over the link."""
         order, settings = self._order, ReadSettings.of(memory.kind, num_threads=self._order.engine.read_threads)
-        stores = {}
-        if order.engine.host_kv_memory_bytes:
-            stores[HOST] = host_tier(memory, order.engine.host_kv_memory_bytes).store
+        tiers = make_tiers(order.engine, order.party.engine_id, memory, order.rank)
         return RankTransfers(
             lambda wake: NixlConnector(order.party, memory, wake, rank=order.rank, settings=settings),
             self._link,
-            stores,
+            tiers.stores,
+            tiers.found(),
         )
 
     def _carry_out(self, transfers: RankTransfers) -> None:

@@ -2,12 +2,16 @@
 
 A slot is a file, written under another name first: it's there as a whole or not at all. Its first :data:`HEADER_BYTES`
 say what it holds and carry a checksum. A file that is cut off, damaged or of another model is a miss, and is removed.
+Each rank of a worker has a directory of its own (:func:`rank_folder`), with its heads of the same blocks in the same
+slots; a block that isn't in all of them is in none.
 """
 
 import contextlib
 import fcntl
 import hashlib
 import os
+import re
+import shutil
 import struct
 import time
 from collections.abc import Iterator, Sequence
@@ -30,6 +34,9 @@ DISK = "disk"
 HEADER_BYTES = 4096
 MAX_COPY_BYTES = 32 << 20
 MAX_BLOCKS_PER_COPY = 64
+LOCK_SECONDS = 10.0
+"""How long a rank waits for the one before it, which may end a little later than its worker."""
+_LOCK_POLL_SECONDS = 0.05
 _MAGIC = b"SPLITKV1"
 _FIELDS = struct.Struct("<8s16s16sQ16s")  # magic, root hash, block's hash, bytes of the block, checksum
 
@@ -38,7 +45,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Header(NamedTuple):
-    """``root``: what the hash chain starts from; ``checksum``: of all of these and the block's bytes."""
+    """``root``: :func:`splitserve.block_hash.shard_root`; ``checksum``: of all of these and the block's bytes."""
 
     root: bytes
     block_hash: bytes
@@ -64,9 +71,10 @@ class Header(NamedTuple):
 
 
 class SlotFolder:
-    """The files of one worker. Raises :class:`ConfigError` where it can't write, or another process uses the folder."""
+    """The files of one rank. Raises :class:`ConfigError` where it can't write, or another process uses the folder
+    and still does so after ``lock_seconds``."""
 
-    def __init__(self, path: Path, root: bytes, num_slots: int, block_bytes: int) -> None:
+    def __init__(self, path: Path, root: bytes, num_slots: int, block_bytes: int, *, lock_seconds: float = 0.0) -> None:
         self.path = path
         self._root = root
         self._num_slots = num_slots
@@ -76,26 +84,27 @@ class SlotFolder:
             self._lock = os.open(path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(f"--disk-kv-dir: can't write to {path}: {error.strerror}") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        if not _has_locked(self._lock, lock_seconds):
             os.close(self._lock)
-            raise ConfigError(f"--disk-kv-dir: another process uses {path}; give each cluster its own") from error
+            raise ConfigError(f"--disk-kv-dir: another process uses {path}; give each cluster its own")
 
     def slot(self, number: int) -> Path:
         return self.path / f"{number:08d}.kv"
 
     def contents(self) -> list[tuple[bytes, int]]:
-        """Hash and slot of every whole file, least recently used first. All other files are removed."""
+        """Hash and slot of every whole file, least recently used first. All other files are removed, and of two with
+        the same content the older one."""
         found: dict[bytes, tuple[int, int]] = {}
         for path in self._files():
             header = self._header(path)
             number = int(path.stem) if path.stem.isdigit() else self._num_slots
-            usable = header is not None and header.root == self._root and number < self._num_slots
-            if header is None or not usable or header.block_hash in found:
+            if header is None or header.root != self._root or number >= self._num_slots:
                 path.unlink(missing_ok=True)
-            else:
-                found[header.block_hash] = path.stat().st_mtime_ns, number
+                continue
+            this, other = (path.stat().st_mtime_ns, number), found.get(header.block_hash)
+            if other is not None:
+                self.slot(min(this, other)[1]).unlink(missing_ok=True)
+            found[header.block_hash] = this if other is None else max(this, other)
         return [(block_hash, number) for block_hash, (_, number) in sorted(found.items(), key=lambda item: item[1])]
 
     def clear(self) -> None:
@@ -244,27 +253,67 @@ class DiskStore:
         self._folder.close()
 
 
+def rank_folder(folder: Path, rank: int) -> Path:
+    """Where a rank's files are, of a worker whose own are in ``folder``: rank 0's."""
+    return folder / f"rank-{rank}" if rank else folder
+
+
 def disk_tier(
-    memory: KVMemory, path: Path, num_bytes: int, root: bytes, backend: str = "posix"
+    memory: KVMemory, path: Path, num_bytes: int, root: bytes, backend: str = "posix", *, rank: int = 0
 ) -> tuple[Tier, TierStore, str]:
-    """A tier of at most ``num_bytes`` in ``path``, what carries its copies out, and its description.
+    """A tier of at most ``num_bytes`` over all ranks in ``path``, what carries its copies out, and its description; the
+    part of one of the ranks, where there are several.
 
     What an earlier incarnation left there is in it, where it fits. Raises :class:`ConfigError`.
     """
-    num_slots = num_bytes // (HEADER_BYTES + memory.block_bytes)
+    num_ranks = memory.layout.tensor_parallel_size
+    num_slots = num_bytes // num_ranks // (HEADER_BYTES + memory.block_bytes)
     if num_slots < 1:
-        raise ConfigError(f"--disk-kv-size is {num_bytes} bytes, less than one KV block of {memory.block_bytes}")
-    folder = SlotFolder(path, root, num_slots, memory.block_bytes)
+        raise ConfigError(
+            f"--disk-kv-size is {num_bytes} bytes, less than one KV block of {num_ranks * memory.block_bytes}"
+        )
+    lock_seconds = LOCK_SECONDS if rank else 0.0
+    folder = SlotFolder(rank_folder(path, rank), root, num_slots, memory.block_bytes, lock_seconds=lock_seconds)
+    if rank == 0:
+        _remove_other_ranks(path, num_ranks)
     index = TierIndex(num_slots)
-    contents = folder.contents()
-    index.adopt(contents)
+    index.adopt(folder.contents())
     most = max(1, min(MAX_BLOCKS_PER_COPY, MAX_COPY_BYTES // memory.block_bytes))
     try:
         store = DiskStore(memory, folder, root, most, backend)
     except ConfigError:
         folder.close()
         raise
-    return Tier(DISK, index, most), store, f"{num_slots} blocks in {path}, {len(contents)} found there"
+    return Tier(DISK, index, most), store, f"{num_slots} blocks in {path}"
+
+
+def keep_common(index: TierIndex, others: Sequence[Sequence[tuple[bytes, int]]]) -> None:
+    """Forget what isn't in the same slot on each of the ``others``, which have found these hashes and slots."""
+    common = set(index.contents()).intersection(*others)
+    for block_hash, slot in index.contents():
+        if (block_hash, slot) not in common:
+            index.forget(block_hash)
+
+
+def _remove_other_ranks(folder: Path, num_ranks: int) -> None:
+    """What was left when the worker had more ranks."""
+    for path in folder.glob("rank-*"):
+        number = re.fullmatch(r"rank-(\d+)", path.name)
+        if number is not None and int(number[1]) >= num_ranks:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _has_locked(file: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_LOCK_POLL_SECONDS)
+        else:
+            return True
 
 
 def _opened(stack: contextlib.ExitStack, path: Path, flags: int) -> int:
@@ -274,6 +323,6 @@ def _opened(stack: contextlib.ExitStack, path: Path, flags: int) -> int:
 
 
 def _mark_used(file: int) -> None:
-    """Say when a file was used last, for the next incarnation, to the nanosecond: the kernel's own stamps share a tick."""
+    """Say when a file was used last, for the next incarnation. The kernel's own stamps share a tick of milliseconds."""
     now = time.time_ns()
     os.utime(file, ns=(now, now))

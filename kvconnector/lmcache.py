@@ -187,10 +187,11 @@ class LMCacheStore:
     """Carries out the copies of the LMCache tier; see :class:`splitserve.kvconnector.tier_copies.SharedStore`.
 
     ``prefetch_seconds``: how long a lookup may wait until the server has got chunks out of its own back ends.
+    ``rank`` is that of ``memory``, whose heads it keeps under names of their own.
     """
 
-    def __init__(self, memory: KVMemory, endpoint: str, prefetch_seconds: float) -> None:
-        self._link = LMCacheLink(endpoint, memory.layout, memory.block_bytes)
+    def __init__(self, memory: KVMemory, endpoint: str, prefetch_seconds: float, rank: int = 0) -> None:
+        self._link = LMCacheLink(endpoint, memory.layout, memory.block_bytes, rank)
         self._block_size = memory.layout.block_size
         self._prefetch_seconds = prefetch_seconds
         self._down = _Lane(self._link, memory)
@@ -338,7 +339,9 @@ class LMCacheStore:
         self._link.close()
 
 
-def lmcache_tier(memory: KVMemory, endpoint: str, prefetch_seconds: float) -> tuple[SharedTier, LMCacheStore, str]:
+def lmcache_tier(
+    memory: KVMemory, endpoint: str, prefetch_seconds: float, rank: int = 0
+) -> tuple[SharedTier, LMCacheStore, str]:
     """The tier, what carries its copies out, and its description. Raises :class:`ConfigError`."""
     if not endpoint.startswith(("tcp://127.", "tcp://localhost:", "tcp://[::1]:", "ipc://")):
         raise ConfigError(
@@ -347,4 +350,4 @@ def lmcache_tier(memory: KVMemory, endpoint: str, prefetch_seconds: float) -> tu
         )
     most = max(1, MAX_COPY_BYTES // memory.block_bytes)
     tier = SharedTier(LMCACHE, memory.layout.block_size, most)
-    return tier, LMCacheStore(memory, endpoint, prefetch_seconds), f"at {endpoint}, shared"
+    return tier, LMCacheStore(memory, endpoint, prefetch_seconds, rank), f"at {endpoint}, shared"

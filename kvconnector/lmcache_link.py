@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import zmq
 
-from splitserve.block_hash import root_hash
+from splitserve.block_hash import shard_root
 from splitserve.kvconnector.lmcache_chunk import Bytes, ChunkFormat
 from splitserve.kvconnector.lmcache_connection import Connection, LMCacheError, LMCacheLostError
 from splitserve.kvconnector.lmcache_wire import Key, Operation, Registered, Registration
@@ -57,11 +57,11 @@ class Epoch:
         return self.registration.model_name
 
 
-def model_name_of(layout: LayoutRecord) -> str:
-    """Under which LMCache keeps this worker's chunks: everything is in it that their bytes depend on, token ids
-    excepted."""
+def model_name_of(layout: LayoutRecord, rank: int = 0) -> str:
+    """Under which LMCache keeps the chunks of this rank of a worker: everything is in it that their bytes depend on,
+    token ids excepted."""
     fields = (FORMAT_VERSION, layout.order, layout.num_layers, layout.num_kv_heads, layout.head_dim)
-    salt = "\x00".join(map(str, fields)).encode() + root_hash(layout)
+    salt = "\x00".join(map(str, fields)).encode() + shard_root(layout, rank)
     readable = re.sub(r"[^A-Za-z0-9._-]", "-", Path(layout.model).name)[:48]
     return f"splitserve-{readable}-{hashlib.blake2b(salt, digest_size=16).hexdigest()}"
 
@@ -87,12 +87,13 @@ class _Waits:
 class LMCacheLink:
     """``tell`` hears of every epoch's beginning, and of its end as None; first of all of the first try's outcome."""
 
-    def __init__(self, endpoint: str, layout: LayoutRecord, block_bytes: int) -> None:
+    def __init__(self, endpoint: str, layout: LayoutRecord, block_bytes: int, rank: int = 0) -> None:
         self.endpoint = endpoint
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._layout = layout
         self._block_bytes = block_bytes
-        self._model_name = model_name_of(layout)
+        self._root = shard_root(layout, rank)
+        self._model_name = model_name_of(layout, rank)
         self._epoch: Epoch | None = None
         self._reason = "it wasn't looked for yet"
         self._left: deque[tuple[str, Key | None]] = deque(maxlen=MAX_LEFT)
@@ -179,7 +180,7 @@ class LMCacheLink:
         block_size = self._layout.block_size
         if chunk_tokens < block_size or chunk_tokens % block_size:
             raise LMCacheError(f"its chunks have {chunk_tokens} tokens, not a multiple of our blocks' {block_size}")
-        chunks = ChunkFormat(root_hash(self._layout), chunk_tokens // block_size, self._block_bytes)
+        chunks = ChunkFormat(self._root, chunk_tokens // block_size, self._block_bytes)
         registration = Registration(
             instance_id=secrets.randbits(62),
             model_name=self._model_name,

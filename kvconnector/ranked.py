@@ -20,8 +20,9 @@ from splitserve.errors import SplitserveError
 from splitserve.handover import ReadCommand, ReadPath, ReadResult
 from splitserve.kvconnector.connector import KVConnector, Link, PeerConnected, ServedMemory
 from splitserve.kvconnector.joining import ConnectionJoin, ReadJoin, side_by_side
-from splitserve.kvconnector.tier_copies import TierCopies, TierStore
-from splitserve.kvconnector.tiers import CopyCommand, CopyResult
+from splitserve.kvconnector.shared_tier import ChainCopy, TierState
+from splitserve.kvconnector.tier_copies import AnyResult, AnyStore, TierCopies
+from splitserve.kvconnector.tiers import AnyCommand, ClearCommand, CopyCommand, CopyResult
 from splitserve.messages import PeerWelcome, RankMemory
 from splitserve.request import Party
 
@@ -63,6 +64,30 @@ class RankCopy(msgspec.Struct, frozen=True, tag=True):
     hashes: list[bytes]
 
 
+class RankChainCopy(msgspec.Struct, frozen=True, tag=True):
+    """Likewise, to or from the shared tier; see :class:`splitserve.kvconnector.shared_tier.ChainCopy`."""
+
+    copy_id: int
+    tier: str
+    is_load: bool
+    token_ids: list[int]
+    first_block: int
+    block_ids: list[int]
+    hashes: list[bytes]
+
+
+class RankClear(msgspec.Struct, frozen=True, tag=True):
+    tier: str
+
+
+class RankTierState(msgspec.Struct, frozen=True, tag=True):
+    """How the shared tier is for the rank."""
+
+    tier: str
+    is_available: bool
+    chunk_tokens: int
+
+
 class RankCopyOver(msgspec.Struct, frozen=True, tag=True):
     copy_id: int
     num_good: int
@@ -89,13 +114,14 @@ class RankReadOver(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankServes(msgspec.Struct, frozen=True, tag=True):
-    """First of all: the memory that peers may read."""
+    """First of all: the memory that peers may read, and the hashes and slots that were ``found`` in its tiers."""
 
     memory: RankMemory
+    found: dict[str, list[tuple[bytes, int]]] = {}
 
 
-RankCommand = RankConnect | RankDisconnect | RankRead | RankCopy | RankServe | RankEnd
-RankEvent = RankConnected | RankReadOver | RankCopyOver | RankServes
+RankCommand = RankConnect | RankDisconnect | RankRead | RankCopy | RankChainCopy | RankClear | RankServe | RankEnd
+RankEvent = RankConnected | RankReadOver | RankCopyOver | RankTierState | RankServes
 
 _encoder = msgspec.msgpack.Encoder()
 _commands = msgspec.msgpack.Decoder(RankCommand)
@@ -109,8 +135,8 @@ class TransferRankError(SplitserveError):
 class RankedConnector:
     """See :class:`splitserve.kvconnector.connector.KVConnector`. Rank 0's; ``local`` is its own part.
 
-    ``channels`` lead to :class:`RankTransfers` of ranks 1, 2, ... Raises :class:`TransferRankError` if one doesn't say
-    what it serves.
+    ``channels`` lead to :class:`RankTransfers` of ranks 1, 2, ...; ``found`` is what each of them has found in its
+    tiers, by their names. Raises :class:`TransferRankError` if one doesn't say what it serves.
     """
 
     def __init__(self, local: KVConnector, channels: Sequence[Connection], wake: Callable[[], None]) -> None:
@@ -121,10 +147,12 @@ class RankedConnector:
         self._connecting: dict[Party, ConnectionJoin] = {}
         self._reads: dict[int, ReadJoin] = {}
         self._remote_events: deque[tuple[int, ReadResult | PeerConnected]] = deque()
-        self._copy_results: deque[CopyResult] = deque()
+        self._copy_results: deque[tuple[int, AnyResult]] = deque()
         self._lost_ranks: list[int] = []
         self._is_closing = False
-        self._memories = [*local.served().ranks, *(_memory_of(channel, i + 1) for i, channel in enumerate(channels))]
+        others = [_first_words(channel, index + 1) for index, channel in enumerate(channels)]
+        self._memories = [*local.served().ranks, *(other.memory for other in others)]
+        self.found = [other.found for other in others]
         self._threads = [
             threading.Thread(target=self._listen, args=(index + 1, channel), name=f"rank-{index + 1}", daemon=True)
             for index, channel in enumerate(channels)
@@ -155,14 +183,20 @@ class RankedConnector:
     def num_other_ranks(self) -> int:
         return len(self._channels)
 
-    def copy(self, command: CopyCommand) -> None:
-        """Let the other ranks copy, too; :meth:`copy_results` says when one has."""
-        blocks = list(command.block_ids), list(command.slots), list(command.hashes)
-        self._tell(RankCopy(command.copy_id, command.tier, command.is_load, *blocks))
+    def copy(self, command: AnyCommand) -> None:
+        """Let the other ranks do it, too; :meth:`copy_results` says when one has."""
+        match command:
+            case CopyCommand(copy_id, tier, is_load, block_ids, slots, hashes):
+                self._tell(RankCopy(copy_id, tier, is_load, list(block_ids), list(slots), list(hashes)))
+            case ChainCopy(copy_id, tier, is_load, token_ids, first_block, block_ids, hashes):
+                chain = list(token_ids), first_block, list(block_ids), list(hashes)
+                self._tell(RankChainCopy(copy_id, tier, is_load, *chain))
+            case ClearCommand(tier):
+                self._tell(RankClear(tier))
 
-    def copy_results(self) -> list[CopyResult]:
-        """Of other ranks, since the last call; one from each rank for each copy."""
-        results: list[CopyResult] = []
+    def copy_results(self) -> list[tuple[int, AnyResult]]:
+        """Of other ranks, since the last call, with their numbers; one from each rank for each copy."""
+        results: list[tuple[int, AnyResult]] = []
         while self._copy_results:
             results.append(self._copy_results.popleft())
         return results
@@ -227,7 +261,10 @@ class RankedConnector:
                 result = ReadResult(event.read_id, event.error, event.generations, event.seconds, path=event.path)
                 self._remote_events.append((rank, result))
             elif isinstance(event, RankCopyOver):
-                self._copy_results.append(CopyResult(event.copy_id, event.num_good, event.error, event.seconds))
+                over = CopyResult(event.copy_id, event.num_good, event.error, event.seconds)
+                self._copy_results.append((rank, over))
+            elif isinstance(event, RankTierState):
+                self._copy_results.append((rank, TierState(event.tier, event.is_available, event.chunk_tokens)))
             self._wake()
 
     def _lose(self, rank: int) -> None:
@@ -236,36 +273,38 @@ class RankedConnector:
             self._wake()
 
 
-def _memory_of(channel: Connection, rank: int) -> RankMemory:
+def _first_words(channel: Connection, rank: int) -> RankServes:
     try:
         event = _events.decode(channel.recv_bytes()) if channel.poll(START_SECONDS) else None
     except (EOFError, OSError) as error:
         raise TransferRankError(f"rank {rank} ended before it said what it serves") from error
     if not isinstance(event, RankServes):
         raise TransferRankError(f"rank {rank} didn't say within {START_SECONDS:.0f} s what it serves")
-    return event.memory
+    return event
 
 
 class RankTransfers:
     """The part of a rank above 0: does what comes through ``channel``, with a connector of its own.
 
     ``make_connector`` gets the function that the connector calls when it has events; ``stores`` hold this rank's heads
-    of the blocks in tiers.
+    of the blocks in tiers, where ``found`` is there already.
     """
 
     def __init__(
         self,
         make_connector: Callable[[Callable[[], None]], KVConnector],
         channel: Connection,
-        stores: Mapping[str, TierStore] = MappingProxyType({}),
+        stores: Mapping[str, AnyStore] = MappingProxyType({}),
+        found: Mapping[str, Sequence[tuple[bytes, int]]] = MappingProxyType({}),
     ) -> None:
         self._channel = channel
         self._sending = threading.Lock()
         self._has_ended = False
         self._connector = make_connector(self._pass_events_on)
         (memory,) = self._connector.served().ranks
-        self._send(RankServes(memory))
-        self._copies = TierCopies(stores, self._pass_copies_on)
+        self._send(RankServes(memory, {name: list(contents) for name, contents in found.items()}))
+        with self._sending:  # a store may have something to tell at once, on a thread of its own
+            self._copies = TierCopies(stores, self._pass_copies_on)
 
     def run(self) -> None:
         """Until rank 0 says so, or is gone. Raises what the connector died of."""
@@ -291,6 +330,10 @@ class RankTransfers:
                 self._connector.read(ReadCommand(read_id, peer, local_blocks, remote_blocks))
             case RankCopy(copy_id, tier, is_load, block_ids, slots, hashes):
                 self._copies.start(CopyCommand(copy_id, tier, is_load, block_ids, slots, hashes))
+            case RankChainCopy(copy_id, tier, is_load, token_ids, first_block, block_ids, hashes):
+                self._copies.start(ChainCopy(copy_id, tier, is_load, token_ids, first_block, block_ids, hashes))
+            case RankClear(tier):
+                self._copies.start(ClearCommand(tier))
             case RankServe(active):
                 self._connector.serve(active)
             case RankEnd():
@@ -311,6 +354,8 @@ class RankTransfers:
             for result in self._copies.results():
                 if isinstance(result, CopyResult):
                     self._put(RankCopyOver(result.copy_id, result.num_good, result.error, result.seconds))
+                else:
+                    self._put(RankTierState(result.tier, result.is_available, result.chunk_tokens))
 
     def _send(self, event: RankEvent) -> None:
         with self._sending:

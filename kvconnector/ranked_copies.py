@@ -1,12 +1,12 @@
-"""Copies of the host tier of a tensor-parallel worker: every rank has slots for its own heads of each block; rank 0
-decides, and a copy is over when it is on all of them."""
+"""Copies of the tiers of a tensor-parallel worker: every rank has a place for its own heads of each block; rank 0
+decides, and a copy is over when it is on all of them. What one of them hasn't is nowhere."""
 
 from collections.abc import Sequence
 
 from splitserve.kvconnector.ranked import RankedConnector
 from splitserve.kvconnector.shared_tier import TierState
 from splitserve.kvconnector.tier_copies import AnyResult, TierCopies
-from splitserve.kvconnector.tiers import AnyCommand, CopyCommand, CopyResult
+from splitserve.kvconnector.tiers import AnyCommand, ClearCommand, CopyResult
 
 
 class CopyJoin:
@@ -26,24 +26,40 @@ class CopyJoin:
         return CopyResult(result.copy_id, min(each.num_good for each in self._results), error, seconds)
 
 
+class StateJoin:
+    """What the ranks know of the shared tier."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._states: dict[int, TierState] = {}
+
+    def add(self, rank: int, state: TierState) -> TierState:
+        """How it is for all of them: there, once it is for everyone, with the same chunks."""
+        self._states[rank] = state
+        is_same = len(self._states) == self._num_ranks and len(set(self._states.values())) == 1
+        return state if is_same else TierState(state.tier, is_available=False)
+
+
 class RankedCopies:
     """See :class:`splitserve.kvconnector.tier_copies.Copies`. Rank 0's; ``local`` carries out its own part."""
 
     def __init__(self, local: TierCopies, connector: RankedConnector) -> None:
         self._local = local
         self._connector = connector
+        self._num_ranks = 1 + connector.num_other_ranks
         self._joins: dict[int, CopyJoin] = {}
+        self._state = StateJoin(self._num_ranks)
 
     def start(self, command: AnyCommand) -> None:
-        if isinstance(command, CopyCommand):
-            self._joins[command.copy_id] = CopyJoin(1 + self._connector.num_other_ranks)
-            self._connector.copy(command)
+        if not isinstance(command, ClearCommand):
+            self._joins[command.copy_id] = CopyJoin(self._num_ranks)
+        self._connector.copy(command)
         self._local.start(command)
 
     def results(self) -> Sequence[AnyResult]:
         whole: list[AnyResult] = []
-        for result in (*self._local.results(), *self._connector.copy_results()):
-            joined = result if isinstance(result, TierState) else self._join(result)
+        for rank, result in (*((0, result) for result in self._local.results()), *self._connector.copy_results()):
+            joined = self._state.add(rank, result) if isinstance(result, TierState) else self._join(result)
             if joined is not None:
                 whole.append(joined)
         return whole

@@ -63,6 +63,7 @@ class SharedStore(Protocol):
     def close(self) -> None: ...
 
 
+AnyStore: TypeAlias = TierStore | SharedStore
 AnyResult: TypeAlias = CopyResult | TierState
 
 
@@ -84,7 +85,7 @@ class TierCopies:
 
     ``wake`` is called from a thread when results are there."""
 
-    def __init__(self, stores: Mapping[str, "TierStore | SharedStore"], wake: Callable[[], None]) -> None:
+    def __init__(self, stores: Mapping[str, AnyStore], wake: Callable[[], None]) -> None:
         self._stores = dict(stores)
         self._results: queue.SimpleQueue[CopyResult | TierState] = queue.SimpleQueue()
         self._wake = wake
@@ -130,7 +131,7 @@ class _CopyThread:
         self,
         tier: str,
         is_load: bool,
-        store: TierStore | SharedStore,
+        store: AnyStore,
         results: "queue.SimpleQueue[CopyResult | TierState]",
         wake: Callable[[], None],
     ) -> None:

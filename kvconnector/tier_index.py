@@ -161,6 +161,10 @@ class TierIndex:
         """Everything that can be found, least recently used first."""
         return list(self._ready)
 
+    def contents(self) -> list[tuple[bytes, int]]:
+        """Everything that can be found, with its slot, least recently used first."""
+        return list(self._ready.items())
+
     def check_invariants(self) -> None:
         """Raise AssertionError unless every slot is in one state."""
         groups = (self._free, list(self._ready.values()), list(self._storing.values()), list(self._doomed))

@@ -372,8 +372,6 @@ def _lmcache_problems(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
         block_size = _set_fields(pool.engine).get("block_size") or _set_fields(spec.engine).get("block_size") or 0
         if block_size and not lmcache.endpoint and lmcache.chunk_tokens % block_size:
             yield ".chunk_tokens", f"{lmcache.chunk_tokens} isn't a multiple of the block size {block_size}"
-        if pool.tensor_parallel_size > 1 and pool.lmcache:
-            yield "", f"{pool.name} has tensor parallelism, which doesn't go with it yet; set its lmcache to false"
 
 
 def _missing_roles(spec: ClusterSpec) -> Iterator[tuple[str, str]]:

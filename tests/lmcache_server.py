@@ -116,12 +116,14 @@ def probed_server(*backends: dict[str, Any], **options: Any) -> Iterator[ProbedS
 
 
 class Side:
-    """One worker's side: 64 blocks of its own, and a store."""
+    """The side of one worker, or one of its ranks: 64 blocks of its own, and a store."""
 
-    def __init__(self, endpoint: str, layout: LayoutRecord = LAYOUT, prefetch_seconds: float = 5.0) -> None:
+    def __init__(
+        self, endpoint: str, layout: LayoutRecord = LAYOUT, prefetch_seconds: float = 5.0, *, rank: int = 0
+    ) -> None:
         self.memory = KVMemory(layout, 64, torch.device("cpu"))
         self.states: list[TierState] = []
-        self.store = LMCacheStore(self.memory, endpoint, prefetch_seconds)
+        self.store = LMCacheStore(self.memory, endpoint, prefetch_seconds, rank)
         self.store.open(self.states.append)
 
     def wait(self, is_available: bool, seconds: float = 20.0) -> None:

@@ -5,19 +5,31 @@ import errno
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from serving import complete_all, wait_until_quiet
+from splitserve.block_hash import shard_root
 from splitserve.config import EngineConfig
 from splitserve.errors import ConfigError
 from splitserve.kvconnector import disk_tier as module
-from splitserve.kvconnector.disk_tier import HEADER_BYTES, DiskStore, Header, SlotFolder, disk_tier
+from splitserve.kvconnector.disk_tier import (
+    HEADER_BYTES,
+    DiskStore,
+    Header,
+    SlotFolder,
+    disk_tier,
+    keep_common,
+    rank_folder,
+)
 from splitserve.kvconnector.memory import KVMemory
-from splitserve.kvconnector.tier_copies import PartialCopyError
+from splitserve.kvconnector.tier_copies import PartialCopyError, TierStore
+from splitserve.kvconnector.tiers import Tier
 from splitserve.messages import LayoutRecord
 from test_end_to_end import BLOCK_SIZE, body, cluster
 from test_tiers_end_to_end import BLOCK_BYTES
@@ -98,6 +110,59 @@ def test_files_of_others_and_unfinished_ones_are_removed(tmp_path: Path) -> None
     with store_in(tmp_path, root=OTHER_ROOT) as (_, _, found):
         assert found == []
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+def test_each_rank_has_files_of_its_own(tmp_path: Path) -> None:
+    """A worker of two ranks, then of one: nothing of another rank, or size, is taken for one's own."""
+    two = msgspec.structs.replace(LAYOUT, num_kv_heads=2 * LAYOUT.num_kv_heads, tensor_parallel_size=2)
+    size = 16 * (KVMemory(two, 1).block_bytes + HEADER_BYTES)
+
+    def tier(rank: int, layout: LayoutRecord = two) -> tuple[KVMemory, Tier, TierStore]:
+        memory = KVMemory(layout, 8)
+        found, store, words = disk_tier(memory, tmp_path, size, shard_root(layout, rank), rank=rank)
+        assert words == f"{found.index.num_slots} blocks in {tmp_path}"
+        return memory, found, store
+
+    for rank in (0, 1):
+        memory, found, store = tier(rank)
+        assert found.index.num_slots == 8, "half of it"
+        memory.blocks.fill_(float(rank))
+        store.store([0, 1, 2], [0, 1, 2], HASHES[:3])
+        store.close()
+    (rank_folder(tmp_path, 1) / "00000001.kv").unlink()
+    (rank_folder(tmp_path, 0) / "00000002.kv").replace(rank_folder(tmp_path, 1) / "00000002.kv")
+    (_, first, store), (memory, second, other) = tier(0), tier(1)
+    assert first.index.contents() == [(HASHES[0], 0), (HASHES[1], 1)]
+    assert second.index.contents() == [(HASHES[0], 0)], "what was rank 0's isn't rank 1's"
+    other.load([5], [0], HASHES[:1])
+    assert bool((memory.blocks[5] == 1.0).all())
+    keep_common(first.index, [second.index.contents()])
+    assert first.index.contents() == [(HASHES[0], 0)]
+    first.index.check_invariants()
+    store.close()
+    other.close()
+    one = msgspec.structs.replace(two, num_kv_heads=LAYOUT.num_kv_heads, tensor_parallel_size=1)
+    _, found, store = tier(0, one)
+    assert not found.index.contents() and [path.name for path in tmp_path.iterdir()] == ["lock"]
+    store.close()
+
+
+def test_of_two_files_with_the_same_content_the_younger_stays(tmp_path: Path) -> None:
+    with store_in(tmp_path) as (memory, store, _):
+        filled(memory)
+        for slot in (3, 1, 5, 2):
+            store.store([0], [slot], HASHES[:1])
+    with store_in(tmp_path) as (_, _, found):
+        assert found == HASHES[:1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["00000002.kv", "lock"]
+
+
+def test_a_rank_waits_for_the_one_before_it(tmp_path: Path) -> None:
+    before = SlotFolder(tmp_path, ROOT, 1, 64)
+    ended = threading.Timer(0.3, before.close)
+    ended.start()
+    SlotFolder(tmp_path, ROOT, 1, 64, lock_seconds=60).close()
+    ended.join()
 
 
 def test_clearing_leaves_nothing_for_the_next_incarnation(tmp_path: Path) -> None:

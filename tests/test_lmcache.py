@@ -104,6 +104,9 @@ def test_names_cover_all_that_the_bytes_depend_on() -> None:
     names = {model_name_of(msgspec.structs.replace(LAYOUT, **{name: value})) for name, value in changes.items()}
     assert len(names | {model_name_of(LAYOUT)}) == len(changes) + 1
     assert not any(set(name) & set("@/\\\x00") for name in names)
+    sizes = [msgspec.structs.replace(LAYOUT, num_kv_heads=4, tensor_parallel_size=size) for size in (1, 2, 4)]
+    shards = [model_name_of(layout, rank) for layout in sizes for rank in range(layout.tensor_parallel_size)]
+    assert len(set(shards)) == 7, "ranks of workers of other sizes have other heads"
 
 
 def test_an_endpoint_elsewhere_is_refused() -> None:
@@ -145,6 +148,28 @@ def test_models_do_not_mix(server: ProbedServer) -> None:
         assert one.put(prompt) == 8
         assert two.get(prompt) == 0
         assert one.get(prompt) == 8
+
+
+def test_ranks_and_sizes_do_not_mix(server: ProbedServer) -> None:
+    """Each of four heads has a worker of its own size, or shares it: chunks of the same length, of other heads."""
+    prompt = tokens(2, seed=9)
+    two = msgspec.structs.replace(LAYOUT, num_kv_heads=2, tensor_parallel_size=2)
+    four = msgspec.structs.replace(two, tensor_parallel_size=4)  # which hold each head twice
+    with (
+        Side(server.endpoint, two) as first,
+        Side(server.endpoint, two, rank=1) as second,
+        Side(server.endpoint, two, rank=1) as same,
+        Side(server.endpoint, four, rank=1) as other,
+    ):
+        assert first.memory.block_bytes == second.memory.block_bytes == other.memory.block_bytes
+        first.memory.blocks.fill_(1.0)
+        second.memory.blocks.fill_(2.0)
+        assert first.put(prompt) == 8
+        assert second.get(prompt) == 0 and other.get(prompt) == 0
+        assert second.put(prompt) == 8, "it's there for the other rank alone"
+        assert same.get(prompt) == 8 and bool((same.content(8) == 2.0).all())
+        assert other.get(prompt) == 0
+        assert server.is_quiet(), str(server.holds())
 
 
 def test_many_workers_at_once(server: ProbedServer) -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from serving import complete_all, wait_until_quiet
 from splitserve.config import EngineConfig
-from splitserve.errors import SplitserveError
-from splitserve.kvconnector.ranked_copies import CopyJoin
+from splitserve.kvconnector.ranked_copies import CopyJoin, StateJoin
+from splitserve.kvconnector.shared_tier import TierState
 from splitserve.kvconnector.tiers import CopyResult
 from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.shorthand import simple_spec
@@ -22,6 +22,17 @@ def test_a_copy_is_as_good_as_on_the_worst_rank() -> None:
     assert join.add(CopyResult(7, 5, None, 0.2)) is None
     assert join.add(CopyResult(7, 2, "gone", 0.1)) is None
     assert join.add(CopyResult(7, 4, "full", 0.5)) == CopyResult(7, 2, "gone", 0.5)
+
+
+def test_a_shared_tier_is_there_once_it_is_for_every_rank() -> None:
+    join, away = StateJoin(2), TierState("lmcache", False)
+    there, larger = TierState("lmcache", True, 64), TierState("lmcache", True, 128)
+    assert join.add(1, there) == away, "rank 0 hasn't said anything"
+    assert join.add(0, there) == there
+    assert join.add(1, away) == away
+    assert join.add(1, larger) == away, "it was started again, and rank 0 doesn't know it yet"
+    assert join.add(0, away) == away
+    assert join.add(0, larger) == larger
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -56,9 +67,3 @@ def test_prompts_come_back_from_the_ranks_host_tiers(two_heads: Path, size: int)
         [load] = wait_until_quiet(running.url).values()
     assert load["tier_loaded_blocks_total"] > 100 and load["tier_failures_total"] == 0
     assert load["blocks_free"] + load["blocks_cached"] <= 80, "the pool holds no more than half of it"
-
-
-def test_a_disk_tier_is_refused(two_heads: Path, tmp_path: Path) -> None:  # noqa: F811
-    engine = EngineConfig(model=str(two_heads), tensor_parallel_size=2, disk_kv_dir=str(tmp_path))
-    with pytest.raises(SplitserveError, match="--disk-kv-dir doesn't go with tensor parallelism"):
-        LocalCluster(simple_spec(engine, port=0, num_mixed=1), log_level="error").__enter__()

@@ -19,6 +19,16 @@ def root_hash(layout: LayoutRecord, salt: str = "") -> bytes:
     return hashlib.blake2b("\x00".join(fields).encode(), digest_size=DIGEST_BYTES).digest()
 
 
+def shard_root(layout: LayoutRecord, rank: int) -> bytes:
+    """Names the bytes that ``rank`` of a worker has of blocks whose chains start from :func:`root_hash`: what is kept
+    outside of the worker goes by it, too. Ranks of other numbers, or of workers of other sizes, have other heads."""
+    root = root_hash(layout)
+    if layout.tensor_parallel_size == 1:
+        return root
+    shard = f"rank {rank} of {layout.tensor_parallel_size}"
+    return hashlib.blake2b(root + shard.encode(), digest_size=DIGEST_BYTES).digest()
+
+
 def chain_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """Hash of one full block whose predecessor in the sequence has the hash ``parent``."""
     return hashlib.blake2b(parent + array("q", token_ids).tobytes(), digest_size=DIGEST_BYTES).digest()
