@@ -3,16 +3,23 @@
     client ---------------ZMQ--> engine loop of a worker      arm "direct"
     client --HTTP--> router --ZMQ--> the same                 arm "http"
 
+Each arm runs with the next step launched late, just in time, and early, as soon as the one before it runs.
+
 The worker is a real one whose device is a clock (:mod:`.paced_worker`): its steps take 6.5 ms, as those of 64
 sequences of an 8B model on an H200 do. ``--streams`` requests run at once. Figures: the share of time in which the
 device had work, how long it waited for the next step, processor time of the worker's loop per step and of the router
 per token, and the gaps between tokens as the client saw them. Processor times are what a busy machine disturbs least.
+In a second run of the direct arm ``--newcomers`` short requests come one after the other, at any time of a step; "join"
+is how long each took to its first token.
 """
 
 import argparse
 import contextlib
+import itertools
 import json
+import math
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -30,11 +37,21 @@ from splitserve.benchmarks.load import Endpoint, run_load
 from splitserve.benchmarks.paced_worker import DeviceReport
 from splitserve.benchmarks.report import table, write_result
 from splitserve.benchmarks.router_overhead import child_process, next_line, write_router_model
-from splitserve.benchmarks.stats import RequestRecord, summarise
+from splitserve.benchmarks.stats import RequestRecord, percentiles_ms, summarise
 from splitserve.benchmarks.workload import token_prompts
 from splitserve.config import RouterConfig
 from splitserve.errors import ConfigError
-from splitserve.messages import Body, Envelope, LocalRequest, PeerRef, Register, Registered, RequestFailed, StepTokens
+from splitserve.messages import (
+    Body,
+    Envelope,
+    LocalRequest,
+    PeerRef,
+    Register,
+    Registered,
+    RequestFailed,
+    StepTokens,
+    TokenDelta,
+)
 from splitserve.orchestration.launcher import probe_ready
 from splitserve.request import Party, RequestKey, SamplingParams
 from splitserve.wire import decode, encode
@@ -50,10 +67,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     options = _parser().parse_args(arguments)
     arms = {"direct": _direct, "http": _http}
-    rows = [arms[name](options) for name in options.arms for _ in range(options.repeat)]
-    headers = ["arm", "steps", "busy %", "idle p50", "idle p99", "loop us/step", "worker us/step", "router us/token"]
-    print(table([_cells(row) for row in rows], [*headers, "ITL p50", "ITL p99", "ITL max"]))
-    print("idle and ITL in milliseconds; us: microseconds of processor time")
+    runs = itertools.product(range(options.repeat), options.arms, options.launch)
+    rows = [{"launch": launch, **arms[name](options, launch)} for _, name, launch in runs]
+    headers = [
+        "arm",
+        "launch",
+        "steps",
+        "busy %",
+        "idle p50",
+        "idle p99",
+        "loop us/step",
+        "worker us/step",
+        "router us/token",
+    ]
+    print(table([_cells(row) for row in rows], [*headers, "ITL p50", "ITL p99", "ITL max", "join p50", "join p99"]))
+    print("idle, ITL and join in milliseconds; us: microseconds of processor time")
     directory = Path(options.result_dir) if options.result_dir else None
     print(f"result: {write_result('engine-loop', arguments, {'results': rows}, directory)}")
     return 0
@@ -67,6 +95,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--arms", nargs="+", choices=("direct", "http"), default=["direct", "http"], help="what to measure")
+    add(
+        "--launch",
+        nargs="+",
+        choices=("late", "early"),
+        default=["late", "early"],
+        help="when the next step is launched",
+    )
+    add("--newcomers", type=int, default=60, metavar="N", help="short requests that come while the others run")
     add("--repeat", type=int, default=1, help="runs of each arm")
     add("--streams", type=int, default=64, help="requests at once")
     add("--input-len", type=int, default=1024, metavar="TOKENS", help="of each prompt")
@@ -81,6 +117,7 @@ def _cells(row: dict[str, Any]) -> list[object]:
     device, itl = row["device"], row["itl_ms"]
     return [
         row["arm"],
+        row["launch"],
         device["steps"],
         100.0 * device["busy_share"],
         device["idle_ms"]["p50"],
@@ -89,13 +126,17 @@ def _cells(row: dict[str, Any]) -> list[object]:
         device["process_cpu_us"],
         row.get("router_cpu_us_per_token", "-"),
         *(itl.get(which, "-") for which in ("p50", "p99", "max")),
+        *(row.get("join_ms", {}).get(which, "-") for which in ("p50", "p99")),
     ]
 
 
 @contextlib.contextmanager
-def _worker(options: argparse.Namespace, membership: str, vocab_size: int) -> Iterator["subprocess.Popen[str]"]:
+def _worker(
+    options: argparse.Namespace, launch: str, membership: str, vocab_size: int
+) -> Iterator["subprocess.Popen[str]"]:
     arguments = ["--membership", membership, "--vocab-size", str(vocab_size), "--step-ms", str(options.step_ms)]
-    arguments += ["--max-num-seqs", str(max(64, options.streams)), "--launch-us", str(options.launch_us)]
+    arguments += ["--max-num-seqs", str(max(64, options.streams + 1)), "--launch-us", str(options.launch_us)]
+    arguments += ["--late-launch" if launch == "late" else "--no-late-launch"]
     with child_process(_WORKER_MODULE, *arguments) as worker:
         yield worker
 
@@ -112,12 +153,18 @@ def _device_report(worker: "subprocess.Popen[str]") -> dict[str, Any]:
 # ---- straight to the worker ----
 
 
-def _direct(options: argparse.Namespace) -> dict[str, Any]:
-    with DirectRouter() as router, _worker(options, router.membership, 1000) as worker:
+def _direct(options: argparse.Namespace, launch: str) -> dict[str, Any]:
+    with DirectRouter() as router, _worker(options, launch, router.membership, 1000) as worker:
         router.meet(msgspec.json.decode(next_line(worker), type=PeerRef))
         prompts = token_prompts(options.streams, options.input_len, 0, range(1000), seed=0)
         records = router.run(prompts, options.output_len)
-        return {"arm": "direct", "device": _device_report(worker), "itl_ms": summarise(records, None)["itl_ms"]}
+        joins = router.joins(prompts, options.output_len, options.newcomers)
+        return {
+            "arm": "direct",
+            "device": _device_report(worker),
+            "itl_ms": summarise(records, None)["itl_ms"],
+            "join_ms": percentiles_ms(joins),
+        }
 
 
 class DirectRouter:
@@ -164,21 +211,49 @@ class DirectRouter:
         records = {f"r{index}": RequestRecord(due_seconds=0.0) for index in range(len(prompts))}
         start = time.perf_counter()
         for request_id, prompt in zip(records, prompts, strict=True):
-            self.send(LocalRequest(RequestKey(request_id), prompt, SamplingParams(max_tokens=output_len), 600.0))
+            self._request(request_id, prompt, output_len)
         num_open = len(records)
         while num_open:
-            body = self.receive()
+            deltas = self._deltas()
             now = time.perf_counter() - start
-            if isinstance(body, RequestFailed):
-                raise ConfigError(f"request {body.key} failed: {body.message}")
-            assert isinstance(body, StepTokens)
-            for delta in body.deltas:
+            for delta in deltas:
                 record = records[delta.key.request_id]
                 record.chunk_seconds.append(now)
                 record.output_tokens += len(delta.token_ids)
                 record.end_seconds = now
                 num_open -= delta.finish_reason is not None
         return list(records.values())
+
+    def joins(self, prompts: Sequence[list[int]], output_len: int, count: int) -> list[float]:
+        """Seconds to the first token of each of up to ``count`` newcomers, one at a time while ``prompts`` run."""
+        for index, prompt in enumerate(prompts):
+            self._request(f"s{index}", prompt, output_len)
+        waiting = {f"s{index}" for index in range(len(prompts))}
+        while waiting:  # until all of them decode
+            waiting -= {delta.key.request_id for delta in self._deltas()}
+        pauses, seconds, num_open = random.Random(0), list[float](), len(prompts)
+        while len(seconds) < count and num_open == len(prompts):
+            due = time.perf_counter() + pauses.uniform(0.01, 0.03)
+            while (left := due - time.perf_counter()) > 0.0:
+                if self._requests.poll(math.ceil(left * 1e3)):
+                    num_open -= sum(delta.finish_reason is not None for delta in self._deltas())
+            newcomer, sent = f"n{len(seconds)}", time.perf_counter()
+            self._request(newcomer, prompts[0][:8], 1)
+            while all(delta.key.request_id != newcomer for delta in self._deltas()):
+                pass
+            seconds.append(time.perf_counter() - sent)
+        return seconds
+
+    def _request(self, request_id: str, prompt: list[int], output_len: int) -> None:
+        self.send(LocalRequest(RequestKey(request_id), prompt, SamplingParams(max_tokens=output_len), 600.0))
+
+    def _deltas(self) -> Sequence[TokenDelta]:
+        """The next tokens of any request. Raises :class:`ConfigError` for one that failed."""
+        body = self.receive()
+        if isinstance(body, RequestFailed):
+            raise ConfigError(f"request {body.key} failed: {body.message}")
+        assert isinstance(body, StepTokens)
+        return body.deltas
 
     def heard_by_membership(self) -> list[Body]:
         """What the worker has told membership since its registration was answered."""
@@ -191,14 +266,14 @@ class DirectRouter:
 # ---- through HTTP ----
 
 
-def _http(options: argparse.Namespace) -> dict[str, Any]:
+def _http(options: argparse.Namespace, launch: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         vocab_size = write_router_model(Path(folder))
         config = RouterConfig(model=folder, served_model_name=MODEL_ID, port=0)
         router = stack.enter_context(child_process(_ROUTER_MODULE, msgspec.json.encode(config).decode()))
         membership = json.loads(next_line(router))["endpoint"]
         url = json.loads(next_line(router))["url"]
-        worker = stack.enter_context(_worker(options, membership, vocab_size))
+        worker = stack.enter_context(_worker(options, launch, membership, vocab_size))
         next_line(worker)
         _wait_ready(url)
         bodies = [

@@ -26,6 +26,7 @@ from splitserve.kvconnector.inproc import InprocConnector, InprocRegistry
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.messages import LayoutRecord, PeerRef, WorkerInfo
 from splitserve.prefill.executor import LaunchingRunner, OverlappedExecutor, always_works
+from splitserve.prefill.launch_pace import LaunchPace
 from splitserve.prefill.loop import Waker, WorkerLoop
 from splitserve.prefill.sockets import WorkerSockets
 from splitserve.request import Party, Role
@@ -146,6 +147,7 @@ def build_loop(
     max_num_seqs: int = 64,
     vocab_size: int = 1000,
     check_device: Callable[[], None] = always_works,
+    late_launch: bool = True,
 ) -> tuple[WorkerLoop, PeerRef]:
     """The engine loop around ``runner``, and where it listens."""
     engine = EngineConfig(model="paced", block_size=64, max_num_seqs=max_num_seqs).on("cuda")
@@ -175,7 +177,7 @@ def build_loop(
         max_model_len=MAX_MODEL_LEN,
         vocab_size=vocab_size,
     )
-    executor = OverlappedExecutor(runner, waker.wake, check_device)
+    executor = OverlappedExecutor(runner, waker.wake, check_device, LaunchPace() if late_launch else None)
     loop = WorkerLoop(config, core, connector, executor, sockets=sockets, waker=waker, info=info)
     return loop, PeerRef(me, sockets.endpoint)
 
@@ -189,6 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--launch-us", type=float, default=300.0, help="host time to launch a step")
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--vocab-size", type=int, default=1000)
+    parser.add_argument("--late-launch", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args(argv)
     runner = PacedRunner(
         step_seconds=options.step_ms / 1e3,
@@ -198,7 +201,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         loop_clock=time.pthread_getcpuclockid(threading.get_ident()),
     )
     loop, where = build_loop(
-        options.membership, runner, max_num_seqs=options.max_num_seqs, vocab_size=options.vocab_size
+        options.membership,
+        runner,
+        max_num_seqs=options.max_num_seqs,
+        vocab_size=options.vocab_size,
+        late_launch=options.late_launch,
     )
     signal.signal(signal.SIGTERM, lambda *_: loop.stop())
     print(msgspec.json.encode(where).decode(), flush=True)

@@ -63,7 +63,7 @@ class OwnerThread(ABC):
         """Runs last, on the thread, unless it failed."""
 
     def _run(self) -> None:
-        _wait_precisely()
+        wait_precisely()
         try:
             self.begin()
             while not self._is_closing:
@@ -83,7 +83,7 @@ class OwnerThread(ABC):
             return
 
 
-def _wait_precisely() -> None:
+def wait_precisely() -> None:
     """Linux lets short waits of a thread take 50 us longer than asked for, unless the thread says otherwise."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _TIMER_SLACK_NS, 0, 0, 0)

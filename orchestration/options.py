@@ -127,6 +127,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="CUDA graphs of steps with a small prefill, too, beside decode or alone",
     )
     add(
+        "--late-launch",
+        field="late_launch",
+        action=argparse.BooleanOptionalAction,
+        help="give a GPU its next decode step just in time, so that who arrives meanwhile is in it",
+    )
+    add(
         "--gpu-memory-utilization",
         field="gpu_memory_utilization",
         type=float,

@@ -3,10 +3,13 @@
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from splitserve.kvconnector.owner_thread import wait_precisely
+from splitserve.prefill.launch_pace import LaunchPace
 from splitserve.step import MAX_STEPS_UNDER_WAY, StepOutput, StepPlan
 
 
@@ -49,13 +52,16 @@ class StepFailure:
 class StepResult:
     """How a launched step ended. ``seconds`` run from its launch, or from the end of the step before if that was later.
 
-    Steps are numbered from 1 on, in the order of their launches.
+    Steps are numbered from 1 on, in the order of their launches. ``ended`` is when, ``on_device`` when it had been
+    launched, both by the monotonic clock.
     """
 
     step: int
     plan: StepPlan
     seconds: float
     outcome: StepOutput | StepFailure
+    ended: float = 0.0
+    on_device: float = 0.0
 
 
 class Executor(Protocol):
@@ -173,15 +179,50 @@ class _Launched:
 
     plan: StepPlan
     started: float
+    on_device: float
     pending: LaunchedStep | Exception
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """``room_at``: since when it could have been launched beside the step before it; None without one."""
+
+    plan: StepPlan
+    room_at: float | None
+
+
+class _Alarm:
+    """Calls ``wake`` at a time, from a thread of its own; of several times the last one counts."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._times: queue.SimpleQueue[float | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._run, name="model-alarm", daemon=True)
+        self.thread.start()
+
+    def set(self, at: float) -> None:
+        self._times.put(at)
+
+    def close(self) -> None:
+        self._times.put(None)
+
+    def _run(self) -> None:
+        wait_precisely()
+        at = self._times.get()
+        while at is not None:
+            try:
+                at = self._times.get(timeout=max(0.0, at - time.monotonic()))
+            except queue.Empty:
+                self._wake()
+                at = self._times.get()
 
 
 class OverlappedExecutor:
     """Up to :data:`MAX_STEPS_UNDER_WAY` steps at once: the device has its next step before the last one is over.
 
     One thread launches, another one waits, so that a launch isn't held up by the step before it. Results come in the
-    order of the launches. ``wake`` is called from the waiting thread when a result is there. ``check_device``: see
-    :class:`Failures`.
+    order of the launches. ``wake`` is called, from other threads, when a result is there and when there is room.
+    ``check_device``: see :class:`Failures`. ``pace``: when there's room for a second step; at once without.
     """
 
     def __init__(
@@ -189,6 +230,7 @@ class OverlappedExecutor:
         runner: LaunchingRunner,
         wake: Callable[[], None],
         check_device: Callable[[], None] = always_works,
+        pace: LaunchPace | None = None,
     ) -> None:
         self._runner = runner
         self._wake = wake
@@ -196,7 +238,10 @@ class OverlappedExecutor:
         self._plans: queue.SimpleQueue[StepPlan | Callable[[], None] | None] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[_Launched | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
-        self._num_under_way = 0
+        self._under_way: deque[_UnderWay] = deque()
+        self._pace = pace
+        self._alarm = _Alarm(wake)
+        self._room_at = 0.0  # for a step beside the only one under way
         self._threads = [
             threading.Thread(target=run, name=f"model-{run.__name__.strip('_')}", daemon=True)
             for run in (self._launch, self._wait)
@@ -206,19 +251,37 @@ class OverlappedExecutor:
 
     @property
     def has_room(self) -> bool:
-        return self._num_under_way < MAX_STEPS_UNDER_WAY
+        num_under_way = len(self._under_way)
+        if not 0 < num_under_way < MAX_STEPS_UNDER_WAY:
+            return num_under_way == 0
+        return time.monotonic() >= self._room_at
 
     def launch(self, plan: StepPlan) -> None:
-        assert self.has_room
-        self._num_under_way += 1
+        assert len(self._under_way) < MAX_STEPS_UNDER_WAY
+        self._under_way.append(_UnderWay(plan, self._room_at if self._under_way else None))
         self._plans.put(plan)
+        if len(self._under_way) == 1:
+            self._find_room(time.monotonic())
 
     def result(self) -> StepResult | None:
         """How the oldest launched step ended; None while it runs."""
         if self._results.empty():
             return None
-        self._num_under_way -= 1
-        return self._results.get()
+        result = self._results.get()
+        room_at = self._under_way.popleft().room_at
+        if self._pace is not None:
+            self._pace.note_step(result.plan, result.seconds)
+            if room_at is not None:
+                self._pace.note_launch(result.on_device - room_at)
+        if self._under_way:
+            self._find_room(result.ended)
+        return result
+
+    def _find_room(self, began: float) -> None:
+        """For a second step beside the one that began on the device then."""
+        self._room_at = began if self._pace is None else began + self._pace.seconds_to_wait(self._under_way[0].plan)
+        if self._room_at > time.monotonic():
+            self._alarm.set(self._room_at)
 
     def call(self, function: Callable[[], None]) -> None:
         """See :class:`Executor`."""
@@ -227,8 +290,9 @@ class OverlappedExecutor:
     def close(self, timeout_seconds: float) -> None:
         """Let the launched steps end, if they do so in time."""
         self._plans.put(None)
+        self._alarm.close()
         deadline = time.monotonic() + timeout_seconds
-        for thread in self._threads:
+        for thread in (*self._threads, self._alarm.thread):
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _launch(self) -> None:
@@ -241,7 +305,7 @@ class OverlappedExecutor:
                 pending: LaunchedStep | Exception = self._runner.launch(plan)
             except Exception as error:
                 pending = error
-            self._launched.put(_Launched(plan, started, pending))
+            self._launched.put(_Launched(plan, started, time.monotonic(), pending))
         self._launched.put(None)
 
     def _wait(self) -> None:
@@ -250,7 +314,7 @@ class OverlappedExecutor:
             step += 1
             outcome = self._outcome(step, launched.pending)
             started, ended = max(launched.started, ended), time.monotonic()
-            self._results.put(StepResult(step, launched.plan, ended - started, outcome))
+            self._results.put(StepResult(step, launched.plan, ended - started, outcome, ended, launched.on_device))
             self._wake()
 
     def _outcome(self, step: int, pending: LaunchedStep | Exception) -> StepOutput | StepFailure:

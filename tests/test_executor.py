@@ -14,6 +14,7 @@ from splitserve.prefill.executor import (
     StepFailure,
     StepResult,
 )
+from splitserve.prefill.launch_pace import FEWEST, MARGIN_SECONDS, LaunchPace
 from splitserve.prefill.step_times import MIN_LIKE_STEPS, MIN_STEPS, StepTimes, describe
 from splitserve.step import MAX_STEPS_UNDER_WAY, SampleSpec, ScheduledChunk, StepOutput, StepPlan
 
@@ -268,6 +269,104 @@ def batch(num_decodes: int, *prefills: tuple[int, int]) -> StepPlan:
     """``prefills``: tokens, start."""
     decodes = [ScheduledChunk([1], 9, [0], GREEDY)] * num_decodes
     return StepPlan([*decodes, *(ScheduledChunk([1] * count, start, [0], None) for count, start in prefills)])
+
+
+class SetPace(LaunchPace):
+    """Says what it is told to, and remembers what it hears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wait = 0.0
+        self.launches: list[float] = []
+
+    def note_launch(self, seconds: float) -> None:
+        self.launches.append(seconds)
+
+    def seconds_to_wait(self, plan: StepPlan) -> float:
+        return self.wait
+
+
+class TestLateLaunch:
+    @pytest.fixture
+    def pace(self) -> SetPace:
+        return SetPace()
+
+    @pytest.fixture
+    def driver(self, pace: SetPace) -> Iterator[Driver]:
+        driver = Driver()
+        driver.executor.close(10)
+        driver.executor = OverlappedExecutor(driver.runner, driver.woken.release, pace=pace)
+        yield driver
+        for step in driver.runner.launched:
+            step.release.set()
+        driver.executor.close(10)
+
+    def test_there_is_no_room_beside_a_step_until_it_is_time(self, driver: Driver, pace: SetPace) -> None:
+        pace.wait = 3600.0
+        driver.launch(5)
+        assert not driver.executor.has_room
+        driver.release(1)
+        assert driver.result().outcome == StepOutput([5])
+        driver.launch(6)  # the device is idle: at once
+        assert pace.launches == []
+
+    def test_the_loop_is_woken_when_it_is_time(self, driver: Driver, pace: SetPace) -> None:
+        pace.wait = 0.02
+        driver.launch(5)
+        assert driver.woken.acquire(timeout=10)
+        assert driver.executor.result() is None  # it runs on
+        driver.launch(6)
+        driver.release(1)
+        pace.wait = 0.03  # counted from the end of the first one
+        assert driver.result().outcome == StepOutput([5])
+        assert driver.woken.acquire(timeout=10)
+        driver.launch(7)
+        driver.release(2)
+        driver.release(3)
+        assert [driver.result().outcome for _ in range(2)] == [StepOutput([6]), StepOutput([7])]
+        assert len(pace.launches) == 2 and min(pace.launches) > 0.0
+
+
+class TestLaunchPace:
+    def test_nothing_is_waited_for_before_enough_is_known(self) -> None:
+        pace = LaunchPace()
+        for _ in range(FEWEST):
+            assert pace.seconds_to_wait(batch(16)) == 0.0
+            pace.note_step(batch(16), 0.005)
+        assert pace.seconds_to_wait(batch(16)) == 0.0
+        for _ in range(FEWEST):
+            pace.note_launch(0.001)
+        assert pace.seconds_to_wait(batch(16)) == pytest.approx(0.004 - MARGIN_SECONDS)
+        assert pace.seconds_to_wait(batch(64)) == 0.0
+
+    def test_steps_with_prompts_are_followed_at_once(self) -> None:
+        pace = self.settled()
+        mixed = batch(16, (320, 512))
+        for _ in range(FEWEST):
+            pace.note_step(mixed, 0.5)
+        assert pace.seconds_to_wait(mixed) == 0.0
+        assert pace.seconds_to_wait(batch(16)) == pytest.approx(0.004 - MARGIN_SECONDS)
+
+    def test_the_shortest_step_and_the_slow_launches_count(self) -> None:
+        pace = self.settled()
+        pace.note_step(batch(17), 0.0045)
+        for _ in range(4):
+            pace.note_launch(0.002)
+        assert pace.seconds_to_wait(batch(16)) == pytest.approx(0.0045 - 0.002 - MARGIN_SECONDS)
+
+    def test_launches_that_take_longer_than_a_step_are_begun_at_once(self) -> None:
+        pace = self.settled()
+        for _ in range(10):
+            pace.note_launch(0.006)
+        assert pace.seconds_to_wait(batch(16)) == 0.0
+
+    @staticmethod
+    def settled() -> LaunchPace:
+        pace = LaunchPace()
+        for _ in range(100):
+            pace.note_step(batch(16), 0.005)
+            pace.note_launch(0.001)
+        return pace
 
 
 class TestStepTimes:
