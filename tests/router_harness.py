@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from splitserve.benchmarks.instant_worker import InstantWorker, Script, WorkerOptions, default_script
 from splitserve.config import RouterConfig
 from splitserve.request import Role
+from waiting import PATIENCE_SECONDS
 
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"
@@ -91,7 +91,7 @@ class RouterProcess:
 
     def request(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], Any]:
         """Status, headers and decoded JSON (text, where it is none) of one request on a connection of its own."""
-        connection = http.client.HTTPConnection(*self.address, timeout=30)
+        connection = http.client.HTTPConnection(*self.address, timeout=PATIENCE_SECONDS)
         try:
             data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
             connection.request(method, path, data, headers)
@@ -123,7 +123,7 @@ class RouterProcess:
         if self.process.poll() is None:
             self.process.send_signal(number)
         try:
-            out, err = self.process.communicate(timeout=10)
+            out, err = self.process.communicate(timeout=PATIENCE_SECONDS)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.communicate()
@@ -150,21 +150,13 @@ class Workers:
         thread.start()
         self._running[worker] = thread
         if wait:
-            assert worker.registered.wait(10), f"{engine_id} wasn't registered"
+            assert worker.registered.wait(PATIENCE_SECONDS), f"{engine_id} wasn't registered"
         return worker
 
     def stop(self, worker: InstantWorker, leave: bool = True) -> None:
         worker.stop(leave)
-        self._running.pop(worker).join(10)
+        self._running.pop(worker).join(PATIENCE_SECONDS)
 
     def close(self) -> None:
         for worker in list(self._running):
             self.stop(worker)
-
-
-def wait_until(condition: Any, seconds: float = 10.0) -> None:
-    """Fails after ``seconds``: a bound on the test, not a figure of merit."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "the condition didn't come true"
-        time.sleep(0.01)

@@ -129,7 +129,8 @@ def wait_for_news(url: str) -> None:
     """
     before = num_heartbeats(url)
     wait_until(
-        lambda: all(now >= before.get(party, 0) + 2 for party, now in num_heartbeats(url).items()), "two heartbeats"
+        lambda: all(now >= before.get(party, 0) + 2 for party, now in num_heartbeats(url).items()),
+        "two heartbeats of each worker",
     )
 
 
@@ -155,5 +156,5 @@ def wait_until_quiet(url: str, seconds: float = PATIENCE_SECONDS) -> dict[str, d
         return not held()
 
     wait_for_news(url)
-    wait_until(is_quiet, lambda: f"an end of {json.dumps(held())}", seconds)
+    wait_until(is_quiet, lambda: f"still held: {json.dumps(held())}", seconds)
     return metrics

@@ -5,8 +5,6 @@ import os
 import secrets
 import shutil
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ import pytest
 from cluster_load import bodies, right_tokens, steady_load
 from serving import worker_metrics
 from splitserve.benchmarks.ray_machines import Machines
+from waiting import wait_until
 
 
 def can_make_namespaces() -> bool:
@@ -34,8 +33,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not can_make_namespaces(), reason="needs root, iproute2 and the right to make namespaces"),
 ]
-
-PATIENCE_SECONDS = 60.0
 
 SPEC = """
 name: machines
@@ -66,23 +63,16 @@ def test_two_machines_one_of_which_dies(tiny_qwen3: Path, tmp_path: Path) -> Non
 
         with steady_load(url, bodies("tiny"), expected, streams=4) as load:
             names = {worker["name"] for worker in status["workers"]}
-            wait_until("every worker has had a request", lambda: names <= load.workers)
+            wait_until(lambda: names <= load.workers, "every worker has had a request")
             machines.kill(other)
             num_done = load.num_done
-            wait_until("requests go on without the machine", lambda: load.num_done >= num_done + 20)
+            wait_until(lambda: load.num_done >= num_done + 20, "requests go on without the machine")
         assert not load.problems, load.problems[:3]
         at_home = [worker["name"] for worker in status["workers"] if worker["place"] == home.address]
-        wait_until("nothing is held for a request", lambda: not any(held(url, name) for name in at_home))
+        wait_until(lambda: not any(held(url, name) for name in at_home), "nothing is held for a request")
         logs = machines.run(home, ["logs", "-n", "300"])
         assert "reads from fill-" in logs and " go by tcp" in logs and " go by cma" not in logs
         assert "all processes have ended" in machines.run(home, ["down"])
-
-
-def wait_until(what: str, condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {PATIENCE_SECONDS:g} s in vain: {what}"
-        time.sleep(0.1)
 
 
 def held(url: str, worker: str) -> float:

@@ -1,9 +1,10 @@
 """How the processes of a cluster find each other: over IPv6, by an interface's name, started in any order."""
 
+import random
 import re
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -18,8 +19,7 @@ from splitserve.orchestration.local_host import LocalHost
 from splitserve.orchestration.process import ChildProcess
 from splitserve.orchestration.spec import ClusterSpec
 from splitserve.orchestration.spec_document import parse_spec
-
-PATIENCE_SECONDS = 60.0
+from waiting import PATIENCE_SECONDS, wait_until
 
 
 def spec_of(model: Path, **parts: str) -> ClusterSpec:
@@ -81,20 +81,13 @@ class Started:
         return self.children[-1]
 
     def wait(self, name: str, stage: str) -> dict[str, str]:
-        wait_until(f"{name} is {stage}", lambda: stage in self.stages.get(name, {}))
+        wait_until(lambda: stage in self.stages.get(name, {}), f"{name} is {stage}")
         return self.stages[name][stage]
 
     def end(self) -> None:
         for child in self.children:
             child.kill()
-            child.join(10.0)
-
-
-def wait_until(what: str, condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {PATIENCE_SECONDS:g} s in vain: {what}"
-        time.sleep(0.05)
+            child.join(PATIENCE_SECONDS)
 
 
 @pytest.fixture
@@ -104,32 +97,36 @@ def started(tiny_qwen3: Path) -> Iterator[Started]:
     processes.end()
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+def free_ports(count: int) -> list[int]:
+    """Below those that the kernel gives to whoever asks for any: nobody else takes them before they are used."""
+    free: set[int] = set()
+    while len(free) < count:
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", random.randrange(20_000, 32_000)))
+            free.add(int(listener.getsockname()[1]))
+    return list(free)
 
 
 def test_processes_may_start_in_any_order(started: Started, tiny_qwen3: Path) -> None:
     """Workers long before the router, decode before prefill; and a router that comes after another one."""
-    ports = RouterPorts(http=free_port(), membership=free_port())
+    http, membership_port = free_ports(2)
+    ports = RouterPorts(http=http, membership=membership_port)
     membership = f"tcp://127.0.0.1:{ports.membership}"
     for pool in ("gen", "fill"):
         started.worker(pool, membership)
         started.wait(f"{pool}-0", "placement")
-    time.sleep(1.0)
     first = started.router(ports)
     url = started.wait("router", "listening")["url"]
-    wait_until("the router is ready", lambda: probe_ready(url)[0])
+    wait_until(lambda: probe_ready(url)[0], "the router is ready")
     expected = right_tokens(url, "tiny", tiny_qwen3)
 
     first.kill()
-    assert first.join(10.0)
+    assert first.join(PATIENCE_SECONDS)
     started.router(ports)
     assert started.wait("router", "listening")["url"] == url
-    wait_until("the next router is ready", lambda: probe_ready(url)[0])
+    wait_until(lambda: probe_ready(url)[0], "the next router is ready")
     with steady_load(url, bodies("tiny"), expected, streams=2) as load:
-        wait_until("some requests are done", lambda: load.num_done >= 4)
+        wait_until(lambda: load.num_done >= 4, "some requests are done")
     assert not load.problems, load.problems[:3]
     assert load.workers == {"fill-0", "gen-0"}
     assert not any("exit" in stages for name, stages in started.stages.items() if name != "router")

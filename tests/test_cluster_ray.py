@@ -5,9 +5,8 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,25 +29,19 @@ from splitserve.orchestration.ray_host import groups_of
 from splitserve.orchestration.ray_names import CLUSTER_VARIABLE, NAMESPACE, controller_name
 from splitserve.orchestration.spec_document import read_spec
 from splitserve.orchestration.state_folder import StateFolder
+from waiting import wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 NODE = {"num_cpus": 5, "object_store_memory": 80 << 20, "include_dashboard": False}
-PATIENCE_SECONDS = 100.0  # for anything that is waited for; a quiet machine takes a tenth
+PATIENCE_SECONDS = 100.0  # for what Ray does; a quiet machine takes a tenth
 
 
 def splitserve(*arguments: str, status: int = 0) -> str:
     command = [sys.executable, "-m", "splitserve.orchestration.cli", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == status, f"{arguments}: {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr
-
-
-def wait_until(what: str, condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {PATIENCE_SECONDS:g} s in vain: {what}"
-        time.sleep(0.1)
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +145,7 @@ def test_a_life_under_load_on_two_and_on_four_nodes(
         assert [places(status, raylets)[node.node_id, "gen"] for node in newcomers] == [1, 1], "they had nobody"
 
         raylets.remove_node(other, allow_graceful=False)
-        wait_until("a worker is missed", lambda: any(worker.phase != "ready" for worker in status_of(client).workers))
+        wait_until(lambda: any(worker.phase != "ready" for worker in status_of(client).workers), "a worker is missed")
         status = settle(client, {"fill": 2, "gen": 4})
         assert {node for node, _ in places(status, raylets)} == {home.node_id, *(node.node_id for node in newcomers)}
         # Others may have been started again, too: UCX has been seen to abort in a reader whose source died.
@@ -178,7 +171,7 @@ def test_a_life_under_load_on_two_and_on_four_nodes(
     client.down(said.append)
     assert said == ["life: all processes have ended"]
     assert not processes_of("life") and not client.leftovers() and not state.exists()
-    wait_until("nothing is reserved on any node", is_idle)
+    wait_until(is_idle, "nothing is reserved on any node")
 
 
 def is_upgraded(status: ClusterStatus) -> bool:
@@ -210,14 +203,14 @@ def test_the_controller_comes_back_and_a_killed_driver_leaves_nothing(
         assert "back/agent/gen-1/0badcafe" not in groups_of("back")
         assert isinstance(client.ask(Scale("gen", 0)), Refused)
         os.kill(pids["gen-1"], signal.SIGKILL)
-        wait_until("gen-1 is back", lambda: any(worker.num_restarts for worker in status_of(client).workers))
+        wait_until(lambda: any(worker.num_restarts for worker in status_of(client).workers), "gen-1 is back")
         settle(client, {"fill": 2, "gen": 2})
     assert not load.problems, load.problems[:3]
 
     router = status_of(client).router.pid
     os.kill(router, signal.SIGKILL)
-    wait_until("another router runs", lambda: status_of(client).router.pid not in (0, router))
-    wait_until("it answers as before", lambda: right_tokens_or_none(status.url, tiny_qwen3) == expected)
+    wait_until(lambda: status_of(client).router.pid not in (0, router), "another router runs")
+    wait_until(lambda: right_tokens_or_none(status.url, tiny_qwen3) == expected, "it answers as before")
 
     folders = [Path(each) for process in processes_of("back") if (each := process.environ().get("UCX_POSIX_DIR"))]
     assert len(folders) == 4 and all(folder.is_dir() for folder in folders)

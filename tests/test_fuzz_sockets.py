@@ -15,7 +15,7 @@ import pytest
 import zmq
 
 from fuzzing import ROUTER, MessageFuzzer
-from router_harness import RouterProcess, Workers, wait_until, write_model_dir
+from router_harness import RouterProcess, Workers, write_model_dir
 from serving import complete_all, wait_until_quiet
 from splitserve.benchmarks.instant_worker import DEFAULT_LAYOUT, Reply, Request, default_script
 from splitserve.config import EngineConfig, ProtocolConfig
@@ -33,9 +33,11 @@ from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.shorthand import simple_spec
 from splitserve.request import Party, Role
 from splitserve.wire import MAX_MESSAGE_BYTES, decode, encode
+from waiting import PATIENCE_SECONDS, wait_until
 
 NUM_MESSAGES = int(os.environ.get("SPLITSERVE_FUZZ_MESSAGES", "6000")) // 4
 SEED = int(os.environ.get("SPLITSERVE_FUZZ_SEED", "0"))
+PATIENCE_MS = round(1000 * PATIENCE_SECONDS)
 NOWHERE = "tcp://127.0.0.1:9"
 ZMTP_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
 
@@ -43,7 +45,7 @@ ZMTP_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
 def dealer(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> "zmq.Socket[bytes]":
     opened = context.socket(zmq.DEALER)
     opened.setsockopt(zmq.LINGER, 2000)
-    opened.setsockopt(zmq.SNDTIMEO, 10_000)
+    opened.setsockopt(zmq.SNDTIMEO, PATIENCE_MS)
     opened.connect(endpoint)
     return opened
 
@@ -78,7 +80,7 @@ def throw_bytes(endpoint: str, count: int, seed: int) -> None:
     rng = random.Random(seed)
     host, port = endpoint.removeprefix("tcp://").split(":")
     for _ in range(count):
-        with socket.create_connection((host, int(port)), timeout=10) as connection:
+        with socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS) as connection:
             junk = rng.randbytes(rng.choice([0, 1, 10, 64, 5000]))
             huge_frame = b"\x02" + (2**62).to_bytes(8, "big")
             connection.sendall(
@@ -108,7 +110,7 @@ def who_listens(endpoint: str) -> Party:
     with zmq.Context() as context, dealer(context, endpoint) as socket_:
         layout = LayoutRecord("other", "w", "float32", 1, 1, 1, 1)
         socket_.send(encode(Envelope(Party("curious", 1), None, PeerHello(layout))))
-        assert socket_.poll(10_000)
+        assert socket_.poll(PATIENCE_MS)
         answer = decode(socket_.recv())
         assert isinstance(answer.body, PeerRefused)
         return answer.sender
@@ -171,7 +173,7 @@ def test_nothing_on_the_membership_socket_ends_the_router(model_dir: Path) -> No
         throw_bytes(router.membership, 40, SEED)
         wait_until(lambda: good(router))
         assert router.request("GET", "/metrics")[0] == 200
-        wait_until(lambda: process.num_fds() <= files + 4, 20.0)  # the sockets of those that registered are gone
+        wait_until(lambda: process.num_fds() <= files + 4)  # the sockets of those that registered are gone
         assert process.memory_info().rss - resident < 200 << 20
         assert router.metric("splitserve_wire_errors_total") > 0
     finally:
@@ -195,7 +197,7 @@ def test_a_flood_of_registrations_is_refused_in_words_and_passes(model_dir: Path
                 flood.send(encode(Envelope(me, None, Register(info))))
             answers = []
             while len(answers) < 300:
-                assert flood.poll(10_000), f"only {len(answers)} registrations were answered"
+                assert flood.poll(PATIENCE_MS), f"only {len(answers)} registrations were answered"
                 answers.append(decode(flood.recv()).body)
         refusals = [answer.reason for answer in answers if isinstance(answer, RegisterRefused)]
         assert refusals and all("Too many open files" in reason for reason in refusals)
@@ -206,7 +208,7 @@ def test_a_flood_of_registrations_is_refused_in_words_and_passes(model_dir: Path
             except OSError:  # as long as workers that aren't there hold all its descriptors, it can't take a connection
                 return False
 
-        wait_until(all_are_lost, 20.0)
+        wait_until(all_are_lost)
         wait_until(lambda: good(router))
     finally:
         workers.close()
@@ -264,7 +266,7 @@ def test_nothing_that_workers_send_ends_the_router(model_dir: Path) -> None:
         for liar in liars:
             workers.stop(liar)
         workers.start("honest", Role.MIXED)
-        wait_until(lambda: good(router), 20.0)
+        wait_until(lambda: good(router))
     finally:
         workers.close()
         status, _, log = router.stop()

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -33,6 +32,7 @@ from splitserve.orchestration.restarts import (
     RestartPolicy,
 )
 from splitserve.orchestration.shorthand import simple_spec
+from waiting import PATIENCE_SECONDS, wait_until
 
 ENTRIES = Entries(router="launcher_children:run_router", worker="launcher_children:run_worker")
 TESTS = Path(__file__).parent
@@ -67,13 +67,6 @@ def is_running(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "condition did not come true in time"
-        time.sleep(0.02)
 
 
 def test_starts_serves_and_leaves_nothing(make_cluster, events: list[ChildProgress]) -> None:
@@ -161,7 +154,7 @@ def test_dead_worker_is_reported_and_the_rest_goes_on(make_cluster, caplog: pyte
         assert "decode-1 was ended by SIGKILL" in caplog.text
         assert probe_ready(cluster.url)[0]
         cluster.request_stop("SIGTERM")
-        watcher.join(20)
+        watcher.join(PATIENCE_SECONDS)
         assert statuses == [0]
 
 
@@ -178,7 +171,7 @@ def test_a_worker_that_ends_is_started_again(make_cluster, number: signal.Signal
         before = cluster.pids
         cluster.send_signal("decode-0", number)
         assert "decode-0" not in cluster.ready
-        assert cluster.wait_ready("decode-0", 20)
+        assert cluster.wait_ready("decode-0", PATIENCE_SECONDS)
         assert cluster.pids["decode-0"] != before["decode-0"]
         assert cluster.pids["prefill-0"] == before["prefill-0"] and is_running(cluster.pids["decode-0"])
         pids = cluster.pids.values()
@@ -190,7 +183,7 @@ def test_workers_that_all_die_at_once_come_back(make_cluster) -> None:
         for _ in range(2):
             for name in ("mixed-0", "mixed-1"):
                 cluster.send_signal(name, signal.SIGKILL)
-            assert all(cluster.wait_ready(name, 20) for name in ("mixed-0", "mixed-1"))
+            assert all(cluster.wait_ready(name, PATIENCE_SECONDS) for name in ("mixed-0", "mixed-1"))
 
 
 def test_a_worker_that_cannot_be_started_any_more_is_given_up_in_the_end(
@@ -268,7 +261,7 @@ def test_signals_end_launcher_and_children(launcher, number: signal.Signals) -> 
     process, pids = launcher
     assert len(pids) == 3
     process.send_signal(number)
-    assert process.wait(20) == 0
+    assert process.wait(PATIENCE_SECONDS) == 0
     assert not any(is_running(pid) for pid in pids)
 
 

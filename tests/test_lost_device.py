@@ -1,8 +1,6 @@
 """A worker whose device is lost, in a real cluster: its requests go on elsewhere, and it comes back by itself."""
 
 import random
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from serving import complete_all, transformers_greedy
 from splitserve.config import EngineConfig
 from splitserve.orchestration.launcher import Entries, LocalCluster
 from splitserve.orchestration.shorthand import simple_spec
+from waiting import wait_until
 
 
 def test_requests_go_on_and_the_worker_comes_back(
@@ -48,10 +47,3 @@ def test_requests_go_on_and_the_worker_comes_back(
         assert reference.agrees(answer["choices"][0]["token_ids"])
     assert capfd.readouterr().err.count("Traceback") == 1, "the first error, once"
     assert f"the device can't go on after step {FAILS_AT} (RuntimeError: {ERROR}): {lost} ends" in caplog.text
-
-
-def wait_until(condition: Callable[[], bool], timeout_seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_seconds} s"
-        time.sleep(0.1)

@@ -10,10 +10,11 @@ import openai
 import pytest
 
 import splitserve.router.server
-from router_harness import EOS, RouterProcess, Workers, wait_until, write_model_dir
+from router_harness import EOS, RouterProcess, Workers, write_model_dir
 from splitserve.benchmarks.instant_worker import default_script
 from splitserve.messages import DecodeRequest, LocalRequest, PrefillRequest
 from splitserve.request import Role
+from waiting import PATIENCE_SECONDS, wait_until
 
 PAIR = {"mode": "disaggregated", "prefill": "p0", "decode": "d0", "attempts": 1, "cached_tokens": 0}
 
@@ -154,7 +155,7 @@ def test_both_workers_get_the_same_request_and_each_other(router, pair):
     status, _, answer = router.post("/v1/completions", **fields, stop_token_ids=[300], return_route=True)
     assert status == 200 and {key: answer["splitserve"][key] for key in PAIR} == PAIR
     assert answer["splitserve"]["handover"]["blocks"] == 1
-    assert 0 <= answer["splitserve"]["handover_seconds"] < 5
+    assert 0 <= answer["splitserve"]["handover_seconds"] < 60
     prefill, decode = pair
     assert isinstance(prefill.requests[0], PrefillRequest) and isinstance(decode.requests[0], DecodeRequest)
     assert prefill.requests[0].key == decode.requests[0].key
@@ -182,7 +183,7 @@ def test_metrics_count_where_requests_ran(router):
     router.post("/v1/completions", prompt="a b", max_tokens=2)
     after = router.metric(name), router.metric(http), router.metric("splitserve_ttft_seconds_count")
     assert after == tuple(value + 1 for value in before)
-    assert router.metric("splitserve_requests_in_flight") == 0
+    wait_until(lambda: router.metric("splitserve_requests_in_flight") == 0)
     assert router.metric('splitserve_worker_ready{role="decode",worker="d0"}') == 1
     assert router.metric('splitserve_worker_steps_total{role="decode",worker="d0"}') == 0
     assert router.metric("splitserve_wire_errors_total") == 0
@@ -358,7 +359,7 @@ def test_curl(router):
         {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "stream": True}
     )
     command = ["curl", "-sS", "-N", router.url + "/v1/chat/completions", "-d", body]
-    text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+    text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS).stdout
     assert sse(text)[0]["choices"][0]["delta"]["role"] == "assistant"
 
 
@@ -410,5 +411,7 @@ def test_the_router_needs_no_torch():
     folder = Path(splitserve.router.server.__file__).parent
     modules = sorted(f"splitserve.router.{path.stem}" for path in folder.glob("*.py"))
     code = f"import sys, {', '.join(modules)}; print('torch' in sys.modules, 'transformers' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS
+    )
     assert done.stdout.split() == ["False", "False"] and len(modules) > 10

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from router_harness import RouterProcess, Workers, wait_until, write_model_dir
+from router_harness import RouterProcess, Workers, write_model_dir
 from splitserve.request import Role
 from splitserve.router.objectives import Objectives
+from waiting import wait_until
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ PATIENCE_SECONDS = 60.0
 
 
 def wait_until(
-    condition: Callable[[], object], what: object = "the condition", seconds: float = PATIENCE_SECONDS
+    condition: Callable[[], object], what: object = "it didn't come true", seconds: float = PATIENCE_SECONDS
 ) -> None:
-    """Fails after ``seconds``, with ``what`` was waited for; a function is asked for its words then."""
+    """Fails after ``seconds``, saying ``what`` was waited for; if that is a function, it is asked then."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            raise AssertionError(f"waited {seconds:g} s in vain for {what() if callable(what) else what}")
+            raise AssertionError(f"waited {seconds:g} s in vain: {what() if callable(what) else what}")
         time.sleep(0.02)
