@@ -15,6 +15,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_PROMPTS = 1024
+MAX_ISSUES = 100  # each of them costs time and memory: a body with more is refused without looking at any
 
 # Parameters of OpenAI's API, or of other servers of it, that we know but don't support, with the values besides null
 # that ask for nothing.
@@ -126,9 +127,11 @@ def _prompt_kind(value: Any) -> str:
     return "token_lists" if isinstance(first, list) else "strings" if isinstance(first, str) else "tokens"
 
 
+# One issue tells as much as a million, which took minutes.
+_FAIL_FAST = Field(fail_fast=True)
 # An empty prompt is refused with an error code of its own, so only the schema that clients see has these bounds.
 _TEXT = Field(json_schema_extra={"minLength": 1})
-_LIST = Field(json_schema_extra={"minItems": 1})
+_LIST = Field(fail_fast=True, json_schema_extra={"minItems": 1})
 Prompt = Annotated[
     Annotated[str, _TEXT, Tag("string")]
     | Annotated[list[Annotated[str, _TEXT]], _LIST, Field(max_length=MAX_PROMPTS), Tag("strings")]
@@ -160,7 +163,7 @@ class ChatMessage(_Strict):
     """One message. The fields after ``name`` are those that a client sends back from an answer; they must be empty."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], _FAIL_FAST]
     name: str | None = None
     refusal: None = None
     audio: None = None
@@ -176,7 +179,7 @@ class ChatMessage(_Strict):
 
 
 class ChatCompletionRequest(GenerationRequest):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
 
 
@@ -195,6 +198,9 @@ def parse(model: type[RequestModel], body: bytes) -> RequestModel:
 
 def _retry_without_neutral(model: type[RequestModel], body: bytes, error: pydantic.ValidationError) -> RequestModel:
     """Unsupported parameters come out as unknown fields: refuse them by name, or go on without neutral ones."""
+    if error.error_count() > MAX_ISSUES:
+        message = f"{error.error_count()} things are wrong with the body; /openapi.json says what may be in it"
+        raise ApiError(400, message, code="invalid_value") from None
     issues = error.errors(include_url=False)
     extras = {str(issue["loc"][0]): issue["input"] for issue in issues if _is_extra(issue)}
     for name, value in extras.items():

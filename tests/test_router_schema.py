@@ -2,10 +2,11 @@
 
 import json
 
+import pydantic
 import pytest
 
 from splitserve.router.api_error import ApiError
-from splitserve.router.schema import ChatCompletionRequest, CompletionRequest, parse
+from splitserve.router.schema import MAX_ISSUES, ChatCompletionRequest, CompletionRequest, parse
 
 
 def completion(**fields):
@@ -182,3 +183,29 @@ def test_chat_has_its_own_limits():
     assert refused(lambda: chat(max_tokens=1, max_completion_tokens=2)).param == "max_completion_tokens"
     assert chat(max_completion_tokens=2).max_completion_tokens == 2
     assert refused(completion, max_completion_tokens=2).param == "max_completion_tokens"
+
+
+@pytest.mark.parametrize(
+    ("model", "fields"),
+    [
+        (CompletionRequest, {"prompt": [-1] * 1000}),
+        (CompletionRequest, {"prompt": ["a"] + [1] * 1000}),
+        (CompletionRequest, {"prompt": [[-1] * 1000] * 1000}),
+        (CompletionRequest, {"prompt": "a", "stop": [1] * 1000}),
+        (CompletionRequest, {"prompt": "a", "stop_token_ids": [-1] * 1000}),
+        (ChatCompletionRequest, {"messages": [1] * 1000}),
+        (ChatCompletionRequest, {"messages": [{}] * 1000}),
+        (ChatCompletionRequest, {"messages": [{"role": "user", "content": [1] * 1000}]}),
+        (ChatCompletionRequest, {"messages": [{"role": "user", "content": "a", "tool_calls": [1] * 1000}]}),
+    ],
+)
+def test_a_long_list_of_nonsense_gives_few_issues(model, fields):
+    """Each of millions would cost time and memory, and nobody else is served meanwhile."""
+    with pytest.raises(pydantic.ValidationError) as caught:
+        model.model_validate_json(json.dumps({"model": "m"} | fields))
+    assert caught.value.error_count() <= MAX_ISSUES
+
+
+def test_many_unknown_parameters_are_counted():
+    error = refused(completion, **{f"nonsense_{i}": i for i in range(MAX_ISSUES + 1)})
+    assert error.message.startswith(f"{MAX_ISSUES + 1} things are wrong with the body")
