@@ -11,9 +11,10 @@ import pytest
 
 from lmcache_server import CHUNK_TOKENS, SEGMENTS, ProbedServer, probed_server
 from serving import complete_all, wait_until_quiet
-from splitserve.block_hash import shard_root
+from splitserve.block_hash import extend_hashes, root_hash, shard_root
 from splitserve.config import EngineConfig
 from splitserve.errors import SplitserveError
+from splitserve.kvconnector.disk_tier import Header
 from splitserve.messages import LayoutRecord
 from splitserve.models.checkpoint import weights_version
 from splitserve.orchestration.launcher import LocalCluster
@@ -23,9 +24,10 @@ from test_tensor_parallel import two_heads  # noqa: F401  (a fixture)
 
 BLOCK_SIZE = 16
 BLOCK_BYTES = 2 * 2 * 2 * BLOCK_SIZE * 32 * 4  # of all heads: two layers, two heads, keys and values, float32
-PROMPTS = [[300 + 7 * (user * 160 + position) % 1100 for position in range(160 + user)] for user in range(8)]
+PROMPTS = [[300 + 7 * (user * 160 + position) % 1100 for position in range(161 + user)] for user in range(8)]
 IN_CHUNKS = sum(len(prompt) // CHUNK_TOKENS * CHUNK_TOKENS for prompt in PROMPTS)
-PATIENCE_SECONDS = 60.0
+NUM_BLOCKS = sum((len(prompt) + 3) // BLOCK_SIZE for prompt in PROMPTS)  # of which KV is kept, answers included
+PATIENCE_SECONDS = 100.0
 
 
 @contextmanager
@@ -33,7 +35,7 @@ def running(model: Path, size: int, **engine: Any) -> Iterator[LocalCluster]:
     """One worker of so many ranks, whose blocks are too few for the prompts."""
     config = EngineConfig(
         model=str(model), dtype="float32", block_size=BLOCK_SIZE, max_num_batched_tokens=64, max_num_seqs=8, threads=1,
-        kv_memory_bytes=32 * BLOCK_BYTES, max_model_len=256, tensor_parallel_size=size, **engine,
+        kv_memory_bytes=32 * BLOCK_BYTES, max_model_len=256, tensor_parallel_size=size, kv_load_seconds=60.0, **engine,
     )  # fmt: skip
     with LocalCluster(simple_spec(config, port=0, num_mixed=1), log_level="warning") as cluster:
         yield cluster
@@ -77,23 +79,21 @@ def test_ranks_share_their_heads_through_lmcache(two_heads: Path) -> None:  # no
         with running(two_heads, 2, **settings) as cluster:
             wait_for_lmcache(cluster)
             assert ask(cluster, two_heads) == (expected, 0), "what the worker of one rank has stored has both heads"
+            wait_until_used(cluster, two_heads, expected)
+            assert ask(cluster, two_heads, at_once=True)[0] == expected
             wait_until_quiet(cluster.url)
-            answers, cached = ask(cluster, two_heads, at_once=True)
-            assert answers == expected and cached >= 0.8 * IN_CHUNKS
-            loads = wait_until_quiet(cluster.url)
-            assert total(loads, "tier_failures_total") == 0
         with running(two_heads, 2, **settings) as cluster:
             wait_for_lmcache(cluster)
             answers, cached = ask(cluster, two_heads)
-            assert answers == expected and cached >= 0.8 * IN_CHUNKS
-            assert total(wait_until_quiet(cluster.url), "tier_failures_total") == 0
+            assert answers == expected and cached > 0.4 * IN_CHUNKS
             server.kill()
             assert ask(cluster, two_heads)[0] == expected
             with probed_server(port=server.port) as successor:
+                wait_for_lmcache(cluster)
                 wait_until_used(cluster, two_heads, expected)
-                assert successor.is_quiet(), str(successor.holds())
+                assert successor.is_quiet(PATIENCE_SECONDS), str(successor.holds())
                 failures = total(wait_until_quiet(cluster.url), "tier_failures_total")
-                assert damage(successor, root_of(two_heads, 2, 1)) >= IN_CHUNKS / CHUNK_TOKENS
+                assert damage(successor, shard_root(layout_of(two_heads), 1)) >= IN_CHUNKS / CHUNK_TOKENS
                 answers, cached = ask(cluster, two_heads)
                 assert answers == expected
                 assert cached < 0.2 * IN_CHUNKS, "what one rank can't use, none does"
@@ -101,8 +101,7 @@ def test_ranks_share_their_heads_through_lmcache(two_heads: Path) -> None:  # no
 
 
 def wait_until_used(cluster: LocalCluster, model: Path, expected: list[list[int]]) -> None:
-    """Another server is there: it's used as soon as all ranks have found it, and holds all chunks in the end."""
-    wait_for_lmcache(cluster)
+    """The server holds all chunks in the end; one that is evicted before its turn to go down goes the next time."""
     deadline, cached = time.monotonic() + PATIENCE_SECONDS, 0
     while cached < 0.8 * IN_CHUNKS:
         assert time.monotonic() < deadline, "it isn't used again"
@@ -111,10 +110,10 @@ def wait_until_used(cluster: LocalCluster, model: Path, expected: list[list[int]
         wait_until_quiet(cluster.url)
 
 
-def root_of(model: Path, size: int, rank: int) -> bytes:
+def layout_of(model: Path) -> LayoutRecord:
+    """Of a worker of two ranks."""
     version = weights_version(str(model), "auto")
-    layout = LayoutRecord(model.name, version, "float32", BLOCK_SIZE, 2, 2, 32, tensor_parallel_size=size)
-    return shard_root(layout, rank)
+    return LayoutRecord(model.name, version, "float32", BLOCK_SIZE, 2, 2, 32, tensor_parallel_size=2)
 
 
 def test_ranks_find_their_files_again(two_heads: Path, tmp_path: Path) -> None:  # noqa: F811
@@ -123,22 +122,30 @@ def test_ranks_find_their_files_again(two_heads: Path, tmp_path: Path) -> None: 
         expected, _ = ask(cluster, two_heads)
     settings = {"disk_kv_dir": str(tmp_path)}
     with running(two_heads, 2, **settings) as cluster:
-        answers, _ = ask(cluster, two_heads)
-        [load] = wait_until_quiet(cluster.url).values()
-        stored = load["tier_blocks"]
-        assert answers == expected and stored >= 70
-    folders = [tmp_path / "mixed-0", tmp_path / "mixed-0" / "rank-1"]
-    files = [sorted(path.name for path in folder.glob("*.kv")) for folder in folders]
-    assert files[0] == files[1] and len(files[0]) == stored
-    gone, damaged = (folders[1] / files[1][number] for number in (3, 25))
-    gone.unlink()
+        deadline, stored = time.monotonic() + PATIENCE_SECONDS, 0.0
+        while stored < NUM_BLOCKS:
+            assert time.monotonic() < deadline, f"only {stored} blocks have gone down"
+            assert ask(cluster, two_heads)[0] == expected
+            stored = total(wait_until_quiet(cluster.url), "tier_blocks")
+    folder, rank_1 = tmp_path / "mixed-0", tmp_path / "mixed-0" / "rank-1"
+    assert {path.name for path in folder.glob("*.kv")} == {path.name for path in rank_1.glob("*.kv")}
+    file_of(two_heads, rank_1, PROMPTS[0], 3).unlink()
+    damaged = file_of(two_heads, rank_1, PROMPTS[2], 5)
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")
     with running(two_heads, 2, **settings) as cluster:
-        assert total(wait_until_quiet(cluster.url), "tier_blocks") == stored - 1, "it's nowhere"
+        assert total(wait_until_quiet(cluster.url), "tier_blocks") == NUM_BLOCKS - 1, "it's nowhere"
         answers, cached = ask(cluster, two_heads)
-        assert answers == expected and cached >= 0.6 * sum(map(len, PROMPTS))
-        loads = wait_until_quiet(cluster.url)
-        assert total(loads, "tier_failures_total") == 1 and total(loads, "tier_loaded_blocks_total") > 40
+        assert answers == expected and cached == (NUM_BLOCKS - 7 - 5) * BLOCK_SIZE
+        assert total(wait_until_quiet(cluster.url), "tier_failures_total") == 1
+
+
+def file_of(model: Path, folder: Path, prompt: list[int], block: int) -> Path:
+    """That has this block of the prompt."""
+    hashes: list[bytes] = []
+    extend_hashes(hashes, root_hash(layout_of(model)), prompt, BLOCK_SIZE)
+    headers = {path: Header.parse(path.read_bytes()) for path in folder.glob("*.kv")}
+    [found] = [path for path, header in headers.items() if header is not None and header.block_hash == hashes[block]]
+    return found
 
 
 def test_a_rank_that_cannot_have_its_files_says_so(two_heads: Path, tmp_path: Path) -> None:  # noqa: F811
