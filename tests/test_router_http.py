@@ -1,5 +1,6 @@
 """The router process from outside: the openai package, curl, plain HTTP; workers are scripted, sockets are real."""
 
+import asyncio
 import json
 import shutil
 import subprocess
@@ -14,6 +15,10 @@ from router_harness import EOS, RouterProcess, Workers, write_model_dir
 from splitserve.benchmarks.instant_worker import default_script
 from splitserve.messages import DecodeRequest, LocalRequest, PrefillRequest
 from splitserve.request import Role
+from splitserve.router.dispatcher import Limits
+from splitserve.router.preparation import Preparation
+from splitserve.router.schema import CompletionRequest
+from splitserve.router.tokenizer import ModelTokenizer
 from waiting import PATIENCE_SECONDS, wait_until
 
 PAIR = {"mode": "disaggregated", "prefill": "p0", "decode": "d0", "attempts": 1, "cached_tokens": 0}
@@ -265,6 +270,29 @@ def test_long_prompts_are_tokenised_in_the_pool_alike(router, tokenizer):
     status, _, answer = router.post("/v1/completions", prompt=prompt)
     assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
     assert str(len(tokenizer.encode(prompt).ids)) in answer["error"]["message"]
+
+
+def test_hopelessly_long_texts_are_refused_by_their_beginning(router):
+    text = "a b " * 100_000
+    for path, fields, param in (
+        ("/v1/completions", {"prompt": text}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}, "messages"),
+    ):
+        status, _, answer = router.post(path, **fields)
+        assert (status, answer["error"]["param"]) == (400, param)
+        assert answer["error"]["message"] == f"{param} has far more tokens than the context length of 256 allows"
+
+
+def test_long_texts_of_few_tokens_are_not_refused(tmp_path):
+    word = "x" * 100
+    tokenizer = write_model_dir(tmp_path)
+    tokenizer.add_tokens([word])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    preparation = Preparation(ModelTokenizer(tmp_path))
+    request = CompletionRequest(model="tiny", prompt=word * 500)
+    prompts = asyncio.run(preparation.completion(request, Limits(1024, 1024, 1000)))
+    preparation.close()
+    assert prompts[0].token_ids == [tokenizer.token_to_id(word)] * 500
 
 
 # ---- bad input ----
