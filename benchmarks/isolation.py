@@ -82,6 +82,7 @@ def spec_of(options: argparse.Namespace, model: str, arrangement: str) -> Any:
         max_num_batched_tokens=options.max_batched_tokens,
         max_num_seqs=options.max_num_seqs,
         enable_prefix_caching=False,
+        late_launch=options.late_launch,
     )
     return simple_spec(engine, port=0, **ARRANGEMENTS[arrangement])
 
@@ -128,17 +129,21 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield measure(options, model, arrangement, vocab_size)
 
 
-HEADERS = ["", "workers", "kept up", "ITL p50 ms", "p99", "max", "TTFT p50 ms", "p99", "tokens/s", "failed"]
+HEADERS = ["", "workers", "kept up", "ITL p50 ms", "p99", "max", "2nd token p50", "p99", "later ITL p99"]
+HEADERS += ["TTFT p50 ms", "p99", "tokens/s", "failed"]
 
 
 def row_of(result: dict[str, Any]) -> list[object]:
-    gaps = result.get("streams", result["all"])["itl_ms"]
+    streams = result.get("streams", result["all"])
+    gaps, second, later = (streams[name] for name in ("itl_ms", "second_token_ms", "later_itl_ms"))
     first = result.get("prompts", result["all"])["ttft_ms"]
     return [
         result["arrangement"],
         result["gpus_or_workers"],
         "yes" if result["kept_up"] else f"no, {result['seconds_behind']:.1f} s late",
         *(f"{gaps.get(name, float('nan')):.2f}" for name in ("p50", "p99", "max")),
+        *(f"{second.get(name, float('nan')):.2f}" for name in ("p50", "p99")),
+        f"{later.get('p99', float('nan')):.2f}",
         *(f"{first.get(name, float('nan')):.1f}" for name in ("p50", "p99")),
         f"{result['all']['output_tokens_per_second']:.0f}",
         result["all"]["requests"] - result["all"]["completed"],
@@ -158,6 +163,8 @@ def parser() -> argparse.ArgumentParser:
     add("--kv-memory-mib", type=int, default=0, metavar="N", help="of every worker; 0: decide at start")
     add("--max-batched-tokens", type=int, default=0, metavar="N")
     add("--max-num-seqs", type=int, default=EngineConfig(model="").max_num_seqs, metavar="N")
+    late = EngineConfig(model="").late_launch
+    add("--late-launch", action=argparse.BooleanOptionalAction, default=late, help="see splitserve serve --help")
     add("--seconds", type=float, default=20.0, help="in which requests arrive")
     add("--stream-rate", type=float, default=2.0, metavar="R", help="per second, of requests with long answers")
     add("--stream-input-len", type=int, default=16, metavar="N")

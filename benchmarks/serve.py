@@ -96,7 +96,8 @@ def _prompts(options: argparse.Namespace, num_prompts: int) -> Sequence[str | li
 
 def render(figures: dict[str, Any]) -> str:
     """The figures as two tables."""
-    latencies = [("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("ITL, by chunk", "itl_ms"), ("E2E", "e2e_ms")]
+    latencies = [("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("ITL, by chunk", "itl_ms")]
+    latencies += [("second token", "second_token_ms"), ("later ITL", "later_itl_ms"), ("E2E", "e2e_ms")]
     columns = ("mean", "p50", "p90", "p99", "max")
     rows = [[label, *(figures[key].get(column, "-") for column in columns)] for label, key in latencies]
     totals: list[tuple[str, object]] = [

@@ -100,7 +100,10 @@ def mean_of_longest_tenth_ms(seconds: Sequence[float]) -> float:
 
 
 def summarise(records: Sequence[RequestRecord], objective: Objective | None) -> dict[str, Any]:
-    """All figures of a load. A failed request has no latency, and misses any objective."""
+    """All figures of a load. A failed request has no latency, and misses any objective.
+
+    ``second_token_ms``, after the first, is where a hand-over shows; ``later_itl_ms`` are all gaps but that one.
+    """
     done = [record for record in records if not record.error]
     duration = max((record.end_seconds for record in records), default=0.0)
     gaps = [gap for record in done for gap in record.itl_seconds]
@@ -119,6 +122,8 @@ def summarise(records: Sequence[RequestRecord], objective: Objective | None) -> 
         "ttft_ms": percentiles_ms([record.ttft_seconds for record in done]),
         "tpot_ms": percentiles_ms([record.tpot_seconds for record in done if record.output_tokens > 1]),
         "itl_ms": percentiles_ms(gaps),
+        "second_token_ms": percentiles_ms([record.itl_seconds[0] for record in done if len(record.chunk_seconds) > 1]),
+        "later_itl_ms": percentiles_ms([gap for record in done for gap in record.itl_seconds[1:]]),
         "itl_longest_tenth_mean_ms": mean_of_longest_tenth_ms(gaps),
         "bunched_gaps_share": sum(gap < BUNCHED_SECONDS for gap in gaps) / max(1, len(gaps)),
         "e2e_ms": percentiles_ms([record.end_seconds - record.sent_seconds for record in done]),

@@ -277,6 +277,9 @@ def test_summary_figures() -> None:
     assert figures["ttft_ms"]["p50"] == pytest.approx(200) and figures["ttft_ms"]["max"] == pytest.approx(300)
     assert figures["tpot_ms"]["max"] == pytest.approx(1e3 * 0.29 / 9)
     assert figures["itl_ms"]["p50"] == pytest.approx(10) and figures["itl_ms"]["max"] == pytest.approx(210)
+    assert figures["second_token_ms"]["max"] == pytest.approx(10) and figures["later_itl_ms"]["max"] == pytest.approx(
+        210
+    )
     assert figures["itl_longest_tenth_mean_ms"] == pytest.approx(210)
     assert figures["failed"] == {"HTTP 503: x": 1}
     assert figures["duration_seconds"] == pytest.approx(1.59)
