@@ -36,6 +36,7 @@ from splitserve.models.cuda_runner import CudaRunner
 from splitserve.models.runner import ModelRunner
 from splitserve.prefill.executor import Executor, OverlappedExecutor, StepExecutor
 from splitserve.prefill.kv_event_socket import KVEventSocket, NoKVEvents
+from splitserve.prefill.launch_pace import LaunchPace
 from splitserve.prefill.loop import Waker, WorkerLoop
 from splitserve.prefill.pinning import pin_threads
 from splitserve.prefill.sockets import WorkerSockets
@@ -75,9 +76,10 @@ def run_worker(config: WorkerConfig, progress: Progress) -> None:
     with start_team(me, config.role, config.engine, device, on_rank_failure) as team:
         served = load_served_model(config.engine, device, team.group, progress, clock)
         team.wait_until_ready()
-        make_executor = functools.partial(_make_executor, served.runner)
+        pace = LaunchPace() if config.engine.late_launch else None
+        make_executor = functools.partial(_make_executor, served.runner, pace)
         if team.ranks is not None:
-            make_executor = functools.partial(_make_ranked_executor, served.runner, team.ranks)
+            make_executor = functools.partial(_make_ranked_executor, served.runner, pace, team.ranks)
         links = () if team.ranks is None else team.ranks.links
         watch = on_rank_failure.watch
         _serve(config, me, served, make_executor, progress, links=links, clock=clock, watch=watch)
@@ -102,21 +104,27 @@ class _EndWithRank:
             self._loop.end_with(error)
 
 
-def _make_executor(runner: ModelRunner, wake: Callable[[], None], profiler: StepProfiler | None) -> Executor:
+def _make_executor(
+    runner: ModelRunner, pace: LaunchPace | None, wake: Callable[[], None], profiler: StepProfiler | None
+) -> Executor:
     if isinstance(runner, CudaRunner):
         launching = runner if profiler is None else ProfiledLaunchingRunner(runner, profiler)
-        return OverlappedExecutor(launching, wake, lambda: torch.cuda.synchronize(runner.model.device))
+        return OverlappedExecutor(launching, wake, lambda: torch.cuda.synchronize(runner.model.device), pace)
     return StepExecutor(runner if profiler is None else ProfiledRunner(runner, profiler), wake)
 
 
 def _make_ranked_executor(
-    runner: ModelRunner, ranks: Ranks, wake: Callable[[], None], profiler: StepProfiler | None
+    runner: ModelRunner,
+    pace: LaunchPace | None,
+    ranks: Ranks,
+    wake: Callable[[], None],
+    profiler: StepProfiler | None,
 ) -> Executor:
     """The profiler hears of rank 0, which is this process."""
     if isinstance(runner, CudaRunner):
         launching = RankedCudaRunner(runner, ranks)
         profiled = launching if profiler is None else ProfiledLaunchingRunner(launching, profiler)
-        return OverlappedExecutor(profiled, wake, ranks.check)
+        return OverlappedExecutor(profiled, wake, ranks.check, pace)
     ranked = RankedRunner(runner, ranks)
     return StepExecutor(ranked if profiler is None else ProfiledRunner(ranked, profiler), wake, ranks.check)
 

@@ -37,7 +37,9 @@ class LosesDevice:
             raise RuntimeError(ERROR)
 
 
-def make_executor(runner: ModelRunner, wake: Callable[[], None], _profiler: StepProfiler | None) -> Executor:
+def make_executor(
+    runner: ModelRunner, _pace: object, wake: Callable[[], None], _profiler: StepProfiler | None
+) -> Executor:
     faulty = LosesDevice(runner, Path(os.environ["LOST_DEVICE_MARKER"]))
     return StepExecutor(faulty, wake, faulty.check_device)
 
