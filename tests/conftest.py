@@ -1,6 +1,7 @@
 """Fixtures that several tests share: tiny checkpoints of both architectures, made once per run."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,9 @@ from hypothesis import HealthCheck, settings
 
 if not Path("/dev/nvidiactl").exists():  # no GPU: Triton's kernels run under its interpreter; read at triton's import
     os.environ["TRITON_INTERPRET"] = "1"
+
+# A shell's background jobs ignore it, and so would everything that is started here.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How fast a machine is decides nothing, and each run is the same; --hypothesis-profile=random looks for more.
 settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)

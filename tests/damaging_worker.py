@@ -1,33 +1,46 @@
 """A worker whose memory isn't to be trusted: an entry for the launcher in tests. Not a test module."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from splitserve.config import WorkerConfig
 from splitserve.decode import entry
+from splitserve.handover import SourceHandover
 from splitserve.kvconnector.digest import FirstDigests, LeadingDigests
 from splitserve.kvconnector.memory import KVMemory
+from splitserve.prefill.sequence import Sequence
+from splitserve.prefill.source import SourceSide
 from splitserve.request import Role
 
-NUM_INTACT = 3  # offers before the damaged one
+NUM_INTACT = 3  # hand-overs before the damaged one
 
 
-def damaging_digests(memory: KVMemory, wake: Callable[[], None]) -> LeadingDigests:
-    """Digests that are right when they're made; one block changes right after that."""
-    first_digests = FirstDigests(memory, wake)
-    num_offers = 0
+def damage_one(memories: list[KVMemory]) -> None:
+    """A block changes after its digest was made and before it can be read, at the end of a prompt: what comes after it
+    in the prompt isn't computed from it."""
+    offer = SourceSide._offer
+    num_complete = 0
 
-    def leading_digests(block_ids: Sequence[int]) -> list[bytes]:
-        nonlocal num_offers
-        digests = first_digests(block_ids)
-        num_offers += bool(digests)
-        if digests and num_offers == NUM_INTACT + 1:
-            memory.blocks[block_ids[0]].add_(1.0)
-        return digests
+    def offer_and_damage(self: SourceSide, sequence: Sequence, handover: SourceHandover, now: float) -> None:
+        nonlocal num_complete
+        new = sequence.block_ids[handover.num_offered_blocks :]
+        is_computed = sequence.key in self._first_tokens
+        offer(self, sequence, handover, now)
+        if is_computed and sequence.key not in self._first_tokens:  # that was the last offer
+            num_complete += 1
+            if num_complete == NUM_INTACT + 1:
+                memories[0].blocks[new[0]].add_(1.0)
 
-    return leading_digests
+    SourceSide._offer = offer_and_damage
 
 
 def run_worker(config: WorkerConfig, progress: Callable[[str, dict[str, str]], None]) -> None:
     if config.role is Role.PREFILL:
-        entry.FirstDigests = damaging_digests
+        memories: list[KVMemory] = []
+
+        def first_digests(memory: KVMemory, wake: Callable[[], None]) -> LeadingDigests:
+            memories.append(memory)
+            return FirstDigests(memory, wake)
+
+        entry.FirstDigests = first_digests
+        damage_one(memories)
     entry.run_worker(config, progress)

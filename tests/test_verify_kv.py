@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from core_driver import DECODE, KEY, PREFILL, PROMPT, Worker, grant, prefill_request, sent
-from serving import complete_all, transformers_greedy, wait_until_quiet
+from serving import PATIENT, complete_all, transformers_greedy, wait_until_quiet
 from simulated_router import ROUTER
 from simulator import BLOCK_SIZE, LAYOUT, PROTOCOL
 from splitserve.config import EngineConfig
@@ -21,6 +21,7 @@ from splitserve.messages import Abort, LayoutRecord, Offer, OfferAck, OfferedBlo
 from splitserve.orchestration.launcher import Entries, LocalCluster
 from splitserve.orchestration.shorthand import simple_spec
 from splitserve.request import Role
+from waiting import PATIENCE_SECONDS
 
 NUM_BLOCKS = 3  # of the prompt; the last one is half full
 DIGESTS = [bytes([index] * DIGEST_BYTES) for index in range(NUM_BLOCKS)]
@@ -48,7 +49,7 @@ class Asker:
 
     def __call__(self, block_ids: list[int]) -> list[bytes]:
         while len(digests := self.first_digests(block_ids)) < len(block_ids):
-            assert self.woken.acquire(timeout=10), "it didn't say that there's more"
+            assert self.woken.acquire(timeout=PATIENCE_SECONDS), "it didn't say that there's more"
         return digests
 
 
@@ -69,12 +70,14 @@ def test_who_asks_for_digests_is_not_held_up(monkeypatch: pytest.MonkeyPatch) ->
     go_on = threading.Event()
 
     def slowly(memory: KVMemory) -> DigestBlocks:
-        return lambda block_ids: [bytes([block_id]) for block_id in block_ids if block_id == 1 or go_on.wait(10)]
+        return lambda block_ids: [
+            bytes([block_id]) for block_id in block_ids if block_id == 1 or go_on.wait(PATIENCE_SECONDS)
+        ]
 
     monkeypatch.setattr(digest, "digests_of", slowly)
     asker = Asker(memory)
     assert asker.first_digests([0, 1, 2]) == []
-    assert asker.woken.acquire(timeout=10)
+    assert asker.woken.acquire(timeout=PATIENCE_SECONDS)
     assert asker.first_digests([0, 1, 2]) == [], "the first one isn't there, so none can be offered"
     assert asker.first_digests([1, 0]) == [b"\1"]
     go_on.set()
@@ -190,7 +193,7 @@ def test_a_block_that_is_damaged_at_its_source_is_noticed_and_never_used(
         model=str(tiny_qwen3), dtype="float32", block_size=16, kv_memory_bytes=32 << 20, max_num_batched_tokens=64,
         tail_chunk_tokens=16, verify_kv=True,
     )  # fmt: skip
-    spec = simple_spec(engine, port=0, num_prefill=1, num_decode=1)
+    spec = simple_spec(engine, port=0, num_prefill=1, num_decode=1, protocol=PATIENT)
     with LocalCluster(spec, log_level="warning", entries=Entries(worker="damaging_worker:run_worker")) as cluster:
         bodies = [
             {
