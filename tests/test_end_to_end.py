@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from serving import PATIENT, complete_all, storm, transformers_greedy, wait_until_quiet, worker_metrics
+from serving import PATIENT, Reference, complete_all, storm, transformers_greedy, wait_until_quiet, worker_metrics
 from splitserve.config import EngineConfig
 from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.shorthand import simple_spec
@@ -51,46 +51,74 @@ def body(model: Path, prompt: list[int], **options: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
-def test_greedy_tokens_are_those_of_transformers(architecture: str, request: pytest.FixtureRequest) -> None:
-    model: Path = request.getfixturevalue(f"tiny_{architecture}")
+@pytest.fixture(scope="module")
+def running(request: pytest.FixtureRequest, tiny_qwen3: Path, tiny_llama: Path) -> Iterator[tuple[LocalCluster, Path]]:
+    """A cluster, and its checkpoint, of an architecture and a shape; it serves all tests that want just this one."""
+    architecture, shape = request.param
+    model = tiny_llama if architecture == "llama" else tiny_qwen3
+    with cluster(model, shape) as started:
+        yield started, model
+
+
+EACH = [("qwen3", shape) for shape in SHAPES] + [("llama", "1P1D")]
+
+
+@pytest.fixture(scope="module")
+def references(tiny_qwen3: Path, tiny_llama: Path) -> dict[Path, list[Reference]]:
+    found = {model: transformers_greedy(model, make_prompts(), MAX_TOKENS) for model in (tiny_qwen3, tiny_llama)}
+    for of_model in found.values():
+        num_tokens = len(of_model) * MAX_TOKENS
+        assert sum(len(reference.near_ties) for reference in of_model) < 0.02 * num_tokens
+    return found
+
+
+@pytest.mark.parametrize("running", EACH, indirect=True, ids="-".join, scope="module")
+def test_greedy_tokens_are_those_of_transformers(
+    running: tuple[LocalCluster, Path], references: dict[Path, list[Reference]]
+) -> None:
+    started, model = running
     prompts = make_prompts()
-    references = transformers_greedy(model, prompts, MAX_TOKENS)
-    assert sum(len(reference.near_ties) for reference in references) < 0.02 * len(prompts) * MAX_TOKENS
     bodies = [body(model, prompt) for prompt in prompts]
     assert len(bodies) == 16
-    for shape in SHAPES:
-        with cluster(model, shape) as running:
-            for at_once in (False, True):
-                answers = complete_all(running.url, bodies, at_once=at_once)
-                for prompt, reference, answer in zip(prompts, references, answers, strict=True):
-                    assert answer["status"] == 200, answer
-                    tokens = answer["choices"][0]["token_ids"]
-                    assert reference.agrees(tokens), f"{shape}, at once {at_once}, prompt of {len(prompt)}: {tokens}"
-                    assert answer["usage"]["prompt_tokens"] == len(prompt)
-                    assert answer["usage"]["completion_tokens"] == MAX_TOKENS
-                    expected_mode = "local" if shape == "mixed" else "disaggregated"
-                    assert answer["splitserve"]["mode"] == expected_mode
-            metrics = wait_until_quiet(running.url)
-            if shape != "mixed":
-                done = sum(worker["handovers_total"] for worker in metrics.values())
-                assert done == 2 * len(prompts), "a request fell back to something else than its hand-over"
-            assert all(worker["handover_failures_total"] == 0 for worker in metrics.values())
+    is_mixed = "mixed-0" in started.pids
+    before = wait_until_quiet(started.url)
+    for at_once in (False, True):
+        answers = complete_all(started.url, bodies, at_once=at_once)
+        for prompt, reference, answer in zip(prompts, references[model], answers, strict=True):
+            assert answer["status"] == 200, answer
+            tokens = answer["choices"][0]["token_ids"]
+            assert reference.agrees(tokens), f"at once {at_once}, prompt of {len(prompt)}: {tokens}"
+            assert answer["usage"]["prompt_tokens"] == len(prompt)
+            assert answer["usage"]["completion_tokens"] == MAX_TOKENS
+            assert answer["splitserve"]["mode"] == ("local" if is_mixed else "disaggregated")
+    after = wait_until_quiet(started.url)
+    if not is_mixed:
+        done = sum(after[worker]["handovers_total"] - before[worker]["handovers_total"] for worker in after)
+        assert done == 2 * len(prompts), "a request fell back to something else than its hand-over"
+    assert all(worker["handover_failures_total"] == 0 for worker in after.values())
 
 
-def test_sampled_tokens_depend_on_the_seed_alone(tiny_qwen3: Path) -> None:
+@pytest.fixture(scope="module")
+def drawn() -> dict[str, list[list[int]]]:
+    """Tokens that were drawn, by shape."""
+    return {}
+
+
+@pytest.mark.parametrize("running", EACH[:2], indirect=True, ids="-".join, scope="module")
+def test_drawn_tokens_depend_on_the_seed_alone(
+    running: tuple[LocalCluster, Path], drawn: dict[str, list[list[int]]]
+) -> None:
+    started, model = running
     options: dict[str, Any] = {"temperature": 0.9, "top_k": 50, "top_p": 0.95}
-    bodies = [body(tiny_qwen3, prompt, seed=100 + i, **options) for i, prompt in enumerate(make_prompts())]
-    tokens = {}
-    for shape in ("mixed", "1P1D"):
-        with cluster(tiny_qwen3, shape) as running:
-            alone = complete_all(running.url, bodies, at_once=False)
-            together = complete_all(running.url, bodies, at_once=True)
-            tokens[shape] = [answer["choices"][0]["token_ids"] for answer in alone]
-            assert tokens[shape] == [answer["choices"][0]["token_ids"] for answer in together]
-            other_seed = complete_all(running.url, [{**bodies[-1], "seed": 999}], at_once=False)
-            assert other_seed[0]["choices"][0]["token_ids"] != tokens[shape][-1]
-    assert tokens["mixed"] == tokens["1P1D"]
+    bodies = [body(model, prompt, seed=100 + i, **options) for i, prompt in enumerate(make_prompts())]
+    alone = complete_all(started.url, bodies, at_once=False)
+    together = complete_all(started.url, bodies, at_once=True)
+    tokens = [answer["choices"][0]["token_ids"] for answer in alone]
+    assert tokens == [answer["choices"][0]["token_ids"] for answer in together]
+    other_seed = complete_all(started.url, [{**bodies[-1], "seed": 999}], at_once=False)
+    assert other_seed[0]["choices"][0]["token_ids"] != tokens[-1]
+    drawn["mixed" if "mixed-0" in started.pids else "1P1D"] = tokens
+    assert all(each == tokens for each in drawn.values()), "not by where it runs"
 
 
 def test_preemption_changes_no_token(tiny_qwen3: Path) -> None:
