@@ -33,7 +33,7 @@ def read_secret(path: str, variable: str) -> str:
     try:
         text = Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"can't read {path}: {error}") from error
+        raise ConfigError(f"can't read {path}: {getattr(error, 'strerror', None) or error}") from error
     if not text:
         raise ConfigError(f"{path} is empty; write the secret into it, or leave the option away")
     return text

@@ -19,6 +19,7 @@ from splitserve.config import (
     DEVICES,
     DTYPES,
     KV_CACHE_DTYPES,
+    PLACEMENT_POLICIES,
     EngineConfig,
     LMCacheConfig,
     ProtocolConfig,
@@ -296,6 +297,10 @@ class ClusterSpec(Part, frozen=True, kw_only=True):
             environment=lmcache.environment,
         )
 
+    def keeps_lmcache_for(self, pool: PoolSpec) -> bool:
+        """Whether the pool's workers use an LMCache server that the cluster starts."""
+        return pool.lmcache and self.lmcache_config() is not None
+
     def describe(self) -> str:
         """Like ``2 prefill + 1 decode``."""
         return " + ".join(f"{pool.count} {pool.name}" for pool in self.pools if pool.count) or "no worker"
@@ -344,6 +349,8 @@ def _contradictions(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
     if spec.network.host and spec.network.interface:
         yield "network", "host and interface are both set; keep one"
     yield from ((f"lmcache{place}", text) for place, text in _lmcache_problems(spec))
+    if spec.router.policy not in PLACEMENT_POLICIES:
+        yield "router.policy", f"is {spec.router.policy!r}; choose one of {', '.join(PLACEMENT_POLICIES)}"
     if spec.connector.transports and not {"tcp", "all"} & set(spec.connector.transports):
         yield "connector.transports", "add tcp: UCX needs it to set connections up"
     for name in SecretsSpec.__struct_fields__:
@@ -395,8 +402,6 @@ def _missing_roles(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
 
 
 def _pool_problems(spec: ClusterSpec, pool: PoolSpec) -> Iterator[tuple[str, str]]:
-    if pool.tensor_parallel_size > 1 and "tensor_parallel_size" not in _DEFAULTS:
-        yield ".tensor_parallel_size", "this version runs one GPU per worker; set it to 1"
     for name in sorted(MANAGED_VARIABLES & pool.environment.keys()):
         yield ".environment", f"{name} follows from other parts of the spec; leave it out"
     for place in ("kv", "host"):
@@ -414,13 +419,21 @@ def _pool_problems(spec: ClusterSpec, pool: PoolSpec) -> Iterator[tuple[str, str
 def _disagreements(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
     """Settings that all pools must share, since they shape the KV blocks that they exchange."""
     first = spec.pools[0]
+    expected = _shared_settings(spec, first)
     for index, pool in enumerate(spec.pools[1:], 1):
-        sizes = [_set_fields(each.engine).get("block_size", 0) for each in (first, pool)]
-        values = {"dtype": (first.dtype, pool.dtype), "engine.block_size": tuple(sizes)}
-        for name, (one, other) in values.items():
-            if one != other:
+        for name, value in _shared_settings(spec, pool).items():
+            if value != expected[name]:
                 yield (
                     f"pools[{index}].{name}",
-                    f"{pool.name} has {other or 'none'} and {first.name} has {one or 'none'}; "
+                    f"{pool.name} has {value or 'none'} and {first.name} has {expected[name] or 'none'}; "
                     "workers that exchange KV must agree",
                 )
+
+
+def _shared_settings(spec: ClusterSpec, pool: PoolSpec) -> dict[str, Any]:
+    engine = {**_set_fields(spec.engine), **_set_fields(pool.engine)}
+    return {
+        "dtype": pool.dtype,
+        "engine.block_size": engine.get("block_size", 0),
+        "engine.kv_cache_dtype": engine.get("kv_cache_dtype", "auto"),
+    }

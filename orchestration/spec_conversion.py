@@ -17,6 +17,7 @@ _PLAIN_WORDS = {
     "str": "text",
     "int": "a whole number",
     "float": "a number",
+    "bool": "true or false",
 }
 
 

@@ -40,12 +40,15 @@ def read_spec(path: str) -> ClusterSpec:
 
 def parse_spec(text: str | bytes, source: str = "spec") -> ClusterSpec:
     """Like :func:`read_spec`, of a document's text; ``source`` is its name in errors."""
-    root = _compose(text, source)
-    problems = _repeated_keys(root, "")
-    if problems:
-        raise _located(problems, root, source)
+    root: yaml.Node | None = None
     try:
+        root = _compose(text, source)
+        problems = _repeated_keys(root, "")
+        if problems:
+            raise _located(problems, root, source)
         return convert_spec(yaml.load(text, _Loader))  # noqa: S506 - it is a safe loader
+    except RecursionError:
+        raise ConfigError(f"{source}: an alias that contains itself, or lists in lists without end") from None
     except SpecError as error:
         raise _located(error.problems, root, source) from None
     except (yaml.YAMLError, ValueError) as error:  # a tag that its value doesn't fit

@@ -170,6 +170,12 @@ def test_options_and_document_say_the_same(engine: EngineConfig, prefill: int, d
         (BASE + "connector: {transports: [cuda_ipc]}\n", "connector.transports: add tcp"),
         (BASE + "connector: {name: mooncake}\n", "connector.name: is 'mooncake'; choose one of nixl"),
         (BASE + "tiers: []\n", "tiers: there is no such setting"),
+        (BASE + "router: {policy: best}\n", "spec:5: router.policy: is 'best'; choose one of least-loaded"),
+        (BASE + "devices: {share: maybe}\n", "spec:5: devices.share: must be true or false, but is text"),
+        (
+            BASE.replace("2}", "2, engine: {kv_cache_dtype: fp8}}"),
+            "pools[1].engine.kv_cache_dtype: slow has auto and fast has fp8",
+        ),
         (BASE.replace("2}", "2, memory: {kv: lots}}"), "pools[0].memory.kv: 'lots' is not an amount of memory"),
         (BASE.replace("2}", "2, dtype: float32}"), "pools[1].dtype: slow has auto and fast has float32"),
         (BASE.replace("2}", "2, engine: {block_size: 8}}"), "pools[1].engine.block_size: slow has none and fast has 8"),
@@ -182,6 +188,8 @@ def test_options_and_document_say_the_same(engine: EngineConfig, prefill: int, d
         (BASE + "name: [\n", "spec:6: this isn't YAML"),
         ("\x00", "spec: this isn't YAML"),
         ("", "spec is empty; `splitserve spec show"),
+        ("a: &a [*a]", "spec: an alias that contains itself"),
+        ("a: " + "[" * 5000 + "]" * 5000, "spec: an alias that contains itself, or lists in lists without end"),
         ("- 3", "spec:1: must be a mapping (key: value), but is a list"),
         ("name: 2024-13-01", "spec:1: model: is missing and has no default"),
         ("name: !!timestamp 2024-13-01", "spec: "),
@@ -192,6 +200,11 @@ def test_what_is_wrong_is_said_with_its_place(text: str, message: str) -> None:
         parse_spec(text)
     assert message in str(caught.value)
     assert "hunter2" not in str(caught.value)
+
+
+def test_a_pool_may_say_what_holds_for_all() -> None:
+    spec = parse_spec(BASE.replace("2}", "2, engine: {block_size: 8}}") + "engine: {block_size: 8}\n")
+    assert [spec.engine_config(pool).block_size for pool in spec.pools] == [8, 8]
 
 
 def test_all_contradictions_are_said_at_once() -> None:

@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from splitserve.benchmarks.instant_worker import DEFAULT_LAYOUT
+from splitserve.config import PLACEMENT_POLICIES
 from splitserve.errors import ConfigError
 from splitserve.messages import WorkerInfo, WorkerLoad
 from splitserve.request import Party, Role
 from splitserve.router.membership import Membership, WorkerState
 from splitserve.router.placement import (
+    POLICIES,
     Disaggregated,
     Local,
     NoWorker,
@@ -106,6 +108,7 @@ def test_context_limits_are_those_of_the_workers_that_would_serve():
 
 
 def test_an_unknown_policy_is_refused_by_name():
+    assert set(POLICIES) == set(PLACEMENT_POLICIES)
     assert policy_by_name("least-loaded") is least_loaded
     with pytest.raises(ConfigError, match=r"'best'.*least-loaded"):
         policy_by_name("best")

@@ -11,6 +11,7 @@ KV_CACHE_DTYPES = ("auto", "fp8")
 ATTENTION_BACKENDS = ("auto", "hybrid", "flashinfer", "triton", "reference")
 DISK_KV_BACKENDS = ("posix", "gds")
 KEEP_POLICIES = ("all", "second-use", "prompt")
+PLACEMENT_POLICIES = ("least-loaded",)  # those of splitserve.router.placement
 SECRETS = ("secret", "api_key")
 
 
