@@ -8,13 +8,20 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from splitserve import __version__
-from splitserve.errors import SplitserveError
+from splitserve.errors import ConfigError, SplitserveError
 from splitserve.logs import LOG_LEVELS, set_up_logging
 from splitserve.orchestration.cluster_commands import add_cluster_commands
 from splitserve.orchestration.lmcache_command import add_lmcache_command
-from splitserve.orchestration.options import add_spec_option, bytes_option, cluster_spec
+from splitserve.orchestration.options import (
+    HelpFormatter,
+    add_run_options,
+    add_spec_option,
+    bytes_option,
+    cluster_spec,
+)
 from splitserve.orchestration.sizes import format_bytes
 
 BENCHES = {
@@ -70,54 +77,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"splitserve {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    show_defaults = argparse.ArgumentDefaultsHelpFormatter
-
-    serve = commands.add_parser(
-        "serve",
-        help="serve a Hugging Face checkpoint behind an OpenAI-compatible endpoint",
-        description="Serve a checkpoint: --prefill P --decode D for disaggregation, --mixed N without; or --spec FILE.",
-        formatter_class=show_defaults,
-    )
-    add_spec_option(serve)
-    serve.add_argument(
-        "--restart", action=argparse.BooleanOptionalAction, default=True, help="start workers that end again"
-    )
-    serve.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="of every process")
-    serve.set_defaults(run=_serve)
-
+    _add_serve(commands)
     add_cluster_commands(commands)
     add_lmcache_command(commands)
-    _add_doctor(
-        commands.add_parser(
-            "doctor",
-            help="say what is wrong with this machine or with a running cluster, and what to do",
-            description="Look at this machine, at what serving PATH here would run into, or --against a running "
-            "cluster; then send a request through the real path. Exit status: 0 nothing is wrong, 1 something is, 2 it "
-            "couldn't look.",
-            formatter_class=show_defaults,
-        )
-    )
-    _add_spec_commands(commands.add_parser("spec", help="check, show or describe cluster specs (YAML)"))
-
-    demo = commands.add_parser(
-        "demo",
-        help="show the whole path once: a small checkpoint, 1 prefill + 1 decode worker, a streamed chat",
-        description="Serve a small checkpoint disaggregated, send one streamed chat request, show what happened.",
-        formatter_class=show_defaults,
-    )
-    demo.add_argument("--model", default="", metavar="PATH", help="take this checkpoint; empty: build one")
-    demo.add_argument("--prompt", default="", help="what to say; empty: a text of a few KV blocks")
-    demo.add_argument("--max-tokens", type=int, default=48, help="length of the answer")
-    demo.add_argument("--log-level", choices=LOG_LEVELS, default="warning", help="of every process")
-    demo.set_defaults(run=_demo)
-
-    _add_demo_model(
-        commands.add_parser(
-            "demo-model",
-            help="write a random Hugging Face checkpoint, the same each time",
-            formatter_class=show_defaults,
-        )
-    )
+    _add_doctor(commands)
+    _add_spec_commands(commands)
+    _add_demo(commands)
+    _add_demo_model(commands)
     bench = commands.add_parser("bench", help="measure: " + ", ".join(BENCHES))
     names = bench.add_subparsers(required=True, metavar="BENCH")
     for name, (_, help_text) in BENCHES.items():
@@ -128,10 +94,39 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_demo_model(parser: argparse.ArgumentParser) -> None:
+def _add_serve(commands: Any) -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="serve a Hugging Face checkpoint behind an OpenAI-compatible endpoint",
+        description="Serve a checkpoint: --prefill P --decode D for disaggregation, --mixed N without; or --spec FILE.",
+        formatter_class=HelpFormatter,
+    )
+    add_spec_option(parser)
+    add_run_options(parser)
+    parser.set_defaults(run=_serve)
+
+
+def _add_demo(commands: Any) -> None:
+    parser = commands.add_parser(
+        "demo",
+        help="show the whole path once: a small checkpoint, 1 prefill + 1 decode worker, a streamed chat",
+        description="Serve a small checkpoint disaggregated, send one streamed chat request, show what happened.",
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument("--model", default="", metavar="PATH", help="take this checkpoint; empty: build one")
+    parser.add_argument("--prompt", default="", help="what to say; empty: a text of a few KV blocks")
+    parser.add_argument("--max-tokens", type=int, default=48, help="length of the answer")
+    parser.add_argument("--log-level", choices=LOG_LEVELS, default="warning", help="of every process")
+    parser.set_defaults(run=_demo)
+
+
+def _add_demo_model(commands: Any) -> None:
+    parser = commands.add_parser(
+        "demo-model", help="write a random Hugging Face checkpoint, the same each time", formatter_class=HelpFormatter
+    )
     parser.add_argument("directory", metavar="DIR", help="made if needed; a checkpoint in it is replaced")
     parser.add_argument("--shape", default="tiny", help="tiny, or the true shape of qwen3-0.6b, llama-3.2-1b, ...")
-    parser.add_argument("--architecture", choices=("qwen3", "llama"), help="None: the shape's own")
+    parser.add_argument("--architecture", choices=("qwen3", "llama"), help="the shape's own by default")
     parser.add_argument(
         "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: the shape's own"
     )
@@ -140,7 +135,15 @@ def _add_demo_model(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_demo_model)
 
 
-def _add_doctor(parser: argparse.ArgumentParser) -> None:
+def _add_doctor(commands: Any) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="say what is wrong with this machine or with a running cluster, and what to do",
+        description="Look at this machine, at what serving PATH here would run into, or --against a running cluster; "
+        "then send a request through the real path. Exit status: 0 nothing is wrong, 1 something is, 2 it couldn't "
+        "look.",
+        formatter_class=HelpFormatter,
+    )
     parser.add_argument("--against", default="", metavar="URL", help="look at the cluster with this endpoint")
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.add_argument(
@@ -154,7 +157,9 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_doctor)
 
 
-def _add_spec_commands(parser: argparse.ArgumentParser) -> None:
+def _add_spec_commands(commands: Any) -> None:
+    """``commands``: those of ``splitserve``; the ones added here are below ``spec``."""
+    parser = commands.add_parser("spec", help="check, show or describe cluster specs (YAML)")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     check = commands.add_parser("check", help="say what is wrong with a spec, and where")
     check.add_argument("file", metavar="FILE")
@@ -212,14 +217,17 @@ def _demo(options: argparse.Namespace) -> int:
 def _demo_model(options: argparse.Namespace) -> int:
     from splitserve.models.demo import write_demo_model
 
-    written = write_demo_model(
-        options.directory,
-        shape=options.shape,
-        architecture=options.architecture,
-        seed=options.seed,
-        dtype=options.dtype,
-        max_shard_bytes=options.max_shard_size,
-    )
+    try:
+        written = write_demo_model(
+            options.directory,
+            shape=options.shape,
+            architecture=options.architecture,
+            seed=options.seed,
+            dtype=options.dtype,
+            max_shard_bytes=options.max_shard_size,
+        )
+    except OSError as error:
+        raise ConfigError(f"can't write a checkpoint to {options.directory}: {error.strerror or error}") from error
     size = sum(file.stat().st_size for file in written.iterdir())
     print(f"{written}: {format_bytes(size)} in {sum(1 for _ in written.iterdir())} files")
     return 0

@@ -9,8 +9,7 @@ import msgspec
 
 from splitserve import __version__
 from splitserve.errors import ConfigError
-from splitserve.logs import LOG_LEVELS
-from splitserve.orchestration.options import add_spec_option, cluster_spec
+from splitserve.orchestration.options import HelpFormatter, add_run_options, add_spec_option, cluster_spec
 from splitserve.orchestration.spec import ClusterSpec
 
 EXIT_FAILED = 1
@@ -23,16 +22,13 @@ def add_cluster_commands(commands: Any) -> None:
         "up",
         help="start a cluster that goes on without this terminal",
         description="Start a cluster in the background, on this machine or on Ray; returns when it answers.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     up.add_argument(
         "--ray", default="", metavar="ADDRESS", help="of a Ray cluster (HOST:PORT), auto, or local: start Ray here"
     )
     add_spec_option(up)
-    up.add_argument(
-        "--restart", action=argparse.BooleanOptionalAction, default=True, help="start workers that end again"
-    )
-    up.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="of every process")
+    add_run_options(up)
     up.set_defaults(run=_up)
     down = _add(commands, "down", "end a cluster and remove everything of it", _down)
     down.add_argument(

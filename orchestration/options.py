@@ -15,13 +15,15 @@ from splitserve.config import (
     DTYPES,
     KEEP_POLICIES,
     KV_CACHE_DTYPES,
+    PLACEMENT_POLICIES,
     EngineConfig,
     RouterConfig,
 )
 from splitserve.errors import ConfigError
+from splitserve.logs import LOG_LEVELS
 from splitserve.orchestration.expansion import API_KEY_VARIABLE, SECRET_VARIABLE
 from splitserve.orchestration.shorthand import simple_spec
-from splitserve.orchestration.sizes import parse_bytes
+from splitserve.orchestration.sizes import format_bytes, parse_bytes
 from splitserve.orchestration.spec import (
     ClusterSpec,
     DevicesSpec,
@@ -37,8 +39,7 @@ _ENGINE_DEFAULTS: dict[str, Any] = {
 }
 _ROUTER_DEFAULTS: dict[str, Any] = {field.name: field.default for field in msgspec.structs.fields(RouterConfig)}
 
-
-_SPEC_GROUPS = ("workers", "endpoint", "engine")
+_SPEC_GROUPS = ("workers", "endpoint", "engine", "KV memory", "KV beyond a worker's own memory")
 
 
 def bytes_option(text: str) -> int:
@@ -96,124 +97,50 @@ def add_router_options(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help=f"file with the key that /v1 wants as 'Authorization: Bearer KEY'; empty: ${API_KEY_VARIABLE}, else none",
     )
-    group.add_argument("--policy", default=_ROUTER_DEFAULTS["policy"], help="how requests are placed")
+    group.add_argument(
+        "--policy", choices=PLACEMENT_POLICIES, default=_ROUTER_DEFAULTS["policy"], help="how requests are placed"
+    )
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, but for those that say nothing (none, empty, off); amounts of memory as people write them."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False or action.default == "":
+            return action.help
+        if action.type is bytes_option and action.default:
+            default = action.default if isinstance(action.default, str) else format_bytes(action.default)
+            return f"{action.help} (default: {default})"
+        return super()._get_help_string(action)
+
+
+class _EngineGroup:
+    """A group of options that are fields of :class:`EngineConfig`, with its defaults."""
+
+    def __init__(self, parser: argparse.ArgumentParser, title: str) -> None:
+        self._group = parser.add_argument_group(title)
+
+    def add(self, *flags: str, field: str, **settings: Any) -> None:
+        self._group.add_argument(*flags, dest=field, default=_ENGINE_DEFAULTS[field], **settings)
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("engine")
+    engine = _EngineGroup(parser, "engine")
+    _add_model_options(engine)
+    _add_step_options(engine)
+    _add_kv_options(_EngineGroup(parser, "KV memory"))
+    _add_tier_options(_EngineGroup(parser, "KV beyond a worker's own memory"))
 
-    def add(*flags: str, field: str, **settings: Any) -> None:
-        group.add_argument(*flags, dest=field, default=_ENGINE_DEFAULTS[field], **settings)
 
-    add("--dtype", field="dtype", choices=DTYPES, help="of weights and KV; auto: the checkpoint's")
-    add("--device", field="device", choices=DEVICES, help="auto: CUDA where there is one")
-    add("--load-format", field="load_format", choices=("auto", "dummy"), help="dummy: random weights, for measuring")
-    add(
-        "--block-size",
-        field="block_size",
-        type=int,
-        metavar="TOKENS",
-        help="tokens per KV block; 0: 64 on a GPU, 16 on CPU",
+def _add_model_options(group: _EngineGroup) -> None:
+    group.add("--dtype", field="dtype", choices=DTYPES, help="of weights and KV; auto: the checkpoint's")
+    group.add("--device", field="device", choices=DEVICES, help="auto: CUDA where there is one")
+    group.add(
+        "--load-format", field="load_format", choices=("auto", "dummy"), help="dummy: random weights, for measuring"
     )
-    add(
-        "--attention-backend", field="attention_backend", choices=ATTENTION_BACKENDS, help="auto: the best that can run"
-    )
-    add("--kv-cache-dtype", field="kv_cache_dtype", choices=KV_CACHE_DTYPES, help="of KV memory; auto: as --dtype")
-    add("--enforce-eager", field="enforce_eager", action="store_true", help="no CUDA graphs")
-    add(
-        "--capture-mixed-steps",
-        field="capture_mixed_steps",
-        action=argparse.BooleanOptionalAction,
-        help="CUDA graphs of steps with a small prefill, too, beside decode or alone",
-    )
-    add(
-        "--late-launch",
-        field="late_launch",
-        action=argparse.BooleanOptionalAction,
-        help="give a GPU its next decode step just in time, so that who arrives meanwhile is in it",
-    )
-    add(
-        "--gpu-memory-utilization",
-        field="gpu_memory_utilization",
-        type=float,
-        metavar="SHARE",
-        help="of a GPU's memory that a worker takes in all, unless --kv-memory is given",
-    )
-    add(
-        "--kv-memory",
-        "--kv-cache-memory-bytes",
-        field="kv_memory_bytes",
-        type=bytes_option,
-        metavar="SIZE",
-        help="KV memory of each worker, like 512MiB, 2GB or 1.5g; 0: decide at start",
-    )
-    add(
-        "--host-kv-memory",
-        field="host_kv_memory_bytes",
-        type=bytes_option,
-        metavar="SIZE",
-        help="host memory of each worker for KV beyond --kv-memory, pinned on a GPU worker; 0: none",
-    )
-    add(
-        "--disk-kv-dir",
-        field="disk_kv_dir",
-        metavar="DIR",
-        help="directory for KV beyond host memory, which a worker finds again after a restart; empty: none",
-    )
-    add(
-        "--disk-kv-size",
-        field="disk_kv_bytes",
-        type=bytes_option,
-        metavar="SIZE",
-        help="of each worker's KV in --disk-kv-dir, at most",
-    )
-    add(
-        "--disk-kv-backend",
-        field="disk_kv_backend",
-        choices=DISK_KV_BACKENDS,
-        help="what moves KV to --disk-kv-dir: NIXL's POSIX backend, or GPUDirect Storage where it's installed",
-    )
-    add("--kv-keep", field="kv_keep", choices=KEEP_POLICIES, help="what is worth a place beyond the device")
-    add(
-        "--kv-load-seconds",
-        field="kv_load_seconds",
-        type=float,
-        metavar="S",
-        help="how long a request waits for its KV to come up again before it computes it",
-    )
-    add(
-        "--read-threads",
-        field="read_threads",
-        type=int,
-        metavar="N",
-        help="that read KV from a peer at once; 0: 2 on CPU, 4 on a GPU",
-    )
-    add(
-        "--lmcache",
-        field="lmcache_endpoint",
-        metavar="ENDPOINT",
-        help="of an LMCache server on this machine, like tcp://127.0.0.1:5555 (`splitserve lmcache`); empty: none",
-    )
-    add("--kv-events", field="kv_events", action="store_true", help="workers publish what KV they hold")
-    add(
-        "--max-batched-tokens",
-        "--max-num-batched-tokens",
-        field="max_num_batched_tokens",
-        type=int,
-        metavar="TOKENS",
-        help="tokens of one step; 0: 8192 on a GPU, 512 on CPU",
-    )
-    add(
-        "--max-prefill-tokens-beside-decode",
-        field="max_num_prefill_tokens_beside_decode",
-        type=int,
-        metavar="TOKENS",
-        help="of prompts, in a step that also decodes; smaller: shorter ITL, later first tokens; 0: 320 on a GPU, "
-        "as many as fit the step on CPU",
-    )
-    add("--max-num-seqs", field="max_num_seqs", type=int, metavar="N", help="sequences running at once in a worker")
-    add("--max-model-len", field="max_model_len", type=int, metavar="TOKENS", help="context; 0: the model's own")
-    add(
+    group.add("--seed", field="seed", type=int, help="of dummy weights")
+    group.add("--max-model-len", field="max_model_len", type=int, metavar="TOKENS", help="context; 0: the model's own")
+    group.add(
         "--tensor-parallel-size",
         "-tp",
         field="tensor_parallel_size",
@@ -221,24 +148,140 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="processes that share each worker's model, a GPU each where there are GPUs",
     )
-    add(
+    group.add(
+        "--attention-backend", field="attention_backend", choices=ATTENTION_BACKENDS, help="auto: the best that can run"
+    )
+    group.add("--enforce-eager", field="enforce_eager", action="store_true", help="no CUDA graphs")
+    group.add(
+        "--capture-mixed-steps",
+        field="capture_mixed_steps",
+        action=argparse.BooleanOptionalAction,
+        help="CUDA graphs of steps with a small prefill, too, beside decode or alone",
+    )
+    group.add(
+        "--late-launch",
+        field="late_launch",
+        action=argparse.BooleanOptionalAction,
+        help="give a GPU its next decode step just in time, so that who arrives meanwhile is in it",
+    )
+
+
+def _add_step_options(group: _EngineGroup) -> None:
+    group.add(
+        "--max-batched-tokens",
+        "--max-num-batched-tokens",
+        field="max_num_batched_tokens",
+        type=int,
+        metavar="TOKENS",
+        help="tokens of one step; 0: 8192 on a GPU, 512 on CPU",
+    )
+    group.add(
+        "--max-prefill-tokens-beside-decode",
+        field="max_num_prefill_tokens_beside_decode",
+        type=int,
+        metavar="TOKENS",
+        help="of prompts, in a step that also decodes; smaller: shorter ITL, later first tokens; 0: 320 on a GPU, "
+        "as many as fit the step on CPU",
+    )
+    group.add(
+        "--max-num-seqs", field="max_num_seqs", type=int, metavar="N", help="sequences running at once in a worker"
+    )
+    group.add(
+        "--profile-dir",
+        field="profile_dir",
+        metavar="DIR",
+        help="let POST /admin/profile have workers record steps, into this directory of their machine; empty: refused",
+    )
+
+
+def _add_kv_options(group: _EngineGroup) -> None:
+    group.add(
+        "--block-size",
+        field="block_size",
+        type=int,
+        metavar="TOKENS",
+        help="tokens per KV block; 0: 64 on a GPU, 16 on CPU",
+    )
+    group.add(
+        "--kv-cache-dtype", field="kv_cache_dtype", choices=KV_CACHE_DTYPES, help="of KV memory; auto: as --dtype"
+    )
+    group.add(
+        "--kv-memory",
+        "--kv-cache-memory-bytes",
+        field="kv_memory_bytes",
+        type=bytes_option,
+        metavar="SIZE",
+        help="KV memory of each worker, like 512MiB, 2GB or 1.5g; 0: decide at start",
+    )
+    group.add(
+        "--gpu-memory-utilization",
+        field="gpu_memory_utilization",
+        type=float,
+        metavar="SHARE",
+        help="of a GPU's memory that a worker takes in all, unless --kv-memory is given",
+    )
+    group.add(
         "--enable-prefix-caching",
         field="enable_prefix_caching",
         action=argparse.BooleanOptionalAction,
         help="find KV of earlier prompts that begin alike",
     )
-    add(
+    group.add(
         "--verify-kv",
         field="verify_kv",
         action="store_true",
         help="digest blocks on both sides of a hand-over; a difference is logged, counted, and never used",
     )
-    add("--seed", field="seed", type=int, help="of dummy weights")
-    add(
-        "--profile-dir",
-        field="profile_dir",
+    group.add(
+        "--read-threads",
+        field="read_threads",
+        type=int,
+        metavar="N",
+        help="that read KV from a peer at once; 0: 2 on CPU, 4 on a GPU",
+    )
+    group.add("--kv-events", field="kv_events", action="store_true", help="workers publish what KV they hold")
+
+
+def _add_tier_options(group: _EngineGroup) -> None:
+    group.add(
+        "--host-kv-memory",
+        field="host_kv_memory_bytes",
+        type=bytes_option,
+        metavar="SIZE",
+        help="host memory of each worker for KV beyond --kv-memory, pinned on a GPU worker; 0: none",
+    )
+    group.add(
+        "--disk-kv-dir",
+        field="disk_kv_dir",
         metavar="DIR",
-        help="let POST /admin/profile have workers record steps, into this directory of their machine; empty: refused",
+        help="directory for KV beyond host memory, which a worker finds again after a restart; empty: none",
+    )
+    group.add(
+        "--disk-kv-size",
+        field="disk_kv_bytes",
+        type=bytes_option,
+        metavar="SIZE",
+        help="of each worker's KV in --disk-kv-dir, at most",
+    )
+    group.add(
+        "--disk-kv-backend",
+        field="disk_kv_backend",
+        choices=DISK_KV_BACKENDS,
+        help="what moves KV to --disk-kv-dir: NIXL's POSIX backend, or GPUDirect Storage where it's installed",
+    )
+    group.add(
+        "--lmcache",
+        field="lmcache_endpoint",
+        metavar="ENDPOINT",
+        help="of an LMCache server on this machine, like tcp://127.0.0.1:5555 (`splitserve lmcache`); empty: none",
+    )
+    group.add("--kv-keep", field="kv_keep", choices=KEEP_POLICIES, help="what is worth a place beyond the device")
+    group.add(
+        "--kv-load-seconds",
+        field="kv_load_seconds",
+        type=float,
+        metavar="S",
+        help="how long a request waits for its KV to come up again before it computes it",
     )
 
 
@@ -253,6 +296,14 @@ def add_spec_option(parser: argparse.ArgumentParser) -> None:
     add_router_options(parser)
     add_engine_options(parser)
     parser.set_defaults(spec_parser=parser)
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """How a cluster is run, whatever it consists of."""
+    parser.add_argument(
+        "--restart", action=argparse.BooleanOptionalAction, default=True, help="start workers that end again"
+    )
+    parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="of every process")
 
 
 def cluster_spec(options: argparse.Namespace) -> ClusterSpec:

@@ -48,24 +48,7 @@ def simple_spec(
     if not any(numbers.values()):
         raise ConfigError("no workers: say --prefill P --decode D (disaggregated) or --mixed N (not disaggregated)")
     ranks = {Role.PREFILL: prefill_tp, Role.DECODE: decode_tp}
-    pools = [
-        PoolSpec(
-            name=role.value,
-            role=role.value,
-            count=number,
-            tensor_parallel_size=ranks.get(role) or engine.tensor_parallel_size,
-            device=engine.device,  # type: ignore[arg-type]  # checked by EngineConfig
-            dtype=engine.dtype,  # type: ignore[arg-type]
-            memory=MemorySpec(
-                kv=engine.kv_memory_bytes,
-                host=engine.host_kv_memory_bytes,
-                gpu_utilization=engine.gpu_memory_utilization,
-            ),
-            threads=engine.threads,
-        )
-        for role, number in numbers.items()
-        if number
-    ]
+    pools = [_pool(engine, role, number, ranks.get(role, 0)) for role, number in numbers.items() if number]
     spec = ClusterSpec(
         model=ModelSpec(
             path=engine.model,
@@ -85,6 +68,22 @@ def simple_spec(
         },
     )
     return convert_spec(to_builtins(spec))  # constructors check no bounds
+
+
+def _pool(engine: EngineConfig, role: Role, count: int, num_ranks: int) -> PoolSpec:
+    """``num_ranks``: of each worker; 0: as many as the engine says."""
+    return PoolSpec(
+        name=role.value,
+        role=role.value,
+        count=count,
+        tensor_parallel_size=num_ranks or engine.tensor_parallel_size,
+        device=engine.device,  # type: ignore[arg-type]  # checked by EngineConfig
+        dtype=engine.dtype,  # type: ignore[arg-type]
+        memory=MemorySpec(
+            kv=engine.kv_memory_bytes, host=engine.host_kv_memory_bytes, gpu_utilization=engine.gpu_memory_utilization
+        ),
+        threads=engine.threads,
+    )
 
 
 def _settings_of(kind: Any, config: Struct) -> Any:

@@ -104,13 +104,20 @@ def test_every_engine_option_reaches_the_engine() -> None:
     parser = argparse.ArgumentParser()
     add_engine_options(parser)
     for action in parser._actions[1:]:
-        flag = action.option_strings[0]
+        flag = action.option_strings[-1 if action.default is True else 0]  # of a pair, the second one says no
         value = [] if action.nargs == 0 else [flags.get(flag, "0.5" if "utilization" in flag else "77")]
-        flag = flag.replace("--enable-prefix", "--no-enable-prefix").replace("--capture", "--no-capture")
         options = cli.build_parser().parse_args(["serve", "m", "--mixed", "1", flag, *value])
         spec = cluster_spec(options)
         config = spec.engine_config(spec.pools[0])
         assert getattr(config, action.dest) == getattr(options, action.dest) != action.default, flag
+
+
+def test_help_shows_defaults_that_say_something(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "(default: 16.00 GiB)" in text and "(default: 8000)" in text
+    assert "(default: )" not in text and "default: None" not in text
 
 
 @pytest.mark.parametrize(
