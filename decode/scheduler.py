@@ -2,7 +2,7 @@
 and no more than running sequences can wait for."""
 
 from splitserve.prefill.scheduler import Planned, PrefillScheduler
-from splitserve.prefill.sequence import BlockManager, Sequence
+from splitserve.prefill.sequence import BlockManager, Sequence, Shortage
 
 
 class DecodeScheduler:
@@ -47,6 +47,9 @@ class DecodeScheduler:
 
     def begin_loads(self) -> None:
         self.prefill.begin_loads(len(self.running))
+
+    def shortage(self, budget: int) -> Shortage:
+        return self.prefill.shortage(budget - len(self.running), len(self.running))
 
     def plan(self, budget: int) -> list[Planned]:
         """One step of at most ``budget`` tokens.

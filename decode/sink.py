@@ -88,7 +88,7 @@ class SinkSide:
                 return  # its welcome is late; until then nothing can be checked, and the offer comes again
             if any(token_id >= self._state.vocab_size for token_id in offer.first_tokens):
                 incoming.handover.fail(f"prefill sent a first token outside the vocabulary of {self._state.vocab_size}")
-            incoming.handover.on_offer(offer, peer.num_blocks, now)
+            incoming.handover.on_offer(offer, peer.num_blocks, now, has_host_tier=peer.has_host_tier)
             self._advance(incoming, now)
 
     def on_withdrawn(self, withdrawn: Withdrawn, sender: Party, now: float) -> None:
@@ -183,6 +183,11 @@ class SinkSide:
 
     # ---- inside ----
 
+    @property
+    def _reads_host_tiers(self) -> bool:
+        """Slots are read whole."""
+        return self._state.layout.tensor_parallel_size == 1
+
     def _grant(self, incoming: Incoming, now: float) -> None:
         sequence, block_size = incoming.sequence, self._state.blocks.block_size
         first_block, num_tokens = sequence.num_computed // block_size, len(sequence.token_ids)
@@ -206,6 +211,7 @@ class SinkSide:
             block_bytes=self._state.block_bytes,
             config=self._state.protocol,
             now=now,
+            reads_host_tier=self._reads_host_tiers,
         )
         self._advance(incoming, now)
 
@@ -291,6 +297,7 @@ class SinkSide:
             exposed_seconds=now - (statistics.last_offer_at or now),
         )
         self._state.counters.handovers += 1
+        self._state.counters.reads_repeated += statistics.num_repeated
         self._state.counters.handover_bytes += report.bytes
         self._on_ready(incoming.sequence, first_token, report)
 
@@ -306,8 +313,8 @@ class SinkSide:
             self._state.counters.peer_prefix_failures += not handover.was_declined
             self._on_prefix(incoming.sequence)
             return
-        peer, is_alone = self._peers.get(incoming.peer), self._state.layout.tensor_parallel_size == 1
-        can_ask = peer is not None and peer.has_host_tier and is_alone and not handover.mismatches
+        peer = self._peers.get(incoming.peer)
+        can_ask = peer is not None and peer.has_host_tier and self._reads_host_tiers and not handover.mismatches
         if handover.may_be_elsewhere and can_ask and incoming.first_token is None:
             self._ask_for_other_copies(incoming, handover.first_tokens[0])
             return

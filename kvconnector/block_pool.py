@@ -147,6 +147,9 @@ class BlockPool:
         """The block with this content, if the index knows one. Takes no reference."""
         return self._block_of_hash.get(block_hash)
 
+    def num_holders(self, block_id: int) -> int:
+        return self._ref_counts[block_id]
+
     def num_unheld(self, block_ids: Iterable[int]) -> int:
         """How many of ``block_ids`` nobody holds: what referencing them takes away from :attr:`num_available`."""
         return sum(1 for block_id in block_ids if self._ref_counts[block_id] == 0)

@@ -306,10 +306,20 @@ class Tiers:
 
     # ---- for peers ----
 
+    @property
+    def serves_slots(self) -> bool:
+        """Whether peers can read from a tier here."""
+        return self._served_tier is not None
+
+    def has_slot(self, block_hash: bytes) -> bool:
+        """Whether :meth:`hold_slot` would find the content."""
+        tier = self._served_tier
+        return tier is not None and block_hash in tier.index
+
     def hold_slot(self, block_hash: bytes) -> tuple[int, int] | None:
         """Slot and generation of a content that peers can read from here: it stays until :meth:`release_slots`."""
         tier = self._served_tier
-        if tier is None or block_hash not in tier.index:
+        if tier is None or not self.has_slot(block_hash):
             return None
         [slot] = tier.index.pin([block_hash])
         self._held_slots[slot] += 1
@@ -320,6 +330,11 @@ class Tiers:
             self._served_tier.index.unpin(slots)
             self._held_slots.subtract(slots)
             self._held_slots += Counter()  # without zeros
+
+    @property
+    def num_held_slots(self) -> int:
+        """Slots that are held, each as often as it is."""
+        return self._held_slots.total()
 
     @property
     def _served_tier(self) -> Tier | None:

@@ -29,7 +29,7 @@ from splitserve.messages import (
 from splitserve.prefill.effects import Effect, StartCopy
 from splitserve.prefill.engine_state import EngineState
 from splitserve.prefill.scheduler import Planned, PrefillScheduler
-from splitserve.prefill.sequence import Sequence
+from splitserve.prefill.sequence import Sequence, Shortage
 from splitserve.prefill.source import DRAINING_REASON, SourceSide
 from splitserve.request import FinishReason, Party
 from splitserve.step import MAX_STEPS_UNDER_WAY, ScheduledChunk, StepOutput, StepPlan
@@ -41,6 +41,8 @@ class StepScheduler(Protocol):
     """What the core needs of a scheduler."""
 
     def plan(self, budget: int) -> list[Planned]: ...
+
+    def shortage(self, budget: int) -> Shortage: ...
 
     def begin_loads(self) -> None: ...
 
@@ -141,6 +143,8 @@ class PrefillCore:
         :meth:`fail_step`, in the order of the plans. One step may be planned while another is under way."""
         assert len(self._steps) < MAX_STEPS_UNDER_WAY, "a third step before the first one is committed"
         self._before_plan(now)
+        if self.source.can_make_room:
+            self.source.make_room(self._scheduler.shortage(self._max_num_batched_tokens), now)
         step = self._scheduler.plan(self._max_num_batched_tokens)
         self.state.blocks.tiers.start_clocks(now)
         if not step:
@@ -313,6 +317,8 @@ class PrefillCore:
             peer_prefix_blocks=counters.peer_prefix_blocks,
             peer_prefix_failures=counters.peer_prefix_failures,
             other_copies=counters.other_copies,
+            host_offered_blocks=counters.host_offered_blocks,
+            reads_repeated=counters.reads_repeated,
             tiers=tiers.report(self.state.block_bytes),
             requests_tracked=len(self.state.sequences) + self.source.num_live,
         )
@@ -323,8 +329,8 @@ class PrefillCore:
         return [*self._scheduler.waiting, *self._scheduler.active], []
 
     def check_invariants(self) -> None:
-        """Every reference to a block is explained by a sequence that lives here, by a copy to a tier, or by a peer that
-        reads it; see :meth:`BlockPool.check_invariants`."""
+        """Every reference to a block, or to a slot that peers read, is explained by a sequence that lives here, by a
+        copy to a tier, or by a peer that reads it; see :meth:`BlockPool.check_invariants`."""
         pool, tiers = self.state.blocks.pool, self.state.blocks.tiers
         pool.check_invariants()
         tiers.check_invariants()
@@ -336,3 +342,5 @@ class PrefillCore:
         held = [b for s in holders for b in s.block_ids]
         explained = len(held) + tiers.num_references() + self.source.prefixes.num_references
         assert pool.total_references() == explained, "references that nobody explains"
+        slots = sum(len(s.host_slots) for s in holders) + self.source.prefixes.num_slots
+        assert tiers.num_held_slots == slots, "slots are held that nobody explains"

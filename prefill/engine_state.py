@@ -35,6 +35,8 @@ class Counters:
     peer_prefix_blocks: int = 0
     peer_prefix_failures: int = 0
     other_copies: int = 0
+    host_offered_blocks: int = 0
+    reads_repeated: int = 0
 
     def count_read(self, path: ReadPath) -> None:
         """One that succeeded."""

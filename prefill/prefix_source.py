@@ -81,3 +81,8 @@ class PrefixSource:
     def num_references(self) -> int:
         """To blocks of the device."""
         return sum(len(held.block_ids) for _, held in self._held.values())
+
+    @property
+    def num_slots(self) -> int:
+        """Of the host tier that are held."""
+        return sum(len(held.slots) for _, held in self._held.values())

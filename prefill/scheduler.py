@@ -5,7 +5,7 @@ from collections import deque
 from typing import NamedTuple
 
 from splitserve.kvconnector.layout import num_blocks_for
-from splitserve.prefill.sequence import BlockManager, Sequence
+from splitserve.prefill.sequence import BlockManager, Sequence, Shortage
 from splitserve.step import ScheduledChunk
 
 MAX_LOADS_AHEAD = 8
@@ -80,6 +80,14 @@ class PrefillScheduler:
             self.active.append(following)
             budget -= self._plan_chunk(following, budget, planned)
         return planned
+
+    def shortage(self, budget: int, num_running: int = 0) -> Shortage:
+        """What the first one that waits lacks, if nothing else keeps it from beginning in the next step."""
+        computing = sum(sequence.num_unplanned for sequence in self.active if sequence.load is None)
+        is_full = num_running + len(self.active) >= self._max_num_seqs
+        if not self.waiting or self.waiting[0].block_ids or is_full or computing >= budget:
+            return Shortage()
+        return self._blocks.shortage(self.waiting[0], headroom=num_running)
 
     def _next_with_blocks(self, headroom: int) -> Sequence | None:
         """The first one that waits, if there's room for it. Else the first that holds its blocks already: if it waited

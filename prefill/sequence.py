@@ -1,7 +1,9 @@
 """A request inside a worker: its tokens, its blocks, how much of its KV is computed."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from splitserve.block_hash import extend_hashes
 from splitserve.kv_event_batch import DEVICE, KVEvent
@@ -26,6 +28,7 @@ class Sequence:
     ``decodes_here``: its tokens after the first one are drawn here, too.
     ``load``: blocks that are on their way from a tier, which it waits for; with ``skips_tiers`` it doesn't look there.
     ``ended``: no more tokens, though an offer may still hold the blocks. ``dropped``: nobody needs the blocks any more.
+    ``host_slots``: of the host tier, with blocks that have left the device while they were on offer.
     """
 
     key: RequestKey
@@ -36,6 +39,7 @@ class Sequence:
     deadline: float
     choice: int = 0
     block_ids: list[int] = field(default_factory=list)
+    host_slots: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     num_computed: int = 0
     num_published: int = 0
@@ -125,6 +129,13 @@ class HeldPrefix:
     places: list[tuple[int, int]] = field(default_factory=list)
 
 
+class Shortage(NamedTuple):
+    """``num_blocks`` are missing for the next sequence to begin. It would share those that are ``wanted``."""
+
+    num_blocks: int = 0
+    wanted: frozenset[int] = frozenset()
+
+
 @dataclass(frozen=True, slots=True)
 class BlockManager:
     """What sequences do with the pool: reserve, publish, give back. ``root_hash`` starts every prefix chain.
@@ -144,11 +155,10 @@ class BlockManager:
         ``headroom`` blocks must remain available. False, and nothing held, if there's no room.
         """
         assert not sequence.block_ids, "the sequence holds blocks already"
-        num_tokens = len(sequence.token_ids)
         hashes = self._reusable_hashes(sequence)
         cached = self.pool.match(hashes)
-        num_fresh = num_blocks_for(num_tokens, self.block_size) - len(cached)
-        if num_fresh + headroom + self.pool.num_unheld(cached) > self.pool.num_available:
+        num_fresh = num_blocks_for(len(sequence.token_ids), self.block_size) - len(cached)
+        if self._num_missing(cached, num_fresh, headroom) > 0:
             return False
         self.pool.reference(cached)
         fresh = self.pool.allocate(num_fresh, after=cached[-1] if cached else None)
@@ -164,6 +174,16 @@ class BlockManager:
             rest = hashes[len(cached) :]
             sequence.load = self.tiers.begin_load(sequence, rest, fresh, sequence.token_ids, len(cached))
         return True
+
+    def _num_missing(self, cached: ListLike[int], num_fresh: int, headroom: int) -> int:
+        """Blocks more that would have to be available to hold these; 0 or less if there's room."""
+        return num_fresh + headroom + self.pool.num_unheld(cached) - self.pool.num_available
+
+    def shortage(self, sequence: Sequence, headroom: int = 0) -> Shortage:
+        """Why :meth:`reserve` would fail."""
+        cached = self.pool.match(self._reusable_hashes(sequence))
+        num_fresh = num_blocks_for(len(sequence.token_ids), self.block_size) - len(cached)
+        return Shortage(max(0, self._num_missing(cached, num_fresh, headroom)), frozenset(cached))
 
     def would_load(self, sequence: Sequence) -> bool:
         """Whether some of the sequence's blocks are in a tier, and not in the pool."""
@@ -213,6 +233,26 @@ class BlockManager:
         self.pool.release(held.block_ids)
         self.tiers.release_slots(held.slots)
 
+    def can_leave(self, sequence: Sequence, number: int, block_id: int) -> bool:
+        """Whether block ``number`` of a sequence, which is in ``block_id``, can be read from the host tier instead, and
+        is available then: nobody else holds it."""
+        return self.pool.num_holders(block_id) == 1 and self.tiers.has_slot(sequence.block_hashes[number])
+
+    def leave_device(self, sequence: Sequence, block_ids: Mapping[int, int]) -> dict[int, tuple[int, int]]:
+        """Hold slots of the host tier in place of blocks that can leave, which are named by their numbers. Places by
+        number, as in :class:`HeldPrefix`."""
+        places = {}
+        for number in block_ids:
+            held = self.tiers.hold_slot(sequence.block_hashes[number])
+            assert held is not None, f"block {number} is not in the host tier"
+            slot, generation = held
+            sequence.host_slots.append(slot)
+            places[number] = self.pool.num_blocks + slot, generation
+        gone = set(block_ids.values())
+        sequence.block_ids = [block_id for block_id in sequence.block_ids if block_id not in gone]
+        self.pool.release([block_ids[number] for number in sorted(block_ids)])
+        return places
+
     def missing_hashes(self, sequence: Sequence) -> list[bytes]:
         """Of the full blocks that the sequence has yet to compute, but not that of its last token."""
         return self._reusable_hashes(sequence)[sequence.num_computed // self.block_size :]
@@ -260,6 +300,8 @@ class BlockManager:
         """Drop the sequence's references. Nothing may touch its blocks any more."""
         assert not sequence.is_touched
         self.pool.release(sequence.block_ids)
+        self.tiers.release_slots(sequence.host_slots)
         sequence.block_ids = []
+        sequence.host_slots = []
         sequence.num_computed = 0
         sequence.num_published = 0

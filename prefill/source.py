@@ -20,9 +20,10 @@ from splitserve.messages import (
 )
 from splitserve.prefill.effects import Incident, Serve
 from splitserve.prefill.engine_state import EngineState, Tombstone
+from splitserve.prefill.host_offers import HostOffers
 from splitserve.prefill.prefix_source import PrefixSource
 from splitserve.prefill.scheduler import PrefillScheduler
-from splitserve.prefill.sequence import Sequence
+from splitserve.prefill.sequence import Sequence, Shortage
 from splitserve.request import Party, RequestKey
 
 DRAINING_REASON = "this worker is draining"
@@ -49,6 +50,8 @@ class SourceSide:
             "" if leading_digests is no_digests else "with --verify-kv prefixes are computed, not read from others"
         )
         self.prefixes = PrefixSource(state, why_not)
+        # A copy may be of another computation of the same tokens, and its bytes differ from those of the digest.
+        self._host_offers = HostOffers(state, is_on=leading_digests is no_digests)
         self._is_serving = False
         self._serve_until = 0.0
 
@@ -170,6 +173,16 @@ class SourceSide:
         self._state.bury(sequence.key, reason, now, attempt_over=attempt_over)
         self._state.drop_blocks(sequence)
 
+    @property
+    def can_make_room(self) -> bool:
+        """Whether some of what is on offer can be offered from the host tier, perhaps."""
+        return self._host_offers.is_on and bool(self._handovers)
+
+    def make_room(self, shortage: Shortage, now: float) -> None:
+        """Who waits first lacks blocks: offer others from the host tier instead."""
+        for handover in self._host_offers.make_room(self._handovers.values(), shortage, now):
+            self._poll(handover, now)
+
     def drain(self) -> None:
         """No new requests come: who waits for one is told, what was granted goes on."""
         for grant, sender in self._parked_grants.take_all():
@@ -182,12 +195,9 @@ class SourceSide:
         for key in list(self._undigested):
             self._offer(self._state.sequences[key], self._handovers[key], now)
         for handover in list(self._handovers.values()):
-            offer = handover.poll(now)
-            if offer is not None:
-                self._state.outbox.send(handover.peer, offer)
-            if handover.state is SourceState.RELEASED:
-                self._finish(handover, now)
+            self._poll(handover, now)
         self.prefixes.poll(now)
+        self._host_offers.poll(now)
         self._parked_grants.expire(now)
         if now >= self._serve_until and not self._handovers and not self.prefixes.num_live:
             self._serve(False)
@@ -196,7 +206,7 @@ class SourceSide:
         deadlines = [handover.next_deadline() for handover in self._handovers.values()]
         if self._is_serving and not self._handovers and not self.prefixes.num_live:
             deadlines.append(self._serve_until)
-        return min(self.prefixes.next_deadline(), *deadlines, float("inf"))
+        return min(self.prefixes.next_deadline(), self._host_offers.next_deadline(), *deadlines, float("inf"))
 
     def owns(self, sequence: Sequence) -> bool:
         return sequence.key in self._handovers or sequence.key in self._ungranted
@@ -207,6 +217,13 @@ class SourceSide:
         return len(self._handovers) + len(self._ungranted) + len(self._parked_grants) + self.prefixes.num_live
 
     # ---- inside ----
+
+    def _poll(self, handover: SourceHandover, now: float) -> None:
+        offer = handover.poll(now)
+        if offer is not None:
+            self._state.outbox.send(handover.peer, offer)
+        if handover.state is SourceState.RELEASED:
+            self._finish(handover, now)
 
     def _start(self, sequence: Sequence, grant: Grant, peer: Party, now: float) -> None:
         num_tokens, block_size = len(sequence.token_ids), self._state.blocks.block_size

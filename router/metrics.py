@@ -38,6 +38,8 @@ _LOAD_COUNTERS = frozenset(
         "peer_prefix_blocks",
         "peer_prefix_failures",
         "other_copies",
+        "host_offered_blocks",
+        "reads_repeated",
     }
 )
 

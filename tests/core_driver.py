@@ -9,16 +9,19 @@ from splitserve.handover import ReadResult
 from splitserve.kvconnector.block_pool import BlockState
 from splitserve.kvconnector.connector import PeerConnected
 from splitserve.kvconnector.digest import LeadingDigests, no_digests
+from splitserve.kvconnector.tier_index import TierIndex
+from splitserve.kvconnector.tiers import CopyCommand, CopyResult, Tier
 from splitserve.messages import (
     Body,
     DecodeRequest,
     Envelope,
     Grant,
+    LayoutRecord,
     PeerRef,
     PrefillRequest,
 )
 from splitserve.prefill.core import PrefillCore
-from splitserve.prefill.effects import Effect, Send
+from splitserve.prefill.effects import Effect, Send, StartCopy
 from splitserve.request import Party, RequestKey, Role, SamplingParams
 from splitserve.step import StepOutput, StepPlan
 
@@ -32,22 +35,33 @@ NUM_BLOCKS = 32
 class Worker:
     """One core, with what came out of it since the last look."""
 
-    def __init__(self, role: Role, me: Party, leading_digests: LeadingDigests = no_digests) -> None:
+    def __init__(
+        self,
+        role: Role,
+        me: Party,
+        leading_digests: LeadingDigests = no_digests,
+        num_blocks: int = NUM_BLOCKS,
+        num_slots: int = 0,
+        layout: LayoutRecord = LAYOUT,
+    ) -> None:
         self.me = me
+        slots = np.full(num_slots, 7, dtype=np.uint64)
         engine = EngineConfig(model="m", max_num_batched_tokens=8, max_num_seqs=4, tail_chunk_tokens=4).on("cpu")
         config = WorkerConfig(engine_id=me.engine_id, role=role, engine=engine, membership="", protocol=PROTOCOL)
         self.core: PrefillCore = build_core(
             config,
             me,
-            LAYOUT,
-            np.zeros(NUM_BLOCKS, dtype=np.uint64),
-            SimConnector(me, NUM_BLOCKS),  # type: ignore[arg-type]
+            layout,
+            np.zeros(num_blocks, dtype=np.uint64),
+            SimConnector(me, num_blocks, num_slots=num_slots),  # type: ignore[arg-type]
             max_model_len=64,
             vocab_size=VOCAB,
             first_generation=1,
             leading_digests=leading_digests,
+            tiers=[Tier("host", TierIndex(num_slots, slots))] if num_slots else [],
         )
         self.now = 0.0
+        self.copies: list[CopyCommand] = []  # between device and host tier; under way
 
     def hear(self, sender: Party, body: Body) -> list[Effect]:
         self.core.handle(Envelope(sender, self.me, body), self.now)
@@ -58,7 +72,10 @@ class Worker:
         self.core.tick(self.now)
         self.core.check_invariants()
         assert self.core.next_deadline() > self.now
-        return self.core.take_effects()
+        effects = self.core.take_effects()
+        commands = [effect.command for effect in effects if isinstance(effect, StartCopy)]
+        self.copies += [command for command in commands if isinstance(command, CopyCommand)]
+        return effects
 
     def wait(self, seconds: float) -> list[Effect]:
         effects: list[Effect] = []
@@ -80,6 +97,18 @@ class Worker:
     def event(self, event: ReadResult | PeerConnected) -> list[Effect]:
         self.core.handle_connector_event(event, self.now)
         return self.tick()
+
+    def end_copy(self, index: int = 0, *, is_good: bool = True) -> list[Effect]:
+        copy = self.copies.pop(index)
+        self.core.handle_copy_result(CopyResult(copy.copy_id, len(copy.block_ids) if is_good else 0), self.now)
+        return self.tick()
+
+    def end_copies(self) -> list[Effect]:
+        """Those under way, and those that start then."""
+        effects: list[Effect] = []
+        while self.copies:
+            effects += self.end_copy()
+        return effects
 
     def assert_idle(self) -> None:
         pool = self.core.state.blocks.pool

@@ -24,6 +24,7 @@ from splitserve.messages import (
     FailureCode,
     Grant,
     Heartbeat,
+    HostTierMemory,
     Introduce,
     Leave,
     LocalRequest,
@@ -63,6 +64,7 @@ HOSTILE_NUMBERS = [0, 1, -1, 2, 4, 255, 2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 
 HOSTILE_NUMBERS += [float("nan"), float("inf"), float("-inf"), 1e308, 5e-324]
 HOSTILE_VALUES: list[Any] = [None, True, "", "x" * 5000, "\x00", b"", b"\xff" * 100, [], {}, [[]], [None], {"": 0}]
 REGION = MemoryRegion(MemoryKind.DRAM, 0, 4096, NUM_BLOCKS, block_bytes(LAYOUT))
+HOST = HostTierMemory(MemoryRegion(MemoryKind.DRAM, 0, 4096, 4 * NUM_BLOCKS, block_bytes(LAYOUT)), 4096)
 
 
 SAID_BY_DECODE = (PeerHello, Grant, PrefixGrant, OfferAck, Release)
@@ -122,15 +124,15 @@ class MessageFuzzer:
             (1, lambda: Profile("p", rng.choice([1, 100_000]), seconds)),
             (1, lambda: Profiled("p", "no", "", 1, 1.0, 0.5, 0.0)),
             (1, lambda: PeerHello(LAYOUT)),
-            (3, lambda: PeerWelcome(LAYOUT, "sim", 1 << 20, [RankMemory(b"x", REGION)])),
+            (3, lambda: PeerWelcome(LAYOUT, "sim", 1 << 20, [RankMemory(b"x", REGION, host=rng.choice([None, HOST]))])),
             (1, lambda: PeerRefused("no")),
             (
                 2,
                 lambda: Grant(key, rng.choice([1, 4, 30, len(tokens)]), rng.choice([0, 4, 8]), rng.choice([0.1, 10.0])),
             ),
-            (4, lambda: Grant(key, 10, rng.choice([0, 0, 4, 8]), 10.0)),
+            (4, lambda: Grant(key, 10, rng.choice([0, 0, 4, 8]), 10.0, rng.random() < 0.5)),
             (9, lambda: self._offer(key)),
-            (2, lambda: OfferAck(key, rng.randrange(5), rng.random() < 0.5)),
+            (2, lambda: OfferAck(key, rng.randrange(5), rng.random() < 0.5, rng.choice([0, 0, 0, 1]))),
             (1, lambda: Release(key, rng.random() < 0.5)),
             (1, lambda: Withdrawn(key, "because", rng.random() < 0.3)),
             (1, lambda: StepTokens([TokenDelta(key, rng.randrange(5), output) for _ in range(rng.randrange(4))])),
@@ -172,7 +174,12 @@ class MessageFuzzer:
             blocks = [OfferedBlock(block_id, 1000 + block_id) for block_id in ids]
             if rng.random() < 0.2 and grant.num_prompt_tokens > 4 * (end - 1):
                 return Offer(grant.key, first, blocks[:-1], 4 * (end - 1))
-            return Offer(grant.key, first, blocks, grant.num_prompt_tokens, True, [rng.randrange(VOCAB)])
+            revision = rng.choice([0, 0, 0, 1, 2])
+            if revision:  # some are elsewhere
+                places = [rng.choice([block.block_id, NUM_BLOCKS + n]) for n, block in enumerate(blocks)]
+                blocks = [OfferedBlock(place, 1000 + place) for place in places]
+            token = rng.randrange(VOCAB)
+            return Offer(grant.key, first, blocks, grant.num_prompt_tokens, True, [token], revision)
         first = rng.choice([0, 0, 0, 1, 2])
         count = rng.choice([0, 1, 2, 3 - first, 3 - first, 3 - first, 4])
         blocks = [OfferedBlock(first + index, 1000 + first + index) for index in range(count)]
@@ -238,7 +245,8 @@ class FuzzedWorker:
     def __init__(self, seed: int, role: Role) -> None:
         self.rng = random.Random(seed)
         self.me = {Role.PREFILL: PREFILL, Role.DECODE: DECODE, Role.MIXED: Party("mixed-0", 7)}[role]
-        self.worker = Worker(role, self.me)
+        num_blocks = self.rng.choice([NUM_BLOCKS, 8]) if role is Role.PREFILL else NUM_BLOCKS
+        self.worker = Worker(role, self.me, num_blocks=num_blocks, num_slots=self.rng.choice([0, 12]))
         self.core = self.worker.core
         self.fuzzer = MessageFuzzer(self.rng, self.me)
         self.reads: dict[int, ReadCommand] = {}
@@ -282,7 +290,7 @@ class FuzzedWorker:
     def progress(self) -> None:
         """Something happens outside: a read ends, a connection comes up, a step ends, time passes."""
         rng = self.rng
-        match rng.randrange(6):
+        match rng.randrange(7):
             case 0 if self.reads:
                 self.end_read(rng.choice(list(self.reads)), "planted" if rng.random() < 0.05 else None)
             case 1 if self.connecting:
@@ -290,6 +298,8 @@ class FuzzedWorker:
                 self.perform(self.worker.event(PeerConnected(peer, "planted" if rng.random() < 0.05 else None)))
             case 2 | 3:
                 self.step()
+            case 5 if self.worker.copies:
+                self.perform(self.worker.end_copy(rng.randrange(len(self.worker.copies)), is_good=rng.random() < 0.9))
             case 4:
                 self.settle(rng.choice([0.0, 0.01, 0.01, 0.01, 0.1, 0.1, 0.1, 0.6, 3.0]))
 
@@ -308,6 +318,8 @@ class FuzzedWorker:
     def end_read(self, read_id: int, error: str | None) -> None:
         command = self.reads.pop(read_id)
         generations = [1000 + block_id for block_id in command.remote_blocks] if error is None else []
+        if generations and self.rng.random() < 0.2:  # some were taken meanwhile
+            generations[self.rng.randrange(len(generations))] += 1
         self.perform(self.worker.event(ReadResult(read_id, error, generations)))
 
     def assert_bounded(self) -> None:
@@ -326,6 +338,7 @@ class FuzzedWorker:
             for read_id in list(self.reads):
                 if read_id in self.reads:
                     self.end_read(read_id, None)
+            self.perform(self.worker.end_copies())
             while self.connecting:
                 self.perform(self.worker.event(PeerConnected(self.connecting.pop(), None)))
             self.step()

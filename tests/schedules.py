@@ -33,6 +33,8 @@ SHAPES = (
     Shape(prefill=0, decode=0, mixed=2),
     Shape(prefill=1, decode=1, mixed=1),
     Shape(prefill=2, decode=2, prefill_blocks=12),
+    Shape(decode=2, num_blocks=40, prefill_blocks=14, tier_slots=60),
+    Shape(prefill=2, decode=2, num_blocks=16, prefill_blocks=12, tier_slots=12),
 )
 LONG_WAITS = {"dead_after_seconds": 30.0, "lease_seconds": 30.0, "request_deadline_seconds": 300.0}
 SHORT_LEASES = {"lease_seconds": 1.0, "renew_interval_seconds": 0.3}
@@ -115,6 +117,9 @@ def random_schedule(seed: int) -> Schedule:
         drains=few(2),
         rounding=chosen.random() < 0.2,
         damage=sometimes(0.0, 0.1),
+        copy_error=sometimes(0.0, 0.3),
+        copy_late=sometimes(0.0, 0.3),
+        copy_seconds=sometimes(0.05, 0.5),
     )
     protocol = chosen.choice([{}, {}, SHORT_LEASES, LONG_WAITS])
     return Schedule(

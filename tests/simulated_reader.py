@@ -59,6 +59,8 @@ class SimReader:
     def start(self, command: ReadCommand) -> None:
         """Copy block by block at random moments, then read the generations; or fail, or end late, or never."""
         sim, faults = self._sim, self._sim.faults
+        under_way = {block_id for other in self._reads.values() for block_id in other.local_blocks}
+        assert not under_way & set(command.local_blocks), "two reads write to one block"
         self._reads[command.read_id] = command
         self._joins[command.read_id] = ReadJoin(self._worker.num_ranks)
         self._landing.add(command.read_id)

@@ -84,6 +84,7 @@ def test_no_message_harms_a_core(role: Role) -> None:
                 serves_alone(fuzzed)
                 serves_decode(fuzzed)
             fuzzed.worker.wait(PROTOCOL.lease_seconds)
+            fuzzed.worker.end_copies()
             fuzzed.worker.assert_idle()
         except BaseException as error:
             error.add_note(f"replay: SPLITSERVE_FUZZ_SEED={seed} SPLITSERVE_FUZZ_MESSAGES=3000, role {role}")

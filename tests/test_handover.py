@@ -33,7 +33,13 @@ def make_source(grant: Grant | None = None) -> SourceHandover:
     return SourceHandover(grant or make_grant(), DECODE, BLOCK_SIZE, CONFIG, now=0.0)
 
 
-def make_sink(num_prompt_tokens: int = 18, num_cached_tokens: int = 0, config: ProtocolConfig = CONFIG) -> SinkHandover:
+def make_sink(
+    num_prompt_tokens: int = 18,
+    num_cached_tokens: int = 0,
+    config: ProtocolConfig = CONFIG,
+    *,
+    reads_host_tier: bool = False,
+) -> SinkHandover:
     first_block = num_cached_tokens // BLOCK_SIZE
     num_blocks = -(-num_prompt_tokens // BLOCK_SIZE)
     return SinkHandover(
@@ -46,6 +52,7 @@ def make_sink(num_prompt_tokens: int = 18, num_cached_tokens: int = 0, config: P
         block_bytes=1000,
         config=config,
         now=0.0,
+        reads_host_tier=reads_host_tier,
     )
 
 
@@ -86,7 +93,7 @@ class TestSource:
         source.acknowledge(OfferAck(KEY, 2, False))
         source.offer_last(blocks(4, 5), 18, [7], now=1.2)
         assert source.poll(1.2) == offer(2, [3, 4, 5], 18, last=True)
-        assert source.state is SourceState.OFFERED and source.all_offered
+        assert source.state is SourceState.OFFERED
 
     def test_sends_again_until_acknowledged(self) -> None:
         source = make_source()
@@ -377,6 +384,13 @@ class BothSides:
     def offered(self, start: int, end: int) -> list[OfferedBlock]:
         return [OfferedBlock(block_id, self.generations[block_id]) for block_id in self.remote_ids[start:end]]
 
+    def end_read(self, command: ReadCommand) -> None:
+        for local, remote in zip(command.local_blocks, command.remote_blocks, strict=True):
+            assert local not in self.read_blocks, "a block is read twice"
+            self.read_blocks[local] = remote
+        generations = [self.generations[block_id] for block_id in command.remote_blocks]
+        self.sink.on_read_result(ReadResult(command.read_id, None, generations), self.now)
+
     def step(self) -> None:
         self.now += 0.05
         due = [message for time, message in self.in_flight if time <= self.now]
@@ -387,11 +401,7 @@ class BothSides:
         if self.random.random() < 0.3:
             self.compute()
         for _, command in [read for read in self.reads if read[0] <= self.now]:
-            for local, remote in zip(command.local_blocks, command.remote_blocks, strict=True):
-                assert local not in self.read_blocks, "a block is read twice"
-                self.read_blocks[local] = remote
-            generations = [self.generations[block_id] for block_id in command.remote_blocks]
-            self.sink.on_read_result(ReadResult(command.read_id, None, generations), self.now)
+            self.end_read(command)
         self.reads = [read for read in self.reads if read[0] > self.now]
         actions = self.sink.poll(self.now, can_read=True, next_read_id=self.next_read_id)
         self.next_read_id += len(actions.reads)

@@ -22,6 +22,7 @@ class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
     lease_seconds: float = 10.0
     renew_interval_seconds: float = 2.0
     offer_resend_seconds: float = 0.5
+    host_offer_after_seconds: float = 0.5
     read_deadline_seconds: float = 5.0
     min_read_bytes_per_second: float = 50e6
     heartbeat_seconds: float = 1.0

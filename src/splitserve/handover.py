@@ -14,18 +14,22 @@ Prefill runs a :class:`SourceHandover`, decode a :class:`SinkHandover`:
 Either side can end it earlier: Withdrawn from prefill, Release from decode, or a lease that isn't renewed. A repeated
 Grant renews the lease; prefill answers each with its current offer, so a lost message costs time, never the request.
 
+Prefill may move blocks that are all offered to its host tier: the next revision of the offer names their slots. What
+decode read of their old places counts only if the generations say so; else it is read again from the new ones.
+
 With a :class:`PrefixGrant` the same machines move blocks that a worker has already: GRANTED goes straight to OFFERED,
 and the last offer has no first token, and maybe fewer blocks than were wanted.
 
 Time comes in as ``now`` (seconds of one process's monotonic clock). What is due comes out of ``poll``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 
 from splitserve.config import ProtocolConfig
 from splitserve.messages import Grant, Offer, OfferAck, OfferedBlock, PrefixGrant
+from splitserve.offered_blocks import DiscardedRead, OfferedBlocks
 from splitserve.request import Party, RequestKey
 
 
@@ -88,7 +92,8 @@ class SourceHandover:
         self.release_reason = ""
         self.was_withdrawn = False
         self.attempt_over = False
-        self.all_offered = False
+        self.all_offered_at = float("inf")
+        self.reads_host_tier = grant.reads_host_tier
         self._config = config
         self._block_size = block_size
         self.first_block = grant.num_cached_tokens // block_size
@@ -96,6 +101,7 @@ class SourceHandover:
         self._num_tokens = grant.num_cached_tokens
         self._num_acknowledged = self.first_block
         self._last_acknowledged = False
+        self._revision = 0
         self._first_tokens: list[int] = []
         self._lease_seconds = grant.lease_seconds
         self.lease_expires_at = now + grant.lease_seconds
@@ -126,13 +132,27 @@ class SourceHandover:
         self._blocks += blocks
         self._num_tokens = num_tokens
         self._first_tokens = first_tokens
-        self.all_offered = True
+        self.all_offered_at = now
         self.state = SourceState.OFFERED
+        self._offer_due_at = now
+
+    def offered_block(self, number: int) -> OfferedBlock:
+        """The place of prompt block ``number``, which was offered."""
+        return self._blocks[number - self.first_block]
+
+    def move(self, places: Mapping[int, OfferedBlock], now: float) -> None:
+        """Prompt blocks that have another place from now on, by their number: a new revision of the offer."""
+        assert self.state is SourceState.OFFERED and places
+        for number, block in places.items():
+            self._blocks[number - self.first_block] = block
+        self._num_acknowledged = min(self._num_acknowledged, *places)
+        self._last_acknowledged = False
+        self._revision += 1
         self._offer_due_at = now
 
     def acknowledge(self, ack: OfferAck) -> None:
         """Decode knows some offers: they need not be sent again."""
-        if ack.num_blocks <= self.num_offered_blocks:
+        if ack.num_blocks <= self.num_offered_blocks and ack.revision == self._revision:
             self._num_acknowledged = max(self._num_acknowledged, ack.num_blocks)
             self._last_acknowledged |= ack.last and self.state is SourceState.OFFERED
         if not self._unacknowledged():
@@ -170,6 +190,7 @@ class SourceHandover:
             num_tokens=self._num_tokens,
             last=self.state is SourceState.OFFERED,
             first_tokens=self._first_tokens,
+            revision=self._revision,
         )
 
     def next_deadline(self) -> float:
@@ -209,6 +230,7 @@ class SinkStatistics:
     """For the report to the router. Seconds are of the caller's clock."""
 
     num_reads: int = 0
+    num_repeated: int = 0  # of them, since blocks had another place by then
     num_blocks: int = 0
     read_seconds: float = 0.0
     first_read_at: float | None = None
@@ -234,6 +256,7 @@ class SinkHandover:
     equals the one that was offered.
 
     With ``hashes``, of the blocks from ``first_block`` on, it reads what the peer has of them, and nothing more.
+    ``reads_host_tier``: the peer may move what it offers there, if it has one.
     """
 
     def __init__(
@@ -249,6 +272,7 @@ class SinkHandover:
         config: ProtocolConfig,
         now: float,
         hashes: Sequence[bytes] = (),
+        reads_host_tier: bool = False,
     ) -> None:
         assert num_cached_tokens % block_size == 0 and num_cached_tokens < num_prompt_tokens
         assert not hashes or len(hashes) == len(local_blocks)
@@ -270,10 +294,9 @@ class SinkHandover:
         self._block_bytes = block_bytes
         self._config = config
         self._hashes = list(hashes)
-        self._offered: list[OfferedBlock] = []
-        self._num_posted = 0
-        self._is_verified = [False] * len(local_blocks)
-        self._num_verified = 0  # without a gap, from first_block on
+        self._reads_host_tier = reads_host_tier
+        self._may_move = False
+        self._offered = OfferedBlocks(len(local_blocks))
         self._last_offer_seen = False
         self._ack_due = False
         self._reads: dict[int, ReadInFlight] = {}
@@ -282,19 +305,23 @@ class SinkHandover:
 
     # ---- events ----
 
-    def on_offer(self, offer: Offer, num_peer_blocks: int, now: float) -> None:
-        """Learn of offered blocks. An offer that contradicts itself or an earlier one fails the hand-over."""
+    def on_offer(self, offer: Offer, num_peer_blocks: int, now: float, *, has_host_tier: bool = False) -> None:
+        """Learn of offered blocks. An offer that contradicts itself or an earlier one fails the hand-over.
+
+        ``has_host_tier``: the peer has one that may be read; its slots are among the ``num_peer_blocks``.
+        """
         if self.state not in (SinkState.REQUESTED, SinkState.READING):
             return
         self._last_heard_at = now
+        self._may_move = has_host_tier and self._reads_host_tier and not self._hashes
         start = offer.first_block - self.first_block
-        if start > len(self._offered):
-            return  # an earlier offer was lost; it will be sent again
+        if start > len(self._offered) or offer.revision < self._offered.revision:
+            return  # an earlier offer was lost, and will be sent again; or this one was overtaken
         problem = self._problem_with(offer, start, num_peer_blocks)
         if problem:
             self.fail(f"prefill sent an offer that can't be right: {problem}")
             return
-        self._offered += offer.blocks[len(self._offered) - start :]
+        self._offered.learn(start, offer.blocks, offer.revision)
         self._ack_due = True
         self.state = SinkState.READING
         if offer.last and not self._last_offer_seen:
@@ -314,16 +341,11 @@ class SinkHandover:
             return
         offered = [block.generation for block in read.remote]
         if list(result.generations) != offered:
-            moved = sum(a != b for a, b in zip(offered, result.generations, strict=False))
-            self.may_be_elsewhere = self._last_offer_seen
-            self.fail(f"{moved} of {len(offered)} blocks changed while they were read")
+            self._discard(read, result.generations, now)
             return
         if any(result.digests) and not self._digests_agree(read, result.digests):
             return
-        for index in range(read.first_index, read.first_index + len(read.remote)):
-            self._is_verified[index] = True
-        while self._num_verified < len(self._is_verified) and self._is_verified[self._num_verified]:
-            self._num_verified += 1
+        self._offered.verify(read.first_index, len(read.remote))
         self._complete_if_all_verified(now)
 
     def fail(self, reason: str) -> None:
@@ -347,9 +369,8 @@ class SinkHandover:
             return actions
         if self._ack_due:
             self._ack_due = False
-            actions.messages.append(
-                OfferAck(key=self.key, num_blocks=self.first_block + len(self._offered), last=self._last_offer_seen)
-            )
+            num_blocks = self.first_block + len(self._offered)
+            actions.messages.append(OfferAck(self.key, num_blocks, self._last_offer_seen, self._offered.revision))
         if now >= self._grant_due_at:
             self._grant_due_at = now + self._config.renew_interval_seconds
             actions.messages.append(self._make_grant())
@@ -362,6 +383,7 @@ class SinkHandover:
         if self.state not in (SinkState.REQUESTED, SinkState.READING):
             return float("inf")
         deadlines = [self._grant_due_at, *(read.deadline for read in self._reads.values())]
+        deadlines += [read.deadline for read in self._offered.discarded]
         if not self._last_offer_seen:
             deadlines.append(self._last_heard_at + self._config.dead_after_seconds)
         return min(deadlines)
@@ -369,7 +391,7 @@ class SinkHandover:
     @property
     def num_verified_blocks(self) -> int:
         """Verified prompt blocks without a gap from ``first_block`` on."""
-        return self._num_verified
+        return self._offered.num_verified
 
     @property
     def last_offer_seen(self) -> bool:
@@ -385,7 +407,8 @@ class SinkHandover:
     def _make_grant(self) -> Grant | PrefixGrant:
         if self._hashes:
             return PrefixGrant(self.key, self.first_block, self._hashes, self._config.lease_seconds)
-        return Grant(self.key, self._num_prompt_tokens, self._num_cached_tokens, self._config.lease_seconds)
+        tokens = self._num_prompt_tokens, self._num_cached_tokens
+        return Grant(self.key, *tokens, self._config.lease_seconds, self._reads_host_tier)
 
     def _problem_with(self, offer: Offer, start: int, num_peer_blocks: int) -> str | None:
         if start < 0:
@@ -404,10 +427,22 @@ class SinkHandover:
             return f"its blocks hold {end_tokens} tokens, but it says {offer.num_tokens}"
         if any(not 0 <= block.block_id < num_peer_blocks for block in offer.blocks):
             return f"it names a block outside the {num_peer_blocks} that prefill registered"
-        known = self._offered[start : start + len(offer.blocks)]
-        if known != offer.blocks[: len(known)]:
-            return "it contradicts an earlier one"
-        return None
+        return self._offered.problem_with(start, offer.blocks, offer.revision)
+
+    def _discard(self, read: ReadInFlight, generations: Sequence[int], now: float) -> None:
+        """Some blocks were taken while they were read. If the peer has moved them, its current offer says where to."""
+        pairs = zip(read.remote, generations, strict=False)
+        positions = [position for position, (block, found) in enumerate(pairs) if block.generation != found]
+        discarded = DiscardedRead(read.first_index, read.remote, positions, now + self._config.dead_after_seconds)
+        if self._may_move and positions:
+            self._offered.discard(discarded)
+            self._grant_due_at = now
+        else:
+            self._fail_discarded(discarded)
+
+    def _fail_discarded(self, read: DiscardedRead) -> None:
+        self.may_be_elsewhere = self._last_offer_seen
+        self.fail(f"{len(read.positions)} of {len(read.remote)} blocks changed while they were read")
 
     def _digests_agree(self, read: ReadInFlight, digests: Sequence[bytes]) -> bool:
         """Whether the bytes that landed are those that were offered; fails the hand-over if not."""
@@ -424,6 +459,8 @@ class SinkHandover:
         if any(now >= read.deadline for read in self._reads.values()):
             self.read_was_overdue = True
             self.fail("a read missed its deadline")
+        elif (late := next((read for read in self._offered.discarded if now >= read.deadline), None)) is not None:
+            self._fail_discarded(late)
         elif now >= self._last_heard_at + self._config.dead_after_seconds and not self._last_offer_seen:
             self.fail(f"prefill was silent for {now - self._last_heard_at:.1f} s")
         else:
@@ -431,24 +468,23 @@ class SinkHandover:
         return True
 
     def _can_post(self) -> bool:
-        return self._num_posted < len(self._offered) and len(self._reads) < self._config.max_reads_in_flight_per_request
+        return self._offered.can_post and len(self._reads) < self._config.max_reads_in_flight_per_request
 
     def _post_read(self, read_id: int, now: float) -> ReadCommand:
-        first = self._num_posted
-        remote = self._offered[first : first + self._config.max_blocks_per_read]
+        first, remote = self._offered.next_range(self._config.max_blocks_per_read)
         local = list(self._local_blocks[first : first + len(remote)])
         num_bytes = len(remote) * self._block_bytes
         deadline = now + self._config.read_deadline_seconds + num_bytes / self._config.min_read_bytes_per_second
         self._reads[read_id] = ReadInFlight(first, remote, local, deadline)
-        self._num_posted += len(remote)
         self.statistics.num_reads += 1
-        self.statistics.num_blocks += len(remote)
+        self.statistics.num_blocks = self._offered.num_posted
+        self.statistics.num_repeated = self._offered.num_repeated
         if self.statistics.first_read_at is None:
             self.statistics.first_read_at = now
         return ReadCommand(read_id, self.peer, local, [block.block_id for block in remote])
 
     def _complete_if_all_verified(self, now: float) -> None:
         num_wanted = len(self._offered) if self._hashes else len(self._local_blocks)
-        if self._last_offer_seen and self._num_verified == num_wanted:
+        if self._last_offer_seen and self._offered.num_verified == num_wanted:
             self.state = SinkState.COMPLETE
             self.statistics.complete_at = now

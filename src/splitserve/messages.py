@@ -20,7 +20,7 @@ import msgspec
 
 from splitserve.request import FinishReason, Party, RequestKey, Role, SamplingParams
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 BLOCK_ORDER = "layer, kv_head, 2 (K/V), token, head_dim"
 MAX_RANKS = 64
 MAX_CPUS = 4096
@@ -183,6 +183,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     peer_prefix_blocks: Count = 0
     peer_prefix_failures: Count = 0
     other_copies: Count = 0
+    host_offered_blocks: Count = 0
+    reads_repeated: Count = 0
     tiers: Annotated[list[TierLoad], msgspec.Meta(max_length=MAX_TIERS)] = []
 
 
@@ -458,12 +460,14 @@ class Grant(Message, frozen=True):
     """Decode has room for the whole prompt and already holds the KV of its first ``num_cached_tokens`` tokens.
 
     Sent again as the lease's renewal; prefill answers each one with its current offer, or :class:`Withdrawn`.
+    ``reads_host_tier``: offers may name slots of prefill's host tier.
     """
 
     key: RequestKey
     num_prompt_tokens: Count
     num_cached_tokens: Count
     lease_seconds: Seconds
+    reads_host_tier: bool = False
 
 
 class PrefixGrant(Message, frozen=True):
@@ -481,7 +485,9 @@ class PrefixGrant(Message, frozen=True):
 
 
 class OfferedBlock(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """``digest`` is of the block's bytes, empty unless they are to be verified (``--verify-kv``)."""
+    """Slots of the host tier have ids that are counted on from the device's blocks.
+
+    ``digest`` is of the block's bytes, empty unless they are to be verified (``--verify-kv``)."""
 
     block_id: Count
     generation: Unsigned
@@ -494,6 +500,7 @@ class Offer(Message, frozen=True):
 
     ``num_tokens`` counts the prompt's tokens that are covered up to the end of this offer; only the ``last`` one may
     end inside a block. ``first_tokens`` holds the first output token of each choice, in the last offer only.
+    ``revision`` grows when blocks that were offered have another place: the offer with the highest one holds.
     """
 
     key: RequestKey
@@ -502,14 +509,16 @@ class Offer(Message, frozen=True):
     num_tokens: Count
     last: bool = False
     first_tokens: list[TokenId] = []
+    revision: Count = 0
 
 
 class OfferAck(Message, frozen=True):
-    """Decode knows the offers up to prompt block ``num_blocks`` (it need not have read them yet)."""
+    """Decode knows the offers up to prompt block ``num_blocks`` (it need not have read them yet), of that revision."""
 
     key: RequestKey
     num_blocks: Count
     last: bool
+    revision: Count = 0
 
 
 class Release(Message, frozen=True):
