@@ -173,7 +173,8 @@ def create_app(api: Api, metrics: RouterMetrics, api_key: str = "") -> ASGIApp:
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ClientDisconnect, _on_client_disconnect)
     app.add_exception_handler(Exception, _on_unexpected)
-    return CountRequests(RequireKey(app, api_key) if api_key else app, metrics)
+    paths = frozenset(path for path, _ in posts + gets)
+    return CountRequests(RequireKey(app, api_key) if api_key else app, metrics, paths)
 
 
 async def _on_api_error(_request: Request, error: Exception) -> Response:
@@ -224,14 +225,12 @@ class RequireKey:
 
 
 class CountRequests:
-    """ASGI middleware that counts requests by endpoint and status."""
+    """ASGI middleware that counts requests by endpoint (of ``paths``, else "other") and status."""
 
-    def __init__(self, app: ASGIApp, metrics: RouterMetrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: RouterMetrics, paths: frozenset[str]) -> None:
         self._app = app
         self._metrics = metrics
-        self._paths = frozenset(
-            {"/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/ready", "/version", "/metrics"}
-        )
+        self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -154,7 +154,7 @@ class Fleet:
                 log.info("worker %s drains", sender)
         elif isinstance(body, Leave):
             if self.membership.leave(sender):
-                self._end_link(sender, "has left")
+                self._end_link(sender, "has left", in_order=True)
         else:
             self.drop_stale(type(body).__name__, "on the membership socket", sender)
 
@@ -266,8 +266,8 @@ class Fleet:
         else:
             self._on_message(worker, envelope.body)
 
-    def _end_link(self, worker: Party, why: str) -> None:
-        """The worker is gone: close its link and tell whoever has requests there."""
+    def _end_link(self, worker: Party, why: str, *, in_order: bool = False) -> None:
+        """The worker is gone: close its link and tell whoever has requests there. ``in_order``: it said so itself."""
         link = self._links.pop(worker, None)
         if link is None:
             return
@@ -276,8 +276,9 @@ class Fleet:
         if events is not None:
             events.close()
         self.prefixes.forget(worker)
-        self._metrics.workers_lost.inc()
-        log.warning("worker %s %s", worker, why)
+        if not in_order:
+            self._metrics.workers_lost.inc()
+        log.log(logging.INFO if in_order else logging.WARNING, "worker %s %s", worker, why)
         self._on_lost(worker, why)
 
     # ---- both ----

@@ -64,9 +64,11 @@ class RouterMetrics:
         self.requests_in_flight = Gauge(
             "splitserve_requests_in_flight", "Requests that were admitted and haven't ended", registry=registry
         )
-        self.ttft_seconds = _histogram(registry, "ttft", "HTTP request read to first token received", _TTFT_BUCKETS)
+        self.ttft_seconds = _histogram(registry, "ttft", "Arrival of an HTTP request to its first token", _TTFT_BUCKETS)
         self.itl_seconds = _histogram(registry, "itl", "Time between deliveries of tokens of a request", _ITL_BUCKETS)
-        self.e2e_seconds = _histogram(registry, "e2e", "HTTP request read to last token received", _E2E_BUCKETS)
+        self.e2e_seconds = _histogram(
+            registry, "e2e", "Arrival of an HTTP request to its end, whatever that was", _E2E_BUCKETS
+        )
         self.handover_seconds = _histogram(
             registry, "handover", "First token from prefill to decode ready, both as heard here", _HANDOVER_BUCKETS
         )
@@ -74,7 +76,7 @@ class RouterMetrics:
         self.output_tokens = _counter(registry, "output_tokens", "Output tokens received and delivered in order")
         self.objectives = Counter(
             "splitserve_objectives",
-            "Requests that ended well, by objective of the cluster spec and whether they met it",
+            "Requests by objective of the cluster spec and whether they met it; a failed one did not",
             ("objective", "met"),
             registry=registry,
         )
@@ -90,7 +92,11 @@ class RouterMetrics:
         self.handshakes_failed = _counter(
             registry, "handshakes_failed", "Connections to membership without the cluster's shared secret"
         )
-        self.workers_lost = _counter(registry, "workers_lost", "Workers that died, fell silent or left")
+        self.workers_lost = _counter(
+            registry,
+            "workers_lost",
+            "Workers that died, fell silent or were replaced, but not those that left in order",
+        )
 
     def watch_workers(self, records: Callable[[], list[WorkerRecord]]) -> None:
         self.registry.register(_WorkerCollector(records))

@@ -23,6 +23,7 @@ from splitserve.messages import (
     FailureCode,
     Heartbeat,
     Introduce,
+    Leave,
     LocalRequest,
     PeerRef,
     Register,
@@ -202,6 +203,17 @@ def test_a_silent_worker_is_dead_after_the_limit_and_used_again_when_heard(serve
         again.send(encode(Envelope(worker.party, None, Heartbeat(WorkerLoad(steps=7)))))
         ready(router)
     wait_until(lambda: router.metric('splitserve_worker_steps_total{role="mixed",worker="m0"}') == 7)
+
+
+def test_a_worker_that_leaves_in_order_is_not_lost(serve):
+    router, workers = serve()
+    worker = workers.start("m0", Role.MIXED)
+    ready(router)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as its_socket:
+        its_socket.connect(router.membership)
+        its_socket.send(encode(Envelope(worker.party, None, Leave())))
+        wait_until(lambda: router.request("GET", "/ready")[0] == 503)
+    assert router.metric("splitserve_workers_lost_total") == 0
 
 
 def test_a_new_incarnation_replaces_the_old_one(serve):

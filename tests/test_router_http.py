@@ -194,6 +194,22 @@ def test_metrics_count_where_requests_ran(router):
     assert router.metric("splitserve_wire_errors_total") == 0
 
 
+@pytest.mark.parametrize(
+    ("path", "counted_as", "status"),
+    [
+        ("/openapi.json", "/openapi.json", 200),
+        ("/admin/workers", "/admin/workers", 200),
+        ("/v1/models/x", "other", 404),
+        ("/wat", "other", 404),
+    ],
+)
+def test_metrics_count_requests_by_endpoint(router, path, counted_as, status):
+    name = f'splitserve_http_requests_total{{endpoint="{counted_as}",status="{status}"}}'
+    before = router.metric(name)
+    assert router.request("GET", path)[0] == status
+    assert router.metric(name) == before + 1
+
+
 # ---- answers ----
 
 

@@ -19,11 +19,11 @@ def set_up_logging(process_name: str, level: str) -> None:
     handler.setFormatter(
         _OneLineFormatter(
             f"%(asctime)s.%(msecs)03d %(levelname)-7s {process_name} %(name)s: %(message)s",
-            datefmt="%H:%M:%S",
+            datefmt="%Y-%m-%d %H:%M:%S",
         )
     )
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    for noisy in ("asyncio", "httpx", "httpcore", "urllib3", "filelock", "transformers"):
+    for noisy in ("asyncio", "httpx", "httpcore", "urllib3", "filelock", "transformers", "uvicorn"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, root.level))
