@@ -43,6 +43,16 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_demo_model(tmp_path_factory.mktemp("checkpoints") / "tiny-llama", architecture="llama")
 
 
+@pytest.fixture(scope="session")
+def chat_tokens(tiny_qwen3: Path) -> list[list[list[int]]]:
+    """Of the chats in test_tiers_end_to_end, by user and turn, from a worker with room for all of them."""
+    from test_end_to_end import cluster
+    from test_tiers_end_to_end import chat
+
+    with cluster(tiny_qwen3, "mixed") as plenty:
+        return chat(plenty.url, tiny_qwen3)[0]
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """PyTorch with one thread: tiny operations gain nothing from more, and lose much on a busy machine."""
