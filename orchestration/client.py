@@ -60,9 +60,10 @@ class LocalClient:
 
     def ask(self, request: AnyRequest) -> AnyReply:
         if not self._folder.is_claimed():
+            name = self._folder.name
             raise ConfigError(
-                f"cluster {self._folder.name} has died without a word; splitserve down --name {self._folder.name} "
-                "removes what is left of it"
+                f"cluster {name} doesn't run any more: `splitserve logs --name {name}` may say why, and `splitserve down "
+                f"--name {name}` removes what is left of it"
             )
         return ask(self._folder.socket, request)
 

@@ -50,7 +50,7 @@ def add_cluster_commands(commands: Any) -> None:
         parser.add_argument("--no-wait", action="store_true", help="return when it has begun")
     logs = _add(commands, "logs", "show what a cluster's processes have logged", _logs)
     logs.add_argument("worker", nargs="?", default="", metavar="PROCESS", help="router, launcher or a worker")
-    logs.add_argument("-n", "--lines", type=int, default=100, help="of each process")
+    logs.add_argument("-n", "--lines", type=_not_negative, default=100, help="of each process")
     logs.add_argument("-f", "--follow", action="store_true", help="go on until the cluster ends")
 
 
@@ -62,6 +62,13 @@ def _add(commands: Any, name: str, text: str, run: Any) -> argparse.ArgumentPars
     )
     parser.set_defaults(run=run)
     return parser
+
+
+def _not_negative(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{number} is negative")
+    return number
 
 
 def _say(line: str) -> None:
@@ -159,17 +166,21 @@ def _drain(options: argparse.Namespace) -> int:
 
 
 def _upgrade(options: argparse.Namespace) -> int:
-    from splitserve.orchestration.client import follow
+    from splitserve.orchestration.client import follow, status_of
     from splitserve.orchestration.control import UpgradeCluster, accepted
 
     spec = None
     if options.spec:
         from splitserve.orchestration.spec_document import read_spec
 
-        spec = msgspec.to_builtins(_at_home_anywhere(read_spec(options.spec)))
+        spec = _at_home_anywhere(read_spec(options.spec))
     client = _client(options)
     client.bring_code()
-    accepted(client.ask(UpgradeCluster(spec, options.allow_gap)))
+    accepted(client.ask(UpgradeCluster(None if spec is None else msgspec.to_builtins(spec), options.allow_gap)))
+    counts = status_of(client).counts
+    for pool in () if spec is None else spec.pools:
+        if pool.count != counts[pool.name]:
+            _say(f"  {pool.name:<10} keeps its {counts[pool.name]} workers; `splitserve scale` changes the number")
     if options.no_wait:
         return 0
     status = follow(client, _say, lambda status: status.upgrade is None or status.upgrade.state != "running", 0)

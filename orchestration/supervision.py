@@ -401,7 +401,7 @@ def _check_upgradable(before: ClusterSpec, after: ClusterSpec) -> None:
             f"an upgrade keeps pools and roles ({_listed(old_roles)}), the new spec has {_listed(new_roles)}: "
             "take the cluster down and up again"
         )
-    for part in ("model", "router", "network", "secrets", "protocol"):
+    for part in ("model", "router", "network", "lmcache", "objectives", "secrets", "devices", "protocol"):
         if getattr(before, part) != getattr(after, part):
             raise ConfigError(
                 f"{part} differs from the running cluster's: an upgrade changes pools, engine and connector; "

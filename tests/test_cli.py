@@ -112,6 +112,12 @@ def test_every_engine_option_reaches_the_engine() -> None:
         assert getattr(config, action.dest) == getattr(options, action.dest) != action.default, flag
 
 
+def test_a_negative_number_of_lines_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["logs", "-n", "-4"])
+    assert "-4 is negative" in capsys.readouterr().err
+
+
 def test_help_shows_defaults_that_say_something(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["serve", "--help"])

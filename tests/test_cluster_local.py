@@ -57,7 +57,8 @@ def test_a_life_under_load(tiny_qwen3: Path, tmp_path: Path, state: Path) -> Non
         splitserve("scale", "gen", "2")
         assert "2 workers replaced" not in splitserve("status")
         upgraded = write_spec(tmp_path / "next.yaml", tiny_qwen3, threads=2)
-        assert "3 workers replaced" in splitserve("upgrade", "--spec", upgraded)
+        text = splitserve("upgrade", "--spec", upgraded)
+        assert "gen        keeps its 2 workers" in text and "3 workers replaced" in text
         status = json.loads(splitserve("status", "--json"))
         assert status["counts"] == {"fill": 1, "gen": 2} and status["revision"] == 2
         newest = max(status["workers"], key=lambda worker: worker["name"])
@@ -87,7 +88,7 @@ def test_down_after_the_launcher_was_killed(tiny_qwen3: Path, tmp_path: Path, st
     stubborn = next(process for process in processes if "resource" not in process.name())
     stubborn.send_signal(signal.SIGSTOP)  # it can't end by itself
     launcher.kill()
-    assert "has died without a word" in splitserve("status", status=2)
+    assert "doesn't run any more" in splitserve("status", status=2)
     text = splitserve("down")
     assert "its launcher is gone" in text and f"pid {stubborn.pid} was left over: killed" in text
     assert not any(is_running(process) for process in processes) and not state.exists()

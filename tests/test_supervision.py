@@ -12,7 +12,7 @@ from splitserve.config import EngineConfig
 from splitserve.errors import ConfigError
 from splitserve.orchestration.restarts import MAX_QUICK_DEATHS
 from splitserve.orchestration.shorthand import simple_spec
-from splitserve.orchestration.spec import ClusterSpec, PoolSpec
+from splitserve.orchestration.spec import ClusterSpec, DevicesSpec, ObjectivesSpec, PoolSpec
 from splitserve.orchestration.supervision import (
     KILL_GRACE_SECONDS,
     Action,
@@ -193,6 +193,14 @@ def test_a_worker_that_dies_comes_back_and_in_the_end_does_not() -> None:
         (
             lambda s: s.begin_upgrade(simple_spec(EngineConfig(model="other"), num_prefill=2, num_decode=1), 0.0),
             "model differs from the running cluster's",
+        ),
+        (
+            lambda s: s.begin_upgrade(msgspec.structs.replace(s.spec, objectives=ObjectivesSpec(ttft_ms=100)), 0.0),
+            "objectives differs from the running cluster's",  # the router has them, and isn't replaced
+        ),
+        (
+            lambda s: s.begin_upgrade(msgspec.structs.replace(s.spec, devices=DevicesSpec(share=True)), 0.0),
+            "devices differs from the running cluster's",
         ),
     ],
 )
