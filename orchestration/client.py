@@ -62,8 +62,8 @@ class LocalClient:
         if not self._folder.is_claimed():
             name = self._folder.name
             raise ConfigError(
-                f"cluster {name} doesn't run any more: `splitserve logs --name {name}` may say why, and `splitserve down "
-                f"--name {name}` removes what is left of it"
+                f"cluster {name} doesn't run any more: `splitserve logs --name {name}` may say why, and `splitserve "
+                f"down --name {name}` removes what is left of it"
             )
         return ask(self._folder.socket, request)
 
