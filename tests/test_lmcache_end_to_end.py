@@ -11,17 +11,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from lmcache_server import python_with_lmcache, segments
-from serving import wait_until_quiet, worker_metrics
+from serving import wait_for_news, wait_until_quiet, worker_metrics
 from splitserve.config import EngineConfig
 from splitserve.orchestration.host import LMCACHE, ChildProgress
 from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.shorthand import simple_spec
 from splitserve.orchestration.spec import LMCacheSpec
-from test_end_to_end import BLOCK_SIZE, cluster
+from test_end_to_end import BLOCK_SIZE
 from test_tiers_end_to_end import BLOCK_BYTES, KEPT, NUM_USERS, SMALL_POOL, chat
+from waiting import PATIENCE_SECONDS, wait_until
 
 CHUNK_TOKENS = 32
 
@@ -47,16 +46,14 @@ class Watched:
 
     def wait_for_server(self, number: int) -> None:
         """The first, the second, ...; and until workers have found it, as far as they were told to look for it."""
-        deadline = time.monotonic() + 60
-        while len(self.servers) < number:
-            assert time.monotonic() < deadline, "LMCache's server isn't there"
-            time.sleep(0.05)
-        self.wait_for_workers(deadline)
+        wait_until(lambda: len(self.servers) >= number, "LMCache's server isn't there")
+        self.wait_for_workers()
 
-    def wait_for_workers(self, deadline: float) -> None:
-        while not (found := availability(self.cluster.url)) or not all(found.values()):
-            assert time.monotonic() < deadline, f"workers don't find LMCache's server: {found}"
-            time.sleep(0.2)
+    def wait_for_workers(self) -> None:
+        wait_for_news(self.cluster.url)
+        wait_until(
+            lambda: set(availability(self.cluster.url).values()) == {True}, "workers don't find LMCache's server"
+        )
 
 
 def availability(url: str) -> dict[str, bool]:
@@ -89,29 +86,21 @@ def total(loads: dict[str, dict[str, float]], name: str) -> float:
     return sum(load[name] for load in loads.values())
 
 
-@pytest.fixture(scope="module")
-def expected(tiny_qwen3: Path) -> list[list[list[int]]]:
-    """The chats' tokens, from a worker with room for all of them."""
-    with cluster(tiny_qwen3, "mixed") as plenty:
-        return chat(plenty.url, tiny_qwen3)[0]
-
-
-def test_chats_go_on_after_a_worker_is_replaced(tiny_qwen3: Path, expected: list[list[list[int]]]) -> None:
+def test_chats_go_on_after_a_worker_is_replaced(tiny_qwen3: Path, chat_tokens: list[list[list[int]]]) -> None:
     """Two prefill workers, one of which is killed between the turns of the chats: the other, and its successor, find
     what it had computed."""
     with watched(tiny_qwen3, {"num_prefill": 2, "num_decode": 1}) as made:
         url = made.cluster.url
         answers, cached = chat(url, tiny_qwen3)
-        assert answers == expected
+        assert answers == chat_tokens
         assert cached > KEPT / 2
         wait_until_quiet(url)
-        os.kill(made.cluster.pids["prefill-0"], signal.SIGKILL)
-        time.sleep(0.5)
-        assert made.cluster.wait_ready("prefill-0", 60)
-        made.wait_for_workers(time.monotonic() + 20)
+        made.cluster.send_signal("prefill-0", signal.SIGKILL)
+        assert made.cluster.wait_ready("prefill-0", PATIENCE_SECONDS)
+        made.wait_for_workers()
         before = worker_metrics(url)
         again, cached = chat(url, tiny_qwen3)
-        assert again == expected
+        assert again == chat_tokens
         assert cached > 0.8 * KEPT, "all of it was computed before"
         loads = wait_until_quiet(url)
         assert total(loads, "tier_failures_total") == 0
@@ -124,45 +113,37 @@ def kill_keeper(made: Watched) -> None:
     """What watches LMCache's server is a process of ours, and dies as others do: the server dies with it."""
     server, number = made.servers[-1], len(made.servers)
     os.kill(made.cluster.pids[LMCACHE], signal.SIGKILL)
-    deadline = time.monotonic() + 15
-    while is_alive(server):
-        assert time.monotonic() < deadline, "the server outlives the one that watches it"
-        time.sleep(0.1)
+    wait_until(lambda: not is_alive(server), "the server outlives the one that watches it")
     made.wait_for_server(number + 1)
 
 
 def test_requests_are_right_while_the_server_is_killed_again_and_again(
-    tiny_qwen3: Path, expected: list[list[list[int]]]
+    tiny_qwen3: Path, chat_tokens: list[list[list[int]]]
 ) -> None:
     with watched(tiny_qwen3, {"num_mixed": 1}, host_kv_memory_bytes=20 * BLOCK_BYTES) as made:
-        is_over = threading.Event()
 
         def kill_servers() -> None:
-            """Freeze one, too: it shows no error at all."""
-            number = 0
-            while not is_over.wait(0.4):
-                if len(made.servers) > number and is_alive(made.servers[-1]):
-                    number = len(made.servers)
-                    time.sleep(1.0)
-                    if number == 2:
-                        os.kill(made.servers[-1], signal.SIGSTOP)
-                        time.sleep(3)
-                    os.kill(made.servers[-1], signal.SIGKILL)
+            """Two of them, as they come. Freeze the second first: it shows no error at all."""
+            for number in range(2):
+                wait_until(lambda number=number: len(made.servers) > number, "LMCache's server isn't there again")
+                time.sleep(1.0)
+                if number == 1:
+                    os.kill(made.servers[number], signal.SIGSTOP)
+                    time.sleep(3.0)
+                os.kill(made.servers[number], signal.SIGKILL)
 
         killer = threading.Thread(target=kill_servers)
         killer.start()
-        try:
-            for _ in range(3):
-                answers, _ = chat(made.cluster.url, tiny_qwen3)
-                assert answers == expected
-        finally:
-            is_over.set()
-            killer.join()
-        made.wait_for_server(len(made.servers) + (0 if is_alive(made.servers[-1]) else 1))
+        while killer.is_alive():
+            answers, _ = chat(made.cluster.url, tiny_qwen3)
+            assert answers == chat_tokens
+        made.wait_for_server(3)
         before = total(worker_metrics(made.cluster.url), "tier_stored_blocks_total")
-        answers, _ = chat(made.cluster.url, tiny_qwen3)
-        again, _ = chat(made.cluster.url, tiny_qwen3)
-        assert answers == again == expected
-        loads = wait_until_quiet(made.cluster.url)
-        assert total(loads, "tier_stored_blocks_total") > before + NUM_USERS, "it is used again"
-        assert len(made.servers) > 1
+
+        def is_used_again() -> bool:
+            answers, _ = chat(made.cluster.url, tiny_qwen3)
+            assert answers == chat_tokens
+            return total(worker_metrics(made.cluster.url), "tier_stored_blocks_total") > before + NUM_USERS
+
+        wait_until(is_used_again, "it isn't used again")
+        wait_until_quiet(made.cluster.url)
