@@ -139,6 +139,7 @@ def _ask_kernel_for_death_signal() -> None:
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits it ignored
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # and a child of one of Ray's actors has it blocked
     # Unbuffered: a daemon thread that holds a buffered reader's lock makes the interpreter abort when it ends.
     life_line = FileIO(sys.stdin.fileno(), closefd=False)
     order = msgspec.json.decode(life_line.readline(), type=Order)
