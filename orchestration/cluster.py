@@ -33,7 +33,6 @@ from splitserve.orchestration.control import (
 )
 from splitserve.orchestration.expansion import ANY_PORTS
 from splitserve.orchestration.host import (
-    LMCACHE,
     Asked,
     Child,
     ChildExited,
@@ -43,7 +42,7 @@ from splitserve.orchestration.host import (
     Memory,
     StopRequested,
 )
-from splitserve.orchestration.restarts import Revival
+from splitserve.orchestration.lmcache_keeper import LMCacheKeeper, is_lmcache
 from splitserve.orchestration.router_keeper import RouterKeeper, probe_ready
 from splitserve.orchestration.spec import ClusterSpec
 from splitserve.orchestration.status import ROUTER, cluster_status
@@ -96,7 +95,7 @@ class Cluster:
         self._children: dict[str, Child] = {}
         self._supervisor = Supervisor(spec, restart=restart, has_room=host.has_room)
         self._router = RouterKeeper(restart_router)
-        self._lmcache = Revival()
+        self._lmcache = LMCacheKeeper()
         self._remembered: Memory | None = None
 
     def __enter__(self) -> Self:
@@ -173,7 +172,6 @@ class Cluster:
             self._handle_events_until(
                 lambda: self._router.membership != "", "the router's membership endpoint", deadline
             )
-            self._start_lmcache()
             self._supervisor.want_all(time.monotonic())
             self._do_what_is_due()
             self._handle_events_until(lambda: self._all_ready() and self.url != "", "all workers", deadline)
@@ -193,7 +191,8 @@ class Cluster:
         children = adopt(self._events.put)
         now = time.monotonic()
         with self._changed:
-            self._supervisor.restore(memory.snapshot, children.keys() - {ROUTER}, now)
+            servers = self._lmcache.adopt(children)
+            self._supervisor.restore(memory.snapshot, children.keys() - {ROUTER} - servers, now)
             if not memory.snapshot.workers:
                 self._supervisor.want_all(now)  # it was lost before it could want any
         for child in children.values():
@@ -267,8 +266,7 @@ class Cluster:
             self._start_router_again()
         if not with_workers:
             return
-        if self._lmcache.due_at <= now:
-            self._start_lmcache()
+        self._keep_lmcache()
         with self._changed:
             actions = self._supervisor.poll(now)
         self._perform(actions)
@@ -327,6 +325,8 @@ class Cluster:
         elif was_wanted:
             _log.error("%s is not restarted; %s go on", name, ", ".join(sorted(self._children)))
         self._perform(actions)
+        if worker is None:
+            self._lmcache.leave(name)
 
     def _handle(self, event: Event | None) -> None:
         match event:
@@ -334,8 +334,9 @@ class Cluster:
                 words = self._take_leave(name, returncode)
                 if name == ROUTER:
                     self._on_router_exit()
-                elif name == LMCACHE:
-                    self._lmcache.on_exit(time.monotonic())
+                elif is_lmcache(name):
+                    self._host.release(name)
+                    self._lmcache.on_exit(name, time.monotonic())
                 else:
                     self._on_worker_exit(name, returncode, words)
             case ChildProgress() as progress:
@@ -347,7 +348,7 @@ class Cluster:
 
     def _next_event(self, until: float | None = None) -> Event | None:
         """The next event; None when something is due (``until``, if that is given) before one comes."""
-        due = (self._supervisor.next_due(), self._router.due_at, self._lmcache.due_at)
+        due = (self._supervisor.next_due(), self._router.due_at, self._lmcache.next_due())
         due_at = min(due) if until is None else until
         try:
             return self._events.get(timeout=None if due_at == float("inf") else max(0.0, due_at - time.monotonic()))
@@ -361,8 +362,11 @@ class Cluster:
                 with self._changed:
                     actions = self._supervisor.on_ready(progress.name, time.monotonic())
                     self._changed.notify_all()
-            case "ready" if progress.name == LMCACHE:
-                self._lmcache.on_ready(time.monotonic())
+            case "ready" if is_lmcache(progress.name):
+                self._lmcache.on_ready(progress.name, time.monotonic())
+            case "lmcache":
+                self._lmcache.use(progress.name, progress.detail["server"], time.monotonic())
+                self._keep_lmcache()
             case "membership":
                 self._on_membership(progress.detail["endpoint"])
             case "listening":
@@ -403,25 +407,25 @@ class Cluster:
         if not self._router.on_membership(endpoint):
             return
         for name, child in list(self._children.items()):
-            if name != ROUTER:
+            if name in self._supervisor.workers:
                 _log.warning("membership has moved to %s: %s is started again", endpoint, name)
                 child.kill()
 
     # ---- LMCache ----
 
-    def _start_lmcache(self) -> None:
-        """Workers do without it until it's there, and whenever it isn't."""
-        self._lmcache.due_at = float("inf")
-        try:
-            child = self._host.start_lmcache(self.spec, self._events.put)
-        except (OSError, SplitserveError) as error:
-            if self.state == "starting":
-                raise LaunchError(f"LMCache can't be started: {error}") from error
-            _log.error("LMCache can't be started: %s", error)
-            self._lmcache.on_exit(time.monotonic())
-            return
-        if child is not None:
-            self._add_child(child)
+    def _keep_lmcache(self) -> None:
+        """Workers do without a server until it's there, and whenever it isn't."""
+        for name in self._lmcache.take_unused(self._children):
+            _log.info("%s has no worker any more: it is ended", name)
+            self._children[name].send_signal(signal.SIGINT)
+        for name in self._lmcache.take_due(time.monotonic(), self._children):
+            try:
+                self._add_child(self._host.start_lmcache(name, self._supervisor.spec, self._events.put))
+            except (OSError, SplitserveError) as error:
+                if self.state == "starting":
+                    raise LaunchError(f"{name} can't be started: {error}") from error
+                _log.error("%s can't be started: %s", name, error)
+                self._lmcache.on_exit(name, time.monotonic())
 
     # ---- the start ----
 

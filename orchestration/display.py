@@ -19,7 +19,7 @@ def print_progress(event: ChildProgress) -> None:
 
 def _describe(stage: str, detail: dict[str, str]) -> str | None:
     match stage, detail:
-        case ("membership" | "error", _):
+        case ("membership" | "lmcache" | "error", _):
             return None  # of no use to people; an error ends the start and is shown there
         case "plan", {"text": text}:
             return f"placed     {text}"

@@ -12,7 +12,8 @@ from splitserve.orchestration.spec import ClusterSpec, PoolSpec
 from splitserve.orchestration.supervision import Snapshot
 
 LMCACHE = "lmcache"
-"""The name of the process that keeps LMCache's server."""
+"""The name of the process that keeps LMCache's server; and the stage at which a worker's place is known that uses one
+which the cluster starts (``server``: the name of that process)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +94,14 @@ class Host(Protocol):
         self, name: str, spec: ClusterSpec, pool: PoolSpec, membership: str, emit: Callable[[Event], None]
     ) -> Child: ...
 
-    def start_lmcache(self, spec: ClusterSpec, emit: Callable[[Event], None]) -> Child | None:
-        """An LMCache server for the workers that are started later; None if the spec asks for none here."""
+    def start_lmcache(self, name: str, spec: ClusterSpec, emit: Callable[[Event], None]) -> Child:
+        """The LMCache server that workers have named at the stage :data:`LMCACHE`."""
 
     def has_room(self, pool: PoolSpec) -> bool:
         """Whether one more worker of the pool could start now."""
 
     def release(self, name: str) -> None:
-        """The worker is gone: its devices are free."""
+        """The worker, or the LMCache server, is gone: its devices are free."""
 
     def remember(self, memory: Memory) -> None:
         """Keep what a launcher needs to know that goes on in place of this one, where there may be such a launcher."""

@@ -33,6 +33,7 @@ START_SECONDS = 60.0
 GREETING_SECONDS = 1.0
 HANG_SECONDS = 20.0
 STOP_SECONDS = 1.0
+_FIRST_PORT = 20000  # those below are Ray's, and others' that are well known
 PREFIX = "lmcache_l1_pool_splitserve-"
 """LMCache puts the first part of it before the name that it is given."""
 _YOUNG_SECONDS = 60.0  # between a segment's creation and its lock
@@ -65,11 +66,23 @@ def run_lmcache(config: LMCacheConfig, progress: Progress) -> None:
 
 
 def free_port() -> int:
-    """One that nobody listens at now, at the loopback address."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """One that nobody listens at now, at the loopback address. Nor does the kernel give it to a connection before it's
+    used, if it says which ones it gives away."""
+    low = _first_ephemeral_port()
+    candidates = random.sample(range(_FIRST_PORT, low), 100) if low > _FIRST_PORT + 100 else []
+    for candidate in (*candidates, 0):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((HOST, candidate))
+            port: int = probe.getsockname()[1]
+            return port
+    raise ConfigError(f"there is no free port at {HOST}")
+
+
+def _first_ephemeral_port() -> int:
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 class LMCacheServer:

@@ -131,8 +131,10 @@ class LocalHost:
             host=self._address,
             threads=pool.threads or self._num_threads(name, spec, plan),
             placement=plan.placement,
-            lmcache_endpoint=f"tcp://{LOOPBACK}:{self._lmcache_port}" if self._lmcache_port else "",
+            lmcache_endpoint=self._lmcache_endpoint(spec, pool),
         )
+        if spec.keeps_lmcache_for(pool):
+            emit(ChildProgress(name, LMCACHE, {"server": LMCACHE}))
         emit(ChildProgress(name, "plan", {"text": plan.describe()}))
         try:
             return ChildProcess(
@@ -150,21 +152,19 @@ class LocalHost:
             self.release(name)
             raise
 
-    def start_lmcache(self, spec: ClusterSpec, emit: Callable[[Event], None]) -> ChildProcess | None:
+    def start_lmcache(self, name: str, spec: ClusterSpec, emit: Callable[[Event], None]) -> ChildProcess:
         """Again at the same place, so that workers find it."""
         config = spec.lmcache_config()
-        if config is None:
-            return None
-        self._lmcache_port = config.port or self._lmcache_port or free_port()
+        assert config is not None, "no worker has asked for it"
         return ChildProcess(
-            name=LMCACHE,
+            name=name,
             entry=self._entries.lmcache,
             config=msgspec.structs.replace(config, port=self._lmcache_port),
             threads=0,
             log_level=self._log_level,
             emit=emit,
             environment=self._environment,
-            log_file=self._log_file(LMCACHE),
+            log_file=self._log_file(name),
         )
 
     def has_room(self, pool: PoolSpec) -> bool:
@@ -181,6 +181,14 @@ class LocalHost:
 
     def close(self) -> None:
         """Nothing is left to close: children are the launcher's."""
+
+    def _lmcache_endpoint(self, spec: ClusterSpec, pool: PoolSpec) -> str:
+        """Of the server that is to be started, "" for none."""
+        config = spec.lmcache_config()
+        if config is None or not pool.lmcache:
+            return ""
+        self._lmcache_port = config.port or self._lmcache_port or free_port()
+        return f"tcp://{LOOPBACK}:{self._lmcache_port}"
 
     def _machine(self) -> Topology:
         if self._topology is None:

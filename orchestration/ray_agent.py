@@ -1,4 +1,5 @@
-"""The actor that runs one process of a cluster on a Ray node: the router, or a worker with all its ranks.
+"""The actor that runs one process of a cluster on a Ray node: the router, a worker with all its ranks, or the keeper of
+the node's LMCache server.
 
 The process is a child, started as on a single machine: its environment is set before it imports anything, signals drain
 it, and it ends with this actor, however that dies (its life line). What the actor is asked goes through Ray; what the
@@ -6,6 +7,7 @@ process does goes past it.
 """
 
 import os
+import signal
 import threading
 import time
 from dataclasses import replace
@@ -28,9 +30,11 @@ from splitserve.orchestration.expansion import (
 )
 from splitserve.orchestration.gpus import VISIBLE, list_gpus, visible
 from splitserve.orchestration.host import ChildExited, ChildProgress, Event
+from splitserve.orchestration.lmcache_keeper import is_lmcache
 from splitserve.orchestration.local_host import Entries
 from splitserve.orchestration.log_files import read_log
 from splitserve.orchestration.process import ChildProcess
+from splitserve.orchestration.ray_lmcache import endpoint_on, port_on
 from splitserve.orchestration.ray_names import ADDRESS_VARIABLE, CLUSTER_VARIABLE
 from splitserve.orchestration.shared_memory import remove_abandoned
 from splitserve.orchestration.spec import PoolSpec, check_model_directory
@@ -39,11 +43,12 @@ from splitserve.orchestration.topology import read_topology
 from splitserve.security import check_exposure
 
 POLL_SECONDS = 5.0
+END_SECONDS = 3.0
 MAX_EVENTS = 1000
 
 
 class AgentOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What an agent shall run. ``pool`` "": the router; then ``ports`` are where it shall listen, 0 anywhere.
+    """What an agent shall run. ``pool`` "": no worker; ``ports``: where a router shall listen, 0 anywhere.
 
     ``device``: ``cpu`` or ``cuda``.
     """
@@ -57,7 +62,7 @@ class AgentOrder(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "cpu"
     ports: tuple[int, int] = (0, 0)
     log_level: str = "info"
-    entries: tuple[str, str]
+    entries: tuple[str, str, str]
 
 
 class AgentEvent(msgspec.Struct, frozen=True):
@@ -103,6 +108,9 @@ class Agent:
     def finish(self) -> None:
         """Nothing of the process is left when this returns."""
         if self._child is not None:
+            if is_lmcache(self._order.name):  # which removes its server's shared memory
+                self._child.send_signal(signal.SIGINT)
+                self._child.join(END_SECONDS)
             self._child.kill()
             self._child.join(10.0)
         remove_abandoned()
@@ -123,13 +131,8 @@ class Agent:
             VISIBLE: gpus,
             "PYTHONPATH": os.pathsep.join(filter(None, [_package_root(), os.environ.get("PYTHONPATH", "")])),
         }
-        self._add(
-            "placed",
-            {
-                "node": ray.get_runtime_context().get_node_id(),
-                "place": f"{_node_address()}{', GPU ' + gpus if gpus else ''}",
-            },
-        )
+        node_id = ray.get_runtime_context().get_node_id()
+        self._add("placed", {"node": node_id, "place": f"{_node_address()}{', GPU ' + gpus if gpus else ''}"})
         entries = Entries(*order.entries)
         if order.pool:
             pool = spec.pool(order.pool)
@@ -144,8 +147,14 @@ class Agent:
                 host=address,
                 threads=order.threads,
                 placement=plan.placement,
+                lmcache_endpoint=endpoint_on(order.cluster, node_id, spec, pool),
             )
             self._spawn(entries.worker, config, order.threads, {**environment, **worker_environment(spec, pool)})
+        elif is_lmcache(order.name):
+            server = spec.lmcache_config()
+            assert server is not None, "no worker has asked for it"
+            port = port_on(order.cluster, node_id, server.port)
+            self._spawn(entries.lmcache, msgspec.structs.replace(server, port=port), 0, environment)
         else:
             ports = RouterPorts(*order.ports)
             self._spawn(entries.router, router_config(spec, secrets, address, ports), 0, environment)

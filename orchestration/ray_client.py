@@ -9,6 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,7 @@ def create_controller(spec: ClusterSpec, log_level: str, *, restart: bool, entri
         spec=msgspec.to_builtins(spec),
         log_level=log_level,
         restart=restart,
-        entries=(entries.router, entries.worker),
+        entries=astuple(entries),
     )
     ray.remote(Controller).options(
         name=controller_name(spec.name),
@@ -253,6 +254,7 @@ class RayClient:
         from ray.util.placement_group import remove_placement_group
 
         from splitserve.orchestration.ray_host import FINISH_SECONDS, agents_of, end_agents, groups_of
+        from splitserve.orchestration.ray_lmcache import forget_ports
 
         left = []
         for name, agent_name, _ in list(agents_of(self._name)):
@@ -263,6 +265,7 @@ class RayClient:
         for group in groups_of(self._name).values():
             remove_placement_group(group)
         internal_kv._internal_kv_del(memory_key(self._name))
+        forget_ports(self._name)
 
     def _controller(self) -> Any:
         import ray

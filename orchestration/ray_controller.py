@@ -33,7 +33,7 @@ class ControllerOrder(msgspec.Struct, frozen=True, kw_only=True):
     spec: dict[str, object]
     log_level: str
     restart: bool
-    entries: tuple[str, str]
+    entries: tuple[str, str, str]
 
 
 class Step(msgspec.Struct, frozen=True):

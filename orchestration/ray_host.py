@@ -6,6 +6,7 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import astuple
 from typing import Any
 
 import msgspec
@@ -16,9 +17,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from splitserve.errors import ConfigError
 from splitserve.orchestration.expansion import RouterPorts
-from splitserve.orchestration.host import ChildExited, ChildProgress, Event, Memory
+from splitserve.orchestration.host import LMCACHE, ChildExited, ChildProgress, Event, Memory
+from splitserve.orchestration.lmcache_keeper import is_lmcache
 from splitserve.orchestration.local_host import ENTRIES, Entries
 from splitserve.orchestration.ray_agent import Agent, AgentEvent, AgentOrder
+from splitserve.orchestration.ray_lmcache import forget_ports, server_on
 from splitserve.orchestration.ray_names import NAMESPACE, SOME_MEMORY_BYTES, memory_key, process_of, unique_agent_name
 from splitserve.orchestration.ray_placement import (
     GPU,
@@ -50,8 +53,11 @@ class RayChild:
         group: PlacementGroup | None,
         emit: Callable[[Event], None],
         target_id: str = "",
+        uses_lmcache: bool = False,
     ) -> None:
-        """``target_id``: the node that Ray was asked for."""
+        """``target_id``: the node that Ray was asked for. ``uses_lmcache``: a worker that is to have a server beside
+        it."""
+        self._uses_lmcache = uses_lmcache
         self.target_id = target_id
         self.name = name
         self.pid = 0
@@ -116,6 +122,8 @@ class RayChild:
         match event.stage:
             case "placed":
                 self.node_id, self.place = event.detail["node"], event.detail["place"]
+                if self._uses_lmcache:
+                    self._emit(ChildProgress(self.name, LMCACHE, {"server": server_on(self.node_id)}))
             case "started":
                 self.pid = int(event.detail["pid"])
             case "exit":
@@ -150,11 +158,6 @@ class RayHost:
     def prepare(self, spec: ClusterSpec) -> None:
         """Refuse what no node of the cluster, as it is now, could ever run."""
         self._spec = spec
-        if spec.lmcache_config() is not None:
-            raise ConfigError(
-                "lmcache: on Ray, run `splitserve lmcache` on each node, with a back end that the nodes share, and "
-                "give its address as lmcache.endpoint"
-            )
         nodes = ray_nodes()
         for pool in spec.pools:
             wanted = bundle(pool, device_on(pool, nodes), pool.threads or 1)
@@ -179,9 +182,16 @@ class RayHost:
         self._children["router"] = child
         return child
 
-    def start_lmcache(self, spec: ClusterSpec, emit: Callable[[Event], None]) -> None:
-        """Each node has one of its own, which isn't ours to start."""
-        del spec, emit
+    def start_lmcache(self, name: str, spec: ClusterSpec, emit: Callable[[Event], None]) -> RayChild:
+        node_id = next((node.node_id for node in ray_nodes() if server_on(node.node_id) == name), None)
+        if node_id is None:
+            raise ConfigError("its node is gone")
+        strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        agent = _agent_class(unique_agent_name(self._cluster, name), strategy, memory=SOME_MEMORY_BYTES)
+        order = msgspec.json.encode(self._order(name, spec))
+        child = RayChild(name, agent.remote(order), group=None, emit=emit, target_id=node_id)
+        self._children[name] = child
+        return child
 
     def start_worker(
         self, name: str, spec: ClusterSpec, pool: PoolSpec, membership: str, emit: Callable[[Event], None]
@@ -204,7 +214,14 @@ class RayHost:
         agent = _agent_class(agent_name, strategy, num_cpus=wanted["CPU"], num_gpus=wanted.get(GPU, 0.0))
         order = self._order(name, spec, pool=pool.name, membership=membership, threads=threads, device=device)
         target_id = node.node_id if node else ""
-        child = RayChild(name, agent.remote(msgspec.json.encode(order)), group=group, emit=emit, target_id=target_id)
+        child = RayChild(
+            name,
+            agent.remote(msgspec.json.encode(order)),
+            group=group,
+            emit=emit,
+            target_id=target_id,
+            uses_lmcache=spec.keeps_lmcache_for(pool),
+        )
         self._children[name] = child
         self._pools[name] = pool.name
         return child
@@ -229,7 +246,7 @@ class RayHost:
 
     def adopt(self, spec: ClusterSpec, known: Collection[str], emit: Callable[[Event], None]) -> dict[str, RayChild]:
         """The processes that are there, by name. What else there is of the cluster is removed: processes that aren't
-        ``known``, and groups whose node is gone, which Ray moves to another one for nobody."""
+        ``known``, LMCache servers aside, and groups whose node is gone, which Ray moves to another one for nobody."""
         self._spec = spec
         groups = groups_of(self._cluster)
         strangers = []
@@ -238,13 +255,16 @@ class RayHost:
                 agent = ray.get_actor(agent_name, namespace=NAMESPACE)
             except ValueError:
                 continue
-            if name not in known or name in self._children:
+            if not (name in known or is_lmcache(name)) or name in self._children:
                 _log.warning("%s is nobody's: removed", agent_name)
                 strangers.append(agent)
                 continue
             groups.pop(agent_name, None)
-            self._children[name] = RayChild(name, agent, group=group, emit=emit)
-            self._pools[name] = name.rpartition("-")[0]
+            pool = next((pool for pool in spec.pools if pool.name == name.rpartition("-")[0]), None)
+            uses_lmcache = pool is not None and spec.keeps_lmcache_for(pool)
+            self._children[name] = RayChild(name, agent, group=group, emit=emit, uses_lmcache=uses_lmcache)
+            if pool is not None:
+                self._pools[name] = pool.name
         end_agents(strangers, CALL_SECONDS)
         for group in groups.values():
             remove_placement_group(group)
@@ -258,6 +278,7 @@ class RayHost:
 
     def close(self) -> None:
         internal_kv._internal_kv_del(memory_key(self._cluster))
+        forget_ports(self._cluster)
 
     def _order(self, name: str, spec: ClusterSpec, **more: Any) -> AgentOrder:
         return AgentOrder(
@@ -265,7 +286,7 @@ class RayHost:
             name=name,
             spec=msgspec.to_builtins(spec),
             log_level=self._log_level,
-            entries=(self._entries.router, self._entries.worker),
+            entries=astuple(self._entries),
             **more,
         )
 

@@ -28,6 +28,11 @@ def process_of(agent_name: str, cluster: str) -> str | None:
     return parts[2] if len(parts) == 4 and parts[:2] == [cluster, "agent"] else None
 
 
+def lmcache_key(cluster: str, node_id: str) -> str:
+    """Where the port of its LMCache server on a node is kept; "" for the node: what all of these begin with."""
+    return f"splitserve/{cluster}/lmcache/{node_id}"
+
+
 def memory_key(cluster: str) -> str:
     """Where its controller keeps what another one would need to go on."""
     return f"splitserve/{cluster}/snapshot"

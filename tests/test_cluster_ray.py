@@ -1,10 +1,12 @@
 """A cluster on several raylets of this machine: placement, death and arrival of nodes, control, with load on it."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +20,11 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group
 
 from cluster_load import bodies, right_tokens, steady_load
+from lmcache_server import python_with_lmcache, segments
 from serving import complete_all, wait_until_quiet
 from splitserve.errors import ConfigError
-from splitserve.orchestration.client import follow, log_lines, status_of
-from splitserve.orchestration.control import ClusterStatus, Refused, Scale, UpgradeCluster, accepted
+from splitserve.orchestration.client import ClusterClient, follow, log_lines, status_of
+from splitserve.orchestration.control import ClusterStatus, DrainWorker, Refused, Scale, UpgradeCluster, accepted
 from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.ray_client import RayClient, connect, start_on_ray
 from splitserve.orchestration.ray_commands import client_on_ray, up_on_ray
@@ -29,6 +32,7 @@ from splitserve.orchestration.ray_host import groups_of
 from splitserve.orchestration.ray_names import CLUSTER_VARIABLE, NAMESPACE, controller_name
 from splitserve.orchestration.spec_document import read_spec
 from splitserve.orchestration.state_folder import StateFolder
+from test_lmcache_end_to_end import CHUNK_TOKENS, availability
 from waiting import wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -62,7 +66,7 @@ def raylets() -> Iterator[Cluster]:
 def left_alone(raylets: Cluster) -> Iterator[None]:
     """A test that fails takes its cluster down, or the next one would find no room."""
     yield
-    for name in ("life", "back"):
+    for name in ("life", "back", "near"):
         client = RayClient(name, raylets.address)
         if client.leftovers():
             client.down(print)
@@ -112,6 +116,16 @@ def processes_of(name: str) -> list[psutil.Process]:
                 found.append(process)
         except psutil.Error:
             continue
+    return found
+
+
+def keepers_of(name: str) -> dict[int, psutil.Process]:
+    """What keeps the cluster's LMCache servers, by the raylets that they are under."""
+    found = {}
+    for process in processes_of(name):
+        with contextlib.suppress(psutil.Error):  # it may be ending
+            if any("lmcache.v1" in " ".join(child.cmdline()) for child in process.children()):
+                found[raylet_above(process.pid)] = process
     return found
 
 
@@ -257,6 +271,64 @@ def right_tokens_or_none(url: str, checkpoint: Path) -> list[list[int]] | None:
         return right_tokens(url, "tiny", checkpoint)
     except (OSError, KeyError, AssertionError):
         return None
+
+
+@pytest.mark.usefixtures("left_alone")
+def test_each_node_has_an_lmcache_server(raylets: Cluster, tiny_qwen3: Path, tmp_path: Path, state: Path) -> None:
+    """Workers use their own node's; what they share is a folder. A server that dies comes back at the same place, one
+    that nobody uses any more ends, and another controller goes on with those that it finds."""
+    python_with_lmcache()
+    before, shared, spec = segments(), tmp_path / "shared", tmp_path / "spec.yaml"
+    spec.write_text(f"""
+name: near
+model: {{path: {tiny_qwen3}, served_name: tiny, max_model_len: 512}}
+pools: [{{name: both, role: mixed, count: 2, threads: 1, memory: {{kv: 16MiB}}}}]
+lmcache: {{memory: 32MiB, chunk_tokens: {CHUNK_TOKENS}, backends: [{{type: fs, base_path: {shared}}}]}}
+router: {{port: 0}}
+network: {{host: 127.0.0.1}}
+""")
+    url = up_on_ray(read_spec(str(spec)), StateFolder("near"), raylets.address, "info", restart=True)
+    client = client_on_ray("near", raylets.address)
+    stays, goes = (raylet_above(worker.pid) for worker in status_of(client).workers)
+    wait_until(lambda: set(keepers_of("near")) == {stays, goes}, "each node has its server", PATIENCE_SECONDS)
+    wait_until(lambda: availability(url) == {"both-0": True, "both-1": True}, "workers find them", PATIENCE_SECONDS)
+    theirs, expected = prompts_of("both-1", url, shared)
+
+    keepers = keepers_of("near")
+    ray.kill(ray.get_actor(controller_name("near"), namespace=NAMESPACE), no_restart=False)
+    keepers[stays].kill()
+    settle(client, {"both": 2})
+    assert keepers_of("near")[goes] == keepers[goes]
+    accepted(client.ask(DrainWorker("both-1")))
+    assert [worker.name for worker in settle(client, {"both": 1}).workers] == ["both-0"]
+    wait_until(lambda: set(keepers_of("near")) == {stays}, "one is back, one has ended", PATIENCE_SECONDS)
+    wait_until(lambda: knows_that_it_is_back(client, "both-0"), "it's found where it was", PATIENCE_SECONDS)
+    wait_until(lambda: availability(url) == {"both-0": True}, "it's used", PATIENCE_SECONDS)
+    answers = complete_all(url, theirs, at_once=False)
+    assert [answer["choices"][0]["token_ids"] for answer in answers] == expected
+    assert all(answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= CHUNK_TOKENS for answer in answers)
+
+    client.down(print)
+    assert not processes_of("near") and not client.leftovers() and segments() <= before
+
+
+def knows_that_it_is_back(client: ClusterClient, worker: str) -> bool:
+    return any("lmcache_link" in line and "is back" in line for line in log_lines(client, worker, 99, follow=False))
+
+
+def prompts_of(worker: str, url: str, shared: Path) -> tuple[list[dict[str, Any]], list[list[int]]]:
+    """Requests whose prompts a worker computed, and whose chunks are in the shared folder by now; their tokens."""
+    longer = [{**body, "prompt": [400 + number, *range(500, 590)]} for number, body in enumerate(bodies("tiny"))]
+    answers = complete_all(url, longer, at_once=True)
+    theirs = [number for number, answer in enumerate(answers) if answer["splitserve"]["prefill"] == worker]
+    assert theirs, f"{worker} got nothing to do"
+    num_chunks = len(longer) * (len(longer[0]["prompt"]) // CHUNK_TOKENS)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while len(list(shared.rglob("*.data"))) < num_chunks:
+        assert time.monotonic() < deadline, "chunks are missing in the folder"
+        time.sleep(2.0)
+        complete_all(url, longer, at_once=True)  # a store that fails is tried again when its blocks are used again
+    return [longer[n] for n in theirs], [answers[n]["choices"][0]["token_ids"] for n in theirs]
 
 
 def test_what_no_node_can_run_is_refused(raylets: Cluster, tiny_qwen3: Path, tmp_path: Path, state: Path) -> None:
