@@ -11,8 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -34,9 +33,10 @@ from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.process import ChildProcess
 from splitserve.orchestration.shorthand import simple_spec
 from splitserve.request import Role
+from waiting import wait_until
 
 SECRET, API_KEY = "of-this-cluster-" * 2, "key-of-the-endpoint"
-PROTOCOL = ProtocolConfig(heartbeat_seconds=0.3, dead_after_seconds=4.0, tombstone_seconds=2.0)
+PROTOCOL = ProtocolConfig(heartbeat_seconds=0.3, dead_after_seconds=6.0)
 TESTS = Path(__file__).parent
 CROWD = set() if available_cores() > 2 else {"oversubscribed_cores"}
 """What else is wrong where a third worker has no core of its own."""
@@ -70,7 +70,7 @@ def doctor(*arguments: str, environment: Mapping[str, str] | None = None) -> tup
     """Exit status and JSON of the command."""
     command = [sys.executable, "-m", "splitserve.orchestration.cli", "doctor", "--json", *arguments]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=100, check=False, env={**os.environ, **(environment or {})}
+        command, capture_output=True, text=True, timeout=200, check=False, env={**os.environ, **(environment or {})}
     )
     assert done.stdout, f"{arguments}: {done.returncode}\n{done.stderr}"
     return done.returncode, json.loads(done.stdout)
@@ -102,13 +102,6 @@ def text_of(found: dict[str, Any], name: str) -> str:
     return "\n".join(
         problem["text"] for check in found["checks"] for problem in check["problems"] if problem["name"] == name
     )
-
-
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = 40.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
 
 
 @contextmanager
@@ -143,10 +136,11 @@ def another_worker(
     try:
         yield child
     finally:
-        with suppress(ProcessLookupError):  # a worker that was refused has ended
-            os.kill(child.pid, signal.SIGKILL)
-        wait_for(lambda: any(isinstance(event, ChildExited) for event in list(events.queue)), "it doesn't end")
-        wait_for(lambda: not is_registered(running, "prefill-x"), "it stays in the report")
+        for number in (signal.SIGCONT, signal.SIGTERM):
+            with suppress(ProcessLookupError):  # a worker that was refused has ended
+                os.kill(child.pid, number)
+        wait_until(lambda: any(isinstance(event, ChildExited) for event in list(events.queue)), "it doesn't end")
+        wait_until(lambda: not is_registered(running, "prefill-x"), "it stays in the report")
 
 
 def is_registered(running: Running, name: str) -> bool:
@@ -174,7 +168,7 @@ def test_a_healthy_cluster(running: Running) -> None:
 def test_this_machine_and_what_it_prints(running: Running, tiny_qwen3: Path) -> None:
     """A cluster of its own for the probe. The fixture is here for its environment."""
     command = [sys.executable, "-m", "splitserve.orchestration.cli", "doctor", str(tiny_qwen3), "--port", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Nothing is wrong with this machine." in done.stdout
     assert re.search(r"^ok +hand-over +33 blocks, .* by nixl/\w+ in", done.stdout, re.MULTILINE)
@@ -187,7 +181,7 @@ def test_this_machine_and_what_it_prints(running: Running, tiny_qwen3: Path) -> 
 
 def test_wrong_transport(running: Running) -> None:
     with another_worker(running, environment={"UCX_TLS": "tcp"}):
-        wait_for(lambda: is_ready(running, "prefill-x"), "it doesn't get ready")
+        wait_until(lambda: is_ready(running, "prefill-x"), "it doesn't get ready")
         status, found = doctor("--against", running.url, "--no-probe")
         assert names(status, found) - CROWD == {"wrong_transport"}
         assert "decode-0 reads KV from prefill-x by tcp" in text_of(found, "wrong_transport")
@@ -195,35 +189,22 @@ def test_wrong_transport(running: Running) -> None:
         assert "prefill-x has UCX_TLS=tcp" in check["problems"][0]["advice"]
 
 
-def test_low_memlock(running: Running) -> None:
-    with another_worker(running, fault="low_memlock"):
-        wait_for(lambda: is_ready(running, "prefill-x"), "it doesn't get ready")
+def test_low_memlock_clock_off_and_oversubscribed_cores(running: Running) -> None:
+    """Each is told, whatever else is wrong."""
+    with another_worker(running, fault="low_memlock clock_off", threads=available_cores() + 1):
+        wait_until(lambda: is_ready(running, "prefill-x"), "it doesn't get ready")
         status, found = doctor("--against", running.url, "--no-probe")
-    assert names(status, found) - CROWD == {"low_memlock"}
+    assert names(status, found) == {"low_memlock", "clock_offset", "oversubscribed_cores"}
     assert "prefill-x may lock 64.0 KiB" in text_of(found, "low_memlock")
-
-
-def test_clock_off(running: Running) -> None:
-    with another_worker(running, fault="clock_off"):
-        wait_for(lambda: is_ready(running, "prefill-x"), "it doesn't get ready")
-        status, found = doctor("--against", running.url, "--no-probe")
-    assert names(status, found) - CROWD == {"clock_offset"}
     seconds = re.search(r"clock of prefill-x is (\S+) s ahead of", text_of(found, "clock_offset"))
-    assert seconds is not None and float(seconds[1]) == pytest.approx(SECONDS_AHEAD, abs=2.0)
-
-
-def test_oversubscribed_cores(running: Running) -> None:
-    with another_worker(running, threads=available_cores() + 1):
-        wait_for(lambda: is_ready(running, "prefill-x"), "it doesn't get ready")
-        status, found = doctor("--against", running.url, "--no-probe")
-    assert names(status, found) == {"oversubscribed_cores"}
+    assert seconds is not None and float(seconds[1]) == pytest.approx(SECONDS_AHEAD, abs=30.0)
     total = available_cores() + 3
     assert f"{total} threads on {available_cores()} cores" in text_of(found, "oversubscribed_cores")
 
 
 def test_unreachable_peer(running: Running) -> None:
     with another_worker(running, fault="unreachable"):
-        wait_for(lambda: is_registered(running, "prefill-x"), "it doesn't register")
+        wait_until(lambda: is_registered(running, "prefill-x"), "it doesn't register")
         status, found = doctor("--against", running.url, "--no-probe")
     assert names(status, found) - CROWD == {"unreachable_peer"}
     assert "can't connect to prefill-x at tcp://127.0.0.1:" in text_of(found, "unreachable_peer")
@@ -231,7 +212,7 @@ def test_unreachable_peer(running: Running) -> None:
 
 def test_stale_worker(running: Running) -> None:
     with another_worker(running) as worker:
-        wait_for(lambda: is_ready(running, "prefill-x"), "it doesn't get ready")
+        wait_until(lambda: is_ready(running, "prefill-x"), "it doesn't get ready")
         os.kill(worker.pid, signal.SIGSTOP)
         status, found = doctor("--against", running.url, "--no-probe")
     assert names(status, found) == {"stale_worker"}
@@ -240,7 +221,7 @@ def test_stale_worker(running: Running) -> None:
 
 def test_secret_mismatch(running: Running) -> None:
     with another_worker(running, secret="of-another-cluster-" * 2):
-        wait_for(lambda: bool(running.report().strangers), "it doesn't dial")
+        wait_until(lambda: bool(running.report().strangers), "it doesn't dial")
         status, found = doctor("--against", running.url, "--no-probe")
     assert names(status, found) == {"secret_mismatch"}
     assert "connections from 127.0.0.1" in text_of(found, "secret_mismatch")
@@ -248,7 +229,7 @@ def test_secret_mismatch(running: Running) -> None:
 
 def test_different_layout(running: Running) -> None:
     with another_worker(running, block_size=32):
-        wait_for(lambda: bool(running.report().refused), "it isn't refused")
+        wait_until(lambda: bool(running.report().refused), "it isn't refused")
         status, found = doctor("--against", running.url, "--no-probe")
     before = {"secret_mismatch"}  # the worker of the last test is remembered for a while
     assert names(status, found) - before == {"layout_mismatch"}
@@ -284,7 +265,7 @@ def test_low_memlock_of_this_shell(running: Running) -> None:
     limited = (
         f"ulimit -S -l 64 && exec {sys.executable} -m splitserve.orchestration.cli doctor --json --no-probe --port 0"
     )
-    done = subprocess.run(["sh", "-c", limited], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(["sh", "-c", limited], capture_output=True, text=True, timeout=200, check=False)
     assert names(done.returncode, json.loads(done.stdout)) == {"low_memlock"}
 
 
@@ -324,7 +305,7 @@ def test_what_it_refuses(running: Running, arguments: list[str], key: str, messa
         command,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
         env={**os.environ, "SPLITSERVE_API_KEY": key},
     )
