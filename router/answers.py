@@ -6,6 +6,7 @@ its requests, streamed or not.
 """
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,12 @@ class Prompt:
     token_ids: list[int]
     sampling: SamplingParams
     choice: Choice
+
+
+READ_GRACE_SECONDS = 5.0
+"""Beyond a request's deadline: a client that reads more slowly would keep its places for ever."""
+
+log = logging.getLogger(__name__)
 
 
 class _Disconnected(Exception):
@@ -65,10 +72,14 @@ class GenerationResponse(Response):
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(self._watch_client(receive))
+        end = self._arrived_at + self._dispatcher.deadline_seconds + READ_GRACE_SECONDS
         try:
-            await (self._send_stream(send) if self._stream else self._send_whole(send))
+            async with asyncio.timeout_at(end):
+                await (self._send_stream(send) if self._stream else self._send_whole(send))
         except _Disconnected:
             pass
+        except TimeoutError:  # the server closes the connection of an answer that isn't complete
+            log.warning("a client doesn't read its answer: given up")
         except ApiError as error:
             await send_json(send, error.status, error.encode(), error.headers())
         finally:

@@ -104,7 +104,7 @@ class Dispatcher:
     def __init__(self, config: RouterConfig, metrics: RouterMetrics) -> None:
         self.config = config
         self._policy = policy_by_name(config.policy)
-        self._deadline_seconds = config.protocol.request_deadline_seconds
+        self.deadline_seconds = config.protocol.request_deadline_seconds
         self._max_in_flight = config.max_requests_in_flight
         self._num_admitted = 0
         self._active: dict[str, Generation] = {}
@@ -178,7 +178,7 @@ class Dispatcher:
         self._active[state.request_id] = generation
         self._metrics.prompt_tokens.inc(len(token_ids))
         generation.deadline = self._loop.call_at(
-            arrived_at + self._deadline_seconds, self._on_deadline, state.request_id
+            arrived_at + self.deadline_seconds, self._on_deadline, state.request_id
         )
         self._start_attempt(generation, placement)
         state.was_disaggregated |= fallback is not None
@@ -248,7 +248,7 @@ class Dispatcher:
         """What to send for an attempt. Decode comes first: it reserves room while prefill's message travels."""
         key, prompt, sampling = generation.state.key, generation.token_ids, generation.sampling
         delivered = generation.state.delivered_ids
-        left_seconds = max(0.001, generation.arrived_at + self._deadline_seconds - self._loop.time())
+        left_seconds = max(0.001, self.deadline_seconds - (self._loop.time() - generation.arrived_at))
         if not isinstance(placement, Disaggregated):
             prefix = self._prefix_helper(prompt, placement.worker)
             return [(placement.worker, LocalRequest(key, prompt, sampling, left_seconds, delivered, prefix))]
@@ -319,7 +319,7 @@ class Dispatcher:
     def _on_deadline(self, request_id: str) -> None:
         generation = self._active.get(request_id)
         if generation is not None:
-            message = f"the request took longer than {self._deadline_seconds:g} s"
+            message = f"the request took longer than {self.deadline_seconds:g} s"
             self._apply(generation, generation.state.fail(Failure(FailureReason.DEADLINE, message)))
 
     def _apply(self, generation: Generation, update: Update) -> None:

@@ -1,5 +1,6 @@
 """The router when things go wrong: workers that die, fall silent, lie or are slow; clients that leave; shutdown."""
 
+import asyncio
 import json
 import os
 import re
@@ -15,7 +16,7 @@ import zmq
 
 from router_harness import RouterProcess, Workers, write_model_dir
 from splitserve.benchmarks.instant_worker import DEFAULT_LAYOUT, Reply, default_script
-from splitserve.config import ProtocolConfig
+from splitserve.config import ProtocolConfig, RouterConfig
 from splitserve.messages import (
     Abort,
     DecodeRequest,
@@ -33,6 +34,10 @@ from splitserve.messages import (
     WorkerLoad,
 )
 from splitserve.request import FinishReason, Party, RequestKey, Role
+from splitserve.router.answers import READ_GRACE_SECONDS, GenerationResponse
+from splitserve.router.dispatcher import Dispatcher
+from splitserve.router.formats import CompletionFormat
+from splitserve.router.metrics import RouterMetrics
 from splitserve.wire import encode
 from waiting import PATIENCE_SECONDS, wait_until
 
@@ -418,6 +423,30 @@ def test_an_endpoint_that_cannot_be_dialled_is_refused(serve):
             sender.send(encode(Envelope(bad.party, None, Register(bad))))
             wait_until(lambda before=before: router.metric("splitserve_workers_refused_total") == before + 1)
     assert router.request("GET", "/ready")[0] == 200
+
+
+def test_an_answer_that_gets_nowhere_is_given_up(caplog):
+    """As when the client reads nothing: its places among the requests in flight aren't taken for ever."""
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    async def answer():
+        protocol = ProtocolConfig(request_deadline_seconds=10.0)
+        config = RouterConfig(model="m", served_model_name="m", protocol=protocol)
+        dispatcher = Dispatcher(config, RouterMetrics())
+        try:
+            kind = CompletionFormat("m", include_usage=False, return_token_ids=False)
+            arrived_at = asyncio.get_running_loop().time() - 10.0 - READ_GRACE_SECONDS
+            how = {"stream": True, "include_usage": False, "return_route": False}
+            response = GenerationResponse(dispatcher, [], kind, arrived_at=arrived_at, **how)
+            await response({}, asyncio.Event().wait, send)
+        finally:
+            dispatcher.close()
+
+    asyncio.run(answer())
+    assert not sent and "doesn't read its answer" in caplog.text
 
 
 def test_a_hundred_requests_with_a_third_abandoned_leave_nothing_behind(serve):
