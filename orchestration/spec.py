@@ -101,7 +101,7 @@ class LMCacheSpec(Part, frozen=True, kw_only=True):
     """An LMCache server on each machine, whose memory the workers there share. One is started, or is there already."""
 
     endpoint: Annotated[
-        str, Meta(description="Of a server that runs already on each worker's machine; empty: one is started here.")
+        str, Meta(description="Of a server that runs already on each worker's machine; empty: one is started there.")
     ] = ""
     memory: Annotated[int | str, Meta(description="Shared memory of the server: bytes, or like 16GiB.")] = _LMCACHE[
         "memory_bytes"
