@@ -1,8 +1,10 @@
-"""The layout that packaging and the import rules rely on."""
+"""The layout that packaging and the import rules rely on, and its description."""
 
+import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,29 @@ def test_import_rules_know_every_folder(contracts: dict[str, dict]) -> None:
     layered = {name.strip() for layer in contracts["Imports"]["layers"] for name in layer.split("|")}
     assert layered == names
     assert names <= set(contracts["Shared"]["forbidden_modules"])
+
+
+def documented_modules(text: str) -> Counter[tuple[str, str]]:
+    """Modules that the tables of ARCHITECTURE.md have in their first column, with their folders. A name without a
+    folder is in that of the name before it, or of the heading."""
+    found: Counter[tuple[str, str]] = Counter()
+    folder = ""
+    for line in text.splitlines():
+        if (heading := re.match(r"### (?:src/)?(\w+)", line)) is not None:
+            folder = heading[1]
+        elif line.startswith("| `"):
+            for name in re.findall(r"`([\w/]+)`", line.split("|")[1]):
+                folder, module = name.split("/") if "/" in name else (folder, name)
+                found[folder, module] += bool(module)
+    return +found
+
+
+def test_architecture_has_each_module_once() -> None:
+    documented = documented_modules((ROOT / "ARCHITECTURE.md").read_text())
+    modules = {(path.parent.name, path.stem) for name in FOLDERS for path in (ROOT / name).glob("[!_]*.py")}
+    modules |= {("splitserve", path.stem) for path in (ROOT / "src" / "splitserve").glob("[!_]*.py")}
+    assert documented.keys() == modules
+    assert set(documented.values()) == {1}, documented.most_common(3)
 
 
 @pytest.mark.parametrize("module", ["splitserve.router.server", "splitserve.orchestration.launcher"])
