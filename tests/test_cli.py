@@ -27,6 +27,8 @@ from splitserve.orchestration.sizes import format_bytes, parse_bytes
 from splitserve.orchestration.spec import ClusterSpec, check_model_directory
 from splitserve.request import Role
 
+README = Path(__file__).parents[1] / "README.md"
+
 
 def spec_of(*arguments: str) -> ClusterSpec:
     return cluster_spec(cli.build_parser().parse_args(["serve", "dir/my-model", *arguments]))
@@ -110,6 +112,12 @@ def test_every_engine_option_reaches_the_engine() -> None:
         spec = cluster_spec(options)
         config = spec.engine_config(spec.pools[0])
         assert getattr(config, action.dest) == getattr(options, action.dest) != action.default, flag
+
+
+@pytest.mark.skipif(not README.is_file(), reason="not a checkout")
+def test_the_readme_names_each_bench() -> None:
+    lines = README.read_text().splitlines()
+    assert {line.split()[2] for line in lines if line.startswith("    splitserve bench ")} == set(cli.BENCHES)
 
 
 def test_a_negative_number_of_lines_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
