@@ -12,7 +12,6 @@ MIN_MEMLOCK_BYTES = 1 << 20
 """What io_uring (KV files) and UCX's queues lock at the least. A network card takes all memory that it is to read."""
 MIN_OPEN_FILES = 1024
 MIN_SHARED_MEMORY_BYTES = 64 << 20
-_SHOWN_PACKAGES = ("torch", "transformers", "nixl-cu13", "triton", "flashinfer-python", "ray")
 
 
 def machine_checks(facts: MachineFacts, versions: Sequence[str]) -> list[Check]:

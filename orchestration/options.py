@@ -95,7 +95,8 @@ def add_router_options(parser: argparse.ArgumentParser) -> None:
         "--api-key-file",
         default="",
         metavar="PATH",
-        help=f"file with the key that /v1 and /admin want as 'Authorization: Bearer KEY'; empty: ${API_KEY_VARIABLE}, else none",
+        help="file with the key that /v1 and /admin want as 'Authorization: Bearer KEY'; "
+        f"empty: ${API_KEY_VARIABLE}, else none",
     )
     group.add_argument(
         "--policy", choices=PLACEMENT_POLICIES, default=_ROUTER_DEFAULTS["policy"], help="how requests are placed"
