@@ -36,9 +36,9 @@ def test_the_device_is_idle_while_it_waits_for_a_launch() -> None:
         runner.launch(plan).wait()  # never a step ahead
     report = runner.report()
     assert report is not None
-    assert report.steps == 3 and 0.2 < report.busy_share < 1.0
+    assert report.steps == 3 and 0.0 < report.busy_share < 1.0
     assert report.idle_ms["max"] > 0.0
-    ahead = PacedRunner(0.02, 0.0, 0.0, vocab_size=10)
+    ahead = PacedRunner(60.0, 0.0, 0.0, vocab_size=10)  # nobody waits for its steps
     for _ in range(3):
         ahead.launch(plan)
     report = ahead.report()

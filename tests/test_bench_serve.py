@@ -38,12 +38,15 @@ class FakeEndpoint:
         self.with_usage = True
         self.misbehave = ""
         self.in_flight = self.max_in_flight = 0
+        self.wanted_in_flight = 0  # answers wait until there have been so many at once
         self.url = ""
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         self.bodies.append(await request.json())
         self.in_flight += 1
         self.max_in_flight = max(self.max_in_flight, self.in_flight)
+        while self.max_in_flight < self.wanted_in_flight:
+            await asyncio.sleep(0.005)
         try:
             return await self._answer(request, self.bodies[-1], len(self.bodies) % 4 == 0 and self.misbehave)
         finally:
@@ -185,9 +188,10 @@ def test_time_out_is_recorded(endpoint: FakeEndpoint) -> None:
 
 def test_load_is_open_loop_unless_bounded(endpoint: FakeEndpoint) -> None:
     bodies = [{"max_tokens": 20, "prompt": [1]}] * 6
+    endpoint.wanted_in_flight = 6
     asyncio.run(run_load(Endpoint(endpoint.url), bodies, [0.0] * 6))
     assert endpoint.max_in_flight == 6
-    endpoint.max_in_flight = 0
+    endpoint.max_in_flight = endpoint.wanted_in_flight = 0
     records = asyncio.run(run_load(Endpoint(endpoint.url), bodies, [0.0] * 6, max_concurrency=2))
     assert endpoint.max_in_flight <= 2
     assert not any(record.error for record in records)

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from splitserve.models.demo import write_demo_model
+from waiting import PATIENCE_SECONDS
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def complete(url: str, model: str) -> dict:
         f"{url}/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=60) as response:
+    with opener.open(request, timeout=PATIENCE_SECONDS) as response:
         return json.load(response)
 
 
@@ -76,7 +77,7 @@ def test_serve_until_a_signal_then_again_on_the_same_port(demo_model: Path, numb
             assert len(children) >= 3
             segments = shared_memory_of(children)
             process.send_signal(number)
-            assert process.wait(20) == 0
+            assert process.wait(PATIENCE_SECONDS) == 0
         assert not [child for child in children if child.is_running()]
         assert not [path for path in segments if path.exists()]
 
@@ -87,7 +88,7 @@ def test_serve_mixed_under_another_name(demo_model: Path) -> None:
         answer = complete(url, "other")
         assert answer["splitserve"]["mode"] == "local" and answer["splitserve"]["handover"] is None
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+        assert process.wait(PATIENCE_SECONDS) == 0
 
 
 def test_a_checkpoint_that_cannot_be_served_is_one_line(demo_model: Path, tmp_path: Path) -> None:
@@ -96,7 +97,7 @@ def test_a_checkpoint_that_cannot_be_served_is_one_line(demo_model: Path, tmp_pa
     config = json.loads((demo_model / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
     serve = command("serve", str(tmp_path), "--prefill", "1", "--decode", "1", "--port", "0", "--log-level", "error")
-    done = subprocess.run(serve, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(serve, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 2
     assert "GPT2LMHeadModel" in done.stderr
     assert "Traceback" not in done.stderr
@@ -104,7 +105,7 @@ def test_a_checkpoint_that_cannot_be_served_is_one_line(demo_model: Path, tmp_pa
 
 def test_demo_shows_the_whole_path() -> None:
     done = subprocess.run(
-        command("demo", "--max-tokens", "8"), capture_output=True, text=True, timeout=100, check=False
+        command("demo", "--max-tokens", "8"), capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stderr
     for part in (

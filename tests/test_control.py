@@ -5,8 +5,6 @@ import socket
 import stat
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -355,25 +353,23 @@ def test_logs_are_kept_and_followed(cluster: LocalCluster, tmp_path: Path) -> No
         logs = tmp_path / "logs"
 
         def is_claimed(self) -> bool:
-            return time.monotonic() < self.ends_at
+            """Asked after each look at the logs. It ends after ``num_looks``; between the first two, more is logged."""
+            self.num_looks -= 1
+            if self.num_looks == 1:
+                with (self.logs / "decode-0.log").open("a") as log:
+                    log.write("more\nand half a li")
+                (self.logs / "decode-2.log").write_text("a newcomer\n")
+            return self.num_looks > 0
 
     folder = Folder("c")
     client = LocalClient(folder)
     assert client.log_names() == ["decode-0", "decode-1", "prefill-0", "router"]
     (folder.logs / "prefill-0.log").write_text("".join(f"line {i}\n" for i in range(1000)))
-    folder.ends_at = 0.0
+    folder.num_looks = 1
     assert list(log_lines(client, "prefill-0", 2, follow=True)) == ["prefill-0: line 998", "prefill-0: line 999"]
     with pytest.raises(ConfigError, match="no log of 'prefill-9'; there are decode-0"):
         list(log_lines(client, "prefill-9", 1, follow=False))
-    folder.ends_at = time.monotonic() + 1.5
-
-    def write_more() -> None:
-        time.sleep(0.3)
-        with (folder.logs / "decode-0.log").open("a") as log:
-            log.write("more\nand half a li")
-        (folder.logs / "decode-2.log").write_text("a newcomer\n")
-
-    threading.Thread(target=write_more).start()
+    folder.num_looks = 2
     assert list(log_lines(client, "", 0, follow=True)) == ["decode-0: more", "decode-2: a newcomer"]
 
 

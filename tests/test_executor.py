@@ -17,6 +17,7 @@ from splitserve.prefill.executor import (
 from splitserve.prefill.launch_pace import FEWEST, MARGIN_SECONDS, LaunchPace
 from splitserve.prefill.step_times import MIN_LIKE_STEPS, MIN_STEPS, StepTimes, describe
 from splitserve.step import MAX_STEPS_UNDER_WAY, SampleSpec, ScheduledChunk, StepOutput, StepPlan
+from waiting import PATIENCE_SECONDS
 
 GREEDY = SampleSpec(temperature=0.0, top_k=0, top_p=1.0, seed=0, choice=0, position=1)
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
@@ -35,7 +36,7 @@ class Step:
         self.release = threading.Event()
 
     def wait(self) -> StepOutput:
-        assert self.release.wait(10)
+        assert self.release.wait(PATIENCE_SECONDS)
         if self.error is not None:
             raise self.error
         return StepOutput([self.token])
@@ -65,7 +66,7 @@ class GatedRunner:
 
     def wait_launched(self, number: int) -> None:
         with self.changed:
-            assert self.changed.wait_for(lambda: len(self.launched) >= number, 10)
+            assert self.changed.wait_for(lambda: len(self.launched) >= number, PATIENCE_SECONDS)
 
 
 class Driver:
@@ -91,7 +92,7 @@ class Driver:
         self.runner.launched[number - 1].release.set()
 
     def result(self) -> StepResult:
-        assert self.woken.acquire(timeout=10)
+        assert self.woken.acquire(timeout=PATIENCE_SECONDS)
         result = self.executor.result()
         assert result is not None, "it woke the loop before the result was there"
         return result
@@ -138,11 +139,12 @@ class TestOverlapped:
         driver.launch(5, 6)
         driver.runner.wait_launched(2)
         time.sleep(0.2)
+        released = time.monotonic()
         driver.release(1)
         driver.release(2)
         first, second = driver.result(), driver.result()
         assert first.seconds >= 0.2
-        assert second.seconds < 0.15
+        assert second.seconds <= time.monotonic() - released, "from the first one's end, not from its launch"
 
     def test_an_error_comes_out_as_it_is(self, driver: Driver) -> None:
         error = ValueError("no finite logits")
@@ -213,7 +215,7 @@ class TestOverlapped:
         driver.runner.wait_launched(2)
         started = time.monotonic()
         driver.executor.close(0.2)
-        assert time.monotonic() - started < 2.0
+        assert time.monotonic() - started < PATIENCE_SECONDS / 2
 
 
 class TestOneAtATime:
@@ -245,14 +247,14 @@ class TestOneAtATime:
         driver.runner.wait_launched(1)
         assert not called.wait(0.05)
         driver.release(1)
-        assert driver.result().step == 1 and called.wait(10)
+        assert driver.result().step == 1 and called.wait(PATIENCE_SECONDS)
 
     def test_close_does_not_wait_for_a_step_that_hangs(self, driver: Driver) -> None:
         driver.launch(5)
         driver.runner.wait_launched(1)
         started = time.monotonic()
         driver.executor.close(0.2)
-        assert time.monotonic() - started < 2.0
+        assert time.monotonic() - started < PATIENCE_SECONDS / 2
 
 
 def test_after_the_device_is_lost_every_failure_is_its() -> None:

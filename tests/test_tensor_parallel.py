@@ -4,18 +4,18 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from serving import complete_all, transformers_greedy, wait_until_quiet
+from serving import PATIENT, complete_all, transformers_greedy, wait_until_quiet
 from splitserve.config import EngineConfig
 from splitserve.models import demo
 from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.shorthand import simple_spec
 from splitserve.orchestration.spec import ClusterSpec
+from waiting import PATIENCE_SECONDS
 
 MAX_TOKENS = 10
 PROMPTS = [[300 + (7 * index + 3 * i) % 900 for i in range(length)] for index, length in enumerate((1, 16, 40, 150))]
@@ -40,7 +40,7 @@ def spec_of(model: Path, size: int, **workers: int) -> ClusterSpec:
         tensor_parallel_size=size,
         threads=1,
     )
-    return simple_spec(engine, port=0, **(workers or {"num_mixed": 1}))
+    return simple_spec(engine, port=0, protocol=PATIENT, **(workers or {"num_mixed": 1}))
 
 
 def body(model: Path, prompt: list[int]) -> dict[str, object]:
@@ -48,7 +48,7 @@ def body(model: Path, prompt: list[int]) -> dict[str, object]:
             "return_token_ids": True, "return_route": True}  # fmt: skip
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_greedy_tokens_are_those_of_transformers(two_heads: Path, size: int) -> None:
     references = transformers_greedy(two_heads, PROMPTS, MAX_TOKENS)
     with LocalCluster(spec_of(two_heads, size), log_level="warning") as running:
@@ -86,9 +86,7 @@ def test_a_worker_that_lost_a_rank_says_which_and_ends(two_heads: Path, capfd: p
         worker = psutil.Process(running.pids["mixed-0"])
         (rank,) = worker.children()
         os.kill(rank.pid, signal.SIGKILL)
-        started = time.monotonic()
-        worker.wait(timeout=10)
-        assert time.monotonic() - started < 4.0
+        worker.wait(timeout=PATIENCE_SECONDS)
     assert "mixed-0 rank 1 was ended by SIGKILL" in capfd.readouterr().err
 
 
@@ -97,13 +95,13 @@ def test_ranks_end_with_a_worker_that_is_killed(two_heads: Path) -> None:
         worker = psutil.Process(running.pids["mixed-0"])
         (rank,) = worker.children()
         worker.kill()
-        rank.wait(timeout=3)
+        rank.wait(timeout=PATIENCE_SECONDS)
 
 
 def test_sizes_that_cannot_work_are_said_in_words(two_heads: Path) -> None:
     command = [sys.executable, "-m", "splitserve.orchestration.cli", "serve", str(two_heads), "--mixed", "1"]
     command += ["--tensor-parallel-size", "3", "--port", "0", "--device", "cpu"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert run.returncode in (1, 2)
     assert "can't be shared by 3 tensor-parallel ranks; 1, 2, 4, 8 work" in run.stderr
     assert "Traceback" not in run.stderr

@@ -14,6 +14,7 @@ from splitserve.messages import FailureCode, Leave, LocalRequest, RequestFailed,
 from splitserve.prefill.executor import LaunchedStep, LaunchingRunner, always_works
 from splitserve.request import FinishReason, RequestKey, SamplingParams
 from splitserve.step import UNKNOWN_TOKEN, StepOutput, StepPlan
+from waiting import PATIENCE_SECONDS
 
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
 
@@ -27,10 +28,10 @@ class FailedStep:
 
 
 class FaultyRunner:
-    """Steps of a millisecond. Step number ``fails_at`` fails when it's waited for; if sticky, so do all after it."""
+    """Steps of 5 ms. Step number ``fails_at`` fails when it's waited for; if sticky, so do all after it."""
 
     def __init__(self, fails_at: int = 0, *, is_sticky: bool = False) -> None:
-        self.device = PacedRunner(0.001, 0.0, 0.0, vocab_size=1000)
+        self.device = PacedRunner(0.005, 0.0, 0.0, vocab_size=1000)
         self.fails_at = fails_at
         self.is_sticky = is_sticky
         self.is_broken = False
@@ -98,7 +99,7 @@ def running(runner: LaunchingRunner, check_device: Callable[[], None] = always_w
             yield run
         finally:
             run.loop.stop()
-            run.thread.join(10)
+            run.thread.join(PATIENCE_SECONDS)
             assert not run.thread.is_alive()
 
 
@@ -142,7 +143,7 @@ def test_a_worker_whose_device_is_lost_tells_everybody_why_and_ends(caplog: pyte
         run.submit("a")
         run.submit("b", num_tokens=3)
         failures = [run.failure(), run.failure()]
-        run.thread.join(10)
+        run.thread.join(PATIENCE_SECONDS)
         assert not run.thread.is_alive(), "it goes by itself"
         assert isinstance(run.router.heard_by_membership()[-1], Leave), "so that the router needn't miss its heartbeats"
     for failure in failures:

@@ -1,5 +1,6 @@
 """A worker's real sockets on loopback: peers that dial again, endpoints that can't be, bytes that are no messages."""
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,7 @@ from splitserve.messages import Abort, Body, PeerRef, Release
 from splitserve.prefill.loop import Waker
 from splitserve.prefill.sockets import WorkerSockets
 from splitserve.request import Party, RequestKey
+from waiting import PATIENCE_SECONDS
 
 NOWHERE = "tcp://127.0.0.1:9"
 
@@ -22,7 +24,8 @@ def pair() -> Iterator[tuple[WorkerSockets, WorkerSockets]]:
 
 
 def hears(sockets: WorkerSockets, body: Body) -> bool:
-    for _ in range(40):
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < deadline:
         sockets.wait(0.05)
         if body in [envelope.body for envelope in sockets.receive()]:
             return True
@@ -76,9 +79,8 @@ def test_bytes_that_are_no_message_are_counted_and_the_next_message_is_heard(
         one.dial(PeerRef(other.me, other.endpoint))
         one.send(other.me, Abort(RequestKey("r")))
         assert hears(other, Abort(RequestKey("r")))
-        for _ in range(40):
-            if other.num_malformed:
-                break
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not other.num_malformed and time.monotonic() < deadline:
             other.wait(0.05)
             assert list(other.receive()) == []
     assert other.num_malformed == 1
