@@ -6,6 +6,7 @@ runs, so that ``--help`` is instant. An error that the user can mend is one line
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -50,6 +51,7 @@ BENCHES = {
 TUNE = ("splitserve.benchmarks.tune", "find the fastest launch parameters of kernels on this GPU")
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _main_of(TUNE[0], arguments[1:])
         options = build_parser().parse_args(arguments)
         status: int = options.run(options)
+        sys.stdout.flush()
         return status
+    except BrokenPipeError:  # whoever reads our output has enough of it, like head(1)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain once more at its end
+        return EXIT_BROKEN_PIPE
     except SplitserveError as error:
         print(f"splitserve: error: {error}", file=sys.stderr)
         return EXIT_ERROR

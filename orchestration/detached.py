@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -67,17 +68,17 @@ def start_detached(
         )
     os.close(write_fd)
     assert process.stdin is not None
-    with process.stdin:
+    with suppress(BrokenPipeError), process.stdin:  # one that has ended already says why on its pipe, or in its log
         process.stdin.write(msgspec.json.encode(order) + b"\n")
     try:
-        return _follow(read_fd, show)
+        return _follow(read_fd, show, folder.logs)
     except BaseException:
         process.send_signal(signal.SIGINT)
         process.wait()
         raise
 
 
-def _follow(read_fd: int, show: Callable[[ChildProgress], None]) -> str:
+def _follow(read_fd: int, show: Callable[[ChildProgress], None], logs: Path) -> str:
     with os.fdopen(read_fd, "rb") as status:
         for line in status:
             progress = msgspec.json.decode(line, type=Progress)
@@ -87,7 +88,7 @@ def _follow(read_fd: int, show: Callable[[ChildProgress], None]) -> str:
                 raise LaunchError(progress.detail["message"])
             name = progress.detail.pop("name")
             show(ChildProgress(name, progress.stage, progress.detail))
-    raise LaunchError("the launcher ended without a word")
+    raise LaunchError(f"the launcher ended without a word (logs: {logs})")
 
 
 def main() -> int:

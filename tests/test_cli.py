@@ -1,6 +1,7 @@
 """The command line: options to configs, refusals, errors in one line; sizes, cores and the display beneath it."""
 
 import argparse
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -118,6 +119,15 @@ def test_every_engine_option_reaches_the_engine() -> None:
 def test_the_readme_names_each_bench() -> None:
     lines = README.read_text().splitlines()
     assert {line.split()[2] for line in lines if line.startswith("    splitserve bench ")} == set(cli.BENCHES)
+
+
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "splitserve.orchestration.cli", "spec", "schema"]
+    done = subprocess.run(command, check=False, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert done.returncode == cli.EXIT_BROKEN_PIPE and not done.stderr
 
 
 def test_a_negative_number_of_lines_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
