@@ -135,7 +135,7 @@ def describe_result(result: ChatResult, start_seconds: float) -> str:
     else:
         lines += [
             f"hand-over        {handover['blocks']} KV blocks, {format_bytes(handover['bytes'])}, "
-            f"{handover['reads']} reads over {handover['transport']}",
+            f"{handover['reads']} read{'s' * (handover['reads'] != 1)} over {handover['transport']}",
             f"  took           {1e3 * handover['seconds']:.2f} ms; decode was ready "
             f"{1e3 * handover['exposed_seconds']:.2f} ms after the last offer",
         ]

@@ -159,13 +159,11 @@ def _port_of(url: str) -> str:
 
 def _launcher_problems(status: ClusterStatus) -> Iterator[Problem]:
     logs = f"`splitserve logs --name {status.name} {{worker}}` says more"
-    there = {worker.pool: 0 for worker in status.workers} | dict.fromkeys(status.counts, 0)
     for worker in status.workers:
-        there[worker.pool] += worker.wanted
         if worker.phase != "ready" and worker.last_words:
             yield Problem(
                 "worker_restarts",
-                f"{worker.name} is {worker.phase}; it was started {worker.num_restarts} times again, and ended: "
+                f"{worker.name} is {worker.phase}; it was started again {worker.num_restarts} times, and ended: "
                 f"{worker.last_words}",
                 logs.format(worker=worker.name),
             )
