@@ -36,8 +36,9 @@ class Preparation:
 
     async def completion(self, request: CompletionRequest, limits: Limits) -> list[Prompt]:
         prompts = []
+        num_chars = sum(len(prompt) for prompt in request.prompts())  # many short ones take as long as one long one
         for prompt in request.prompts():
-            token_ids = await self._prompt_ids(prompt, limits)
+            token_ids = await self._prompt_ids(prompt, limits, num_chars)
             room = _room(len(token_ids), limits.max_model_len, "prompt")
             max_tokens = _max_tokens(request.max_tokens, "max_tokens", len(token_ids), limits.max_model_len)
             prompts.append(
@@ -66,12 +67,13 @@ class Preparation:
         max_tokens = _max_tokens(wanted, param, len(token_ids), limits.max_model_len)
         return [self._prompt(request, token_ids, max_tokens or room, limits.vocab_size)]
 
-    async def _prompt_ids(self, prompt: str | list[int], limits: Limits) -> list[int]:
+    async def _prompt_ids(self, prompt: str | list[int], limits: Limits, num_chars: int) -> list[int]:
+        """``num_chars``: of all prompts of the request."""
         if isinstance(prompt, list):
             _check_vocabulary(prompt, limits.vocab_size, "prompt")
             return prompt
         return await self._run(
-            lambda: self._encode(prompt, limits.max_model_len, "prompt", add_special_tokens=True), len(prompt)
+            lambda: self._encode(prompt, limits.max_model_len, "prompt", add_special_tokens=True), num_chars
         )
 
     def _encode(self, text: str, max_model_len: int, param: str, *, add_special_tokens: bool) -> list[int]:
