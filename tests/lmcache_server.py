@@ -23,6 +23,7 @@ from splitserve.kvconnector.shared_tier import ChainCopy, TierState
 from splitserve.messages import LayoutRecord
 from splitserve.orchestration.lmcache_environment import interpreter
 from splitserve.orchestration.lmcache_server import PREFIX, free_port
+from waiting import PATIENCE_SECONDS, wait_until
 
 CHUNK_TOKENS = 64
 LAYOUT = LayoutRecord("models/demo", "weights-1", "float32", 16, 4, 2, 64)
@@ -63,25 +64,25 @@ class ProbedServer:
             stdout=subprocess.PIPE,
             env=environment,
         )
-        self._answer(60)
+        self._answer()
 
     def holds(self) -> dict[str, int]:
         """What it holds for its clients."""
         assert self.process.stdin is not None
         self.process.stdin.write(b"\n")
         self.process.stdin.flush()
-        return self._answer(10)
+        return self._answer()
 
-    def _answer(self, seconds: float) -> dict[str, int]:
+    def _answer(self) -> dict[str, int]:
         assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], seconds)
+        ready, _, _ = select.select([self.process.stdout], [], [], PATIENCE_SECONDS)
         assert ready, "the server says nothing"
         line = self.process.stdout.readline()
         assert line, f"the server ended with status {self.process.wait()}"
         answer: dict[str, int] = json.loads(line)
         return answer
 
-    def is_quiet(self, seconds: float = 5.0) -> bool:
+    def is_quiet(self, seconds: float = PATIENCE_SECONDS) -> bool:
         """Whether it soon holds nothing but chunks."""
         deadline = time.monotonic() + seconds
         names = ("sessions", "prefetches", "read_locked", "write_locked", "staging_object")
@@ -126,12 +127,9 @@ class Side:
         self.store = LMCacheStore(self.memory, endpoint, prefetch_seconds, rank)
         self.store.open(self.states.append)
 
-    def wait(self, is_available: bool, seconds: float = 20.0) -> None:
+    def wait(self, is_available: bool) -> None:
         """For the next thing that is told of the server."""
-        deadline = time.monotonic() + seconds
-        while not self.states or self.states[-1].is_available != is_available:
-            assert time.monotonic() < deadline, self.states
-            time.sleep(0.01)
+        wait_until(lambda: self.states and self.states[-1].is_available == is_available, lambda: self.states)
 
     def copy(self, token_ids: list[int], block_ids: range, first_block: int = 0, *, is_load: bool) -> ChainCopy:
         hashes: list[bytes] = []

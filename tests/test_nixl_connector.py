@@ -28,9 +28,9 @@ from splitserve.kvconnector.read_plan import region_rows
 from splitserve.kvconnector.read_settings import ReadSettings
 from splitserve.messages import MemoryKind, PeerWelcome
 from splitserve.request import Party
+from waiting import PATIENCE_SECONDS, wait_until
 
 ME = Party("decode-0", 22)
-WAIT_SECONDS = 20.0
 TESTS = Path(__file__).parent
 
 
@@ -56,14 +56,14 @@ class Source:
     def close(self) -> None:
         if self.process.is_alive():
             self.pipe.send("end")
-            self.process.join(WAIT_SECONDS)
+            self.process.join(PATIENCE_SECONDS)
         self.process.kill()
-        self.process.join(WAIT_SECONDS)
+        self.process.join(PATIENCE_SECONDS)
         self.pipe.close()
 
 
 def receive(pipe: "Connection[object, object]") -> object:
-    assert pipe.poll(60.0), "the source process doesn't answer"
+    assert pipe.poll(2 * PATIENCE_SECONDS), "the source process doesn't answer"
     return pipe.recv()
 
 
@@ -76,7 +76,7 @@ class Reader:
         self.connector = NixlConnector(me, self.memory, self.woken.set, settings=settings)
         self.events: list[ReadResult | PeerConnected] = []
 
-    def wait(self, is_done: Callable[[], bool], seconds: float = WAIT_SECONDS) -> bool:
+    def wait(self, is_done: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> bool:
         deadline = time.monotonic() + seconds
         while not is_done() and time.monotonic() < deadline:
             self.woken.wait(0.05)
@@ -89,7 +89,7 @@ class Reader:
         assert self.wait(lambda: PeerConnected(peer, None) in self.events), self.events
         self.events.remove(PeerConnected(peer, None))
 
-    def result(self, read_id: int, seconds: float = WAIT_SECONDS) -> ReadResult | None:
+    def result(self, read_id: int, seconds: float = PATIENCE_SECONDS) -> ReadResult | None:
         self.wait(lambda: any(isinstance(e, ReadResult) and e.read_id == read_id for e in self.events), seconds)
         found = [e for e in self.events if isinstance(e, ReadResult) and e.read_id == read_id]
         assert len(found) <= 1, "a read ended twice"
@@ -167,7 +167,7 @@ def test_a_slot_that_was_taken_shows_in_its_generation(reader: Reader) -> None:
         assert result is not None and result.error is None
         assert list(result.generations) == [FIRST_GENERATION + 71, FIRST_GENERATION + 71]
         source.signal(signal.SIGKILL)
-        source.process.join(WAIT_SECONDS)
+        source.process.join(PATIENCE_SECONDS)
         reader.read(2, [3], [72])
         result = reader.result(2)
         assert result is not None and result.error is not None
@@ -259,7 +259,7 @@ def test_a_killed_source_is_an_error_and_other_peers_go_on(source: Source, reade
         reader.connect(source)
         reader.connect(doomed, doomed_party)
         doomed.signal(signal.SIGKILL)
-        doomed.process.join(WAIT_SECONDS)
+        doomed.process.join(PATIENCE_SECONDS)
         reader.read(1, [0, 1], [0, 1], peer=doomed_party)
         result = reader.result(1)
         assert result is not None and result.error is not None
@@ -286,7 +286,7 @@ def test_a_killed_reader_leaves_the_source_serving(source: Source, reader: Reade
     """
     welcome = msgspec.msgpack.encode(source.welcome).hex()
     command = [sys.executable, "-c", textwrap.dedent(script), str(TESTS), welcome]
-    ended = subprocess.run(command, timeout=60, check=False, capture_output=True, text=True)
+    ended = subprocess.run(command, timeout=200, check=False, capture_output=True, text=True)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     reader.connect(source)
     reader.read(1, [0, 1], [8, 9])
@@ -334,7 +334,7 @@ def test_a_frozen_source_gives_no_result_until_disconnect_and_nothing_lands_afte
     environment = os.environ | {"UCX_TLS": "tcp"}
     ended = subprocess.run(
         [sys.executable, str(script), str(TESTS)],
-        timeout=90,
+        timeout=200,
         check=False,
         capture_output=True,
         text=True,
@@ -349,12 +349,16 @@ def test_an_idle_connected_pair_does_not_spin(source: Source, reader: Reader) ->
     assert reader.result(1) is not None
     source.tell("rest")
     try:
-        before = time.process_time(), cpu_seconds(source)
-        time.sleep(1.5)
-        assert time.process_time() - before[0] < 0.15
-        assert cpu_seconds(source) - before[1] < 0.15
+        wait_until(lambda: is_idle_for_a_while(source), "one of them spins")
     finally:
         source.tell("serve")
+
+
+def is_idle_for_a_while(source: Source) -> bool:
+    """Whether neither side used more than a tenth of a core; what others do here may cost this process a little."""
+    before = time.process_time(), cpu_seconds(source)
+    time.sleep(1.0)
+    return max(time.process_time() - before[0], cpu_seconds(source) - before[1]) < 0.1
 
 
 def cpu_seconds(source: Source) -> float:
@@ -377,7 +381,7 @@ def test_the_death_of_a_thread_is_not_silent(reader: Reader) -> None:
 
     reader.connector._threads[0].submit(fail)
     with pytest.raises(RuntimeError, match=r"read-0.* died"):
-        reader.wait(lambda: False, seconds=5.0)
+        reader.wait(lambda: False, seconds=PATIENCE_SECONDS)
 
 
 LIES = {
@@ -455,7 +459,9 @@ def test_the_transport_is_known(tmp_path: Path, variables: dict[str, str], trans
     script = tmp_path / "link_of.py"
     script.write_text(textwrap.dedent(LINK_OF))
     command = [sys.executable, str(script), str(TESTS)]
-    ended = subprocess.run(command, timeout=60, check=False, capture_output=True, text=True, env=os.environ | variables)
+    ended = subprocess.run(
+        command, timeout=200, check=False, capture_output=True, text=True, env=os.environ | variables
+    )
     assert f"transport='{transport}'" in ended.stdout, ended.stdout + ended.stderr[-3000:]
 
 
@@ -465,7 +471,7 @@ def test_the_speed_of_a_link_is_measured(source: Source, reader: Reader) -> None
     (event,) = reader.events
     assert isinstance(event, PeerConnected) and event.link is not None
     assert event.link.transport in ("cma", "tcp (software emulation)")  # some containers forbid the first one
-    assert 1e7 < event.link.bytes_per_second < 1e12
+    assert 1e5 < event.link.bytes_per_second < 1e12
     assert not event.link.problem
 
 
@@ -502,7 +508,7 @@ def test_adjacent_blocks_travel_as_one(
     ids = np.array(local, dtype=np.int32), np.array(remote, dtype=np.int32)
     handle = nixl.make_prepped_xfer("READ", agent._lists[ours], ids[0], agent._lists[theirs], ids[1], b"")
     nixl.transfer(handle)
-    deadline = time.monotonic() + WAIT_SECONDS
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while agent.state(handle) == "PROC" and time.monotonic() < deadline:
         time.sleep(0.001)
     assert nixl.get_xfer_telemetry(handle).descCount == num_descriptors
@@ -531,19 +537,23 @@ def test_posting_leaves_the_interpreter_to_others(source: Source) -> None:
 
     other = threading.Thread(target=take_turns)
     other.start()
-    try:
+
+    def has_turns() -> bool:
         before = turns[0]
         transfer = agent.read_rows(peer, MemoryKind.DRAM, rows[0], rows[1])
         during = turns[0] - before
+        finish(transfer)
+        return during > 1000
+
+    try:  # where others want the cores, the other thread may get none of them in so short a time
+        assert any(has_turns() for _ in range(5)), "posting held the GIL"
     finally:
         stop.set()
         other.join()
-    finish(transfer)
-    assert during > 1000, "posting held the GIL"
 
 
 def finish(transfer: Transfer) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not transfer.is_done():
         assert time.monotonic() < deadline
         time.sleep(0.0005)

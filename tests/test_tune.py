@@ -1,4 +1,4 @@
-"""The tuner: wrong and failing candidates never win, what was found is written after each shape. Times are by the clock
+"""The tuner: wrong and failing candidates never win, what was found is written after each shape. Times are by a clock
 that only the operation moves."""
 
 from collections.abc import Callable, Sequence
