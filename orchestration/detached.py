@@ -16,10 +16,10 @@ import msgspec
 
 from splitserve.errors import SplitserveError
 from splitserve.logs import set_up_logging
-from splitserve.orchestration.child import Progress, StatusPipe
+from splitserve.orchestration.child import StatusPipe
 from splitserve.orchestration.host import ChildProgress
 from splitserve.orchestration.launcher import LaunchError, LocalCluster
-from splitserve.orchestration.process import open_log
+from splitserve.orchestration.process import open_log, progress_of
 from splitserve.orchestration.serve import run_cluster
 from splitserve.orchestration.spec import ClusterSpec
 from splitserve.orchestration.spec_conversion import convert_spec
@@ -80,8 +80,7 @@ def start_detached(
 
 def _follow(read_fd: int, show: Callable[[ChildProgress], None], logs: Path) -> str:
     with os.fdopen(read_fd, "rb") as status:
-        for line in status:
-            progress = msgspec.json.decode(line, type=Progress)
+        for progress in progress_of(status):
             if progress.stage == "serving":
                 return progress.detail["url"]
             if progress.stage == "error":

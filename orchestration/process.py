@@ -1,5 +1,6 @@
 """One child process as its parent sees it: start, progress, orderly end."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -43,6 +44,8 @@ def child_environment(threads: int, base: Mapping[str, str]) -> dict[str, str]:
     return {**defaults, **inherited, **dict.fromkeys(counts, str(threads))}
 
 
+_log = logging.getLogger(__name__)
+
 MAX_LOG_BYTES = 16 << 20
 _KINDS: dict[type[Config], Literal["router", "worker", "lmcache"]] = {
     RouterConfig: "router",
@@ -61,6 +64,15 @@ def open_log(path: Path | None) -> Iterator[IO[bytes] | None]:
         path.replace(path.with_name(f"{path.name}.1"))
     with path.open("ab") as log:
         yield log
+
+
+def progress_of(status: IO[bytes]) -> Iterator[Progress]:
+    """What comes through a status pipe, up to its end. A process that was killed may leave half a line."""
+    for line in status:
+        try:
+            yield msgspec.json.decode(line, type=Progress)
+        except msgspec.DecodeError:
+            _log.debug("half a line of progress: %r", line)
 
 
 class ChildProcess:
@@ -175,8 +187,7 @@ class ChildProcess:
     def _read_status(self, read_fd: int) -> None:
         """Until the pipe's end, which is the child's: nobody else holds its other side."""
         with os.fdopen(read_fd, "rb") as status:
-            for line in status:
-                progress = msgspec.json.decode(line, type=Progress)
+            for progress in progress_of(status):
                 if progress.stage == "error":
                     self.error_message = progress.detail["message"]
                 self._emit(ChildProgress(self.name, progress.stage, progress.detail))

@@ -58,6 +58,9 @@ def run_worker(config: WorkerConfig, progress: Progress) -> None:
             raise ZeroDivisionError("nobody foresaw this")
         case "crash":
             os.kill(os.getpid(), signal.SIGKILL)
+        case "half-a-line":  # as when it is killed while it writes
+            os.write(progress.__self__._file.fileno(), b'{"stage": "err')  # type: ignore[attr-defined]
+            os.kill(os.getpid(), signal.SIGKILL)
         case "slow":
             time.sleep(60)
         case "stubborn":

@@ -115,6 +115,7 @@ def test_second_start_on_the_same_port(make_cluster) -> None:
         ("decode-0=refuse", r"^decode-0: model.norm.weight is missing: take a complete checkpoint$"),
         ("decode-0=bug", r"^decode-0: ZeroDivisionError: nobody foresaw this$"),
         ("decode-0=crash", r"^decode-0: decode-0 was ended by SIGKILL$"),
+        ("decode-0=half-a-line", r"^decode-0: decode-0 was ended by SIGKILL$"),
     ],
 )
 def test_failure_at_start_ends_everything_with_its_message(
