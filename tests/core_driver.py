@@ -110,6 +110,16 @@ class Worker:
             effects += self.end_copy()
         return effects
 
+    def run(self) -> list[Effect]:
+        """Steps, and copies between device and host tier, until none can begin."""
+        effects: list[Effect] = []
+        while True:
+            effects += self.tick() + self.end_copies()
+            plan = self.plan()
+            effects += self.tick() if plan is None else self.commit(plan)
+            if plan is None and not self.copies:
+                return effects
+
     def assert_idle(self) -> None:
         pool = self.core.state.blocks.pool
         assert self.core.load().requests_tracked == 0

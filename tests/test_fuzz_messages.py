@@ -37,9 +37,7 @@ def serves_prefill(fuzzed: FuzzedWorker) -> None:
     worker, key = fuzzed.worker, RequestKey("good")
     worker.hear(ROUTER, prefill_request(key))
     worker.hear(DECODE, grant(key))
-    effects = []
-    while (plan := worker.plan()) is not None:
-        effects += worker.commit(plan)
+    effects = worker.run()
     assert sent(effects, Offer)[-1].last and sent(effects, StepTokens)
     worker.hear(DECODE, Release(key, True))
 
@@ -47,8 +45,7 @@ def serves_prefill(fuzzed: FuzzedWorker) -> None:
 def serves_alone(fuzzed: FuzzedWorker) -> None:
     worker = fuzzed.worker
     effects = worker.hear(ROUTER, LocalRequest(RequestKey("good alone"), PROMPT, SamplingParams(max_tokens=3), 60.0))
-    while (plan := worker.plan()) is not None:
-        effects += worker.commit(plan)
+    effects += worker.run()
     assert sent(effects, StepTokens)[-1].deltas[0].finish_reason is FinishReason.LENGTH
 
 
@@ -64,8 +61,7 @@ def serves_decode(fuzzed: FuzzedWorker) -> None:
     effects = worker.hear(NEWCOMER, offer)
     (read,) = of(effects, StartRead)
     effects = worker.event(ReadResult(read.command.read_id, None, [50, 51, 52]))
-    while (plan := worker.plan()) is not None:
-        effects += worker.commit(plan)
+    effects += worker.run()
     assert sent(effects, StepTokens)[-1].deltas[0].finish_reason is FinishReason.LENGTH
 
 

@@ -55,10 +55,7 @@ class Prefill:
 
     def run(self) -> list[Effect]:
         """Steps until none can begin."""
-        effects: list[Effect] = []
-        while (plan := self.worker.plan()) is not None:
-            effects += self.worker.commit(plan) + self.worker.end_copies()
-        return effects + self.worker.tick() + self.worker.end_copies()
+        return self.worker.run()
 
     def offers(self, effects: list[Effect], key: RequestKey = KEY) -> list[Offer]:
         found = [body for body in sent(effects, Offer) if isinstance(body, Offer)]
