@@ -309,7 +309,7 @@ class Cluster:
             child = self._children.pop(name)
         child.join(STOP_GRACE_SECONDS)
         words = child.describe_exit(returncode)
-        _log.log(logging.ERROR if returncode else logging.INFO, "%s", words)
+        _log.log(logging.ERROR if returncode else logging.INFO, "%s: %s", name, words)
         return words
 
     def _on_worker_exit(self, name: str, returncode: int, words: str) -> None:

@@ -79,7 +79,8 @@ class Child(Protocol):
     def join(self, timeout_seconds: float) -> bool:
         """Wait for the end; False if it hasn't come in time."""
 
-    def describe_exit(self, returncode: int) -> str: ...
+    def describe_exit(self, returncode: int) -> str:
+        """Why it ended, in one line without its name."""
 
 
 class Host(Protocol):

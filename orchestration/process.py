@@ -159,15 +159,15 @@ class ChildProcess:
         return True
 
     def describe_exit(self, returncode: int) -> str:
-        """Why it ended, in one line: its own words where it left some."""
+        """Why it ended, in one line without its name: its own words where it left some."""
         if self.error_message:
             return self.error_message
         if returncode >= 0:
-            return f"{self.name} ended with exit status {returncode}"
+            return f"ended with exit status {returncode}"
         try:
-            return f"{self.name} was ended by {signal.Signals(-returncode).name}"
+            return f"was ended by {signal.Signals(-returncode).name}"
         except ValueError:
-            return f"{self.name} was ended by signal {-returncode}"
+            return f"was ended by signal {-returncode}"
 
     def _defaults(self) -> dict[str, str]:
         return {"UCX_POSIX_DIR": self._shared_memory.path} if self._shared_memory and self._shared_memory.path else {}

@@ -91,7 +91,7 @@ class RayChild:
         return True
 
     def describe_exit(self, returncode: int) -> str:
-        return self._words or f"{self.name} ended with exit status {returncode}"
+        return self._words or f"ended with exit status {returncode}"
 
     def _discard(self) -> None:
         """Give its node back. The agent first removes what its process may have left."""

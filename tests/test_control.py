@@ -69,7 +69,7 @@ STATUS = ClusterStatus(
             pid=8,
             place="GPU 3",
             num_restarts=2,
-            last_words="prefill-0 was ended by SIGKILL",
+            last_words="was ended by SIGKILL",
             wanted=False,
         )
     ],
@@ -129,7 +129,7 @@ def test_status_for_people() -> None:
         "c: serving, m at http://127.0.0.1:1",
         "  router       ready     pid 7",
         "  prefill-0    leaving   pid 8, GPU 3, restarted 2 times, revision 1, won't come back, "
-        "before: prefill-0 was ended by SIGKILL",
+        "before: was ended by SIGKILL",
         "  upgrade failed, 1 of 3 workers replaced: no memory",
     ]
 
