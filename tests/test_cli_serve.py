@@ -3,7 +3,6 @@
 import json
 import signal
 import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from command_line import command
 from splitserve.models.demo import write_demo_model
 from waiting import PATIENCE_SECONDS
 
@@ -26,10 +26,6 @@ def shared_memory_of(processes: list[psutil.Process]) -> set[Path]:
     maps = [Path(f"/proc/{process.pid}/maps") for process in processes]
     lines = [line for path in maps if path.exists() for line in path.read_text().splitlines()]
     return {Path("/dev/shm" + line.split("/dev/shm", 1)[1]) for line in lines if " /dev/shm/" in line}
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "splitserve.orchestration.cli", *arguments]
 
 
 @contextmanager

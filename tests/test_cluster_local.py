@@ -4,8 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,16 +11,10 @@ import psutil
 import pytest
 
 from cluster_load import bodies, right_tokens, steady_load
+from command_line import command, splitserve
 from serving import wait_until_quiet
 from splitserve.orchestration.client import processes_of
-
-
-def splitserve(*arguments: str, status: int = 0) -> str:
-    """Run a command; its output."""
-    command = [sys.executable, "-m", "splitserve.orchestration.cli", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == status, f"{arguments}: {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done.stdout + done.stderr
+from waiting import PATIENCE_SECONDS, wait_until
 
 
 @pytest.fixture
@@ -97,14 +89,11 @@ def test_down_after_the_launcher_was_killed(tiny_qwen3: Path, tmp_path: Path, st
 
 def test_an_up_that_is_interrupted_leaves_nothing(tiny_qwen3: Path, tmp_path: Path, state: Path) -> None:
     spec = write_spec(tmp_path / "spec.yaml", tiny_qwen3)
-    command = [sys.executable, "-m", "splitserve.orchestration.cli", "up", "--spec", spec]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command("up", "--spec", spec), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline().startswith("splitserve ")
-        deadline = time.monotonic() + 30
-        while not processes_of(state / "default"):
-            assert time.monotonic() < deadline
+        wait_until(lambda: processes_of(state / "default"), "no process was started")
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 130
+        assert process.wait(PATIENCE_SECONDS) == 130
     assert not processes_of(state / "default") and not list(state.glob("*/control.sock"))
 
 

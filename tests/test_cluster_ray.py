@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -20,6 +19,7 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group
 
 from cluster_load import bodies, right_tokens, steady_load
+from command_line import command, splitserve
 from lmcache_server import python_with_lmcache, segments
 from serving import complete_all, wait_until_quiet
 from splitserve.errors import ConfigError
@@ -39,13 +39,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 NODE = {"num_cpus": 5, "object_store_memory": 80 << 20, "include_dashboard": False}
 PATIENCE_SECONDS = 100.0  # for what Ray does; a quiet machine takes a tenth
-
-
-def splitserve(*arguments: str, status: int = 0) -> str:
-    command = [sys.executable, "-m", "splitserve.orchestration.cli", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == status, f"{arguments}: {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -249,9 +242,8 @@ def same_on_this_machine(spec: str, url: str) -> bool:
 
 def kill_in_the_middle(*arguments: str) -> None:
     """Run a command until it speaks of a process that listens; then kill it."""
-    command = [sys.executable, "-m", "splitserve.orchestration.cli", *arguments]
     said: list[str] = []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
+    with subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None
         too_late = threading.Timer(PATIENCE_SECONDS, driver.kill)
         too_late.start()

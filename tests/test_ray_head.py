@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,21 +12,11 @@ import psutil
 import pytest
 
 from cluster_load import right_tokens
+from command_line import command, splitserve
 from splitserve.orchestration.ray_names import HEAD_VARIABLE
+from waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-PATIENCE_SECONDS = 100.0
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "splitserve.orchestration.cli", *arguments]
-
-
-def splitserve(*arguments: str) -> str:
-    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
-    assert done.returncode == 0, f"{arguments}: {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
 
 
 @pytest.fixture
@@ -80,7 +69,7 @@ def test_a_cluster_whose_ray_head_was_killed(spec: str, state: Path, tiny_qwen3:
     assert len(folders) == 2 and all(folder.is_dir() for folder in folders)
     os.kill(record["head_pid"], signal.SIGKILL)
     assert "the Ray head that was started for it has ended" in splitserve("down")
-    psutil.wait_procs(processes, 10.0)
+    psutil.wait_procs(processes, PATIENCE_SECONDS)
     assert everything_of(record["head_folder"]) == []
     assert not state.exists() and not Path(record["head_folder"]).exists()
     assert not any(folder.exists() for folder in folders)
@@ -89,7 +78,7 @@ def test_a_cluster_whose_ray_head_was_killed(spec: str, state: Path, tiny_qwen3:
 def test_a_driver_that_is_killed_while_ray_starts(spec: str, state: Path) -> None:
     with subprocess.Popen(command("up", "--ray", "local", "--spec", spec), stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None
-        too_late = threading.Timer(PATIENCE_SECONDS, driver.kill)
+        too_late = threading.Timer(2 * PATIENCE_SECONDS, driver.kill)
         too_late.start()
         try:
             assert any("head at" in line for line in driver.stdout), "it never spoke of a head"
