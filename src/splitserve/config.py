@@ -69,8 +69,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     doesn't say. ``kv_cache_dtype`` "fp8" halves KV memory and what a hand-over moves, at some cost in accuracy.
     ``tensor_parallel_size`` processes share a worker's model, KV memory and threads, on as many GPUs
     where there are any. ``enforce_eager`` turns CUDA graphs off; ``capture_mixed_steps`` has graphs
-    for steps with a small prefill, too, beside decode or alone. With ``late_launch`` a GPU gets its next decode step just
-    in time, so that who arrives meanwhile is in it. ``profile_dir``: where profiles of steps go that are
+    for steps with a small prefill, too, beside decode or alone. With ``late_launch`` a GPU gets its next decode step
+    just in time, so that who arrives meanwhile is in it. ``profile_dir``: where profiles of steps go that are
     asked for; "" refuses them.
     ``host_kv_memory_bytes`` of host memory hold blocks beyond those of ``kv_memory_bytes``, 0 for none; at most
     ``disk_kv_bytes`` more are files in ``disk_kv_dir``, "" for none, and outlive the process; ``disk_kv_backend`` of
