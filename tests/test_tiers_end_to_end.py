@@ -1,7 +1,6 @@
 """Chats whose history is larger than the block pool, on real clusters with a host tier: the same tokens."""
 
 import asyncio
-import os
 import random
 import re
 import signal
@@ -18,6 +17,7 @@ from splitserve.config import EngineConfig
 from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.shorthand import simple_spec
 from test_end_to_end import BLOCK_SIZE, body, cluster
+from waiting import PATIENCE_SECONDS, wait_until
 
 NUM_USERS = 12
 NUM_TURNS = 5
@@ -105,6 +105,8 @@ def test_chats_survive_the_death_of_a_worker_with_host_and_disk_tiers(
         answers, _ = chat(running.url, tiny_qwen3)
         killer.join()
         assert answers == chat_tokens
+        assert running.wait_ready("mixed-0", PATIENCE_SECONDS)
+        wait_until(lambda: [each["ready"] for each in worker_metrics(running.url).values()] == [1, 1])
         wait_until_quiet(running.url)
         again, cached = chat(running.url, tiny_qwen3)
         assert again == chat_tokens
@@ -175,4 +177,4 @@ def kill_one(running: LocalCluster, worker: str, num_requests: int) -> None:
         sum(load["output_tokens_total"] for load in worker_metrics(running.url).values()) < num_requests * ANSWER_TOKENS
     ):
         time.sleep(0.05)
-    os.kill(running.pids[worker], signal.SIGKILL)
+    running.send_signal(worker, signal.SIGKILL)
