@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from splitserve.benchmarks.engine_options import add_engine_options, engine_config
 from splitserve.benchmarks.load import Endpoint, run_load
 from splitserve.benchmarks.report import table, write_result
 from splitserve.benchmarks.stats import RequestRecord, summarise
@@ -25,7 +26,7 @@ from splitserve.benchmarks.workload import arrival_seconds, token_prompts
 from splitserve.config import EngineConfig
 from splitserve.errors import ConfigError, SplitserveError
 from splitserve.models.config import load_model_config
-from splitserve.models.demo import SHAPES, write_demo_config
+from splitserve.models.demo import write_demo_config
 from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.shorthand import simple_spec
 
@@ -72,13 +73,9 @@ def make_load(options: argparse.Namespace, model: str, vocab_size: int) -> Load:
 
 
 def spec_of(options: argparse.Namespace, model: str, arrangement: str) -> Any:
-    engine = EngineConfig(
-        model=model,
-        device=options.device,
-        dtype=options.dtype,
-        load_format=options.load_format,
-        threads=options.threads,
-        kv_memory_bytes=options.kv_memory_mib << 20,
+    engine = engine_config(
+        options,
+        model,
         max_num_batched_tokens=options.max_batched_tokens,
         max_num_seqs=options.max_num_seqs,
         enable_prefix_caching=False,
@@ -152,15 +149,9 @@ def row_of(result: dict[str, Any]) -> list[object]:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="splitserve bench isolation", description=__doc__.partition("\n\n")[0])
+    add_engine_options(parser, shape="tiny", dtype="auto", kv_memory_mib=0)
     add = parser.add_argument
-    add("--model", default="", help="a checkpoint; empty: random weights of --shape")
-    add("--shape", choices=sorted(SHAPES), default="tiny")
     add("--arrangements", nargs="+", choices=list(ARRANGEMENTS), default=list(ARRANGEMENTS))
-    add("--device", default="auto")
-    add("--dtype", default="auto")
-    add("--load-format", default="auto")
-    add("--threads", type=int, default=1, help="of every worker")
-    add("--kv-memory-mib", type=int, default=0, metavar="N", help="of every worker; 0: decide at start")
     add("--max-batched-tokens", type=int, default=0, metavar="N")
     add("--max-num-seqs", type=int, default=EngineConfig(model="").max_num_seqs, metavar="N")
     late = EngineConfig(model="").late_launch

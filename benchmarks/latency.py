@@ -19,13 +19,14 @@ from typing import Any
 
 import msgspec
 
+from splitserve.benchmarks.engine_options import add_engine_options, engine_config
 from splitserve.benchmarks.load import Endpoint, run_load
 from splitserve.benchmarks.report import table, write_result
 from splitserve.benchmarks.stats import RequestRecord
 from splitserve.config import EngineConfig
 from splitserve.errors import SplitserveError
 from splitserve.models.config import load_model_config
-from splitserve.models.demo import SHAPES, write_demo_config, write_demo_model
+from splitserve.models.demo import write_demo_config, write_demo_model
 from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.shorthand import simple_spec
 
@@ -35,13 +36,9 @@ OUTPUT_TOKENS = 12
 def start_cluster(
     options: argparse.Namespace, model: str, num_prefill: int = 0, num_decode: int = 0, num_mixed: int = 0
 ) -> LocalCluster:
-    engine = EngineConfig(
-        model=model,
-        dtype=options.dtype,
-        device=options.device,
-        load_format=options.load_format,
-        threads=options.threads,
-        kv_memory_bytes=options.kv_memory_mib << 20,
+    engine = engine_config(
+        options,
+        model,
         max_num_batched_tokens=options.max_batched_tokens,
         tail_chunk_tokens=options.tail_chunk_tokens,
         enable_prefix_caching=False,
@@ -112,13 +109,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="splitserve bench latency", description=__doc__)
-    parser.add_argument("--model", default="", help="a checkpoint; without it one of --shape is made")
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-0.6b")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--load-format", default="auto")
-    parser.add_argument("--threads", type=int, default=1, help="of every worker, mixed or not")
-    parser.add_argument("--kv-memory-mib", type=int, default=1024)
+    add_engine_options(parser, shape="qwen3-0.6b", dtype="float32", kv_memory_mib=1024)
     parser.add_argument("--max-batched-tokens", type=int, default=EngineConfig(model="").max_num_batched_tokens)
     parser.add_argument("--tail-chunk-tokens", type=int, default=EngineConfig(model="").tail_chunk_tokens)
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[128, 512])

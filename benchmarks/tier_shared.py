@@ -15,8 +15,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+from splitserve.benchmarks.engine_options import engine_config
 from splitserve.benchmarks.tier_client import ARMS, arms_in_turn, ask
-from splitserve.config import EngineConfig
 from splitserve.errors import SplitserveError
 from splitserve.orchestration.host import LMCACHE, ChildProgress
 from splitserve.orchestration.launcher import LocalCluster
@@ -56,15 +56,7 @@ class _Cluster(LocalCluster):
 
 
 def _cluster(options: argparse.Namespace, model: str, *, has_lmcache: bool) -> _Cluster:
-    engine = EngineConfig(
-        model=model,
-        dtype=options.dtype,
-        device=options.device,
-        load_format=options.load_format,
-        threads=options.threads,
-        kv_memory_bytes=options.kv_memory_mib << 20,
-        kv_keep=options.kv_keep,
-    )
+    engine = engine_config(options, model, kv_keep=options.kv_keep)
     lmcache = LMCacheSpec(memory=options.lmcache_memory_mib << 20, chunk_tokens=options.lmcache_chunk_tokens)
     spec = simple_spec(engine, port=0, num_prefill=2, num_decode=1, lmcache=lmcache if has_lmcache else None)
 

@@ -19,13 +19,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from splitserve.benchmarks.engine_options import add_engine_options, engine_config
 from splitserve.benchmarks.report import table, write_result
 from splitserve.benchmarks.tier_client import ARMS, arms_in_turn, ask
 from splitserve.benchmarks.tier_hits import fits, hits, pace
 from splitserve.benchmarks.tier_shared import add_shared_options, shared, shared_rows
-from splitserve.config import KEEP_POLICIES, EngineConfig
+from splitserve.config import KEEP_POLICIES
 from splitserve.models.config import load_model_config
-from splitserve.models.demo import SHAPES, write_demo_config, write_demo_model
+from splitserve.models.demo import write_demo_config, write_demo_model
 from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.shorthand import simple_spec
 
@@ -34,13 +35,9 @@ PARTS = ("chats", "no_reuse", "fits", "hits", "pace", "shared")
 
 def start_cluster(options: argparse.Namespace, model: str, host_bytes: int, disk_dir: str) -> LocalCluster:
     """One mixed worker."""
-    engine = EngineConfig(
-        model=model,
-        dtype=options.dtype,
-        device=options.device,
-        load_format=options.load_format,
-        threads=options.threads,
-        kv_memory_bytes=options.kv_memory_mib << 20,
+    engine = engine_config(
+        options,
+        model,
         host_kv_memory_bytes=host_bytes,
         disk_kv_dir=disk_dir,
         kv_keep=options.kv_keep,
@@ -162,13 +159,7 @@ def print_results(results: dict[str, Any]) -> None:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="splitserve bench tiers", description=__doc__)
-    parser.add_argument("--model", default="", help="a checkpoint; without it one of --shape is made")
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-0.6b")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--load-format", default="auto")
-    parser.add_argument("--threads", type=int, default=1, help="of each worker")
-    parser.add_argument("--kv-memory-mib", type=int, default=128, help="of each worker: fewer than the chats need")
+    add_engine_options(parser, shape="qwen3-0.6b", dtype="auto", kv_memory_mib=128)  # less than the chats need
     parser.add_argument("--host-kv-memory-mib", type=int, default=2048, help="of the worker that has a host tier")
     parser.add_argument("--disk-kv-dir", default="", metavar="DIR", help="the same worker has a disk tier there, too")
     parser.add_argument("--kv-keep", choices=KEEP_POLICIES, default="all")

@@ -1,0 +1,32 @@
+"""Options of benchmarks that start a cluster of workers on one checkpoint, and the settings that they stand for."""
+
+import argparse
+from typing import Any
+
+from splitserve.config import EngineConfig
+from splitserve.models.demo import SHAPES
+
+
+def add_engine_options(parser: argparse.ArgumentParser, *, shape: str, dtype: str, kv_memory_mib: int) -> None:
+    """With the defaults that the benchmark is made for; ``kv_memory_mib`` 0: decide at start."""
+    add = parser.add_argument
+    add("--model", default="", help="a checkpoint; without it one of --shape is made")
+    add("--shape", choices=sorted(SHAPES), default=shape)
+    add("--dtype", default=dtype)
+    add("--device", default="auto")
+    add("--load-format", default="auto")
+    add("--threads", type=int, default=1, help="of each worker")
+    add("--kv-memory-mib", type=int, default=kv_memory_mib, metavar="N", help="of each worker; 0: decide at start")
+
+
+def engine_config(options: argparse.Namespace, model: str, **changes: Any) -> EngineConfig:
+    """What :func:`add_engine_options` have said, for ``model``, and ``changes``."""
+    return EngineConfig(
+        model=model,
+        dtype=options.dtype,
+        device=options.device,
+        load_format=options.load_format,
+        threads=options.threads,
+        kv_memory_bytes=options.kv_memory_mib << 20,
+        **changes,
+    )
