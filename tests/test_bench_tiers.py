@@ -37,6 +37,7 @@ def test_the_parts_that_ask_for_single_prompts(tmp_path: Path, capsys: pytest.Ca
     assert "of prompts found on the device" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_part_with_lmcache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also that a worker is replaced in the middle, and that the answers are the same."""
     python_with_lmcache()

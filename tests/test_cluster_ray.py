@@ -331,6 +331,4 @@ def test_what_no_node_can_run_is_refused(raylets: Cluster, tiny_qwen3: Path, tmp
     assert "on a node with labels {'zone': 'mars'}" in splitserve(
         "up", "--ray", raylets.address, "--spec", spec, status=2
     )
-    Path(spec).write_text(write_spec(tmp_path / "x", tmp_path / "nowhere", "huge") and (tmp_path / "x").read_text())
-    assert "no such directory" in splitserve("up", "--ray", raylets.address, "--spec", spec, status=2)
     assert not RayClient("huge", raylets.address).leftovers() and not state.exists()

@@ -310,6 +310,7 @@ class TestLateLaunch:
         driver.release(1)
         assert driver.result().outcome == StepOutput([5])
         driver.launch(6)  # the device is idle: at once
+        driver.runner.wait_launched(2)
         assert pace.launches == []
 
     def test_the_loop_is_woken_when_it_is_time(self, driver: Driver, pace: SetPace) -> None:

@@ -60,7 +60,9 @@ def test_greedy_tokens_are_those_of_transformers(two_heads: Path, size: int) -> 
         wait_until_quiet(running.url)
 
 
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), pytest.param(1, 4, marks=pytest.mark.slow), (4, 2)])
+@pytest.mark.parametrize(
+    ("prefill_tp", "decode_tp"), [(2, 1), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((1, 4), (4, 2)))]
+)
 def test_prompts_are_handed_over_between_workers_of_different_sizes(
     two_heads: Path, prefill_tp: int, decode_tp: int
 ) -> None:
