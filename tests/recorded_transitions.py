@@ -24,7 +24,7 @@ OWNERS = (
 )
 POOL_METHODS = ("allocate", "reference", "release", "quarantine", "lift_quarantine", "publish", "clear_prefix_index")
 SCHEDULES: Sequence[Schedule] = (
-    *(random_schedule(seed) for seed in range(300)),
+    *(random_schedule(seed) for seed in range(200)),
     *(Schedule(seed=seed, faults=Faults(step_error=0.5)) for seed in range(10)),
     *(Schedule(seed=seed, faults=Faults(damage=0.1)) for seed in range(5)),
     *(Schedule(seed=seed, shape=Shape(num_blocks=16), num_requests=24) for seed in range(4)),

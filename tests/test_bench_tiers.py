@@ -21,6 +21,7 @@ def test_whole_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "0 of 9 answers differ" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_parts_that_ask_for_single_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--shape", "tiny", "--dtype", "float32", "--kv-memory-mib", "3", "--host-kv-memory-mib", "32"]
     load = ["--parts", "fits", "hits", "pace", "--rounds", "1", "--fresh-requests", "2", "--fresh-tokens", "40"]

@@ -86,6 +86,7 @@ def wait_until_prefilled(url: str, num_tokens: int) -> dict[str, dict[str, float
     return metrics
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_storm_on_late_reads_and_a_small_tier_leaves_nothing(
     tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch

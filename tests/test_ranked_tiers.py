@@ -115,10 +115,9 @@ def layout_of(model: Path) -> LayoutRecord:
 
 def test_ranks_find_their_files_again(two_heads: Path, tmp_path: Path) -> None:  # noqa: F811
     """One file of a rank is gone when the worker starts again, and one is damaged when it's read."""
-    with running(two_heads, 1) as cluster:
-        expected, _ = ask(cluster, two_heads)
     settings = {"disk_kv_dir": str(tmp_path)}
     with running(two_heads, 2, **settings) as cluster:
+        expected, _ = ask(cluster, two_heads)
         deadline, stored = time.monotonic() + PATIENCE_SECONDS, 0.0
         while stored < NUM_BLOCKS:
             assert time.monotonic() < deadline, f"only {stored} blocks have gone down"
