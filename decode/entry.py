@@ -138,7 +138,7 @@ def _make_connector(
     me: Party, memory: KVMemory, wake: Callable[[], None], engine: EngineConfig, host: HostTierMemory | None
 ) -> NixlConnector:
     """Of this rank. ``host`` is a tier that peers may read."""
-    settings = ReadSettings.of(memory.kind, num_threads=engine.read_threads)
+    settings = ReadSettings.of(memory.kind, num_threads=engine.read_threads, maps=engine.map_peer_memory)
     digest_blocks = digests_of(memory) if engine.verify_kv else no_digests
     return NixlConnector(me, memory, wake, digest_blocks, settings=settings, host=host)
 

@@ -66,7 +66,8 @@ class RankProcess:
 
     def _transfers(self, memory: KVMemory) -> RankTransfers:
         """Moves this rank's heads, as rank 0's connector says over the link."""
-        order, settings = self._order, ReadSettings.of(memory.kind, num_threads=self._order.engine.read_threads)
+        order, engine = self._order, self._order.engine
+        settings = ReadSettings.of(memory.kind, num_threads=engine.read_threads, maps=engine.map_peer_memory)
         tiers = make_tiers(order.engine, order.party.engine_id, memory, order.rank)
         return RankTransfers(
             lambda wake: NixlConnector(order.party, memory, wake, rank=order.rank, settings=settings),

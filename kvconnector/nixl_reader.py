@@ -209,7 +209,9 @@ class PeerReader:
         return [PeerMapping(memory, size) for memory, size in zip(rank.mappable, sizes, strict=False)]
 
     def _make_mapped(self) -> MappedReader | None:
-        """None unless the blocks of each rank that we read from are mapped."""
+        """None unless the blocks of each rank that we read from are mapped, and that is wanted."""
+        if not (self._local.settings.maps or self._local.settings.path is ReadPath.MAPPED):
+            return None
         blocks = {rank: mappings[0] for rank, mappings in self._mappings.items() if mappings and mappings[0].address}
         if len(blocks) < len(self._mappings):
             return None

@@ -30,6 +30,7 @@ class ReadSettings:
     gather_slots: int
     gather_slot_bytes: int
     path: ReadPath | None = None  # for measuring: not by cost
+    maps: bool = False  # whether a mapping of a peer's GPU memory may be read through, where that costs less
     lands_first: bool | None = None  # for tests: what is in a peer's host tier, in memory beside ours; None: if it must
 
     @classmethod

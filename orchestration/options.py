@@ -162,7 +162,7 @@ def _add_model_options(group: _EngineGroup) -> None:
     group.add(
         "--late-launch",
         field="late_launch",
-        action=argparse.BooleanOptionalAction,
+        action="store_true",
         help="give a GPU its next decode step just in time, so that who arrives meanwhile is in it",
     )
 
@@ -238,7 +238,13 @@ def _add_kv_options(group: _EngineGroup) -> None:
         field="read_threads",
         type=int,
         metavar="N",
-        help="that read KV from a peer at once; 0: 2 on CPU, 4 on a GPU",
+        help="that read KV from a peer at once; 0: as many as fill the link",
+    )
+    group.add(
+        "--map-peer-memory",
+        field="map_peer_memory",
+        action="store_true",
+        help="let a GPU copy from a peer's memory through a mapping of it, where that is faster",
     )
     group.add("--kv-events", field="kv_events", action="store_true", help="workers publish what KV they hold")
 

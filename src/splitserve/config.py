@@ -62,7 +62,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     to an idle worker is computed in large chunks.
     ``tail_chunk_tokens`` keeps the last chunk of a prompt that is handed over small, so that little is left to move
     once the first token is out. ``threads`` 0 means: all cores of the process's affinity mask.
-    ``read_threads`` read KV from a peer at once, 0: as many as fill the link between two devices of that kind.
+    ``read_threads`` read KV from a peer at once, 0: as many as fill the link between two devices of that kind. With
+    ``map_peer_memory`` a GPU copies from a peer's memory itself, through a mapping of it, where that is faster.
     With ``verify_kv`` blocks that are handed over carry digests, which decode compares with what landed: a pass over
     the data on both sides.
     ``gpu_memory_utilization`` is the share of a GPU's memory that the worker takes in all, if ``kv_memory_bytes``
@@ -98,7 +99,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: str = "auto"
     enforce_eager: bool = False
     capture_mixed_steps: bool = True
-    late_launch: bool = True
+    late_launch: bool = False
+    map_peer_memory: bool = False
     gpu_memory_utilization: float = 0.9
     threads: int = 0
     read_threads: int = 0
