@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from splitserve.block_hash import root_hash
-from splitserve.config import WorkerConfig
+from splitserve.config import EngineConfig, WorkerConfig
 from splitserve.decode.core import DecodeCore
 from splitserve.decode.scheduler import DecodeScheduler
 from splitserve.kvconnector.block_pool import BlockPool
@@ -47,22 +47,10 @@ def build_core(
     first; ``shared_tier`` holds other workers', too.
     """
     engine = config.engine
-    events = KVEventLog() if engine.kv_events else KVEvents()
-    pool = BlockPool(
-        generations,
-        first_generation=secrets.randbits(63) if first_generation is None else first_generation,
-        enable_prefix_caching=engine.enable_prefix_caching,
-        events=events,
-    )
-    below = Tiers(
-        pool,
-        tiers if engine.enable_prefix_caching else (),
-        policy=make_policy(engine.kv_keep),
-        load_seconds=engine.kv_load_seconds,
-        events=events,
-        shared=shared_tier if engine.enable_prefix_caching else NO_SHARED_TIER,
-    )
-    blocks = BlockManager(pool, layout.block_size, root_hash(layout), below)
+    first = secrets.randbits(63) if first_generation is None else first_generation
+    if not engine.enable_prefix_caching:
+        tiers, shared_tier = (), NO_SHARED_TIER
+    blocks = _block_manager(engine, layout, generations, first_generation=first, tiers=tiers, shared_tier=shared_tier)
     state = EngineState(
         me=me,
         layout=layout,
@@ -92,3 +80,31 @@ def build_core(
         max_num_seqs=engine.max_num_seqs,
         connector=connector.name,
     )
+
+
+def _block_manager(
+    engine: EngineConfig,
+    layout: LayoutRecord,
+    generations: "np.typing.NDArray[np.uint64]",
+    *,
+    first_generation: int,
+    tiers: Sequence[Tier],
+    shared_tier: SharedTier,
+) -> BlockManager:
+    """The pool of device blocks, with ``tiers`` below it."""
+    events = KVEventLog() if engine.kv_events else KVEvents()
+    pool = BlockPool(
+        generations,
+        first_generation=first_generation,
+        enable_prefix_caching=engine.enable_prefix_caching,
+        events=events,
+    )
+    below = Tiers(
+        pool,
+        tiers,
+        policy=make_policy(engine.kv_keep),
+        load_seconds=engine.kv_load_seconds,
+        events=events,
+        shared=shared_tier,
+    )
+    return BlockManager(pool, layout.block_size, root_hash(layout), below)
