@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from command_line import splitserve
+
 if not Path("/dev/nvidiactl").exists():  # no GPU: Triton's kernels run under its interpreter; read at triton's import
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -62,3 +64,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the commands of a test keep what they know of running clusters, which end with it."""
+    root = tmp_path / "state"
+    monkeypatch.setenv("SPLITSERVE_STATE_DIR", str(root))
+    yield root
+    for folder in root.glob("*"):
+        splitserve("down", "--name", folder.name)

@@ -4,26 +4,15 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
-import pytest
 
 from cluster_load import bodies, right_tokens, steady_load
 from command_line import command, splitserve
 from serving import wait_until_quiet
 from splitserve.orchestration.client import processes_of
 from waiting import PATIENCE_SECONDS, wait_until
-
-
-@pytest.fixture
-def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    root = tmp_path / "state"
-    monkeypatch.setenv("SPLITSERVE_STATE_DIR", str(root))
-    yield root
-    for folder in root.glob("*"):
-        splitserve("down", "--name", folder.name)
 
 
 def write_spec(path: Path, model: Path, threads: int = 1) -> str:

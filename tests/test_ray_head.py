@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -17,15 +16,6 @@ from splitserve.orchestration.ray_names import HEAD_VARIABLE
 from waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture
-def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    root = tmp_path / "state"
-    monkeypatch.setenv("SPLITSERVE_STATE_DIR", str(root))
-    yield root
-    for folder in root.glob("*"):
-        splitserve("down", "--name", folder.name)
 
 
 @pytest.fixture
