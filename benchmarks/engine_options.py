@@ -6,6 +6,7 @@ from typing import Any
 from splitserve.config import EngineConfig
 from splitserve.models.demo import SHAPES
 
+_SWITCHES = ("late_launch", "map_peer_memory")
 
 def add_engine_options(parser: argparse.ArgumentParser, *, shape: str, dtype: str, kv_memory_mib: int) -> None:
     """With the defaults that the benchmark is made for; ``kv_memory_mib`` 0: decide at start."""
@@ -17,6 +18,19 @@ def add_engine_options(parser: argparse.ArgumentParser, *, shape: str, dtype: st
     add("--load-format", default="auto")
     add("--threads", type=int, default=1, help="of each worker")
     add("--kv-memory-mib", type=int, default=kv_memory_mib, metavar="N", help="of each worker; 0: decide at start")
+    add_switches(parser)
+
+
+def add_switches(parser: argparse.ArgumentParser) -> None:
+    """Ways of doing things that can be compared; :func:`switches` reads them."""
+    for name in _SWITCHES:
+        default = getattr(EngineConfig(model=""), name)
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, action=argparse.BooleanOptionalAction, default=default, help="as of serve")
+
+
+def switches(options: argparse.Namespace) -> dict[str, bool]:
+    return {name: getattr(options, name) for name in _SWITCHES}
 
 
 def engine_config(options: argparse.Namespace, model: str, **changes: Any) -> EngineConfig:
@@ -28,5 +42,6 @@ def engine_config(options: argparse.Namespace, model: str, **changes: Any) -> En
         load_format=options.load_format,
         threads=options.threads,
         kv_memory_bytes=options.kv_memory_mib << 20,
+        **switches(options),
         **changes,
     )

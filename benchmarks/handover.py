@@ -198,7 +198,7 @@ def parser() -> argparse.ArgumentParser:
     add("--poll-us", type=float, default=0.0, help="between looks at what is under way; 0: as in production")
     add("--serve-poll-us", type=float, default=0.0, help="between looks of the source; 0: as in production")
     add("--naive", action="store_true", help="also read the prompt in shuffled pieces of 32 KiB")
-    add("--served", action="store_true", help="whole hand-overs in a 1P1D cluster instead; see also the next four")
+    add("--served", action="store_true", help="whole hand-overs in a 1P1D cluster instead; see also the next ones")
     add(
         "--ray",
         default="",
@@ -208,6 +208,7 @@ def parser() -> argparse.ArgumentParser:
     add("--model", default="", help="directory of its config; empty: one of --shape. Weights are random")
     add("--chunk-tokens", type=int, default=2048, metavar="N", help="of the steps, where prompts come in chunks")
     add("--kv-memory-mib", type=int, default=4096, metavar="N", help="of each of its workers")
+    add_switches(parser)
     add("--repeats", type=int, default=15)
     add("--seed", type=int, default=0)
     add("--save", action="store_true", help="keep the result as JSON")

@@ -31,6 +31,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from splitserve.benchmarks.engine_options import switches
 from splitserve.benchmarks.load import Endpoint, run_load
 from splitserve.benchmarks.report import table
 from splitserve.config import EngineConfig
@@ -63,6 +64,7 @@ def engine_of(options: argparse.Namespace, model: str, device: str, max_tokens: 
         tail_chunk_tokens=max_tokens if is_one_chunk else EngineConfig(model="").tail_chunk_tokens,
         max_model_len=max(options.prompt_tokens) + 64,
         enable_prefix_caching=False,
+        **switches(options),
     )
 
 

@@ -79,8 +79,6 @@ def spec_of(options: argparse.Namespace, model: str, arrangement: str) -> Any:
         max_num_batched_tokens=options.max_batched_tokens,
         max_num_seqs=options.max_num_seqs,
         enable_prefix_caching=False,
-        late_launch=options.late_launch,
-        map_peer_memory=options.map_peer_memory,
     )
     return simple_spec(engine, port=0, **ARRANGEMENTS[arrangement])
 
@@ -155,8 +153,6 @@ def parser() -> argparse.ArgumentParser:
     add("--arrangements", nargs="+", choices=list(ARRANGEMENTS), default=list(ARRANGEMENTS))
     add("--max-batched-tokens", type=int, default=0, metavar="N")
     add("--max-num-seqs", type=int, default=EngineConfig(model="").max_num_seqs, metavar="N")
-    for name in ("--late-launch", "--map-peer-memory"):
-        add(name, action="store_true", help="see splitserve serve --help")
     add("--seconds", type=float, default=20.0, help="in which requests arrive")
     add("--stream-rate", type=float, default=2.0, metavar="R", help="per second, of requests with long answers")
     add("--stream-input-len", type=int, default=16, metavar="N")
