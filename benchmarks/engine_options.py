@@ -29,7 +29,7 @@ def add_switches(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(option, action=argparse.BooleanOptionalAction, default=default, help="as of serve")
 
 
-def switches(options: argparse.Namespace) -> dict[str, bool]:
+def switches(options: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(options, name) for name in _SWITCHES}
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from splitserve.benchmarks import handover_served
+from splitserve.benchmarks.engine_options import add_switches
 from splitserve.benchmarks.handover_ranks import RankPlace, Sinks, Timing, two_workers
 from splitserve.benchmarks.report import table, write_result
 from splitserve.errors import ConfigError
