@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from splitserve.benchmarks.kernel_times import busy_share, by_kernel, device_spans
 from splitserve.benchmarks.report import table, write_result
 from splitserve.errors import ConfigError
 from splitserve.kernels.registry import select_kernels
@@ -277,36 +278,10 @@ class EngineBench:
 
     def _profile(self, case: str, run: Callable[[], object], count: int) -> float:
         """Share of wall time in which the device did something; with ``--profile`` the kernels of ``case``, too."""
-        activities = [torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
-            run()
-            torch.cuda.synchronize()
-        spans = sorted(
-            (event.time_range.start, event.time_range.end, event.name)
-            for event in profiler.events() or ()
-            if event.device_type == torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
-        )
-        if not spans:
-            return 0.0
+        spans = device_spans(run)
         if self._arguments.profile:
             self.profiles[case] = by_kernel(spans, count)
-        busy, reached = 0.0, spans[0][0]
-        for start, end, _ in spans:
-            busy += max(0.0, end - max(start, reached))
-            reached = max(reached, end)
-        return float(busy / (reached - spans[0][0]))
-
-
-def by_kernel(spans: Sequence[tuple[float, float, str]], count: int) -> list[dict[str, Any]]:
-    """Microseconds and calls of each kernel per step, the longest first; ``spans`` cover ``count`` steps."""
-    totals: dict[str, list[float]] = {}
-    for start, end, name in spans:
-        totals.setdefault(name[:120], []).append(end - start)
-    rows = [
-        {"kernel": name, "us": round(sum(times) / count, 1), "calls": len(times) / count}
-        for name, times in totals.items()
-    ]
-    return sorted(rows, key=lambda row: -float(str(row["us"])))
+        return busy_share(spans)
 
 
 def random_kv(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

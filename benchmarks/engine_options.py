@@ -8,6 +8,7 @@ from splitserve.models.demo import SHAPES
 
 _SWITCHES = ("late_launch", "map_peer_memory")
 
+
 def add_engine_options(parser: argparse.ArgumentParser, *, shape: str, dtype: str, kv_memory_mib: int) -> None:
     """With the defaults that the benchmark is made for; ``kv_memory_mib`` 0: decide at start."""
     add = parser.add_argument

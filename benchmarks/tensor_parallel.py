@@ -6,6 +6,7 @@ tokens shows whether they are equal: they should be in float32; in bfloat16 sums
 """
 
 import argparse
+import functools
 import hashlib
 import logging
 import os
@@ -17,10 +18,12 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 
+from splitserve.benchmarks.kernel_times import busy_share, by_kernel, device_spans
 from splitserve.benchmarks.report import table, write_result
 from splitserve.config import EngineConfig
 from splitserve.decode.ranked_runner import RankedCudaRunner, RankedRunner
@@ -38,6 +41,8 @@ from splitserve.step import MAX_STEPS_UNDER_WAY, UNKNOWN_TOKEN, SampleSpec, Sche
 
 _WARM_UP_STEPS = 8
 _PREFILL_RUNS = 4
+_PROFILED_STEPS = 8
+_SHOWN_KERNELS = 14
 
 
 class Workload(msgspec.Struct, frozen=True):
@@ -48,14 +53,18 @@ class Workload(msgspec.Struct, frozen=True):
     context: int
     prompts: list[int]
     steps: int
+    profile: bool
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """Milliseconds of one step, by case; ``tokens``: a digest of those that greedy decoding drew."""
+    """Milliseconds of one step, by case; ``tokens``: a digest of those that greedy decoding drew. With ``--profile``
+    rank 0's share of busy time and its kernels, by case."""
 
     ranks: int
     milliseconds: dict[str, float]
     tokens: str
+    busy: dict[str, float]
+    kernels: dict[str, list[dict[str, Any]]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,6 +85,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     print(table(rows, headers))
     print("greedy tokens:", ", ".join(f"TP {result.ranks} {result.tokens}" for result in results))
+    for result in results:
+        for case, found in result.kernels.items():
+            print(f"TP {result.ranks}, {case}: busy {result.busy[case]:.1%}")
+            shown = [[row["us"], row["calls"], row["kernel"]] for row in found[:_SHOWN_KERNELS]]
+            print(table(shown, ["us", "calls", "kernel"]))
     data = {"model": arguments.model or arguments.shape, "results": [msgspec.to_builtins(r) for r in results]}
     path = write_result("tensor-parallel", list(argv or ()), data, Path(arguments.output) if arguments.output else None)
     print(f"written to {path}")
@@ -94,6 +108,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prefill", type=int, nargs="*", default=[1024, 8192], metavar="TOKENS")
     parser.add_argument("--steps", type=int, default=100, help="decode steps that are timed per case")
     parser.add_argument("--threads", type=int, default=0, help="of a rank on CPU; 0: as torch decides")
+    parser.add_argument("--profile", action="store_true", help="where the GPU's time goes in decode steps of rank 0")
     parser.add_argument("--output", default="", metavar="DIR", help="where the JSON goes; empty: benchmarks/results")
     parser.add_argument("--workload", default="", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -112,7 +127,7 @@ def _workload(arguments: argparse.Namespace, model: str, ranks: int) -> Workload
         threads=arguments.threads or torch.get_num_threads(),
         tensor_parallel_size=ranks,
     )
-    return Workload(engine, arguments.batch, arguments.context, arguments.prefill, arguments.steps)
+    return Workload(engine, arguments.batch, arguments.context, arguments.prefill, arguments.steps, arguments.profile)
 
 
 def _in_a_process(workload: Workload) -> Figures:
@@ -134,14 +149,19 @@ def _measure(workload: Workload) -> Figures:
         served = load_served_model(engine, device, team.group, lambda _stage, _detail: None)
         team.wait_until_ready()
         stepper = _Stepper(_launching(team, served.runner), engine.block_size, served.memory.num_blocks)
-        times = {}
+        times: dict[str, float] = {}
+        busy: dict[str, float] = {}
+        kernels: dict[str, list[dict[str, Any]]] = {}
         for batch in workload.batches:
+            case = f"decode {batch} x {workload.context}"
             stepper.decode(batch, workload.context, _WARM_UP_STEPS)
-            seconds = stepper.decode(batch, workload.context, workload.steps) / workload.steps
-            times[f"decode {batch} x {workload.context}"] = 1e3 * seconds
+            times[case] = 1e3 * stepper.decode(batch, workload.context, workload.steps) / workload.steps
+            if workload.profile:
+                spans = device_spans(functools.partial(stepper.decode, batch, workload.context, _PROFILED_STEPS))
+                busy[case], kernels[case] = busy_share(spans), by_kernel(spans, _PROFILED_STEPS)
         for length in workload.prompts:
             times[f"prefill {length}"] = 1e3 * statistics.median(stepper.prefill(length) for _ in range(_PREFILL_RUNS))
-        return Figures(ranks, times, stepper.digest())
+        return Figures(ranks, times, stepper.digest(), busy, kernels)
 
 
 def _on_failure(error: RankError) -> None:

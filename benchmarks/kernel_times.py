@@ -1,0 +1,47 @@
+"""Where a GPU's time goes: what it did while something ran, kernel by kernel."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Span = tuple[float, float, str]
+"""Start and end in microseconds, and the name of a kernel or copy."""
+
+
+def device_spans(run: Callable[[], object]) -> list[Span]:
+    """What the GPU did in ``run``, by start. Nothing on a machine without one."""
+    if not torch.cuda.is_available():
+        run()
+        return []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
+        run()
+        torch.cuda.synchronize()
+    return sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profiler.events() or ()
+        if event.device_type == torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
+    )
+
+
+def busy_share(spans: Sequence[Span]) -> float:
+    """Share of the time from the first start to the last end in which something ran; 0 without spans."""
+    if not spans:
+        return 0.0
+    busy, reached = 0.0, spans[0][0]
+    for start, end, _ in spans:
+        busy += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return busy / (reached - spans[0][0])
+
+
+def by_kernel(spans: Sequence[Span], count: int) -> list[dict[str, Any]]:
+    """Microseconds and calls of each kernel per step, the longest first; ``spans`` cover ``count`` steps."""
+    totals: dict[str, list[float]] = {}
+    for start, end, name in spans:
+        totals.setdefault(name[:120], []).append(end - start)
+    rows = [
+        {"kernel": name, "us": round(sum(times) / count, 1), "calls": len(times) / count}
+        for name, times in totals.items()
+    ]
+    return sorted(rows, key=lambda row: -float(str(row["us"])))
