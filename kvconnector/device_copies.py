@@ -13,13 +13,17 @@ from splitserve.kvconnector.memory import KVMemory
 
 
 class Pending(Protocol):
-    """Something under way."""
+    """Something under way. ``due_at``, by the monotonic clock: it won't be done earlier; 0.0: it may be at any time."""
+
+    due_at: float
 
     def is_done(self) -> bool:
         """Whether it is over; raises if it failed."""
 
 
 class Done:
+    due_at = 0.0
+
     def is_done(self) -> bool:
         return True
 
@@ -27,8 +31,9 @@ class Done:
 class OnDevice:
     """Work that was queued on a stream. Keeps what it reads alive."""
 
-    def __init__(self, stream: torch.cuda.Stream, *inputs: Tensor) -> None:
+    def __init__(self, stream: torch.cuda.Stream, *inputs: Tensor, due_at: float = 0.0) -> None:
         self._inputs = inputs
+        self.due_at = due_at
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record(stream)
 

@@ -13,6 +13,7 @@ are in flight, or while peers may be reading from here (:meth:`NixlConnector.ser
 import itertools
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -115,6 +116,14 @@ class _ReadThread(OwnerThread):
     def is_busy(self) -> bool:
         return bool(self._probes) or any(reader.is_busy for reader in self._readers.values())
 
+    @property
+    def poll_seconds(self) -> float:
+        """Not before something can be over: each look takes the interpreter from the thread that launches steps."""
+        if self._probes:
+            return super().poll_seconds
+        due_at = min((reader.due_at for reader in self._readers.values() if reader.is_busy), default=0.0)
+        return max(super().poll_seconds, due_at - time.monotonic())
+
     def begin(self) -> None:
         make_context_current(self._local.memory.device)
 
@@ -168,8 +177,10 @@ class _ReadThread(OwnerThread):
             self._refuse(attempt, peer, problem)
             return
         del self._probes[peer]
-        shape = self._readers[peer].shape
-        self._on_connected(Connected(attempt, PeerConnected(peer, None, probe.link), shape, probe.cost))
+        reader = self._readers[peer]
+        if reader.mapped is not None and probe.cost is not None and probe.cost.mapped is not None:
+            reader.mapped.bytes_per_second = probe.cost.mapped.bytes_per_second
+        self._on_connected(Connected(attempt, PeerConnected(peer, None, probe.link), reader.shape, probe.cost))
 
     def _refuse(self, attempt: int, peer: Party, problem: Exception) -> None:
         UCX_LOG.forward_complaints()
@@ -273,10 +284,12 @@ class NixlConnector:
             thread.submit(partial(thread.disconnect, peer))
 
     def read(self, command: ReadCommand) -> None:
-        parts = self._parts(command)
         with self._lock:
-            self._split_reads[command.read_id] = ReadJoin(len(parts))
             peer = self._peers.get(command.peer)
+            parts = self._parts(command)
+            if peer is not None and peer.path(len(command.local_blocks), self._settings.path) is ReadPath.MAPPED:
+                parts = [command]  # one thread fills the link
+            self._split_reads[command.read_id] = ReadJoin(len(parts))
         for thread, part in zip(self._threads, parts, strict=False):
             path = ReadPath.DIRECT if peer is None else peer.path(len(part.local_blocks), self._settings.path)
             thread.submit(partial(thread.read, part, path))

@@ -120,7 +120,9 @@ class Agent:
 
 
 class Transfer:
-    """A posted read. Its agent's end ends it, too."""
+    """A posted read. Its agent's end ends it, too. It gets on when asked whether it's done."""
+
+    due_at = 0.0
 
     def __init__(self, agent: Agent, handle: Any) -> None:
         self._agent = agent

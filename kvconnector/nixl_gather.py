@@ -62,6 +62,8 @@ class GatherReader:
 class TicketWait:
     """Over when the ticket is there, in ``slot``; or when it took too long: then ``slot`` is None."""
 
+    due_at = 0.0
+
     def __init__(self, reader: GatherReader, rank: int, ticket: int) -> None:
         self._reader = reader
         self._rank = rank
@@ -84,6 +86,8 @@ class TicketWait:
 
 class TicketCheck:
     """After the slot was read: is what was in it still what was asked for?"""
+
+    due_at = 0.0
 
     def __init__(self, reader: GatherReader, rank: int, slot: int, ticket: int) -> None:
         self._reader = reader

@@ -269,6 +269,11 @@ class PeerReader:
     def is_busy(self) -> bool:
         return bool(self.active or self.waiting)
 
+    @property
+    def due_at(self) -> float:
+        """When to look at what is under way, by the monotonic clock; 0.0: at any time."""
+        return 0.0 if self.waiting else min((read.pending.due_at for read in self.active), default=0.0)
+
     def read(self, command: ReadCommand, path: ReadPath) -> None:
         """To be posted by the next :meth:`poll`, or when there is room."""
         self.waiting.append((command, path))
@@ -379,7 +384,7 @@ class PeerReader:
             yield from self._read_staged(local_blocks, remote)
         elif read.path is ReadPath.MAPPED:
             assert self.mapped is not None
-            yield self.mapped.read(local_blocks, remote.tolist())
+            yield self.mapped.read(local, remote)
 
     def _read_gathered(self, local_blocks: Sequence[int], remote: BlockIds) -> Generator[Pending, None, bool]:
         """False if the source doesn't do its part in time: then it isn't asked again. The next slot is asked for before

@@ -17,6 +17,8 @@ LANDING_BYTES = 64 << 20
 class _Until:
     """Something that others have to end first."""
 
+    due_at = 0.0
+
     def __init__(self, is_over: Callable[[], bool]) -> None:
         self._is_over = is_over
 

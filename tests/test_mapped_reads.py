@@ -6,12 +6,14 @@ That a GPU moves them is in test_handover_gpu.
 import ctypes
 import random
 
+import numpy as np
 import pytest
 import torch
 
 from splitserve.handover import ReadPath
+from splitserve.kvconnector.batch_copies import BatchCopier, Copies
 from splitserve.kvconnector.layout import block_bytes
-from splitserve.kvconnector.mapped_reads import Blocks, Copy, block_copies
+from splitserve.kvconnector.mapped_reads import Blocks, block_copies
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.nixl import _Peer
 from splitserve.kvconnector.read_choice import ReadShape, choose_path
@@ -26,15 +28,87 @@ def layout(num_ranks: int, num_kv_heads: int = 4) -> LayoutRecord:
     return LayoutRecord("m", "w", "float32", 4, 3, num_kv_heads, 2, tensor_parallel_size=num_ranks)
 
 
-def carry_out(copy: Copy) -> None:
-    for row in range(copy.height):
-        ctypes.memmove(copy.target + row * copy.target_pitch, copy.source + row * copy.source_pitch, copy.width)
+def ids(*block_ids: int) -> np.ndarray:
+    return np.array(block_ids, np.int32)
 
 
+POINTER, SIZE, SIZES = ctypes.c_void_p, ctypes.c_size_t, ctypes.POINTER(ctypes.c_size_t)
+ADDRESSES = ctypes.POINTER(ctypes.c_uint64)
+NOT_SUPPORTED = 801
+STREAM = 77
+
+
+class Place(ctypes.Structure):
+    """``CUmemcpy3DOperand`` of a pointer."""
+
+    _fields_ = [("type", ctypes.c_int), ("address", ctypes.c_uint64), ("row_length", SIZE), ("height", SIZE)]
+    _fields_ += [("hint", ctypes.c_int * 2)]
+
+
+class Rows(ctypes.Structure):
+    """``CUDA_MEMCPY3D_BATCH_OP``."""
+
+    _fields_ = [("source", Place), ("target", Place), ("extent", SIZE * 3), ("order", ctypes.c_int)]
+    _fields_ += [("flags", ctypes.c_uint)]
+
+
+class HostDriver:
+    """What of libcuda copies, within host memory, at once; batches where ``batches``, which fail where ``fails``."""
+
+    def __init__(self, *, batches: bool, fails: bool = False) -> None:
+        self.calls: list[str] = []
+        self.fails = fails
+        self.cuMemcpyAsync = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, SIZE, POINTER)(self.one)
+        self.cuMemcpy2DAsync_v2 = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(SIZE * 16), POINTER)(self.rows)
+        if batches:
+            batch = ctypes.CFUNCTYPE(ctypes.c_int, ADDRESSES, ADDRESSES, SIZES, SIZE, POINTER, SIZES, SIZE, POINTER)
+            self.cuMemcpyBatchAsync_v2 = batch(self.batch)
+            batch = ctypes.CFUNCTYPE(ctypes.c_int, SIZE, ctypes.POINTER(Rows), ctypes.c_ulonglong, POINTER)
+            self.cuMemcpy3DBatchAsync_v2 = batch(self.batch_of_rows)
+
+    def one(self, target: int, source: int, size: int, stream: int) -> int:
+        self.calls.append("one")
+        ctypes.memmove(target, source, size)
+        return int(stream != STREAM)
+
+    def rows(self, copy: "ctypes._Pointer[ctypes.Array[ctypes.c_size_t]]", stream: int) -> int:
+        self.calls.append("rows")
+        _, _, _, _, source, _, source_pitch, _, _, _, _, target, _, target_pitch, width, height = copy.contents
+        for row in range(height):
+            ctypes.memmove(target + row * target_pitch, source + row * source_pitch, width)
+        return int(stream != STREAM)
+
+    def batch(self, targets, sources, sizes, count, attributes, first, num_attributes, stream) -> int:
+        self.calls.append("batch")
+        assert ctypes.cast(attributes, ctypes.POINTER(ctypes.c_int))[0] == 1
+        assert (first[0], num_attributes, stream) == (0, 1, STREAM)
+        for index in range(0 if self.fails else count):
+            ctypes.memmove(targets[index], sources[index], sizes[index])
+        return NOT_SUPPORTED if self.fails else 0
+
+    def batch_of_rows(self, count, operations, flags, stream) -> int:
+        self.calls.append("batch of rows")
+        assert (flags, stream) == (0, STREAM)
+        for index in range(0 if self.fails else count):
+            source, target, (width, height, depth) = (
+                getattr(operations[index], f) for f in ("source", "target", "extent")
+            )
+            assert (source.type, target.type, depth, operations[index].order) == (1, 1, 1, 1)
+            for row in range(height):
+                ctypes.memmove(
+                    target.address + row * target.row_length, source.address + row * source.row_length, width
+                )
+        return NOT_SUPPORTED if self.fails else 0
+
+
+@pytest.mark.parametrize("batches", [True, False])
 @pytest.mark.parametrize("num_kv_heads", [4, 2])
 @pytest.mark.parametrize("decode", [1, 2, 4])
 @pytest.mark.parametrize("prefill", [1, 2, 4])
-def test_each_rank_gets_its_heads_and_nothing_else_changes(prefill: int, decode: int, num_kv_heads: int) -> None:
+def test_each_rank_gets_its_heads_and_nothing_else_changes(
+    prefill: int, decode: int, num_kv_heads: int, batches: bool
+) -> None:
+    copier = BatchCopier(HostDriver(batches=batches))
     theirs, ours = layout(prefill, num_kv_heads), layout(decode, num_kv_heads)
     model = torch.randn(NUM_BLOCKS, 3, num_kv_heads, 2, 4, 2)
     sources = [KVMemory(theirs, NUM_BLOCKS) for _ in range(prefill)]
@@ -49,8 +123,7 @@ def test_each_rank_gets_its_heads_and_nothing_else_changes(prefill: int, decode:
         for span in head_spans(ours, rank, theirs):
             target = Blocks(ours, memory.region().blocks_address)
             source = Blocks(theirs, sources[span.rank].region().blocks_address)
-            for copy in block_copies(target, source, span, local, remote):
-                carry_out(copy)
+            assert copier.start(block_copies(target, source, span, ids(*local), ids(*remote)), STREAM) == 0
         heads = heads_of(ours, rank)
         assert torch.equal(memory.blocks[local], model[remote][:, :, heads.start : heads.stop])
         others = [block for block in range(NUM_BLOCKS) if block not in local]
@@ -61,15 +134,34 @@ def test_neighbours_on_both_sides_are_one_copy() -> None:
     whole, half = layout(1), layout(2)
     size = block_bytes(whole)
     (span,) = head_spans(whole, 0, whole)
-    assert list(block_copies(Blocks(whole, 0), Blocks(whole, 1 << 20), span, [4, 5, 6, 8], [0, 1, 2, 3])) == [
-        Copy(4 * size, 1 << 20, 3 * size, 1, 3 * size, 3 * size),
-        Copy(8 * size, (1 << 20) + 3 * size, size, 1, size, size),
-    ]
+    copies = block_copies(Blocks(whole, 0), Blocks(whole, 1 << 20), span, ids(4, 5, 6, 8), ids(0, 1, 2, 3))
+    assert copies.targets.tolist() == [4 * size, 8 * size]
+    assert copies.sources.tolist() == [1 << 20, (1 << 20) + 3 * size]
+    assert copies.heights.tolist() == [9, 3] and copies.width == size // 3
+    assert copies.is_flat and copies.num_bytes == 4 * size
     (span,) = head_spans(half, 1, whole)
     layer = size // 3
-    assert list(block_copies(Blocks(half, 0), Blocks(whole, 1 << 20), span, [4, 5], [0, 1])) == [
-        Copy(2 * size, (1 << 20) + layer // 2, layer // 2, 6, layer // 2, layer)
-    ]
+    copies = block_copies(Blocks(half, 0), Blocks(whole, 1 << 20), span, ids(4, 5), ids(0, 1))
+    assert (copies.targets.tolist(), copies.sources.tolist()) == ([2 * size], [(1 << 20) + layer // 2])
+    assert (copies.heights.tolist(), copies.width) == ([6], layer // 2)
+    assert (copies.target_pitch, copies.source_pitch, copies.is_flat) == (layer // 2, layer, False)
+
+
+@pytest.mark.parametrize("is_flat", [True, False])
+def test_a_driver_that_refuses_batches_copies_one_by_one(is_flat: bool) -> None:
+    source, target = torch.arange(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    offsets = np.array([0, 32], np.uint64)
+    addresses = (offsets + np.uint64(tensor.data_ptr()) for tensor in (target, source))
+    copies = Copies(*addresses, np.array([2, 3], np.uint64), 4, *([4, 4] if is_flat else [8, 8]))
+    driver = HostDriver(batches=True, fails=True)
+    copier = BatchCopier(driver)
+    for _ in range(2):
+        assert copier.start(copies, STREAM) == 0
+    batch, single = ("batch", "one") if is_flat else ("batch of rows", "rows")
+    assert driver.calls == [batch, *[single] * 4]
+    moved = [*range(8), *range(32, 44)] if is_flat else [i for i in (*range(12), *range(32, 52)) if i % 8 < 4]
+    assert torch.nonzero(target).flatten().tolist() == [i for i in moved if i]
+    assert copier.start(copies, STREAM + 1) == 1
 
 
 POSTED, COPY = LinkCost(2e-5, 5e-6, 270e9), CopyCost(2e-5, 1e12)

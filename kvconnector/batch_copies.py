@@ -1,0 +1,162 @@
+"""Many copies between addresses that a GPU can reach, queued by one call of the driver.
+
+One by one, copies of a few megabytes leave the link between two GPUs idle a quarter of the time; in a batch the driver
+lets them overlap.
+"""
+
+import ctypes
+import logging
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+logger = logging.getLogger(__name__)
+
+Addresses = npt.NDArray[np.uint64]
+Heights = npt.NDArray[np.uint64]
+
+_UNIFIED = 4  # of CUmemorytype: the address tells where it is
+_POINTER = 1  # of CUmemcpy3DOperandType
+_IN_STREAM_ORDER = 1  # of CUmemcpySrcAccessOrder
+
+
+class Copies(NamedTuple):
+    """Pieces of ``heights[i]`` rows of ``width`` bytes, from ``sources[i]`` to ``targets[i]``; a row begins a pitch (in
+    bytes) after the one before."""
+
+    targets: Addresses
+    sources: Addresses
+    heights: Heights
+    width: int
+    target_pitch: int
+    source_pitch: int
+
+    @property
+    def is_flat(self) -> bool:
+        """Rows follow each other without gaps."""
+        return self.width == self.target_pitch == self.source_pitch
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.heights.sum()) * self.width
+
+
+class _Attributes(ctypes.Structure):
+    """``CUmemcpyAttributes`` of cuda.h; hints of places are ignored for memory that CUDA allocated."""
+
+    _fields_ = [("order", ctypes.c_uint), ("hints", ctypes.c_uint * 4), ("flags", ctypes.c_uint)]
+
+
+_OPERAND = np.dtype(
+    [("type", "<u4"), ("gap", "<u4"), ("address", "<u8"), ("row_length", "<u8"), ("height", "<u8"), ("hint", "<u8")]
+)
+_OPERATION = np.dtype(
+    [("source", _OPERAND), ("target", _OPERAND), ("extent", "<u8", 3), ("order", "<u4"), ("flags", "<u4")]
+)
+"""``CUDA_MEMCPY3D_BATCH_OP`` of cuda.h, both operands pointers."""
+
+
+class _Memcpy2D(ctypes.Structure):
+    """``CUDA_MEMCPY2D`` of cuda.h."""
+
+    _fields_ = [
+        ("src_x_in_bytes", ctypes.c_size_t),
+        ("src_y", ctypes.c_size_t),
+        ("src_memory_type", ctypes.c_uint),
+        ("src_host", ctypes.c_void_p),
+        ("src_device", ctypes.c_uint64),
+        ("src_array", ctypes.c_void_p),
+        ("src_pitch", ctypes.c_size_t),
+        ("dst_x_in_bytes", ctypes.c_size_t),
+        ("dst_y", ctypes.c_size_t),
+        ("dst_memory_type", ctypes.c_uint),
+        ("dst_host", ctypes.c_void_p),
+        ("dst_device", ctypes.c_uint64),
+        ("dst_array", ctypes.c_void_p),
+        ("dst_pitch", ctypes.c_size_t),
+        ("width_in_bytes", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    ]
+
+
+class BatchCopier:
+    """``driver``: libcuda, or what has its functions. One from before CUDA 13 has none for batches, and copies one by
+    one."""
+
+    def __init__(self, driver: ctypes.CDLL) -> None:
+        self._driver = driver
+        driver.cuMemcpyAsync.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+        driver.cuMemcpy2DAsync_v2.argtypes = [ctypes.POINTER(_Memcpy2D), ctypes.c_void_p]
+        self._batch = getattr(driver, "cuMemcpyBatchAsync_v2", None)
+        if self._batch is not None:
+            pointers, count = [ctypes.c_void_p] * 3, ctypes.c_size_t
+            attributes = [ctypes.POINTER(_Attributes), ctypes.POINTER(ctypes.c_size_t), count]
+            self._batch.argtypes = [*pointers, count, *attributes, ctypes.c_void_p]
+        self._batch_of_rows = getattr(driver, "cuMemcpy3DBatchAsync_v2", None)
+        if self._batch_of_rows is not None:
+            self._batch_of_rows.argtypes = [ctypes.c_size_t, ctypes.c_void_p, ctypes.c_ulonglong, ctypes.c_void_p]
+
+    def start(self, copies: Copies, stream: int) -> int:
+        """Queue them on the stream of that handle. Returns CUDA's status: 0 if all are queued, else some may be."""
+        if len(copies.targets) == 0:
+            return 0
+        if copies.is_flat:
+            return self._start_flat(copies, stream)
+        return self._start_rows(copies, stream)
+
+    def _start_flat(self, copies: Copies, stream: int) -> int:
+        sizes = copies.heights * np.uint64(copies.width)
+        if self._batch is not None:
+            attributes, first = _Attributes(order=_IN_STREAM_ORDER), ctypes.c_size_t(0)
+            addresses = copies.targets.ctypes.data, copies.sources.ctypes.data, sizes.ctypes.data
+            status = self._batch(*addresses, len(sizes), ctypes.byref(attributes), ctypes.byref(first), 1, stream)
+            if status == 0:
+                return 0
+            self._batch = None
+            _tell_that_it_fails("cuMemcpyBatchAsync", status)
+        for target, source, size in zip(copies.targets.tolist(), copies.sources.tolist(), sizes.tolist(), strict=True):
+            if (status := self._driver.cuMemcpyAsync(target, source, size, stream)) != 0:
+                return int(status)
+        return 0
+
+    def _start_rows(self, copies: Copies, stream: int) -> int:
+        if self._batch_of_rows is not None:
+            operations = _operations(copies)
+            status = self._batch_of_rows(len(operations), operations.ctypes.data, 0, stream)
+            if status == 0:
+                return 0
+            self._batch_of_rows = None
+            _tell_that_it_fails("cuMemcpy3DBatchAsync", status)
+        pieces = zip(copies.targets.tolist(), copies.sources.tolist(), copies.heights.tolist(), strict=True)
+        for target, source, height in pieces:
+            rows = _Memcpy2D(
+                src_memory_type=_UNIFIED,
+                src_device=source,
+                src_pitch=copies.source_pitch,
+                dst_memory_type=_UNIFIED,
+                dst_device=target,
+                dst_pitch=copies.target_pitch,
+                width_in_bytes=copies.width,
+                height=height,
+            )
+            if (status := self._driver.cuMemcpy2DAsync_v2(ctypes.byref(rows), stream)) != 0:
+                return int(status)
+        return 0
+
+
+def _operations(copies: Copies) -> npt.NDArray[np.void]:
+    operations = np.zeros(len(copies.targets), _OPERATION)
+    sides = (("source", copies.sources, copies.source_pitch), ("target", copies.targets, copies.target_pitch))
+    for side, addresses, pitch in sides:
+        operand = operations[side]
+        operand["type"], operand["row_length"], operand["height"] = _POINTER, pitch, copies.heights
+        operand["address"] = addresses
+    operations["extent"][:, 0], operations["extent"][:, 1], operations["extent"][:, 2] = copies.width, copies.heights, 1
+    operations["order"] = _IN_STREAM_ORDER
+    return operations
+
+
+def _tell_that_it_fails(name: str, status: int) -> None:
+    """What it may have queued does no harm: the same bytes come once more."""
+    logger.warning("%s fails (status %d): copies go one by one from now on", name, status)
