@@ -346,13 +346,14 @@ def _tile_kernel(
     wait(OVERLAPPED)
 
     acc = tl.zeros((BLOCK_M, WIDTH), tl.float32)
-    x_rows = x_ptr + tl.minimum(row, num_rows - 1).to(tl.int64) * x_stride  # rows beyond the last are never stored
+    # Rows beyond the last aren't read: all programs reading one row in their stead would wait for the same memory.
+    x_rows, is_row = x_ptr + row.to(tl.int64) * x_stride, (row < num_rows)[:, None]
     for offset in range(0, PART_K, BLOCK_K):
         k = first_k + offset + tl.arange(0, BLOCK_K)
         if K % (SPLIT_K * BLOCK_K) == 0:
-            x = tl.load(x_rows[:, None] + k[None, :])
+            x = tl.load(x_rows[:, None] + k[None, :], mask=is_row, other=0.0)
         else:
-            x = tl.load(x_rows[:, None] + k[None, :], mask=(k < K)[None, :], other=0.0)
+            x = tl.load(x_rows[:, None] + k[None, :], mask=is_row & (k < K)[None, :], other=0.0)
         if TMA:
             weight = tl.reshape(descriptor.load([0, first_column, first_k + offset]), (WIDTH, BLOCK_K))
         elif K % (SPLIT_K * BLOCK_K) == 0:
