@@ -125,15 +125,21 @@ class Linear(Protocol):
         """-> [T, out_features]."""
         ...
 
-    def add_to(self, residual: Tensor, x: Tensor) -> None:
-        """``residual`` [T, out_features] += the product, in place."""
+    def add_to(self, residual: Tensor, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor | None:
+        """``residual`` [T, out_features] += the product, in place.
+
+        Where it costs next to nothing, returns the residual RMS-normalised by ``norm``, for the product that follows.
+        """
         ...
 
-    def after_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
-        """The product with the RMS-normalised ``x`` (:class:`RmsNorm`) -> [T, out_features]."""
+    def after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
+        """The product with the RMS-normalised ``x`` (:class:`RmsNorm`) -> [T, out_features].
+
+        ``normed``: that ``x``, where there is one already (:meth:`add_to`).
+        """
         ...
 
-    def gated_after_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+    def gated_after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
         """As ``after_norm``; the first half of the outputs gates the second (:class:`SiluMul`)
         -> [T, out_features / 2]."""
         ...

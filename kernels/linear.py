@@ -27,14 +27,14 @@ class PlainLinear:
     def __call__(self, x: Tensor) -> Tensor:
         return torch.nn.functional.linear(x, self.weight)
 
-    def add_to(self, residual: Tensor, x: Tensor) -> None:
+    def add_to(self, residual: Tensor, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> None:  # noqa: ARG002
         torch.addmm(residual, x, self.weight.t(), out=residual)
 
-    def after_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
-        return self(self._rms_norm(x, norm, eps))
+    def after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
+        return self(self._rms_norm(x, norm, eps) if normed is None else normed)
 
-    def gated_after_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
-        return self._silu_mul(self.after_norm(x, norm, eps))
+    def gated_after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
+        return self._silu_mul(self.after_norm(x, norm, eps, normed))
 
 
 class OneDnnLinear:
@@ -53,14 +53,14 @@ class OneDnnLinear:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")
         return out
 
-    def add_to(self, residual: Tensor, x: Tensor) -> None:
+    def add_to(self, residual: Tensor, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> None:  # noqa: ARG002
         residual.add_(self(x))
 
-    def after_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
-        return self(self._rms_norm(x, norm, eps))
+    def after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
+        return self(self._rms_norm(x, norm, eps) if normed is None else normed)
 
-    def gated_after_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
-        return self._silu_mul(self.after_norm(x, norm, eps))
+    def gated_after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
+        return self._silu_mul(self.after_norm(x, norm, eps, normed))
 
 
 def onednn_unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -1,30 +1,38 @@
 """Sums over the ranks of one machine, read and written straight through each other's memory, in one kernel.
 
-For the small tensors of a decode step the latency counts: NCCL's rings pass a tensor on in steps, here everybody reads
-from everybody at once. Every rank has a buffer that all can address, a :class:`PeerMemory`. One-shot: each rank
-publishes its summand, and adds up all of them. Two-shot: each adds up a slice and writes it to the others: less to move
-with many ranks, but they meet twice. The summands are added in the order of the ranks, in float32, with the residual
-first, so all ranks get the same bits.
+For the small tensors of a decode step the latency counts: NCCL's rings pass a tensor on in steps, here everybody talks
+to everybody at once. Every rank has a buffer that all can address, a :class:`PeerMemory`, with a slot for each rank's
+summand. One-shot: each rank writes its summand into its slot of all other buffers, and adds up what it got. Two-shot:
+each reads a slice of what the others left in their own slots, adds it up and writes it to the others: less to move with
+many ranks, but they meet twice. The summands are added in the order of the ranks, in float32, with the residual first,
+so all ranks get the same bits. Where a program has whole rows of the residual, it normalises them as well.
 
 Ranks meet at flags that only ever count up, so that a captured graph can be replayed: program i of a rank waits for
-program i of the others, since it reads what those wrote. The summands of two calls in a row lie in different halves: a
-rank that has met the others in one call knows that they are done with the call before, though not with this one.
+program i of the others, since it reads what those wrote. The summands of two calls in a row lie in different halves of
+the buffer, and two halves are enough. A slot is read in a call by the rank that has it or by the others, and written by
+one rank, at the earliest two calls later. That rank has met all others in the call between: they had begun it, so their
+kernels before it had ended, all programs of them, and with them the reads. It doesn't matter then which program has
+which part in which call. The results of two-shot need no second half: they are written after the first meeting of a
+call, and read before the next call begins.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from splitserve.kernels.triton_launch import overlapped, wait
+from splitserve.kernels.triton_ops import normalised
 
 PROGRAMS = 64
 """Of every launch, whatever its size: their counters must stay in step. Few enough to run at once on any GPU."""
 
 _BLOCK = 4096
-_NUM_WARPS = 16
+_LONGEST_ROW = 8192  # that one program normalises
 _ALIGNMENT = 16  # bytes of one load of one thread
 _FLAG_BYTES = 128  # of a program's flags, one for each rank: a cache line of its own
 
@@ -45,46 +53,88 @@ class PeerMemory:
 
 
 def buffer_bytes(capacity_bytes: int, size: int) -> int:
-    """Bytes of each rank's buffer: two halves for summands, one part for the others' results, the flags."""
+    """Bytes of each rank's buffer: two halves of a slot for each rank, one part for the others' results, the flags."""
     assert capacity_bytes % _ALIGNMENT == 0
     assert 4 * size <= _FLAG_BYTES
-    return 3 * capacity_bytes + _FLAG_BYTES * PROGRAMS
+    num_bytes = (2 * size + 1) * capacity_bytes + _FLAG_BYTES * PROGRAMS
+    assert num_bytes < 2**31  # offsets are computed in 32 bits
+    return num_bytes
 
 
-def one_shot_add(memory: PeerMemory, residual: Tensor, partial: Tensor, max_spins: int = 0) -> None:
+def one_shot_add(
+    memory: PeerMemory,
+    residual: Tensor,
+    partial: Tensor,
+    max_spins: int = 0,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor | None:
     """``residual`` += the sum of all ranks' ``partial``, both contiguous, of one shape and dtype.
+
+    With ``norm`` [N], for a residual [T, N]: returns it RMS-normalised (:class:`splitserve.kernels.api.RmsNorm`), where
+    its rows aren't too long for that, else None.
 
     All ranks call it (or :func:`two_shot_add`) in the same order, for the same shapes. With ``max_spins`` a rank waits
     for no more than so many looks at a flag, after which the result is wrong: for trying out only.
     """
-    _launch(_one_shot_kernel, memory, residual, partial, max_spins)
-
-
-def two_shot_add(memory: PeerMemory, residual: Tensor, partial: Tensor, max_spins: int = 0) -> None:
-    """See :func:`one_shot_add`."""
-    _launch(_two_shot_kernel, memory, residual, partial, max_spins)
-
-
-def _launch(kernel, memory: PeerMemory, residual: Tensor, partial: Tensor, max_spins: int) -> None:
-    assert residual.is_contiguous() and partial.is_contiguous()
-    assert residual.shape == partial.shape and residual.dtype == partial.dtype
-    assert partial.nbytes <= memory.capacity_bytes
-    kernel[(PROGRAMS,)](
+    normed, part = None, _BLOCK
+    if norm is not None and norm.shape[0] <= _LONGEST_ROW:
+        assert residual.dim() == 2 and norm.shape == residual.shape[1:] and norm.is_contiguous()
+        normed, part = torch.empty_like(residual), norm.shape[0]
+    block = triton.next_power_of_2(part)
+    _one_shot_kernel[(PROGRAMS,)](
         memory.buffers,
         memory.calls,
         residual,
         partial,
         partial.numel(),
-        CAPACITY=memory.capacity_bytes,
-        RANK=memory.rank,
-        SIZE=memory.size,
-        BLOCK=_BLOCK,
-        NUM_PROGRAMS=PROGRAMS,
-        FLAG_BYTES=_FLAG_BYTES,
-        MAX_SPINS=max_spins,
-        num_warps=_NUM_WARPS,
-        **overlapped(partial.device),
+        residual if normed is None else norm,
+        residual if normed is None else normed,
+        eps,
+        PART=part,
+        HAS_NORM=normed is not None,
+        **_launch_options(memory, residual, partial, block, max_spins),
     )
+    return normed
+
+
+def two_shot_add(
+    memory: PeerMemory,
+    residual: Tensor,
+    partial: Tensor,
+    max_spins: int = 0,
+    norm: Tensor | None = None,  # noqa: ARG001
+    eps: float = 0.0,  # noqa: ARG001
+) -> None:
+    """See :func:`one_shot_add`; a program has no whole rows, so nothing is normalised."""
+    _two_shot_kernel[(PROGRAMS,)](
+        memory.buffers,
+        memory.calls,
+        residual,
+        partial,
+        partial.numel(),
+        **_launch_options(memory, residual, partial, _BLOCK, max_spins),
+    )
+
+
+def _launch_options(
+    memory: PeerMemory, residual: Tensor, partial: Tensor, block: int, max_spins: int
+) -> dict[str, Any]:
+    """Of both kernels. ``block``: elements that a program has at a time, a power of two."""
+    assert residual.is_contiguous() and partial.is_contiguous()
+    assert residual.shape == partial.shape and residual.dtype == partial.dtype
+    assert partial.nbytes <= memory.capacity_bytes
+    return {
+        "CAPACITY": memory.capacity_bytes,
+        "RANK": memory.rank,
+        "SIZE": memory.size,
+        "BLOCK": block,
+        "NUM_PROGRAMS": PROGRAMS,
+        "FLAG_BYTES": _FLAG_BYTES,
+        "MAX_SPINS": max_spins,
+        "num_warps": min(16, max(1, block // 256)),  # 8 elements a thread, 16 bytes of a narrow dtype
+        **overlapped(partial.device),
+    }
 
 
 @triton.jit
@@ -119,15 +169,31 @@ def _meet(buffers, flags_at, target, like, RANK: tl.constexpr, SIZE: tl.constexp
 
 
 @triton.jit
-def _sum(buffers, summands_at, residual, partial, at, inside, RANK: tl.constexpr, SIZE: tl.constexpr):
-    """float32: the residual plus all ranks' summands, at the offsets ``at``."""
+def _sum(
+    buffers,
+    half_at,
+    residual,
+    partial,
+    at,
+    inside,
+    CAPACITY: tl.constexpr,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    PUSHED: tl.constexpr,
+):
+    """The residual plus all ranks' summands, at the offsets ``at``, in the residual's dtype.
+
+    ``half_at``: bytes from a buffer's start to its slots. ``PUSHED``: summands are in this rank's buffer, else each is
+    in its own rank's.
+    """
     total = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     for rank in tl.static_range(SIZE):
         if rank == RANK:
             total += tl.load(partial + at, mask=inside, other=0.0).to(tl.float32)
         else:
-            total += tl.load(_at(buffers, rank, summands_at, partial) + at, mask=inside, other=0.0).to(tl.float32)
-    return total
+            summand = _at(buffers, RANK if PUSHED else rank, half_at + rank * CAPACITY, partial)
+            total += tl.load(summand + at, mask=inside, other=0.0).to(tl.float32)
+    return total.to(residual.dtype.element_ty)
 
 
 @triton.jit
@@ -137,6 +203,11 @@ def _one_shot_kernel(
     residual,
     partial,
     num_elements,
+    norm,
+    normed,
+    eps,
+    PART: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     CAPACITY: tl.constexpr,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
@@ -146,22 +217,29 @@ def _one_shot_kernel(
     MAX_SPINS: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    wait(OVERLAPPED)
     program = tl.program_id(0)
+    within = tl.arange(0, BLOCK)
+    if HAS_NORM:
+        weight = tl.load(norm + within, mask=within < PART, other=0.0)
+    wait(OVERLAPPED)
     call = tl.load(calls + program)
-    summands_at = (call & 1) * CAPACITY  # the counter wraps around
-    published = _at(buffers, RANK, summands_at, partial)
-    for first in range(program * BLOCK, num_elements, NUM_PROGRAMS * BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        inside = at < num_elements
-        tl.store(published + at, tl.load(partial + at, mask=inside), mask=inside)
-    flags_at = 3 * CAPACITY + program * FLAG_BYTES
+    half_at = (call & 1) * (SIZE * CAPACITY)  # the counter wraps around
+    for first in range(program * PART, num_elements, NUM_PROGRAMS * PART):
+        at = first + within
+        inside = (within < PART) & (at < num_elements)
+        summand = tl.load(partial + at, mask=inside)
+        for step in tl.static_range(1, SIZE):
+            slot = _at(buffers, (RANK + step) % SIZE, half_at + RANK * CAPACITY, partial)
+            tl.store(slot + at, summand, mask=inside)
+    flags_at = (2 * SIZE + 1) * CAPACITY + program * FLAG_BYTES
     _meet(buffers, flags_at, 2 * call + 1, calls, RANK, SIZE, MAX_SPINS)
-    for first in range(program * BLOCK, num_elements, NUM_PROGRAMS * BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        inside = at < num_elements
-        total = _sum(buffers, summands_at, residual, partial, at, inside, RANK, SIZE)
-        tl.store(residual + at, total.to(residual.dtype.element_ty), mask=inside)
+    for first in range(program * PART, num_elements, NUM_PROGRAMS * PART):
+        at = first + within
+        inside = (within < PART) & (at < num_elements)
+        total = _sum(buffers, half_at, residual, partial, at, inside, CAPACITY, RANK, SIZE, PUSHED=True)
+        tl.store(residual + at, total, mask=inside)
+        if HAS_NORM:
+            tl.store(normed + at, normalised(total, weight, eps, PART), mask=inside)
     tl.store(calls + program, call + 1)
 
 
@@ -184,9 +262,10 @@ def _two_shot_kernel(
     wait(OVERLAPPED)
     program = tl.program_id(0)
     call = tl.load(calls + program)
-    summands_at = (call & 1) * CAPACITY  # the counter wraps around
+    half_at = (call & 1) * (SIZE * CAPACITY)  # the counter wraps around
+    results_at = 2 * SIZE * CAPACITY
     length = tl.cdiv(num_elements, 16 * SIZE) * 16  # of a rank's slice
-    published = _at(buffers, RANK, summands_at, partial)
+    published = _at(buffers, RANK, half_at + RANK * CAPACITY, partial)
     for step in tl.static_range(1, SIZE):
         start = (RANK + step) % SIZE * length
         end = tl.minimum(start + length, num_elements)
@@ -194,20 +273,19 @@ def _two_shot_kernel(
             at = first + tl.arange(0, BLOCK)
             inside = at < end
             tl.store(published + at, tl.load(partial + at, mask=inside), mask=inside)
-    flags_at = 3 * CAPACITY + program * FLAG_BYTES
+    flags_at = results_at + CAPACITY + program * FLAG_BYTES
     _meet(buffers, flags_at, 2 * call + 1, calls, RANK, SIZE, MAX_SPINS)
     start = RANK * length
     end = tl.minimum(start + length, num_elements)
     for first in range(start + program * BLOCK, end, NUM_PROGRAMS * BLOCK):
         at = first + tl.arange(0, BLOCK)
         inside = at < end
-        total = _sum(buffers, summands_at, residual, partial, at, inside, RANK, SIZE)
-        total = total.to(residual.dtype.element_ty)
+        total = _sum(buffers, half_at, residual, partial, at, inside, CAPACITY, RANK, SIZE, PUSHED=False)
         tl.store(residual + at, total, mask=inside)
         for step in tl.static_range(1, SIZE):
-            tl.store(_at(buffers, (RANK + step) % SIZE, 2 * CAPACITY, partial) + at, total, mask=inside)
+            tl.store(_at(buffers, (RANK + step) % SIZE, results_at, partial) + at, total, mask=inside)
     _meet(buffers, flags_at, 2 * call + 2, calls, RANK, SIZE, MAX_SPINS)
-    results = _at(buffers, RANK, 2 * CAPACITY, partial)
+    results = _at(buffers, RANK, results_at, partial)
     for step in tl.static_range(1, SIZE):
         start = (RANK + step) % SIZE * length
         end = tl.minimum(start + length, num_elements)

@@ -67,14 +67,14 @@ class _Fp8Linear:
     def __call__(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def add_to(self, residual: Tensor, x: Tensor) -> None:
+    def add_to(self, residual: Tensor, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> None:  # noqa: ARG002
         residual.add_(self(x))
 
-    def after_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
-        return self(self._rms_norm(x, norm, eps))
+    def after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
+        return self(self._rms_norm(x, norm, eps) if normed is None else normed)
 
-    def gated_after_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
-        return self._silu_mul(self.after_norm(x, norm, eps))
+    def gated_after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
+        return self._silu_mul(self.after_norm(x, norm, eps, normed))
 
 
 class RowFp8Linear(_Fp8Linear):

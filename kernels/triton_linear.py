@@ -68,33 +68,42 @@ class TritonLinear(PlainLinear):
         launch(x, self.weight, out, params)
         return out
 
-    def add_to(self, residual: Tensor, x: Tensor) -> None:
+    def add_to(self, residual: Tensor, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> None:  # noqa: ARG002
         if (params := self._params("add", x)) is None:
             super().add_to(residual, x)
         else:
             launch(x, self.weight, residual, params, adds=True)
 
-    def after_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+    def after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
         if (params := self._params("norm", x)) is None:
-            return super().after_norm(x, norm, eps)
+            return super().after_norm(x, norm, eps, normed)
         out = torch.empty((x.shape[0], self.out_features), dtype=x.dtype, device=x.device)
-        self._launch_after_norm(x, out, norm, eps, params, gated=False)
+        self._launch_after_norm(x, out, norm, eps, normed, params, gated=False)
         return out
 
-    def gated_after_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+    def gated_after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
         if (params := self._params("gated", x)) is None:
-            return super().gated_after_norm(x, norm, eps)
+            return super().gated_after_norm(x, norm, eps, normed)
         out = torch.empty((x.shape[0], self.out_features // 2), dtype=x.dtype, device=x.device)
-        self._launch_after_norm(x, out, norm, eps, params, gated=True)
+        self._launch_after_norm(x, out, norm, eps, normed, params, gated=True)
         return out
 
     def _launch_after_norm(
-        self, x: Tensor, out: Tensor, norm: Tensor, eps: float, params: LinearLaunch, *, gated: bool
+        self,
+        x: Tensor,
+        out: Tensor,
+        norm: Tensor,
+        eps: float,
+        normed: Tensor | None,
+        params: LinearLaunch,
+        *,
+        gated: bool,
     ) -> None:
         if params.block_m == 1:
             launch(x, self.weight, out, params, norm=norm, eps=eps, gated=gated)
         else:
-            launch(self._rms_norm(x, norm, eps), self.weight, out, params, gated=gated)
+            normed = self._rms_norm(x, norm, eps) if normed is None else normed
+            launch(normed, self.weight, out, params, gated=gated)
 
     def _params(self, variant: Variant, x: Tensor) -> LinearLaunch | None:
         """None leaves the product to cuBLAS."""

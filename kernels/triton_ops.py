@@ -126,10 +126,16 @@ def _rms_norm_kernel(
     weight = tl.load(weight_ptr + (row % num_weight_rows) * SIZE + columns, mask=inside, other=0.0)
     wait(OVERLAPPED)
     x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0)
+    tl.store(out_ptr + row * SIZE + columns, normalised(x, weight, eps, SIZE), mask=inside)
+
+
+@triton.jit
+def normalised(x, weight, eps, SIZE: tl.constexpr):
+    """A row of ``SIZE`` elements in its own dtype; those of ``x`` beyond are zero."""
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide) / SIZE + eps)
     normed = (wide * scale).to(x.dtype).to(tl.float32) * weight.to(tl.float32)
-    tl.store(out_ptr + row * SIZE + columns, normed.to(x.dtype), mask=inside)
+    return normed.to(x.dtype)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from splitserve.kernels.reference import rms_norm
+
 logger = logging.getLogger(__name__)
 
 CAPACITY_BYTES = 4 << 20
@@ -21,7 +23,11 @@ _TRIAL_SPINS = 1 << 24  # looks at a flag, a microsecond or less each
 _WARM_UP_CALLS = 2
 _CALLS_PER_GRAPH = 20
 _REPLAYS = 5
+_EPS = 1e-5
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+
+Add = Callable[[Tensor, Tensor, Tensor | None, float], Tensor | None]
+"""Of (residual, partial, norm, eps): see :meth:`splitserve.models.parallel.Collectives.add_reduced`."""
 
 
 class AllReduce(Protocol):
@@ -33,10 +39,10 @@ class AllReduce(Protocol):
     @property
     def capacity_bytes(self) -> int | None: ...
 
-    def add(self, residual: Tensor, partial: Tensor) -> None:
+    def add(self, residual: Tensor, partial: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor | None:
         """See :meth:`splitserve.models.parallel.Collectives.add_reduced`."""
 
-    def try_add(self, residual: Tensor, partial: Tensor) -> None:
+    def try_add(self, residual: Tensor, partial: Tensor, norm: Tensor, eps: float) -> Tensor | None:
         """The same, but it ends after some seconds even where it doesn't work; the result is wrong then."""
 
 
@@ -46,7 +52,7 @@ class NcclAllReduce:
     name = "nccl"
     capacity_bytes = None
 
-    def add(self, residual: Tensor, partial: Tensor) -> None:
+    def add(self, residual: Tensor, partial: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> None:  # noqa: ARG002
         dist.all_reduce(partial)
         residual.add_(partial)
 
@@ -55,17 +61,20 @@ class NcclAllReduce:
 
 @dataclass(frozen=True, slots=True)
 class KernelAllReduce:
-    """By a kernel that takes (residual, partial, max_spins), through the peers' memory. See :class:`AllReduce`."""
+    """By a kernel that takes (residual, partial, max_spins, norm, eps), through the peers' memory.
+
+    See :class:`AllReduce`.
+    """
 
     name: str
     capacity_bytes: int
-    kernel: Callable[[Tensor, Tensor, int], None]
+    kernel: Callable[[Tensor, Tensor, int, Tensor | None, float], Tensor | None]
 
-    def add(self, residual: Tensor, partial: Tensor) -> None:
-        self.kernel(residual, partial, 0)
+    def add(self, residual: Tensor, partial: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor | None:
+        return self.kernel(residual, partial, 0, norm, eps)
 
-    def try_add(self, residual: Tensor, partial: Tensor) -> None:
-        self.kernel(residual, partial, _TRIAL_SPINS)
+    def try_add(self, residual: Tensor, partial: Tensor, norm: Tensor, eps: float) -> Tensor | None:
+        return self.kernel(residual, partial, _TRIAL_SPINS, norm, eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +103,8 @@ class ChosenAllReduce:
         """A size between two measured ones takes the way of the larger one."""
         return self._ways[bisect.bisect_left(self._bounds, num_bytes)]
 
-    def add(self, residual: Tensor, partial: Tensor) -> None:
-        self.way(partial.nbytes).add(residual, partial)
+    def add(self, residual: Tensor, partial: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor | None:
+        return self.way(partial.nbytes).add(residual, partial, norm, eps)
 
     def describe(self) -> str:
         """Like ``one-shot up to 1024 KiB, then nccl``."""
@@ -149,7 +158,7 @@ def _works(way: AllReduce, row_bytes: int, dtype: torch.dtype, device: torch.dev
     ok, why = 1, "wrong sums"
     try:
         for num_bytes in sizes_to_measure(row_bytes)[::3] * 2:
-            ok &= _adds_up(way, num_bytes // dtype.itemsize, dtype, device)
+            ok &= _adds_up(way, (num_bytes // row_bytes, row_bytes // dtype.itemsize), dtype, device)
     except Exception as error:  # whatever it is: NCCL is there
         ok, why = 0, f"{type(error).__name__}: {error}"
     agreed = torch.tensor(ok, device=device)
@@ -159,17 +168,23 @@ def _works(way: AllReduce, row_bytes: int, dtype: torch.dtype, device: torch.dev
     return bool(agreed)
 
 
-def _adds_up(way: AllReduce, num_elements: int, dtype: torch.dtype, device: torch.device) -> bool:
+def _adds_up(way: AllReduce, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
     def random(seed: int) -> Tensor:
         generator = torch.Generator(device).manual_seed(seed)
-        return torch.randn(num_elements, device=device, generator=generator).to(dtype)
+        return torch.randn(shape, device=device, generator=generator).to(dtype)
 
     residual, expected = random(0), random(0).float()
     for rank in range(dist.get_world_size()):
         expected += random(rank + 1).float()
-    way.try_add(residual, random(dist.get_rank() + 1))
-    tolerance = _TOLERANCE[dtype]
-    return torch.allclose(residual.float(), expected, rtol=tolerance, atol=4 * tolerance)
+    norm = random(0)[0]
+    normed = way.try_add(residual, random(dist.get_rank() + 1), norm, _EPS)
+
+    def is_close(actual: Tensor, wanted: Tensor) -> bool:
+        return torch.allclose(actual.float(), wanted, rtol=_TOLERANCE[dtype], atol=4 * _TOLERANCE[dtype])
+
+    if normed is not None and not is_close(normed, rms_norm(residual, norm, _EPS).float()):
+        return False
+    return is_close(residual, expected)
 
 
 def _microseconds(way: AllReduce, num_bytes: int, dtype: torch.dtype, device: torch.device) -> float:

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import Store
 
 from splitserve.models.all_reduce import (
     CAPACITY_BYTES,
+    Add,
     AllReduce,
     ChosenAllReduce,
     KernelAllReduce,
@@ -48,7 +49,7 @@ class CudaCollectives:
         """Waits for all ranks. ``device`` becomes the current one."""
         self.shard = shard
         self._device = device
-        self._add = NcclAllReduce().add
+        self._add: Add = NcclAllReduce().add
         self.all_reduce: ChosenAllReduce | None = None
         """What :meth:`prepare` chose."""
         for name, value in _ENVIRONMENT.items():
@@ -72,9 +73,11 @@ class CudaCollectives:
             self.all_reduce = choose(ways, hidden_size * dtype.itemsize, dtype, self._device)
         self._add = self.all_reduce.add
 
-    def add_reduced(self, residual: Tensor, partial: Tensor) -> None:
+    def add_reduced(
+        self, residual: Tensor, partial: Tensor, norm: Tensor | None = None, eps: float = 0.0
+    ) -> Tensor | None:
         with shown_as_ours("all-reduce failed"):
-            self._add(residual, partial)
+            return self._add(residual, partial, norm, eps)
 
     def gather_columns(self, part: Tensor) -> Tensor:
         rows, columns = part.shape
@@ -140,9 +143,11 @@ def peer_all_reduces(shard: Shard, device: torch.device) -> list[KernelAllReduce
 class _PeerKernel:
     """``mapping`` keeps the peers' memory mapped as long as this may be called."""
 
-    kernel: Callable[["PeerMemory", Tensor, Tensor, int], None]
+    kernel: Callable[["PeerMemory", Tensor, Tensor, int, Tensor | None, float], Tensor | None]
     memory: "PeerMemory"
     mapping: object
 
-    def __call__(self, residual: Tensor, partial: Tensor, max_spins: int) -> None:
-        self.kernel(self.memory, residual, partial, max_spins)
+    def __call__(
+        self, residual: Tensor, partial: Tensor, max_spins: int, norm: Tensor | None, eps: float
+    ) -> Tensor | None:
+        return self.kernel(self.memory, residual, partial, max_spins, norm, eps)

@@ -122,9 +122,12 @@ class DecoderModel:
         """
         eps, rows = self.config.rms_norm_eps, batch.sample_rows
         hidden, rotation, slots = batch.tokens.hidden, batch.tokens.rotation, batch.tokens.slots
-        last = len(self._weights.layers) - 1
-        for index, layer in enumerate(self._weights.layers):
-            qkv = layer.qkv.after_norm(hidden, layer.input_norm, eps).view(hidden.shape[0], -1, self.config.head_dim)
+        layers, final_norm = self._weights.layers, self._weights.final_norm
+        last = len(layers) - 1
+        normed: Tensor | None = None  # hidden, where it is normalised already for the product that follows
+        for index, layer in enumerate(layers):
+            qkv = layer.qkv.after_norm(hidden, layer.input_norm, eps, normed)
+            qkv = qkv.view(hidden.shape[0], -1, self.config.head_dim)
             query = self.kernels.prepare_qkv(qkv, layer.qk_norm, eps, rotation, kv_layer=kv_layers[index], slots=slots)
             if index == last and rows is not None and rows.shape[0] == 0:
                 self._group.meet()  # the step is over when all ranks have their KV
@@ -132,6 +135,8 @@ class DecoderModel:
             context = attention.run(query, kv_layers[index], batch.attention_plan).flatten(1)
             if index == last and rows is not None:  # what follows works row by row, and only these rows are read
                 context, hidden = context[rows], hidden[rows]
-            layer.output.add_to(hidden, context)
-            layer.down.add_to(hidden, layer.gate_up.gated_after_norm(hidden, layer.post_attention_norm, eps))
-        return self._weights.lm_head.after_norm(hidden, self._weights.final_norm, eps)
+            normed = layer.output.add_to(hidden, context, layer.post_attention_norm, eps)
+            gated = layer.gate_up.gated_after_norm(hidden, layer.post_attention_norm, eps, normed)
+            next_norm = final_norm if index == last else layers[index + 1].input_norm
+            normed = layer.down.add_to(hidden, gated, next_norm, eps)
+        return self._weights.lm_head.after_norm(hidden, final_norm, eps, normed)

@@ -39,9 +39,14 @@ class Collectives(Protocol):
     def prepare(self, hidden_size: int, dtype: torch.dtype) -> None:
         """Make ready for :meth:`add_reduced` of rows of ``hidden_size``. May take a second, and allocates."""
 
-    def add_reduced(self, residual: Tensor, partial: Tensor) -> None:
+    def add_reduced(
+        self, residual: Tensor, partial: Tensor, norm: Tensor | None = None, eps: float = 0.0
+    ) -> Tensor | None:
         """``residual`` += the sum of all ranks' ``partial`` (both [T, N], contiguous), in place, the same bits on every
-        rank that had the same residual. May overwrite ``partial``."""
+        rank that had the same residual. May overwrite ``partial``.
+
+        Returns the residual RMS-normalised by ``norm`` [N] where that costs next to nothing, on all ranks or on none.
+        """
 
     def gather_columns(self, part: Tensor) -> Tensor:
         """All ranks' ``part`` [R, N] side by side, [R, size * N], on every rank."""
@@ -63,7 +68,7 @@ class Alone:
 
     def prepare(self, hidden_size: int, dtype: torch.dtype) -> None: ...
 
-    def add_reduced(self, residual: Tensor, partial: Tensor) -> None:
+    def add_reduced(self, residual: Tensor, partial: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> None:  # noqa: ARG002
         residual.add_(partial)
 
     def gather_columns(self, part: Tensor) -> Tensor:
@@ -90,13 +95,15 @@ class RowParallelLinear:
         self.add_to(out, x)
         return out
 
-    def add_to(self, residual: Tensor, x: Tensor) -> None:
-        self._group.add_reduced(residual, self._local(x))
+    def add_to(self, residual: Tensor, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor | None:
+        if x.shape[0] == 1:
+            norm = None  # the product that follows does better by itself: it scales its sum
+        return self._group.add_reduced(residual, self._local(x), norm, eps)
 
-    def after_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+    def after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
         raise NotImplementedError("the norm needs all of its input, and this rank has a part of it")
 
-    def gated_after_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+    def gated_after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
         raise NotImplementedError("the norm needs all of its input, and this rank has a part of it")
 
 
@@ -111,13 +118,13 @@ class VocabParallelHead:
     def __call__(self, x: Tensor) -> Tensor:
         return self._all(self._local(x))
 
-    def add_to(self, residual: Tensor, x: Tensor) -> None:
+    def add_to(self, residual: Tensor, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> None:  # noqa: ARG002
         residual.add_(self(x))
 
-    def after_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
-        return self._all(self._local.after_norm(x, norm, eps))
+    def after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
+        return self._all(self._local.after_norm(x, norm, eps, normed))
 
-    def gated_after_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+    def gated_after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
         raise NotImplementedError("a head has no gate")
 
     def _all(self, part: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ class GlooCollectives:
 
     def prepare(self, hidden_size: int, dtype: torch.dtype) -> None: ...
 
-    def add_reduced(self, residual: Tensor, partial: Tensor) -> None:
+    def add_reduced(self, residual: Tensor, partial: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> None:  # noqa: ARG002
         with shown_as_ours("all-reduce failed"):
             self._group.allreduce([partial]).wait()
         residual.add_(partial)

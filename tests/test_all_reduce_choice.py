@@ -1,6 +1,8 @@
 """Which way of adding up serves which size."""
 
 import pytest
+import torch
+from torch import Tensor
 
 from splitserve.models.all_reduce import CAPACITY_BYTES, ChosenAllReduce, KernelAllReduce, Measured, NcclAllReduce
 from splitserve.models.all_reduce import sizes_to_measure as sizes
@@ -36,6 +38,22 @@ def test_beyond_what_was_measured_nccl_serves() -> None:
     assert chosen.way(1024).name == "one-shot"
     assert chosen.way(1025).name == "nccl"
     assert ChosenAllReduce(WAYS[:1], measured({"nccl": 9.0})).describe() == "nccl"
+
+
+def test_the_way_that_serves_gets_the_norm_and_gives_its_rows() -> None:
+    calls: list[tuple[object, ...]] = []
+
+    def kernel(residual: Tensor, *rest: object) -> Tensor:
+        calls.append(rest)
+        return residual + 1
+
+    way = KernelAllReduce("one-shot", CAPACITY_BYTES, kernel)
+    chosen = ChosenAllReduce([NcclAllReduce(), way], measured({"nccl": 9.0, "one-shot": 3.0}))
+    rows, norm = torch.zeros(2, 8), torch.ones(8)
+    normed = chosen.add(rows, rows, norm, 1e-5)
+    assert normed is not None and torch.equal(normed, rows + 1)
+    ((partial, max_spins, *given),) = calls
+    assert partial is rows and max_spins == 0 and given[0] is norm and given[1] == 1e-5
 
 
 @pytest.mark.parametrize("row_bytes", [2, 8192, 3000])

@@ -96,6 +96,19 @@ def test_linear(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_are_normalised_already_are_taken_as_they_are(dtype: torch.dtype) -> None:
+    def fails(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        raise AssertionError
+
+    x, norm, weight = rand(3, 64, dtype=dtype), rand(64, dtype=dtype, seed=1), rand(32, 64, dtype=dtype, seed=2) / 8
+    normed = triton_ops.rms_norm(x, norm, 1e-5)
+    plain = triton_linear.TritonLinear(weight, rms_norm=triton_ops.rms_norm, silu_mul=triton_ops.silu_mul)
+    packed = triton_linear.TritonLinear(weight, rms_norm=fails, silu_mul=triton_ops.silu_mul)
+    assert torch.equal(packed.after_norm(x, norm, 1e-5, normed), plain.after_norm(x, norm, 1e-5))
+    assert torch.equal(packed.gated_after_norm(x, norm, 1e-5, normed), plain.gated_after_norm(x, norm, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_norm", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(1, 1, 6), (6, 2, 24), (8, 4, 32), (9, 3, 16)])
 def test_prepare_qkv(heads: int, kv_heads: int, head_dim: int, with_norm: bool, dtype: torch.dtype) -> None:
