@@ -42,6 +42,17 @@ class Copies(NamedTuple):
         return int(self.heights.sum()) * self.width
 
 
+def adjacent(local: npt.ArrayLike, remote: npt.ArrayLike) -> tuple[Addresses, Addresses, Addresses]:
+    """``(first of local, first of remote, how many)`` of the longest runs of ids that are adjacent on both sides; at
+    least one id."""
+    ours, theirs = np.asarray(local, np.uint64), np.asarray(remote, np.uint64)
+    one = np.uint64(1)
+    breaks = (ours[1:] != ours[:-1] + one) | (theirs[1:] != theirs[:-1] + one)
+    begins = np.concatenate(([0], np.flatnonzero(breaks) + 1))
+    counts = np.diff(np.append(begins, len(ours))).astype(np.uint64)
+    return ours[begins], theirs[begins], counts
+
+
 class _Attributes(ctypes.Structure):
     """``CUmemcpyAttributes`` of cuda.h; hints of places are ignored for memory that CUDA allocated."""
 

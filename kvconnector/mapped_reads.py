@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from splitserve.kvconnector.batch_copies import BatchCopier, Copies
+from splitserve.kvconnector.batch_copies import BatchCopier, Copies, adjacent
 from splitserve.kvconnector.cuda_memory import PeerMapping
 from splitserve.kvconnector.device_copies import OnDevice, Pending
 from splitserve.kvconnector.layout import block_bytes
@@ -38,13 +38,9 @@ def block_copies(ours: Blocks, theirs: Blocks, span: HeadSpan, local: BlockIds, 
     target_pitch, source_pitch = (block_bytes(side.layout) // side.layout.num_layers for side in (ours, theirs))
     head_bytes = target_pitch // ours.layout.kv_heads_per_rank
     assert source_pitch == head_bytes * theirs.layout.kv_heads_per_rank, "blocks of different sizes"
-    into, out_of = local.astype(np.uint64), remote.astype(np.uint64)
-    one = np.uint64(1)
-    begins = np.flatnonzero((into[1:] != into[:-1] + one) | (out_of[1:] != out_of[:-1] + one)) + 1
-    begins = np.concatenate(([0], begins))
-    counts = np.diff(np.append(begins, len(into))).astype(np.uint64)
-    into = into[begins] * np.uint64(block_bytes(ours.layout)) + np.uint64(ours.address + span.local_head * head_bytes)
-    out_of = out_of[begins] * np.uint64(block_bytes(theirs.layout))
+    into, out_of, counts = adjacent(local, remote)
+    into = into * np.uint64(block_bytes(ours.layout)) + np.uint64(ours.address + span.local_head * head_bytes)
+    out_of = out_of * np.uint64(block_bytes(theirs.layout))
     out_of += np.uint64(theirs.address + span.source_head * head_bytes)
     heights = counts * np.uint64(ours.layout.num_layers)
     return Copies(into, out_of, heights, span.num_heads * head_bytes, target_pitch, source_pitch)
