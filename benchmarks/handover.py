@@ -11,6 +11,7 @@ import argparse
 import itertools
 import random
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from splitserve.benchmarks.report import table, write_result
 from splitserve.errors import ConfigError
 from splitserve.handover import ReadPath
 from splitserve.kvconnector.layout import block_bytes, num_blocks_for
+from splitserve.kvconnector.read_plan import head_spans
 from splitserve.kvconnector.read_settings import MIB, ReadSettings
 from splitserve.messages import LayoutRecord, MemoryKind
 from splitserve.models.demo import SHAPES
@@ -110,12 +112,22 @@ def measure_naive(sinks: Sinks, layout: LayoutRecord, num_tokens: int, repeats: 
     }
 
 
-def devices(device: str, num_sources: int, num_sinks: int) -> tuple[list[str], list[str]]:
-    """Of the ranks of both sides: different GPUs, as long as there are any left."""
+def devices(device: str, sources: LayoutRecord, sinks: LayoutRecord) -> tuple[list[str], list[str]]:
+    """Of the ranks of both sides: different GPUs, as long as there are any left; then those that a rank doesn't read
+    from, where there are any."""
+    num_sources, num_sinks = sources.tensor_parallel_size, sinks.tensor_parallel_size
     if device == "cpu":
         return ["cpu"] * num_sources, ["cpu"] * num_sinks
-    names = [f"cuda:{index % torch.cuda.device_count()}" for index in range(num_sources + num_sinks)]
-    return names[:num_sources], names[num_sources:]
+    gpus = range(torch.cuda.device_count())
+    of_sources = [rank % len(gpus) for rank in range(num_sources)]
+    taken = Counter(of_sources)
+    of_sinks = []
+    for rank in range(num_sinks):
+        read = {of_sources[span.rank] for span in head_spans(sinks, rank, sources)}
+        gpu = min(gpus, key=lambda gpu: (gpu in read, taken[gpu], gpu))
+        of_sinks.append(gpu)
+        taken[gpu] += 1
+    return [f"cuda:{gpu}" for gpu in of_sources], [f"cuda:{gpu}" for gpu in of_sinks]
 
 
 def parse_pair(text: str) -> tuple[int, int]:
@@ -134,7 +146,7 @@ def run(options: argparse.Namespace, device: str) -> Iterator[dict[str, Any]]:
         layouts = [layout_of(options.shape, options.dtype, block_size, ranks) for ranks in (num_sources, num_sinks)]
         placed = [
             [RankPlace(layout, rank, num_blocks, name) for rank, name in enumerate(names)]
-            for layout, names in zip(layouts, devices(device, num_sources, num_sinks), strict=True)
+            for layout, names in zip(layouts, devices(device, *layouts), strict=True)
         ]
         with two_workers(placed[0], placed[1], options.serve_poll_us / 1e6) as sinks:
             common = {"prefill_tp": num_sources, "decode_tp": num_sinks}
@@ -146,7 +158,7 @@ def run(options: argparse.Namespace, device: str) -> Iterator[dict[str, Any]]:
                 }
                 kind = MemoryKind.VRAM if device == "cuda" else MemoryKind.DRAM
                 wanted = None if path == "auto" else ReadPath(path)
-                settings = ReadSettings.of(kind, path=wanted, **changes)
+                settings = ReadSettings.of(kind, path=wanted, maps=options.map_peer_memory, **changes)
                 link = sinks.call("connect", sinks.welcome, settings)[0]
                 for arm in arms(options.prompt_tokens, block_size, num_blocks, options.seed):
                     yield {

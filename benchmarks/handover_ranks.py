@@ -21,7 +21,7 @@ from splitserve.kvconnector.connector import Link, PeerConnected
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.nixl import NixlConnector
 from splitserve.kvconnector.nixl_agent import Agent
-from splitserve.kvconnector.read_plan import heads_of
+from splitserve.kvconnector.read_plan import head_spans, heads_of
 from splitserve.kvconnector.read_settings import ReadSettings
 from splitserve.messages import LayoutRecord, MemoryKind, PeerWelcome, RankMemory
 from splitserve.request import Party
@@ -242,7 +242,7 @@ def two_workers(sources: Sequence[RankPlace], sinks: Sequence[RankPlace], serve_
         for target, places in ((serve_source, sources), (run_sink, sinks)):
             for place in places:
                 ours, theirs = context.Pipe()
-                extra = serve_poll_seconds if target is serve_source else sources[place.rank % len(sources)].device
+                extra = serve_poll_seconds if target is serve_source else _read_first(place, sources).device
                 child = context.Process(target=target, args=(place, extra, theirs), daemon=True)
                 child.start()
                 theirs.close()
@@ -260,6 +260,10 @@ def two_workers(sources: Sequence[RankPlace], sinks: Sequence[RankPlace], serve_
             child.join(10)
             if child.is_alive():
                 child.kill()
+
+
+def _read_first(sink: RankPlace, sources: Sequence[RankPlace]) -> RankPlace:
+    return sources[head_spans(sink.layout, sink.rank, sources[0].layout)[0].rank]
 
 
 def _receive(pipe: Connection, seconds: float = EVENT_TIMEOUT_SECONDS + 30.0) -> Any:

@@ -111,7 +111,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="splitserve bench latency", description=__doc__)
     add_engine_options(parser, shape="qwen3-0.6b", dtype="float32", kv_memory_mib=1024)
     parser.add_argument("--max-batched-tokens", type=int, default=EngineConfig(model="").max_num_batched_tokens)
-    parser.add_argument("--tail-chunk-tokens", type=int, default=EngineConfig(model="").tail_chunk_tokens)
+    parser.add_argument("--tail-chunk-tokens", type=int, default=0, help="0: as in production")
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[128, 512])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)

@@ -34,7 +34,7 @@ class ReadSettings:
     lands_first: bool | None = None  # for tests: what is in a peer's host tier, in memory beside ours; None: if it must
 
     @classmethod
-    def of(cls, kind: MemoryKind, **changes: float | ReadPath | None) -> "ReadSettings":
+    def of(cls, kind: MemoryKind, **changes: float | ReadPath | bool | None) -> "ReadSettings":
         """Those for KV in this kind of memory, with ``changes``; one that is 0 is no change."""
         return replace(_DEFAULTS[kind], **{name: value for name, value in changes.items() if value})  # type: ignore[arg-type]
 

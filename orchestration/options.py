@@ -162,7 +162,7 @@ def _add_model_options(group: _EngineGroup) -> None:
     group.add(
         "--late-launch",
         field="late_launch",
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
         help="give a GPU its next decode step just in time, so that who arrives meanwhile is in it",
     )
 
@@ -243,7 +243,7 @@ def _add_kv_options(group: _EngineGroup) -> None:
     group.add(
         "--map-peer-memory",
         field="map_peer_memory",
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
         help="let a GPU copy from a peer's memory through a mapping of it, where that is faster",
     )
     group.add("--kv-events", field="kv_events", action="store_true", help="workers publish what KV they hold")

@@ -8,12 +8,12 @@ from collections import deque
 
 from splitserve.step import StepPlan
 
-MARGIN_SECONDS = 0.0003
+MARGIN_SECONDS = 0.0001
 """A device that waits for its next step costs all sequences, one step's wait for a newcomer costs one."""
 FEWEST = 16
 _REMEMBERED_STEPS = 32
 _REMEMBERED_LAUNCHES = 128
-_SELDOM = 0.02  # launches may take longer than expected as often as that
+_SELDOM = 0.05  # launches may take longer than expected as often as that
 
 
 class LaunchPace:

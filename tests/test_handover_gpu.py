@@ -43,7 +43,7 @@ def test_blocks_travel_between_gpus_by_cuda_ipc(prefill: int, decode: int) -> No
     layouts = [layout_of("llama-3.2-1b", "bfloat16", 64, ranks) for ranks in (prefill, decode)]
     places = [
         [RankPlace(layout, rank, num_blocks, name) for rank, name in enumerate(names)]
-        for layout, names in zip(layouts, devices("cuda", prefill, decode), strict=True)
+        for layout, names in zip(layouts, devices("cuda", *layouts), strict=True)
     ]
     with two_workers(places[0], places[1], 0.0) as sinks:
         chosen, paths = random.Random(1), set()

@@ -39,17 +39,24 @@ class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What a 0 in :class:`EngineConfig` stands for. The last one 0: no other bound than that of the step."""
+    """What a 0 in :class:`EngineConfig` stands for. Prefill tokens beside decode 0: no other bound than the step's."""
 
     block_size: int
     max_num_batched_tokens: int
     max_num_prefill_tokens_beside_decode: int
+    tail_chunk_tokens: int
 
 
 DEVICE_DEFAULTS = {
-    "cpu": DeviceDefaults(block_size=16, max_num_batched_tokens=512, max_num_prefill_tokens_beside_decode=0),
-    # 320 prompt tokens beside up to 64 that decode fill three tiles of 128 rows of a GEMM.
-    "cuda": DeviceDefaults(block_size=64, max_num_batched_tokens=8192, max_num_prefill_tokens_beside_decode=320),
+    "cpu": DeviceDefaults(
+        block_size=16, max_num_batched_tokens=512, max_num_prefill_tokens_beside_decode=0, tail_chunk_tokens=64
+    ),
+    # 320 prompt tokens beside up to 64 that decode fill three tiles of 128 rows of a GEMM. A step of 512 tokens keeps a
+    # GPU as busy as a larger one, and they are read in less than a millisecond; one of 64 takes as long as reading
+    # all weights.
+    "cuda": DeviceDefaults(
+        block_size=64, max_num_batched_tokens=8192, max_num_prefill_tokens_beside_decode=320, tail_chunk_tokens=512
+    ),
 }
 
 
@@ -92,15 +99,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 0
     max_num_prefill_tokens_beside_decode: int = 0
     max_num_seqs: int = 64
-    tail_chunk_tokens: int = 64
+    tail_chunk_tokens: int = 0
     enable_prefix_caching: bool = True
     verify_kv: bool = False
     attention_backend: str = "auto"
     kv_cache_dtype: str = "auto"
     enforce_eager: bool = False
     capture_mixed_steps: bool = True
-    late_launch: bool = False
-    map_peer_memory: bool = False
+    late_launch: bool = True
+    map_peer_memory: bool = True
     gpu_memory_utilization: float = 0.9
     threads: int = 0
     read_threads: int = 0
@@ -139,7 +146,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"kv_cache_dtype is {self.kv_cache_dtype!r}; choose auto or fp8")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be in (0, 1]")
-        for name in ("max_num_seqs", "tail_chunk_tokens", "tensor_parallel_size"):
+        for name in ("max_num_seqs", "tensor_parallel_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         optional = (
@@ -169,6 +176,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             block_size=self.block_size or defaults.block_size,
             max_num_batched_tokens=max_tokens,
             max_num_prefill_tokens_beside_decode=min(beside or max_tokens, max_tokens),
+            tail_chunk_tokens=self.tail_chunk_tokens or defaults.tail_chunk_tokens,
         )
 
 
