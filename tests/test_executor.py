@@ -353,7 +353,7 @@ class TestLaunchPace:
     def test_the_shortest_step_and_the_slow_launches_count(self) -> None:
         pace = self.settled()
         pace.note_step(batch(17), 0.0045)
-        for _ in range(4):
+        for _ in range(8):
             pace.note_launch(0.002)
         assert pace.seconds_to_wait(batch(16)) == pytest.approx(0.0045 - 0.002 - MARGIN_SECONDS)
 
