@@ -7,7 +7,7 @@ from splitserve.kernels.tuning import shape_key, tuned
 
 OPERATION = "attention_decode"
 MAX_PARTS = 64
-_PROGRAMS_PER_DEVICE = 528  # 4 for each of an H100's 132 multiprocessors
+PROGRAMS_PER_DEVICE = 528  # 4 for each of an H100's 132 multiprocessors
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class DecodeLaunch:
 
 def decode_launch(shape: AttentionShape, batch_size: int) -> DecodeLaunch:
     """For a plan of ``batch_size`` sequences; one plan is launched with one of these for all its contexts."""
-    num_parts = _PROGRAMS_PER_DEVICE // (batch_size * shape.num_kv_heads)
+    num_parts = PROGRAMS_PER_DEVICE // (batch_size * shape.num_kv_heads)
     default = DecodeLaunch(max(1, min(MAX_PARTS, num_parts)))
     return tuned(default, OPERATION, decode_key(shape), batch_size)
 

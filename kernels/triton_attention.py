@@ -1,8 +1,8 @@
 """Paged attention as Triton kernels, for any GPU: flash-decoding (Dao et al., 2023) and flash attention over blocks.
 
 Leading sequences with one query token are decoded: a program per (sequence, key/value head, part of the context) serves
-all query heads of the group, and a second kernel joins the parts by their log-sum-exp. All others are cut into tiles of
-query tokens. A context's last tile is masked: unwritten memory may hold NaN.
+all query heads of the group, and a second kernel joins the parts by their log-sum-exp. All others are chunks
+(:mod:`splitserve.kernels.triton_chunks`). A context's last tile is masked: unwritten memory may hold NaN.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -16,19 +16,19 @@ from torch import Tensor
 from splitserve.kernels.api import AttentionPlan, AttentionShape, PagedBatch
 from splitserve.kernels.decode_launch import DecodeLaunch, decode_launch
 from splitserve.kernels.paged import flat_tables, num_leading_decodes
+from splitserve.kernels.triton_chunks import run_chunks
 from splitserve.kernels.triton_launch import overlapped, prefetch, wait
 from splitserve.kernels.triton_plans import (
-    QUERY_TILE,
     ChunkPart,
     DecodePart,
     TritonDecodePlan,
     TritonMixedPlan,
     TritonPlan,
-    chunk_tiles,
+    chunk_arrays,
+    chunk_workspace,
 )
 from splitserve.kernels.triton_sampling import to_device
 
-_TILE = 64  # tokens of context that a program looks at in one go
 _MIN_DOT = 16  # rows that a matrix instruction wants
 
 
@@ -41,6 +41,7 @@ class TritonPagedAttention:
         self._shape = shape
         self._scale = 1.0 / math.sqrt(shape.head_dim)
         self._overlapped = overlapped(shape.device)
+        self._chunk_workspace = chunk_workspace(shape)
 
     # ---- once per step ----
 
@@ -55,8 +56,9 @@ class TritonPagedAttention:
         if num_decodes:
             decode = DecodePart(num_decodes, indptr, indices, context_lens, *self._partials(num_decodes))
         if num_decodes < len(batch.query_lens):
-            tiles, starts = self._tiles(batch, num_decodes)
-            chunks = ChunkPart(indptr[num_decodes:], indices, tiles, starts)
+            arrays = chunk_arrays(batch, num_decodes, self._chunk_workspace.programs_per_head)
+            items, joins = (to_device(torch.from_numpy(array), self._shape.device) for array in arrays)
+            chunks = ChunkPart(indptr[num_decodes:], indices, items, joins, self._chunk_workspace)
         return TritonPlan(decode, chunks)
 
     def make_decode_plan(self, batch_size: int, max_blocks: int) -> TritonDecodePlan:
@@ -68,7 +70,9 @@ class TritonPagedAttention:
     ) -> TritonMixedPlan:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
         partials = self._partials(num_decodes) if num_decodes else None
-        return TritonMixedPlan(self._shape, num_decodes, num_chunk_tokens, num_chunks, max_blocks, partials)
+        return TritonMixedPlan(
+            self._shape, num_decodes, num_chunk_tokens, num_chunks, max_blocks, partials, self._chunk_workspace
+        )
 
     def _partials(self, num_sequences: int) -> tuple[DecodeLaunch, Tensor, Tensor]:
         shape = self._shape
@@ -76,11 +80,6 @@ class TritonPagedAttention:
         sizes = (num_sequences, shape.num_heads, launch.num_parts)
         partial = torch.empty((*sizes, shape.head_dim), dtype=torch.float32, device=shape.device)
         return launch, partial, torch.empty(sizes, dtype=torch.float32, device=shape.device)
-
-    def _tiles(self, batch: PagedBatch, first: int) -> tuple[Tensor, Tensor]:
-        device = self._shape.device
-        tiles, starts = chunk_tiles(batch, first)
-        return to_device(torch.from_numpy(tiles), device), to_device(torch.from_numpy(starts), device)
 
     # ---- once per layer ----
 
@@ -96,7 +95,7 @@ class TritonPagedAttention:
         if plan.decode is not None:
             self._run_decode(query, kv_layer, out, plan.decode)
         if plan.chunks is not None:
-            self._run_chunks(query, kv_layer, out, plan.chunks)
+            run_chunks(shape, query, kv_layer, out, plan.chunks)
         return out
 
     def _run_decode(self, query: Tensor, kv_layer: Tensor, out: Tensor, part: DecodePart) -> None:
@@ -142,32 +141,6 @@ class TritonPagedAttention:
                 num_warps=4,
                 **self._overlapped,
             )
-
-    def _run_chunks(self, query: Tensor, kv_layer: Tensor, out: Tensor, part: ChunkPart) -> None:
-        shape = self._shape
-        _chunk_kernel[(part.tiles.shape[1], shape.num_heads)](
-            query,
-            kv_layer,
-            part.indptr,
-            part.indices,
-            part.tiles,
-            part.starts,
-            out,
-            self._scale * math.log2(math.e),
-            part.tiles.shape[1],
-            BLOCK_STRIDE=kv_layer.stride(0),
-            NUM_HEADS=shape.num_heads,
-            GROUP=shape.num_heads // shape.num_kv_heads,
-            BLOCK_SIZE=shape.block_size,
-            HEAD_DIM=shape.head_dim,
-            DIM=triton.next_power_of_2(shape.head_dim),
-            TILE=_TILE,
-            QUERIES=QUERY_TILE,
-            PRECISION="ieee" if shape.dtype == torch.float32 else "tf32",
-            num_warps=4,
-            num_stages=2,
-            **self._overlapped,
-        )
 
 
 def unsupported_reason(shape: AttentionShape) -> str | None:
@@ -299,74 +272,3 @@ def _join_parts_kernel(
     weights = weights / tl.sum(weights)
     out = tl.sum(partial * weights[:, None], 0)
     tl.store(out_ptr + head * HEAD_DIM + column, out.to(out_ptr.dtype.element_ty), mask=column < HEAD_DIM)
-
-
-@triton.jit(do_not_specialize=["num_tiles"])
-def _chunk_kernel(
-    query_ptr,
-    kv_ptr,
-    indptr_ptr,
-    indices_ptr,
-    tiles_ptr,
-    starts_ptr,
-    out_ptr,
-    scale_log2,
-    num_tiles,
-    BLOCK_STRIDE: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    QUERIES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
-):
-    wait(OVERLAPPED)
-    index = tl.program_id(0)
-    head = tl.program_id(1)
-    first_row = tl.load(tiles_ptr + index)
-    offset = tl.load(tiles_ptr + num_tiles + index)
-    num_rows = tl.load(tiles_ptr + 2 * num_tiles + index)
-    if num_rows == 0:
-        return
-    sequence = tl.load(tiles_ptr + 3 * num_tiles + index)
-    start = tl.load(starts_ptr + sequence) + offset  # position of the tile's first query
-    table = indices_ptr + tl.load(indptr_ptr + sequence)
-
-    row = tl.arange(0, QUERIES)
-    column = tl.arange(0, DIM)
-    is_column = column < HEAD_DIM
-    at = (first_row + row).to(tl.int64)[:, None] * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM + column[None, :]
-    mask_rows = (row < num_rows)[:, None] & is_column[None, :]
-    query = tl.load(query_ptr + at, mask=mask_rows, other=0.0)
-    top = tl.full((QUERIES,), float("-inf"), tl.float32)
-    total = tl.zeros((QUERIES,), tl.float32)
-    mixed = tl.zeros((QUERIES, DIM), tl.float32)
-    inner = tl.arange(0, TILE)
-    head_offset = (head // GROUP) * (2 * BLOCK_SIZE * HEAD_DIM)
-    context = start + num_rows
-    for tile in tl.range(0, context, TILE):
-        token = tile + inner
-        is_token = token < context
-        if BLOCK_SIZE % TILE == 0:
-            block = tl.load(table + tile // BLOCK_SIZE).to(tl.int64)
-            base = block * BLOCK_STRIDE + head_offset + (tile % BLOCK_SIZE + inner) * HEAD_DIM
-        else:
-            block = tl.load(table + token // BLOCK_SIZE, mask=is_token, other=0).to(tl.int64)
-            base = block * BLOCK_STRIDE + head_offset + (token % BLOCK_SIZE) * HEAD_DIM
-        keys_at = kv_ptr + base[:, None] + column[None, :]
-        mask = is_token[:, None] & is_column[None, :]
-        keys = tl.load(keys_at, mask=mask, other=0.0).to(query.dtype)  # they may be in FP8
-        values = tl.load(keys_at + BLOCK_SIZE * HEAD_DIM, mask=mask, other=0.0).to(query.dtype)
-        scores = tl.dot(query, keys.T, input_precision=PRECISION) * scale_log2
-        scores = tl.where(token[None, :] <= (start + row)[:, None], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(weights, 1)
-        mixed = mixed * shrink[:, None]
-        mixed = tl.dot(weights.to(values.dtype), values, mixed, input_precision=PRECISION)
-        top = new_top
-    tl.store(out_ptr + at, (mixed / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask_rows)

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from splitserve.kernels.api import AttentionShape, PagedBatch
-from splitserve.kernels.decode_launch import DecodeLaunch
+from splitserve.kernels.decode_launch import MAX_PARTS, PROGRAMS_PER_DEVICE, DecodeLaunch
 from splitserve.kernels.paged import Int32Array, flat_tables
 from splitserve.kernels.triton_sampling import to_device
 
 QUERY_TILE = 64
+CONTEXT_TILE = 64
+UNSPLIT_TILES = 8  # of context: that many are not worth the join of two parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +31,27 @@ class DecodePart:
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkWorkspace:
+    """Room for parts of tiles that are to be joined, for one step after the other."""
+
+    programs_per_head: int  # among which the work of a step's chunks is divided
+    partial: Tensor  # float32 [slots, H, QUERY_TILE, D]
+    partial_lse: Tensor  # float32 [slots, H, QUERY_TILE]: logarithms to base 2
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkPart:
-    """Longer chunks. ``tiles`` int32 [4, N]: first query row, its offset in the chunk, rows, sequence."""
+    """Longer chunks, as :func:`chunk_arrays` has them."""
 
     indptr: Tensor
     indices: Tensor
-    tiles: Tensor
-    starts: Tensor  # int32 [S]: context before the chunk
+    items: Tensor  # int32 [7, N]
+    joins: Tensor  # int32 [1 + 4 * J]
+    workspace: ChunkWorkspace
+
+    @property
+    def max_joins(self) -> int:
+        return self.joins.shape[0] // 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +82,7 @@ class TritonDecodePlan:
 
 
 class TritonMixedPlan:
-    """As :class:`TritonDecodePlan`, with chunks after the sequences that decode, which may be none; tiles left over
+    """As :class:`TritonDecodePlan`, with chunks after the sequences that decode, which may be none; items left over
     have no rows."""
 
     def __init__(
@@ -77,41 +93,93 @@ class TritonMixedPlan:
         num_chunks: int,
         max_blocks: int,
         partials: tuple[DecodeLaunch, Tensor, Tensor] | None,
+        workspace: ChunkWorkspace,
     ) -> None:
         self._block_size = shape.block_size
         num_sequences = num_decodes + num_chunks
         num_tiles = num_chunk_tokens // QUERY_TILE + num_chunks
-        sizes = (num_sequences + 1, num_sequences * max_blocks, num_sequences, 4 * num_tiles, num_chunks)
+        splits = max_blocks * shape.block_size > UNSPLIT_TILES * CONTEXT_TILE
+        self._num_programs = workspace.programs_per_head if splits else 1
+        num_items, num_joins = num_tiles + self._num_programs - 1, min(num_tiles, self._num_programs - 1)
+        sizes = (num_sequences + 1, num_sequences * max_blocks, num_sequences, 7 * num_items, 1 + 4 * num_joins)
         self._buffers = [torch.zeros(size, dtype=torch.int32, device=shape.device) for size in sizes]
-        indptr, indices, context_lens, tiles, starts = self._buffers
+        indptr, indices, context_lens, items, joins = self._buffers
         decode = DecodePart(num_decodes, indptr, indices, context_lens, *partials) if partials else None
-        chunks = ChunkPart(indptr[num_decodes:], indices, tiles.view(4, num_tiles), starts)
+        chunks = ChunkPart(indptr[num_decodes:], indices, items.view(7, num_items), joins, workspace)
         self.fixed = TritonPlan(decode, chunks)
-        self._num_decodes, self._num_chunks, self._num_tiles = num_decodes, num_chunks, num_tiles
+        self._num_decodes, self._num_chunks = num_decodes, num_chunks
+        self._num_items, self._num_joins = num_items, num_joins
 
     def update(self, batch: PagedBatch) -> None:
         """See :class:`splitserve.kernels.api.DecodePlan`."""
+        assert len(batch.query_lens) <= self._num_decodes + self._num_chunks
         tables = flat_tables(batch, self._block_size)
-        tiles, starts = chunk_tiles(batch, self._num_decodes)
-        left_over = self._num_tiles - tiles.shape[1]
-        assert left_over >= 0 and len(starts) <= self._num_chunks
-        tiles = np.pad(tiles, ((0, 0), (0, left_over)))
-        copy_arrays((tables.indptr, tables.indices, tables.context_lens, tiles.ravel(), starts), self._buffers)
+        items, joins = chunk_arrays(batch, self._num_decodes, self._num_programs, self._num_items, self._num_joins)
+        assert items.shape[1] == self._num_items and joins.shape[0] == 1 + 4 * self._num_joins, "too many chunk tokens"
+        copy_arrays((tables.indptr, tables.indices, tables.context_lens, items.ravel(), joins), self._buffers)
 
 
-def chunk_tiles(batch: PagedBatch, first: int) -> tuple[Int32Array, Int32Array]:
-    """Tiles and starts of :class:`ChunkPart` of the sequences from ``first`` on, before which each has one row."""
-    tiles: list[tuple[int, int, int, int]] = []
+def chunk_workspace(shape: AttentionShape) -> ChunkWorkspace:
+    """About 35 MB for heads of 128, whatever the chunks; all plans of one attention share it."""
+    programs = max(1, min(MAX_PARTS, PROGRAMS_PER_DEVICE // shape.num_heads))
+    sizes = (2 * programs if programs > 1 else 0, shape.num_heads, QUERY_TILE)  # see chunk_arrays
+    partial = torch.empty((*sizes, shape.head_dim), dtype=torch.float32, device=shape.device)
+    return ChunkWorkspace(programs, partial, torch.empty(sizes, dtype=torch.float32, device=shape.device))
+
+
+def chunk_arrays(
+    batch: PagedBatch, first: int, num_programs: int, num_items: int = 0, num_joins: int = 0
+) -> tuple[Int32Array, Int32Array]:
+    """The work on the sequences from ``first`` on, before which each has one row: (items, joins), both int32.
+
+    A tile of queries is one item, or is split into items by parts of its context: as many as it takes for ``P =
+    num_programs`` items of a step to share the work evenly. ``items`` [7, N], those that take longest first: first
+    query row, its position, rows, sequence, first token, end of the tokens, slot for the result, -1 if it's the only
+    part. ``joins`` [1 + 4 * J]: how many, and of each split tile: first query row, rows, first slot, number of slots,
+    which are in the order of the parts. Every row sees the first token of every part of its tile. For T tiles there are
+    less than T + P items, at most T joins and less than P, less than 2 * P slots. N and J are ``num_items`` and
+    ``num_joins``, with zeros at the end, where those are larger.
+    """
+    tiles = _query_tiles(batch, first)
+    seen = [position // CONTEXT_TILE + 1 for _, position, _, _ in tiles]  # tiles of context that all rows see
+    most = max(UNSPLIT_TILES, -(-sum(seen) // num_programs)) if num_programs > 1 else sum(seen)
+    items: list[tuple[int, ...]] = []
+    joins: list[tuple[int, ...]] = []
+    num_slots = 0
+    for tile, num_tiles in zip(tiles, seen, strict=True):
+        row, position, num_rows, _ = tile
+        num_parts = -(-num_tiles // most)
+        cuts = [num_tiles * part // num_parts * CONTEXT_TILE for part in range(num_parts)] + [position + num_rows]
+        slots = range(num_slots, num_slots + num_parts) if num_parts > 1 else [-1]
+        items += [(*tile, *part) for part in zip(cuts, cuts[1:], slots, strict=False)]
+        if num_parts > 1:
+            joins.append((row, num_rows, num_slots, num_parts))
+            num_slots += num_parts
+    items.sort(key=lambda item: item[4] - item[5])
+    joined = _columns(joins, 4, num_joins)
+    return _columns(items, 7, num_items), np.concatenate((np.array([len(joins)], dtype=np.int32), joined.ravel()))
+
+
+def _query_tiles(batch: PagedBatch, first: int) -> list[tuple[int, int, int, int]]:
+    """First row, its position in the sequence, rows, sequence counted from ``first``."""
+    tiles = []
     row = first
-    for index, query_len in enumerate(batch.query_lens[first:]):
+    for index, (query_len, context) in enumerate(
+        zip(batch.query_lens[first:], batch.context_lens[first:], strict=True)
+    ):
         tiles += [
-            (row + offset, offset, min(QUERY_TILE, query_len - offset), index)
+            (row + offset, context - query_len + offset, min(QUERY_TILE, query_len - offset), index)
             for offset in range(0, query_len, QUERY_TILE)
         ]
         row += query_len
-    tiles.sort(key=lambda tile: -tile[1])  # those that see most start first
-    starts = np.subtract(batch.context_lens[first:], batch.query_lens[first:]).astype(np.int32)
-    return np.ascontiguousarray(np.array(tiles, dtype=np.int32).reshape(-1, 4).T), starts
+    return tiles
+
+
+def _columns(rows: Sequence[tuple[int, ...]], width: int, least: int) -> Int32Array:
+    """``rows`` of ``width`` numbers as columns, with zeros after them if they are fewer than ``least``."""
+    columns = np.zeros((width, max(least, len(rows))), dtype=np.int32)
+    columns[:, : len(rows)] = np.array(rows, dtype=np.int32).reshape(-1, width).T
+    return columns
 
 
 def copy_arrays(arrays: Sequence[Int32Array], targets: Sequence[Tensor]) -> None:

@@ -1,7 +1,7 @@
 """Triton's kernels against the reference at the sizes of real heads, one token, sizes about the kernels' own tiles.
 
-Attention is in test_attention_backends.py, gather and scatter in test_kernels_gather.py, usual shapes in
-test_kernels_triton.py.
+Attention is in test_attention_backends.py and test_triton_chunks.py, gather and scatter in test_kernels_gather.py,
+usual shapes in test_kernels_triton.py.
 """
 
 import pytest
