@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -245,7 +246,8 @@ class DirectRouter:
         return seconds
 
     def _request(self, request_id: str, prompt: list[int], output_len: int) -> None:
-        self.send(LocalRequest(RequestKey(request_id), prompt, SamplingParams(max_tokens=output_len), 600.0))
+        sampling = SamplingParams(max_tokens=output_len)
+        self.send(LocalRequest(RequestKey(request_id), array("i", prompt), sampling, 600.0))
 
     def _deltas(self) -> Sequence[TokenDelta]:
         """The next tokens of any request. Raises :class:`ConfigError` for one that failed."""

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from array import array
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -295,7 +296,7 @@ class DirectClient:
         request_id = f"direct-{self._num_sent}"
         self._num_sent += 1
         done = asyncio.get_running_loop().create_future()
-        body = LocalRequest(RequestKey(request_id), list(range(100)), self._sampling, 60.0)
+        body = LocalRequest(RequestKey(request_id), array("i", range(100)), self._sampling, 60.0)
         start = time.perf_counter()
         self._waiting[request_id] = (start, arm, done)
         self._socket.send([encode(Envelope(self._party, self._worker, body))])

@@ -101,10 +101,12 @@ class PrefillCore:
         if request.key in self.state.tombstones or request.key in self.state.sequences:
             self.state.counters.stale_messages += 1
             return None
+        token_ids = request.token_ids[:]
+        token_ids.extend(request.output_ids)
         sequence = Sequence(
             key=request.key,
             reply_to=sender,
-            token_ids=[*request.token_ids, *request.output_ids],
+            token_ids=token_ids,
             num_prompt_tokens=len(request.token_ids),
             sampling=request.sampling,
             deadline=now + min(request.deadline_seconds, self.state.protocol.request_deadline_seconds),

@@ -12,6 +12,7 @@ from splitserve.kvconnector.layout import num_blocks_for
 from splitserve.kvconnector.tiers import BlockLoad, Tiers
 from splitserve.request import Party, RequestKey, SamplingParams
 from splitserve.step import UNKNOWN_TOKEN, SampleSpec, ScheduledChunk
+from splitserve.token_ids import TokenIds
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +34,7 @@ class Sequence:
 
     key: RequestKey
     reply_to: Party
-    token_ids: list[int]
+    token_ids: TokenIds
     num_prompt_tokens: int
     sampling: SamplingParams
     deadline: float
@@ -92,7 +93,7 @@ class Sequence:
         end = start + num_tokens
         is_unknown = self.drawing_chunk is not None
         return ScheduledChunk(
-            [UNKNOWN_TOKEN] if is_unknown else self.token_ids[start:end],
+            [UNKNOWN_TOKEN] if is_unknown else list(self.token_ids[start:end]),
             start,
             self.block_ids[: num_blocks_for(end, block_size)],
             self._sample(end) if end == len(self.token_ids) + is_unknown else None,

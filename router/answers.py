@@ -22,13 +22,14 @@ from splitserve.router.formats import DONE_EVENT, Format, Usage, send_json, sse_
 from splitserve.router.inbox import Inbox
 from splitserve.router.outcome import route
 from splitserve.router.request_state import NOTHING, Update
+from splitserve.token_ids import TokenIds
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One prompt, ready to run, and the text side of its output."""
 
-    token_ids: list[int]
+    token_ids: TokenIds
     sampling: SamplingParams
     choice: Choice
 

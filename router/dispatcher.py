@@ -12,7 +12,6 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from splitserve.bounded import ExpiringMap
@@ -49,9 +48,10 @@ from splitserve.router.placement import (
     context_limits,
     policy_by_name,
 )
-from splitserve.router.prefix_view import MIN_GAIN_BLOCKS, helper_of
+from splitserve.router.prefix_view import MIN_GAIN_BLOCKS, PromptHashes, helper_of
 from splitserve.router.profiles import Profiles
 from splitserve.router.request_state import NOTHING, Failure, FailureReason, Phase, RequestState, Update
+from splitserve.token_ids import TokenIds
 
 log = logging.getLogger(__name__)
 
@@ -61,11 +61,12 @@ class Generation:
     """One prompt under way. ``index`` tells it apart in the inbox that it shares with its HTTP request's others."""
 
     index: int
-    token_ids: list[int]
+    token_ids: TokenIds
     sampling: SamplingParams
     inbox: Inbox
     arrived_at: float
     state: RequestState
+    hashes: PromptHashes
     charge: Charge | None = None
     deadline: asyncio.TimerHandle | None = None
     attempt_began_at: float = 0.0
@@ -141,15 +142,15 @@ class Dispatcher:
         self._num_admitted -= count
         self._metrics.requests_in_flight.set(self._num_admitted)
 
-    def place(self, shape: RequestShape, token_ids: Sequence[int] = ()) -> Placement:
+    def place(self, shape: RequestShape, prompt: PromptHashes | None = None) -> Placement:
         """Where a request of this shape, with this prompt, would run now."""
         if self._closing:
             return NoWorker("the router is shutting down")
-        return self._policy(self._snapshot(token_ids), shape)
+        return self._policy(self._snapshot(prompt or PromptHashes(())), shape)
 
-    def _snapshot(self, token_ids: Sequence[int]) -> Snapshot:
+    def _snapshot(self, prompt: PromptHashes) -> Snapshot:
         """The workers, with what each has of the prompt."""
-        matches = self.fleet.prefixes.matches(token_ids)
+        matches = self.fleet.prefixes.matches(prompt)
         worth = {party: match.worth_tokens for party, match in matches.items()}
         return self.fleet.membership.snapshot(self._loop.time(), worth)
 
@@ -163,12 +164,12 @@ class Dispatcher:
         return Limits(*lengths, vocab_size)
 
     def submit(
-        self, index: int, token_ids: list[int], sampling: SamplingParams, inbox: Inbox, arrived_at: float
+        self, index: int, token_ids: TokenIds, sampling: SamplingParams, inbox: Inbox, arrived_at: float
     ) -> Generation:
         """Place a prompt and send it off; updates come to ``inbox``. Raises :class:`ApiError` 503 without a worker."""
         state = RequestState(secrets.token_hex(12), sampling.max_tokens)
-        generation = Generation(index, token_ids, sampling, inbox, arrived_at, state)
-        placement = self.place(generation.shape, token_ids)
+        generation = Generation(index, token_ids, sampling, inbox, arrived_at, state, PromptHashes(token_ids))
+        placement = self.place(generation.shape, generation.hashes)
         fallback = None
         if isinstance(placement, NoWorker):  # no pair: a decode worker alone can help, though nobody planned it so
             fallback = None if self._closing else self._local_placement(generation)
@@ -185,7 +186,7 @@ class Dispatcher:
         return generation
 
     def _local_placement(self, generation: Generation) -> Local | None:
-        return local_placement(self._snapshot(generation.token_ids).workers, generation.shape)
+        return local_placement(self._snapshot(generation.hashes).workers, generation.shape)
 
     def finish_at_stop_string(self, generation: Generation) -> None:
         self._apply(generation, generation.state.finish_at_stop_string())
@@ -223,7 +224,7 @@ class Dispatcher:
         """An attempt has failed: begin the next one where the ladder says, wait for workers, or fail the request."""
         state, now = generation.state, self._loop.time()
         last = state.history[-1]
-        step = next_step(self._snapshot(generation.token_ids), generation.shape, self._policy, state.history)
+        step = next_step(self._snapshot(generation.hashes), generation.shape, self._policy, state.history)
         if not isinstance(step.placement, NoWorker):
             self._metrics.ladder_steps.labels(step.rung, last.failure.reason).inc()
             log.info("request %s goes on (%s): %s", state.key, step.rung, last.failure.message)
@@ -250,7 +251,7 @@ class Dispatcher:
         delivered = generation.state.delivered_ids
         left_seconds = max(0.001, self.deadline_seconds - (self._loop.time() - generation.arrived_at))
         if not isinstance(placement, Disaggregated):
-            prefix = self._prefix_helper(prompt, placement.worker)
+            prefix = self._prefix_helper(generation.hashes, placement.worker)
             return [(placement.worker, LocalRequest(key, prompt, sampling, left_seconds, delivered, prefix))]
         prefill, decode = self._peer(placement.prefill), self._peer(placement.decode)
         return [
@@ -258,7 +259,7 @@ class Dispatcher:
             (placement.prefill, PrefillRequest(key, prompt, sampling, decode, left_seconds, delivered)),
         ]
 
-    def _prefix_helper(self, prompt: list[int], worker: Party) -> PeerRef | None:
+    def _prefix_helper(self, prompt: PromptHashes, worker: Party) -> PeerRef | None:
         """Whose device or host tier has so much more of the prompt that ``worker`` had best read it from there."""
         matches = self.fleet.prefixes.matches(prompt)
         ready = {view.party for view in self.fleet.membership.snapshot(self._loop.time()).workers}

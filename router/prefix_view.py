@@ -35,21 +35,36 @@ class _Holding:
     number: int
     tiers: dict[str, set[bytes]] = field(default_factory=dict)
 
-    def worth_of(self, block_hash: bytes) -> float:
-        """0 if it's nowhere."""
-        return max(
-            (TIER_WORTH.get(tier, OTHER_WORTH) for tier, hashes in self.tiers.items() if block_hash in hashes),
-            default=0.0,
-        )
-
     def match(self, chain: Sequence[bytes]) -> PrefixMatch:
+        best_first = sorted(
+            ((TIER_WORTH.get(tier, OTHER_WORTH), hashes) for tier, hashes in self.tiers.items()),
+            key=lambda of_tier: -of_tier[0],
+        )
         worth, count = 0.0, 0
         for block_hash in chain:
-            here = self.worth_of(block_hash)
-            if not here:
+            for worth_here, hashes in best_first:
+                if block_hash in hashes:
+                    worth, count = worth + worth_here, count + 1
+                    break
+            else:
                 break
-            worth, count = worth + here, count + 1
         return PrefixMatch(count * self.block_size, round(worth * self.block_size))
+
+
+class PromptHashes:
+    """The hashes of a prompt's full blocks, made once for each block size and root. Its last token's block is always
+    computed, so it isn't among them."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self._token_ids = token_ids
+        self._chains: dict[tuple[bytes, int], list[bytes]] = {}
+
+    def chain(self, root_hash: bytes, block_size: int) -> Sequence[bytes]:
+        chain = self._chains.get((root_hash, block_size))
+        if chain is None:
+            chain = self._chains[root_hash, block_size] = []
+            extend_hashes(chain, root_hash, self._token_ids[:-1], block_size)
+        return chain
 
 
 class PrefixView:
@@ -88,24 +103,14 @@ class PrefixView:
         known = self._holdings.get(party)
         return {} if known is None else {tier: len(hashes) for tier, hashes in known.tiers.items()}
 
-    def matches(self, token_ids: Sequence[int]) -> dict[Party, PrefixMatch]:
-        """Of a prompt, by the workers that hold some of it. Its last token's block is always computed."""
-        chains: dict[tuple[bytes, int], list[bytes]] = {}
+    def matches(self, prompt: PromptHashes) -> dict[Party, PrefixMatch]:
+        """Of a prompt, by the workers that hold some of it."""
         found: dict[Party, PrefixMatch] = {}
         for party, holding in self._holdings.items():
-            start = holding.root_hash, holding.block_size
-            if start not in chains:
-                chains[start] = []
-                extend_hashes(chains[start], *_whole_blocks(token_ids, start))
-            match = holding.match(chains[start])
+            match = holding.match(prompt.chain(holding.root_hash, holding.block_size))
             if match.num_tokens:
                 found[party] = match
         return found
-
-
-def _whole_blocks(token_ids: Sequence[int], start: tuple[bytes, int]) -> tuple[bytes, Sequence[int], int]:
-    root, block_size = start
-    return root, token_ids[: (len(token_ids) - 1) // block_size * block_size], block_size
 
 
 def helper_of(worker: Party, matches: Mapping[Party, PrefixMatch], min_gain_tokens: int) -> Party | None:

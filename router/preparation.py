@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -13,6 +14,7 @@ from splitserve.router.choice import Choice
 from splitserve.router.dispatcher import Limits
 from splitserve.router.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from splitserve.router.tokenizer import ChatTemplateError, ModelTokenizer
+from splitserve.token_ids import TokenIds, bounds
 
 # 512 characters take 0.1 ms to tokenise, a hop to the pool and back 0.06 to 0.2 ms.
 MAX_INLINE_CHARS = 512
@@ -50,7 +52,7 @@ class Preparation:
         messages = [message.for_template() for message in request.messages]
         num_chars = sum(len(message["content"]) for message in messages)
 
-        def render_and_encode() -> list[int]:
+        def render_and_encode() -> TokenIds:
             text = self._tokenizer.render_chat(messages)
             return self._encode(text, limits.max_model_len, "messages", add_special_tokens=False)
 
@@ -67,16 +69,16 @@ class Preparation:
         max_tokens = _max_tokens(wanted, param, len(token_ids), limits.max_model_len)
         return [self._prompt(request, token_ids, max_tokens or room, limits.vocab_size)]
 
-    async def _prompt_ids(self, prompt: str | list[int], limits: Limits, num_chars: int) -> list[int]:
+    async def _prompt_ids(self, prompt: str | list[int] | TokenIds, limits: Limits, num_chars: int) -> TokenIds:
         """``num_chars``: of all prompts of the request."""
-        if isinstance(prompt, list):
+        if not isinstance(prompt, str):
             _check_vocabulary(prompt, limits.vocab_size, "prompt")
-            return prompt
+            return array("i", prompt)
         return await self._run(
             lambda: self._encode(prompt, limits.max_model_len, "prompt", add_special_tokens=True), num_chars
         )
 
-    def _encode(self, text: str, max_model_len: int, param: str, *, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, max_model_len: int, param: str, *, add_special_tokens: bool) -> TokenIds:
         """Token ids of a text. One that is hopelessly long is refused by its beginning alone: others would wait for the
         tokenizer for many seconds."""
         far_too_many = 2 * (max_model_len + CUT_WORD_TOKENS)
@@ -84,14 +86,14 @@ class Preparation:
         if len(head) < len(text) and len(self._tokenizer.encode(head, add_special_tokens=False)) > far_too_many:
             message = f"{param} has far more tokens than the context length of {max_model_len} allows"
             raise ApiError(400, message, param=param, code="context_length_exceeded")
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return array("i", self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     async def _run(self, work: Callable[[], Result], num_chars: int) -> Result:
         if num_chars <= MAX_INLINE_CHARS:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    def _prompt(self, request: GenerationRequest, token_ids: list[int], max_tokens: int, vocab_size: int) -> Prompt:
+    def _prompt(self, request: GenerationRequest, token_ids: TokenIds, max_tokens: int, vocab_size: int) -> Prompt:
         stop_token_ids = request.stop_token_ids or []
         _check_vocabulary(stop_token_ids, vocab_size, "stop_token_ids")
         eos_token_ids = () if request.ignore_eos else self._tokenizer.eos_token_ids
@@ -113,9 +115,12 @@ def check_not_empty(request: CompletionRequest) -> None:
         raise ApiError(400, "prompt is empty: give at least one token", param="prompt", code="empty_prompt")
 
 
-def _check_vocabulary(token_ids: list[int], vocab_size: int, param: str) -> None:
-    if token_ids and max(token_ids) >= vocab_size:
-        message = f"{param} holds token id {max(token_ids)}; the vocabulary ends at {vocab_size - 1}"
+def _check_vocabulary(token_ids: list[int] | TokenIds, vocab_size: int, param: str) -> None:
+    if not token_ids:
+        return
+    highest = max(token_ids) if isinstance(token_ids, list) else bounds(token_ids)[1]
+    if highest >= vocab_size:
+        message = f"{param} holds token id {highest}; the vocabulary ends at {vocab_size - 1}"
         raise ApiError(400, message, param=param, code="invalid_token_id")
 
 

@@ -4,12 +4,15 @@ What isn't supported yet is refused by name when it's given a value that would c
 the value is the neutral one that clients like to send. Unknown fields are refused too: nothing is silently ignored.
 """
 
+import contextlib
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from splitserve.router.api_error import ApiError
+from splitserve.router.token_prompt import take_token_ids
+from splitserve.token_ids import TokenIds
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
@@ -144,8 +147,8 @@ Prompt = Annotated[
 class CompletionRequest(GenerationRequest):
     prompt: Prompt
 
-    def prompts(self) -> list[str] | list[list[int]]:
-        """One entry per choice."""
+    def prompts(self) -> list[str] | list[list[int]] | list[TokenIds]:
+        """One entry per choice; packed if it's a single prompt of token ids."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
@@ -188,6 +191,16 @@ RequestModel = TypeVar("RequestModel", bound=GenerationRequest)
 
 def parse(model: type[RequestModel], body: bytes) -> RequestModel:
     """The body as ``model``. Raises :class:`ApiError` 400 that names the first field at fault."""
+    if model is CompletionRequest and (taken := take_token_ids(body)) is not None:
+        token_ids, rest = taken
+        with contextlib.suppress(ApiError):  # it is said of the whole body
+            request = _parse_whole(model, rest)
+            request.prompt = token_ids  # type: ignore[attr-defined]
+            return request
+    return _parse_whole(model, body)
+
+
+def _parse_whole(model: type[RequestModel], body: bytes) -> RequestModel:
     try:
         request = model.model_validate_json(body)
     except pydantic.ValidationError as error:

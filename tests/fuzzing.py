@@ -1,6 +1,7 @@
 """Messages that no correct sender would send, and a worker's core under them. Everything follows from one seed."""
 
 import random
+from array import array
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -56,7 +57,7 @@ from splitserve.messages import (
 from splitserve.prefill.effects import Connect, Disconnect, Effect, Send, StartRead
 from splitserve.request import Party, RequestKey, Role, SamplingParams
 from splitserve.step import StepPlan
-from splitserve.wire import decode
+from splitserve.wire import decode, plain
 
 ROUTER = Party("router", 1)
 PARTIES = [ROUTER, PREFILL, DECODE, Party("prefill-0", 12), Party("prefill-1", 5), Party("mixed-0", 7), Party("", 0)]
@@ -103,9 +104,11 @@ class MessageFuzzer:
     def body(self) -> Body:
         """A message that is sound by itself, whatever it means to its receiver."""
         rng, key = self.rng, self.key()
-        tokens = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 3, 4, 10, 10, 10, 30, 63]))]
-        prompt = [rng.randrange(4), *range(1, 10)]
-        output = tokens[: rng.choice([0, 0, 0, 1, 3])]
+        tokens = array("i", [rng.randrange(VOCAB) for _ in range(rng.choice([1, 3, 4, 10, 10, 10, 30, 63]))])
+        prompt = array("i", [rng.randrange(4), *range(1, 10)])
+        output = list(tokens[: rng.choice([0, 0, 0, 1, 3])])
+        if rng.random() < 0.1:
+            tokens[-1] = rng.choice([VOCAB, 2**31 - 1])
         sampling = SamplingParams(max_tokens=rng.choice([1, 2, 5, 40]), seed=rng.getrandbits(64))
         prefill = PeerRef(PREFILL if rng.random() < 0.95 else rng.choice(PARTIES), self._endpoint)
         decode = PeerRef(DECODE if rng.random() < 0.95 else rng.choice(PARTIES), "")
@@ -189,7 +192,7 @@ class MessageFuzzer:
 
     def _plain(self, value: Any) -> Any:
         """Dicts, lists and scalars, as on the wire."""
-        return msgspec.to_builtins(value, builtin_types=(bytes,))
+        return msgspec.to_builtins(value, builtin_types=(bytes,), enc_hook=plain)
 
     def _mutated(self, node: Any) -> Any:
         """A copy with one value changed, removed, repeated or replaced, somewhere."""

@@ -1,5 +1,7 @@
 """The bounded memory behind tombstones and parked messages, and the hashes that name a block's content."""
 
+from array import array
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,3 +52,6 @@ def test_hashes_are_extended_by_full_blocks_only() -> None:
     whole: list[bytes] = []
     extend_hashes(whole, b"root", tokens, 4)
     assert hashes == whole and len(whole) == 2
+    packed: list[bytes] = []
+    extend_hashes(packed, b"root", array("i", tokens), 4)
+    assert packed == whole == [chain_hash(b"root", tokens[:4]), chain_hash(whole[0], tokens[4:8])]

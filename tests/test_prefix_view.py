@@ -4,7 +4,7 @@ from splitserve.block_hash import extend_hashes
 from splitserve.kv_event_batch import KVEvent, KVEventBatch
 from splitserve.request import Party, Role
 from splitserve.router.placement import RequestShape, Snapshot, least_loaded
-from splitserve.router.prefix_view import PrefixMatch, PrefixView, helper_of
+from splitserve.router.prefix_view import PrefixMatch, PrefixView, PromptHashes, helper_of
 from test_router_placement import view
 
 ROOT = b"r" * 16
@@ -32,36 +32,37 @@ def stored(tier: str, hashes: list[bytes]) -> KVEvent:
 def test_batches_add_up() -> None:
     prefixes = PrefixView()
     assert prefixes.apply(batch(ONE, 3, stored("device", HASHES[:2])))
-    assert prefixes.matches(PROMPT) == {}, "what comes before the snapshot says nothing"
+    assert prefixes.matches(PromptHashes(PROMPT)) == {}, "what comes before the snapshot says nothing"
     prefixes.apply(batch(ONE, 3, stored("device", HASHES[:4]), stored("host", HASHES[2:6]), is_snapshot=True))
-    assert prefixes.matches(PROMPT) == {ONE: PrefixMatch(24, 23)}
+    assert prefixes.matches(PromptHashes(PROMPT)) == {ONE: PrefixMatch(24, 23)}
     prefixes.apply(batch(ONE, 4, KVEvent("evicted", "device", HASHES[1:3])))
-    assert prefixes.matches(PROMPT) == {ONE: PrefixMatch(4, 4)}
+    assert prefixes.matches(PromptHashes(PROMPT)) == {ONE: PrefixMatch(4, 4)}
     prefixes.apply(batch(OTHER, 9, stored("disk", HASHES), is_snapshot=True))
-    assert prefixes.matches(PROMPT)[OTHER] == PrefixMatch(40, 24)
-    assert prefixes.matches(PROMPT[:40])[OTHER] == PrefixMatch(36, 22), "the last token is always computed"
+    assert prefixes.matches(PromptHashes(PROMPT))[OTHER] == PrefixMatch(40, 24)
+    shorter = PromptHashes(PROMPT[:40])
+    assert prefixes.matches(shorter)[OTHER] == PrefixMatch(36, 22), "the last token is always computed"
     assert prefixes.num_blocks(ONE) == {"device": 2, "host": 4}
     prefixes.forget(ONE)
-    assert set(prefixes.matches(PROMPT)) == {OTHER}
+    assert set(prefixes.matches(PromptHashes(PROMPT))) == {OTHER}
 
 
 def test_a_batch_that_is_missing_makes_the_worker_unknown_until_its_snapshot() -> None:
     prefixes = PrefixView()
     prefixes.apply(batch(ONE, 1, stored("device", HASHES), is_snapshot=True))
     assert not prefixes.apply(batch(ONE, 3))
-    assert prefixes.matches(PROMPT) == {}
+    assert prefixes.matches(PromptHashes(PROMPT)) == {}
     assert prefixes.apply(batch(ONE, 4))
     prefixes.apply(batch(ONE, 5, stored("host", HASHES[:1]), is_snapshot=True))
-    assert prefixes.matches(PROMPT)[ONE].num_tokens == 4
+    assert prefixes.matches(PromptHashes(PROMPT))[ONE].num_tokens == 4
 
 
 def test_an_incarnation_holds_nothing_of_the_one_before() -> None:
     prefixes = PrefixView()
     prefixes.apply(batch(ONE, 1, stored("device", HASHES), is_snapshot=True))
-    assert set(prefixes.matches(PROMPT)) == {ONE}
+    assert set(prefixes.matches(PromptHashes(PROMPT))) == {ONE}
     prefixes.apply(batch(Party(ONE.engine_id, 5), 1, is_snapshot=True))
     prefixes.forget(ONE)
-    assert prefixes.matches(PROMPT) == {}
+    assert prefixes.matches(PromptHashes(PROMPT)) == {}
 
 
 def test_who_helps() -> None:

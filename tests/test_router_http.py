@@ -167,7 +167,7 @@ def test_both_workers_get_the_same_request_and_each_other(router, pair):
     assert prefill.requests[0].decode.party == decode.party and prefill.requests[0].decode.endpoint == decode.endpoint
     assert decode.requests[0].prefill.party == prefill.party and decode.requests[0].prefill.endpoint == prefill.endpoint
     sampling = decode.requests[0].sampling
-    assert sampling == prefill.requests[0].sampling and decode.requests[0].token_ids == [7, 8, 9]
+    assert sampling == prefill.requests[0].sampling and list(decode.requests[0].token_ids) == [7, 8, 9]
     assert (sampling.max_tokens, sampling.temperature, sampling.top_k, sampling.top_p) == (4, 0.5, 3, 0.9)
     assert sampling.seed == 2**64 - 1 and sampling.stop_token_ids == (1, 300)
     assert 0 < decode.requests[0].deadline_seconds <= 600
@@ -308,7 +308,7 @@ def test_long_texts_of_few_tokens_are_not_refused(tmp_path):
     request = CompletionRequest(model="tiny", prompt=word * 500)
     prompts = asyncio.run(preparation.completion(request, Limits(1024, 1024, 1000)))
     preparation.close()
-    assert prompts[0].token_ids == [tokenizer.token_to_id(word)] * 500
+    assert list(prompts[0].token_ids) == [tokenizer.token_to_id(word)] * 500
 
 
 # ---- bad input ----

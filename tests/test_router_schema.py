@@ -1,6 +1,7 @@
 """Request bodies: what is accepted, and how what isn't is named."""
 
 import json
+from array import array
 
 import pydantic
 import pytest
@@ -53,7 +54,52 @@ def test_all_parameters():
     [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])],
 )
 def test_the_four_forms_of_a_prompt(prompt, prompts):
-    assert completion(prompt=prompt).prompts() == prompts
+    assert [p if isinstance(p, str) else list(p) for p in completion(prompt=prompt).prompts()] == prompts
+
+
+@pytest.mark.parametrize("text", ["[1,2]", " [ 1 ,\n\t2 ] ", "[2147483647]", "[0, 0]"])
+def test_a_list_of_token_ids_is_packed(text):
+    body = f'{{"model": "m", "prompt": {text}, "max_tokens": 3, "logprobs": null, "n": 1}}'.encode()
+    request = parse(CompletionRequest, body)
+    [prompt] = request.prompts()
+    assert prompt == array("i", json.loads(text)) and request.max_tokens == 3
+
+
+def outcome(body):
+    try:
+        request = parse(CompletionRequest, body)
+    except ApiError as error:
+        return error.status, error.body()
+    return dict(request) | {"prompt": list(request.prompt)}
+
+
+@pytest.mark.parametrize(
+    "rest", ["", ', "max_tokens": 3, "n": 1', ', "n": 2', ', "typo": 1', ', "stop": [1]', ', "user": "\\ud8"']
+)
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "[1, 2]",
+        "[]",
+        "[01]",
+        "[1.0]",
+        "[1e2]",
+        "[-0]",
+        "[-1]",
+        "[1 2]",
+        "[[1]]",
+        "[2147483648]",
+        f"[{10**30}]",
+        "1",
+        "[1",
+    ],
+)
+def test_packed_or_not_the_answer_is_the_same(prompt, rest, monkeypatch):
+    """What is wrong with a body is said in the same words, wherever in it the prompt stands."""
+    bodies = [f'{{"model": "m", "prompt": {prompt}{rest}}}', f'{{"prompt": {prompt}, "model": "m"{rest}}}']
+    outcomes = [outcome(body.encode()) for body in bodies]
+    monkeypatch.setattr("splitserve.router.schema.take_token_ids", lambda _: None)
+    assert outcomes == [outcome(body.encode()) for body in bodies]
 
 
 @pytest.mark.parametrize(

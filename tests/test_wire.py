@@ -2,6 +2,7 @@
 
 import random
 import typing
+from array import array
 
 import msgspec
 import pytest
@@ -57,9 +58,10 @@ from splitserve.messages import (
     WorkerPlace,
 )
 from splitserve.request import FinishReason, Party, RequestKey, Role, SamplingParams
-from splitserve.wire import MAX_MESSAGE_BYTES, decode, encode
+from splitserve.wire import MAX_MESSAGE_BYTES, decode, encode, plain
 
 KEY = RequestKey("cmpl-1", 2)
+PROMPT = array("i", [1, 0, 2**31 - 1])
 PREFILL, DECODE = Party("prefill-0", 2**63 - 1), Party("decode-0", 1)
 LAYOUT = LayoutRecord("demo", "sha", "float32", 16, 2, 2, 16)
 SAMPLING = SamplingParams(max_tokens=5, temperature=0.5, top_k=3, top_p=0.9, seed=2**64 - 1, stop_token_ids=(1, 2))
@@ -80,10 +82,10 @@ EXAMPLES: list[Body] = [
     ),
     Draining(),
     Leave(),
-    PrefillRequest(KEY, [1, 2, 3], SAMPLING, PeerRef(DECODE, "tcp://127.0.0.1:2"), 30.0, [7]),
-    DecodeRequest(KEY, [1, 2, 3], SAMPLING, PEER, 30.0, [7]),
-    LocalRequest(KEY, [1], SAMPLING, 30.0),
-    LocalRequest(KEY, [1], SAMPLING, 30.0, [7], PEER),
+    PrefillRequest(KEY, PROMPT, SAMPLING, PeerRef(DECODE, "tcp://127.0.0.1:2"), 30.0, [7]),
+    DecodeRequest(KEY, PROMPT, SAMPLING, PEER, 30.0, [7]),
+    LocalRequest(KEY, PROMPT, SAMPLING, 30.0),
+    LocalRequest(KEY, PROMPT, SAMPLING, 30.0, [7], PEER),
     Abort(KEY),
     Introduce(PEER),
     Profile("p0", 128, 30.0),
@@ -156,7 +158,7 @@ def raw(payload: object, version: int = SCHEMA_VERSION) -> bytes:
 
 
 def fields(body: Body) -> dict[str, object]:
-    return typing.cast("dict[str, object]", msgspec.to_builtins(body))
+    return typing.cast("dict[str, object]", msgspec.to_builtins(body, builtin_types=(bytes,), enc_hook=plain))
 
 
 def test_another_version_is_named_before_the_rest_is_looked_at() -> None:
@@ -208,7 +210,9 @@ SENDER = ["prefill-0", 1]
         [SENDER, None, GRANT, "extra"],
         [SENDER, None],
         [SENDER, None, None],
-        [SENDER, None, LOCAL | {"token_ids": [1, "2"]}],
+        [SENDER, None, LOCAL | {"token_ids": [1, 2]}],
+        [SENDER, None, LOCAL | {"token_ids": "1234"}],
+        [SENDER, None, LOCAL | {"token_ids": b"\0\0\0"}],
         [SENDER, None, LOCAL | {"token_ids": {"0": 1}}],
         [SENDER, None, LOCAL | {"sampling": {"max_tokens": 0}}],
         [SENDER, None, LOCAL | {"sampling": {"max_tokens": 1, "top_p": float("nan")}}],
@@ -216,7 +220,7 @@ SENDER = ["prefill-0", 1]
         [SENDER, None, LOCAL | {"sampling": {"max_tokens": 1, "seed": -1}}],
         [SENDER, None, LOCAL | {"sampling": {"max_tokens": 1, "best_of": 3}}],
         [SENDER, None, LOCAL | {"sampling": {"max_tokens": 1, "top_k": 2**31}}],
-        [SENDER, None, LOCAL | {"token_ids": [-1]}],
+        [SENDER, None, LOCAL | {"token_ids": b"\0\0\0\0\xff\xff\xff\xff"}],
         [SENDER, None, LOCAL | {"deadline_seconds": float("nan")}],
         [SENDER, None, LOCAL | {"deadline_seconds": float("inf")}],
         [SENDER, None, GRANT | {"num_prompt_tokens": -1}],
@@ -248,8 +252,8 @@ def test_wrong_types_unknown_fields_and_absurd_values_are_refused(payload: objec
 def test_hostile_lengths_depths_and_strings_are_refused(tail: bytes) -> None:
     head = raw(0)[:4]
     party = msgspec.msgpack.encode(SENDER)
-    body = msgspec.msgpack.encode(LOCAL | {"token_ids": []})
-    as_token_ids = body.replace(b"\xa9token_ids\x90", b"\xa9token_ids" + tail)
+    body = msgspec.msgpack.encode(LOCAL | {"token_ids": b""})
+    as_token_ids = body.replace(b"\xa9token_ids\xc4\x00", b"\xa9token_ids" + tail)
     as_engine_id = b"\x93\x92" + tail
     for payload in (tail, b"\x93" + tail, as_engine_id, b"\x93" + party + b"\xc0" + as_token_ids):
         with pytest.raises(WireError):

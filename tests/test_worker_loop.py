@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -69,7 +70,8 @@ class Run:
             self.error = error
 
     def submit(self, name: str, num_tokens: int = 20, max_tokens: int = 1000) -> None:
-        self.router.send(LocalRequest(RequestKey(name), [1] * num_tokens, SamplingParams(max_tokens=max_tokens), 60.0))
+        prompt, sampling = array("i", [1] * num_tokens), SamplingParams(max_tokens=max_tokens)
+        self.router.send(LocalRequest(RequestKey(name), prompt, sampling, 60.0))
 
     def tokens_of(self, name: str) -> list[int]:
         """Tokens of one request until it ends, whatever else comes meanwhile."""

@@ -5,12 +5,14 @@ interchangeable. BLAKE2b is cryptographic: a client can't craft a prompt that hi
 """
 
 import hashlib
-from array import array
 from collections.abc import Sequence
+
+import numpy as np
 
 from splitserve.messages import LayoutRecord
 
 DIGEST_BYTES = 16
+_INT64_BYTES = 8
 
 
 def root_hash(layout: LayoutRecord, salt: str = "") -> bytes:
@@ -31,11 +33,24 @@ def shard_root(layout: LayoutRecord, rank: int) -> bytes:
 
 def chain_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """Hash of one full block whose predecessor in the sequence has the hash ``parent``."""
-    return hashlib.blake2b(parent + array("q", token_ids).tobytes(), digest_size=DIGEST_BYTES).digest()
+    return _hash(parent, _as_int64(token_ids))
 
 
 def extend_hashes(hashes: list[bytes], root: bytes, token_ids: Sequence[int], block_size: int) -> None:
     """Append to ``hashes`` the hashes of those full blocks of ``token_ids`` that it lacks."""
-    for index in range(len(hashes), len(token_ids) // block_size):
-        parent = hashes[-1] if hashes else root
-        hashes.append(chain_hash(parent, token_ids[index * block_size : (index + 1) * block_size]))
+    first, end = len(hashes), len(token_ids) // block_size
+    if first >= end:
+        return
+    data = _as_int64(token_ids[first * block_size : end * block_size])
+    parent, stride = hashes[-1] if hashes else root, _INT64_BYTES * block_size
+    for start in range(0, len(data), stride):
+        parent = _hash(parent, data[start : start + stride])
+        hashes.append(parent)
+
+
+def _as_int64(token_ids: Sequence[int]) -> bytes:
+    return np.asarray(token_ids, dtype=np.int64).tobytes()
+
+
+def _hash(parent: bytes, block: bytes) -> bytes:
+    return hashlib.blake2b(parent + block, digest_size=DIGEST_BYTES).digest()

@@ -19,8 +19,9 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from splitserve.request import FinishReason, Party, RequestKey, Role, SamplingParams
+from splitserve.token_ids import TokenIds
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 BLOCK_ORDER = "layer, kv_head, 2 (K/V), token, head_dim"
 MAX_RANKS = 64
 MAX_CPUS = 4096
@@ -231,8 +232,9 @@ class Leave(Message, frozen=True):
 
 
 # ---- router to worker ----
-# ``token_ids`` is the prompt. ``output_ids`` are tokens that the client already has, when a request is continued by
-# another attempt: they are authoritative, and their KV is computed and handed over like the prompt's.
+# ``token_ids`` is the prompt, on the wire as the bytes of its int32. ``output_ids`` are tokens that the client already
+# has, when a request is continued by another attempt: they are authoritative, and their KV is computed and handed over
+# like the prompt's.
 
 
 class PeerRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -246,7 +248,7 @@ class PrefillRequest(Message, frozen=True):
     """Compute the prompt's KV, draw the first token, offer the KV to ``decode``."""
 
     key: RequestKey
-    token_ids: list[TokenId]
+    token_ids: TokenIds
     sampling: SamplingParams
     decode: PeerRef
     deadline_seconds: Seconds
@@ -257,7 +259,7 @@ class DecodeRequest(Message, frozen=True):
     """Reserve room for the prompt, pull its KV from ``prefill``, go on from the first token."""
 
     key: RequestKey
-    token_ids: list[TokenId]
+    token_ids: TokenIds
     sampling: SamplingParams
     prefill: PeerRef
     deadline_seconds: Seconds
@@ -269,7 +271,7 @@ class LocalRequest(Message, frozen=True):
     that can be."""
 
     key: RequestKey
-    token_ids: list[TokenId]
+    token_ids: TokenIds
     sampling: SamplingParams
     deadline_seconds: Seconds
     output_ids: list[TokenId] = []

@@ -1,16 +1,37 @@
 """Messages as bytes: four bytes of magic and schema version, then msgpack. The version is checked before the rest."""
 
+from array import array
+from typing import Any
+
 import msgspec
 
 from splitserve.errors import ConfigError, WireError
 from splitserve.messages import SCHEMA_VERSION, Envelope
+from splitserve.token_ids import bounds, from_bytes
 
 _MAGIC = b"SP"
 _HEADER_BYTES = 4
-MAX_MESSAGE_BYTES = 16 * 1024 * 1024  # a prompt of three million tokens
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024  # a prompt of four million tokens
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Envelope, strict=True)
+
+def plain(value: Any) -> bytes:
+    """Token ids as msgpack has them. Raises NotImplementedError for what no message has a field of."""
+    if not isinstance(value, array):
+        raise NotImplementedError(f"a {type(value).__name__} in a message")
+    return value.tobytes()
+
+
+def _token_ids(_kind: type, value: Any) -> Any:
+    if not isinstance(value, bytes):
+        raise TypeError(f"token ids are bytes, not a {type(value).__name__}")
+    token_ids = from_bytes(value)
+    if token_ids and bounds(token_ids)[0] < 0:
+        raise ValueError("a token id is negative")
+    return token_ids
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=plain)
+_decoder = msgspec.msgpack.Decoder(Envelope, strict=True, dec_hook=_token_ids)
 
 
 def encode(envelope: Envelope) -> bytes:

@@ -1,0 +1,30 @@
+"""A prompt's token ids as packed int32: long prompts are copied, checked, hashed and sent without a loop over them."""
+
+from array import array
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    TokenIds: TypeAlias = array[int]
+else:
+    TokenIds = array  # can't be subscripted before Python 3.12
+
+
+def from_numpy(token_ids: npt.NDArray[Any]) -> TokenIds:
+    """Of integers that int32 can hold."""
+    return from_bytes(token_ids.astype(np.int32).tobytes())
+
+
+def from_bytes(data: bytes) -> TokenIds:
+    """Raises ValueError for bytes that aren't whole token ids. No bound is checked."""
+    packed = array("i")
+    packed.frombytes(data)
+    return packed
+
+
+def bounds(token_ids: TokenIds) -> tuple[int, int]:
+    """The lowest and the highest of at least one."""
+    numbers = np.asarray(token_ids)
+    return int(numbers.min()), int(numbers.max())
