@@ -79,9 +79,9 @@ class BlockPool:
             self._evict_least_recently_used()
         block_ids = self._pick_free(num_blocks, after)
         for block_id in block_ids:
-            self._is_free[block_id] = False
             self._ref_counts[block_id] = 1
-            self._generations[block_id] = (int(self._generations[block_id]) + 1) & GENERATION_MASK
+        self._is_free[block_ids] = False
+        self._generations[block_ids] += np.uint64(1)  # wraps around
         self._num_free -= num_blocks
         return block_ids
 

@@ -45,14 +45,12 @@ class TierCounts:
         )
 
 
-def count_lookups(asked: Sequence[tuple[TierIndex, TierCounts]], hashes: Sequence[bytes], num_found: int) -> None:
-    """Of blocks that a request needs and that aren't on the device, in the order in which tiers are asked. Behind the
-    first ``num_found`` there is a gap: nothing more can be used."""
-    for block_hash in hashes[:num_found]:
-        for index, counts in asked:
-            if block_hash in index:
-                counts.hits += 1
-                break
-            counts.misses += 1
-    for _, counts in asked:
-        counts.misses += len(hashes) - num_found
+def count_lookups(asked: Sequence[TierCounts], found_in: Sequence[TierCounts], num_wanted: int) -> None:
+    """Of ``num_wanted`` blocks that a request needs and that aren't on the device; ``asked``: in the order in which
+    tiers are. ``found_in``: where the first of the blocks are. Behind them there is a gap: nothing more can be used."""
+    num_left = num_wanted
+    for counts in asked:
+        num_hits = sum(1 for each in found_in if each is counts)
+        num_left -= num_hits
+        counts.hits += num_hits
+        counts.misses += num_left

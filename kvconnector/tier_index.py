@@ -120,13 +120,13 @@ class TierIndex:
 
     def unpin(self, slots: Iterable[int]) -> None:
         for slot in slots:
-            assert self._pins[slot] > 0, f"slot {slot} is unpinned more often than it was pinned"
-            self._pins[slot] -= 1
-            if not self._pins[slot]:
-                del self._pins[slot]
-                if slot in self._doomed:
-                    self._doomed.remove(slot)
-                    self._free.append(slot)
+            pins = self._pins.pop(slot, 0)
+            assert pins > 0, f"slot {slot} is unpinned more often than it was pinned"
+            if pins > 1:
+                self._pins[slot] = pins - 1
+            elif slot in self._doomed:
+                self._doomed.remove(slot)
+                self._free.append(slot)
 
     # ---- forgetting ----
 

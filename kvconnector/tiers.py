@@ -215,13 +215,6 @@ class Tiers:
 
     # ---- up ----
 
-    def num_found(self, hashes: Sequence[bytes]) -> int:
-        """Leading blocks of a chain that some tier holds."""
-        for number, block_hash in enumerate(hashes):
-            if not any(block_hash in tier.index for tier in self.tiers):
-                return number
-        return len(hashes)
-
     def begin_load(
         self,
         owner: Any,
@@ -235,17 +228,18 @@ class Tiers:
         The shared tier may be asked for more: ``hashes`` are those of the blocks ``first_block`` and following of a
         sequence with ``token_ids``. None if there is nothing to wait for.
         """
-        num_blocks = self.num_found(hashes)
-        count_lookups([(tier.index, tier.counts) for tier in self.tiers], hashes, num_blocks)
+        sources = self._sources(hashes)
+        num_blocks = len(sources)
+        count_lookups([tier.counts for tier in self.tiers], [tier.counts for tier in sources], len(hashes))
         num_shared = self.shared.num_wanted(first_block + num_blocks, first_block + len(hashes))
         if not num_blocks + num_shared:
             return None
         load = BlockLoad(owner, list(block_ids[: num_blocks + num_shared]), [False] * (num_blocks + num_shared))
         start = 0
         while start < num_blocks:
-            tier = next(tier for tier in self.tiers if hashes[start] in tier.index)
+            tier = sources[start]
             end, most = start + 1, min(num_blocks, start + (tier.max_blocks_per_load or tier.max_blocks_per_copy))
-            while end < most and self._source(hashes[end]) is tier:
+            while end < most and sources[end] is tier:
                 end += 1
             chosen = list(hashes[start:end])
             slots = tier.index.pin(chosen)
@@ -271,10 +265,19 @@ class Tiers:
 
     def may_find(self, first_block: int, hashes: Sequence[bytes]) -> bool:
         """Whether :meth:`begin_load` would begin one for these blocks of a sequence."""
-        return self.num_found(hashes) > 0 or self.shared.num_wanted(first_block, first_block + len(hashes)) > 0
+        return bool(self._sources(hashes[:1])) or self.shared.num_wanted(first_block, first_block + len(hashes)) > 0
 
-    def _source(self, block_hash: bytes) -> Tier | None:
-        return next((tier for tier in self.tiers if block_hash in tier.index), None)
+    def _sources(self, hashes: Sequence[bytes]) -> list[Tier]:
+        """Of each leading block of a chain that is in some tier, the first that holds it."""
+        sources: list[Tier] = []
+        for block_hash in hashes:
+            for tier in self.tiers:
+                if block_hash in tier.index:
+                    sources.append(tier)
+                    break
+            else:
+                break
+        return sources
 
     def abandon(self, load: BlockLoad) -> list[int]:
         """Nobody waits for a load any more. Its blocks that a copy may still write to are put into quarantine until
