@@ -1,8 +1,9 @@
 """Paged attention as Triton kernels, for any GPU: flash-decoding (Dao et al., 2023) and flash attention over blocks.
 
 Leading sequences with one query token are decoded: a program per (sequence, key/value head, part of the context) serves
-all query heads of the group, and a second kernel joins the parts by their log-sum-exp. All others are chunks
-(:mod:`splitserve.kernels.triton_chunks`). A context's last tile is masked: unwritten memory may hold NaN.
+all query heads of the group, and the last one of them to arrive joins the parts by their log-sum-exp, in their order,
+so that the result doesn't depend on who is last. All others are chunks (:mod:`splitserve.kernels.triton_chunks`). A
+context's last tile is masked: unwritten memory may hold NaN.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -14,13 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from splitserve.kernels.api import AttentionPlan, AttentionShape, PagedBatch
-from splitserve.kernels.decode_launch import DecodeLaunch, decode_launch
+from splitserve.kernels.decode_launch import decode_launch
 from splitserve.kernels.paged import flat_tables, num_leading_decodes
 from splitserve.kernels.triton_chunks import run_chunks
 from splitserve.kernels.triton_launch import overlapped, prefetch, wait
 from splitserve.kernels.triton_plans import (
     ChunkPart,
     DecodePart,
+    DecodePartials,
     TritonDecodePlan,
     TritonMixedPlan,
     TritonPlan,
@@ -74,12 +76,14 @@ class TritonPagedAttention:
             self._shape, num_decodes, num_chunk_tokens, num_chunks, max_blocks, partials, self._chunk_workspace
         )
 
-    def _partials(self, num_sequences: int) -> tuple[DecodeLaunch, Tensor, Tensor]:
+    def _partials(self, num_sequences: int) -> DecodePartials:
         shape = self._shape
         launch = decode_launch(shape, num_sequences)
         sizes = (num_sequences, shape.num_heads, launch.num_parts)
         partial = torch.empty((*sizes, shape.head_dim), dtype=torch.float32, device=shape.device)
-        return launch, partial, torch.empty(sizes, dtype=torch.float32, device=shape.device)
+        lse = torch.empty(sizes, dtype=torch.float32, device=shape.device)
+        tickets = torch.zeros((num_sequences, shape.num_kv_heads), dtype=torch.int32, device=shape.device)
+        return launch, partial, lse, tickets
 
     # ---- once per layer ----
 
@@ -110,6 +114,7 @@ class TritonPagedAttention:
             part.context_lens,
             part.partial,
             part.partial_lse,
+            part.tickets,
             out,
             self._scale * math.log2(math.e),
             BLOCK_STRIDE=kv_layer.stride(0),
@@ -121,26 +126,12 @@ class TritonPagedAttention:
             DIM=triton.next_power_of_2(shape.head_dim),
             TILE=launch.tile,
             PARTS=num_parts,
+            PARTS_PADDED=triton.next_power_of_2(num_parts),
             PRECISION="ieee" if shape.dtype == torch.float32 else "tf32",
             num_warps=launch.num_warps,
             num_stages=launch.num_stages,
             **self._overlapped,
         )
-        if num_parts > 1:
-            _join_parts_kernel[(part.num_sequences, shape.num_heads)](
-                part.partial,
-                part.partial_lse,
-                part.context_lens,
-                out,
-                NUM_HEADS=shape.num_heads,
-                TILE=launch.tile,
-                HEAD_DIM=shape.head_dim,
-                DIM=triton.next_power_of_2(shape.head_dim),
-                PARTS=num_parts,
-                PARTS_PADDED=triton.next_power_of_2(num_parts),
-                num_warps=4,
-                **self._overlapped,
-            )
 
 
 def unsupported_reason(shape: AttentionShape) -> str | None:
@@ -161,6 +152,7 @@ def _decode_kernel(
     context_ptr,
     partial_ptr,
     lse_ptr,
+    tickets_ptr,
     out_ptr,
     scale_log2,
     BLOCK_STRIDE: tl.constexpr,
@@ -172,6 +164,7 @@ def _decode_kernel(
     DIM: tl.constexpr,
     TILE: tl.constexpr,
     PARTS: tl.constexpr,
+    PARTS_PADDED: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
@@ -236,6 +229,14 @@ def _decode_kernel(
         target = partial_ptr + (head[:, None] * PARTS + part) * HEAD_DIM + column[None, :]
         tl.store(target, result, mask=is_head[:, None] & is_column[None, :])
         tl.store(lse_ptr + head * PARTS + part, top + tl.log2(total), mask=is_head)
+        tl.debug_barrier()  # every thread's share of the part is stored before the ticket says so
+        ticket = tickets_ptr + sequence * KV_HEADS + kv_head
+        num_parts = tl.cdiv(context, size)  # those that aren't empty
+        if tl.atomic_add(ticket, 1, sem="acq_rel") == num_parts - 1:
+            tl.debug_barrier()
+            first_head = sequence.to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP
+            _join_parts(partial_ptr, lse_ptr, out_ptr, first_head, num_parts, GROUP, HEAD_DIM, DIM, PARTS, PARTS_PADDED)
+            tl.store(ticket, 0)
 
 
 @triton.jit
@@ -245,30 +246,30 @@ def _part_size(context, PARTS: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def _join_parts_kernel(
+def _join_parts(
     partial_ptr,
     lse_ptr,
-    context_ptr,
     out_ptr,
-    NUM_HEADS: tl.constexpr,
-    TILE: tl.constexpr,
+    first_head,
+    num_parts,
+    GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     PARTS: tl.constexpr,
     PARTS_PADDED: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
 ):
-    sequence = tl.program_id(0)
-    head = sequence.to(tl.int64) * NUM_HEADS + tl.program_id(1)
-    context = tl.load(context_ptr + sequence)
+    """Fills the heads of a group, each from its first ``num_parts`` parts."""
     part = tl.arange(0, PARTS_PADDED)
-    is_part = part * _part_size(context, PARTS, TILE) < context
+    is_part = part < num_parts
     column = tl.arange(0, DIM)
-    wait(OVERLAPPED)
-    lse = tl.load(lse_ptr + head * PARTS + part, mask=is_part, other=float("-inf"))
     mask = is_part[:, None] & (column < HEAD_DIM)[None, :]
-    partial = tl.load(partial_ptr + (head * PARTS + part)[:, None] * HEAD_DIM + column[None, :], mask=mask, other=0.0)
-    weights = tl.exp2(lse - tl.max(lse))
-    weights = weights / tl.sum(weights)
-    out = tl.sum(partial * weights[:, None], 0)
-    tl.store(out_ptr + head * HEAD_DIM + column, out.to(out_ptr.dtype.element_ty), mask=column < HEAD_DIM)
+    for index in tl.range(0, GROUP):
+        head = first_head + index
+        at = head * PARTS + part
+        lse = tl.load(lse_ptr + at, mask=is_part, other=float("-inf"), cache_modifier=".cg")
+        partial_at = partial_ptr + at[:, None] * HEAD_DIM + column[None, :]
+        partial = tl.load(partial_at, mask=mask, other=0.0, cache_modifier=".cg")
+        weights = tl.exp2(lse - tl.max(lse))
+        weights = weights / tl.sum(weights)
+        out = tl.sum(partial * weights[:, None], 0)
+        tl.store(out_ptr + head * HEAD_DIM + column, out.to(out_ptr.dtype.element_ty), mask=column < HEAD_DIM)

@@ -28,6 +28,10 @@ class DecodePart:
     launch: DecodeLaunch
     partial: Tensor  # float32 [S, H, parts, D]
     partial_lse: Tensor  # float32 [S, H, parts]
+    tickets: Tensor  # int32 [S, G]: parts that have arrived, 0 between launches
+
+
+DecodePartials = tuple[DecodeLaunch, Tensor, Tensor, Tensor]  # the last four of a DecodePart
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +67,7 @@ class TritonPlan:
 class TritonDecodePlan:
     """A plan whose tensors stay where they are, for CUDA graphs. Implements ``kernels.api.DecodePlan``."""
 
-    def __init__(
-        self, shape: AttentionShape, batch_size: int, max_blocks: int, partials: tuple[DecodeLaunch, Tensor, Tensor]
-    ) -> None:
+    def __init__(self, shape: AttentionShape, batch_size: int, max_blocks: int, partials: DecodePartials) -> None:
         self._block_size = shape.block_size
         sizes = (batch_size + 1, batch_size * max_blocks, batch_size)
         buffers = [torch.zeros(size, dtype=torch.int32, device=shape.device) for size in sizes]
@@ -92,7 +94,7 @@ class TritonMixedPlan:
         num_chunk_tokens: int,
         num_chunks: int,
         max_blocks: int,
-        partials: tuple[DecodeLaunch, Tensor, Tensor] | None,
+        partials: DecodePartials | None,
         workspace: ChunkWorkspace,
     ) -> None:
         self._block_size = shape.block_size

@@ -10,7 +10,15 @@ from torch import Tensor
 pytest.importorskip("triton")  # conftest.py chose its interpreter, if need be, before this import
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-from splitserve.kernels import reference, sampling, triton_gather, triton_linear, triton_ops, triton_sampling  # noqa: E402
+from splitserve.kernels import (  # noqa: E402
+    reference,
+    sampling,
+    triton_gather,
+    triton_linear,
+    triton_ops,
+    triton_sampling,
+    tuning,
+)
 from splitserve.kernels.api import AttentionShape, PagedBatch, SamplingBatch  # noqa: E402
 from splitserve.kernels.attention import ReferencePagedAttention  # noqa: E402
 from splitserve.kernels.triton_attention import TritonPagedAttention  # noqa: E402
@@ -171,6 +179,25 @@ def test_a_decode_plan_is_filled_again_and_keeps_its_tensors() -> None:
         plan.update(batch)
         assert_close(backend.run(query, layer, plan), oracle.run(query, layer, oracle.plan(batch)))
     assert decode.indices.data_ptr() == kept
+
+
+def test_decode_parts_are_joined_alike_by_whoever_is_last() -> None:
+    """Contexts of all parts, of some and of one; whatever a step leaves doesn't count in the next."""
+    shape = AttentionShape(6, 2, 24, 16, 2, NARROW, DEVICE)
+    oracle, backend = ReferencePagedAttention(shape), TritonPagedAttention(shape)
+    with tuning.forced("attention_decode", {"num_parts": 6}):
+        plan = backend.make_decode_plan(4, 30)
+    decode = plan.fixed.decode
+    assert decode is not None and decode.launch.num_parts == 6
+    for contexts in ((400, 384, 100, 1), (1, 65, 64, 385)):
+        query, layer, batch = paged_case(shape, [(1, context) for context in contexts])
+        plan.update(batch)
+        first = backend.run(query, layer, plan)
+        assert_close(first, oracle.run(query, layer, oracle.plan(batch)))
+        for _ in range(100 if DEVICE.type == "cuda" else 1):
+            decode.partial.fill_(math.nan)
+            assert torch.equal(backend.run(query, layer, plan), first)
+            assert not decode.tickets.any()
 
 
 def test_gathered_tokens() -> None:
