@@ -14,6 +14,12 @@ one rank, at the earliest two calls later. That rank has met all others in the c
 kernels before it had ended, all programs of them, and with them the reads. It doesn't matter then which program has
 which part in which call. The results of two-shot need no second half: they are written after the first meeting of a
 call, and read before the next call begins.
+
+Without flags (:func:`flagless_add`), summands are pushed as in one-shot, and who reads a slot sees element by element
+what has come, since it holds negative zeros before; nobody sends those. So a sender needn't wait until its summand has
+arrived before it may say so. That takes three parts of the buffer, in turn. In each call a rank empties the slots that
+it read in the call before. Those are written two calls later, by ranks that got a summand of the call between, whose
+sender had ended the call that empties them. The parts and the counters are others than those of the calls with flags.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -41,8 +47,9 @@ _FLAG_BYTES = 128  # of a program's flags, one for each rank: a cache line of it
 class PeerMemory:
     """One rank's view of the ranks' buffers, each of :func:`buffer_bytes`, zeroed before anybody uses them.
 
-    ``buffers``: their addresses, int64 [size]. ``calls``: int32 [:data:`PROGRAMS`], zero at first, this rank's own.
-    Tensors up to ``capacity_bytes`` can be added up.
+    For :func:`flagless_add` there are others, of :func:`flagless_bytes`, filled with negative zeros of the dtype of all
+    its calls. ``buffers``: their addresses, int64 [size]. ``calls``: int32 [2, :data:`PROGRAMS`], zero at first, this
+    rank's own: what programs keep from call to call. Tensors up to ``capacity_bytes`` can be added up.
     """
 
     rank: int
@@ -50,6 +57,13 @@ class PeerMemory:
     capacity_bytes: int
     buffers: Tensor
     calls: Tensor
+
+
+def flagless_bytes(capacity_bytes: int, size: int) -> int:
+    """Bytes of each rank's buffer: three parts of a slot for each rank."""
+    assert capacity_bytes % (_ALIGNMENT * 4) == 0  # slots are emptied 16 elements at a time
+    assert 3 * size * capacity_bytes < 2**31  # offsets are computed in 32 bits
+    return 3 * size * capacity_bytes
 
 
 def buffer_bytes(capacity_bytes: int, size: int) -> int:
@@ -77,12 +91,37 @@ def one_shot_add(
     All ranks call it (or :func:`two_shot_add`) in the same order, for the same shapes. With ``max_spins`` a rank waits
     for no more than so many looks at a flag, after which the result is wrong: for trying out only.
     """
+    return _launch_with_norm(_one_shot_kernel, memory, residual, partial, max_spins, norm, eps, FLAG_BYTES=_FLAG_BYTES)
+
+
+def flagless_add(
+    memory: PeerMemory,
+    residual: Tensor,
+    partial: Tensor,
+    max_spins: int = 0,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor | None:
+    """See :func:`one_shot_add`. A sum of negative zeros becomes a positive one."""
+    return _launch_with_norm(_flagless_kernel, memory, residual, partial, max_spins, norm, eps)
+
+
+def _launch_with_norm(
+    kernel,
+    memory: PeerMemory,
+    residual: Tensor,
+    partial: Tensor,
+    max_spins: int,
+    norm: Tensor | None,
+    eps: float,
+    **constants: int,
+) -> Tensor | None:
     normed, part = None, _BLOCK
     if norm is not None and norm.shape[0] <= _LONGEST_ROW:
         assert residual.dim() == 2 and norm.shape == residual.shape[1:] and norm.is_contiguous()
         normed, part = torch.empty_like(residual), norm.shape[0]
     block = triton.next_power_of_2(part)
-    _one_shot_kernel[(PROGRAMS,)](
+    kernel[(PROGRAMS,)](
         memory.buffers,
         memory.calls,
         residual,
@@ -93,6 +132,7 @@ def one_shot_add(
         eps,
         PART=part,
         HAS_NORM=normed is not None,
+        **constants,
         **_launch_options(memory, residual, partial, block, max_spins),
     )
     return normed
@@ -113,6 +153,7 @@ def two_shot_add(
         residual,
         partial,
         partial.numel(),
+        FLAG_BYTES=_FLAG_BYTES,
         **_launch_options(memory, residual, partial, _BLOCK, max_spins),
     )
 
@@ -120,7 +161,7 @@ def two_shot_add(
 def _launch_options(
     memory: PeerMemory, residual: Tensor, partial: Tensor, block: int, max_spins: int
 ) -> dict[str, Any]:
-    """Of both kernels. ``block``: elements that a program has at a time, a power of two."""
+    """Of all kernels. ``block``: elements that a program has at a time, a power of two."""
     assert residual.is_contiguous() and partial.is_contiguous()
     assert residual.shape == partial.shape and residual.dtype == partial.dtype
     assert partial.nbytes <= memory.capacity_bytes
@@ -130,7 +171,6 @@ def _launch_options(
         "SIZE": memory.size,
         "BLOCK": block,
         "NUM_PROGRAMS": PROGRAMS,
-        "FLAG_BYTES": _FLAG_BYTES,
         "MAX_SPINS": max_spins,
         "num_warps": min(16, max(1, block // 256)),  # 8 elements a thread, 16 bytes of a narrow dtype
         **overlapped(partial.device),
@@ -294,3 +334,113 @@ def _two_shot_kernel(
             inside = at < end
             tl.store(residual + at, tl.load(results + at, mask=inside), mask=inside)
     tl.store(calls + program, call + 1)
+
+
+@triton.jit
+def _is_empty(values):
+    """Where there are negative zeros."""
+    if values.dtype.primitive_bitwidth == 16:
+        is_empty = values.to(tl.int16, bitcast=True) == -(2**15)
+    else:
+        is_empty = values.to(tl.int32, bitcast=True) == -(2**31)
+    return is_empty
+
+
+@triton.jit
+def _sendable(values):
+    return tl.where(_is_empty(values), 0.0, values).to(values.dtype)
+
+
+@triton.jit
+def _arrived(slot, inside, MAX_SPINS: tl.constexpr):
+    """The elements at ``slot``, when the last one of them has come."""
+    values = tl.load(slot, mask=inside, other=0.0, volatile=True)
+    missing = tl.max(_is_empty(values).to(tl.int32), 0)
+    spins = 0
+    while missing > 0:
+        values = tl.load(slot, mask=inside, other=0.0, volatile=True)
+        missing = tl.max(_is_empty(values).to(tl.int32), 0)
+        if MAX_SPINS > 0:
+            spins += 1
+            missing = tl.where(spins < MAX_SPINS, missing, 0)
+    return values
+
+
+@triton.jit
+def _flagless_kernel(
+    buffers,
+    calls,
+    residual,
+    partial,
+    num_elements,
+    norm,
+    normed,
+    eps,
+    PART: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr,
+    MAX_SPINS: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    program = tl.program_id(0)
+    within = tl.arange(0, BLOCK)
+    if HAS_NORM:
+        weight = tl.load(norm + within, mask=within < PART, other=0.0)
+    wait(OVERLAPPED)
+    turn = tl.load(calls + program)  # of the three parts
+    slots_at = turn * (SIZE * CAPACITY)
+    for first in range(program * PART, num_elements, NUM_PROGRAMS * PART):
+        at = first + within
+        inside = (within < PART) & (at < num_elements)
+        summand = _sendable(tl.load(partial + at, mask=inside, other=0.0))
+        for step in tl.static_range(1, SIZE):
+            slot = _at(buffers, (RANK + step) % SIZE, slots_at + RANK * CAPACITY, partial)
+            tl.store(slot + at, summand, mask=inside)
+    _empty_last(buffers, calls, turn, partial, CAPACITY, RANK, SIZE, BLOCK, NUM_PROGRAMS)
+    for first in range(program * PART, num_elements, NUM_PROGRAMS * PART):
+        at = first + within
+        inside = (within < PART) & (at < num_elements)
+        total = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        for rank in tl.static_range(SIZE):
+            if rank == RANK:
+                total += _sendable(tl.load(partial + at, mask=inside, other=0.0)).to(tl.float32)
+            else:
+                slot = _at(buffers, RANK, slots_at + rank * CAPACITY, partial)
+                total += _arrived(slot + at, inside, MAX_SPINS).to(tl.float32)
+        total = total.to(residual.dtype.element_ty)
+        tl.store(residual + at, total, mask=inside)
+        if HAS_NORM:
+            tl.store(normed + at, normalised(total, weight, eps, PART), mask=inside)
+    tl.store(calls + program, (turn + 1) % 3)
+    tl.store(calls + NUM_PROGRAMS + program, num_elements)
+
+
+@triton.jit
+def _empty_last(
+    buffers,
+    calls,
+    turn,
+    like,
+    CAPACITY: tl.constexpr,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr,
+):
+    """This program's share of the slots that were read in the call before, whatever program read them."""
+    program = tl.program_id(0)
+    num_elements = tl.cdiv(tl.load(calls + NUM_PROGRAMS + program), 16) * 16  # what is behind the last one is empty
+    if like.dtype.element_ty.primitive_bitwidth == 16:
+        empty = tl.full((BLOCK,), -(2**15), tl.int16).to(like.dtype.element_ty, bitcast=True)
+    else:
+        empty = tl.full((BLOCK,), -(2**31), tl.int32).to(like.dtype.element_ty, bitcast=True)
+    slots_at = (turn + 2) % 3 * (SIZE * CAPACITY)
+    for first in range(program * BLOCK, num_elements, NUM_PROGRAMS * BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        for step in tl.static_range(1, SIZE):
+            slot = _at(buffers, RANK, slots_at + (RANK + step) % SIZE * CAPACITY, like)
+            tl.store(slot + at, empty, mask=at < num_elements)

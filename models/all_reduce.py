@@ -19,6 +19,7 @@ from splitserve.kernels.reference import rms_norm
 logger = logging.getLogger(__name__)
 
 CAPACITY_BYTES = 4 << 20
+FLAGLESS_CAPACITY_BYTES = 1 << 20
 _TRIAL_SPINS = 1 << 24  # looks at a flag, a microsecond or less each
 _WARM_UP_CALLS = 2
 _CALLS_PER_GRAPH = 20
@@ -141,7 +142,7 @@ def measure(
     """Every way that can do a size, at each of ``sizes`` (bytes). All ranks do it together."""
     names, times = [], []
     for num_bytes in sizes:
-        able = [way for way in ways if way.capacity_bytes is None or num_bytes <= way.capacity_bytes]
+        able = [way for way in ways if _fits(way, num_bytes)]
         names.append([way.name for way in able])
         times += [_microseconds(way, num_bytes, dtype, device) for way in able]
     slowest = torch.tensor(times, dtype=torch.float64, device=device)
@@ -153,11 +154,15 @@ def measure(
     ]
 
 
+def _fits(way: AllReduce, num_bytes: int) -> bool:
+    return way.capacity_bytes is None or num_bytes <= way.capacity_bytes
+
+
 def _works(way: AllReduce, row_bytes: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether it gives right sums, on all ranks, several times in a row."""
     ok, why = 1, "wrong sums"
     try:
-        for num_bytes in sizes_to_measure(row_bytes)[::3] * 2:
+        for num_bytes in [size for size in sizes_to_measure(row_bytes) if _fits(way, size)][::3] * 2:
             ok &= _adds_up(way, (num_bytes // row_bytes, row_bytes // dtype.itemsize), dtype, device)
     except Exception as error:  # whatever it is: NCCL is there
         ok, why = 0, f"{type(error).__name__}: {error}"

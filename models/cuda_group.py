@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import Store
 
 from splitserve.models.all_reduce import (
     CAPACITY_BYTES,
+    FLAGLESS_CAPACITY_BYTES,
     Add,
     AllReduce,
     ChosenAllReduce,
@@ -69,7 +70,7 @@ class CudaCollectives:
 
     def prepare(self, hidden_size: int, dtype: torch.dtype) -> None:
         with shown_as_ours("the ranks can't try their all-reduce"):
-            ways: list[AllReduce] = [NcclAllReduce(), *peer_all_reduces(self.shard, self._device)]
+            ways: list[AllReduce] = [NcclAllReduce(), *peer_all_reduces(self.shard, dtype, self._device)]
             self.all_reduce = choose(ways, hidden_size * dtype.itemsize, dtype, self._device)
         self._add = self.all_reduce.add
 
@@ -100,7 +101,7 @@ class CudaCollectives:
         """Leaves everything to the end of the process: NCCL would wait for the end of all CUDA graphs that use it."""
 
 
-def peer_all_reduces(shard: Shard, device: torch.device) -> list[KernelAllReduce]:
+def peer_all_reduces(shard: Shard, dtype: torch.dtype, device: torch.device) -> list[KernelAllReduce]:
     """Those that need the peers' memory: none, and a line in the log, where the GPUs can't address each other's."""
     first = (device.index or 0) - shard.rank
     for one in range(first, first + shard.size):
@@ -109,33 +110,43 @@ def peer_all_reduces(shard: Shard, device: torch.device) -> list[KernelAllReduce
                 logger.warning("GPU %d can't address GPU %d's memory: all-reduce through NCCL alone", one, other)
                 return []
     try:
-        from splitserve.kernels import triton_all_reduce
-
-        num_bytes = triton_all_reduce.buffer_bytes(CAPACITY_BYTES, shard.size)
-        block = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
-        block.zero_()
-        handle = symmetric.rendezvous(block, dist.distributed_c10d._get_default_group())
-        torch.cuda.synchronize(device)
-        dist.barrier()  # from here on all of them are zero
-        offset = block.data_ptr() - handle.buffer_ptrs[shard.rank]
-        memory = triton_all_reduce.PeerMemory(
-            rank=shard.rank,
-            size=shard.size,
-            capacity_bytes=CAPACITY_BYTES,
-            buffers=torch.tensor([address + offset for address in handle.buffer_ptrs], device=device),
-            calls=torch.zeros(triton_all_reduce.PROGRAMS, dtype=torch.int32, device=device),
-        )
+        return _share_memory(shard, dtype, device)
     except Exception as error:  # all ranks have the same software and the same GPUs, so all of them come here
         logger.warning(
             "the ranks can't share memory, all-reduce through NCCL alone: %s: %s", type(error).__name__, error
         )
         return []
-    kernels = {"one-shot": triton_all_reduce.one_shot_add, "two-shot": triton_all_reduce.two_shot_add}
-    if shard.size == 2:
-        del kernels["two-shot"]  # moves as much as one-shot, and meets twice
+
+
+def _share_memory(shard: Shard, dtype: torch.dtype, device: torch.device) -> list[KernelAllReduce]:
+    from splitserve.kernels import triton_all_reduce as kernels
+
+    with_flags = kernels.buffer_bytes(CAPACITY_BYTES, shard.size)
+    num_bytes = with_flags + kernels.flagless_bytes(FLAGLESS_CAPACITY_BYTES, shard.size)
+    block = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
+    block[:with_flags].zero_()
+    block[with_flags:].view(dtype).fill_(-0.0)
+    handle = symmetric.rendezvous(block, dist.distributed_c10d._get_default_group())
+    torch.cuda.synchronize(device)
+    dist.barrier()  # from here on all of them are filled
+
+    def part(first_byte: int, capacity_bytes: int) -> "PeerMemory":
+        offset = block.data_ptr() - handle.buffer_ptrs[shard.rank] + first_byte
+        return kernels.PeerMemory(
+            rank=shard.rank,
+            size=shard.size,
+            capacity_bytes=capacity_bytes,
+            buffers=torch.tensor([address + offset for address in handle.buffer_ptrs], device=device),
+            calls=torch.zeros((2, kernels.PROGRAMS), dtype=torch.int32, device=device),
+        )
+
+    flagged, flagless = part(0, CAPACITY_BYTES), part(with_flags, FLAGLESS_CAPACITY_BYTES)
+    ways = [("flagless", kernels.flagless_add, flagless), ("one-shot", kernels.one_shot_add, flagged)]
+    if shard.size > 2:  # for two, it moves as much as one-shot, and meets twice
+        ways.append(("two-shot", kernels.two_shot_add, flagged))
     return [
-        KernelAllReduce(name, CAPACITY_BYTES, _PeerKernel(kernel, memory, (block, handle)))
-        for name, kernel in kernels.items()
+        KernelAllReduce(name, memory.capacity_bytes, _PeerKernel(kernel, memory, (block, handle)))
+        for name, kernel, memory in ways
     ]
 
 

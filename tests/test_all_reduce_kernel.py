@@ -23,14 +23,22 @@ from splitserve.kernels import triton_all_reduce as ar, triton_ops
 
 path, rank, size, capacity, start = sys.argv[1], *map(int, sys.argv[2:])
 ar.PROGRAMS, ar._BLOCK, ar._LONGEST_ROW = 2, 16, 48
-num_bytes = ar.buffer_bytes(capacity, size)
+num_bytes, num_flagless = ar.buffer_bytes(capacity, size), ar.flagless_bytes(capacity, size)
 with open(path, "r+b") as file:
     shared = mmap.mmap(file.fileno(), 0)
 whole = torch.frombuffer(shared, dtype=torch.uint8)
-stride = -(-num_bytes // 4096) * 4096
-buffers = torch.tensor([whole.data_ptr() + stride * r for r in range(size)])
-memory = ar.PeerMemory(rank, size, capacity, buffers, torch.zeros(ar.PROGRAMS, dtype=torch.int32))
-memory.calls.fill_(start)
+stride = -(-(num_bytes + 2 * num_flagless) // 4096) * 4096
+
+def memory_at(first_byte):
+    buffers = torch.tensor([whole.data_ptr() + stride * r + first_byte for r in range(size)])
+    return ar.PeerMemory(rank, size, capacity, buffers, torch.zeros(2, ar.PROGRAMS, dtype=torch.int32))
+
+flagged, flagless = memory_at(0), {}
+flagged.calls.fill_(start)
+for dtype in (torch.float32, torch.float16):
+    first = num_bytes + num_flagless * len(flagless)
+    flagless[dtype] = memory_at(first)
+    whole[stride * rank + first : stride * rank + first + num_flagless].view(dtype).fill_(-0.0)
 flags = whole[stride * rank + num_bytes - ar._FLAG_BYTES * ar.PROGRAMS : stride * rank + num_bytes].view(torch.int32)
 flags.fill_((2 * start + 2**31) % 2**32 - 2**31)
 ready = whole[stride * size :].view(torch.int32)
@@ -38,20 +46,25 @@ ready[rank] = 1
 while int(ready[:size].sum()) < size:
     time.sleep(0.001)
 chosen = random.Random(7)
-for call in range(40):
+one, two, flagless_add = ar.one_shot_add, ar.two_shot_add, ar.flagless_add
+phases = [one, one, two], [flagless_add], [one, two, flagless_add]
+for call in range(70):
     dtype = chosen.choice([torch.float32, torch.float16])
-    rows, add = chosen.choice([1, 2, 5, 9]), chosen.choice([ar.one_shot_add, ar.one_shot_add, ar.two_shot_add])
+    rows, add = chosen.choice([1, 2, 5, 9]), chosen.choice(phases[call // 30])
     columns, with_norm = chosen.choice([48, 48, 50]), chosen.random() < 0.7
     partials = [torch.randn(rows, columns, generator=torch.Generator().manual_seed(100 * call + r)).to(dtype)
                 for r in range(size)]
+    for partial in partials:
+        partial[0, :9] = -0.0
     residual = torch.randn(rows, columns, generator=torch.Generator().manual_seed(call)).to(dtype)
     norm = torch.randn(columns, generator=torch.Generator().manual_seed(call)).to(dtype) if with_norm else None
     expected = residual.float()
     for partial in partials:
         expected += partial.float()
+    memory = flagless[dtype] if add is flagless_add else flagged
     normed = add(memory, residual, partials[rank], norm=norm, eps=1e-5)
     assert torch.equal(residual, expected.to(dtype)), (call, rank, add.__name__, rows, with_norm)
-    assert (normed is not None) == (with_norm and columns <= 48 and add is ar.one_shot_add), (call, rank)
+    assert (normed is not None) == (with_norm and columns <= 48 and add is not two), (call, rank)
     if normed is not None:
         assert torch.equal(normed, triton_ops.rms_norm(residual, norm, 1e-5)), (call, rank, rows)
 print("right")
@@ -74,7 +87,7 @@ def freeze_at_random(ranks: list["subprocess.Popen[str]"]) -> None:
 def test_ranks_add_up_whatever_their_pace(size: int, start: int, tmp_path: Path) -> None:
     """``start``: calls that have been made, just before the flags or the counter of calls wrap around."""
     path, capacity = tmp_path / "shared", 9 * 64 * 4
-    path.write_bytes(bytes((size + 1) * (1 << 15)))
+    path.write_bytes(bytes((size + 1) * (1 << 16)))
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-c", _RANK, str(path)]
     ranks = [
