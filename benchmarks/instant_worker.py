@@ -291,6 +291,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--token-seconds", type=float, default=0.0, help="time between tokens; 0 sends all at once")
     parser.add_argument("--tokens-per-message", type=int, default=0, help="0 packs all tokens into one message")
     parser.add_argument("--vocab-size", type=int, default=1000)
+    parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--heartbeat-seconds", type=float, default=1.0)
     options = parser.parse_args(argv)
     worker = InstantWorker(
@@ -300,6 +301,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             engine_id=options.engine_id,
             role=Role(options.role),
             vocab_size=options.vocab_size,
+            max_model_len=options.max_model_len,
+            num_blocks=-(-options.max_model_len // DEFAULT_LAYOUT.block_size),
             heartbeat_seconds=options.heartbeat_seconds,
         ),
     )

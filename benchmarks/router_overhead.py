@@ -7,6 +7,9 @@ The three processes are the real ones (but for the worker's engine), and all arm
 run. A router arm's figure minus the direct arm's is what the router adds: HTTP, validation, tokenisation, placement,
 one more hop, detokenisation, JSON. The client's own time is in it. The router's CPU time per request is the figure
 that a busy machine disturbs least.
+
+With ``--prompt-tokens`` instead: one request at a time, whose prompt is that many token ids, and what single stages of
+such a request take, on the router and on a worker that has the whole prompt's KV.
 """
 
 import argparse
@@ -14,6 +17,8 @@ import asyncio
 import contextlib
 import json
 import os
+import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -25,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import psutil
 import uvloop
 import zmq
@@ -32,15 +38,30 @@ import zmq
 from splitserve.benchmarks.report import table, write_result
 from splitserve.benchmarks.stats import percentiles_ms
 from splitserve.benchmarks.workload import arrival_seconds
+from splitserve.block_hash import extend_hashes
 from splitserve.config import RouterConfig
 from splitserve.errors import ConfigError
+from splitserve.kv_event_batch import DEVICE, KVEvent, KVEventBatch
+from splitserve.kvconnector.block_pool import BlockPool
+from splitserve.kvconnector.tier_index import TierIndex
+from splitserve.kvconnector.tiers import CopyCommand, CopyResult, Tier, Tiers
 from splitserve.messages import Envelope, LocalRequest, PeerRef, StepTokens
 from splitserve.models.demo_tokenizer import QWEN_TOKENS, train_tokenizer
+from splitserve.prefill.sequence import BlockManager
+from splitserve.prefill.sequence import Sequence as Request
 from splitserve.request import Party, RequestKey, SamplingParams
 from splitserve.router.links import LoopSocket
+from splitserve.router.prefix_view import PrefixView, PromptHashes
+from splitserve.router.schema import CompletionRequest, parse
+from splitserve.token_ids import TokenIds
 from splitserve.wire import decode, encode
 
 MODEL_ID = "instant"
+_SHORT_PROMPT = array("i", range(100))
+_LONG_PROMPT_VOCABULARY = 128_000
+_REPEATS = 20
+_STAGE_BLOCK_SIZE = 64  # as on GPUs
+_CHAT_PATH = "/v1/chat/completions"
 _WARMUP_REQUESTS = 50
 _READY_SECONDS = 30
 _CHAT = "The prefill worker computes the prompt, the decode worker goes on from the first token. "
@@ -63,6 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark that ``argv`` describes; exit status 1 if a request failed."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     options = _parser().parse_args(arguments)
+    if options.prompt_tokens:
+        return _by_length(options, arguments)
     with tempfile.TemporaryDirectory() as folder, _processes(Path(folder)) as (url, router_pid, worker):
         rows = uvloop.run(_measure(options, url, router_pid, worker))
     headers = [
@@ -90,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=10.0, help="length of each arm")
     parser.add_argument("--arrival", choices=["poisson", "fixed"], default="poisson")
     parser.add_argument("--prompt-chars", type=int, default=400)
+    parser.add_argument("--prompt-tokens", type=int, nargs="+", help="lengths of prompts of token ids, one at a time")
     parser.add_argument("--output-tokens", type=int, default=16, help="each in a message of its own")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results/")
@@ -112,16 +136,17 @@ def _cells(row: dict[str, Any]) -> list[object]:
 
 
 @contextlib.contextmanager
-def _processes(folder: Path) -> Iterator[tuple[str, int, PeerRef]]:
+def _processes(folder: Path, max_model_len: int = 4096, min_vocab_size: int = 0) -> Iterator[tuple[str, int, PeerRef]]:
     """A router and a worker as child processes; yields the router's URL and process id, and where the worker is."""
-    vocab_size = write_router_model(folder)
+    vocab_size = max(min_vocab_size, write_router_model(folder))
     config = RouterConfig(model=str(folder), served_model_name=MODEL_ID, port=0)
     module = "splitserve.benchmarks.router_process"
     with contextlib.ExitStack() as stack:
         router = stack.enter_context(child_process(module, msgspec.json.encode(config).decode()))
         membership = json.loads(next_line(router))["endpoint"]
         url = json.loads(next_line(router))["url"]
-        worker_options = ["--membership", membership, "--tokens-per-message", "1", "--vocab-size", str(vocab_size)]
+        worker_options = ["--membership", membership, "--tokens-per-message", "1"]
+        worker_options += ["--vocab-size", str(vocab_size), "--max-model-len", str(max_model_len)]
         worker = stack.enter_context(child_process("splitserve.benchmarks.instant_worker", *worker_options))
         yield url, router.pid, msgspec.json.decode(next_line(worker), type=PeerRef)
 
@@ -156,6 +181,124 @@ def write_router_model(folder: Path) -> int:
     return int(tokenizer.get_vocab_size())
 
 
+# ---- long prompts ----
+
+
+def _by_length(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """``--prompt-tokens``. Exit status 1 if a request failed."""
+    rows: list[dict[str, Any]] = []
+    max_model_len = max(options.prompt_tokens) + 1024
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _processes(Path(folder), max_model_len, _LONG_PROMPT_VOCABULARY) as (url, _, worker),
+    ):
+        for num_tokens in options.prompt_tokens:
+            rng = random.Random(options.seed)
+            prompt = array("i", (rng.randrange(_LONG_PROMPT_VOCABULARY) for _ in range(num_tokens)))
+            row = {"tokens": num_tokens, **uvloop.run(_one_at_a_time(prompt, url, worker)), **prompt_stages(prompt)}
+            rows.append(row)
+    names = [name for name in rows[0] if name not in ("tokens", "failed")]
+    cells = [[name, *(row[name] for row in rows)] for name in names]
+    print(table(cells, ["median ms", *(f"{row['tokens']} tokens" for row in rows)]))
+    print("first token, router: from the POST, with the client's own time; direct: from the message to the worker")
+    if options.save:
+        print(f"written to {write_result('router-prompts', arguments, {'results': rows})}")
+    return 1 if any(row["failed"] for row in rows) else 0
+
+
+async def _one_at_a_time(prompt: TokenIds, url: str, worker: PeerRef) -> dict[str, Any]:
+    """Milliseconds to the first token, through the router and straight from the worker."""
+    host, port = url.removeprefix("http://").split(":")
+    pool, direct = HttpPool(host, int(port)), DirectClient(worker, 1)
+    body = _completion_body(prompt)
+    arms = {"direct": Arm(), "router": Arm()}
+    try:
+        await _wait_ready(pool)
+        for _ in range(_REPEATS + 1):
+            await direct.call(arms["direct"], prompt)
+            await pool.post("/v1/completions", body, arms["router"])
+    finally:
+        direct.close()
+        pool.close()
+    medians = {f"first token, {name}": _median_ms(arm.first_seconds[1:]) for name, arm in arms.items()}
+    return medians | {"failed": sum(arm.num_failed for arm in arms.values())}
+
+
+def _completion_body(prompt: TokenIds) -> bytes:
+    body = {"model": MODEL_ID, "prompt": prompt.tolist(), "max_tokens": 1, "stream": True, "ignore_eos": True}
+    return json.dumps(body).encode()
+
+
+def prompt_stages(prompt: TokenIds) -> dict[str, float]:
+    """Median milliseconds of what is done with a prompt of token ids, in this process, by stage."""
+    body, root, me = _completion_body(prompt), bytes(16), Party("w", 1)
+    hashes: list[bytes] = []
+    extend_hashes(hashes, root, prompt[:-1], _STAGE_BLOCK_SIZE)
+    prefixes = PrefixView()
+    events = [KVEvent("stored", DEVICE, hashes)]
+    prefixes.apply(KVEventBatch(me.engine_id, me.incarnation, 0, _STAGE_BLOCK_SIZE, root, True, events))
+    known = PromptHashes(prompt)
+    prefixes.matches(known)
+    envelope = Envelope(me, me, LocalRequest(RequestKey("r"), prompt, SamplingParams(max_tokens=1), 60.0))
+    message = encode(envelope)
+    return {
+        "router: body": _time_ms(lambda: parse(CompletionRequest, body)),
+        "router: hashes": _time_ms(lambda: prefixes.matches(PromptHashes(prompt))),
+        "router: matches again": _time_ms(lambda: prefixes.matches(known)),
+        "message out": _time_ms(lambda: encode(envelope)),
+        "message in": _time_ms(lambda: decode(message)),
+        "worker: device hit": _hit_ms(prompt, hashes, root, in_host_tier=False),
+        "worker: host tier hit": _hit_ms(prompt, hashes, root, in_host_tier=True),
+    }
+
+
+def _hit_ms(prompt: TokenIds, hashes: Sequence[bytes], root: bytes, *, in_host_tier: bool) -> float:
+    """From a request's tokens to its first chunk, copies taking no time, where all KV but the last block's is there."""
+    num_blocks = len(hashes) + 1
+    pool = BlockPool(np.zeros(num_blocks, dtype=np.uint64), first_generation=1)
+    index = TierIndex(num_blocks)
+    blocks = BlockManager(pool, _STAGE_BLOCK_SIZE, root, Tiers(pool, [Tier("host", index)]))
+    contents = [(block_hash, slot) for slot, block_hash in enumerate(hashes)]
+    index.adopt(contents)
+
+    def begin() -> Request:
+        sampling = SamplingParams(max_tokens=1)
+        sequence = Request(RequestKey("r"), Party("router", 1), prompt[:], len(prompt), sampling, 60.0)
+        blocks.would_load(sequence)
+        assert blocks.reserve(sequence), "room for the whole prompt"
+        for command in blocks.tiers.take_commands():
+            assert isinstance(command, CopyCommand), "a copy from the host tier"
+            blocks.tiers.on_result(CopyResult(command.copy_id, len(command.block_ids)))
+        if sequence.load is not None:
+            blocks.finish_load(sequence)
+        sequence.chunk(sequence.num_remaining, _STAGE_BLOCK_SIZE)
+        return sequence
+
+    seconds = []
+    for _ in range(_REPEATS + 1):
+        start = time.perf_counter()
+        sequence = begin()
+        seconds.append(time.perf_counter() - start)
+        assert sequence.num_cached_tokens == len(hashes) * _STAGE_BLOCK_SIZE, "all of it was there"
+        blocks.give_back(sequence)
+        if in_host_tier:
+            pool.clear_prefix_index()
+    return _median_ms(seconds[1:])
+
+
+def _time_ms(work: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(_REPEATS + 1):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return _median_ms(seconds[1:])
+
+
+def _median_ms(seconds: Sequence[float]) -> float:
+    return 1e3 * statistics.median(seconds)
+
+
 # ---- load ----
 
 
@@ -169,8 +312,8 @@ async def _measure(options: argparse.Namespace, url: str, router_pid: int, worke
         await _wait_ready(pool)
         calls: dict[str, Call] = {
             "direct": direct.call,
-            "whole": lambda arm: pool.chat(_chat_body(text, options.output_tokens, stream=False), arm),
-            "stream": lambda arm: pool.chat(_chat_body(text, options.output_tokens, stream=True), arm),
+            "whole": lambda arm: pool.post(_CHAT_PATH, _chat_body(text, options.output_tokens, stream=False), arm),
+            "stream": lambda arm: pool.post(_CHAT_PATH, _chat_body(text, options.output_tokens, stream=True), arm),
         }
         for call in calls.values():
             await asyncio.gather(*(call(Arm()) for _ in range(_WARMUP_REQUESTS)))
@@ -251,8 +394,8 @@ class HttpPool:
         """The status of a GET."""
         return (await self._exchange(f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode()))[0]
 
-    async def chat(self, body: bytes, arm: Arm) -> None:
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    async def post(self, path: str, body: bytes, arm: Arm) -> None:
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
         start = time.perf_counter()
         status, first = await self._exchange(head.encode() + body)
         if status != 200:
@@ -292,11 +435,11 @@ class DirectClient:
         socket.connect(worker.endpoint)
         self._socket = LoopSocket(socket, self._on_frames)
 
-    async def call(self, arm: Arm) -> None:
+    async def call(self, arm: Arm, prompt: TokenIds = _SHORT_PROMPT) -> None:
         request_id = f"direct-{self._num_sent}"
         self._num_sent += 1
         done = asyncio.get_running_loop().create_future()
-        body = LocalRequest(RequestKey(request_id), array("i", range(100)), self._sampling, 60.0)
+        body = LocalRequest(RequestKey(request_id), prompt, self._sampling, 60.0)
         start = time.perf_counter()
         self._waiting[request_id] = (start, arm, done)
         self._socket.send([encode(Envelope(self._party, self._worker, body))])
