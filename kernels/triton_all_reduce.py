@@ -415,6 +415,7 @@ def _flagless_kernel(
         tl.store(residual + at, total, mask=inside)
         if HAS_NORM:
             tl.store(normed + at, normalised(total, weight, eps, PART), mask=inside)
+    tl.debug_barrier()  # all threads have read them
     tl.store(calls + program, (turn + 1) % 3)
     tl.store(calls + NUM_PROGRAMS + program, num_elements)
 
