@@ -6,7 +6,7 @@ lets them overlap.
 
 import ctypes
 import logging
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +15,12 @@ logger = logging.getLogger(__name__)
 
 Addresses = npt.NDArray[np.uint64]
 Heights = npt.NDArray[np.uint64]
+HostSide = Literal["source", "target"]
 
 _UNIFIED = 4  # of CUmemorytype: the address tells where it is
-_POINTER = 1  # of CUmemcpy3DOperandType
 _IN_STREAM_ORDER = 1  # of CUmemcpySrcAccessOrder
+_HOST = 2  # of CUmemLocationType
+_FIRST_BATCH = 4  # these are under way while the others are queued, which takes the host a microsecond each
 
 
 class Copies(NamedTuple):
@@ -43,29 +45,24 @@ class Copies(NamedTuple):
 
 
 def adjacent(local: npt.ArrayLike, remote: npt.ArrayLike) -> tuple[Addresses, Addresses, Addresses]:
-    """``(first of local, first of remote, how many)`` of the longest runs of ids that are adjacent on both sides; at
-    least one id."""
+    """``(first of local, first of remote, how many)`` of the longest runs of ids that are adjacent on both sides."""
     ours, theirs = np.asarray(local, np.uint64), np.asarray(remote, np.uint64)
     one = np.uint64(1)
     breaks = (ours[1:] != ours[:-1] + one) | (theirs[1:] != theirs[:-1] + one)
-    begins = np.concatenate(([0], np.flatnonzero(breaks) + 1))
+    begins = np.append(0, np.flatnonzero(breaks) + 1)[: len(ours)]
     counts = np.diff(np.append(begins, len(ours))).astype(np.uint64)
     return ours[begins], theirs[begins], counts
 
 
 class _Attributes(ctypes.Structure):
-    """``CUmemcpyAttributes`` of cuda.h; hints of places are ignored for memory that CUDA allocated."""
+    """``CUmemcpyAttributes`` of cuda.h. Places, a kind and a number each, matter for memory not of CUDA's."""
 
-    _fields_ = [("order", ctypes.c_uint), ("hints", ctypes.c_uint * 4), ("flags", ctypes.c_uint)]
-
-
-_OPERAND = np.dtype(
-    [("type", "<u4"), ("gap", "<u4"), ("address", "<u8"), ("row_length", "<u8"), ("height", "<u8"), ("hint", "<u8")]
-)
-_OPERATION = np.dtype(
-    [("source", _OPERAND), ("target", _OPERAND), ("extent", "<u8", 3), ("order", "<u4"), ("flags", "<u4")]
-)
-"""``CUDA_MEMCPY3D_BATCH_OP`` of cuda.h, both operands pointers."""
+    _fields_ = [
+        ("order", ctypes.c_uint),
+        ("source", ctypes.c_uint * 2),
+        ("target", ctypes.c_uint * 2),
+        ("flags", ctypes.c_uint),
+    ]
 
 
 class _Memcpy2D(ctypes.Structure):
@@ -104,24 +101,30 @@ class BatchCopier:
             pointers, count = [ctypes.c_void_p] * 3, ctypes.c_size_t
             attributes = [ctypes.POINTER(_Attributes), ctypes.POINTER(ctypes.c_size_t), count]
             self._batch.argtypes = [*pointers, count, *attributes, ctypes.c_void_p]
-        self._batch_of_rows = getattr(driver, "cuMemcpy3DBatchAsync_v2", None)
-        if self._batch_of_rows is not None:
-            self._batch_of_rows.argtypes = [ctypes.c_size_t, ctypes.c_void_p, ctypes.c_ulonglong, ctypes.c_void_p]
 
-    def start(self, copies: Copies, stream: int) -> int:
-        """Queue them on the stream of that handle. Returns CUDA's status: 0 if all are queued, else some may be."""
+    def start(self, copies: Copies, stream: int, host_side: HostSide | None = None) -> int:
+        """Queue them on the stream of that handle; ``host_side`` is registered memory of the host, the rest a GPU's.
+        Returns CUDA's status: 0 if all are queued, else some may be."""
         if len(copies.targets) == 0:
             return 0
         if copies.is_flat:
-            return self._start_flat(copies, stream)
+            return self._start_flat(copies, stream, host_side)
         return self._start_rows(copies, stream)
 
-    def _start_flat(self, copies: Copies, stream: int) -> int:
+    def _start_flat(self, copies: Copies, stream: int, host_side: HostSide | None) -> int:
         sizes = copies.heights * np.uint64(copies.width)
         if self._batch is not None:
             attributes, first = _Attributes(order=_IN_STREAM_ORDER), ctypes.c_size_t(0)
-            addresses = copies.targets.ctypes.data, copies.sources.ctypes.data, sizes.ctypes.data
-            status = self._batch(*addresses, len(sizes), ctypes.byref(attributes), ctypes.byref(first), 1, stream)
+            if host_side is not None:
+                getattr(attributes, host_side)[0] = _HOST
+            status = 0
+            for part in (slice(0, _FIRST_BATCH), slice(_FIRST_BATCH, None)):
+                arrays = copies.targets[part], copies.sources[part], sizes[part]
+                if status == 0 and len(arrays[0]):
+                    addresses = (array.ctypes.data for array in arrays)
+                    status = self._batch(
+                        *addresses, len(arrays[0]), ctypes.byref(attributes), ctypes.byref(first), 1, stream
+                    )
             if status == 0:
                 return 0
             self._batch = None
@@ -132,13 +135,6 @@ class BatchCopier:
         return 0
 
     def _start_rows(self, copies: Copies, stream: int) -> int:
-        if self._batch_of_rows is not None:
-            operations = _operations(copies)
-            status = self._batch_of_rows(len(operations), operations.ctypes.data, 0, stream)
-            if status == 0:
-                return 0
-            self._batch_of_rows = None
-            _tell_that_it_fails("cuMemcpy3DBatchAsync", status)
         pieces = zip(copies.targets.tolist(), copies.sources.tolist(), copies.heights.tolist(), strict=True)
         for target, source, height in pieces:
             rows = _Memcpy2D(
@@ -154,18 +150,6 @@ class BatchCopier:
             if (status := self._driver.cuMemcpy2DAsync_v2(ctypes.byref(rows), stream)) != 0:
                 return int(status)
         return 0
-
-
-def _operations(copies: Copies) -> npt.NDArray[np.void]:
-    operations = np.zeros(len(copies.targets), _OPERATION)
-    sides = (("source", copies.sources, copies.source_pitch), ("target", copies.targets, copies.target_pitch))
-    for side, addresses, pitch in sides:
-        operand = operations[side]
-        operand["type"], operand["row_length"], operand["height"] = _POINTER, pitch, copies.heights
-        operand["address"] = addresses
-    operations["extent"][:, 0], operations["extent"][:, 1], operations["extent"][:, 2] = copies.width, copies.heights, 1
-    operations["order"] = _IN_STREAM_ORDER
-    return operations
 
 
 def _tell_that_it_fails(name: str, status: int) -> None:

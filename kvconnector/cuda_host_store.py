@@ -107,7 +107,8 @@ class CudaHostStore:
         )
         sides = (on_device, on_host) if is_load else (on_host, on_device)
         stream = torch.cuda.current_stream(self._device).cuda_stream
-        status = self._copier.start(Copies(*sides, counts, size, size, size), stream)
+        copies = Copies(*sides, counts, size, size, size)
+        status = self._copier.start(copies, stream, "source" if is_load else "target")
         if status != 0:
             torch.cuda.current_stream(self._device).synchronize()  # nothing touches the blocks any more
             raise RuntimeError(f"CUDA doesn't copy between blocks and registered host memory (status {status})")

@@ -74,12 +74,16 @@ class Agent:
     ) -> "Transfer":
         """Start reading entries of a prepared remote list into entries of a prepared local one."""
         ours, theirs = self._lists[local], self._lists[remote]
-        return self._start(self._nixl.make_prepped_xfer("READ", ours, local_ids, theirs, remote_ids, b""))
+        return self._made(self._nixl.make_prepped_xfer("READ", ours, local_ids, theirs, remote_ids, b"")).post()
 
     def read_rows(self, agent: str, kind: MemoryKind, local: Rows, remote: Rows) -> "Transfer":
         """Start reading ``remote[i]`` of ``agent`` into ``local[i]``."""
+        return self.make_read(agent, kind, local, remote).post()
+
+    def make_read(self, agent: str, kind: MemoryKind, local: Rows, remote: Rows) -> "Transfer":
+        """A read of ``remote[i]`` of ``agent`` into ``local[i]``, to be posted later."""
         descriptors = (self._nixl.get_xfer_descs(rows, kind.value) for rows in (local, remote))
-        return self._start(self._nixl.initialize_xfer("READ", *descriptors, agent, b""))
+        return self._made(self._nixl.initialize_xfer("READ", *descriptors, agent, b""))
 
     def tell(self, agent: str, message: bytes) -> None:
         """To a remote agent, whose :meth:`progress` returns it. It may be lost."""
@@ -97,15 +101,16 @@ class Agent:
         self._lists.clear()
         self._nixl = None
 
-    def _start(self, handle: Any) -> "Transfer":
+    def _made(self, handle: Any) -> "Transfer":
         transfer = Transfer(self, handle)
         self._transfers.add(transfer)
+        return transfer
+
+    def post(self, handle: Any) -> None:
         try:
             self._nixl.transfer(handle)
         except Exception as error:
-            transfer.release()
             raise TransferError(f"posting failed: {type(error).__name__}: {error}") from error
-        return transfer
 
     def state(self, handle: Any) -> str:
         try:
@@ -120,13 +125,22 @@ class Agent:
 
 
 class Transfer:
-    """A posted read. Its agent's end ends it, too. It gets on when asked whether it's done."""
+    """A read. Its agent's end ends it, too. Once posted it gets on when asked whether it's done."""
 
     due_at = 0.0
 
     def __init__(self, agent: Agent, handle: Any) -> None:
         self._agent = agent
         self._handle = handle
+
+    def post(self) -> "Transfer":
+        """Start it; returns itself. Raises :class:`TransferError`, and it is released."""
+        try:
+            self._agent.post(self._handle)
+        except TransferError:
+            self.release()
+            raise
+        return self
 
     def is_done(self) -> bool:
         """Makes progress. Raises :class:`TransferError` if the read failed."""

@@ -366,9 +366,17 @@ class PeerReader:
                 raise TransferError("the peer's host tier can't be read with other numbers of ranks")
             yield from self._host_slots.read(self._local_blocks, local[is_slot], remote[is_slot] - self.num_peer_blocks)
             local, remote = local[~is_slot], remote[~is_slot]
-        if len(remote):
-            yield from self._read_blocks(read, local, remote)
-        yield from self.read_generations(command.remote_blocks, read.scratch_row)
+        checks: list[Transfer] = []
+        try:
+            for pending in self._read_blocks(read, local, remote) if len(remote) else ():
+                if not checks:  # made while the data is on its way, posted when it is there
+                    checks = self._make_checks(command.remote_blocks, read.scratch_row)
+                yield pending
+            for check in checks or self._make_checks(command.remote_blocks, read.scratch_row):
+                yield check.post()
+        finally:
+            for check in checks:
+                check.release()
 
     def _read_blocks(self, read: Read, local: BlockIds, remote: BlockIds) -> Iterator[Pending]:
         """Of the peer's device."""
@@ -444,18 +452,27 @@ class PeerReader:
         yield from copies
 
     def read_generations(self, ids: Sequence[int], scratch_row: int) -> Iterator[Pending]:
-        """The spans of generations that cover some of the peer's blocks, and some slots of its host tier."""
+        """For themselves, without data."""
+        for check in self._make_checks(ids, scratch_row):
+            yield check.post()
+
+    def _make_checks(self, ids: Sequence[int], scratch_row: int) -> list[Transfer]:
+        """Reads of the spans of generations that cover some of the peer's blocks, and some slots of its host tier; not
+        yet posted."""
         blocks = [block_id for block_id in ids if block_id < self.num_peer_blocks]
         slots = [block_id for block_id in ids if block_id >= self.num_peer_blocks]
+        checks = []
         if blocks:
-            yield self._read_generations(blocks, scratch_row, self._welcome.generations_address)
+            checks.append(self._make_check(blocks, scratch_row, self._welcome.generations_address))
         host = self._welcome.ranks[0].host
         if slots and host is not None:
-            yield self._read_generations(slots, scratch_row, host.generations_address - self.num_peer_blocks * 8)
+            address_of_0 = host.generations_address - self.num_peer_blocks * 8
+            checks.append(self._make_check(slots, scratch_row, address_of_0))
+        return checks
 
-    def _read_generations(self, ids: Sequence[int], scratch_row: int, address_of_0: int) -> Transfer:
+    def _make_check(self, ids: Sequence[int], scratch_row: int, address_of_0: int) -> Transfer:
         first, last = min(ids), max(ids)
         num_bytes = (last - first + 1) * 8
         local = np.array([[self._scratch[scratch_row].ctypes.data + first * 8, num_bytes, 0]], dtype=np.uint64)
         remote = np.array([[address_of_0 + first * 8, num_bytes, 0]], dtype=np.uint64)
-        return self.agent.read_rows(self._remote_names[0], MemoryKind.DRAM, local, remote)
+        return self.agent.make_read(self._remote_names[0], MemoryKind.DRAM, local, remote)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from splitserve.handover import ReadPath
-from splitserve.kvconnector.batch_copies import BatchCopier, Copies
+from splitserve.kvconnector.batch_copies import BatchCopier, Copies, HostSide
 from splitserve.kvconnector.layout import block_bytes
 from splitserve.kvconnector.mapped_reads import Blocks, block_copies
 from splitserve.kvconnector.memory import KVMemory
@@ -38,20 +38,6 @@ NOT_SUPPORTED = 801
 STREAM = 77
 
 
-class Place(ctypes.Structure):
-    """``CUmemcpy3DOperand`` of a pointer."""
-
-    _fields_ = [("type", ctypes.c_int), ("address", ctypes.c_uint64), ("row_length", SIZE), ("height", SIZE)]
-    _fields_ += [("hint", ctypes.c_int * 2)]
-
-
-class Rows(ctypes.Structure):
-    """``CUDA_MEMCPY3D_BATCH_OP``."""
-
-    _fields_ = [("source", Place), ("target", Place), ("extent", SIZE * 3), ("order", ctypes.c_int)]
-    _fields_ += [("flags", ctypes.c_uint)]
-
-
 class HostDriver:
     """What of libcuda copies, within host memory, at once; batches where ``batches``, which fail where ``fails``."""
 
@@ -63,8 +49,6 @@ class HostDriver:
         if batches:
             batch = ctypes.CFUNCTYPE(ctypes.c_int, ADDRESSES, ADDRESSES, SIZES, SIZE, POINTER, SIZES, SIZE, POINTER)
             self.cuMemcpyBatchAsync_v2 = batch(self.batch)
-            batch = ctypes.CFUNCTYPE(ctypes.c_int, SIZE, ctypes.POINTER(Rows), ctypes.c_ulonglong, POINTER)
-            self.cuMemcpy3DBatchAsync_v2 = batch(self.batch_of_rows)
 
     def one(self, target: int, source: int, size: int, stream: int) -> int:
         self.calls.append("one")
@@ -80,24 +64,12 @@ class HostDriver:
 
     def batch(self, targets, sources, sizes, count, attributes, first, num_attributes, stream) -> int:
         self.calls.append("batch")
-        assert ctypes.cast(attributes, ctypes.POINTER(ctypes.c_int))[0] == 1
+        order, source, _, target, *_ = ctypes.cast(attributes, ctypes.POINTER(ctypes.c_int * 6)).contents
+        assert order == 1
+        self.places = source, target
         assert (first[0], num_attributes, stream) == (0, 1, STREAM)
         for index in range(0 if self.fails else count):
             ctypes.memmove(targets[index], sources[index], sizes[index])
-        return NOT_SUPPORTED if self.fails else 0
-
-    def batch_of_rows(self, count, operations, flags, stream) -> int:
-        self.calls.append("batch of rows")
-        assert (flags, stream) == (0, STREAM)
-        for index in range(0 if self.fails else count):
-            source, target, (width, height, depth) = (
-                getattr(operations[index], f) for f in ("source", "target", "extent")
-            )
-            assert (source.type, target.type, depth, operations[index].order) == (1, 1, 1, 1)
-            for row in range(height):
-                ctypes.memmove(
-                    target.address + row * target.row_length, source.address + row * source.row_length, width
-                )
         return NOT_SUPPORTED if self.fails else 0
 
 
@@ -142,8 +114,9 @@ def test_neighbours_on_both_sides_are_one_copy() -> None:
     (span,) = head_spans(half, 1, whole)
     layer = size // 3
     copies = block_copies(Blocks(half, 0), Blocks(whole, 1 << 20), span, ids(4, 5), ids(0, 1))
-    assert (copies.targets.tolist(), copies.sources.tolist()) == ([2 * size], [(1 << 20) + layer // 2])
-    assert (copies.heights.tolist(), copies.width) == ([6], layer // 2)
+    assert copies.targets.tolist() == [2 * size, 2 * size + size // 2]
+    assert copies.sources.tolist() == [(1 << 20) + layer // 2, (1 << 20) + size + layer // 2]
+    assert (copies.heights.tolist(), copies.width) == ([3, 3], layer // 2)
     assert (copies.target_pitch, copies.source_pitch, copies.is_flat) == (layer // 2, layer, False)
 
 
@@ -157,11 +130,41 @@ def test_a_driver_that_refuses_batches_copies_one_by_one(is_flat: bool) -> None:
     copier = BatchCopier(driver)
     for _ in range(2):
         assert copier.start(copies, STREAM) == 0
-    batch, single = ("batch", "one") if is_flat else ("batch of rows", "rows")
-    assert driver.calls == [batch, *[single] * 4]
+    assert driver.calls == (["batch", *["one"] * 4] if is_flat else ["rows"] * 4)
     moved = [*range(8), *range(32, 44)] if is_flat else [i for i in (*range(12), *range(32, 52)) if i % 8 < 4]
     assert torch.nonzero(target).flatten().tolist() == [i for i in moved if i]
     assert copier.start(copies, STREAM + 1) == 1
+
+
+@pytest.mark.parametrize("host_side", [None, "source", "target"])
+def test_the_driver_hears_which_side_is_the_hosts(host_side: HostSide | None) -> None:
+    driver = HostDriver(batches=True)
+    memory = torch.zeros(16, dtype=torch.uint8)
+    addresses = [np.array([memory.data_ptr() + offset], np.uint64) for offset in (0, 8)]
+    copies = Copies(*addresses, np.array([1], np.uint64), 8, 8, 8)
+    assert BatchCopier(driver).start(copies, STREAM, host_side) == 0
+    source, target = driver.places
+    assert (source, target) == (2 * (host_side == "source"), 2 * (host_side == "target"))
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("width", [48, 16384, 40000 // 16 * 16])
+def test_rows_are_copied_by_a_kernel(width: int) -> None:
+    triton_rows = pytest.importorskip("splitserve.kernels.triton_rows")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    height, source_pitch, target_pitch = 3, width + 32, width + 16
+    source = torch.randint(1, 256, (4, height, source_pitch), dtype=torch.uint8, device=device)
+    target = torch.zeros(4, height, target_pitch, dtype=torch.uint8, device=device)
+    order = [2, 0, 3]
+    addresses = [
+        [target[i].data_ptr() for i in range(3)],
+        [source[i].data_ptr() for i in order],
+    ]
+    triton_rows.copy_rows(torch.tensor(addresses, device=device), height, width, target_pitch, source_pitch)
+    assert torch.equal(target[:3, :, :width], source[order][:, :, :width])
+    assert not target[3].any() and not target[:, :, width:].any()
+    triton_rows.copy_rows(torch.zeros(2, 0, dtype=torch.int64, device=device), height, width, width, width)
+    assert triton_rows.can_copy(16, 4096) and not triton_rows.can_copy(16, 24)
 
 
 POSTED, COPY = LinkCost(2e-5, 5e-6, 270e9), CopyCost(2e-5, 1e12)
