@@ -3,12 +3,15 @@
 Whatever isn't quite that is left to :mod:`.schema`, which says what is wrong with it.
 """
 
+from array import array
+
 import msgspec
 import numpy as np
 
-from splitserve.token_ids import TokenIds, from_numpy
+from splitserve.token_ids import TokenIds
 
 _OF_NUMBERS = b"0123456789, \t\r\n"  # without signs, points and exponents: non-negative integers
+_PIECE_BYTES = 1 << 15  # larger ones, and what is made of them, are memory that the allocator asks the system for
 _STAND_IN = msgspec.Raw(b"[0]")
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -26,8 +29,19 @@ def take_token_ids(body: bytes) -> tuple[TokenIds, bytes] | None:
 
 def _parse(prompt: bytes) -> TokenIds | None:
     """``prompt`` is valid JSON."""
-    inner = prompt[1:-1].strip()
-    if prompt[:1] != b"[" or not inner or inner.translate(None, _OF_NUMBERS):
+    start, end = 1, len(prompt) - 1
+    if prompt[:1] != b"[" or not prompt[start:end].strip():
         return None
-    numbers = np.fromstring(inner, dtype=np.int64, sep=",")
-    return from_numpy(numbers) if int(numbers.max()) < 2**31 else None  # what int64 can't hold is its highest
+    token_ids = array("i")
+    while start < end:
+        comma = prompt.find(b",", start + _PIECE_BYTES, end)
+        stop = end if comma < 0 else comma
+        piece = prompt[start:stop]
+        if piece.translate(None, _OF_NUMBERS):
+            return None
+        numbers = np.fromstring(piece.strip(), dtype=np.int64, sep=",")
+        if int(numbers.max()) >= 2**31:  # what int64 can't hold is its highest
+            return None
+        token_ids.frombytes(numbers.astype(np.int32).tobytes())
+        start = stop + 1
+    return token_ids

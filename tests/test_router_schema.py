@@ -65,6 +65,16 @@ def test_a_list_of_token_ids_is_packed(text):
     assert prompt == array("i", json.loads(text)) and request.max_tokens == 3
 
 
+@pytest.mark.parametrize("separators", [(",", ":"), (" ,\n ", ": ")])
+def test_long_lists_of_token_ids_are_packed_piece_by_piece(separators):
+    token_ids = [number * 7919 % 128_000 for number in range(30_000)]
+    request = parse(CompletionRequest, json.dumps({"model": "m", "prompt": token_ids}, separators=separators).encode())
+    assert request.prompt == array("i", token_ids)
+    for wrong in (-1, 1.5, "1", [1]):
+        error = refused(completion, prompt=[*token_ids, wrong])
+        assert error.param == "prompt" and str(error).startswith("prompt[30000]")
+
+
 def outcome(body):
     try:
         request = parse(CompletionRequest, body)

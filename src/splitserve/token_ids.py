@@ -1,20 +1,14 @@
 """A prompt's token ids as packed int32: long prompts are copied, checked, hashed and sent without a loop over them."""
 
 from array import array
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 if TYPE_CHECKING:
     TokenIds: TypeAlias = array[int]
 else:
     TokenIds = array  # can't be subscripted before Python 3.12
-
-
-def from_numpy(token_ids: npt.NDArray[Any]) -> TokenIds:
-    """Of integers that int32 can hold."""
-    return from_bytes(token_ids.astype(np.int32).tobytes())
 
 
 def from_bytes(data: bytes) -> TokenIds:
