@@ -1,4 +1,4 @@
-"""Many copies between addresses that a GPU can reach, queued by one call of the driver.
+"""Many copies between addresses in memory of GPUs, queued by one call of the driver.
 
 One by one, copies of a few megabytes leave the link between two GPUs idle a quarter of the time; in a batch the driver
 lets them overlap.
@@ -6,7 +6,7 @@ lets them overlap.
 
 import ctypes
 import logging
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,11 +15,9 @@ logger = logging.getLogger(__name__)
 
 Addresses = npt.NDArray[np.uint64]
 Heights = npt.NDArray[np.uint64]
-HostSide = Literal["source", "target"]
 
 _UNIFIED = 4  # of CUmemorytype: the address tells where it is
 _IN_STREAM_ORDER = 1  # of CUmemcpySrcAccessOrder
-_HOST = 2  # of CUmemLocationType
 _FIRST_BATCH = 4  # these are under way while the others are queued, which takes the host a microsecond each
 
 
@@ -55,14 +53,9 @@ def adjacent(local: npt.ArrayLike, remote: npt.ArrayLike) -> tuple[Addresses, Ad
 
 
 class _Attributes(ctypes.Structure):
-    """``CUmemcpyAttributes`` of cuda.h. Places, a kind and a number each, matter for memory not of CUDA's."""
+    """``CUmemcpyAttributes`` of cuda.h; hints of places are ignored for memory that CUDA allocated."""
 
-    _fields_ = [
-        ("order", ctypes.c_uint),
-        ("source", ctypes.c_uint * 2),
-        ("target", ctypes.c_uint * 2),
-        ("flags", ctypes.c_uint),
-    ]
+    _fields_ = [("order", ctypes.c_uint), ("hints", ctypes.c_uint * 4), ("flags", ctypes.c_uint)]
 
 
 class _Memcpy2D(ctypes.Structure):
@@ -102,21 +95,18 @@ class BatchCopier:
             attributes = [ctypes.POINTER(_Attributes), ctypes.POINTER(ctypes.c_size_t), count]
             self._batch.argtypes = [*pointers, count, *attributes, ctypes.c_void_p]
 
-    def start(self, copies: Copies, stream: int, host_side: HostSide | None = None) -> int:
-        """Queue them on the stream of that handle; ``host_side`` is registered memory of the host, the rest a GPU's.
-        Returns CUDA's status: 0 if all are queued, else some may be."""
+    def start(self, copies: Copies, stream: int) -> int:
+        """Queue them on the stream of that handle. Returns CUDA's status: 0 if all are queued, else some may be."""
         if len(copies.targets) == 0:
             return 0
         if copies.is_flat:
-            return self._start_flat(copies, stream, host_side)
+            return self._start_flat(copies, stream)
         return self._start_rows(copies, stream)
 
-    def _start_flat(self, copies: Copies, stream: int, host_side: HostSide | None) -> int:
+    def _start_flat(self, copies: Copies, stream: int) -> int:
         sizes = copies.heights * np.uint64(copies.width)
         if self._batch is not None:
             attributes, first = _Attributes(order=_IN_STREAM_ORDER), ctypes.c_size_t(0)
-            if host_side is not None:
-                getattr(attributes, host_side)[0] = _HOST
             status = 0
             for part in (slice(0, _FIRST_BATCH), slice(_FIRST_BATCH, None)):
                 arrays = copies.targets[part], copies.sources[part], sizes[part]

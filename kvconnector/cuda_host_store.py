@@ -3,18 +3,16 @@
 Each direction has a stream of its own, and so do both ways of copying. Which way is used is measured at start.
 """
 
-import ctypes
 import logging
 import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from splitserve.kvconnector.batch_copies import BatchCopier, Copies, adjacent
+from splitserve.kvconnector.layout import runs
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.numa_memory import HostMemory
 
@@ -50,7 +48,6 @@ class CudaHostStore:
                 raise RuntimeError(f"cudaHostRegister of {len(host.bytes)} bytes failed with {status}")
             self._down = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             self._up = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._copier = BatchCopier(ctypes.CDLL("libcuda.so.1"))
         self.way = self._faster_way() if memory.block_bytes <= MAX_KERNEL_BLOCK_BYTES else "engine"
 
     def store(self, block_ids: Sequence[int], slots: Sequence[int], hashes: Sequence[bytes]) -> None:
@@ -99,19 +96,12 @@ class CudaHostStore:
         del kept
 
     def _by_engine(self, blocks: Tensor, block_ids: Sequence[int], slots: Sequence[int], *, is_load: bool) -> None:
-        size = blocks.shape[1]
-        first_blocks, first_slots, counts = adjacent(block_ids, slots)
-        on_device, on_host = (
-            np.uint64(memory.data_ptr()) + first * np.uint64(size)
-            for memory, first in ((blocks, first_blocks), (self._slots, first_slots))
-        )
-        sides = (on_device, on_host) if is_load else (on_host, on_device)
-        stream = torch.cuda.current_stream(self._device).cuda_stream
-        copies = Copies(*sides, counts, size, size, size)
-        status = self._copier.start(copies, stream, "source" if is_load else "target")
-        if status != 0:
-            torch.cuda.current_stream(self._device).synchronize()  # nothing touches the blocks any more
-            raise RuntimeError(f"CUDA doesn't copy between blocks and registered host memory (status {status})")
+        for block, slot, count in runs(block_ids, slots):
+            on_device, on_host = blocks[block : block + count], self._slots[slot : slot + count]
+            if is_load:
+                on_device.copy_(on_host, non_blocking=True)
+            else:
+                on_host.copy_(on_device, non_blocking=True)
 
     def _by_kernel(self, blocks: Tensor, block_ids: Sequence[int], slots: Sequence[int], *, is_load: bool) -> Tensor:
         """What must live until the kernel has ended."""

@@ -3,17 +3,20 @@
 That a GPU moves them is in test_handover_gpu.
 """
 
+import contextlib
 import ctypes
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from splitserve.handover import ReadPath
-from splitserve.kvconnector.batch_copies import BatchCopier, Copies, HostSide
+from splitserve.kvconnector import mapped_reads
+from splitserve.kvconnector.batch_copies import BatchCopier, Copies
 from splitserve.kvconnector.layout import block_bytes
-from splitserve.kvconnector.mapped_reads import Blocks, block_copies
+from splitserve.kvconnector.mapped_reads import Blocks, MappedReader, block_copies
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.nixl import _Peer
 from splitserve.kvconnector.read_choice import ReadShape, choose_path
@@ -64,9 +67,7 @@ class HostDriver:
 
     def batch(self, targets, sources, sizes, count, attributes, first, num_attributes, stream) -> int:
         self.calls.append("batch")
-        order, source, _, target, *_ = ctypes.cast(attributes, ctypes.POINTER(ctypes.c_int * 6)).contents
-        assert order == 1
-        self.places = source, target
+        assert ctypes.cast(attributes, ctypes.POINTER(ctypes.c_int))[0] == 1
         assert (first[0], num_attributes, stream) == (0, 1, STREAM)
         for index in range(0 if self.fails else count):
             ctypes.memmove(targets[index], sources[index], sizes[index])
@@ -136,15 +137,46 @@ def test_a_driver_that_refuses_batches_copies_one_by_one(is_flat: bool) -> None:
     assert copier.start(copies, STREAM + 1) == 1
 
 
-@pytest.mark.parametrize("host_side", [None, "source", "target"])
-def test_the_driver_hears_which_side_is_the_hosts(host_side: HostSide | None) -> None:
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("prefill", [1, 2])
+@pytest.mark.parametrize("has_kernel", [True, False])
+def test_a_reader_starts_at_once_and_tells_when_to_look(
+    prefill: int, has_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its copies in host memory, by what stands for CUDA here."""
+    if has_kernel:
+        pytest.importorskip("triton")
+    else:
+        monkeypatch.setattr(mapped_reads, "_row_kernel", lambda: None)
     driver = HostDriver(batches=True)
-    memory = torch.zeros(16, dtype=torch.uint8)
-    addresses = [np.array([memory.data_ptr() + offset], np.uint64) for offset in (0, 8)]
-    copies = Copies(*addresses, np.array([1], np.uint64), 8, 8, 8)
-    assert BatchCopier(driver).start(copies, STREAM, host_side) == 0
-    source, target = driver.places
-    assert (source, target) == (2 * (host_side == "source"), 2 * (host_side == "target"))
+    monkeypatch.setattr(mapped_reads.ctypes, "CDLL", lambda _name: driver)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _device: SimpleNamespace(cuda_stream=STREAM, synchronize=int))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda _stream: None, query=lambda: True))
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    theirs, ours = layout(prefill), layout(1)
+    sources = [KVMemory(theirs, NUM_BLOCKS) for _ in range(prefill)]
+    for source in sources:
+        source.blocks.copy_(torch.randn_like(source.blocks))
+    memory = KVMemory(ours, NUM_BLOCKS)
+    mappings = {rank: SimpleNamespace(address=source.region().blocks_address) for rank, source in enumerate(sources)}
+    reader = MappedReader(memory, theirs, head_spans(ours, 0, theirs), mappings)
+    assert driver.calls == [] and reader.read(ids(1), ids(2)).is_done()
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(mapped_reads.time, "monotonic", lambda: clock.now)
+    reader.bytes_per_second = memory.block_bytes
+    pending = reader.read(ids(4, 5, 8), ids(7, 3, 0))
+    assert pending.due_at == pytest.approx(102.7) and not pending.is_done()
+    clock.now = 102.8
+    assert pending.is_done()  # when first looked for: the link is faster
+    assert reader.bytes_per_second == pytest.approx(1.1 * memory.block_bytes)
+    expected = torch.cat([source.blocks[[2, 7, 3, 0]] for source in sources], dim=2)
+    assert torch.equal(memory.blocks[[1, 4, 5, 8]], expected)
+    assert set(driver.calls) == ({"batch"} if prefill == 1 else set() if has_kernel else {"rows"})
+    buffer = torch.zeros(64, dtype=torch.uint8)
+    reader.probe(buffer.data_ptr(), 2, 16)
+    read = sources[0].blocks.view(-1).view(torch.uint8)
+    assert torch.equal(buffer[:16], read[:16]) and torch.equal(buffer[32:48], read[32:48])
 
 
 @pytest.mark.usefixtures("one_thread")
