@@ -133,12 +133,14 @@ class Source:
         assert self.process.exitcode == -signal.SIGKILL
 
 
-def test_a_source_killed_in_the_middle_of_a_read_leaves_the_reader_alive() -> None:
+@pytest.mark.parametrize("maps", [False, True], ids=["posted", "mapped"])
+def test_a_source_killed_in_the_middle_of_a_read_leaves_the_reader_alive(maps: bool) -> None:
     """Six times; its memory is given back, and the next source is read from as if nothing had happened."""
     num_blocks = 512  # 4 GiB: some 13 ms
     woken = threading.Event()
     memory = KVMemory(layout_of("llama-3.1-8b", "bfloat16", 64), num_blocks, torch.device("cuda", 1))
-    connector = NixlConnector(Party("decode-0", 5), memory, woken.set)
+    settings = ReadSettings.of(memory.kind, maps=maps)
+    connector = NixlConnector(Party("decode-0", 5), memory, woken.set, settings=settings)
     events: list[ReadResult | PeerConnected] = []
 
     def event(seconds: float) -> ReadResult | PeerConnected | None:
@@ -161,6 +163,7 @@ def test_a_source_killed_in_the_middle_of_a_read_leaves_the_reader_alive() -> No
         connector.read(ReadCommand(2 * attempt, SOURCE, everything, shuffled))
         whole = event(WAIT_SECONDS)
         assert isinstance(whole, ReadResult) and whole.error is None, whole
+        assert (whole.path is ReadPath.MAPPED) is maps
         assert list(whole.generations) == [FIRST_GENERATION + block_id for block_id in shuffled]
         connector.read(ReadCommand(2 * attempt + 1, SOURCE, everything, shuffled))
         time.sleep(attempt * 0.0022)
