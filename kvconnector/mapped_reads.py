@@ -4,18 +4,15 @@ Nothing is posted to a transport, so there is no price per descriptor but that o
 source. Heads that both sides split differently are rows of one copy, a row per layer.
 """
 
-import contextlib
 import ctypes
 import time
 from collections.abc import Iterable, Sequence
-from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from splitserve.kvconnector.batch_copies import Addresses, BatchCopier, Copies, adjacent
+from splitserve.kvconnector.batch_copies import BatchCopier, Copies, adjacent
 from splitserve.kvconnector.cuda_memory import PeerMapping
 from splitserve.kvconnector.device_copies import OnDevice, Pending
 from splitserve.kvconnector.layout import block_bytes
@@ -38,12 +35,11 @@ class Blocks(NamedTuple):
 
 def block_copies(ours: Blocks, theirs: Blocks, span: HeadSpan, local: BlockIds, remote: BlockIds) -> Copies:
     """Of ``span``'s heads, of blocks ``remote`` of theirs to ``local`` of ours. Neighbours on
-    both sides are one copy, if all heads are. Blocks of both sides have as many tokens."""
+    both sides are one copy. Blocks of both sides have as many tokens."""
     target_pitch, source_pitch = (block_bytes(side.layout) // side.layout.num_layers for side in (ours, theirs))
     head_bytes = target_pitch // ours.layout.kv_heads_per_rank
     assert source_pitch == head_bytes * theirs.layout.kv_heads_per_rank, "blocks of different sizes"
-    is_flat = span.num_heads * head_bytes == target_pitch == source_pitch
-    into, out_of, counts = adjacent(local, remote) if is_flat else _apart(local, remote)
+    into, out_of, counts = adjacent(local, remote)
     into = into * np.uint64(block_bytes(ours.layout)) + np.uint64(ours.address + span.local_head * head_bytes)
     out_of = out_of * np.uint64(block_bytes(theirs.layout))
     out_of += np.uint64(theirs.address + span.source_head * head_bytes)
@@ -51,16 +47,11 @@ def block_copies(ours: Blocks, theirs: Blocks, span: HeadSpan, local: BlockIds, 
     return Copies(into, out_of, heights, span.num_heads * head_bytes, target_pitch, source_pitch)
 
 
-def _apart(local: BlockIds, remote: BlockIds) -> tuple[Addresses, Addresses, Addresses]:
-    """As :func:`adjacent`, one by one."""
-    return local.astype(np.uint64), remote.astype(np.uint64), np.ones(len(local), np.uint64)
-
-
 class _UnderWay(OnDevice):
     """Copies of ``reader``. Where they are over when first looked for, the link is faster than was measured."""
 
-    def __init__(self, reader: "MappedReader", *inputs: Tensor, due_at: float) -> None:
-        super().__init__(reader.stream, *inputs, due_at=due_at)
+    def __init__(self, reader: "MappedReader", due_at: float) -> None:
+        super().__init__(reader.stream, due_at=due_at)
         self._reader = reader
         self._was_due = False
 
@@ -86,12 +77,7 @@ class MappedReader:
         self.stream = torch.cuda.Stream(memory.device)  # type: ignore[no-untyped-call]
         self.bytes_per_second = float("inf")
         """What this link moves, once somebody has measured it."""
-        self._device = memory.device
         self._copier = BatchCopier(ctypes.CDLL("libcuda.so.1"))
-        self._copy_rows = _row_kernel()
-        for span, blocks in self._sources:  # compiles
-            nothing = np.zeros(0, np.int32)
-            self._start([block_copies(self._ours, blocks, span, nothing, nothing)])
 
     def read(self, local: BlockIds, remote: BlockIds) -> Pending:
         """Start copying what is ours of blocks ``remote`` to blocks ``local``. Raises :class:`TransferError`, and then
@@ -109,38 +95,12 @@ class MappedReader:
         self.stream.synchronize()
 
     def _start(self, pieces: Iterable[Copies]) -> Pending:
-        num_bytes, kept = 0, []
+        num_bytes = 0
         for copies in pieces:
-            num_bytes += copies.num_bytes
-            if self._copy_rows is not None and not copies.is_flat and self._copy_rows.can_copy(*_numbers(copies)):
-                kept.append(self._start_rows(copies))
-            elif (status := self._copier.start(copies, self.stream.cuda_stream)) != 0:
+            status = self._copier.start(copies, self.stream.cuda_stream)
+            if status != 0:
                 self.wait()
                 raise TransferError(f"CUDA doesn't copy from the peer's mapped memory (status {status})")
+            num_bytes += copies.num_bytes
         due_at = time.monotonic() + _SURELY_BUSY * num_bytes / self.bytes_per_second
-        return _UnderWay(self, *kept, due_at=due_at)
-
-    def _start_rows(self, copies: Copies) -> Tensor:
-        """By the kernel; what it needs until it has ended."""
-        assert self._copy_rows is not None
-        addresses = torch.from_numpy(np.stack((copies.targets, copies.sources)).view(np.int64))
-        with torch.cuda.stream(self.stream):
-            on_device = addresses.pin_memory().to(self._device, non_blocking=True)
-            height = self._ours.layout.num_layers
-            self._copy_rows.copy_rows(on_device, height, copies.width, copies.target_pitch, copies.source_pitch)
-        return on_device
-
-
-def _row_kernel() -> ModuleType | None:
-    """None without Triton."""
-    with contextlib.suppress(ImportError):
-        from splitserve.kernels import triton_rows
-
-        return triton_rows
-    return None
-
-
-def _numbers(copies: Copies) -> list[int]:
-    """Those that have to be aligned."""
-    firsts = [int(addresses[0]) for addresses in (copies.targets, copies.sources) if len(addresses)]
-    return [*firsts, copies.width, copies.target_pitch, copies.source_pitch]
+        return _UnderWay(self, due_at)

@@ -211,6 +211,10 @@ class _Peer:
         self.shape: ReadShape | None = None
         self.cost: ReadCost | None = None
 
+    def is_one_batch(self, num_blocks: int, wanted: ReadPath | None) -> bool:
+        """One thread's copies fill the link then."""
+        return self.shape is not None and self.shape.is_whole and self.path(num_blocks, wanted) is ReadPath.MAPPED
+
     def path(self, num_blocks: int, wanted: ReadPath | None) -> ReadPath:
         if self.shape is None or self.cost is None:
             return ReadPath.DIRECT
@@ -287,8 +291,8 @@ class NixlConnector:
         with self._lock:
             peer = self._peers.get(command.peer)
             parts = self._parts(command)
-            if peer is not None and peer.path(len(command.local_blocks), self._settings.path) is ReadPath.MAPPED:
-                parts = [command]  # one thread fills the link
+            if peer is not None and peer.is_one_batch(len(command.local_blocks), self._settings.path):
+                parts = [command]
             self._split_reads[command.read_id] = ReadJoin(len(parts))
         for thread, part in zip(self._threads, parts, strict=False):
             path = ReadPath.DIRECT if peer is None else peer.path(len(part.local_blocks), self._settings.path)
