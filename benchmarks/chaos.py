@@ -34,6 +34,8 @@ from splitserve.orchestration.spec import ClusterSpec, DevicesSpec
 TRANSPORTS: dict[str, dict[str, str]] = {"shm": {}, "tcp": {"UCX_TLS": "tcp"}}
 # One decode worker must hold all streams, or those of a killed one would wait for room; all prompts together take more,
 # so that blocks are evicted, reused, and computed again.
+NUM_MIXTURES = {"cpu": 1, "cuda": 12}
+"""A GPU's kernels add up in an order that depends on the size of the batch."""
 KV_MEMORY_BYTES = 32 << 20
 RECOVERY_BOUND_SECONDS = {"decode": 2.0, "prefill": 1.0}  # plus a prefill
 MEMORY_BOUND_BYTES = 64 << 20
@@ -111,7 +113,8 @@ async def storm(cluster: LocalCluster, options: argparse.Namespace, leftovers: L
     cases = make_cases(cluster.spec.served_model_name, options.cases, options.seed)
     async with aiohttp.ClientSession() as session:
         say(f"quiet run: {len(cases)} requests, alone and {options.streams} at once")
-        outcome = Outcome(await record_expected(cluster.url, cases, options.streams))
+        num_mixtures = NUM_MIXTURES[options.device]
+        outcome = Outcome(await record_expected(cluster.url, cases, options.streams, num_mixtures))
         say(f"warm-up: {options.warm_up:g} s")
         warm_up = Streams(cluster.url, outcome.expected.cases, options.streams, options.seed, outcome.answers.append)
         await asyncio.sleep(options.warm_up)

@@ -198,21 +198,26 @@ class Expected:
     ttft_seconds: list[float]
 
 
-async def record_expected(url: str, cases: Sequence[Case], concurrency: int) -> Expected:
-    """Answer each case alone, then all of them ``concurrency`` at a time, on a quiet system.
+async def record_expected(url: str, cases: Sequence[Case], concurrency: int, num_mixtures: int) -> Expected:
+    """Answer each case alone, then all of them ``concurrency`` at a time, ``num_mixtures`` times in other company, on a
+    quiet system.
 
-    A case whose two answers differ has a tie between tokens that rounding decides, differently for each batch: it
-    can't tell a right answer from a wrong one, and is left out.
+    A case whose answers differ has a tie between tokens that rounding decides, differently for each batch: it can't
+    tell a right answer from a wrong one, and is left out.
     """
     alone = await ask_all(url, cases, 1)
     stopped = [with_stop_string(case, answer) for case, answer in list(zip(cases, alone, strict=True))[::6]]
     cases = [*cases, *stopped]
     alone += await ask_all(url, stopped, 1)
-    together = await ask_all(url, cases, concurrency)
-    stable = [case for case, one, other in zip(cases, alone, together, strict=True) if not other.difference(one)]
+    answers = {answer.case: answer for answer in alone}
+    unstable: set[str] = set()
+    for seed in range(num_mixtures):
+        mixed = random.Random(seed).sample(cases, len(cases)) if seed else cases
+        together = await ask_all(url, mixed, concurrency)
+        unstable |= {answer.case for answer in together if answer.difference(answers[answer.case])}
+    stable = [case for case in cases if case.name not in unstable]
     if 2 * len(stable) < len(cases):
         raise SplitserveError(f"only {len(stable)} of {len(cases)} answers repeat on a quiet system")
-    answers = {answer.case: answer for answer in alone}
     ttft_seconds = [answer.arrivals[0] - answer.sent_at for answer in together]
     return Expected(stable, answers, len(cases) - len(stable), ttft_seconds)
 
