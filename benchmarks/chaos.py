@@ -32,10 +32,10 @@ from splitserve.orchestration.shorthand import simple_spec
 from splitserve.orchestration.spec import ClusterSpec, DevicesSpec
 
 TRANSPORTS: dict[str, dict[str, str]] = {"shm": {}, "tcp": {"UCX_TLS": "tcp"}}
-# One decode worker must hold all streams, or those of a killed one would wait for room; all prompts together take more,
-# so that blocks are evicted, reused, and computed again.
 NUM_MIXTURES = {"cpu": 1, "cuda": 12}
 """A GPU's kernels add up in an order that depends on the size of the batch."""
+# One decode worker must hold all streams, or those of a killed one would wait for room; all prompts together take more,
+# so that blocks are evicted, reused, and computed again.
 KV_MEMORY_BYTES = 32 << 20
 RECOVERY_BOUND_SECONDS = {"decode": 2.0, "prefill": 1.0}  # plus a prefill
 MEMORY_BOUND_BYTES = 64 << 20
