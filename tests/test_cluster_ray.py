@@ -207,7 +207,7 @@ def test_the_controller_comes_back_and_a_killed_driver_leaves_nothing(
             client, print, lambda status: status.state == "serving" and status.is_settled, 0, PATIENCE_SECONDS
         )
         assert {worker.name: worker.pid for worker in after.workers} == pids and after.url == status.url
-        assert "back/agent/gen-1/0badcafe" not in groups_of("back")
+        wait_until(lambda: "back/agent/gen-1/0badcafe" not in groups_of("back"), "the group is still there")
         assert isinstance(client.ask(Scale("gen", 0)), Refused)
         os.kill(pids["gen-1"], signal.SIGKILL)
         wait_until(lambda: any(worker.num_restarts for worker in status_of(client).workers), "gen-1 is back")

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from lmcache_server import python_with_lmcache, segments
 from serving import wait_for_news, wait_until_quiet, worker_metrics
 from splitserve.config import EngineConfig
@@ -86,6 +88,7 @@ def total(loads: dict[str, dict[str, float]], name: str) -> float:
     return sum(load[name] for load in loads.values())
 
 
+@pytest.mark.slow
 def test_chats_go_on_after_a_worker_is_replaced(tiny_qwen3: Path, chat_tokens: list[list[list[int]]]) -> None:
     """Two prefill workers, one of which is killed between the turns of the chats: the other, and its successor, find
     what it had computed."""

@@ -113,6 +113,7 @@ def layout_of(model: Path) -> LayoutRecord:
     return LayoutRecord(model.name, version, "float32", BLOCK_SIZE, 2, 2, 32, tensor_parallel_size=2)
 
 
+@pytest.mark.slow
 def test_ranks_find_their_files_again(two_heads: Path, tmp_path: Path) -> None:  # noqa: F811
     """One file of a rank is gone when the worker starts again, and one is damaged when it's read."""
     settings = {"disk_kv_dir": str(tmp_path)}

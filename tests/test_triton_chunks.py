@@ -153,7 +153,7 @@ def test_long_contexts(sizes: tuple[int, int, int, int], lengths: Lengths, dtype
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("num_decodes", [0, 2])
+@pytest.mark.parametrize("num_decodes", [2, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_mixed_plan_of_fixed_size_is_filled_again(num_decodes: int) -> None:
     """With parts, without, and with others: what the last step left doesn't count, nor who ran when."""
     shape = attention_shape(2, 1, 32, 16, torch.float32, DEVICE)
