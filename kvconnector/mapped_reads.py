@@ -48,21 +48,22 @@ def block_copies(ours: Blocks, theirs: Blocks, span: HeadSpan, local: BlockIds, 
 
 
 class _UnderWay(OnDevice):
-    """Copies of ``reader``. Where they are over when first looked for, the link is faster than was measured."""
+    """Copies of ``reader`` that should take ``seconds``. Where they are seen to be over sooner, the link is faster than
+    was measured; a look that comes late tells nothing."""
 
-    def __init__(self, reader: "MappedReader", due_at: float) -> None:
-        super().__init__(reader.stream, due_at=due_at)
+    def __init__(self, reader: "MappedReader", seconds: float) -> None:
+        started = time.monotonic()
+        super().__init__(reader.stream, due_at=started + _SURELY_BUSY * seconds)
         self._reader = reader
-        self._was_due = False
+        self._expected_at = started + seconds
 
     def is_done(self) -> bool:
-        is_due = time.monotonic() >= self.due_at
-        if is_due and super().is_done():
-            if not self._was_due:
-                self._reader.bytes_per_second *= _FASTER
-            return True
-        self._was_due = is_due
-        return False
+        now = time.monotonic()
+        if now < self.due_at or not super().is_done():
+            return False
+        if now < self._expected_at:
+            self._reader.bytes_per_second *= _FASTER
+        return True
 
 
 class MappedReader:
@@ -102,5 +103,4 @@ class MappedReader:
                 self.wait()
                 raise TransferError(f"CUDA doesn't copy from the peer's mapped memory (status {status})")
             num_bytes += copies.num_bytes
-        due_at = time.monotonic() + _SURELY_BUSY * num_bytes / self.bytes_per_second
-        return _UnderWay(self, due_at)
+        return _UnderWay(self, num_bytes / self.bytes_per_second)

@@ -161,7 +161,11 @@ class PeerReader:
             self._prepare_staging()
         self.gather = self._make_gather()
         self._mappings = {span.rank: self._map(welcome.ranks[span.rank]) for span in self.spans}
-        self.mapped = self._make_mapped()
+        try:
+            self.mapped = self._make_mapped()
+        except Exception:
+            self._unmap()
+            raise
         self.active: list[Read] = []
         self.waiting: deque[tuple[ReadCommand, ReadPath]] = deque()
 
@@ -326,9 +330,12 @@ class PeerReader:
             self._host_slots.wait()
         if self.mapped is not None:
             self.mapped.wait()
+        self._unmap()
+        return over
+
+    def _unmap(self) -> None:
         for mapping in itertools.chain(*self._mappings.values()):
             mapping.close()
-        return over
 
     def _advance(self, read: Read) -> ReadResult | None:
         while read.pending.is_done():

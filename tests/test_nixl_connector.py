@@ -9,16 +9,20 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import psutil
 import pytest
 
 from nixl_reader import Reader, Source, changed
-from nixl_source import FIRST_GENERATION, NUM_BLOCKS, SOURCE
+from nixl_source import FIRST_GENERATION, NUM_BLOCKS, SOURCE, make_memory
+from splitserve.kvconnector import nixl_reader as nixl_reader_module
 from splitserve.kvconnector.connector import PeerConnected
+from splitserve.kvconnector.digest import no_digests
+from splitserve.kvconnector.nixl_reader import LocalSide, PeerReader
 from splitserve.kvconnector.read_settings import ReadSettings
-from splitserve.messages import MemoryKind
+from splitserve.messages import MappableMemory, MemoryKind
 from splitserve.request import Party
 from waiting import PATIENCE_SECONDS, wait_until
 
@@ -161,6 +165,28 @@ def test_metadata_that_nixl_refuses_is_an_error_and_not_the_end(
     reader.read(1, [0], [5])
     result = reader.result(1)
     assert result is not None and result.error is None
+
+
+def test_what_was_mapped_of_a_peer_is_given_back_when_reading_from_it_fails(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[bytes] = []
+
+    class Mapping:
+        address = 4096
+
+        def __init__(self, memory: MappableMemory, _num_bytes: int) -> None:
+            self.close = lambda: closed.append(memory.handle)
+
+    monkeypatch.setattr(nixl_reader_module, "PeerMapping", Mapping)
+    monkeypatch.setattr(nixl_reader_module, "MappedReader", Mock(side_effect=RuntimeError("no stream")))
+    memory = make_memory()
+    settings = ReadSettings.of(memory.kind, maps=True)
+    ranks = [msgspec.structs.replace(source.welcome.ranks[0], mappable=[MappableMemory(b"h" * 64, 0)])]
+    welcome = msgspec.structs.replace(source.welcome, ranks=ranks)
+    with pytest.raises(RuntimeError, match="no stream"):
+        PeerReader("reads", LocalSide(memory, 0, settings, no_digests), welcome)
+    assert closed == [b"h" * 64]
 
 
 def test_after_a_disconnect_the_same_peer_can_be_connected_again(source: Source, reader: Reader) -> None:
