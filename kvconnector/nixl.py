@@ -211,10 +211,6 @@ class _Peer:
         self.shape: ReadShape | None = None
         self.cost: ReadCost | None = None
 
-    def is_one_batch(self, num_blocks: int, wanted: ReadPath | None) -> bool:
-        """One thread's copies fill the link then."""
-        return self.shape is not None and self.shape.is_whole and self.path(num_blocks, wanted) is ReadPath.MAPPED
-
     def path(self, num_blocks: int, wanted: ReadPath | None) -> ReadPath:
         if self.shape is None or self.cost is None:
             return ReadPath.DIRECT
@@ -289,13 +285,9 @@ class NixlConnector:
 
     def read(self, command: ReadCommand) -> None:
         with self._lock:
-            peer = self._peers.get(command.peer)
-            parts = self._parts(command)
-            if peer is not None and peer.is_one_batch(len(command.local_blocks), self._settings.path):
-                parts = [command]
-            self._split_reads[command.read_id] = ReadJoin(len(parts))
-        for thread, part in zip(self._threads, parts, strict=False):
-            path = ReadPath.DIRECT if peer is None else peer.path(len(part.local_blocks), self._settings.path)
+            reads = self._reads(command, self._peers.get(command.peer))
+            self._split_reads[command.read_id] = ReadJoin(len(reads))
+        for thread, (part, path) in zip(self._threads, reads, strict=False):
             thread.submit(partial(thread.read, part, path))
 
     def serve(self, active: bool) -> None:
@@ -312,6 +304,16 @@ class NixlConnector:
     def close(self) -> None:
         for thread in (*self._threads, self._server):
             thread.close()
+
+    def _reads(self, command: ReadCommand, peer: _Peer | None) -> list[tuple[ReadCommand, ReadPath]]:
+        """What each thread reads, and by which path; the first one alone if its copies fill the link."""
+        if peer is None or peer.shape is None:
+            return [(part, ReadPath.DIRECT) for part in self._parts(command)]
+        path = peer.path(len(command.local_blocks), self._settings.path)
+        if path is ReadPath.MAPPED and peer.shape.is_whole:
+            return [(command, path)]
+        parts = self._parts(command)
+        return [(part, peer.path(len(part.local_blocks), self._settings.path)) for part in parts]
 
     def _parts(self, command: ReadCommand) -> list[ReadCommand]:
         """A large read in even parts, one per thread; a small one whole."""
