@@ -36,12 +36,25 @@ def busy_share(spans: Sequence[Span]) -> float:
 
 
 def by_kernel(spans: Sequence[Span], count: int) -> list[dict[str, Any]]:
-    """Microseconds and calls of each kernel per step, the longest first; ``spans`` cover ``count`` steps."""
+    """Microseconds and calls of each kernel per step, the longest first; ``spans`` cover ``count`` steps.
+
+    A kernel that starts early and waits for the one before it has that wait in ``us``. ``after_us`` is from the end of
+    what ran before, if it began later than that from its own start: these add up to what the GPU was busy.
+    """
     totals: dict[str, list[float]] = {}
-    for start, end, name in spans:
+    alone: dict[str, float] = {}
+    reached = 0.0
+    for start, end, name in sorted(spans, key=lambda span: span[1]):
         totals.setdefault(name[:120], []).append(end - start)
+        alone[name[:120]] = alone.get(name[:120], 0.0) + end - max(start, reached)
+        reached = end
     rows = [
-        {"kernel": name, "us": round(sum(times) / count, 1), "calls": len(times) / count}
+        {
+            "kernel": name,
+            "us": round(sum(times) / count, 1),
+            "after_us": round(alone[name] / count, 1),
+            "calls": len(times) / count,
+        }
         for name, times in totals.items()
     ]
-    return sorted(rows, key=lambda row: -float(str(row["us"])))
+    return sorted(rows, key=lambda row: -float(str(row["after_us"])))

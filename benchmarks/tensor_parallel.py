@@ -88,8 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for result in results:
         for case, found in result.kernels.items():
             print(f"TP {result.ranks}, {case}: busy {result.busy[case]:.1%}")
-            shown = [[row["us"], row["calls"], row["kernel"]] for row in found[:_SHOWN_KERNELS]]
-            print(table(shown, ["us", "calls", "kernel"]))
+            shown = [[row["after_us"], row["us"], row["calls"], row["kernel"]] for row in found[:_SHOWN_KERNELS]]
+            print(table(shown, ["us after the one before", "us", "calls", "kernel"]))
     data = {"model": arguments.model or arguments.shape, "results": [msgspec.to_builtins(r) for r in results]}
     path = write_result("tensor-parallel", list(argv or ()), data, Path(arguments.output) if arguments.output else None)
     print(f"written to {path}")

@@ -16,6 +16,7 @@ from splitserve.kernels.tuning import Params, shape_key
 _EPS = 1e-5
 _MAX_SHARED_BYTES = 225_000  # of one program, on the GPUs with most
 _MIN_SHARED_BYTES = 24_000  # less can't keep memory busy
+_MAX_SPLIT_K = 8  # one program adds all parts of a tile up
 _ONE_ROW = [
     LinearLaunch(block_m=1, block_n=block_n, block_k=block_k, num_warps=num_warps)
     for block_n, block_k, num_warps in [(2, 4096, 4), (1, 4096, 4), (8, 512, 2), (4, 1024, 4), (2, 1024, 4)]
@@ -31,6 +32,9 @@ _SOME_ROWS = [
     LinearLaunch(64, 64, 128, 1, 4, 6, 512),
     LinearLaunch(64, 128, 64, 1, 4, 4, 128, tma=True),
     LinearLaunch(64, 256, 64, 1, 4, 4, 0, tma=True),
+    # Wide tiles in parts: each of many narrow ones reads all inputs, which may be more than all weights together.
+    LinearLaunch(64, 64, 128, 2, 4, 4, 512),
+    LinearLaunch(64, 128, 64, 4, 4, 5, 128, tma=True),
 ]
 _MANY_ROWS = [LinearLaunch(128, 128, 64, 1, 8, 4, 0, tma=True), LinearLaunch(128, 256, 64, 1, 8, 3, 0, tma=True)]
 
@@ -106,13 +110,17 @@ class LinearCase:
             return []
         names = ["block_n", "block_k", "num_warps"]
         if launch.block_m > 1:
-            names += ["num_stages", "split_k"] if self._variant == "add" else ["num_stages"]
+            names += ["num_stages", "split_k"]
         found = []
         for name in names:
             value = getattr(launch, name)
             steps = (value - 1, value + 1) if name == "num_stages" else (value // 2, value * 2)
             found += [replace(launch, **{name: step}) for step in steps if step >= 1]
         if launch.block_m > 1:
+            found += [
+                replace(launch, block_n=launch.block_n * 2, split_k=launch.split_k * 2),
+                replace(launch, block_n=launch.block_n // 2, split_k=max(1, launch.split_k // 2)),
+            ]
             found += [replace(launch, prefetch=count) for count in (0, 128, 512, 2048)]
             found += [replace(launch, tma=tma) for tma in (False, True)]
         return found
@@ -126,6 +134,8 @@ class LinearCase:
             return 8 <= width * launch.block_k // (32 * launch.num_warps) <= 128  # elements that a thread holds
         shared = launch.num_stages * (width + launch.block_m) * launch.block_k * self._x.element_size()
         has_room = _MIN_SHARED_BYTES <= shared <= _MAX_SHARED_BYTES and launch.block_m * width <= 128 * 256
+        if launch.split_k > 1 and (launch.split_k > _MAX_SPLIT_K or self._rows > launch.block_m):
+            return False
         return has_room and launch.num_stages >= 2 and launch.num_warps >= 4 and launch.block_n >= 16
 
     def calls(self) -> list[Callable[[], Tensor]]:
