@@ -2,7 +2,8 @@
 
 Every rank of both workers is a process with KV memory of its own, on GPUs of their own as far as there are enough. The
 reader measures from a read's command to its verified result, generations included. The baseline is as many bytes in one
-piece between the two GPUs, or block by block in host memory. The two alternate.
+piece between the same GPUs, by all ranks at once, or block by block in host memory; beside it, what one rank gets while
+the others rest. They alternate.
 
 ``--served`` measures whole hand-overs in a running 1P1D cluster instead: see :mod:`.handover_served`.
 """
@@ -67,14 +68,16 @@ def arms(token_counts: Sequence[int], block_size: int, num_blocks: int, seed: in
 
 
 def measure(arm: Arm, sinks: Sinks, layout: LayoutRecord, repeats: int) -> dict[str, Any]:
-    """Alternate reads by all ranks and copies by the first; the slowest rank counts."""
+    """Alternate reads by all ranks, copies by all, and copies by the first alone; the slowest rank counts. What several
+    ranks read from one GPU shares its link, in reads as in copies."""
     sinks.call("read", arm.local, arm.remote)
     sinks.call("check", arm.local, arm.remote)
-    reads, copies, path = [], [], ""
+    reads, copies, alone, path = [], [], [], ""
     for _ in range(repeats):
         timings: list[Timing] = sinks.call("read", arm.local, arm.remote)
         reads.append(max(timing.seconds for timing in timings))
-        copies.append(float(sinks.first("copy", arm.local, arm.remote)))
+        copies.append(max(map(float, sinks.call("copy", arm.local, arm.remote))))
+        alone.append(float(sinks.first("copy", arm.local, arm.remote)))
         path = timings[0].path
     num_bytes = len(arm.local) * block_bytes(layout)
     read_seconds, copy_seconds = statistics.median(reads), statistics.median(copies)
@@ -89,6 +92,8 @@ def measure(arm: Arm, sinks: Sinks, layout: LayoutRecord, repeats: int) -> dict[
         "handover_gb_per_second": num_bytes / read_seconds / 1e9,
         "copy_gb_per_second": num_bytes / copy_seconds / 1e9,
         "share_of_copy": statistics.median(copy / read for read, copy in zip(reads, copies, strict=True)),
+        "lone_copy_gb_per_second": num_bytes / statistics.median(alone) / 1e9,
+        "share_of_lone_copy": statistics.median(copy / read for read, copy in zip(reads, alone, strict=True)),
     }
 
 
@@ -175,6 +180,7 @@ def run(options: argparse.Namespace, device: str) -> Iterator[dict[str, Any]]:
 
 
 HEADERS = ["prompt", "block", "tp", "pool", "path", "threads", "MB/rank", "ms", "p99 ms", "GB/s", "copy GB/s", "share"]
+HEADERS += ["of one alone"]
 
 
 def row_of(result: dict[str, Any]) -> list[object]:
@@ -191,6 +197,7 @@ def row_of(result: dict[str, Any]) -> list[object]:
         f"{result['handover_gb_per_second']:.2f}",
         f"{result['copy_gb_per_second']:.2f}",
         f"{result['share_of_copy']:.0%}",
+        f"{result.get('share_of_lone_copy', result['share_of_copy']):.0%}",
     ]
 
 

@@ -86,16 +86,18 @@ def serve_source(place: RankPlace, serve_poll_seconds: float, pipe: Connection) 
 
 
 class SinkRank:
-    """A rank that reads, in its own process: commands are its methods' names with arguments."""
+    """A rank that reads, in its own process: commands are its methods' names with arguments. ``source_devices``: where
+    what it reads comes from, an even part from each."""
 
-    def __init__(self, place: RankPlace, source_device: str) -> None:
+    def __init__(self, place: RankPlace, source_devices: Sequence[str]) -> None:
         self._place = place
-        self._source_device = torch.device(source_device)
+        self._source_devices = [torch.device(name) for name in source_devices]
         self._memory = place.memory()
         self._woken = threading.Event()
         self._connector: NixlConnector | None = None
         self._num_reads = 0
         self._baseline: torch.Tensor | None = None
+        self._sources: list[torch.Tensor] = []
 
     def connect(self, welcome: PeerWelcome, settings: ReadSettings) -> Link | None:
         self.close()
@@ -132,8 +134,8 @@ class SinkRank:
         self._memory.blocks[list(local)] = 0
 
     def copy(self, local: Sequence[int], remote: Sequence[int]) -> float:
-        """Seconds for as many bytes without a connector: between the two GPUs in one piece, or block by block in host
-        memory."""
+        """Seconds for as many bytes without a connector: in one piece from each GPU that is read from, or block by block
+        in host memory."""
         num_bytes = len(local) * self._memory.block_bytes
         if self._memory.kind is MemoryKind.VRAM:
             return self._copy_between_gpus(num_bytes)
@@ -145,18 +147,17 @@ class SinkRank:
         return time.perf_counter() - started
 
     def _copy_between_gpus(self, num_bytes: int) -> float:
-        if self._baseline is None or self._baseline.nbytes < num_bytes:
-            self._baseline = torch.zeros(num_bytes, dtype=torch.uint8, device=self._source_device)
-        here = self._memory.blocks.view(-1).view(torch.uint8)[:num_bytes]
-        there = self._baseline[:num_bytes]
-        if self._source_device == self._memory.device:
-            there = there.clone()
+        part = num_bytes // len(self._source_devices)
+        if not self._sources or self._sources[0].nbytes < part:
+            self._sources = [torch.zeros(part, dtype=torch.uint8, device=device) for device in self._source_devices]
+        here = self._memory.blocks.view(-1).view(torch.uint8)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize(self._source_device)
-        torch.cuda.synchronize(self._memory.device)
+        for device in (*self._source_devices, self._memory.device):
+            torch.cuda.synchronize(device)
         start.record()
         for _ in range(COPIES_IN_A_ROW):
-            here.copy_(there, non_blocking=True)
+            for index, source in enumerate(self._sources):
+                here[index * part : (index + 1) * part].copy_(source[:part], non_blocking=True)
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3 / COPIES_IN_A_ROW
@@ -203,9 +204,9 @@ class SinkRank:
         raise RuntimeError(f"no answer from the connector within {EVENT_TIMEOUT_SECONDS:.0f} s")
 
 
-def run_sink(place: RankPlace, source_device: str, pipe: Connection) -> None:
+def run_sink(place: RankPlace, source_devices: Sequence[str], pipe: Connection) -> None:
     """A sink rank's main: carries out commands until told to close."""
-    rank = SinkRank(place, source_device)
+    rank = SinkRank(place, source_devices)
     pipe.send("ready")
     while (order := pipe.recv()) is not None:
         name, arguments = order
@@ -244,7 +245,7 @@ def two_workers(sources: Sequence[RankPlace], sinks: Sequence[RankPlace], serve_
         for target, places in ((serve_source, sources), (run_sink, sinks)):
             for place in places:
                 ours, theirs = context.Pipe()
-                extra = serve_poll_seconds if target is serve_source else _read_first(place, sources).device
+                extra = serve_poll_seconds if target is serve_source else _read_from(place, sources)
                 child = context.Process(target=target, args=(place, extra, theirs), daemon=True)
                 child.start()
                 theirs.close()
@@ -264,8 +265,8 @@ def two_workers(sources: Sequence[RankPlace], sinks: Sequence[RankPlace], serve_
                 child.kill()
 
 
-def _read_first(sink: RankPlace, sources: Sequence[RankPlace]) -> RankPlace:
-    return sources[head_spans(sink.layout, sink.rank, sources[0].layout)[0].rank]
+def _read_from(sink: RankPlace, sources: Sequence[RankPlace]) -> list[str]:
+    return [sources[span.rank].device for span in head_spans(sink.layout, sink.rank, sources[0].layout)]
 
 
 def _receive(pipe: Connection, seconds: float = EVENT_TIMEOUT_SECONDS + 30.0) -> Any:

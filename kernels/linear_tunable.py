@@ -76,6 +76,7 @@ class LinearCase:
 
     def __init__(self, variant: Variant, target: TuneTarget, out_features: int, in_features: int, rows: int) -> None:
         self._variant, self._rows = variant, rows
+        self._is_shard = target.is_shard  # then the sum over ranks has normalised the rows already
         self._width = 1 + (variant == "gated")
         count = num_copies(out_features * in_features * target.dtype.itemsize, target.device)
         self._weights = [_random(target, out_features, in_features, std=in_features**-0.5) for _ in range(count)]
@@ -89,11 +90,12 @@ class LinearCase:
         return int(self._weights[0].nbytes + self._x.nbytes + outputs)
 
     def candidates(self, best: Params) -> list[Params]:
-        """Starting points for this number of rows, then the neighbours of the best."""
+        """Starting points for this number of rows, then the neighbours of the best. cuBLAS, which has none, comes with
+        the second round, so that its being the best at first isn't the end."""
         if not best:
-            return [asdict(launch) for launch in [*self._starts(), CUBLAS] if launch is CUBLAS or self._fits(launch)]
+            return [asdict(launch) for launch in self._starts() if self._fits(launch)] or [asdict(CUBLAS)]
         launch = LinearLaunch(**best)  # type: ignore[arg-type]
-        return [asdict(neighbour) for neighbour in self._neighbours(launch) if self._fits(neighbour)]
+        return [asdict(CUBLAS), *(asdict(found) for found in self._neighbours(launch) if self._fits(found))]
 
     def _starts(self) -> Sequence[LinearLaunch]:
         if self._rows == 1:
@@ -143,10 +145,11 @@ class LinearCase:
 
     def _call(self, kind: type[PlainLinear], weight: Tensor) -> Callable[[], Tensor]:
         linear = kind(weight, rms_norm=triton_ops.rms_norm, silu_mul=triton_ops.silu_mul)
+        normed = triton_ops.rms_norm(self._x, self._norm, _EPS) if self._is_shard else None
         if self._variant == "norm":
-            return lambda: linear.after_norm(self._x, self._norm, _EPS)
+            return lambda: linear.after_norm(self._x, self._norm, _EPS, normed)
         if self._variant == "gated":
-            return lambda: linear.gated_after_norm(self._x, self._norm, _EPS)
+            return lambda: linear.gated_after_norm(self._x, self._norm, _EPS, normed)
         if self._variant == "plain":
             return lambda: linear(self._x)
         residual = self._residual.clone()
