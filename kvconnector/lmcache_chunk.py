@@ -5,8 +5,8 @@ that died half-way, or into memory that was another's by then, can be found unde
 Each block goes by its own name and checksum, which are of what has landed: anything else is a miss.
 """
 
+import hashlib
 import struct
-import zlib
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
@@ -16,9 +16,11 @@ import numpy.typing as npt
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 ALIGNMENT = 4096
-_MAGIC = b"SPLITLM1"
+_MAGIC = b"SPLITLM2"
 _HEAD = struct.Struct("<8s16sIQ")  # magic, root hash, blocks, bytes of a block
-_ENTRY = struct.Struct("<16sIQ")  # block's hash, CRC-32 of its bytes, sum of its words
+_ENTRY = struct.Struct("<16s16s")  # block's hash, checksum of its bytes
+_PAGE_BYTES = 4096
+_PAGE_WORDS = _PAGE_BYTES // 8
 
 
 class ChunkFormat:
@@ -40,7 +42,7 @@ class ChunkFormat:
         entries = b""
         for number, (block_hash, block) in enumerate(zip(hashes, blocks, strict=True)):
             np.copyto(self.block(chunk, number), block)
-            entries += _ENTRY.pack(block_hash, *_checksums(block))
+            entries += _ENTRY.pack(block_hash, checksum(block))
         chunk[_HEAD.size : _HEAD.size + len(entries)] = np.frombuffer(entries, dtype=np.uint8)
         chunk[: _HEAD.size] = np.frombuffer(self._head, dtype=np.uint8)
 
@@ -57,10 +59,19 @@ class ChunkFormat:
 
     def is_right(self, entry: bytes, block_hash: bytes, block: Bytes) -> bool:
         """Whether ``block``, as it has landed, is what the entry, and its name, say."""
-        return entry == _ENTRY.pack(block_hash, *_checksums(block))
+        return entry == _ENTRY.pack(block_hash, checksum(block))
 
 
-def _checksums(block: Bytes) -> tuple[int, int]:
-    """Against accidents, not against attackers: twice as fast as a cryptographic hash, and more."""
-    words = block[: len(block) // 8 * 8].view(np.uint64)
-    return zlib.crc32(block), int(words.sum(dtype=np.uint64))  # type: ignore[arg-type]  # an array is a buffer
+def checksum(block: Bytes) -> bytes:
+    """Of uint8 ``[bytes]``: BLAKE2b-128 of the sums of its 64-bit words modulo 2^64, by page and by place in a page,
+    and of the bytes after the last whole page.
+
+    Against accidents, not against attackers: a page that is older, another's, or in another place shows in its own sum,
+    words that changed places within their page show in those of their places. A CRC-32 takes four times as long.
+    """
+    whole = len(block) // _PAGE_BYTES * _PAGE_BYTES
+    words = block[:whole].view(np.uint64).reshape(-1, _PAGE_WORDS)
+    digest = hashlib.blake2b(words.sum(axis=1), digest_size=16)
+    digest.update(words.sum(axis=0))
+    digest.update(block[whole:].data)
+    return digest.digest()

@@ -21,7 +21,7 @@ import torch
 from lmcache_server import CHUNK_TOKENS, LAYOUT, SEGMENTS, ProbedServer, Side, probed_server, tokens
 from splitserve.errors import ConfigError
 from splitserve.kvconnector.lmcache import CudaBlockBytes, lmcache_tier
-from splitserve.kvconnector.lmcache_chunk import ChunkFormat
+from splitserve.kvconnector.lmcache_chunk import ChunkFormat, checksum
 from splitserve.kvconnector.lmcache_link import model_name_of
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.tier_copies import PartialCopyError, ToldError
@@ -78,6 +78,26 @@ def test_a_torn_chunk_is_seen(seed: int) -> None:
     wrong = sum(not (form.block(torn, n) == form.block(chunk, n)).all() for n in range(4))
     assert wrong >= 1
     assert num_right(form, torn, hashes) == 4 - wrong
+
+
+@pytest.mark.parametrize("num_bytes", [8, 100, 4096, 3 * 4096, 5 * 4096 + 13])
+def test_a_checksum_sees_any_bit_and_any_place(num_bytes: int) -> None:
+    chosen = np.random.default_rng(num_bytes)
+    block = chosen.integers(0, 256, num_bytes, dtype=np.uint8)
+    seen = {checksum(block)}
+    for number in chosen.integers(0, 8 * num_bytes, 100):
+        flipped = block.copy()
+        flipped[number // 8] ^= 1 << (number % 8)
+        assert checksum(flipped) not in seen
+        flipped[-1 - number // 8] ^= 1 << (number % 8)
+        assert checksum(flipped) not in seen, "two bits of the same weight"
+    for unit in (unit for unit in (1, 2, 8, 64, 4096) if 2 * unit <= num_bytes):
+        moved = block.copy()
+        moved[:unit], moved[unit : 2 * unit] = block[unit : 2 * unit], block[:unit]
+        assert checksum(moved) not in seen, f"{unit} bytes changed places with the next ones"
+        moved[:unit], moved[unit:] = 0, block[unit:]
+        assert checksum(moved) not in seen, f"{unit} bytes are zero"
+    assert checksum(block) in seen
 
 
 def test_a_half_written_chunk_is_nobodys() -> None:

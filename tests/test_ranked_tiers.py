@@ -60,7 +60,7 @@ def wait_for_lmcache(cluster: LocalCluster) -> None:
 def damage(server: ProbedServer, root: bytes) -> int:
     """One byte of each chunk that some rank has put there; how many those are."""
     path, start, found = SEGMENTS / server.segment, 0, 0
-    head = b"SPLITLM1" + root
+    head = b"SPLITLM2" + root
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         while (start := memory.find(head, start)) >= 0:
             memory[start + 4096 + 100] ^= 1
