@@ -17,7 +17,7 @@ class DecodeLaunch:
 
     num_parts: int
     tile: int = 64
-    num_warps: int = 4
+    num_warps: int = 2
     num_stages: int = 3
 
 
