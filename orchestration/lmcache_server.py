@@ -33,6 +33,8 @@ START_SECONDS = 60.0
 GREETING_SECONDS = 1.0
 HANG_SECONDS = 20.0
 STOP_SECONDS = 1.0
+PIECE_BYTES = 64 << 20
+"""Of its memory, allocated at a time."""
 _FIRST_PORT = 20000  # those below are Ray's, and others' that are well known
 PREFIX = "lmcache_l1_pool_splitserve-"
 """LMCache puts the first part of it before the name that it is given."""
@@ -147,6 +149,7 @@ class LMCacheServer:
                     if lock is None:
                         lock = _hold_segment(segment)
                         stack.callback(os.close, lock)
+                        _start_allocating(segment, stack)
                 if now - last_answer > (HANG_SECONDS if ready_at is not None else START_SECONDS):
                     return "doesn't answer", None if ready_at is None else last_answer - ready_at
         return "was stopped", None
@@ -225,6 +228,28 @@ def _hold_segment(name: str) -> int:
     file = os.open(SHARED_MEMORY / name, os.O_RDONLY | os.O_CLOEXEC)
     fcntl.flock(file, fcntl.LOCK_SH)
     return file
+
+
+def _start_allocating(segment: str, stack: contextlib.ExitStack) -> None:
+    """On a thread of its own, which ends with ``stack``."""
+    is_over = threading.Event()
+    stack.callback(is_over.set)
+    threading.Thread(target=allocate, args=(segment, is_over), name="allocate", daemon=True).start()
+
+
+def allocate(segment: str, is_over: threading.Event) -> None:
+    """All memory of a segment; contents stay as they are. The server only reserves room: each page would be made by the
+    worker that writes to it first, beside its steps, at several times the price of the copy itself."""
+    try:
+        with (SHARED_MEMORY / segment).open("r+b") as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            for start in range(0, num_bytes, PIECE_BYTES):
+                if is_over.is_set():
+                    return
+                os.posix_fallocate(file.fileno(), start, min(PIECE_BYTES, num_bytes - start))
+    except OSError as error:
+        if not is_over.is_set():
+            _log.error("the shared memory of LMCache's server can't be allocated: %s; workers go on without it", error)
 
 
 def remove_abandoned_segments(root: Path = SHARED_MEMORY) -> list[str]:
