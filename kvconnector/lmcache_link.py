@@ -7,13 +7,12 @@ registration: what belongs to another one is never mixed with it.
 import hashlib
 import logging
 import mmap
-import os
 import re
 import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,15 +22,17 @@ import zmq
 from splitserve.block_hash import shard_root
 from splitserve.kvconnector.lmcache_chunk import Bytes, ChunkFormat
 from splitserve.kvconnector.lmcache_connection import Connection, LMCacheError, LMCacheLostError
+from splitserve.kvconnector.lmcache_segment import fault_in, map_segment
 from splitserve.kvconnector.lmcache_wire import Key, Operation, Registered, Registration
 from splitserve.messages import LayoutRecord
 
 logger = logging.getLogger(__name__)
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the place of shared memory, not of temporary files
 REQUEST_SECONDS = 2.0
 """Longer than any answer takes that doesn't wait for another server: after that it counts as lost."""
 GREETING_SECONDS = 2.0
+FAULT_IN_SHARE = 0.2
+"""Of the link's time, until all of the server's memory is in this process's page tables."""
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.25, 30.0
 """After an epoch: doubled each time, until one was long. A server that comes and hangs can't hold requests up often."""
 MAX_ABSENT_WAIT_SECONDS = 2.0
@@ -39,16 +40,18 @@ MAX_ABSENT_WAIT_SECONDS = 2.0
 LONG_EPOCH_SECONDS = 60.0
 SETTLE_POLL_SECONDS = 0.02
 MAX_LEFT = 256
+_DONE = object()
 FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Epoch:
-    """``pool``: the server's shared memory, uint8 ``[bytes]``; mapped for as long as somebody holds this."""
+    """``pool``: the server's shared memory ``memory``, uint8 ``[bytes]``; mapped for as long as somebody holds this."""
 
     instance_id: int
     chunk_tokens: int
     chunks: ChunkFormat
+    memory: mmap.mmap
     pool: Bytes
     registration: Registration
 
@@ -190,18 +193,20 @@ class LMCacheLink:
         registered = connection.call(Operation.REGISTER, registration, kind=Registered, seconds=REQUEST_SECONDS)
         if not registered.shm_name or not registered.pool_size:
             raise LMCacheError("it has no shared memory (start it with --shm-name NAME and --no-l1-use-lazy)")
-        pool = map_segment(registered.shm_name, registered.pool_size)
-        epoch = Epoch(registration.instance_id, chunk_tokens, chunks, pool, registration)
+        memory = map_segment(registered.shm_name, registered.pool_size)
+        pool = np.frombuffer(memory, dtype=np.uint8)
+        epoch = Epoch(registration.instance_id, chunk_tokens, chunks, memory, pool, registration)
         with self._lock:
             self._epoch = epoch
         return epoch
 
     def _greet(self, connection: Connection, epoch: Epoch) -> None:
         """Until the epoch's end. Raises :class:`LMCacheError` then."""
+        pieces = fault_in(epoch.memory)
         try:
             while self._epoch is epoch and not self._is_closing:
                 connection.call(Operation.PING, epoch.instance_id, kind=bool, seconds=REQUEST_SECONDS)
-                self._wake.wait(GREETING_SECONDS)
+                self._pause(pieces)
                 self._wake.clear()
         except LMCacheError as error:
             self.fail(epoch, str(error))
@@ -217,20 +222,15 @@ class LMCacheLink:
                 logger.debug("LMCache at %s didn't hear us leave", self.endpoint)
         raise LMCacheLostError(reason)
 
+    def _pause(self, pieces: Iterator[None]) -> None:
+        """Until the next greeting, or until it's woken. Raises :class:`LMCacheError`."""
+        deadline, is_done = time.monotonic() + GREETING_SECONDS, False
+        while not self._wake.is_set() and (left := deadline - time.monotonic()) > 0:
+            started = time.monotonic()
+            is_done = is_done or next(pieces, _DONE) is _DONE
+            seconds = (time.monotonic() - started) * (1 / FAULT_IN_SHARE - 1)
+            self._wake.wait(left if is_done else min(left, seconds))
+
 
 def _describe(epoch: Epoch) -> str:
     return f"is there: chunks of {epoch.chunk_tokens} tokens ({epoch.chunks.num_bytes} bytes), {len(epoch.pool)} bytes"
-
-
-def map_segment(name: str, num_bytes: int) -> Bytes:
-    """Shared memory of that name. Raises :class:`LMCacheError`, or :class:`OSError`."""
-    bare = name.removeprefix("/")
-    if not bare or "/" in bare or bare.startswith("."):
-        raise LMCacheError(f"its shared memory is called {name!r}, which is no name")
-    file = os.open(SHARED_MEMORY / bare, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        if os.fstat(file).st_size < num_bytes:
-            raise LMCacheError(f"its shared memory has {os.fstat(file).st_size} bytes, less than its {num_bytes}")
-        return np.frombuffer(mmap.mmap(file, num_bytes), dtype=np.uint8)
-    finally:
-        os.close(file)
