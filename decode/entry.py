@@ -159,7 +159,7 @@ def _serve(
     sockets = WorkerSockets(me, config.host, config.membership, config.secret)
     verify = config.engine.verify_kv
     with clock.phase("KV tiers"):
-        tiers = make_tiers(config.engine, config.engine_id, memory)
+        tiers = make_tiers(config.engine, config.engine_id, memory, gates=served.gates)
     with clock.phase("connector"):
         local = _make_connector(me, memory, waker.wake, config.engine, tiers.served)
         connector, copies = _joined(local, tiers, links, waker.wake)

@@ -9,6 +9,7 @@ from splitserve.config import EngineConfig
 from splitserve.kvconnector.disk_tier import DISK, disk_tier, keep_common
 from splitserve.kvconnector.host_tier import host_tier
 from splitserve.kvconnector.lmcache import lmcache_tier
+from splitserve.kvconnector.load_gates import LoadGates
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.shared_tier import NO_SHARED_TIER, SharedTier
 from splitserve.kvconnector.tier_copies import AnyStore
@@ -56,11 +57,13 @@ class RankTiers:
             yield name, description if found is None else f"{description}, {found} found there"
 
 
-def make_tiers(engine: EngineConfig, engine_id: str, memory: KVMemory, rank: int = 0) -> RankTiers:
-    """The tiers of the rank that has ``memory``. Raises :class:`ConfigError`."""
+def make_tiers(
+    engine: EngineConfig, engine_id: str, memory: KVMemory, rank: int = 0, gates: LoadGates | None = None
+) -> RankTiers:
+    """The tiers of the rank that has ``memory``; ``gates`` of its steps. Raises :class:`ConfigError`."""
     made = RankTiers()
     if engine.host_kv_memory_bytes:
-        tier, store, description, made.served = host_tier(memory, engine.host_kv_memory_bytes)
+        tier, store, description, made.served = host_tier(memory, engine.host_kv_memory_bytes, gates)
         made.add(tier, store, description)
     root = shard_root(memory.layout, rank)
     if engine.disk_kv_dir:

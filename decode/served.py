@@ -20,7 +20,9 @@ from splitserve.errors import ConfigError
 from splitserve.kernels.api import AttentionShape, Kernels
 from splitserve.kernels.fp8_kv import FP8, DequantisingAttention
 from splitserve.kernels.registry import select_kernels
+from splitserve.kvconnector.host_tier import load_gates
 from splitserve.kvconnector.layout import block_bytes
+from splitserve.kvconnector.load_gates import LoadGates
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.messages import LayoutRecord
 from splitserve.models.checkpoint import weights_version
@@ -39,12 +41,14 @@ Progress = Callable[[str, dict[str, str]], None]
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What a rank serves, once it is loaded and placed. ``memory`` holds the rank's own heads."""
+    """What a rank serves, once it is loaded and placed. ``memory`` holds the rank's own heads; ``gates``: how the
+    runner's steps wait for loads into it, None if they don't."""
 
     memory: KVMemory
     runner: ModelRunner
     max_model_len: int
     vocab_size: int
+    gates: LoadGates | None = None
 
 
 def device_of(wanted: str, rank: int, size: int) -> torch.device:
@@ -89,11 +93,12 @@ def load_served_model(
     with clock.phase("KV memory"):
         memory = KVMemory(layout, plan.num_blocks, device)
     limits = _step_limits(engine, plan)
-    runner = _make_runner(model, memory, limits, engine, clock)
+    gates = load_gates(layout, device) if engine.host_kv_memory_bytes and engine.enable_prefix_caching else None
+    runner = _make_runner(model, memory, limits, engine, clock=clock, gates=gates)
     with clock.phase("warm-up"):
         warm_up(runner, limits)
     progress("kv_memory", _describe_memory(memory, plan))
-    return ServedModel(memory, runner, plan.max_model_len, model_config.vocab_size)
+    return ServedModel(memory, runner, plan.max_model_len, model_config.vocab_size, gates)
 
 
 def _load(
@@ -164,11 +169,19 @@ def _select_kernels(
 
 
 def _make_runner(
-    model: DecoderModel, memory: KVMemory, limits: StepLimits, engine: EngineConfig, clock: StartClock
+    model: DecoderModel,
+    memory: KVMemory,
+    limits: StepLimits,
+    engine: EngineConfig,
+    *,
+    clock: StartClock,
+    gates: LoadGates | None,
 ) -> ModelRunner:
     if model.device.type != "cuda":
         return ModelRunner(model, memory.blocks)
-    runner = CudaRunner(model, memory.blocks, max_num_seqs=engine.max_num_seqs, max_model_len=limits.max_model_len)
+    runner = CudaRunner(
+        model, memory.blocks, max_num_seqs=engine.max_num_seqs, max_model_len=limits.max_model_len, gates=gates
+    )
     if not engine.enforce_eager:
         with clock.phase("CUDA graphs"):
             runner.capture()

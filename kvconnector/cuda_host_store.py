@@ -1,18 +1,23 @@
 """Copies between a GPU's blocks and registered host memory: by the copy engines, or by a kernel where blocks are small.
 
-Each direction has a stream of its own, and so do both ways of copying. Which way is used is measured at start.
+Each direction has a stream of its own, and so do both ways of copying. Which way is used is measured at start. Loads by
+copy engines go group of layers by group of layers where a step may wait for them on the device (:mod:`.load_gates`).
 """
 
+import ctypes
 import logging
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from splitserve.kvconnector.batch_copies import BatchCopier, Copies, adjacent
 from splitserve.kvconnector.layout import runs
+from splitserve.kvconnector.load_gates import LayerGroup, LoadGates
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.numa_memory import HostMemory
 
@@ -24,21 +29,58 @@ post them as fast, least of all in both directions at once (H200, 512 KiB: 76% o
 KERNEL_GAIN = 1.1
 """A kernel takes multiprocessors from the steps beside it: it has to be faster by that much."""
 PIECE_BYTES = 32 << 20
-MAX_PIECES_UNDER_WAY = 2
+MAX_BYTES_UNDER_WAY = 2 * PIECE_BYTES
 """The few numbers that a step beside copies moves wait for no more than that; and the link never rests."""
+NEAR_END_BYTES = 512 << 20
+"""Some 10 ms by PCIe: what a step that waits for a load, and whoever comes after it, may have to wait for."""
 MEASURED_BYTES = 64 << 20
 MEASURED_ROUNDS = 5
 
 
-class CudaHostStore:
-    """A :class:`splitserve.kvconnector.tier_copies.TierStore`.
+class _Pacer:
+    """Bounds what is queued on a stream. Its waits sleep rather than spin: the engine loop needs the core, and the
+    GIL."""
 
-    ``way``: "engine" or "kernel", for both directions. Raises :class:`RuntimeError` where the memory can't be
-    registered.
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._pieces: deque[tuple[torch.cuda.Event, int]] = deque()
+        self._num_bytes = 0
+
+    def queued(self, num_bytes: int) -> torch.cuda.Event:
+        """So many are queued now. Returns the event behind them."""
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        self._pieces.append((event, num_bytes))
+        self._num_bytes += num_bytes
+        return event
+
+    def make_room(self) -> None:
+        """Wait until one more piece may be queued."""
+        while len(self._pieces) > 1 and self._num_bytes + PIECE_BYTES > MAX_BYTES_UNDER_WAY:
+            self._wait_for_first()
+
+    def finish(self) -> None:
+        """Wait for all."""
+        while self._pieces:
+            self._wait_for_first()
+
+    def _wait_for_first(self) -> None:
+        event, num_bytes = self._pieces.popleft()
+        event.synchronize()
+        self._num_bytes -= num_bytes
+
+
+class CudaHostStore:
+    """A :class:`splitserve.kvconnector.tier_copies.GatedStore`.
+
+    ``way``: "engine" or "kernel", for both directions. ``gates``: who waits for loads, None for nobody. Raises
+    :class:`RuntimeError` where the memory can't be registered.
     """
 
-    def __init__(self, memory: KVMemory, host: HostMemory) -> None:
+    def __init__(self, memory: KVMemory, host: HostMemory, gates: LoadGates | None = None) -> None:
         self._device = memory.device
+        self._gates = gates
+        self._rows: BatchCopier | None = None if gates is None else BatchCopier(ctypes.CDLL("libcuda.so.1"))
         self._blocks = memory.blocks.view(-1).view(torch.uint8).view(memory.num_blocks, memory.block_bytes)
         self._host = host
         self._slots = torch.from_numpy(host.bytes).view(-1, memory.block_bytes)
@@ -60,6 +102,71 @@ class CudaHostStore:
         del hashes
         self._copy(self._up, self.way, self._blocks, block_ids, slots, is_load=True)
 
+    def load_gated(
+        self, copy_id: int, block_ids: Sequence[int], slots: Sequence[int], tell_near_end: Callable[[], None]
+    ) -> None:
+        """Steps that read the blocks are launched once this has returned, or wait for their layers."""
+        if self._gates is None or self.way != "engine":
+            self.load(block_ids, slots, ())
+            return
+        self._gates.open(copy_id)
+        try:
+            self._load_by_layers(self._gates, copy_id, block_ids, slots, tell_near_end)
+        finally:
+            self._gates.close(copy_id)
+
+    def _load_by_layers(
+        self,
+        gates: LoadGates,
+        copy_id: int,
+        block_ids: Sequence[int],
+        slots: Sequence[int],
+        tell_near_end: Callable[[], None],
+    ) -> None:
+        """A group of layers of all blocks, then the next one; returns when it's over."""
+        layer_bytes = self._blocks.shape[1] // gates.num_layers
+        num_left, is_told = len(block_ids) * self._blocks.shape[1], False
+        pacer = _Pacer(self._up)
+        with torch.cuda.device(self._device), torch.cuda.stream(self._up):
+            pacer.queued(0)  # before the driver is called directly, this thread needs the device's context
+            for group in gates.groups:
+                size = max(1, PIECE_BYTES // (group.num_layers * layer_bytes))
+                for first in range(0, len(block_ids), size):
+                    if num_left <= NEAR_END_BYTES and not is_told:
+                        tell_near_end()
+                        is_told = True
+                    piece = block_ids[first : first + size], slots[first : first + size]
+                    self._queue_layers(group, *piece)
+                    num_bytes = len(piece[0]) * group.num_layers * layer_bytes
+                    event = pacer.queued(num_bytes)
+                    num_left -= num_bytes
+                    if first + size >= len(block_ids):
+                        gates.queued(copy_id, group, event)
+                    pacer.make_room()
+            pacer.finish()
+
+    def _queue_layers(self, group: LayerGroup, block_ids: Sequence[int], slots: Sequence[int]) -> None:
+        """Copies of these layers of the blocks: neighbours on both sides are rows of one."""
+        assert self._gates is not None
+        block_bytes = self._blocks.shape[1]
+        layer_bytes = block_bytes // self._gates.num_layers
+        begin, width = group.first_layer * layer_bytes, group.num_layers * layer_bytes
+        if self._rows is not None:
+            first_blocks, first_slots, counts = adjacent(block_ids, slots)
+            targets, sources = (
+                np.uint64(memory.data_ptr() + begin) + first * np.uint64(block_bytes)
+                for memory, first in ((self._blocks, first_blocks), (self._slots, first_slots))
+            )
+            copies = Copies(targets, sources, counts, width, block_bytes, block_bytes)
+            status = self._rows.start(copies, self._up.cuda_stream)
+            if status == 0:
+                return
+            logger.warning("layers of blocks are copied one by one: the driver's copy of rows fails with %d", status)
+            self._rows = None
+        for block, slot in zip(block_ids, slots, strict=True):
+            on_host = self._slots[slot, begin : begin + width]
+            self._blocks[block, begin : begin + width].copy_(on_host, non_blocking=True)
+
     def clear(self) -> None:
         """What was stored isn't found any more."""
 
@@ -78,7 +185,7 @@ class CudaHostStore:
     ) -> None:
         """Between ``blocks`` [n, block_bytes] of the device and the slots; returns when it's over."""
         size = max(1, PIECE_BYTES // blocks.shape[1])
-        under_way: deque[torch.cuda.Event] = deque()
+        pacer = _Pacer(stream)
         kept = []
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
             for first in range(0, len(block_ids), size):
@@ -87,12 +194,9 @@ class CudaHostStore:
                     kept.append(self._by_kernel(blocks, *piece, is_load=is_load))
                 else:
                     self._by_engine(blocks, *piece, is_load=is_load)
-                under_way.append(torch.cuda.Event(blocking=True))  # type: ignore[no-untyped-call]
-                under_way[-1].record(stream)
-                if len(under_way) == MAX_PIECES_UNDER_WAY:
-                    under_way.popleft().synchronize()
-            while under_way:  # these sleep rather than spin: the engine loop needs the core, and the GIL
-                under_way.popleft().synchronize()
+                pacer.queued(len(piece[0]) * blocks.shape[1])
+                pacer.make_room()
+            pacer.finish()
         del kept
 
     def _by_engine(self, blocks: Tensor, block_ids: Sequence[int], slots: Sequence[int], *, is_load: bool) -> None:

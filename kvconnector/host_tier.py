@@ -12,20 +12,23 @@ import numpy.typing as npt
 import torch
 
 from splitserve.errors import ConfigError
-from splitserve.kvconnector.cuda_host_store import CudaHostStore
-from splitserve.kvconnector.layout import runs
+from splitserve.kvconnector.cuda_host_store import MAX_KERNEL_BLOCK_BYTES, CudaHostStore
+from splitserve.kvconnector.layout import block_bytes, runs
+from splitserve.kvconnector.load_gates import LoadGates
 from splitserve.kvconnector.memory import KVMemory, anonymous_memory
 from splitserve.kvconnector.numa_memory import HostMemory, node_of_device
 from splitserve.kvconnector.tier_copies import TierStore
 from splitserve.kvconnector.tier_index import TierIndex
 from splitserve.kvconnector.tiers import Tier
-from splitserve.messages import HostTierMemory, MemoryKind, MemoryRegion
+from splitserve.messages import HostTierMemory, LayoutRecord, MemoryKind, MemoryRegion
 
 HOST = "host"
 MAX_COPY_BYTES = 64 << 20
 MAX_GPU_LOAD_BYTES = 4 << 30
 """A request waits for its loads, and between two of them the link rests for as long as a thread takes to wake up."""
 MAX_BLOCKS_PER_COPY = 256
+MIN_LAYER_BYTES = 64 << 10
+"""Of a block: copies of less leave the link idle."""
 
 
 class HostTier(NamedTuple):
@@ -37,7 +40,15 @@ class HostTier(NamedTuple):
     memory: HostTierMemory | None
 
 
-def host_tier(memory: KVMemory, num_bytes: int) -> HostTier:
+def load_gates(layout: LayoutRecord, device: torch.device) -> LoadGates | None:
+    """For steps that wait for the tier's loads on the device, where loads go layer by layer; None where they don't."""
+    is_alone = device.type == "cuda" and layout.tensor_parallel_size == 1 and layout.num_layers > 1
+    size = block_bytes(layout)
+    is_large = size > MAX_KERNEL_BLOCK_BYTES and size >= layout.num_layers * MIN_LAYER_BYTES
+    return LoadGates(layout.num_layers) if is_alone and is_large else None
+
+
+def host_tier(memory: KVMemory, num_bytes: int, gates: LoadGates | None = None) -> HostTier:
     """A tier of ``num_bytes`` over all ranks; of one rank's heads, where there are several. Then no peer reads from it.
 
     Raises :class:`ConfigError`."""
@@ -50,7 +61,7 @@ def host_tier(memory: KVMemory, num_bytes: int) -> HostTier:
         host = HostMemory(num_slots * memory.block_bytes, node_of_device(memory.device))
         generations = np.frombuffer(anonymous_memory(num_slots * 8), dtype=np.uint64, count=num_slots)
         generations[:] = secrets.randbits(63)
-        store = host_store(memory, host)
+        store = host_store(memory, host, gates)
     except (OSError, MemoryError, RuntimeError) as error:
         raise ConfigError(f"--host-kv-memory {num_bytes} can't be had: {error}") from error
     most = max(1, min(MAX_BLOCKS_PER_COPY, MAX_COPY_BYTES // memory.block_bytes))
@@ -64,9 +75,9 @@ def host_tier(memory: KVMemory, num_bytes: int) -> HostTier:
     return HostTier(tier, store, description, served)
 
 
-def host_store(memory: KVMemory, host: HostMemory) -> TierStore:
+def host_store(memory: KVMemory, host: HostMemory, gates: LoadGates | None = None) -> TierStore:
     """Copies between the device's blocks and ``host``, by what the device has for it."""
-    return CudaHostStore(memory, host) if memory.device.type == "cuda" else CpuHostStore(memory, host)
+    return CudaHostStore(memory, host, gates) if memory.device.type == "cuda" else CpuHostStore(memory, host)
 
 
 class CpuHostStore:

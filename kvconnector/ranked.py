@@ -21,8 +21,8 @@ from splitserve.handover import ReadCommand, ReadPath, ReadResult
 from splitserve.kvconnector.connector import KVConnector, Link, PeerConnected, ServedMemory
 from splitserve.kvconnector.joining import ConnectionJoin, ReadJoin, side_by_side
 from splitserve.kvconnector.shared_tier import ChainCopy, TierState
-from splitserve.kvconnector.tier_copies import AnyResult, AnyStore, TierCopies
-from splitserve.kvconnector.tiers import AnyCommand, ClearCommand, CopyCommand, CopyResult
+from splitserve.kvconnector.tier_copies import AnyStore, TierCopies
+from splitserve.kvconnector.tiers import AnyCommand, AnyResult, ClearCommand, CopyCommand, CopyResult
 from splitserve.messages import PeerWelcome, RankMemory
 from splitserve.request import Party
 
@@ -354,7 +354,7 @@ class RankTransfers:
             for result in self._copies.results():
                 if isinstance(result, CopyResult):
                     self._put(RankCopyOver(result.copy_id, result.num_good, result.error, result.seconds))
-                else:
+                elif isinstance(result, TierState):
                     self._put(RankTierState(result.tier, result.is_available, result.chunk_tokens))
 
     def _send(self, event: RankEvent) -> None:

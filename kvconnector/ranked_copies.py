@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from splitserve.kvconnector.ranked import RankedConnector
 from splitserve.kvconnector.shared_tier import TierState
-from splitserve.kvconnector.tier_copies import AnyResult, TierCopies
-from splitserve.kvconnector.tiers import AnyCommand, ClearCommand, CopyResult
+from splitserve.kvconnector.tier_copies import TierCopies
+from splitserve.kvconnector.tiers import AnyCommand, AnyResult, ClearCommand, CopyNearsEnd, CopyResult
 
 
 class CopyJoin:
@@ -59,6 +59,8 @@ class RankedCopies:
     def results(self) -> Sequence[AnyResult]:
         whole: list[AnyResult] = []
         for rank, result in (*((0, result) for result in self._local.results()), *self._connector.copy_results()):
+            if isinstance(result, CopyNearsEnd):
+                continue  # a step would have to wait on all ranks' devices
             joined = self._state.add(rank, result) if isinstance(result, TierState) else self._join(result)
             if joined is not None:
                 whole.append(joined)

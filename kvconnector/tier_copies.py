@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from splitserve.kvconnector.shared_tier import ChainCopy, TierState
-from splitserve.kvconnector.tiers import AnyCommand, ClearCommand, CopyCommand, CopyResult
+from splitserve.kvconnector.tiers import AnyCommand, AnyResult, ClearCommand, CopyCommand, CopyNearsEnd, CopyResult
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,16 @@ class TierStore(Protocol):
 
 
 @runtime_checkable
+class GatedStore(TierStore, Protocol):
+    """A :class:`TierStore` whose loads steps may wait for on the device."""
+
+    def load_gated(
+        self, copy_id: int, block_ids: Sequence[int], slots: Sequence[int], tell_near_end: Callable[[], None]
+    ) -> None:
+        """As :meth:`load`. Once at most, ``tell_near_end`` is called when a step may be launched that waits for it."""
+
+
+@runtime_checkable
 class SharedStore(Protocol):
     """The bytes of a tier that several workers share. Calls are like those of :class:`TierStore`; they return how many
     of the copy's blocks are there now: fewer than all isn't an error."""
@@ -64,14 +74,13 @@ class SharedStore(Protocol):
 
 
 AnyStore: TypeAlias = TierStore | SharedStore
-AnyResult: TypeAlias = CopyResult | TierState
 
 
 class Copies(Protocol):
     """What the engine loop needs of whoever carries copies out."""
 
     def start(self, command: AnyCommand) -> None:
-        """A copy ends in one result, unless :meth:`close` comes first."""
+        """A copy ends in one :class:`CopyResult`, unless :meth:`close` comes first."""
 
     def results(self) -> Sequence[AnyResult]:
         """Results since the last call."""
@@ -87,7 +96,7 @@ class TierCopies:
 
     def __init__(self, stores: Mapping[str, AnyStore], wake: Callable[[], None]) -> None:
         self._stores = dict(stores)
-        self._results: queue.SimpleQueue[CopyResult | TierState] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[AnyResult] = queue.SimpleQueue()
         self._wake = wake
         self._workers = {
             (name, is_load): _CopyThread(name, is_load, store, self._results, wake)
@@ -103,7 +112,7 @@ class TierCopies:
         self._wake()
 
     def start(self, command: AnyCommand) -> None:
-        """A copy ends in one result, unless :meth:`close` comes first."""
+        """See :class:`Copies`."""
         is_load = not isinstance(command, ClearCommand) and command.is_load
         self._workers[command.tier, is_load].put(command)
 
@@ -132,7 +141,7 @@ class _CopyThread:
         tier: str,
         is_load: bool,
         store: AnyStore,
-        results: "queue.SimpleQueue[CopyResult | TierState]",
+        results: "queue.SimpleQueue[AnyResult]",
         wake: Callable[[], None],
     ) -> None:
         self._what = f"loads from {tier}" if is_load else f"stores to {tier}"
@@ -162,8 +171,7 @@ class _CopyThread:
             if isinstance(command, ClearCommand):
                 self._clear()
                 continue
-            self._results.put(self._carry_out(command))
-            self._wake()
+            self._tell(self._carry_out(command))
 
     def _clear(self) -> None:
         try:
@@ -178,8 +186,16 @@ class _CopyThread:
             assert isinstance(store, SharedStore), f"{command.tier} takes no chains"
             return store.load_chain(command) if self._is_load else store.store_chain(command)
         assert not isinstance(store, SharedStore), f"{command.tier} has no slots"
-        (store.load if self._is_load else store.store)(command.block_ids, command.slots, command.hashes)
+        if self._is_load and isinstance(store, GatedStore):
+            near_end = CopyNearsEnd(command.copy_id)
+            store.load_gated(command.copy_id, command.block_ids, command.slots, lambda: self._tell(near_end))
+        else:
+            (store.load if self._is_load else store.store)(command.block_ids, command.slots, command.hashes)
         return len(command.block_ids)
+
+    def _tell(self, result: AnyResult) -> None:
+        self._results.put(result)
+        self._wake()
 
     def _carry_out(self, command: CopyCommand | ChainCopy) -> CopyResult:
         started = time.perf_counter()

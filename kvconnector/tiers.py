@@ -3,14 +3,15 @@
 Blocks go down in the background as soon as they are complete, and stay on the device as well until their place is
 needed. A block that is being copied, either way, is referenced: nobody can take it. A sequence whose prefix is found
 in a tier holds all of its blocks before the first copy starts, so two sequences can't wait for each other; it runs
-when its copies are over. Blocks whose copy failed are computed, as if nothing had been found.
+when its copies are over, or when they nearly are: then its step waits for them on the device. Blocks whose copy failed
+are computed, as if nothing had been found.
 
 Tiers are asked in their order, cheapest first, and every block comes from one of them. Last is the one that workers
 share (:mod:`.shared_tier`), for what none of the others has.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -60,7 +61,16 @@ class CopyResult:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class CopyNearsEnd:
+    """What is left of a load takes no longer than a step does: one that needs the blocks may be launched, and waits for
+    them on the device. Its :class:`CopyResult` follows."""
+
+    copy_id: int
+
+
 AnyCommand: TypeAlias = CopyCommand | ChainCopy | ClearCommand
+AnyResult: TypeAlias = CopyResult | CopyNearsEnd | TierState
 
 
 @dataclass(slots=True)
@@ -82,6 +92,8 @@ class BlockLoad:
     """Blocks of one sequence on their way up. ``good[i]``: block number i of the load has landed.
 
     ``pending`` are the copies under way: id -> number of its first block in the load. ``owner`` is the sequence.
+    ``near_end`` are those of them that a step can wait for. ``holds_step``: one is launched that does, so the load
+    isn't given up before it ends. ``has_failed``: some copy brought less than it should.
     ``is_abandoned``: it took too long; nobody waits for it any more, and its unfinished blocks are in quarantine.
     """
 
@@ -92,6 +104,14 @@ class BlockLoad:
     deadline: float | None = None
     is_abandoned: bool = False
     is_distrusted: bool = False
+    near_end: set[int] = field(default_factory=set)
+    holds_step: bool = False
+    has_failed: bool = False
+
+    @property
+    def can_hold_step(self) -> bool:
+        """Whether a step may be launched that waits on the device for what isn't here yet."""
+        return self.pending.keys() <= self.near_end and not (self.has_failed or self.is_distrusted)
 
     @property
     def num_good(self) -> int:
@@ -302,6 +322,7 @@ class Tiers:
             self._pool.lift_quarantine(command.block_ids)
             return None
         load.good[first : first + num_good] = [True] * num_good
+        load.has_failed |= num_good < len(command.block_ids)
         if load.pending:
             return None
         self.counters.tier_loaded_blocks += load.num_good
@@ -360,11 +381,14 @@ class Tiers:
         commands, self._commands = self._commands, []
         return commands
 
-    def on_result(self, result: CopyResult | TierState) -> BlockLoad | None:
-        """A copy is over, or the shared tier isn't what it was. The load that is complete with it, if somebody still
-        waits for one."""
+    def on_result(self, result: AnyResult) -> BlockLoad | None:
+        """A copy is over, or nearly, or the shared tier isn't what it was. The load that is complete with it, if
+        somebody still waits for one."""
         if isinstance(result, TierState):
             self.shared.on_state(result)
+            return None
+        if isinstance(result, CopyNearsEnd):
+            self._loads[result.copy_id].near_end.add(result.copy_id)
             return None
         command = self._copies.pop(result.copy_id)
         if result.error is not None:
@@ -397,19 +421,18 @@ class Tiers:
 
     def overdue(self, now: float) -> list[BlockLoad]:
         """Loads that somebody has waited for too long. Each is told of once: the caller abandons them."""
-        late = {
-            id(load): load
-            for load in self._loads.values()
-            if load.deadline is not None and now >= load.deadline and not load.is_abandoned
-        }
+        late = {id(load): load for load, deadline in self._deadlines() if now >= deadline}
         self.counters.tier_failures += len(late)
         return list(late.values())
 
     def next_deadline(self) -> float:
-        deadlines = (
-            load.deadline for load in self._loads.values() if load.deadline is not None and not load.is_abandoned
-        )
-        return min(deadlines, default=float("inf"))
+        return min((deadline for _, deadline in self._deadlines()), default=float("inf"))
+
+    def _deadlines(self) -> Iterator[tuple[BlockLoad, float]]:
+        """Of loads that can be given up."""
+        for load in self._loads.values():
+            if load.deadline is not None and not (load.is_abandoned or load.holds_step):
+                yield load, load.deadline
 
     # ---- the whole ----
 

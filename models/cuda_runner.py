@@ -8,12 +8,15 @@ Steps of decode tokens alone replay a CUDA graph of the next larger size of :fun
 repeat the last sequence: they compute and write the same values once more, so no kernel has to know of them. Steps
 with a small prefill, beside decode tokens or alone, may have graphs as well (:func:`mixed_sizes`): launched kernel by
 kernel, such a step takes the host longer than the device. There the rows left over at the end write nothing.
+
+A step may wait on the device for copies into the blocks that it reads (:attr:`ScheduledChunk.gates`), a group of layers
+at a time. Graphs of prefill alone are cut at these groups, and replayed one after the other.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +24,7 @@ import torch
 from torch import Tensor
 
 from splitserve.kernels.api import AttentionPlan, DecodePlan, PagedBatch
-from splitserve.models.decoder import DecoderModel, ForwardBatch
+from splitserve.models.decoder import BeforeLayer, DecoderModel, ForwardBatch
 from splitserve.models.runner import ModelRunner, NonFiniteLogitsError, sampling_batch
 from splitserve.step import SampleSpec, ScheduledChunk, StepOutput, StepPlan
 
@@ -33,6 +36,17 @@ _NO_BLOCK = -1
 _GREEDY = SampleSpec(temperature=0.0, top_k=0, top_p=1.0, seed=0, choice=0, position=1)
 MAX_MIXED_CHUNKS = 4  # prefill chunks in a step with a graph
 MAX_TOKENS_ALONE = 512  # more keep a GPU busy for longer than it takes to launch them
+
+
+class Gates(Protocol):
+    """What the runner needs of :class:`splitserve.kvconnector.load_gates.LoadGates`."""
+
+    @property
+    def first_layers(self) -> Sequence[int]:
+        """Of the groups of layers that are copied one after the other."""
+
+    def event(self, copy_id: int, first_layer: int) -> torch.cuda.Event | None:
+        """Behind the copies of the group that begins there; None if they are over. Blocks until they are queued."""
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:
@@ -90,20 +104,33 @@ class _DecodeGraph:
 
 @dataclass(frozen=True, slots=True)
 class _MixedGraph:
-    """One captured :class:`MixedSize` of S tokens. ``inputs`` int64 [4 * S + R]: as in :class:`_DecodeGraph`, then the
-    rows to sample; ``logits`` [R, vocab] are shared by all mixed graphs."""
+    """One captured :class:`MixedSize` of S tokens. ``parts``: graphs one after the other, by the first layer of each.
+    ``inputs`` int64 [4 * S + R]: as in :class:`_DecodeGraph`, then the rows to sample; ``logits`` [R, vocab] are shared
+    by all mixed graphs."""
 
-    graph: torch.cuda.CUDAGraph
+    parts: dict[int, torch.cuda.CUDAGraph]
     inputs: Tensor
     plan: DecodePlan
     logits: Tensor
 
 
 class CudaRunner(ModelRunner):
-    """:class:`ModelRunner` with ``launch``. Call :meth:`capture` once before the first step, unless graphs are off."""
+    """:class:`ModelRunner` with ``launch``. Call :meth:`capture` once before the first step, unless graphs are off.
 
-    def __init__(self, model: DecoderModel, kv_cache: Tensor, *, max_num_seqs: int, max_model_len: int) -> None:
+    ``gates``: of copies that steps may have to wait for; None if there are none.
+    """
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        kv_cache: Tensor,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        gates: Gates | None = None,
+    ) -> None:
         super().__init__(model, kv_cache)
+        self._gates = gates
         self._max_num_seqs = max_num_seqs
         self._max_blocks = -(-max_model_len // self.block_size)
         self._stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
@@ -120,7 +147,8 @@ class CudaRunner(ModelRunner):
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Queues the step behind those that were launched before, and returns at once."""
+        """Queues the step behind those that were launched before, and returns at once: if it waits for copies on the
+        device, when they are queued, too."""
         sampled = tuple(index for index, chunk in enumerate(plan.chunks) if chunk.sample is not None)
         with torch.cuda.stream(self._stream):
             logits = self._logits(plan.chunks)
@@ -137,10 +165,39 @@ class CudaRunner(ModelRunner):
     def _logits(self, chunks: Sequence[ScheduledChunk]) -> Tensor | None:
         """Float logits [R, vocab] of the chunks that draw, or None if there are none."""
         if (size := self._graph_size(chunks)) is not None:
+            for layer in self._first_layers:
+                self._wait_for_copies(chunks, layer)
             return self._replay(chunks, size)
         if (mixed := self._mixed_size(chunks)) is not None:
             return self._replay_mixed(chunks, mixed)
         return self._eager(chunks)
+
+    # ---- waiting for copies ----
+
+    @property
+    def _first_layers(self) -> Sequence[int]:
+        """Where groups of layers begin that are copied one after the other."""
+        return self._gates.first_layers if self._gates is not None else [0]
+
+    def _wait_for_copies(self, chunks: Sequence[ScheduledChunk], first_layer: int) -> None:
+        """What follows in the stream reads blocks of the group of layers that begins there."""
+        for chunk in chunks:
+            for copy_id in chunk.gates:
+                assert self._gates is not None, "a step waits for copies, but nobody tells of any"
+                event = self._gates.event(copy_id, first_layer)
+                if event is not None:
+                    self._stream.wait_event(event)
+
+    def _waiting(self, chunks: Sequence[ScheduledChunk]) -> BeforeLayer | None:
+        """What an eager step calls before each layer."""
+        if not any(chunk.gates for chunk in chunks):
+            return None
+
+        def wait(layer: int) -> None:
+            if layer in self._first_layers:
+                self._wait_for_copies(chunks, layer)
+
+        return wait
 
     # ---- eager ----
 
@@ -153,7 +210,7 @@ class CudaRunner(ModelRunner):
         on_device = packed.to(self.model.device, non_blocking=True)
         inputs = on_device[: 4 * num_tokens].view(4, num_tokens)
         batch = self._forward_batch(inputs, on_device[4 * num_tokens :], self._attention.plan(_paged_batch(chunks)))
-        return self.model.forward(batch, self._kv_layers, self._attention)
+        return self.model.forward(batch, self._kv_layers, self._attention, self._waiting(chunks))
 
     def _flatten(self, chunks: Sequence[ScheduledChunk], out: Int64Array) -> Int64Array:
         """Fills ``out`` [4, T] as :class:`_DecodeGraph` has it; returns the rows that draw."""
@@ -226,7 +283,9 @@ class CudaRunner(ModelRunner):
     def _replay_mixed(self, chunks: Sequence[ScheduledChunk], size: MixedSize) -> Tensor:
         graph = self._mixed_graphs[size]
         self._fill_mixed(graph.inputs, graph.plan, chunks, size)
-        graph.graph.replay()
+        for first_layer, part in graph.parts.items():
+            self._wait_for_copies(chunks, first_layer)
+            part.replay()
         return graph.logits[: sum(chunk.sample is not None for chunk in chunks)]
 
     def _fill_mixed(self, inputs: Tensor, plan: DecodePlan, chunks: Sequence[ScheduledChunk], size: MixedSize) -> None:
@@ -289,19 +348,45 @@ class CudaRunner(ModelRunner):
         plan = self._attention.make_mixed_plan(*size, MAX_MIXED_CHUNKS, self._max_blocks)
         logits = logits[:num_rows]
 
-        def run() -> None:
+        def run(before_layer: BeforeLayer | None = None) -> None:
             tokens = inputs[: 4 * num_tokens].view(4, num_tokens)
             batch = self._forward_batch(tokens, inputs[4 * num_tokens :], plan)
-            result = self.model.forward(batch, self._kv_layers, self._attention)
+            result = self.model.forward(batch, self._kv_layers, self._attention, before_layer)
             assert result is not None
             logits.copy_(result)
 
         self._fill_mixed(inputs, plan, chunks, size)
         run()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            run()
-        return _MixedGraph(graph, inputs, plan, logits)
+        parts = self._capture_parts(run, self._first_layers if size.num_decodes == 0 else [0])
+        return _MixedGraph(parts, inputs, plan, logits)
+
+    def _capture_parts(
+        self, run: Callable[[BeforeLayer], None], first_layers: Sequence[int]
+    ) -> dict[int, torch.cuda.CUDAGraph]:
+        """``run`` as graphs that begin at these layers, the first one with what comes before all layers. Tensors that
+        outlive a part are those that ``run`` still holds, so no other part takes their memory."""
+        parts: dict[int, torch.cuda.CUDAGraph] = {}
+
+        def begin(layer: int) -> None:
+            parts[layer] = torch.cuda.CUDAGraph()
+            parts[layer].capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+        def before_layer(layer: int) -> None:
+            if layer in first_layers[1:]:
+                end()
+                begin(layer)
+
+        def end() -> None:
+            next(reversed(parts.values())).capture_end()
+
+        torch.cuda.synchronize(self.model.device)
+        torch.cuda.empty_cache()
+        begin(first_layers[0])
+        try:
+            run(before_layer)
+        finally:
+            end()
+        return parts
 
 
 def _num_leading_decodes(chunks: Sequence[ScheduledChunk]) -> int:

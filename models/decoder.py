@@ -5,6 +5,7 @@ attention plan and the rotation's cosines are made once per step and shared by a
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,9 @@ from torch import Tensor
 from splitserve.kernels.api import AttentionPlan, AttentionShape, Kernels, Linear, PagedAttention, TokenRows
 from splitserve.models.config import ModelConfig
 from splitserve.models.parallel import Alone, Collectives
+
+BeforeLayer = Callable[[int], None]
+"""Called with the number of each layer, before anything reads the layer's KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +119,13 @@ class DecoderModel:
         assert self._rotary.table is not None
         return self.kernels.begin_step(inputs, drawn, self._weights.embedding, self._rotary.table, shape)
 
-    def forward(self, batch: ForwardBatch, kv_layers: list[Tensor], attention: PagedAttention) -> Tensor | None:
+    def forward(
+        self,
+        batch: ForwardBatch,
+        kv_layers: list[Tensor],
+        attention: PagedAttention,
+        before_layer: BeforeLayer | None = None,
+    ) -> Tensor | None:
         """Writes the KV of all tokens and returns logits [R, vocab] of ``batch.sample_rows``, None if R is 0.
 
         ``kv_layers``: per layer the view ``[num_blocks, G, 2, B, D]`` of the KV memory.
@@ -126,6 +136,8 @@ class DecoderModel:
         last = len(layers) - 1
         normed: Tensor | None = None  # hidden, where it is normalised already for the product that follows
         for index, layer in enumerate(layers):
+            if before_layer is not None:
+                before_layer(index)
             qkv = layer.qkv.after_norm(hidden, layer.input_norm, eps, normed)
             qkv = qkv.view(hidden.shape[0], -1, self.config.head_dim)
             query = self.kernels.prepare_qkv(qkv, layer.qk_norm, eps, rotation, kv_layer=kv_layers[index], slots=slots)

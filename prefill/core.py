@@ -10,8 +10,7 @@ from typing import Any, Protocol
 from splitserve.handover import ReadResult
 from splitserve.kvconnector.block_pool import BlockState
 from splitserve.kvconnector.connector import PeerConnected
-from splitserve.kvconnector.shared_tier import TierState
-from splitserve.kvconnector.tiers import CopyResult
+from splitserve.kvconnector.tiers import AnyResult
 from splitserve.messages import (
     Abort,
     Envelope,
@@ -62,6 +61,7 @@ class PrefillCore:
         self._scheduler = scheduler
         self._max_num_batched_tokens = max_num_batched_tokens
         self._steps: deque[list[Planned]] = deque()  # launched, oldest first
+        self._outcomes: deque[StepOutput | str] = deque()  # of the first of them, which wait for a load's end
         self.has_news = False  # membership should hear of it before the next heartbeat is due
         self._handlers: dict[type, Handler] = {
             PrefillRequest: self._on_prefill_request,
@@ -143,7 +143,9 @@ class PrefillCore:
     def plan_step(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can run. The caller launches it and calls :meth:`commit_step` or
         :meth:`fail_step`, in the order of the plans. One step may be planned while another is under way."""
-        assert len(self._steps) < MAX_STEPS_UNDER_WAY, "a third step before the first one is committed"
+        if len(self._steps) == MAX_STEPS_UNDER_WAY:
+            assert self._outcomes, "a third step before the first one is committed"
+            return None
         self._before_plan(now)
         if self.source.can_make_room:
             self.source.make_room(self._scheduler.shortage(self._max_num_batched_tokens), now)
@@ -158,11 +160,28 @@ class PrefillCore:
 
     def commit_step(self, output: StepOutput, now: float) -> None:
         """The step has completed on the device: its KV is written, its tokens are drawn."""
-        step = self._steps.popleft()
+        self._outcomes.append(output)
+        self._take_outcomes(now)
+
+    def fail_step(self, error: str, now: float) -> None:
+        """The step failed: its requests end with its error. Nothing it wrote was published."""
+        self._outcomes.append(error)
+        self._take_outcomes(now)
+
+    def _take_outcomes(self, now: float) -> None:
+        """In the steps' order. What comes of a step that waited for a load counts when the load has ended."""
+        while self._outcomes and not any(_awaits_load(*planned) for planned in self._steps[0]):
+            step, outcome = self._steps.popleft(), self._outcomes.popleft()
+            if isinstance(outcome, StepOutput):
+                self._commit(step, outcome, now)
+            else:
+                self._fail(step, outcome, now)
+
+    def _commit(self, step: list[Planned], output: StepOutput, now: float) -> None:
         self.state.counters.steps += 1
         for (sequence, chunk), token_id in zip(step, output.token_ids, strict=True):
             self._complete(sequence, chunk)
-            if sequence.ended:
+            if sequence.ended or _lacks_its_load(sequence, chunk):
                 continue
             if chunk.start < sequence.num_prompt_tokens:
                 self._count_prompt_tokens(sequence, chunk)
@@ -174,11 +193,10 @@ class PrefillCore:
                 self._on_token(sequence, token_id, now)
         self.state.flush_deltas()
 
-    def fail_step(self, error: str, now: float) -> None:
-        """The step failed: its requests end with its error. Nothing it wrote was published."""
-        for sequence, chunk in self._steps.popleft():
+    def _fail(self, step: list[Planned], error: str, now: float) -> None:
+        for sequence, chunk in step:
             self._complete(sequence, chunk)
-            if not sequence.ended:
+            if not sequence.ended and not _lacks_its_load(sequence, chunk):
                 self.state.fail(sequence, FailureCode.INTERNAL, error)
                 self._end(sequence, error, now, attempt_over=False)
 
@@ -230,15 +248,18 @@ class PrefillCore:
     def handle_connector_event(self, event: ReadResult | PeerConnected, now: float) -> None:
         raise AssertionError(f"a prefill worker reads from nobody, but was told of {event} at {now}")
 
-    def handle_copy_result(self, result: CopyResult | TierState, now: float) -> None:
-        """A copy between the device and a tier is over, or a tier comes or goes."""
+    def handle_copy_result(self, result: AnyResult, now: float) -> None:
+        """A copy between the device and a tier is over, or nearly, or a tier comes or goes."""
         load = self.state.blocks.tiers.on_result(result)
-        if load is not None:
-            self.state.blocks.finish_load(load.owner)
-            if load.owner.dropped:
-                self.state.blocks.give_back(load.owner)
-            elif not load.owner.ended:
-                self._on_loaded(load.owner, now)
+        if load is None:
+            return
+        sequence = load.owner
+        self.state.blocks.finish_load(sequence)
+        if sequence.dropped and not sequence.is_touched:
+            self.state.blocks.give_back(sequence)
+        elif not sequence.ended:
+            self._on_loaded(sequence, now)
+        self._take_outcomes(now)
 
     def _on_loaded(self, sequence: Sequence, now: float) -> None:
         """The scheduler goes on with it by itself."""
@@ -346,3 +367,13 @@ class PrefillCore:
         assert pool.total_references() == explained, "references that nobody explains"
         slots = sum(len(s.host_slots) for s in holders) + self.source.prefixes.num_slots
         assert tiers.num_held_slots == slots, "slots are held that nobody explains"
+
+
+def _awaits_load(sequence: Sequence, chunk: ScheduledChunk) -> bool:
+    """Whether it isn't known yet what the chunk was computed from."""
+    return bool(chunk.gates) and sequence.load is not None
+
+
+def _lacks_its_load(sequence: Sequence, chunk: ScheduledChunk) -> bool:
+    """Whether what the chunk was computed from didn't come: it is computed again, from what did."""
+    return bool(chunk.gates) and sequence.num_computed < chunk.start

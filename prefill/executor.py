@@ -271,7 +271,7 @@ class OverlappedExecutor:
         room_at = self._under_way.popleft().room_at
         if self._pace is not None:
             self._pace.note_step(result.plan, result.seconds)
-            if room_at is not None:
+            if room_at is not None and not result.plan.gates:  # else the launch waited for copies
                 self._pace.note_launch(result.on_device - room_at)
         if self._under_way:
             self._find_room(result.ended)

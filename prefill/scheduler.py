@@ -48,7 +48,8 @@ class PrefillScheduler:
 
     def take_prefilled(self) -> list[Sequence]:
         """Forget, and return, the sequences that decode here next: a launched step draws their first token."""
-        taken = [s for s in self.active if s.decodes_here and s.drawing_chunk is not None and s.may_go_on]
+        drawing = (s for s in self.active if s.drawing_chunk is not None and not s.is_gated)
+        taken = [s for s in drawing if s.decodes_here and s.may_go_on]
         if taken:
             self.active = [sequence for sequence in self.active if sequence not in taken]
         return taken
@@ -67,7 +68,8 @@ class PrefillScheduler:
     def plan(self, budget: int, num_running: int = 0) -> list[Planned]:
         """Chunks of at most ``budget`` tokens in total, beside ``num_running`` sequences that decode.
 
-        Those that wait for blocks of theirs are left out.
+        Those that wait for blocks of theirs are left out. If nobody else has anything to compute, the first whose wait
+        is nearly over has the step to itself.
         """
         planned: list[Planned] = []
         for sequence in self.active:
@@ -79,7 +81,7 @@ class PrefillScheduler:
             self.waiting.remove(following)
             self.active.append(following)
             budget -= self._plan_chunk(following, budget, planned)
-        return planned
+        return planned or self._plan_gated(budget, num_running)
 
     def shortage(self, budget: int, num_running: int = 0) -> Shortage:
         """What the first one that waits lacks, if nothing else keeps it from beginning in the next step."""
@@ -97,8 +99,22 @@ class PrefillScheduler:
             return first
         return next((sequence for sequence in self.waiting if sequence.block_ids), None)
 
+    def _plan_gated(self, budget: int, num_running: int) -> list[Planned]:
+        """A step that waits on the device holds up those behind it, so it's the last one of its prompt."""
+        if num_running:
+            return []
+        block_size = self._blocks.block_size
+        for sequence in self.active:
+            if sequence.load is None or sequence.in_step or not sequence.load.can_hold_step:
+                continue
+            num_tokens = sequence.num_after_load(block_size)
+            if num_tokens <= budget and not self._splits_tail(num_tokens):
+                return [Planned(sequence, sequence.gated_chunk(block_size))]
+        return []
+
     def _plan_chunk(self, sequence: Sequence, budget: int, planned: list[Planned]) -> int:
-        num_tokens = 0 if sequence.load is not None else self.chunk_tokens(sequence, budget)
+        is_waiting = sequence.load is not None or sequence.is_gated
+        num_tokens = 0 if is_waiting else self.chunk_tokens(sequence, budget)
         if num_tokens > 0:
             planned.append(Planned(sequence, sequence.chunk(num_tokens, self._blocks.block_size)))
         return num_tokens
@@ -106,12 +122,15 @@ class PrefillScheduler:
     def chunk_tokens(self, sequence: Sequence, budget: int) -> int:
         """Length of the sequence's next chunk. A chunk that isn't the last ends on a block's edge if it can."""
         remaining, block_size = sequence.num_unplanned, self._blocks.block_size
-        tail = self._tail_chunk_tokens
         wanted = remaining
-        if tail and remaining >= TAIL_SPLIT_FACTOR * tail:
-            wanted = remaining - tail
+        if self._splits_tail(remaining):
+            wanted = remaining - self._tail_chunk_tokens
         if wanted == remaining and remaining <= budget:
             return remaining
         start = sequence.num_computed + sequence.num_launched
         aligned = (start + min(wanted, budget)) // block_size * block_size - start
         return aligned if aligned > 0 else min(wanted, budget)
+
+    def _splits_tail(self, num_tokens: int) -> bool:
+        tail = self._tail_chunk_tokens
+        return tail > 0 and num_tokens >= TAIL_SPLIT_FACTOR * tail

@@ -28,6 +28,8 @@ class Sequence:
     which ``sampling.max_tokens`` is part of.
     ``decodes_here``: its tokens after the first one are drawn here, too.
     ``load``: blocks that are on their way from a tier, which it waits for; with ``skips_tiers`` it doesn't look there.
+    ``is_gated``: it's in a launched step that waits for such blocks on the device, and in no other; the load, or what
+    came of it, is known by the time that step counts.
     ``ended``: no more tokens, though an offer may still hold the blocks. ``dropped``: nobody needs the blocks any more.
     ``host_slots``: of the host tier, with blocks that have left the device while they were on offer.
     """
@@ -53,6 +55,7 @@ class Sequence:
     end_length: int = field(init=False)
     decodes_here: bool = False
     load: BlockLoad | None = None
+    is_gated: bool = False
     skips_tiers: bool = False
     ended: bool = False
     dropped: bool = False
@@ -100,6 +103,21 @@ class Sequence:
             self.drawing_chunk,
         )
 
+    def num_after_load(self, block_size: int) -> int:
+        """Known tokens that neither are computed nor come up from a tier. At least one."""
+        loading = 0 if self.load is None else len(self.load.block_ids) * block_size
+        return self.num_remaining - loading
+
+    def gated_chunk(self, block_size: int) -> ScheduledChunk:
+        """All of those, as a chunk that waits for the load."""
+        assert self.load is not None and not self.num_launched
+        end = len(self.token_ids)
+        start = end - self.num_after_load(block_size)
+        blocks = self.block_ids[: num_blocks_for(end, block_size)]
+        return ScheduledChunk(
+            list(self.token_ids[start:]), start, blocks, self._sample(end), gates=tuple(self.load.pending)
+        )
+
     def _sample(self, position: int) -> SampleSpec:
         sampling = self.sampling
         return SampleSpec(sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed, self.choice, position)
@@ -109,6 +127,9 @@ class Sequence:
         self.in_step += 1
         self.num_launched += len(chunk.token_ids)
         self.drawing_chunk = None if chunk.sample is None else index
+        if chunk.gates:
+            assert self.load is not None and self.in_step == 1
+            self.is_gated = self.load.holds_step = True
 
     def on_completed(self, chunk: ScheduledChunk) -> None:
         """The step with ``chunk`` is over."""
@@ -116,6 +137,7 @@ class Sequence:
         self.num_launched -= len(chunk.token_ids)
         if not self.in_step:
             self.drawing_chunk = None
+            self.is_gated = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from splitserve.kvconnector.block_pool import BlockState
 from splitserve.kvconnector.connector import PeerConnected
 from splitserve.kvconnector.digest import LeadingDigests, no_digests
 from splitserve.kvconnector.tier_index import TierIndex
-from splitserve.kvconnector.tiers import CopyCommand, CopyResult, Tier
+from splitserve.kvconnector.tiers import CopyCommand, CopyNearsEnd, CopyResult, Tier
 from splitserve.messages import (
     Body,
     DecodeRequest,
@@ -96,6 +96,11 @@ class Worker:
 
     def event(self, event: ReadResult | PeerConnected) -> list[Effect]:
         self.core.handle_connector_event(event, self.now)
+        return self.tick()
+
+    def near_end(self, index: int = 0) -> list[Effect]:
+        """A step may wait for the rest of that copy."""
+        self.core.handle_copy_result(CopyNearsEnd(self.copies[index].copy_id), self.now)
         return self.tick()
 
     def end_copy(self, index: int = 0, *, is_good: bool = True) -> list[Effect]:

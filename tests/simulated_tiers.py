@@ -1,8 +1,10 @@
 """The host tier of a simulated worker: copies that take their time, fail in the middle, or end long after anybody
-waits for them. What a failed copy has written is garbage."""
+waits for them. What a failed copy has written is garbage. Of most loads is told that they near their end, at any moment
+before that; the device is able to wait for what they move."""
 
 import itertools
 import random
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +13,7 @@ from simulated_model import BLOCK_SIZE
 from splitserve.block_hash import extend_hashes
 from splitserve.kvconnector.shared_tier import ChainCopy, SharedTier, TierState
 from splitserve.kvconnector.tier_index import TierIndex
-from splitserve.kvconnector.tiers import ClearCommand, CopyCommand, CopyResult, Tier
+from splitserve.kvconnector.tiers import ClearCommand, CopyCommand, CopyNearsEnd, CopyResult, Tier
 
 SHARED = "shared"
 MAX_CHUNKS = 24
@@ -67,6 +69,8 @@ class SimTiers:
         self.slots: dict[str, list[list[int]]] = {name: [[] for _ in range(size)] for name, size in sizes.items()}
         chunk = worker.sim.shared.chunk
         self.shared = SharedTier(SHARED, BLOCK_SIZE, 3 * chunk) if chunk else SharedTier()
+        self.moved_at: dict[int, float] = {}  # by copy: when the device can go on that waits for it
+        self.num_waits = 0
         self.num_loaded = 0
         self.num_turns = 0
         self.found: dict[str, set[bytes]] = {}  # what a subscriber to the worker's events believes, by tier
@@ -124,8 +128,23 @@ class SimTiers:
         if isinstance(command, ChainCopy):
             sim.after(seconds, lambda: self.finish_chain(command, num_good, taken))
             return
-        sim.after(seconds * sim.random.random(), lambda: self.move(command, num_good, taken))
+        seconds_to_move = seconds * sim.random.random()
+        self.moved_at[command.copy_id] = sim.now + seconds_to_move
+        if command.is_load and sim.random.random() < 0.8:
+            sim.after(seconds_to_move * sim.random.random(), lambda: self.near_end(command))
+        sim.after(seconds_to_move, lambda: self.move(command, num_good, taken))
         sim.after(seconds, lambda: self.finish(command, num_good, taken))
+
+    def seconds_until_moved(self, copy_ids: Sequence[int]) -> float:
+        """What a step that waits for these copies has to wait for."""
+        self.num_waits += bool(copy_ids)
+        return max([0.0, *(self.moved_at[copy_id] - self.worker.sim.now for copy_id in copy_ids)])
+
+    def near_end(self, command: CopyCommand) -> None:
+        worker = self.worker
+        if worker.can_run(lambda: self.near_end(command)):
+            worker.core.handle_copy_result(CopyNearsEnd(command.copy_id), worker.clock)
+            worker.settle()
 
     def move(self, command: CopyCommand, num_good: int, taken: dict[int, int]) -> None:
         worker, slots = self.worker, self.slots[command.tier]

@@ -216,7 +216,7 @@ class SimWorker:
         drawn: list[int | None] = [None] * len(plan.chunks)
         self.steps.append((taken, drawn, bool(garbage)))
         previous, self.last_drawn = self.last_drawn, drawn
-        wait = max(0.0, self.device_free_at - self.sim.now)
+        wait = max(0.0, self.device_free_at - self.sim.now, self.below.seconds_until_moved(plan.gates))
         self.device_free_at = self.sim.now + wait + seconds
         written_at = [seconds * random.random() for _ in range(self.num_ranks)]
         for rank, time in enumerate(written_at):

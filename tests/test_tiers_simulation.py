@@ -1,5 +1,7 @@
 """Small tiers under every fault that the simulator knows: right tokens, each block in one state, every count back."""
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -63,6 +65,15 @@ def test_the_schedules_do_load_from_tiers() -> None:
             loaded += sum(worker.core.load().tier_loaded_blocks for worker in sim.workers.values())
             seed += 1
             assert seed < 20, shape
+
+
+def test_the_schedules_do_have_steps_that_wait_for_loads() -> None:
+    """Some of which come to nothing: what was computed isn't used."""
+    faults = Faults(copy_error=0.2)
+    for shape in SHAPES:
+        sims = [run_schedule(Schedule(seed=seed, shape=shape, faults=faults, num_requests=20)) for seed in range(10)]
+        waits = sum(worker.below.num_waits for sim in sims for worker in sim.workers.values())
+        assert waits > 2, shape
 
 
 def test_the_schedules_do_load_from_the_shared_tier() -> None:
@@ -215,6 +226,29 @@ def late_load_frees_its_blocks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Tiers, "_finish_load", finish)
 
 
+def device_does_not_wait_for_loads(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("simulated_tiers.SimTiers.seconds_until_moved", lambda self, copy_ids: 0.0)
+
+
+def token_of_a_failed_load_counts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("splitserve.prefill.core._lacks_its_load", lambda sequence, chunk: False)
+
+
+def waiting_steps_hold_no_blocks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Sequence, "is_touched", property(lambda self: self.load is not None))
+
+
+def loads_of_waiting_steps_are_given_up(patch: pytest.MonkeyPatch) -> None:
+    original = Tiers._deadlines
+
+    def hasty(self: Tiers) -> Iterator[tuple[BlockLoad, float]]:
+        for load in self._loads.values():
+            load.holds_step = False
+        return original(self)
+
+    patch.setattr(Tiers, "_deadlines", hasty)
+
+
 PLANTS = {
     load_counts_before_it_lands: Faults(copy_seconds=0.4),
     failed_load_is_trusted: Faults(copy_error=0.3),
@@ -224,6 +258,10 @@ PLANTS = {
     late_load_frees_its_blocks: Faults(copy_late=0.5),
     slots_of_peers_are_not_pinned: Faults(read_seconds=0.3),
     slots_keep_their_generation: Faults(read_seconds=0.3),
+    device_does_not_wait_for_loads: Faults(copy_seconds=0.4),
+    token_of_a_failed_load_counts: Faults(copy_error=0.3),
+    waiting_steps_hold_no_blocks: Faults(abort=0.6, copy_seconds=0.4),
+    loads_of_waiting_steps_are_given_up: Faults(copy_late=0.5),
 }
 
 

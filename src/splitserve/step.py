@@ -38,6 +38,8 @@ class ScheduledChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     ``sample`` is None for a chunk that doesn't end the known tokens.
     ``previous_chunk``, if not None, is the chunk of the step planned just before this one that draws this chunk's only
     token: it isn't known yet, and ``token_ids`` holds :data:`UNKNOWN_TOKEN` in its place.
+    ``gates`` are copies into the blocks, by their ids, that the device has to wait for. What they bring may turn out to
+    be wrong.
     """
 
     token_ids: Sequence[int]
@@ -45,6 +47,7 @@ class ScheduledChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     block_ids: Sequence[int]
     sample: SampleSpec | None
     previous_chunk: int | None = None
+    gates: tuple[int, ...] = ()
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -55,6 +58,11 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     @property
     def num_tokens(self) -> int:
         return sum([len(chunk.token_ids) for chunk in self.chunks])
+
+    @property
+    def gates(self) -> tuple[int, ...]:
+        """Of all chunks."""
+        return tuple([copy_id for chunk in self.chunks for copy_id in chunk.gates])
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
