@@ -18,7 +18,6 @@ Heights = npt.NDArray[np.uint64]
 
 _UNIFIED = 4  # of CUmemorytype: the address tells where it is
 _IN_STREAM_ORDER = 1  # of CUmemcpySrcAccessOrder
-_FIRST_BATCH = 4  # these are under way while the others are queued, which takes the host a microsecond each
 
 
 class Copies(NamedTuple):
@@ -107,14 +106,8 @@ class BatchCopier:
         sizes = copies.heights * np.uint64(copies.width)
         if self._batch is not None:
             attributes, first = _Attributes(order=_IN_STREAM_ORDER), ctypes.c_size_t(0)
-            status = 0
-            for part in (slice(0, _FIRST_BATCH), slice(_FIRST_BATCH, None)):
-                arrays = copies.targets[part], copies.sources[part], sizes[part]
-                if status == 0 and len(arrays[0]):
-                    addresses = (array.ctypes.data for array in arrays)
-                    status = self._batch(
-                        *addresses, len(arrays[0]), ctypes.byref(attributes), ctypes.byref(first), 1, stream
-                    )
+            addresses = (array.ctypes.data for array in (copies.targets, copies.sources, sizes))
+            status = self._batch(*addresses, len(sizes), ctypes.byref(attributes), ctypes.byref(first), 1, stream)
             if status == 0:
                 return 0
             self._batch = None

@@ -153,17 +153,17 @@ def test_a_reader_starts_at_once_and_tells_when_to_look(prefill: int, monkeypatc
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(mapped_reads.time, "monotonic", lambda: clock.now)
     reader.bytes_per_second = memory.block_bytes
-    pending = reader.read(ids(4, 5, 8), ids(7, 3, 0))
-    assert pending.due_at == pytest.approx(102.7) and not pending.is_done()
-    clock.now = 102.8
+    pending = reader.read(ids(4, 5, 8, 0, 10, 11), ids(7, 3, 0, 1, 9, 11))
+    assert pending.due_at == pytest.approx(105.4) and not pending.is_done()
+    clock.now = 105.5
     assert pending.is_done()  # sooner than expected: the link is faster
     assert reader.bytes_per_second == pytest.approx(1.1 * memory.block_bytes)
     late = reader.read(ids(4), ids(7))
     clock.now += 1.0
     assert late.is_done()  # since when, nobody knows
     assert reader.bytes_per_second == pytest.approx(1.1 * memory.block_bytes)
-    expected = torch.cat([source.blocks[[2, 7, 3, 0]] for source in sources], dim=2)
-    assert torch.equal(memory.blocks[[1, 4, 5, 8]], expected)
+    expected = torch.cat([source.blocks[[2, 7, 3, 0, 1, 9, 11]] for source in sources], dim=2)
+    assert torch.equal(memory.blocks[[1, 4, 5, 8, 0, 10, 11]], expected)
     assert set(driver.calls) == ({"batch"} if prefill == 1 else {"rows"})
     buffer = torch.zeros(64, dtype=torch.uint8)
     reader.probe(buffer.data_ptr(), 2, 16)
