@@ -46,6 +46,11 @@ class _Pacer:
         self._pieces: deque[tuple[torch.cuda.Event, int]] = deque()
         self._num_bytes = 0
 
+    def make_room(self, num_bytes: int) -> None:
+        """Wait until so many may be queued; one piece more than the one that is being copied always may."""
+        while len(self._pieces) > 1 and self._num_bytes + num_bytes > MAX_BYTES_UNDER_WAY:
+            self._wait_for_first()
+
     def queued(self, num_bytes: int) -> torch.cuda.Event:
         """So many are queued now. Returns the event behind them."""
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -53,11 +58,6 @@ class _Pacer:
         self._pieces.append((event, num_bytes))
         self._num_bytes += num_bytes
         return event
-
-    def make_room(self) -> None:
-        """Wait until one more piece may be queued."""
-        while len(self._pieces) > 1 and self._num_bytes + PIECE_BYTES > MAX_BYTES_UNDER_WAY:
-            self._wait_for_first()
 
     def finish(self) -> None:
         """Wait for all."""
@@ -136,13 +136,13 @@ class CudaHostStore:
                         tell_near_end()
                         is_told = True
                     piece = block_ids[first : first + size], slots[first : first + size]
-                    self._queue_layers(group, *piece)
                     num_bytes = len(piece[0]) * group.num_layers * layer_bytes
+                    pacer.make_room(num_bytes)
+                    self._queue_layers(group, *piece)
                     event = pacer.queued(num_bytes)
                     num_left -= num_bytes
                     if first + size >= len(block_ids):
                         gates.queued(copy_id, group, event)
-                    pacer.make_room()
             pacer.finish()
 
     def _queue_layers(self, group: LayerGroup, block_ids: Sequence[int], slots: Sequence[int]) -> None:
@@ -190,12 +190,13 @@ class CudaHostStore:
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
             for first in range(0, len(block_ids), size):
                 piece = block_ids[first : first + size], slots[first : first + size]
+                num_bytes = len(piece[0]) * blocks.shape[1]
+                pacer.make_room(num_bytes)
                 if way == "kernel":
                     kept.append(self._by_kernel(blocks, *piece, is_load=is_load))
                 else:
                     self._by_engine(blocks, *piece, is_load=is_load)
-                pacer.queued(len(piece[0]) * blocks.shape[1])
-                pacer.make_room()
+                pacer.queued(num_bytes)
             pacer.finish()
         del kept
 

@@ -329,7 +329,7 @@ class OnGpu:
         try:
             assert near_end.wait(PATIENCE_SECONDS)
             pending = self.runner.launch(self.step(num_tokens, (COPY_ID,)))
-            assert not pending.done.query(), "the step was launched when the copies were over"
+            assert loading.is_alive(), "the copies were over before the step was launched"
             output = pending.wait()
         finally:
             self.store.cycles = 0
