@@ -16,7 +16,7 @@ from torch import Tensor
 from splitserve.kernels.api import AttentionPlan, AttentionShape, DecodePlan, PagedBatch
 from splitserve.kernels.flashinfer_ragged import RaggedPlan, RaggedPrefill, pinned_buffers
 from splitserve.kernels.paged import FlatTables, flat_tables, num_leading_decodes
-from splitserve.kernels.triton_plans import copy_arrays
+from splitserve.kernels.triton_plans import FixedArrays
 
 _WORKSPACE_BYTES = 256 * 1024 * 1024
 
@@ -127,9 +127,8 @@ class FlashInferDecodePlan:
     ) -> None:
         self._shape = shape
         self._fast_plan = flashinfer.decode.fast_decode_plan
-        sizes = (batch_size + 1, batch_size * max_blocks, batch_size)
-        indptr, indices, last = (torch.zeros(size, dtype=torch.int32, device=shape.device) for size in sizes)
-        self._buffers = (indptr, indices, last)
+        self._numbers = FixedArrays((batch_size + 1, batch_size, batch_size * max_blocks), shape.device)
+        indptr, last, indices = self._numbers.arrays
         self.wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             workspace,
             "HND",
@@ -149,9 +148,9 @@ class FlashInferDecodePlan:
             plan_decode(self.wrapper, self._pinned, tables, shape)
             self._is_planned = True
             return
-        indptr, indices, last = self._buffers
+        indptr, _, indices = self._numbers.arrays
         last_lens = _last_block_lens(tables, shape.block_size)
-        copy_arrays((tables.indptr, tables.indices, last_lens.numpy()), (indptr, indices, last))
+        self._numbers.fill((tables.indptr, last_lens.numpy(), tables.indices))
         self.wrapper._pin_memory_int_workspace_buffer = next(self._pinned)
         self._fast_plan(
             self.wrapper,

@@ -1,5 +1,6 @@
 """What Triton's paged attention derives from a batch: for one step, or of fixed size, for CUDA graphs."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,10 +11,10 @@ from torch import Tensor
 from splitserve.kernels.api import AttentionShape, PagedBatch
 from splitserve.kernels.decode_launch import MAX_PARTS, PROGRAMS_PER_DEVICE, DecodeLaunch
 from splitserve.kernels.paged import Int32Array, flat_tables
-from splitserve.kernels.triton_sampling import to_device
 
 QUERY_TILE = 64
 CONTEXT_TILE = 64
+_ALIGNED = 32  # int32 numbers: each array begins a cache line
 UNSPLIT_TILES = 8  # of context: that many are not worth the join of two parts
 
 
@@ -64,14 +65,33 @@ class TritonPlan:
     chunks: ChunkPart | None
 
 
+class FixedArrays:
+    """Int32 arrays of these sizes on the device that stay where they are, for CUDA graphs; filled by one copy."""
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        padded = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
+        self._starts = list(itertools.accumulate(padded[:-1], initial=0))
+        self._flat = torch.zeros(sum(padded), dtype=torch.int32, device=device)
+        self.arrays = [self._flat[start : start + size] for start, size in zip(self._starts, sizes, strict=True)]
+
+    def fill(self, arrays: Sequence[Int32Array]) -> None:
+        """All of them, in the stream's order; the last one may be shorter, and then its end stays as it is."""
+        packed = np.zeros(self._starts[-1] + len(arrays[-1]), dtype=np.int32)
+        for start, array in zip(self._starts, arrays, strict=True):
+            packed[start : start + len(array)] = array
+        host = torch.from_numpy(packed)
+        if self._flat.is_cuda:
+            host = host.pin_memory()  # kept by its allocator until it was copied
+        self._flat[: len(packed)].copy_(host, non_blocking=True)
+
+
 class TritonDecodePlan:
     """A plan whose tensors stay where they are, for CUDA graphs. Implements ``kernels.api.DecodePlan``."""
 
     def __init__(self, shape: AttentionShape, batch_size: int, max_blocks: int, partials: DecodePartials) -> None:
         self._block_size = shape.block_size
-        sizes = (batch_size + 1, batch_size * max_blocks, batch_size)
-        buffers = [torch.zeros(size, dtype=torch.int32, device=shape.device) for size in sizes]
-        indptr, indices, context_lens = buffers
+        self._numbers = FixedArrays((batch_size + 1, batch_size, batch_size * max_blocks), shape.device)
+        indptr, context_lens, indices = self._numbers.arrays
         self._part = DecodePart(batch_size, indptr, indices, context_lens, *partials)
         self.fixed = TritonPlan(self._part, None)
 
@@ -79,8 +99,7 @@ class TritonDecodePlan:
         """See :class:`splitserve.kernels.api.DecodePlan`."""
         part, tables = self._part, flat_tables(batch, self._block_size)
         assert len(tables.context_lens) == part.num_sequences and len(tables.indices) <= part.indices.shape[0]
-        arrays = (tables.indptr, tables.indices, tables.context_lens)
-        copy_arrays(arrays, (part.indptr, part.indices, part.context_lens))
+        self._numbers.fill((tables.indptr, tables.context_lens, tables.indices))
 
 
 class TritonMixedPlan:
@@ -103,9 +122,9 @@ class TritonMixedPlan:
         splits = max_blocks * shape.block_size > UNSPLIT_TILES * CONTEXT_TILE
         self._num_programs = workspace.programs_per_head if splits else 1
         num_items, num_joins = num_tiles + self._num_programs - 1, min(num_tiles, self._num_programs - 1)
-        sizes = (num_sequences + 1, num_sequences * max_blocks, num_sequences, 7 * num_items, 1 + 4 * num_joins)
-        self._buffers = [torch.zeros(size, dtype=torch.int32, device=shape.device) for size in sizes]
-        indptr, indices, context_lens, items, joins = self._buffers
+        sizes = (num_sequences + 1, num_sequences, 7 * num_items, 1 + 4 * num_joins, num_sequences * max_blocks)
+        self._numbers = FixedArrays(sizes, shape.device)
+        indptr, context_lens, items, joins, indices = self._numbers.arrays
         decode = DecodePart(num_decodes, indptr, indices, context_lens, *partials) if partials else None
         chunks = ChunkPart(indptr[num_decodes:], indices, items.view(7, num_items), joins, workspace)
         self.fixed = TritonPlan(decode, chunks)
@@ -118,7 +137,7 @@ class TritonMixedPlan:
         tables = flat_tables(batch, self._block_size)
         items, joins = chunk_arrays(batch, self._num_decodes, self._num_programs, self._num_items, self._num_joins)
         assert items.shape[1] == self._num_items and joins.shape[0] == 1 + 4 * self._num_joins, "too many chunk tokens"
-        copy_arrays((tables.indptr, tables.indices, tables.context_lens, items.ravel(), joins), self._buffers)
+        self._numbers.fill((tables.indptr, tables.context_lens, items.ravel(), joins, tables.indices))
 
 
 def chunk_workspace(shape: AttentionShape) -> ChunkWorkspace:
@@ -182,12 +201,3 @@ def _columns(rows: Sequence[tuple[int, ...]], width: int, least: int) -> Int32Ar
     columns = np.zeros((width, max(least, len(rows))), dtype=np.int32)
     columns[:, : len(rows)] = np.array(rows, dtype=np.int32).reshape(-1, width).T
     return columns
-
-
-def copy_arrays(arrays: Sequence[Int32Array], targets: Sequence[Tensor]) -> None:
-    """Into the beginnings of ``targets``, flat buffers on the device, in the stream's order, by one copy from pinned
-    memory."""
-    packed = torch.from_numpy(np.concatenate(arrays))
-    parts = torch.split(to_device(packed, targets[0].device), [len(array) for array in arrays])
-    for target, part in zip(targets, parts, strict=True):
-        target[: part.shape[0]].copy_(part)
