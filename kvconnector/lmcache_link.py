@@ -6,7 +6,6 @@ registration: what belongs to another one is never mixed with it.
 
 import hashlib
 import logging
-import mmap
 import re
 import secrets
 import threading
@@ -16,7 +15,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import zmq
 
 from splitserve.block_hash import shard_root
@@ -46,12 +44,11 @@ FORMAT_VERSION = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Epoch:
-    """``pool``: the server's shared memory ``memory``, uint8 ``[bytes]``; mapped for as long as somebody holds this."""
+    """``pool``: the server's shared memory, uint8 ``[bytes]``; mapped for as long as somebody holds this."""
 
     instance_id: int
     chunk_tokens: int
     chunks: ChunkFormat
-    memory: mmap.mmap
     pool: Bytes
     registration: Registration
 
@@ -193,16 +190,15 @@ class LMCacheLink:
         registered = connection.call(Operation.REGISTER, registration, kind=Registered, seconds=REQUEST_SECONDS)
         if not registered.shm_name or not registered.pool_size:
             raise LMCacheError("it has no shared memory (start it with --shm-name NAME and --no-l1-use-lazy)")
-        memory = map_segment(registered.shm_name, registered.pool_size)
-        pool = np.frombuffer(memory, dtype=np.uint8)
-        epoch = Epoch(registration.instance_id, chunk_tokens, chunks, memory, pool, registration)
+        pool = map_segment(registered.shm_name, registered.pool_size)
+        epoch = Epoch(registration.instance_id, chunk_tokens, chunks, pool, registration)
         with self._lock:
             self._epoch = epoch
         return epoch
 
     def _greet(self, connection: Connection, epoch: Epoch) -> None:
         """Until the epoch's end. Raises :class:`LMCacheError` then."""
-        pieces = fault_in(epoch.memory)
+        pieces = fault_in(epoch.pool)
         try:
             while self._epoch is epoch and not self._is_closing:
                 connection.call(Operation.PING, epoch.instance_id, kind=bool, seconds=REQUEST_SECONDS)

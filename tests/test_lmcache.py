@@ -161,6 +161,16 @@ def test_blocks_come_back_as_they_went(server: ProbedServer) -> None:
     assert server.holds()["instances"] == 0, "a worker that leaves says so"
 
 
+@pytest.mark.skipif(
+    tuple(map(int, os.uname().release.split(".")[:2])) < (5, 14), reason="this kernel has no MADV_POPULATE_WRITE"
+)
+def test_a_worker_maps_all_memory_before_it_needs_it() -> None:
+    with probed_server() as server, Side(server.endpoint) as side:
+        segment = SEGMENTS / server.segment
+        wait_until(lambda: segment.stat().st_blocks * 512 >= segment.stat().st_size, "not all pages are there")
+        assert side.put(tokens(1)) == BLOCKS_PER_CHUNK
+
+
 def test_models_do_not_mix(server: ProbedServer) -> None:
     prompt = tokens(2, seed=3)
     other = msgspec.structs.replace(LAYOUT, weights_version="weights-2")

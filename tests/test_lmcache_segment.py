@@ -45,9 +45,8 @@ def num_faults() -> int:
 
 
 def test_pages_are_there_before_they_are_touched(segment: Path) -> None:
-    memory = map_segment(f"/{segment.name}", SIZE)
-    pool = np.frombuffer(memory, dtype=np.uint8)
-    if sum(1 for _ in fault_in(memory)) == 0:
+    pool = map_segment(f"/{segment.name}", SIZE)
+    if sum(1 for _ in fault_in(pool)) == 0:
         pytest.skip("this kernel has no MADV_POPULATE_WRITE")
     assert_whole(segment)
     before = num_faults()
@@ -57,9 +56,9 @@ def test_pages_are_there_before_they_are_touched(segment: Path) -> None:
 
 def test_memory_that_is_not_there_is_an_error(segment: Path) -> None:
     """Whoever touched it would be killed."""
-    memory = map_segment(segment.name, SIZE)
+    pool = map_segment(segment.name, SIZE)
     os.truncate(segment, PIECE_BYTES)
-    pieces = fault_in(memory)
+    pieces = fault_in(pool)
     if next(pieces, pieces) is pieces:
         pytest.skip("this kernel has no MADV_POPULATE_WRITE")
     with pytest.raises(LMCacheError, match="no room"):
