@@ -1,6 +1,7 @@
 """The host tier: blocks in memory of this machine. On a GPU worker it is pinned, on the GPU's NUMA node.
 
-The bytes of a block in a slot are those of the block on the device: whole blocks are copied, adjacent ones at once.
+The bytes of a block in a slot are those of the block on the device: whole blocks are copied, adjacent ones at once; or
+some layers of all blocks, and then the next ones, where a step may wait for them (:mod:`.load_gates`).
 """
 
 import secrets
@@ -67,6 +68,7 @@ def host_tier(memory: KVMemory, num_bytes: int, gates: LoadGates | None = None) 
     most = max(1, min(MAX_BLOCKS_PER_COPY, MAX_COPY_BYTES // memory.block_bytes))
     most_loaded = max(1, MAX_GPU_LOAD_BYTES // memory.block_bytes) if memory.device.type == "cuda" else None
     description = f"{num_slots} blocks, {host.describe()}" + (" on each rank" if num_ranks > 1 else "")
+    description += ", loaded by layers" if gates is not None else ""
     if num_ranks > 1:
         return HostTier(Tier(HOST, TierIndex(num_slots), most, most_loaded), store, description, None)
     tier = Tier(HOST, TierIndex(num_slots, generations), most, most_loaded)

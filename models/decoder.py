@@ -128,7 +128,8 @@ class DecoderModel:
     ) -> Tensor | None:
         """Writes the KV of all tokens and returns logits [R, vocab] of ``batch.sample_rows``, None if R is 0.
 
-        ``kv_layers``: per layer the view ``[num_blocks, G, 2, B, D]`` of the KV memory.
+        ``kv_layers``: per layer the view ``[num_blocks, G, 2, B, D]`` of the KV memory. ``before_layer`` may queue what
+        a layer has to wait for.
         """
         eps, rows = self.config.rms_norm_eps, batch.sample_rows
         hidden, rotation, slots = batch.tokens.hidden, batch.tokens.rotation, batch.tokens.slots

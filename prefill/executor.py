@@ -185,7 +185,8 @@ class _Launched:
 
 @dataclass(frozen=True, slots=True)
 class _UnderWay:
-    """``room_at``: since when it could have been launched beside the step before it; None without one."""
+    """``room_at``: since when it could have been launched beside the step before it; None without one, and where a
+    launch waits for copies."""
 
     plan: StepPlan
     room_at: float | None
@@ -258,7 +259,8 @@ class OverlappedExecutor:
 
     def launch(self, plan: StepPlan) -> None:
         assert len(self._under_way) < MAX_STEPS_UNDER_WAY
-        self._under_way.append(_UnderWay(plan, self._room_at if self._under_way else None))
+        is_beside = len(self._under_way) > 0 and not (plan.gates or self._under_way[0].plan.gates)
+        self._under_way.append(_UnderWay(plan, self._room_at if is_beside else None))
         self._plans.put(plan)
         if len(self._under_way) == 1:
             self._find_room(time.monotonic())
@@ -271,7 +273,7 @@ class OverlappedExecutor:
         room_at = self._under_way.popleft().room_at
         if self._pace is not None:
             self._pace.note_step(result.plan, result.seconds)
-            if room_at is not None and not result.plan.gates:  # else the launch waited for copies
+            if room_at is not None:
                 self._pace.note_launch(result.on_device - room_at)
         if self._under_way:
             self._find_room(result.ended)

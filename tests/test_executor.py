@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from splitserve.prefill.executor import (
@@ -328,6 +329,20 @@ class TestLateLaunch:
         driver.release(3)
         assert [driver.result().outcome for _ in range(2)] == [StepOutput([6]), StepOutput([7])]
         assert len(pace.launches) == 2 and min(pace.launches) > 0.0
+
+    def test_launches_that_wait_for_copies_tell_nothing(self, driver: Driver, pace: SetPace) -> None:
+        """Nor do those behind them."""
+        plans = [plan_of(5), plan_of(6), plan_of(7), plan_of(8)]
+        plans[1] = StepPlan([msgspec.structs.replace(plans[1].chunks[0], gates=(3,))])
+        driver.executor.launch(plans[0])
+        for number, plan in enumerate(plans[1:], start=1):
+            driver.executor.launch(plan)
+            driver.release(number)
+            assert driver.result().step == number
+        assert len(pace.launches) == 0
+        driver.release(4)
+        assert driver.result().step == 4
+        assert len(pace.launches) == 1, "of the last one, beside the one behind"
 
 
 class TestLaunchPace:
