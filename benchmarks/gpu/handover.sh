@@ -56,7 +56,7 @@ fi
 
 if has chaos; then
   mark "chaos: kills, freezes and drains of 2P2D on these GPUs"
-  timeout 280 $C bench chaos --device cuda --duration 90 --warm-up 10 --pause-seconds 4 --no-check-times --save 2>&1 | tail -50
+  timeout 280 $C bench chaos --device cuda --cases 24 --duration 60 --warm-up 10 --pause-seconds 4 --no-check-times --save 2>&1 | tail -50
 fi
 
 if has isolation; then
