@@ -162,6 +162,7 @@ def test_both_workers_get_the_same_request_and_each_other(router, pair):
     assert answer["splitserve"]["handover"]["blocks"] == 1
     assert 0 <= answer["splitserve"]["handover_seconds"] < 60
     prefill, decode = pair
+    wait_until(lambda: prefill.requests, "prefill has its request")
     assert isinstance(prefill.requests[0], PrefillRequest) and isinstance(decode.requests[0], DecodeRequest)
     assert prefill.requests[0].key == decode.requests[0].key
     assert prefill.requests[0].decode.party == decode.party and prefill.requests[0].decode.endpoint == decode.endpoint
