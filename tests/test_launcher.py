@@ -232,7 +232,8 @@ def test_child_that_ignores_sigterm_is_killed(
 
 
 LAUNCHER_PROGRAM = """
-import sys
+import signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may have been started with nohup
 from splitserve.config import EngineConfig
 from splitserve.orchestration.launcher import Entries, LocalCluster, stop_on_signals
 from splitserve.orchestration.shorthand import simple_spec
