@@ -11,6 +11,7 @@ Contract with the parent:
 """
 
 import ctypes
+import gc
 import importlib
 import logging
 import os
@@ -96,14 +97,22 @@ def config_of(order: Order) -> Config:
     return msgspec.json.decode(order.config, type=WorkerConfig)
 
 
+def _imported(name: str) -> Entry:
+    """``module:function``. What imports make stays: a collector that looks through it takes a fifth of their time."""
+    module, _, function = name.partition(":")
+    gc.disable()
+    entry: Entry = getattr(importlib.import_module(module), function)
+    gc.enable()
+    return entry
+
+
 def run(order: Order, status: StatusPipe) -> int:
     """Import and run the order's entry; returns the exit status."""
     try:
         config = config_of(order)
         if isinstance(config, WorkerConfig):
             bind_process(config.placement.cpus)  # before anything counts the cores, or touches memory
-        module, _, function = order.entry.partition(":")
-        entry: Entry = getattr(importlib.import_module(module), function)
+        entry = _imported(order.entry)
         entry(config, status.report)
     except SplitserveError as error:
         status.report("error", {"message": str(error)})
