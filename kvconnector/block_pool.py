@@ -75,8 +75,8 @@ class BlockPool:
         """
         if num_blocks > self.num_available:
             return None
-        while self._num_free < num_blocks:
-            self._evict_least_recently_used()
+        if self._num_free < num_blocks:
+            self._evict_least_recently_used(num_blocks - self._num_free)
         block_ids = self._pick_free(num_blocks, after)
         for block_id in block_ids:
             self._ref_counts[block_id] = 1
@@ -212,12 +212,14 @@ class BlockPool:
         self._is_free[block_id] = True
         self._num_free += 1
 
-    def _evict_least_recently_used(self) -> None:
-        block_id, _ = self._cached.popitem(last=False)
-        block_hash = self._hash_of_block.pop(block_id)
-        del self._block_of_hash[block_hash]
-        self._events.evicted(DEVICE, [block_hash])
-        self._set_free(block_id)
+    def _evict_least_recently_used(self, count: int) -> None:
+        block_ids = [self._cached.popitem(last=False)[0] for _ in range(count)]
+        hashes = [self._hash_of_block.pop(block_id) for block_id in block_ids]
+        for block_hash in hashes:
+            del self._block_of_hash[block_hash]
+        self._events.evicted(DEVICE, hashes)
+        self._is_free[block_ids] = True
+        self._num_free += count
 
     def _pick_free(self, num_blocks: int, after: int | None) -> list[int]:
         if num_blocks == 0:
@@ -231,12 +233,11 @@ class BlockPool:
         fitting = np.flatnonzero(lengths >= num_blocks)
         if len(fitting):  # best fit: keep the long runs whole
             start = starts[fitting[np.argmin(lengths[fitting])]]
-            picked: list[int] = free_ids[start : start + num_blocks].tolist()
-            return picked
-        picked = []
-        for run in np.argsort(-lengths, kind="stable"):
-            wanted = min(num_blocks - len(picked), int(lengths[run]))
-            picked += free_ids[starts[run] : starts[run] + wanted].tolist()
-            if len(picked) == num_blocks:
-                break
-        return picked
+            return free_ids[start : start + num_blocks].tolist()  # type: ignore[no-any-return]
+        longest_first = np.argsort(-lengths, kind="stable")
+        ends = np.cumsum(lengths[longest_first])
+        used = longest_first[: np.searchsorted(ends, num_blocks) + 1]
+        counts = lengths[used]
+        counts[-1] -= ends[len(used) - 1] - num_blocks
+        begins = starts[used] - (np.cumsum(counts) - counts)  # in free_ids, less how many were picked before
+        return free_ids[np.repeat(begins, counts) + np.arange(num_blocks)].tolist()  # type: ignore[no-any-return]
