@@ -138,8 +138,12 @@ def test_a_load_that_fails_lets_launches_go_on(monkeypatch: pytest.MonkeyPatch) 
 
 def test_little_is_queued_and_never_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[object] = []
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(Event, "synchronize", lambda self: waited.append(self))
+
+    class Waited(Event):
+        def synchronize(self) -> None:
+            waited.append(self)
+
+    monkeypatch.setattr(torch.cuda, "Event", Waited)
     pacer, mib = cuda_host_store._Pacer(SimpleNamespace()), 1 << 20  # type: ignore[arg-type]
     for size, num_waits in ((32, 0), (32, 0), (16, 1), (16, 1), (32, 2), (48, 4), (90, 5), (90, 6)):
         pacer.make_room(size * mib)
