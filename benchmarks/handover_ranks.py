@@ -134,8 +134,8 @@ class SinkRank:
         self._memory.blocks[list(local)] = 0
 
     def copy(self, local: Sequence[int], remote: Sequence[int]) -> float:
-        """Seconds for as many bytes without a connector: in one piece from each GPU that is read from, or block by block
-        in host memory."""
+        """Seconds for as many bytes without a connector: a piece from each GPU that is read from, or block by block in
+        host memory."""
         num_bytes = len(local) * self._memory.block_bytes
         if self._memory.kind is MemoryKind.VRAM:
             return self._copy_between_gpus(num_bytes)
