@@ -7,7 +7,7 @@ import secrets
 import select
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,9 @@ def python_with_lmcache() -> Path:
         pytest.skip(f"LMCache's server can't be run here: {error}")
 
 
-def segments() -> set[str]:
-    return {path.name for path in SEGMENTS.glob(f"{PREFIX}*")}
+def segments_of(keepers: Iterable[int]) -> set[str]:
+    """Shared memory of the servers that these processes have watched."""
+    return {path.name for pid in keepers for path in SEGMENTS.glob(f"{PREFIX}{pid}-*")}
 
 
 class ProbedServer:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_server import python_with_lmcache, segments
+from lmcache_server import python_with_lmcache, segments_of
 from serving import wait_for_news, wait_until_quiet, worker_metrics
 from splitserve.config import EngineConfig
 from splitserve.orchestration.host import LMCACHE, ChildProgress
@@ -68,12 +68,14 @@ def availability(url: str) -> dict[str, bool]:
 
 @contextmanager
 def watched(model: Path, shape: dict[str, int], **engine: Any) -> Iterator[Watched]:
-    before = segments()
     made = Watched(model, shape, **engine)
     with made.cluster as running, running.supervised():
         made.wait_for_server(1)
+        keepers = {running.pids[LMCACHE]}
+        assert segments_of(keepers)
         yield made
-    assert segments() <= before, "its shared memory is still there"
+        keepers.add(running.pids[LMCACHE])
+    assert not segments_of(keepers), "its shared memory is still there"
     assert not any(is_alive(pid) for pid in made.servers)
 
 

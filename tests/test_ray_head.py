@@ -19,7 +19,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture
-def spec(tiny_qwen3: Path, tmp_path: Path) -> str:
+def spec(tiny_qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # other tests run beside these, and Ray's would wait for them
     path = tmp_path / "spec.yaml"
     path.write_text(f"""
 name: home
