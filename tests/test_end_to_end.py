@@ -121,18 +121,17 @@ def test_drawn_tokens_depend_on_the_seed_alone(
     assert all(each == tokens for each in drawn.values()), "not by where it runs"
 
 
-def test_preemption_changes_no_token(tiny_qwen3: Path) -> None:
+@pytest.mark.parametrize("running", EACH[1:2], indirect=True, ids="-".join, scope="module")
+def test_preemption_changes_no_token(running: tuple[LocalCluster, Path]) -> None:
     """A pool too small for all sequences at once: some are preempted and recomputed."""
-    prompts = [prompt[:60] for prompt in make_prompts()]
-    bodies = [body(tiny_qwen3, prompt, max_tokens=80) for prompt in prompts]
-    tokens = []
-    for num_blocks in (1000, 30):
-        with cluster(tiny_qwen3, "1P1D", kv_memory_bytes=num_blocks * 65536, max_model_len=256) as running:
-            answers = complete_all(running.url, bodies, at_once=True)
-            tokens.append([answer["choices"][0]["token_ids"] for answer in answers])
-            metrics = wait_until_quiet(running.url)
-    assert metrics["decode-0"]["preemptions_total"] > 0
-    assert tokens[0] == tokens[1]
+    plenty, model = running
+    bodies = [body(model, prompt[:60], max_tokens=80) for prompt in make_prompts()]
+    with cluster(model, "1P1D", kv_memory_bytes=30 * 65536, max_model_len=256) as small:
+        expected, answers = (complete_all(each.url, bodies, at_once=True) for each in (plenty, small))
+        assert wait_until_quiet(small.url)["decode-0"]["preemptions_total"] > 0
+    assert wait_until_quiet(plenty.url)["decode-0"]["preemptions_total"] == 0
+    for ours, theirs in zip(answers, expected, strict=True):
+        assert ours["choices"][0]["token_ids"] == theirs["choices"][0]["token_ids"]
 
 
 def test_a_thousand_requests_with_a_third_aborted_leave_nothing(tiny_qwen3: Path) -> None:
