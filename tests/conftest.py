@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -20,6 +21,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.register_profile("same", settings.get_profile("random"), derandomize=True)
 settings.load_profile("same")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """pytest-xdist asks for it."""
+    from lanes import Lanes
+
+    return Lanes(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
