@@ -10,6 +10,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Self
 
 import numpy as np
 import torch
@@ -38,13 +39,21 @@ MEASURED_ROUNDS = 5
 
 
 class _Pacer:
-    """Bounds what is queued on a stream. Its waits sleep rather than spin: the engine loop needs the core, and the
-    GIL."""
+    """Bounds what is queued on a stream; at the end of its ``with`` statement nothing is, whether or not it failed. Its
+    waits sleep rather than spin: the engine loop needs the core, and the GIL."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
         self._pieces: deque[tuple[torch.cuda.Event, int]] = deque()
         self._num_bytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.queued(0)  # behind what was queued for a piece that failed, too
+        while self._pieces:
+            self._wait_for_first()
 
     def make_room(self, num_bytes: int) -> None:
         """Wait until so many may be queued; one piece more than the one that is being copied always may."""
@@ -58,11 +67,6 @@ class _Pacer:
         self._pieces.append((event, num_bytes))
         self._num_bytes += num_bytes
         return event
-
-    def finish(self) -> None:
-        """Wait for all."""
-        while self._pieces:
-            self._wait_for_first()
 
     def _wait_for_first(self) -> None:
         event, num_bytes = self._pieces.popleft()
@@ -126,8 +130,7 @@ class CudaHostStore:
         """A group of layers of all blocks, then the next one; returns when it's over."""
         layer_bytes = self._blocks.shape[1] // gates.num_layers
         num_left, is_told = len(block_ids) * self._blocks.shape[1], False
-        pacer = _Pacer(self._up)
-        with torch.cuda.device(self._device), torch.cuda.stream(self._up):
+        with torch.cuda.device(self._device), torch.cuda.stream(self._up), _Pacer(self._up) as pacer:
             pacer.queued(0)  # before the driver is called directly, this thread needs the device's context
             for group in gates.groups:
                 size = max(1, PIECE_BYTES // (group.num_layers * layer_bytes))
@@ -143,7 +146,6 @@ class CudaHostStore:
                     num_left -= num_bytes
                     if first + size >= len(block_ids):
                         gates.queued(copy_id, group, event)
-            pacer.finish()
 
     def _queue_layers(self, group: LayerGroup, block_ids: Sequence[int], slots: Sequence[int]) -> None:
         """Copies of these layers of the blocks: neighbours on both sides are rows of one."""
@@ -185,9 +187,8 @@ class CudaHostStore:
     ) -> None:
         """Between ``blocks`` [n, block_bytes] of the device and the slots; returns when it's over."""
         size = max(1, PIECE_BYTES // blocks.shape[1])
-        pacer = _Pacer(stream)
         kept = []
-        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+        with torch.cuda.device(self._device), torch.cuda.stream(stream), _Pacer(stream) as pacer:
             for first in range(0, len(block_ids), size):
                 piece = block_ids[first : first + size], slots[first : first + size]
                 num_bytes = len(piece[0]) * blocks.shape[1]
@@ -197,7 +198,6 @@ class CudaHostStore:
                 else:
                     self._by_engine(blocks, *piece, is_load=is_load)
                 pacer.queued(num_bytes)
-            pacer.finish()
         del kept
 
     def _by_engine(self, blocks: Tensor, block_ids: Sequence[int], slots: Sequence[int], *, is_load: bool) -> None:

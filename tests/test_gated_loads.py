@@ -144,13 +144,44 @@ def test_little_is_queued_and_never_nothing(monkeypatch: pytest.MonkeyPatch) -> 
             waited.append(self)
 
     monkeypatch.setattr(torch.cuda, "Event", Waited)
-    pacer, mib = cuda_host_store._Pacer(SimpleNamespace()), 1 << 20  # type: ignore[arg-type]
-    for size, num_waits in ((32, 0), (32, 0), (16, 1), (16, 1), (32, 2), (48, 4), (90, 5), (90, 6)):
-        pacer.make_room(size * mib)
-        pacer.queued(size * mib)
-        assert len(waited) == num_waits
-    pacer.finish()
-    assert len(waited) == 8
+    mib = 1 << 20
+    with cuda_host_store._Pacer(SimpleNamespace()) as pacer:  # type: ignore[arg-type]
+        for size, num_waits in ((32, 0), (32, 0), (16, 1), (16, 1), (32, 2), (48, 4), (90, 5), (90, 6)):
+            pacer.make_room(size * mib)
+            pacer.queued(size * mib)
+            assert len(waited) == num_waits
+    assert len(waited) == 9, "all, and the end"
+
+
+@pytest.mark.parametrize("copy", ["gated load", "load", "store"])
+def test_nothing_is_under_way_after_a_failure(monkeypatch: pytest.MonkeyPatch, copy: str) -> None:
+    """Whoever asked for it takes the blocks back at once; and steps that wait are told no earlier."""
+    memory, gates = KVMemory(LayoutRecord("m", "w", "float32", 2, NUM_LAYERS, 2, 4), 12), LoadGates(NUM_LAYERS)
+    store = make_store(monkeypatch, memory, 9, gates, None)
+    store._down = store._up
+    monkeypatch.setattr(cuda_host_store, "PIECE_BYTES", 1)
+    done: list[str] = []
+
+    class Recorded(Event):
+        def record(self, stream: Any) -> None:
+            done.append("recorded")
+
+        def synchronize(self) -> None:
+            done.append("over")
+
+    monkeypatch.setattr(torch.cuda, "Event", Recorded)
+    monkeypatch.setattr(LoadGates, "close", lambda self, copy_id: done.append("closed"))
+    pieces = iter((None, None))
+    for name in ("_by_engine", "_queue_layers"):  # at the third piece: StopIteration
+        monkeypatch.setattr(store, name, lambda *_, **__: next(pieces))
+    block_ids, slots = [1, 2, 3], [1, 2, 3]
+    with pytest.raises(StopIteration):
+        if copy == "gated load":
+            store.load_gated(COPY_ID, block_ids, slots, lambda: None)
+        else:
+            (store.load if copy == "load" else store.store)(block_ids, slots, [])
+    assert done.count("recorded") == done.count("over") > 1
+    assert done[-1] == ("closed" if copy == "gated load" else "over")
 
 
 # ---- launches, without a device's stream ----
