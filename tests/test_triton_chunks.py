@@ -250,3 +250,20 @@ def test_a_captured_step_follows_its_plan(num_decodes: int) -> None:
         stream.synchronize()
         assert out is not None
         assert_right(out[:num_rows], shape, case)
+
+
+def test_fixed_arrays_are_filled_in_place() -> None:
+    """Each ends in zeros; of the last one, nothing is touched beyond what came."""
+    sizes = (33, 5, 64, 40)
+    fixed = triton_plans.FixedArrays(sizes, DEVICE)
+    places = [array.data_ptr() for array in fixed.arrays]
+    assert [place % 128 for place in places] == [places[0] % 128] * len(sizes)
+    for lengths in ((33, 5, 64, 40), (20, 0, 63, 7), (1, 5, 2, 39)):
+        last = fixed.arrays[-1].tolist()
+        arrays = [np.arange(1, length + 1, dtype=np.int32) for length in lengths]
+        fixed.fill(arrays)
+        *others, filled = [array.tolist() for array in fixed.arrays]
+        for array, numbers, size in zip(arrays, others, sizes, strict=False):
+            assert numbers == array.tolist() + [0] * (size - len(array))
+        assert filled == arrays[-1].tolist() + last[lengths[-1] :]
+    assert [array.data_ptr() for array in fixed.arrays] == places
