@@ -7,6 +7,7 @@ runs, so that ``--help`` is instant. An error that the user can mend is one line
 import argparse
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -240,7 +241,12 @@ def _demo_model(options: argparse.Namespace) -> int:
 
 
 def _main_of(module: str, arguments: list[str]) -> int:
-    status: int = importlib.import_module(module).main(arguments)
+    """SIGTERM ends it in order, as Ctrl-C does: a worker that a bench has frozen would be left for ever."""
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        status: int = importlib.import_module(module).main(arguments)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
     return status
 
 

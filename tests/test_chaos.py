@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +34,26 @@ def test_a_short_storm_changes_no_answer_and_leaves_nothing(transport: str) -> N
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     assert "ok   all requests complete with the quiet run's tokens" in done.stdout
+
+
+def test_sigterm_in_a_storm_leaves_no_frozen_worker() -> None:
+    """A process that is stopped hears of nothing, not even of its parent's end."""
+    command = [sys.executable, "-m", "splitserve.orchestration.cli", "bench", "chaos", "--faults", "freeze"]
+    command += ["--duration", "60", "--warm-up", "0", "--cases", "4", "--streams", "4", "--pause-seconds", "0.1"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as bench:
+        started = time.monotonic()
+        workers: list[psutil.Process] = []
+        while psutil.STATUS_STOPPED not in [worker.status() for worker in workers]:
+            assert bench.poll() is None and time.monotonic() < started + 120, "no worker was frozen"
+            time.sleep(0.05)
+            workers = psutil.Process(bench.pid).children(recursive=True)
+        bench.terminate()
+        status = bench.wait(60)
+    gone, left = psutil.wait_procs(workers, timeout=10)
+    for worker in left:
+        worker.kill()
+    assert gone and not left
+    assert status == 130
 
 
 def answer(**fields: object) -> Answer:
