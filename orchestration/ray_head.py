@@ -29,8 +29,9 @@ STOP_SECONDS = 5.0
 ORPHAN_SECONDS = 3.0  # for those whose head is gone to notice that by themselves
 _TEMP_PREFIX = "splitserve-ray-"
 _LOG = "start.log"
-# Ray would kill workers, again and again, while other programs fill the machine's memory.
-_DEFAULTS = {"RAY_memory_monitor_refresh_ms": "0"}
+# Ray would kill workers, again and again, while other programs fill the machine's memory; and let whatever else runs go
+# before them, which tokens would wait for.
+_DEFAULTS = {"RAY_memory_monitor_refresh_ms": "0", "RAY_worker_niceness": "0"}
 
 
 class RayHeadError(SplitserveError):

@@ -19,8 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture
-def spec(tiny_qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("RAY_worker_niceness", "0")  # other tests run beside these, and Ray's would wait for them
+def spec(tiny_qwen3: Path, tmp_path: Path) -> str:
     path = tmp_path / "spec.yaml"
     path.write_text(f"""
 name: home
@@ -58,6 +57,7 @@ def test_a_cluster_whose_ray_head_was_killed(spec: str, state: Path, tiny_qwen3:
     folders = shared_memory_of(processes)
     assert len(processes) > 5, "Ray's, their agents, a router and two workers"
     assert len(folders) == 2 and all(folder.is_dir() for folder in folders)
+    assert {process.nice() for process in processes} == {os.nice(0)}, "workers give way to others"
     os.kill(record["head_pid"], signal.SIGKILL)
     assert "the Ray head that was started for it has ended" in splitserve("down")
     psutil.wait_procs(processes, PATIENCE_SECONDS)
