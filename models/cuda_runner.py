@@ -164,13 +164,14 @@ class CudaRunner(ModelRunner):
 
     def _logits(self, chunks: Sequence[ScheduledChunk]) -> Tensor | None:
         """Float logits [R, vocab] of the chunks that draw, or None if there are none."""
+        gates = [copy_id for chunk in chunks for copy_id in chunk.gates]
         if (size := self._graph_size(chunks)) is not None:
             for layer in self._first_layers:
-                self._wait_for_copies(chunks, layer)
+                self._wait_for_copies(gates, layer)
             return self._replay(chunks, size)
         if (mixed := self._mixed_size(chunks)) is not None:
-            return self._replay_mixed(chunks, mixed)
-        return self._eager(chunks)
+            return self._replay_mixed(chunks, mixed, gates)
+        return self._eager(chunks, gates)
 
     # ---- waiting for copies ----
 
@@ -179,29 +180,28 @@ class CudaRunner(ModelRunner):
         """Where groups of layers begin that are copied one after the other."""
         return self._gates.first_layers if self._gates is not None else [0]
 
-    def _wait_for_copies(self, chunks: Sequence[ScheduledChunk], first_layer: int) -> None:
-        """What follows in the stream reads blocks of the group of layers that begins there."""
-        for chunk in chunks:
-            for copy_id in chunk.gates:
-                assert self._gates is not None, "a step waits for copies, but nobody tells of any"
-                event = self._gates.event(copy_id, first_layer)
-                if event is not None:
-                    self._stream.wait_event(event)
+    def _wait_for_copies(self, gates: Sequence[int], first_layer: int) -> None:
+        """What follows in the stream reads blocks of the group of layers that begins there. ``gates``: the copies."""
+        for copy_id in gates:
+            assert self._gates is not None, "a step waits for copies, but nobody tells of any"
+            event = self._gates.event(copy_id, first_layer)
+            if event is not None:
+                self._stream.wait_event(event)
 
-    def _waiting(self, chunks: Sequence[ScheduledChunk]) -> BeforeLayer | None:
+    def _waiting(self, gates: Sequence[int]) -> BeforeLayer | None:
         """What an eager step calls before each layer."""
-        if not any(chunk.gates for chunk in chunks):
+        if not gates:
             return None
 
         def wait(layer: int) -> None:
             if layer in self._first_layers:
-                self._wait_for_copies(chunks, layer)
+                self._wait_for_copies(gates, layer)
 
         return wait
 
     # ---- eager ----
 
-    def _eager(self, chunks: Sequence[ScheduledChunk]) -> Tensor | None:
+    def _eager(self, chunks: Sequence[ScheduledChunk], gates: Sequence[int]) -> Tensor | None:
         """Any step."""
         num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
         flat = np.empty((4, num_tokens), dtype=np.int64)
@@ -210,7 +210,7 @@ class CudaRunner(ModelRunner):
         on_device = packed.to(self.model.device, non_blocking=True)
         inputs = on_device[: 4 * num_tokens].view(4, num_tokens)
         batch = self._forward_batch(inputs, on_device[4 * num_tokens :], self._attention.plan(_paged_batch(chunks)))
-        return self.model.forward(batch, self._kv_layers, self._attention, self._waiting(chunks))
+        return self.model.forward(batch, self._kv_layers, self._attention, self._waiting(gates))
 
     def _flatten(self, chunks: Sequence[ScheduledChunk], out: Int64Array) -> Int64Array:
         """Fills ``out`` [4, T] as :class:`_DecodeGraph` has it; returns the rows that draw."""
@@ -280,11 +280,11 @@ class CudaRunner(ModelRunner):
         )
         return min(fitting, key=sum, default=None)
 
-    def _replay_mixed(self, chunks: Sequence[ScheduledChunk], size: MixedSize) -> Tensor:
+    def _replay_mixed(self, chunks: Sequence[ScheduledChunk], size: MixedSize, gates: Sequence[int]) -> Tensor:
         graph = self._mixed_graphs[size]
         self._fill_mixed(graph.inputs, graph.plan, chunks, size)
         for first_layer, part in graph.parts.items():
-            self._wait_for_copies(chunks, first_layer)
+            self._wait_for_copies(gates, first_layer)
             part.replay()
         return graph.logits[: sum(chunk.sample is not None for chunk in chunks)]
 
