@@ -116,11 +116,11 @@ def _times(group: Collectives, arguments: argparse.Namespace, device: torch.devi
 
 
 def _gloo_time(group: Collectives, num_bytes: int, dtype: torch.dtype) -> Measured:
-    residual, partial = (torch.zeros(num_bytes // dtype.itemsize, dtype=dtype) for _ in range(2))
-    group.add_reduced(residual, partial)
+    residual, parts = (torch.zeros((1, num_bytes // dtype.itemsize), dtype=dtype) for _ in range(2))
+    group.add_reduced(residual[0], parts)
     started = time.perf_counter()
     for _ in range(_GLOO_CALLS):
-        group.add_reduced(residual, partial)
+        group.add_reduced(residual[0], parts)
     return Measured(num_bytes, {"gloo": 1e6 * (time.perf_counter() - started) / _GLOO_CALLS})
 
 

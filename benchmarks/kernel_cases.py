@@ -127,7 +127,7 @@ def _prepare_qkv(target: Target, rows: int) -> Iterator[Case]:
     cos, sin = angles.cos().to(target.dtype), angles.sin().to(target.dtype)
     rotation = torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)
     num_bytes = 2 * rows * (heads + 2 * kv_heads) * head_dim * target.dtype.itemsize
-    inputs = target.copies(num_bytes, lambda: target.normal(rows, heads + 2 * kv_heads, head_dim))
+    inputs = target.copies(num_bytes, lambda: target.normal(1, rows, heads + 2 * kv_heads, head_dim))
 
     def make_calls(kernels: Kernels) -> list[Call]:
         prepare = partial(kernels.prepare_qkv, kv_layer=kv_layer, slots=slots)

@@ -125,6 +125,11 @@ class Linear(Protocol):
         """-> [T, out_features]."""
         ...
 
+    def parts(self, x: Tensor) -> Tensor:
+        """-> [S, T, out_features], whose sum over S is the product: for who adds it up while reading it. One part is in
+        the dtype of ``x``, several are in float32."""
+        ...
+
     def add_to(self, residual: Tensor, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor | None:
         """``residual`` [T, out_features] += the product, in place.
 
@@ -137,6 +142,10 @@ class Linear(Protocol):
 
         ``normed``: that ``x``, where there is one already (:meth:`add_to`).
         """
+        ...
+
+    def parts_after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
+        """As ``after_norm``, -> :meth:`parts`."""
         ...
 
     def gated_after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
@@ -162,7 +171,8 @@ class PrepareQkv(Protocol):
         kv_layer: Tensor,
         slots: Tensor,
     ) -> Tensor:
-        """Norm, rotation and KV write between the projection ``qkv`` [T, H + 2 * G, D] and attention.
+        """Norm, rotation and KV write between the projection and attention. ``qkv`` [S, T, H + 2 * G, D] are its parts
+        (:meth:`Linear.parts`); what is added up is rounded to the dtype of ``rotation``.
 
         Normalises queries and keys by ``qk_norm`` [H + G, D] if there is one, rotates the halves of each of their heads
         (the "neox" order) by ``rotation`` (cos, sin: [T, D]), writes keys and values into ``kv_layer`` [num_blocks, G,

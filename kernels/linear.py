@@ -5,6 +5,8 @@ Measured on two AVX-512 cores (AMD EPYC, float32, weights larger than the cache)
 ``F.linear`` from 1 to 16 rows, 2.2 times at 512 rows.
 """
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor
 
@@ -15,52 +17,62 @@ from splitserve.kernels.api import RmsNorm, SiluMul
 _LAYOUT_ROWS = 128
 
 
-class PlainLinear:
-    """The weight as it is, [out_features, in_features]: any device, any dtype. See :class:`kernels.api.Linear`."""
+class UnfusedLinear(ABC):
+    """Whose product is one operation, and what stands around it others. See :class:`kernels.api.Linear`."""
 
-    def __init__(self, weight: Tensor, *, rms_norm: RmsNorm, silu_mul: SiluMul) -> None:
-        self.weight = weight
-        self.out_features, self.in_features = weight.shape
+    def __init__(self, shape: torch.Size, rms_norm: RmsNorm, silu_mul: SiluMul) -> None:
+        self.out_features, self.in_features = shape
         self._rms_norm = rms_norm
         self._silu_mul = silu_mul
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.linear(x, self.weight)
+    @abstractmethod
+    def __call__(self, x: Tensor) -> Tensor: ...
 
-    def add_to(self, residual: Tensor, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> None:  # noqa: ARG002
-        torch.addmm(residual, x, self.weight.t(), out=residual)
+    def parts(self, x: Tensor) -> Tensor:
+        return self(x).unsqueeze(0)
+
+    def add_to(self, residual: Tensor, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor | None:  # noqa: ARG002
+        residual.add_(self(x))
+        return None
 
     def after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
         return self(self._rms_norm(x, norm, eps) if normed is None else normed)
+
+    def parts_after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
+        return self.after_norm(x, norm, eps, normed).unsqueeze(0)
 
     def gated_after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
         return self._silu_mul(self.after_norm(x, norm, eps, normed))
 
 
-class OneDnnLinear:
+class PlainLinear(UnfusedLinear):
+    """The weight as it is, [out_features, in_features]: any device, any dtype. See :class:`kernels.api.Linear`."""
+
+    def __init__(self, weight: Tensor, *, rms_norm: RmsNorm, silu_mul: SiluMul) -> None:
+        super().__init__(weight.shape, rms_norm, silu_mul)
+        self.weight = weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, self.weight)
+
+    def add_to(self, residual: Tensor, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor | None:  # noqa: ARG002
+        torch.addmm(residual, x, self.weight.t(), out=residual)
+        return None
+
+
+class OneDnnLinear(UnfusedLinear):
     """A copy of the weight, [out_features, in_features], in oneDNN's blocked layout. CPU, float32 or bfloat16.
 
     See :class:`kernels.api.Linear`.
     """
 
     def __init__(self, weight: Tensor, *, rms_norm: RmsNorm, silu_mul: SiluMul) -> None:
-        self.out_features, self.in_features = weight.shape
+        super().__init__(weight.shape, rms_norm, silu_mul)
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _LAYOUT_ROWS)
-        self._rms_norm = rms_norm
-        self._silu_mul = silu_mul
 
     def __call__(self, x: Tensor) -> Tensor:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")
         return out
-
-    def add_to(self, residual: Tensor, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> None:  # noqa: ARG002
-        residual.add_(self(x))
-
-    def after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
-        return self(self._rms_norm(x, norm, eps) if normed is None else normed)
-
-    def gated_after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
-        return self._silu_mul(self.after_norm(x, norm, eps, normed))
 
 
 def onednn_unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:

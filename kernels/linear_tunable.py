@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -34,6 +35,7 @@ _SOME_ROWS = [
     LinearLaunch(64, 256, 64, 1, 4, 4, 0, tma=True),
     # Wide tiles in parts: each of many narrow ones reads all inputs, which may be more than all weights together.
     LinearLaunch(64, 64, 128, 2, 4, 4, 512),
+    LinearLaunch(64, 64, 128, 2, 4, 5, 128, tma=True, joined=False),
     LinearLaunch(64, 128, 64, 4, 4, 5, 128, tma=True),
 ]
 _MANY_ROWS = [LinearLaunch(128, 128, 64, 1, 8, 4, 0, tma=True), LinearLaunch(128, 256, 64, 1, 8, 3, 0, tma=True)]
@@ -77,16 +79,18 @@ class LinearCase:
     def __init__(self, variant: Variant, target: TuneTarget, out_features: int, in_features: int, rows: int) -> None:
         self._variant, self._rows = variant, rows
         self._is_shard = target.is_shard  # then the sum over ranks has normalised the rows already
+        self._has_reader = variant != "gated" and out_features != target.model.vocab_size
         self._width = 1 + (variant == "gated")
         count = num_copies(out_features * in_features * target.dtype.itemsize, target.device)
         self._weights = [_random(target, out_features, in_features, std=in_features**-0.5) for _ in range(count)]
         self._x = _random(target, rows, in_features)
         self._norm = _random(target, in_features)
         self._residual = _random(target, rows, out_features)
+        self._next_norm = _random(target, out_features)
 
     @property
     def num_bytes(self) -> int:
-        outputs = self._residual.nbytes // self._width * (1 + (self._variant == "add"))
+        outputs = self._residual.nbytes // self._width * (1 + self._has_reader)
         return int(self._weights[0].nbytes + self._x.nbytes + outputs)
 
     def candidates(self, best: Params) -> list[Params]:
@@ -125,6 +129,7 @@ class LinearCase:
             ]
             found += [replace(launch, prefetch=count) for count in (0, 128, 512, 2048)]
             found += [replace(launch, tma=tma) for tma in (False, True)]
+            found += [replace(launch, joined=joined) for joined in (False, True)]
         return found
 
     def _fits(self, launch: LinearLaunch) -> bool:
@@ -138,6 +143,8 @@ class LinearCase:
         has_room = _MIN_SHARED_BYTES <= shared <= _MAX_SHARED_BYTES and launch.block_m * width <= 128 * 256
         if launch.split_k > 1 and (launch.split_k > _MAX_SPLIT_K or self._rows > launch.block_m):
             return False
+        if not launch.joined and (launch.split_k == 1 or not self._has_reader):
+            return False
         return has_room and launch.num_stages >= 2 and launch.num_warps >= 4 and launch.block_n >= 16
 
     def calls(self) -> list[Callable[[], Tensor]]:
@@ -146,19 +153,23 @@ class LinearCase:
     def _call(self, kind: type[PlainLinear], weight: Tensor) -> Callable[[], Tensor]:
         linear = kind(weight, rms_norm=triton_ops.rms_norm, silu_mul=triton_ops.silu_mul)
         normed = triton_ops.rms_norm(self._x, self._norm, _EPS) if self._is_shard else None
-        if self._variant == "norm":
-            return lambda: linear.after_norm(self._x, self._norm, _EPS, normed)
         if self._variant == "gated":
             return lambda: linear.gated_after_norm(self._x, self._norm, _EPS, normed)
-        if self._variant == "plain":
-            return lambda: linear(self._x)
-        residual = self._residual.clone()
+        if not self._has_reader:
+            return lambda: linear.after_norm(self._x, self._norm, _EPS, normed)
+        return partial(self._product_and_reader, linear, normed, self._residual.clone())
 
-        def add() -> Tensor:
-            linear.add_to(residual, self._x)
-            return residual
-
-        return add
+    def _product_and_reader(self, linear: PlainLinear, normed: Tensor | None, residual: Tensor) -> Tensor:
+        """With the kernel that follows it in a step, or one that reads as much: it may add up the product's parts."""
+        if self._variant == "add":
+            if linear.add_to(residual, self._x, self._next_norm, _EPS) is None:
+                triton_ops.rms_norm(residual, self._next_norm, _EPS)
+        elif self._variant == "norm":
+            parts = linear.parts_after_norm(self._x, self._norm, _EPS, normed)
+            triton_ops.add_parts(residual, parts, self._next_norm, _EPS)
+        else:
+            triton_ops.add_parts(residual, linear.parts(self._x), self._next_norm, _EPS)
+        return residual
 
     def expected(self) -> Tensor:
         weight = self._weights[0].float()
@@ -166,7 +177,7 @@ class LinearCase:
         product = x.float() @ weight.T
         if self._variant == "gated":
             product = reference.silu_mul(product)
-        if self._variant == "add":
+        if self._has_reader:
             product += self._residual.float()
         result: Tensor = product.to(self._x.dtype)
         return result

@@ -56,6 +56,7 @@ def prepare_qkv(
     slots: Tensor,
 ) -> Tensor:
     """See :class:`splitserve.kernels.api.PrepareQkv`."""
+    qkv = join_parts(qkv, rotation[0].dtype)
     num_kv_heads = kv_layer.shape[1]
     num_rotated = qkv.shape[1] - num_kv_heads
     rotated = qkv[:, :num_rotated]
@@ -65,6 +66,11 @@ def prepare_qkv(
     num_heads = num_rotated - num_kv_heads
     kv_write(kv_layer, rotated[:, num_heads:], qkv[:, num_rotated:], slots)
     return rotated[:, :num_heads]
+
+
+def join_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum of :meth:`splitserve.kernels.api.Linear.parts` over their first dimension, in ``dtype``."""
+    return parts[0] if parts.shape[0] == 1 else parts.sum(0).to(dtype)
 
 
 def kv_write(kv_layer: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:

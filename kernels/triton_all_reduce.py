@@ -32,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from splitserve.kernels.triton_launch import overlapped, wait
-from splitserve.kernels.triton_ops import normalised
+from splitserve.kernels.triton_ops import normalised, sum_of_parts
 
 PROGRAMS = 64
 """Of every launch, whatever its size: their counters must stay in step. Few enough to run at once on any GPU."""
@@ -78,12 +78,13 @@ def buffer_bytes(capacity_bytes: int, size: int) -> int:
 def one_shot_add(
     memory: PeerMemory,
     residual: Tensor,
-    partial: Tensor,
+    parts: Tensor,
     max_spins: int = 0,
     norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor | None:
-    """``residual`` += the sum of all ranks' ``partial``, both contiguous, of one shape and dtype.
+    """``residual`` += the sum of all ranks' ``parts``, both contiguous. ``parts`` [S, *residual's] are added up first, in
+    float32, and their sum rounded to the residual's dtype (:meth:`splitserve.kernels.api.Linear.parts`).
 
     With ``norm`` [N], for a residual [T, N]: returns it RMS-normalised (:class:`splitserve.kernels.api.RmsNorm`), where
     its rows aren't too long for that, else None.
@@ -91,26 +92,26 @@ def one_shot_add(
     All ranks call it (or :func:`two_shot_add`) in the same order, for the same shapes. With ``max_spins`` a rank waits
     for no more than so many looks at a flag, after which the result is wrong: for trying out only.
     """
-    return _launch_with_norm(_one_shot_kernel, memory, residual, partial, max_spins, norm, eps, FLAG_BYTES=_FLAG_BYTES)
+    return _launch_with_norm(_one_shot_kernel, memory, residual, parts, max_spins, norm, eps, FLAG_BYTES=_FLAG_BYTES)
 
 
 def flagless_add(
     memory: PeerMemory,
     residual: Tensor,
-    partial: Tensor,
+    parts: Tensor,
     max_spins: int = 0,
     norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor | None:
     """See :func:`one_shot_add`. A sum of negative zeros becomes a positive one."""
-    return _launch_with_norm(_flagless_kernel, memory, residual, partial, max_spins, norm, eps)
+    return _launch_with_norm(_flagless_kernel, memory, residual, parts, max_spins, norm, eps)
 
 
 def _launch_with_norm(
     kernel,
     memory: PeerMemory,
     residual: Tensor,
-    partial: Tensor,
+    parts: Tensor,
     max_spins: int,
     norm: Tensor | None,
     eps: float,
@@ -125,15 +126,15 @@ def _launch_with_norm(
         memory.buffers,
         memory.calls,
         residual,
-        partial,
-        partial.numel(),
+        parts,
+        residual.numel(),
         residual if normed is None else norm,
         residual if normed is None else normed,
         eps,
         PART=part,
         HAS_NORM=normed is not None,
         **constants,
-        **_launch_options(memory, residual, partial, block, max_spins),
+        **_launch_options(memory, residual, parts, block, max_spins),
     )
     return normed
 
@@ -141,7 +142,7 @@ def _launch_with_norm(
 def two_shot_add(
     memory: PeerMemory,
     residual: Tensor,
-    partial: Tensor,
+    parts: Tensor,
     max_spins: int = 0,
     norm: Tensor | None = None,  # noqa: ARG001
     eps: float = 0.0,  # noqa: ARG001
@@ -151,21 +152,22 @@ def two_shot_add(
         memory.buffers,
         memory.calls,
         residual,
-        partial,
-        partial.numel(),
+        parts,
+        residual.numel(),
         FLAG_BYTES=_FLAG_BYTES,
-        **_launch_options(memory, residual, partial, _BLOCK, max_spins),
+        **_launch_options(memory, residual, parts, _BLOCK, max_spins),
     )
 
 
 def _launch_options(
-    memory: PeerMemory, residual: Tensor, partial: Tensor, block: int, max_spins: int
+    memory: PeerMemory, residual: Tensor, parts: Tensor, block: int, max_spins: int
 ) -> dict[str, Any]:
     """Of all kernels. ``block``: elements that a program has at a time, a power of two."""
-    assert residual.is_contiguous() and partial.is_contiguous()
-    assert residual.shape == partial.shape and residual.dtype == partial.dtype
-    assert partial.nbytes <= memory.capacity_bytes
+    assert residual.is_contiguous() and parts.is_contiguous()
+    assert residual.shape == parts.shape[1:] and parts.dtype in (residual.dtype, torch.float32)
+    assert residual.nbytes <= memory.capacity_bytes
     return {
+        "PARTS": parts.shape[0],
         "CAPACITY": memory.capacity_bytes,
         "RANK": memory.rank,
         "SIZE": memory.size,
@@ -173,7 +175,7 @@ def _launch_options(
         "NUM_PROGRAMS": PROGRAMS,
         "MAX_SPINS": max_spins,
         "num_warps": min(16, max(1, block // 256)),  # 8 elements a thread, 16 bytes of a narrow dtype
-        **overlapped(partial.device),
+        **overlapped(residual.device),
     }
 
 
@@ -209,13 +211,21 @@ def _meet(buffers, flags_at, target, like, RANK: tl.constexpr, SIZE: tl.constexp
 
 
 @triton.jit
+def _summand(parts, at, inside, num_elements, residual, PARTS: tl.constexpr):
+    """What this rank adds at the offsets ``at``, in the residual's dtype."""
+    return sum_of_parts(parts, at, inside, num_elements, PARTS).to(residual.dtype.element_ty)
+
+
+@triton.jit
 def _sum(
     buffers,
     half_at,
     residual,
-    partial,
+    parts,
     at,
     inside,
+    num_elements,
+    PARTS: tl.constexpr,
     CAPACITY: tl.constexpr,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
@@ -229,9 +239,9 @@ def _sum(
     total = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     for rank in tl.static_range(SIZE):
         if rank == RANK:
-            total += tl.load(partial + at, mask=inside, other=0.0).to(tl.float32)
+            total += _summand(parts, at, inside, num_elements, residual, PARTS).to(tl.float32)
         else:
-            summand = _at(buffers, RANK if PUSHED else rank, half_at + rank * CAPACITY, partial)
+            summand = _at(buffers, RANK if PUSHED else rank, half_at + rank * CAPACITY, residual)
             total += tl.load(summand + at, mask=inside, other=0.0).to(tl.float32)
     return total.to(residual.dtype.element_ty)
 
@@ -241,13 +251,14 @@ def _one_shot_kernel(
     buffers,
     calls,
     residual,
-    partial,
+    parts,
     num_elements,
     norm,
     normed,
     eps,
     PART: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    PARTS: tl.constexpr,
     CAPACITY: tl.constexpr,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
@@ -267,16 +278,18 @@ def _one_shot_kernel(
     for first in range(program * PART, num_elements, NUM_PROGRAMS * PART):
         at = first + within
         inside = (within < PART) & (at < num_elements)
-        summand = tl.load(partial + at, mask=inside)
+        summand = _summand(parts, at, inside, num_elements, residual, PARTS)
         for step in tl.static_range(1, SIZE):
-            slot = _at(buffers, (RANK + step) % SIZE, half_at + RANK * CAPACITY, partial)
+            slot = _at(buffers, (RANK + step) % SIZE, half_at + RANK * CAPACITY, residual)
             tl.store(slot + at, summand, mask=inside)
     flags_at = (2 * SIZE + 1) * CAPACITY + program * FLAG_BYTES
     _meet(buffers, flags_at, 2 * call + 1, calls, RANK, SIZE, MAX_SPINS)
     for first in range(program * PART, num_elements, NUM_PROGRAMS * PART):
         at = first + within
         inside = (within < PART) & (at < num_elements)
-        total = _sum(buffers, half_at, residual, partial, at, inside, CAPACITY, RANK, SIZE, PUSHED=True)
+        total = _sum(
+            buffers, half_at, residual, parts, at, inside, num_elements, PARTS, CAPACITY, RANK, SIZE, PUSHED=True
+        )
         tl.store(residual + at, total, mask=inside)
         if HAS_NORM:
             tl.store(normed + at, normalised(total, weight, eps, PART), mask=inside)
@@ -288,8 +301,9 @@ def _two_shot_kernel(
     buffers,
     calls,
     residual,
-    partial,
+    parts,
     num_elements,
+    PARTS: tl.constexpr,
     CAPACITY: tl.constexpr,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
@@ -305,14 +319,14 @@ def _two_shot_kernel(
     half_at = (call & 1) * (SIZE * CAPACITY)  # the counter wraps around
     results_at = 2 * SIZE * CAPACITY
     length = tl.cdiv(num_elements, 16 * SIZE) * 16  # of a rank's slice
-    published = _at(buffers, RANK, half_at + RANK * CAPACITY, partial)
+    published = _at(buffers, RANK, half_at + RANK * CAPACITY, residual)
     for step in tl.static_range(1, SIZE):
         start = (RANK + step) % SIZE * length
         end = tl.minimum(start + length, num_elements)
         for first in range(start + program * BLOCK, end, NUM_PROGRAMS * BLOCK):
             at = first + tl.arange(0, BLOCK)
             inside = at < end
-            tl.store(published + at, tl.load(partial + at, mask=inside), mask=inside)
+            tl.store(published + at, _summand(parts, at, inside, num_elements, residual, PARTS), mask=inside)
     flags_at = results_at + CAPACITY + program * FLAG_BYTES
     _meet(buffers, flags_at, 2 * call + 1, calls, RANK, SIZE, MAX_SPINS)
     start = RANK * length
@@ -320,12 +334,14 @@ def _two_shot_kernel(
     for first in range(start + program * BLOCK, end, NUM_PROGRAMS * BLOCK):
         at = first + tl.arange(0, BLOCK)
         inside = at < end
-        total = _sum(buffers, half_at, residual, partial, at, inside, CAPACITY, RANK, SIZE, PUSHED=False)
+        total = _sum(
+            buffers, half_at, residual, parts, at, inside, num_elements, PARTS, CAPACITY, RANK, SIZE, PUSHED=False
+        )
         tl.store(residual + at, total, mask=inside)
         for step in tl.static_range(1, SIZE):
-            tl.store(_at(buffers, (RANK + step) % SIZE, results_at, partial) + at, total, mask=inside)
+            tl.store(_at(buffers, (RANK + step) % SIZE, results_at, residual) + at, total, mask=inside)
     _meet(buffers, flags_at, 2 * call + 2, calls, RANK, SIZE, MAX_SPINS)
-    results = _at(buffers, RANK, results_at, partial)
+    results = _at(buffers, RANK, results_at, residual)
     for step in tl.static_range(1, SIZE):
         start = (RANK + step) % SIZE * length
         end = tl.minimum(start + length, num_elements)
@@ -371,13 +387,14 @@ def _flagless_kernel(
     buffers,
     calls,
     residual,
-    partial,
+    parts,
     num_elements,
     norm,
     normed,
     eps,
     PART: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    PARTS: tl.constexpr,
     CAPACITY: tl.constexpr,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
@@ -396,20 +413,20 @@ def _flagless_kernel(
     for first in range(program * PART, num_elements, NUM_PROGRAMS * PART):
         at = first + within
         inside = (within < PART) & (at < num_elements)
-        summand = _sendable(tl.load(partial + at, mask=inside, other=0.0))
+        summand = _sendable(_summand(parts, at, inside, num_elements, residual, PARTS))
         for step in tl.static_range(1, SIZE):
-            slot = _at(buffers, (RANK + step) % SIZE, slots_at + RANK * CAPACITY, partial)
+            slot = _at(buffers, (RANK + step) % SIZE, slots_at + RANK * CAPACITY, residual)
             tl.store(slot + at, summand, mask=inside)
-    _empty_last(buffers, calls, turn, partial, CAPACITY, RANK, SIZE, BLOCK, NUM_PROGRAMS)
+    _empty_last(buffers, calls, turn, residual, CAPACITY, RANK, SIZE, BLOCK, NUM_PROGRAMS)
     for first in range(program * PART, num_elements, NUM_PROGRAMS * PART):
         at = first + within
         inside = (within < PART) & (at < num_elements)
         total = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
         for rank in tl.static_range(SIZE):
             if rank == RANK:
-                total += _sendable(tl.load(partial + at, mask=inside, other=0.0)).to(tl.float32)
+                total += _sendable(_summand(parts, at, inside, num_elements, residual, PARTS)).to(tl.float32)
             else:
-                slot = _at(buffers, RANK, slots_at + rank * CAPACITY, partial)
+                slot = _at(buffers, RANK, slots_at + rank * CAPACITY, residual)
                 total += _arrived(slot + at, inside, MAX_SPINS).to(tl.float32)
         total = total.to(residual.dtype.element_ty)
         tl.store(residual + at, total, mask=inside)

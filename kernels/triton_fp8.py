@@ -12,6 +12,7 @@ from torch import Tensor
 
 from splitserve.kernels.api import RmsNorm, SiluMul
 from splitserve.kernels.fp8_linear import GROUP, Fp8Weight
+from splitserve.kernels.linear import UnfusedLinear
 
 FP8 = torch.float8_e4m3fn
 _LARGEST = 448.0  # of that format
@@ -55,34 +56,12 @@ def _quantise_kernel(
     tl.store(scales + row * tl.num_programs(1) + group, scale)
 
 
-class _Fp8Linear:
-    """What both kinds share. See :class:`splitserve.kernels.api.Linear`."""
-
-    def __init__(self, weight: Fp8Weight, *, rms_norm: RmsNorm, silu_mul: SiluMul) -> None:
-        self.out_features, self.in_features = weight.weight.shape
-        self._weight = weight.weight
-        self._rms_norm = rms_norm
-        self._silu_mul = silu_mul
-
-    def __call__(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def add_to(self, residual: Tensor, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> None:  # noqa: ARG002
-        residual.add_(self(x))
-
-    def after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
-        return self(self._rms_norm(x, norm, eps) if normed is None else normed)
-
-    def gated_after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
-        return self._silu_mul(self.after_norm(x, norm, eps, normed))
-
-
-class RowFp8Linear(_Fp8Linear):
+class RowFp8Linear(UnfusedLinear):
     """A scale per row of the weight, and of the activations: cuBLAS or CUTLASS, through PyTorch. bfloat16 only."""
 
     def __init__(self, weight: Fp8Weight, *, rms_norm: RmsNorm, silu_mul: SiluMul) -> None:
-        super().__init__(weight, rms_norm=rms_norm, silu_mul=silu_mul)
-        self._scales = weight.scales.view(1, -1).contiguous()
+        super().__init__(weight.weight.shape, rms_norm, silu_mul)
+        self._weight, self._scales = weight.weight, weight.scales.view(1, -1).contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
         quantised, scales = quantise_rows(x, self.in_features)
@@ -91,12 +70,12 @@ class RowFp8Linear(_Fp8Linear):
         )
 
 
-class BlockFp8Linear(_Fp8Linear):
+class BlockFp8Linear(UnfusedLinear):
     """A scale per :data:`GROUP` columns of a row of the weight, and of the activations."""
 
     def __init__(self, weight: Fp8Weight, *, rms_norm: RmsNorm, silu_mul: SiluMul) -> None:
-        super().__init__(weight, rms_norm=rms_norm, silu_mul=silu_mul)
-        self._scales = weight.scales.contiguous()
+        super().__init__(weight.weight.shape, rms_norm, silu_mul)
+        self._weight, self._scales = weight.weight, weight.scales.contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
         quantised, scales = quantise_rows(x, GROUP)

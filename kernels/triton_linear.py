@@ -3,7 +3,7 @@
 Two kernels, each with what stands around the product. ``_row_kernel`` is for a single row: weights go straight to
 registers, and RMS norm is a scale of the finished sum. ``_tile_kernel`` is for more, with matrix instructions; with
 ``split_k`` the last program of a tile to arrive adds up the parts, in their order, so that the result doesn't depend on
-who is last. Both fetch their first weights before they wait for the kernel that computes their input, so that memory is
+who is last; or the parts are left to what reads them (:meth:`splitserve.kernels.api.Linear.parts`). Both fetch their first weights before they wait for the kernel that computes their input, so that memory is
 busy while that one ends. For many rows cuBLAS is the better one. Launch parameters come from
 :mod:`splitserve.kernels.tuning`.
 """
@@ -22,6 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from splitserve.kernels.api import RmsNorm, SiluMul
 from splitserve.kernels.linear import PlainLinear
 from splitserve.kernels.triton_launch import overlapped, prefetch, wait
+from splitserve.kernels.triton_ops import add_parts
 from splitserve.kernels.tuning import shape_key, tuned
 
 Variant = Literal["plain", "add", "norm", "gated"]
@@ -37,7 +38,8 @@ class LinearLaunch:
     """How a product is launched. ``block_m`` 0 leaves it to cuBLAS, 1 takes the kernel for one row.
 
     ``block_n`` counts outputs, ``prefetch`` elements of each of the tile's weight rows, a power of two. ``tma``: the
-    bulk copy engine (compute capability 9.0) brings the weights. The defaults serve few rows of any shape.
+    bulk copy engine (compute capability 9.0) brings the weights. ``joined``: a product in parts is added up by its own
+    kernel, even where what reads it could do so. The defaults serve few rows of any shape.
     """
 
     block_m: int = 16
@@ -48,6 +50,7 @@ class LinearLaunch:
     num_stages: int = 4
     prefetch: int = 0
     tma: bool = False
+    joined: bool = True
 
 
 CUBLAS = LinearLaunch(block_m=0)
@@ -68,11 +71,17 @@ class TritonLinear(PlainLinear):
         launch(x, self.weight, out, params)
         return out
 
-    def add_to(self, residual: Tensor, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> None:  # noqa: ARG002
+    def parts(self, x: Tensor) -> Tensor:
+        params = self._params("plain", x)
+        return super().parts(x) if params is None or params.joined else self._apart(x, params)
+
+    def add_to(self, residual: Tensor, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor | None:
         if (params := self._params("add", x)) is None:
-            super().add_to(residual, x)
-        else:
-            launch(x, self.weight, residual, params, adds=True)
+            return super().add_to(residual, x)
+        if norm is not None and not params.joined:
+            return add_parts(residual, self._apart(x, params), norm, eps)
+        launch(x, self.weight, residual, params, adds=True)
+        return None
 
     def after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
         if (params := self._params("norm", x)) is None:
@@ -81,12 +90,23 @@ class TritonLinear(PlainLinear):
         self._launch_after_norm(x, out, norm, eps, normed, params, gated=False)
         return out
 
+    def parts_after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
+        params = self._params("norm", x)
+        if params is None or params.joined:
+            return super().parts_after_norm(x, norm, eps, normed)
+        return self._apart(self._rms_norm(x, norm, eps) if normed is None else normed, params)
+
     def gated_after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
         if (params := self._params("gated", x)) is None:
             return super().gated_after_norm(x, norm, eps, normed)
         out = torch.empty((x.shape[0], self.out_features // 2), dtype=x.dtype, device=x.device)
         self._launch_after_norm(x, out, norm, eps, normed, params, gated=True)
         return out
+
+    def _apart(self, x: Tensor, params: LinearLaunch) -> Tensor:
+        parts = torch.empty((params.split_k, x.shape[0], self.out_features), dtype=torch.float32, device=x.device)
+        launch(x, self.weight, parts, params)
+        return parts
 
     def _launch_after_norm(
         self,
@@ -142,9 +162,10 @@ def launch(
 ) -> None:
     """``x`` [T, K], ``weight`` [N, K] -> ``out`` [T, N]; [T, N / 2] if ``gated``; added to ``out`` if ``adds``.
 
-    Only the kernel for one row takes ``norm`` [K].
+    With ``out`` [``split_k``, T, N], in float32, the parts of the product stay apart. Only the kernel for one row takes
+    ``norm`` [K].
     """
-    assert x.stride(1) == 1 and weight.shape == (out.shape[1] * (1 + gated), x.shape[1]) and out.is_contiguous()
+    assert x.stride(1) == 1 and weight.shape == (out.shape[-1] * (1 + gated), x.shape[1]) and out.is_contiguous()
     if params.block_m == 1:
         assert x.shape[0] == 1
         _launch_row(x, weight, out, params, norm=norm, eps=eps, gated=gated, adds=adds)
@@ -267,11 +288,13 @@ def _store(total, up, out_at, mask, GATED: tl.constexpr, ADDS: tl.constexpr):
 
 def _launch_tiles(x: Tensor, weight: Tensor, out: Tensor, params: LinearLaunch, *, gated: bool, adds: bool) -> None:
     num_rows, in_features = x.shape
-    num_columns = out.shape[1]
+    num_columns, joined = out.shape[-1], out.dim() == 2
     width = params.block_n * (1 + gated)
     num_tiles = triton.cdiv(num_rows, params.block_m) * triton.cdiv(num_columns, params.block_n)
     parts, tickets = out, out
-    if params.split_k > 1:
+    if not joined:
+        assert out.shape[0] == params.split_k and out.dtype == torch.float32 and not gated and not adds
+    elif params.split_k > 1:
         parts, tickets = _split_workspace(x.device)
         room = num_tiles * params.split_k * params.block_m * width
         assert num_tiles <= _MAX_TILES and room <= parts.shape[0], "the tuned split needs too much workspace"
@@ -296,6 +319,7 @@ def _launch_tiles(x: Tensor, weight: Tensor, out: Tensor, params: LinearLaunch, 
         BLOCK_N=params.block_n,
         BLOCK_K=params.block_k,
         SPLIT_K=params.split_k,
+        JOINED=joined,
         PREFETCH=params.prefetch,
         TMA=params.tma,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
@@ -335,6 +359,7 @@ def _tile_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr,
+    JOINED: tl.constexpr,
     PREFETCH: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -373,7 +398,7 @@ def _tile_kernel(
             )
         acc = tl.dot(x, weight.T, acc, input_precision=PRECISION)
 
-    if SPLIT_K > 1:
+    if JOINED and SPLIT_K > 1:
         acc, is_last = _join(acc, parts_ptr, tickets_ptr, tile, part, SPLIT_K, BLOCK_M, WIDTH)
         if not is_last:
             return
@@ -382,6 +407,8 @@ def _tile_kernel(
         total, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
     column = first_column + tl.arange(0, BLOCK_N)
     out_at = out_ptr + row.to(tl.int64)[:, None] * N + column[None, :]
+    if not JOINED:
+        out_at += part.to(tl.int64) * num_rows * N
     _store(total, up, out_at, (row < num_rows)[:, None] & (column < N)[None, :], GATED, ADDS)
 
 

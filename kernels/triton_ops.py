@@ -129,6 +129,63 @@ def _rms_norm_kernel(
     tl.store(out_ptr + row * SIZE + columns, normalised(x, weight, eps, SIZE), mask=inside)
 
 
+def add_parts(residual: Tensor, parts: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``residual`` [T, N] += the sum of ``parts`` [S, T, N] over S, in their order, in float32, in place. Returns it
+    RMS-normalised by ``weight`` [N] (:class:`splitserve.kernels.api.RmsNorm`)."""
+    num_parts, num_rows, size = parts.shape
+    assert residual.is_contiguous() and parts.is_contiguous() and residual.shape == (num_rows, size)
+    normed = torch.empty_like(residual)
+    _add_parts_kernel[(num_rows,)](
+        residual,
+        parts,
+        weight,
+        normed,
+        num_rows,
+        eps,
+        PARTS=num_parts,
+        SIZE=size,
+        BLOCK=triton.next_power_of_2(size),
+        num_warps=8 if size > 1024 else 1,
+        **overlapped(residual.device),
+    )
+    return normed
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _add_parts_kernel(
+    residual_ptr,
+    parts_ptr,
+    weight_ptr,
+    normed_ptr,
+    num_rows,
+    eps,
+    PARTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
+    wait(OVERLAPPED)
+    at = row * SIZE + columns
+    total = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    total += sum_of_parts(parts_ptr, at, inside, num_rows.to(tl.int64) * SIZE, PARTS)
+    total = total.to(residual_ptr.dtype.element_ty)
+    tl.store(residual_ptr + at, total, mask=inside)
+    tl.store(normed_ptr + at, normalised(total, weight, eps, SIZE), mask=inside)
+
+
+@triton.jit
+def sum_of_parts(parts_ptr, at, inside, stride, PARTS: tl.constexpr):
+    """In float32, in their order. ``stride``: elements from a part to the next one."""
+    total = tl.load(parts_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(parts_ptr + part * stride + at, mask=inside, other=0.0).to(tl.float32)
+    return total
+
+
 @triton.jit
 def normalised(x, weight, eps, SIZE: tl.constexpr):
     """A row of ``SIZE`` elements in its own dtype; those of ``x`` beyond are zero."""
@@ -173,17 +230,17 @@ def prepare_qkv(
     slots: Tensor,
 ) -> Tensor:
     """See :class:`splitserve.kernels.api.PrepareQkv`: norm, rotation and KV write in one kernel."""
-    num_tokens, num_all_heads, head_dim = qkv.shape
+    num_parts, num_tokens, num_all_heads, head_dim = qkv.shape
     num_kv_heads, block_size = kv_layer.shape[1], kv_layer.shape[3]
     num_heads = num_all_heads - 2 * num_kv_heads
     cos, sin = rotation
     assert qkv.is_contiguous() and slots.is_contiguous()
     assert cos.stride() == sin.stride() and cos.stride(1) == 1
     assert kv_layer.stride()[1:] == (2 * block_size * head_dim, block_size * head_dim, head_dim, 1)
-    query = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    query = torch.empty((num_tokens, num_heads, head_dim), dtype=cos.dtype, device=qkv.device)
     _prepare_qkv_kernel[(num_tokens, triton.cdiv(num_all_heads, _HEADS_PER_PROGRAM))](
         qkv,
-        qkv if qk_norm is None else qk_norm,
+        query if qk_norm is None else qk_norm,
         cos,
         sin,
         slots,
@@ -191,6 +248,8 @@ def prepare_qkv(
         kv_layer,
         eps,
         cos.stride(0),
+        num_tokens,
+        NUM_PARTS=num_parts,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         BLOCK_SIZE=block_size,
@@ -204,7 +263,7 @@ def prepare_qkv(
     return query
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _prepare_qkv_kernel(
     qkv_ptr,
     norm_ptr,
@@ -215,6 +274,8 @@ def _prepare_qkv_kernel(
     kv_ptr,
     eps,
     angle_stride,
+    num_tokens,
+    NUM_PARTS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -232,9 +293,10 @@ def _prepare_qkv_kernel(
     column = tl.arange(0, HALF)
     middle: tl.constexpr = HEAD_DIM // 2
     inside = (head[:, None] < num_all) & (column[None, :] < middle)
-    source = qkv_ptr + (token * num_all + head[:, None]) * HEAD_DIM + column[None, :]
-    first = tl.load(source, mask=inside, other=0.0)
-    second = tl.load(source + middle, mask=inside, other=0.0)
+    at = (token * num_all + head[:, None]) * HEAD_DIM + column[None, :]
+    part_stride = num_tokens.to(tl.int64) * num_all * HEAD_DIM
+    first = sum_of_parts(qkv_ptr, at, inside, part_stride, NUM_PARTS).to(query_ptr.dtype.element_ty)
+    second = sum_of_parts(qkv_ptr, at + middle, inside, part_stride, NUM_PARTS).to(query_ptr.dtype.element_ty)
 
     is_rotated = head[:, None] < num_rotated
     wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from splitserve.kernels.reference import rms_norm
+from splitserve.kernels.reference import join_parts, rms_norm
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ _EPS = 1e-5
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 
 Add = Callable[[Tensor, Tensor, Tensor | None, float], Tensor | None]
-"""Of (residual, partial, norm, eps): see :meth:`splitserve.models.parallel.Collectives.add_reduced`."""
+"""Of (residual, parts, norm, eps): see :meth:`splitserve.models.parallel.Collectives.add_reduced`."""
 
 
 class AllReduce(Protocol):
@@ -40,10 +40,10 @@ class AllReduce(Protocol):
     @property
     def capacity_bytes(self) -> int | None: ...
 
-    def add(self, residual: Tensor, partial: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor | None:
+    def add(self, residual: Tensor, parts: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor | None:
         """See :meth:`splitserve.models.parallel.Collectives.add_reduced`."""
 
-    def try_add(self, residual: Tensor, partial: Tensor, norm: Tensor, eps: float) -> Tensor | None:
+    def try_add(self, residual: Tensor, parts: Tensor, norm: Tensor, eps: float) -> Tensor | None:
         """The same, but it ends after some seconds even where it doesn't work; the result is wrong then."""
 
 
@@ -53,7 +53,8 @@ class NcclAllReduce:
     name = "nccl"
     capacity_bytes = None
 
-    def add(self, residual: Tensor, partial: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> None:  # noqa: ARG002
+    def add(self, residual: Tensor, parts: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> None:  # noqa: ARG002
+        partial = join_parts(parts, residual.dtype)
         dist.all_reduce(partial)
         residual.add_(partial)
 
@@ -62,7 +63,7 @@ class NcclAllReduce:
 
 @dataclass(frozen=True, slots=True)
 class KernelAllReduce:
-    """By a kernel that takes (residual, partial, max_spins, norm, eps), through the peers' memory.
+    """By a kernel that takes (residual, parts, max_spins, norm, eps), through the peers' memory.
 
     See :class:`AllReduce`.
     """
@@ -71,11 +72,11 @@ class KernelAllReduce:
     capacity_bytes: int
     kernel: Callable[[Tensor, Tensor, int, Tensor | None, float], Tensor | None]
 
-    def add(self, residual: Tensor, partial: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor | None:
-        return self.kernel(residual, partial, 0, norm, eps)
+    def add(self, residual: Tensor, parts: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor | None:
+        return self.kernel(residual, parts, 0, norm, eps)
 
-    def try_add(self, residual: Tensor, partial: Tensor, norm: Tensor, eps: float) -> Tensor | None:
-        return self.kernel(residual, partial, _TRIAL_SPINS, norm, eps)
+    def try_add(self, residual: Tensor, parts: Tensor, norm: Tensor, eps: float) -> Tensor | None:
+        return self.kernel(residual, parts, _TRIAL_SPINS, norm, eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +105,8 @@ class ChosenAllReduce:
         """A size between two measured ones takes the way of the larger one."""
         return self._ways[bisect.bisect_left(self._bounds, num_bytes)]
 
-    def add(self, residual: Tensor, partial: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor | None:
-        return self.way(partial.nbytes).add(residual, partial, norm, eps)
+    def add(self, residual: Tensor, parts: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor | None:
+        return self.way(residual.nbytes).add(residual, parts, norm, eps)
 
     def describe(self) -> str:
         """Like ``one-shot up to 1024 KiB, then nccl``."""
@@ -182,7 +183,7 @@ def _adds_up(way: AllReduce, shape: tuple[int, int], dtype: torch.dtype, device:
     for rank in range(dist.get_world_size()):
         expected += random(rank + 1).float()
     norm = random(0)[0]
-    normed = way.try_add(residual, random(dist.get_rank() + 1), norm, _EPS)
+    normed = way.try_add(residual, random(dist.get_rank() + 1).unsqueeze(0), norm, _EPS)
 
     def is_close(actual: Tensor, wanted: Tensor) -> bool:
         return torch.allclose(actual.float(), wanted, rtol=_TOLERANCE[dtype], atol=4 * _TOLERANCE[dtype])
@@ -193,16 +194,16 @@ def _adds_up(way: AllReduce, shape: tuple[int, int], dtype: torch.dtype, device:
 
 
 def _microseconds(way: AllReduce, num_bytes: int, dtype: torch.dtype, device: torch.device) -> float:
-    residual, partial = (torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=device) for _ in range(2))
+    residual, parts = (torch.zeros((1, num_bytes // dtype.itemsize), dtype=dtype, device=device) for _ in range(2))
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         for _ in range(_WARM_UP_CALLS):
-            way.add(residual, partial)
+            way.add(residual[0], parts)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for _ in range(_CALLS_PER_GRAPH):
-                way.add(residual, partial)
+                way.add(residual[0], parts)
         graph.replay()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record(stream)

@@ -75,10 +75,10 @@ class CudaCollectives:
         self._add = self.all_reduce.add
 
     def add_reduced(
-        self, residual: Tensor, partial: Tensor, norm: Tensor | None = None, eps: float = 0.0
+        self, residual: Tensor, parts: Tensor, norm: Tensor | None = None, eps: float = 0.0
     ) -> Tensor | None:
         with shown_as_ours("all-reduce failed"):
-            return self._add(residual, partial, norm, eps)
+            return self._add(residual, parts, norm, eps)
 
     def gather_columns(self, part: Tensor) -> Tensor:
         rows, columns = part.shape
@@ -159,6 +159,6 @@ class _PeerKernel:
     mapping: object
 
     def __call__(
-        self, residual: Tensor, partial: Tensor, max_spins: int, norm: Tensor | None, eps: float
+        self, residual: Tensor, parts: Tensor, max_spins: int, norm: Tensor | None, eps: float
     ) -> Tensor | None:
-        return self.kernel(self.memory, residual, partial, max_spins, norm, eps)
+        return self.kernel(self.memory, residual, parts, max_spins, norm, eps)

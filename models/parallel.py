@@ -14,6 +14,7 @@ from torch import Tensor
 
 from splitserve.errors import SplitserveError
 from splitserve.kernels.api import Linear
+from splitserve.kernels.reference import join_parts
 from splitserve.models.shard import Shard
 
 
@@ -40,10 +41,11 @@ class Collectives(Protocol):
         """Make ready for :meth:`add_reduced` of rows of ``hidden_size``. May take a second, and allocates."""
 
     def add_reduced(
-        self, residual: Tensor, partial: Tensor, norm: Tensor | None = None, eps: float = 0.0
+        self, residual: Tensor, parts: Tensor, norm: Tensor | None = None, eps: float = 0.0
     ) -> Tensor | None:
-        """``residual`` += the sum of all ranks' ``partial`` (both [T, N], contiguous), in place, the same bits on every
-        rank that had the same residual. May overwrite ``partial``.
+        """``residual`` [T, N] += the sum of all ranks' ``parts`` [S, T, N] (:meth:`splitserve.kernels.api.Linear.parts`;
+        both contiguous), in place, the same bits on every rank that had the same residual. What a rank adds is rounded
+        to the residual's dtype. May overwrite ``parts``.
 
         Returns the residual RMS-normalised by ``norm`` [N] where that costs next to nothing, on all ranks or on none.
         """
@@ -68,8 +70,8 @@ class Alone:
 
     def prepare(self, hidden_size: int, dtype: torch.dtype) -> None: ...
 
-    def add_reduced(self, residual: Tensor, partial: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> None:  # noqa: ARG002
-        residual.add_(partial)
+    def add_reduced(self, residual: Tensor, parts: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> None:  # noqa: ARG002
+        residual.add_(join_parts(parts, residual.dtype))
 
     def gather_columns(self, part: Tensor) -> Tensor:
         return part
@@ -95,12 +97,18 @@ class RowParallelLinear:
         self.add_to(out, x)
         return out
 
+    def parts(self, x: Tensor) -> Tensor:
+        return self(x).unsqueeze(0)
+
     def add_to(self, residual: Tensor, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor | None:
         if x.shape[0] == 1:
             norm = None  # the product that follows does better by itself: it scales its sum
-        return self._group.add_reduced(residual, self._local(x), norm, eps)
+        return self._group.add_reduced(residual, self._local.parts(x), norm, eps)
 
     def after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
+        raise NotImplementedError("the norm needs all of its input, and this rank has a part of it")
+
+    def parts_after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
         raise NotImplementedError("the norm needs all of its input, and this rank has a part of it")
 
     def gated_after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
@@ -118,11 +126,17 @@ class VocabParallelHead:
     def __call__(self, x: Tensor) -> Tensor:
         return self._all(self._local(x))
 
+    def parts(self, x: Tensor) -> Tensor:
+        return self(x).unsqueeze(0)
+
     def add_to(self, residual: Tensor, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> None:  # noqa: ARG002
         residual.add_(self(x))
 
     def after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
         return self._all(self._local.after_norm(x, norm, eps, normed))
+
+    def parts_after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
+        return self.after_norm(x, norm, eps, normed).unsqueeze(0)
 
     def gated_after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
         raise NotImplementedError("a head has no gate")

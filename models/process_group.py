@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore
 
+from splitserve.kernels.reference import join_parts
 from splitserve.models.parallel import Collectives, shown_as_ours
 from splitserve.models.shard import Shard
 
@@ -63,7 +64,8 @@ class GlooCollectives:
 
     def prepare(self, hidden_size: int, dtype: torch.dtype) -> None: ...
 
-    def add_reduced(self, residual: Tensor, partial: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> None:  # noqa: ARG002
+    def add_reduced(self, residual: Tensor, parts: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> None:  # noqa: ARG002
+        partial = join_parts(parts, residual.dtype)
         with shown_as_ours("all-reduce failed"):
             self._group.allreduce([partial]).wait()
         residual.add_(partial)

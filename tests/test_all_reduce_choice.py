@@ -50,10 +50,11 @@ def test_the_way_that_serves_gets_the_norm_and_gives_its_rows() -> None:
     way = KernelAllReduce("one-shot", CAPACITY_BYTES, kernel)
     chosen = ChosenAllReduce([NcclAllReduce(), way], measured({"nccl": 9.0, "one-shot": 3.0}))
     rows, norm = torch.zeros(2, 8), torch.ones(8)
-    normed = chosen.add(rows, rows, norm, 1e-5)
+    parts = rows.unsqueeze(0)
+    normed = chosen.add(rows, parts, norm, 1e-5)
     assert normed is not None and torch.equal(normed, rows + 1)
-    ((partial, max_spins, *given),) = calls
-    assert partial is rows and max_spins == 0 and given[0] is norm and given[1] == 1e-5
+    ((given_parts, max_spins, *given),) = calls
+    assert given_parts is parts and max_spins == 0 and given[0] is norm and given[1] == 1e-5
 
 
 @pytest.mark.parametrize("row_bytes", [2, 8192, 3000])

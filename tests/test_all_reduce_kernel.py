@@ -52,17 +52,22 @@ for call in range(70):
     dtype = chosen.choice([torch.float32, torch.float16])
     rows, add = chosen.choice([1, 2, 5, 9]), chosen.choice(phases[call // 30])
     columns, with_norm = chosen.choice([48, 48, 50]), chosen.random() < 0.7
-    partials = [torch.randn(rows, columns, generator=torch.Generator().manual_seed(100 * call + r)).to(dtype)
-                for r in range(size)]
-    for partial in partials:
-        partial[0, :9] = -0.0
+    parts_of = []
+    for r in range(size):
+        num_parts = chosen.choice([1, 1, 2, 3])
+        parts = torch.randn(num_parts, rows, columns, generator=torch.Generator().manual_seed(100 * call + r))
+        parts[:, 0, :9] = -0.0
+        parts_of.append(parts.to(dtype) if num_parts == 1 else parts)
     residual = torch.randn(rows, columns, generator=torch.Generator().manual_seed(call)).to(dtype)
     norm = torch.randn(columns, generator=torch.Generator().manual_seed(call)).to(dtype) if with_norm else None
     expected = residual.float()
-    for partial in partials:
-        expected += partial.float()
+    for parts in parts_of:
+        total = parts[0].float()
+        for part in parts[1:]:
+            total = total + part
+        expected += total.to(dtype).float()
     memory = flagless[dtype] if add is flagless_add else flagged
-    normed = add(memory, residual, partials[rank], norm=norm, eps=1e-5)
+    normed = add(memory, residual, parts_of[rank], norm=norm, eps=1e-5)
     assert torch.equal(residual, expected.to(dtype)), (call, rank, add.__name__, rows, with_norm)
     assert (normed is not None) == (with_norm and columns <= 48 and add is not two), (call, rank)
     if normed is not None:

@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -117,13 +118,52 @@ def test_rows_that_are_normalised_already_are_taken_as_they_are(dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tma", [False, True])
+def test_parts_of_a_product_add_up_to_the_bits_of_the_joined_one(tma: bool, dtype: torch.dtype) -> None:
+    if tma and DEVICE.type == "cuda" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("this GPU has no bulk copy engine")
+    x, norm, weight = rand(5, 192, dtype=dtype), rand(192, dtype=dtype, seed=1), rand(48, 192, dtype=dtype, seed=2) / 8
+    next_norm, residual = rand(48, dtype=dtype, seed=3), rand(5, 48, dtype=dtype, seed=4)
+    results = []
+    for joined in (True, False):
+        params = asdict(triton_linear.LinearLaunch(16, 16, 32, 3, 4, 2, 0, tma, joined))
+        with tuning.forced("linear_plain", params), tuning.forced("linear_norm", params), tuning.forced("linear_add", params):
+            linear = triton_linear.TritonLinear(weight, rms_norm=triton_ops.rms_norm, silu_mul=triton_ops.silu_mul)
+            apart = [linear.parts(x), linear.parts_after_norm(x, norm, 1e-5)]
+            assert [len(parts) for parts in apart] == ([1, 1] if joined else [3, 3])
+            assert linear(x).shape == linear.after_norm(x, norm, 1e-5).shape == (5, 48)
+            total = residual.clone()
+            normed = linear.add_to(total, x, next_norm, 1e-5)
+            assert (normed is None) == joined
+            normed = triton_ops.rms_norm(total, next_norm, 1e-5) if normed is None else normed
+            results.append([*(reference.join_parts(parts, dtype) for parts in apart), total, normed])
+    for joined_result, result in zip(*results, strict=True):
+        assert torch.equal(joined_result, result)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_prepare_qkv_adds_up_parts(dtype: torch.dtype) -> None:
+    heads, kv_heads, head_dim, block_size = 6, 2, 16, 4
+    parts, norm = rand(3, 5, heads + 2 * kv_heads, head_dim), rand(heads + kv_heads, head_dim, dtype=dtype, seed=2)
+    rotation = rand(5, head_dim, dtype=dtype, seed=3), rand(5, head_dim, dtype=dtype, seed=4)
+    shape = AttentionShape(heads, kv_heads, head_dim, block_size, 1, dtype, DEVICE)
+    slots = shape.slots(torch.tensor([1, 0, 1, 2, 2], device=DEVICE), torch.tensor([3, 0, 1, 2, 3], device=DEVICE))
+    caches, queries = [], []
+    for qkv in (parts, (parts[0] + parts[1] + parts[2]).to(dtype).unsqueeze(0)):
+        cache = torch.zeros(3, kv_heads, 2, block_size, head_dim, dtype=dtype, device=DEVICE)
+        queries.append(triton_ops.prepare_qkv(qkv, norm, 1e-6, rotation, kv_layer=cache, slots=slots))
+        caches.append(cache)
+    assert torch.equal(*queries) and torch.equal(*caches)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_norm", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(1, 1, 6), (6, 2, 24), (8, 4, 32), (9, 3, 16)])
 def test_prepare_qkv(heads: int, kv_heads: int, head_dim: int, with_norm: bool, dtype: torch.dtype) -> None:
     num_tokens, layers, block_size = 5, 3, 4
     cache = rand(6, layers, kv_heads, 2, block_size, head_dim, dtype=dtype)
     expected_cache = cache.clone()
-    qkv = rand(num_tokens, heads + 2 * kv_heads, head_dim, dtype=dtype, seed=1)
+    qkv = rand(1, num_tokens, heads + 2 * kv_heads, head_dim, dtype=dtype, seed=1)
     norm = rand(heads + kv_heads, head_dim, dtype=dtype, seed=2) if with_norm else None
     angles = rand(num_tokens, head_dim // 2, seed=3)
     cos = torch.cat((angles.cos(), angles.cos()), 1).to(dtype)

@@ -30,9 +30,9 @@ class Normalising(Alone):
     """One rank, whose all-reduce normalises where it may."""
 
     def add_reduced(
-        self, residual: Tensor, partial: Tensor, norm: Tensor | None = None, eps: float = 0.0
+        self, residual: Tensor, parts: Tensor, norm: Tensor | None = None, eps: float = 0.0
     ) -> Tensor | None:
-        residual.add_(partial)
+        residual.add_(parts.sum(0))
         return None if norm is None else reference.rms_norm(residual, norm, eps)
 
 

@@ -58,7 +58,7 @@ def test_prepare_qkv(sizes: tuple[int, int, int], with_norm: bool, dtype: torch.
     shape = AttentionShape(heads, kv_heads, head_dim, 4, 2, dtype, DEVICE)
     norm = rand(heads + kv_heads, head_dim, dtype=dtype, seed=2) if with_norm else None
     for blocks, offsets in (([0], [0]), ([2, 1, 1], [3, 0, 3])):
-        qkv = rand(len(blocks), heads + 2 * kv_heads, head_dim, dtype=dtype, seed=1)
+        qkv = rand(1, len(blocks), heads + 2 * kv_heads, head_dim, dtype=dtype, seed=1)
         angles = rand(len(blocks), head_dim // 2, dtype=torch.float32, seed=3)
         cos = torch.cat((angles.cos(), angles.cos()), 1).to(dtype)
         sin = torch.cat((-angles.sin(), angles.sin()), 1).to(dtype)
