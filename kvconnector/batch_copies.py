@@ -6,6 +6,8 @@ lets them overlap.
 
 import ctypes
 import logging
+from array import array
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +16,6 @@ import numpy.typing as npt
 logger = logging.getLogger(__name__)
 
 Addresses = npt.NDArray[np.uint64]
-Heights = npt.NDArray[np.uint64]
 
 _UNIFIED = 4  # of CUmemorytype: the address tells where it is
 _IN_STREAM_ORDER = 1  # of CUmemcpySrcAccessOrder
@@ -24,9 +25,9 @@ class Copies(NamedTuple):
     """Pieces of ``heights[i]`` rows of ``width`` bytes, from ``sources[i]`` to ``targets[i]``; a row begins a pitch (in
     bytes) after the one before."""
 
-    targets: Addresses
-    sources: Addresses
-    heights: Heights
+    targets: Sequence[int] | Addresses
+    sources: Sequence[int] | Addresses
+    heights: Sequence[int] | Addresses
     width: int
     target_pitch: int
     source_pitch: int
@@ -38,7 +39,7 @@ class Copies(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return int(self.heights.sum()) * self.width
+        return int(sum(self.heights)) * self.width
 
 
 def adjacent(local: npt.ArrayLike, remote: npt.ArrayLike) -> tuple[Addresses, Addresses, Addresses]:
@@ -93,6 +94,7 @@ class BatchCopier:
             pointers, count = [ctypes.c_void_p] * 3, ctypes.c_size_t
             attributes = [ctypes.POINTER(_Attributes), ctypes.POINTER(ctypes.c_size_t), count]
             self._batch.argtypes = [*pointers, count, *attributes, ctypes.c_void_p]
+        self._attributes = ctypes.byref(_Attributes(order=_IN_STREAM_ORDER)), ctypes.byref(ctypes.c_size_t(0)), 1
 
     def start(self, copies: Copies, stream: int) -> int:
         """Queue them on the stream of that handle. Returns CUDA's status: 0 if all are queued, else some may be."""
@@ -103,36 +105,39 @@ class BatchCopier:
         return self._start_rows(copies, stream)
 
     def _start_flat(self, copies: Copies, stream: int) -> int:
-        sizes = copies.heights * np.uint64(copies.width)
+        targets, sources, heights = _as_arrays(copies)
+        sizes = array("Q", [height * copies.width for height in heights])
         if self._batch is not None:
-            attributes, first = _Attributes(order=_IN_STREAM_ORDER), ctypes.c_size_t(0)
-            addresses = (array.ctypes.data for array in (copies.targets, copies.sources, sizes))
-            status = self._batch(*addresses, len(sizes), ctypes.byref(attributes), ctypes.byref(first), 1, stream)
+            addresses = (each.buffer_info()[0] for each in (targets, sources, sizes))
+            status = self._batch(*addresses, len(sizes), *self._attributes, stream)
             if status == 0:
                 return 0
             self._batch = None
             _tell_that_it_fails("cuMemcpyBatchAsync", status)
-        for target, source, size in zip(copies.targets.tolist(), copies.sources.tolist(), sizes.tolist(), strict=True):
+        for target, source, size in zip(targets, sources, sizes, strict=True):
             if (status := self._driver.cuMemcpyAsync(target, source, size, stream)) != 0:
                 return int(status)
         return 0
 
     def _start_rows(self, copies: Copies, stream: int) -> int:
-        pieces = zip(copies.targets.tolist(), copies.sources.tolist(), copies.heights.tolist(), strict=True)
-        for target, source, height in pieces:
-            rows = _Memcpy2D(
-                src_memory_type=_UNIFIED,
-                src_device=source,
-                src_pitch=copies.source_pitch,
-                dst_memory_type=_UNIFIED,
-                dst_device=target,
-                dst_pitch=copies.target_pitch,
-                width_in_bytes=copies.width,
-                height=height,
-            )
-            if (status := self._driver.cuMemcpy2DAsync_v2(ctypes.byref(rows), stream)) != 0:
+        rows = _Memcpy2D(
+            src_memory_type=_UNIFIED,
+            src_pitch=copies.source_pitch,
+            dst_memory_type=_UNIFIED,
+            dst_pitch=copies.target_pitch,
+            width_in_bytes=copies.width,
+        )
+        copy, pointer = self._driver.cuMemcpy2DAsync_v2, ctypes.byref(rows)
+        for target, source, height in zip(*_as_arrays(copies), strict=True):
+            rows.dst_device, rows.src_device, rows.height = target, source, height
+            if (status := copy(pointer, stream)) != 0:
                 return int(status)
         return 0
+
+
+def _as_arrays(copies: Copies) -> tuple["array[int]", "array[int]", "array[int]"]:
+    """Its targets, sources and heights, 8 bytes each."""
+    return array("Q", copies.targets), array("Q", copies.sources), array("Q", copies.heights)
 
 
 def _tell_that_it_fails(name: str, status: int) -> None:

@@ -41,6 +41,8 @@ class ReadJoin:
 
 def one_after_the_other(results: Sequence[ReadResult]) -> ReadResult:
     """Of parts that read some of the blocks each."""
+    if len(results) == 1:
+        return results[0]
     return ReadResult(
         results[0].read_id,
         _first_error(results),

@@ -214,8 +214,8 @@ class _Peer:
     def path(self, num_blocks: int, wanted: ReadPath | None) -> ReadPath:
         if self.shape is None or self.cost is None:
             return ReadPath.DIRECT
-        if wanted in path_seconds(self.shape, self.cost, num_blocks):
-            return ReadPath(wanted)
+        if wanted is not None and wanted in path_seconds(self.shape, self.cost, num_blocks):
+            return wanted
         return choose_path(self.shape, self.cost, num_blocks)
 
 

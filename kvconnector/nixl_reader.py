@@ -127,6 +127,10 @@ class Read:
         return self.first_path in _STAGING
 
 
+def _as_ids(block_ids: Sequence[int]) -> BlockIds:
+    return np.asarray(block_ids, dtype=np.int32)
+
+
 def _no_steps() -> Generator[Pending, None, None]:
     yield from ()
 
@@ -144,6 +148,7 @@ class PeerReader:
         self.spans = head_spans(memory.layout, local.rank, theirs)
         self.is_whole = is_whole(self.spans, memory.layout, theirs)
         self._scratch = np.zeros((READS_AT_ONCE, num_readable), dtype=np.uint64)
+        self._generations = [memoryview(row) for row in self._scratch]
         self._free_rows = list(range(READS_AT_ONCE))
         self._staging: Staging | None = None
         self._staging_is_free = True
@@ -356,7 +361,8 @@ class PeerReader:
         if error is None:
             if self.is_whole:  # a block that is put together has other bytes than those that it's made of
                 digests = self._local.digest_blocks(command.local_blocks)
-            generations = self._scratch[read.scratch_row][np.asarray(command.remote_blocks)].tolist()
+            landed = self._generations[read.scratch_row]
+            generations = [landed[block_id] for block_id in command.remote_blocks]
         self._free_rows.append(read.scratch_row)
         seconds = time.monotonic() - read.started_at
         return ReadResult(command.read_id, error, generations, seconds, digests, read.path)
@@ -365,14 +371,11 @@ class PeerReader:
 
     def _steps(self, read: Read) -> Generator[Pending, None, None]:
         command = read.command
-        local = np.asarray(command.local_blocks, dtype=np.int32)
-        remote = np.asarray(command.remote_blocks, dtype=np.int32)
-        is_slot = remote >= self.num_peer_blocks
-        if is_slot.any():
-            if self._host_slots is None or self._local_blocks is None:
-                raise TransferError("the peer's host tier can't be read with other numbers of ranks")
-            yield from self._host_slots.read(self._local_blocks, local[is_slot], remote[is_slot] - self.num_peer_blocks)
-            local, remote = local[~is_slot], remote[~is_slot]
+        local, remote = command.local_blocks, command.remote_blocks
+        if max(remote, default=0) >= self.num_peer_blocks:
+            yield from self._read_slots(local, remote)
+            on_device = [pair for pair in zip(local, remote, strict=True) if pair[1] < self.num_peer_blocks]
+            local, remote = [pair[0] for pair in on_device], [pair[1] for pair in on_device]
         checks: list[Transfer] = []
         try:
             for pending in self._read_blocks(read, local, remote) if len(remote) else ():
@@ -385,9 +388,23 @@ class PeerReader:
             for check in checks:
                 check.release()
 
-    def _read_blocks(self, read: Read, local: BlockIds, remote: BlockIds) -> Iterator[Pending]:
+    def _read_slots(self, local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> Iterator[Pending]:
+        """What of them is in the peer's host tier."""
+        if self._host_slots is None or self._local_blocks is None:
+            raise TransferError("the peer's host tier can't be read with other numbers of ranks")
+        local, remote = _as_ids(local_blocks), _as_ids(remote_blocks)
+        is_slot = remote >= self.num_peer_blocks
+        yield from self._host_slots.read(self._local_blocks, local[is_slot], remote[is_slot] - self.num_peer_blocks)
+
+    def _read_blocks(
+        self, read: Read, local_blocks: Sequence[int], remote_blocks: Sequence[int]
+    ) -> Iterator[Pending]:
         """Of the peer's device."""
-        local_blocks = local.tolist()
+        if read.path is ReadPath.MAPPED:
+            assert self.mapped is not None
+            yield self.mapped.read(local_blocks, remote_blocks)
+            return
+        local, remote = _as_ids(local_blocks), _as_ids(remote_blocks)
         if read.path is ReadPath.GATHERED and not (yield from self._read_gathered(local_blocks, remote)):
             read.path = self._other_path
         if read.path is ReadPath.DIRECT:
@@ -397,9 +414,6 @@ class PeerReader:
             yield from self._read_layers(local, remote)
         elif read.path is ReadPath.STAGED:
             yield from self._read_staged(local_blocks, remote)
-        elif read.path is ReadPath.MAPPED:
-            assert self.mapped is not None
-            yield self.mapped.read(local, remote)
 
     def _read_gathered(self, local_blocks: Sequence[int], remote: BlockIds) -> Generator[Pending, None, bool]:
         """False if the source doesn't do its part in time: then it isn't asked again. The next slot is asked for before

@@ -5,7 +5,10 @@ That a GPU moves them is in test_handover_gpu.
 
 import ctypes
 import random
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +18,7 @@ from splitserve.handover import ReadPath
 from splitserve.kvconnector import mapped_reads
 from splitserve.kvconnector.batch_copies import BatchCopier, Copies
 from splitserve.kvconnector.layout import block_bytes
-from splitserve.kvconnector.mapped_reads import Blocks, MappedReader, block_copies
+from splitserve.kvconnector.mapped_reads import Blocks, MappedReader, SpanCopies, growing_parts
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.nixl import _Peer
 from splitserve.kvconnector.read_choice import ReadShape, choose_path
@@ -28,10 +31,6 @@ NUM_BLOCKS = 12
 
 def layout(num_ranks: int, num_kv_heads: int = 4) -> LayoutRecord:
     return LayoutRecord("m", "w", "float32", 4, 3, num_kv_heads, 2, tensor_parallel_size=num_ranks)
-
-
-def ids(*block_ids: int) -> np.ndarray:
-    return np.array(block_ids, np.int32)
 
 
 POINTER, SIZE, SIZES = ctypes.c_void_p, ctypes.c_size_t, ctypes.POINTER(ctypes.c_size_t)
@@ -95,7 +94,7 @@ def test_each_rank_gets_its_heads_and_nothing_else_changes(
         for span in head_spans(ours, rank, theirs):
             target = Blocks(ours, memory.region().blocks_address)
             source = Blocks(theirs, sources[span.rank].region().blocks_address)
-            assert copier.start(block_copies(target, source, span, ids(*local), ids(*remote)), STREAM) == 0
+            assert copier.start(SpanCopies(target, source, span).of(local, remote), STREAM) == 0
         heads = heads_of(ours, rank)
         assert torch.equal(memory.blocks[local], model[remote][:, :, heads.start : heads.stop])
         others = [block for block in range(NUM_BLOCKS) if block not in local]
@@ -106,25 +105,33 @@ def test_neighbours_on_both_sides_are_one_copy() -> None:
     whole, half = layout(1), layout(2)
     size = block_bytes(whole)
     (span,) = head_spans(whole, 0, whole)
-    copies = block_copies(Blocks(whole, 0), Blocks(whole, 1 << 20), span, ids(4, 5, 6, 8), ids(0, 1, 2, 3))
-    assert copies.targets.tolist() == [4 * size, 8 * size]
-    assert copies.sources.tolist() == [1 << 20, (1 << 20) + 3 * size]
-    assert copies.heights.tolist() == [9, 3] and copies.width == size // 3
+    copies = SpanCopies(Blocks(whole, 0), Blocks(whole, 1 << 20), span).of([4, 5, 6, 8], range(4))
+    assert copies.targets == [4 * size, 8 * size]
+    assert copies.sources == [1 << 20, (1 << 20) + 3 * size]
+    assert copies.heights == [9, 3] and copies.width == size // 3
     assert copies.is_flat and copies.num_bytes == 4 * size
     (span,) = head_spans(half, 1, whole)
     layer = size // 3
-    copies = block_copies(Blocks(half, 0), Blocks(whole, 1 << 20), span, ids(4, 5), ids(0, 1))
-    assert (copies.targets.tolist(), copies.sources.tolist()) == ([2 * size], [(1 << 20) + layer // 2])
-    assert (copies.heights.tolist(), copies.width) == ([6], layer // 2)
+    copies = SpanCopies(Blocks(half, 0), Blocks(whole, 1 << 20), span).of([4, 5], [0, 1])
+    assert (copies.targets, copies.sources) == ([2 * size], [(1 << 20) + layer // 2])
+    assert (copies.heights, copies.width) == ([6], layer // 2)
     assert (copies.target_pitch, copies.source_pitch, copies.is_flat) == (layer // 2, layer, False)
 
 
+@pytest.mark.parametrize(("count", "sizes"), [(0, []), (3, [3]), (4, [4]), (5, [4, 1]), (90, [4, 16, 64, 6])])
+def test_a_few_blocks_are_under_way_first(count: int, sizes: list[int]) -> None:
+    parts = [range(count)[part] for part in growing_parts(count)]
+    assert [len(part) for part in parts] == sizes
+    assert [index for part in parts for index in part] == list(range(count))
+
+
+@pytest.mark.parametrize("kind", [list, partial(np.array, dtype=np.uint64)])
 @pytest.mark.parametrize("is_flat", [True, False])
-def test_a_driver_that_refuses_batches_copies_one_by_one(is_flat: bool) -> None:
+def test_a_driver_that_refuses_batches_copies_one_by_one(is_flat: bool, kind: Callable[[list[int]], Any]) -> None:
     source, target = torch.arange(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
-    offsets = np.array([0, 32], np.uint64)
-    addresses = (offsets + np.uint64(tensor.data_ptr()) for tensor in (target, source))
-    copies = Copies(*addresses, np.array([2, 3], np.uint64), 4, *([4, 4] if is_flat else [8, 8]))
+    addresses = (kind([tensor.data_ptr(), tensor.data_ptr() + 32]) for tensor in (target, source))
+    copies = Copies(*addresses, kind([2, 3]), 4, *([4, 4] if is_flat else [8, 8]))
+    assert copies.num_bytes == 20
     driver = HostDriver(batches=True, fails=True)
     copier = BatchCopier(driver)
     for _ in range(2):
@@ -149,16 +156,16 @@ def test_a_reader_starts_at_once_and_tells_when_to_look(prefill: int, monkeypatc
     memory = KVMemory(ours, NUM_BLOCKS)
     mappings = {rank: SimpleNamespace(address=source.region().blocks_address) for rank, source in enumerate(sources)}
     reader = MappedReader(memory, theirs, head_spans(ours, 0, theirs), mappings)
-    assert driver.calls == [] and reader.read(ids(1), ids(2)).is_done()
+    assert driver.calls == [] and reader.read([1], [2]).is_done()
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(mapped_reads.time, "monotonic", lambda: clock.now)
     reader.bytes_per_second = memory.block_bytes
-    pending = reader.read(ids(4, 5, 8, 0, 10, 11), ids(7, 3, 0, 1, 9, 11))
+    pending = reader.read([4, 5, 8, 0, 10, 11], [7, 3, 0, 1, 9, 11])
     assert pending.due_at == pytest.approx(105.4) and not pending.is_done()
     clock.now = 105.5
     assert pending.is_done()  # sooner than expected: the link is faster
     assert reader.bytes_per_second == pytest.approx(1.1 * memory.block_bytes)
-    late = reader.read(ids(4), ids(7))
+    late = reader.read([4], [7])
     clock.now += 1.0
     assert late.is_done()  # since when, nobody knows
     assert reader.bytes_per_second == pytest.approx(1.1 * memory.block_bytes)
