@@ -105,8 +105,8 @@ class BatchCopier:
         return self._start_rows(copies, stream)
 
     def _start_flat(self, copies: Copies, stream: int) -> int:
-        targets, sources, heights = _as_arrays(copies)
-        sizes = array("Q", [height * copies.width for height in heights])
+        targets, sources = array("Q", copies.targets), array("Q", copies.sources)
+        sizes = array("Q", [int(height) * copies.width for height in copies.heights])
         if self._batch is not None:
             addresses = (each.buffer_info()[0] for each in (targets, sources, sizes))
             status = self._batch(*addresses, len(sizes), *self._attributes, stream)
@@ -128,16 +128,12 @@ class BatchCopier:
             width_in_bytes=copies.width,
         )
         copy, pointer = self._driver.cuMemcpy2DAsync_v2, ctypes.byref(rows)
-        for target, source, height in zip(*_as_arrays(copies), strict=True):
+        pieces = (array("Q", each) for each in (copies.targets, copies.sources, copies.heights))
+        for target, source, height in zip(*pieces, strict=True):
             rows.dst_device, rows.src_device, rows.height = target, source, height
             if (status := copy(pointer, stream)) != 0:
                 return int(status)
         return 0
-
-
-def _as_arrays(copies: Copies) -> tuple["array[int]", "array[int]", "array[int]"]:
-    """Its targets, sources and heights, 8 bytes each."""
-    return array("Q", copies.targets), array("Q", copies.sources), array("Q", copies.heights)
 
 
 def _tell_that_it_fails(name: str, status: int) -> None:

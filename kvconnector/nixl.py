@@ -210,13 +210,21 @@ class _Peer:
         self.join = ConnectionJoin(num_threads)
         self.shape: ReadShape | None = None
         self.cost: ReadCost | None = None
+        self._chosen: dict[int, ReadPath] = {}
+
+    def learn(self, shape: ReadShape | None, cost: ReadCost | None) -> None:
+        """What one thread knows; None: nothing new."""
+        self.shape, self.cost = shape or self.shape, cost or self.cost
+        self._chosen.clear()
 
     def path(self, num_blocks: int, wanted: ReadPath | None) -> ReadPath:
         if self.shape is None or self.cost is None:
             return ReadPath.DIRECT
         if wanted is not None and wanted in path_seconds(self.shape, self.cost, num_blocks):
             return wanted
-        return choose_path(self.shape, self.cost, num_blocks)
+        if num_blocks not in self._chosen:
+            self._chosen[num_blocks] = choose_path(self.shape, self.cost, num_blocks)
+        return self._chosen[num_blocks]
 
 
 class NixlConnector:
@@ -333,8 +341,7 @@ class NixlConnector:
             peer = self._peers.get(connected.event.peer)
             if peer is None or peer.attempt != connected.attempt:
                 return
-            peer.shape = connected.shape or peer.shape
-            peer.cost = connected.cost or peer.cost
+            peer.learn(connected.shape, connected.cost)
             event = peer.join.add(connected.event)
         if event is not None:
             _tell(event)

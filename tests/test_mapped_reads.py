@@ -201,10 +201,10 @@ def test_a_mapping_is_used_where_it_is_there_and_faster(*, is_whole: bool) -> No
 def test_a_path_that_is_asked_for_is_taken_if_it_can_be() -> None:
     peer = _Peer(1, 1)
     assert peer.path(64, ReadPath.MAPPED) is ReadPath.DIRECT  # nothing is known yet
-    peer.shape, peer.cost = shape(is_whole=True, is_mapped=True), ReadCost(POSTED, COPY, None, MAPPED)
+    peer.learn(shape(is_whole=True, is_mapped=True), ReadCost(POSTED, COPY, None, MAPPED))
     assert [peer.path(64, path) for path in ReadPath] == [
         ReadPath.DIRECT, ReadPath.MAPPED, ReadPath.MAPPED, ReadPath.MAPPED, ReadPath.MAPPED,
     ]  # fmt: skip
-    peer.shape = shape(is_whole=False, is_mapped=False)
+    peer.learn(shape(is_whole=False, is_mapped=False), None)
     assert peer.path(64, ReadPath.LAYERS) is ReadPath.LAYERS
     assert peer.path(64, ReadPath.MAPPED) is ReadPath.STAGED
