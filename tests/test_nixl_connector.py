@@ -17,7 +17,7 @@ import pytest
 
 from nixl_reader import Reader, Source, changed
 from nixl_source import FIRST_GENERATION, NUM_BLOCKS, SOURCE, make_memory
-from splitserve.handover import ReadCommand, ReadPath
+from splitserve.handover import ReadCommand, ReadPath, ReadResult
 from splitserve.kvconnector import nixl_reader as nixl_reader_module
 from splitserve.kvconnector.connector import PeerConnected
 from splitserve.kvconnector.digest import no_digests
@@ -138,8 +138,8 @@ def test_a_large_read_is_joined_from_its_parts() -> None:
 def test_copies_of_whole_blocks_through_a_mapping_are_one_threads(is_whole: bool, num_reads: int) -> None:
     reader = Reader(settings=ReadSettings.of(MemoryKind.DRAM, num_threads=2, split_bytes=1))
     peer = Peer(1, 2)
-    peer.shape = ReadShape(is_whole, 1, 4, 1 << 15, 1 << 15, 16, 0, is_mapped=True)
-    peer.cost = ReadCost(LinkCost(1.0, 1.0, 1.0), CopyCost(1.0, 1.0), None, LinkCost(1e-5, 1e-6, 1e9))
+    shape = ReadShape(is_whole, 1, 4, 1 << 15, 1 << 15, 16, 0, is_mapped=True)
+    peer.learn(shape, ReadCost(LinkCost(1.0, 1.0, 1.0), CopyCost(1.0, 1.0), None, LinkCost(1e-5, 1e-6, 1e9)))
     command = ReadCommand(1, SOURCE, [0, 1, 2, 3], [4, 5, 6, 7])
     reads = reader.connector._reads(command, peer)
     assert [path for _, path in reads] == [ReadPath.MAPPED] * num_reads
@@ -159,6 +159,28 @@ def test_generations_are_read_as_they_are_now() -> None:
         assert bool((reader.memory.blocks[1] == -1.0).all())
     finally:
         reader.connector.close()
+        source.close()
+
+
+def test_generations_that_were_read_before_the_data_was_there_do_not_count() -> None:
+    source, memory = Source(8), make_memory(8)
+    reader = PeerReader("reads", LocalSide(memory, 0, ReadSettings.of(memory.kind), no_digests), source.welcome)
+    data = Mock(due_at=time.monotonic() + 60.0)
+    data.is_done.return_value = False
+    reader.mapped = Mock()
+    reader.mapped.read.return_value = data
+    reader.read(ReadCommand(1, SOURCE, [0, 1], [2, 3]), ReadPath.MAPPED)
+    try:
+        wait_until(lambda: reader.poll() == [] and reader.active[0].pending is data)
+        generations = reader._scratch[reader.active[0].scratch_row]
+        assert generations[3] == FIRST_GENERATION + 3, "they were read for practice"
+        source.tell("3")
+        data.is_done.return_value = True
+        results: list[ReadResult] = []
+        wait_until(lambda: results.extend(reader.poll()) or results)
+        assert [list(result.generations) for result in results] == [[FIRST_GENERATION + 2, FIRST_GENERATION + 3 + 1]]
+    finally:
+        reader.destroy()
         source.close()
 
 
