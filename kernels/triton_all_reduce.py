@@ -40,7 +40,7 @@ PROGRAMS = 64
 _BLOCK = 4096
 _LONGEST_ROW = 8192  # that one program normalises
 _ALIGNMENT = 16  # bytes of one load of one thread
-_FLAG_BYTES = 128  # of a program's flags, one for each rank: a cache line of its own
+FLAG_BYTES = 128  # of a program's flags, one for each rank: a cache line of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,8 @@ def flagless_bytes(capacity_bytes: int, size: int) -> int:
 def buffer_bytes(capacity_bytes: int, size: int) -> int:
     """Bytes of each rank's buffer: two halves of a slot for each rank, one part for the others' results, the flags."""
     assert capacity_bytes % _ALIGNMENT == 0
-    assert 4 * size <= _FLAG_BYTES
-    num_bytes = (2 * size + 1) * capacity_bytes + _FLAG_BYTES * PROGRAMS
+    assert 4 * size <= FLAG_BYTES
+    num_bytes = (2 * size + 1) * capacity_bytes + FLAG_BYTES * PROGRAMS
     assert num_bytes < 2**31  # offsets are computed in 32 bits
     return num_bytes
 
@@ -92,7 +92,7 @@ def one_shot_add(
     All ranks call it (or :func:`two_shot_add`) in the same order, for the same shapes. With ``max_spins`` a rank waits
     for no more than so many looks at a flag, after which the result is wrong: for trying out only.
     """
-    return _launch_with_norm(_one_shot_kernel, memory, residual, parts, max_spins, norm, eps, FLAG_BYTES=_FLAG_BYTES)
+    return _launch_with_norm(_one_shot_kernel, memory, residual, parts, max_spins, norm, eps, FLAG_BYTES=FLAG_BYTES)
 
 
 def flagless_add(
@@ -154,7 +154,7 @@ def two_shot_add(
         residual,
         parts,
         residual.numel(),
-        FLAG_BYTES=_FLAG_BYTES,
+        FLAG_BYTES=FLAG_BYTES,
         **_launch_options(memory, residual, parts, _BLOCK, max_spins),
     )
 
@@ -180,14 +180,14 @@ def _launch_options(
 
 
 @triton.jit
-def _at(buffers, rank, offset_bytes, like):
+def at_peer(buffers, rank, offset_bytes, like):
     """Address ``offset_bytes`` behind the start of ``rank``'s buffer, as a pointer to what ``like`` points to."""
     address = tl.load(buffers + rank) + offset_bytes
     return tl.multiple_of(address.to(tl.pointer_type(like.dtype.element_ty)), 16)
 
 
 @triton.jit
-def _meet(buffers, flags_at, target, like, RANK: tl.constexpr, SIZE: tl.constexpr, MAX_SPINS: tl.constexpr):
+def meet(buffers, flags_at, target, like, RANK: tl.constexpr, SIZE: tl.constexpr, MAX_SPINS: tl.constexpr):
     """Tell this program of all other ranks that this one got to ``target``, and wait until they did.
 
     What any thread of theirs wrote before can be read afterwards. ``flags_at``: bytes from a buffer's start to this
@@ -195,10 +195,10 @@ def _meet(buffers, flags_at, target, like, RANK: tl.constexpr, SIZE: tl.constexp
     """
     tl.debug_barrier()
     for step in tl.static_range(1, SIZE):
-        flag = _at(buffers, (RANK + step) % SIZE, flags_at, like) + RANK
+        flag = at_peer(buffers, (RANK + step) % SIZE, flags_at, like) + RANK
         tl.atomic_xchg(flag, target, sem="release", scope="sys")
     for step in tl.static_range(1, SIZE):
-        flag = _at(buffers, RANK, flags_at, like) + (RANK + step) % SIZE
+        flag = at_peer(buffers, RANK, flags_at, like) + (RANK + step) % SIZE
         spins = 0
         # The difference wraps around as the counters do.
         behind = tl.atomic_add(flag, 0, sem="acquire", scope="sys") - target < 0
@@ -241,7 +241,7 @@ def _sum(
         if rank == RANK:
             total += _summand(parts, at, inside, num_elements, residual, PARTS).to(tl.float32)
         else:
-            summand = _at(buffers, RANK if PUSHED else rank, half_at + rank * CAPACITY, residual)
+            summand = at_peer(buffers, RANK if PUSHED else rank, half_at + rank * CAPACITY, residual)
             total += tl.load(summand + at, mask=inside, other=0.0).to(tl.float32)
     return total.to(residual.dtype.element_ty)
 
@@ -280,10 +280,10 @@ def _one_shot_kernel(
         inside = (within < PART) & (at < num_elements)
         summand = _summand(parts, at, inside, num_elements, residual, PARTS)
         for step in tl.static_range(1, SIZE):
-            slot = _at(buffers, (RANK + step) % SIZE, half_at + RANK * CAPACITY, residual)
+            slot = at_peer(buffers, (RANK + step) % SIZE, half_at + RANK * CAPACITY, residual)
             tl.store(slot + at, summand, mask=inside)
     flags_at = (2 * SIZE + 1) * CAPACITY + program * FLAG_BYTES
-    _meet(buffers, flags_at, 2 * call + 1, calls, RANK, SIZE, MAX_SPINS)
+    meet(buffers, flags_at, 2 * call + 1, calls, RANK, SIZE, MAX_SPINS)
     for first in range(program * PART, num_elements, NUM_PROGRAMS * PART):
         at = first + within
         inside = (within < PART) & (at < num_elements)
@@ -319,7 +319,7 @@ def _two_shot_kernel(
     half_at = (call & 1) * (SIZE * CAPACITY)  # the counter wraps around
     results_at = 2 * SIZE * CAPACITY
     length = tl.cdiv(num_elements, 16 * SIZE) * 16  # of a rank's slice
-    published = _at(buffers, RANK, half_at + RANK * CAPACITY, residual)
+    published = at_peer(buffers, RANK, half_at + RANK * CAPACITY, residual)
     for step in tl.static_range(1, SIZE):
         start = (RANK + step) % SIZE * length
         end = tl.minimum(start + length, num_elements)
@@ -328,7 +328,7 @@ def _two_shot_kernel(
             inside = at < end
             tl.store(published + at, _summand(parts, at, inside, num_elements, residual, PARTS), mask=inside)
     flags_at = results_at + CAPACITY + program * FLAG_BYTES
-    _meet(buffers, flags_at, 2 * call + 1, calls, RANK, SIZE, MAX_SPINS)
+    meet(buffers, flags_at, 2 * call + 1, calls, RANK, SIZE, MAX_SPINS)
     start = RANK * length
     end = tl.minimum(start + length, num_elements)
     for first in range(start + program * BLOCK, end, NUM_PROGRAMS * BLOCK):
@@ -339,9 +339,9 @@ def _two_shot_kernel(
         )
         tl.store(residual + at, total, mask=inside)
         for step in tl.static_range(1, SIZE):
-            tl.store(_at(buffers, (RANK + step) % SIZE, results_at, residual) + at, total, mask=inside)
-    _meet(buffers, flags_at, 2 * call + 2, calls, RANK, SIZE, MAX_SPINS)
-    results = _at(buffers, RANK, results_at, residual)
+            tl.store(at_peer(buffers, (RANK + step) % SIZE, results_at, residual) + at, total, mask=inside)
+    meet(buffers, flags_at, 2 * call + 2, calls, RANK, SIZE, MAX_SPINS)
+    results = at_peer(buffers, RANK, results_at, residual)
     for step in tl.static_range(1, SIZE):
         start = (RANK + step) % SIZE * length
         end = tl.minimum(start + length, num_elements)
@@ -415,7 +415,7 @@ def _flagless_kernel(
         inside = (within < PART) & (at < num_elements)
         summand = _sendable(_summand(parts, at, inside, num_elements, residual, PARTS))
         for step in tl.static_range(1, SIZE):
-            slot = _at(buffers, (RANK + step) % SIZE, slots_at + RANK * CAPACITY, residual)
+            slot = at_peer(buffers, (RANK + step) % SIZE, slots_at + RANK * CAPACITY, residual)
             tl.store(slot + at, summand, mask=inside)
     _empty_last(buffers, calls, turn, residual, CAPACITY, RANK, SIZE, BLOCK, NUM_PROGRAMS)
     for first in range(program * PART, num_elements, NUM_PROGRAMS * PART):
@@ -426,7 +426,7 @@ def _flagless_kernel(
             if rank == RANK:
                 total += _sendable(_summand(parts, at, inside, num_elements, residual, PARTS)).to(tl.float32)
             else:
-                slot = _at(buffers, RANK, slots_at + rank * CAPACITY, residual)
+                slot = at_peer(buffers, RANK, slots_at + rank * CAPACITY, residual)
                 total += _arrived(slot + at, inside, MAX_SPINS).to(tl.float32)
         total = total.to(residual.dtype.element_ty)
         tl.store(residual + at, total, mask=inside)
@@ -460,5 +460,5 @@ def _empty_last(
     for first in range(program * BLOCK, num_elements, NUM_PROGRAMS * BLOCK):
         at = first + tl.arange(0, BLOCK)
         for step in tl.static_range(1, SIZE):
-            slot = _at(buffers, RANK, slots_at + (RANK + step) % SIZE * CAPACITY, like)
+            slot = at_peer(buffers, RANK, slots_at + (RANK + step) % SIZE * CAPACITY, like)
             tl.store(slot + at, empty, mask=at < num_elements)

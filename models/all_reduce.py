@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 CAPACITY_BYTES = 4 << 20
 FLAGLESS_CAPACITY_BYTES = 1 << 20
-_TRIAL_SPINS = 1 << 24  # looks at a flag, a microsecond or less each
+TRIAL_SPINS = 1 << 24  # looks at a flag, a microsecond or less each
 _WARM_UP_CALLS = 2
 _CALLS_PER_GRAPH = 20
 _REPLAYS = 5
@@ -76,7 +76,7 @@ class KernelAllReduce:
         return self.kernel(residual, parts, 0, norm, eps)
 
     def try_add(self, residual: Tensor, parts: Tensor, norm: Tensor, eps: float) -> Tensor | None:
-        return self.kernel(residual, parts, _TRIAL_SPINS, norm, eps)
+        return self.kernel(residual, parts, TRIAL_SPINS, norm, eps)
 
 
 @dataclass(frozen=True, slots=True)

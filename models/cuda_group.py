@@ -6,7 +6,7 @@ takes memory and a working fabric manager, and gains nothing at the sizes of a s
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import Store
 from splitserve.models.all_reduce import (
     CAPACITY_BYTES,
     FLAGLESS_CAPACITY_BYTES,
+    TRIAL_SPINS,
     Add,
     AllReduce,
     ChosenAllReduce,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STEP_SECONDS = 600.0
+GATHER_CAPACITY_BYTES = 32 << 20  # 128 rows of a vocabulary of 128k in two bytes each
 _ENVIRONMENT = {
     "NCCL_SOCKET_IFNAME": "lo",  # ranks are processes of one machine
     "NCCL_NVLS_ENABLE": "0",
@@ -51,6 +53,7 @@ class CudaCollectives:
         self.shard = shard
         self._device = device
         self._add: Add = NcclAllReduce().add
+        self._gather: _PeerGather | None = None
         self.all_reduce: ChosenAllReduce | None = None
         """What :meth:`prepare` chose."""
         for name, value in _ENVIRONMENT.items():
@@ -70,8 +73,11 @@ class CudaCollectives:
 
     def prepare(self, hidden_size: int, dtype: torch.dtype) -> None:
         with shown_as_ours("the ranks can't try their all-reduce"):
-            ways: list[AllReduce] = [NcclAllReduce(), *peer_all_reduces(self.shard, dtype, self._device)]
+            through_peers = _peer_ways(self.shard, dtype, self._device)
+            ways: list[AllReduce] = [NcclAllReduce(), *through_peers.all_reduces]
             self.all_reduce = choose(ways, hidden_size * dtype.itemsize, dtype, self._device)
+            gather = through_peers.gather
+            self._gather = gather if gather is not None and gather.works(dtype) else None
         self._add = self.all_reduce.add
 
     def add_reduced(
@@ -81,6 +87,8 @@ class CudaCollectives:
             return self._add(residual, parts, norm, eps)
 
     def gather_columns(self, part: Tensor) -> Tensor:
+        if self._gather is not None and self._gather.can_take(part):
+            return self._gather(part)
         rows, columns = part.shape
         gathered = torch.empty((self.shard.size, rows, columns), dtype=part.dtype, device=part.device)
         with shown_as_ours("all-gather failed"):
@@ -101,53 +109,101 @@ class CudaCollectives:
         """Leaves everything to the end of the process: NCCL would wait for the end of all CUDA graphs that use it."""
 
 
-def peer_all_reduces(shard: Shard, dtype: torch.dtype, device: torch.device) -> list[KernelAllReduce]:
-    """Those that need the peers' memory: none, and a line in the log, where the GPUs can't address each other's."""
+@dataclass(frozen=True, slots=True)
+class _PeerWays:
+    """What works through the peers' memory. ``gather``: of columns, None where it doesn't."""
+
+    all_reduces: Sequence[KernelAllReduce] = ()
+    gather: "_PeerGather | None" = None
+
+
+def _peer_ways(shard: Shard, dtype: torch.dtype, device: torch.device) -> _PeerWays:
+    """None where the GPUs can't address each other's memory, and a line in the log."""
     first = (device.index or 0) - shard.rank
     for one in range(first, first + shard.size):
         for other in range(first, first + shard.size):
             if one != other and not torch.cuda.can_device_access_peer(one, other):
-                logger.warning("GPU %d can't address GPU %d's memory: all-reduce through NCCL alone", one, other)
-                return []
+                logger.warning("GPU %d can't address GPU %d's memory: the ranks use NCCL alone", one, other)
+                return _PeerWays()
     try:
         return _share_memory(shard, dtype, device)
     except Exception as error:  # all ranks have the same software and the same GPUs, so all of them come here
-        logger.warning(
-            "the ranks can't share memory, all-reduce through NCCL alone: %s: %s", type(error).__name__, error
-        )
-        return []
+        logger.warning("the ranks can't share memory, and use NCCL alone: %s: %s", type(error).__name__, error)
+        return _PeerWays()
 
 
-def _share_memory(shard: Shard, dtype: torch.dtype, device: torch.device) -> list[KernelAllReduce]:
+def _share_memory(shard: Shard, dtype: torch.dtype, device: torch.device) -> _PeerWays:
+    from splitserve.kernels import triton_all_gather as gathering
     from splitserve.kernels import triton_all_reduce as kernels
 
-    with_flags = kernels.buffer_bytes(CAPACITY_BYTES, shard.size)
-    num_bytes = with_flags + kernels.flagless_bytes(FLAGLESS_CAPACITY_BYTES, shard.size)
+    flagged_bytes = kernels.buffer_bytes(CAPACITY_BYTES, shard.size)
+    flagless_bytes = kernels.flagless_bytes(FLAGLESS_CAPACITY_BYTES, shard.size)
+    gather_at = flagged_bytes + flagless_bytes
+    num_bytes = gather_at + gathering.gather_bytes(GATHER_CAPACITY_BYTES)
     block = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
-    block[:with_flags].zero_()
-    block[with_flags:].view(dtype).fill_(-0.0)
+    block.zero_()
+    block[flagged_bytes:gather_at].view(dtype).fill_(-0.0)
     handle = symmetric.rendezvous(block, dist.distributed_c10d._get_default_group())
     torch.cuda.synchronize(device)
     dist.barrier()  # from here on all of them are filled
 
-    def part(first_byte: int, capacity_bytes: int) -> "PeerMemory":
+    def part(first_byte: int, capacity_bytes: int, num_programs: int) -> "PeerMemory":
         offset = block.data_ptr() - handle.buffer_ptrs[shard.rank] + first_byte
         return kernels.PeerMemory(
             rank=shard.rank,
             size=shard.size,
             capacity_bytes=capacity_bytes,
             buffers=torch.tensor([address + offset for address in handle.buffer_ptrs], device=device),
-            calls=torch.zeros((2, kernels.PROGRAMS), dtype=torch.int32, device=device),
+            calls=torch.zeros((2, num_programs), dtype=torch.int32, device=device),
         )
 
-    flagged, flagless = part(0, CAPACITY_BYTES), part(with_flags, FLAGLESS_CAPACITY_BYTES)
+    flagged = part(0, CAPACITY_BYTES, kernels.PROGRAMS)
+    flagless = part(flagged_bytes, FLAGLESS_CAPACITY_BYTES, kernels.PROGRAMS)
     ways = [("flagless", kernels.flagless_add, flagless), ("one-shot", kernels.one_shot_add, flagged)]
     if shard.size > 2:  # for two, it moves as much as one-shot, and meets twice
         ways.append(("two-shot", kernels.two_shot_add, flagged))
-    return [
-        KernelAllReduce(name, memory.capacity_bytes, _PeerKernel(kernel, memory, (block, handle)))
-        for name, kernel, memory in ways
-    ]
+    mapping = (block, handle)
+    gather = part(gather_at, GATHER_CAPACITY_BYTES, gathering.PROGRAMS)
+    return _PeerWays(
+        [
+            KernelAllReduce(name, memory.capacity_bytes, _PeerKernel(kernel, memory, mapping))
+            for name, kernel, memory in ways
+        ],
+        _PeerGather(gather, block[gather_at:], mapping),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _PeerGather:
+    """``mine``: this rank's own buffer. ``mapping`` keeps the peers' memory mapped as long as this may be called."""
+
+    memory: "PeerMemory"
+    mine: Tensor
+    mapping: object
+
+    def can_take(self, part: Tensor) -> bool:
+        return self.memory.size * part.nbytes <= self.memory.capacity_bytes
+
+    def __call__(self, part: Tensor, max_spins: int = 0) -> Tensor:
+        from splitserve.kernels.triton_all_gather import gather_columns
+
+        return gather_columns(self.memory, self.mine, part.contiguous(), max_spins)
+
+    def works(self, dtype: torch.dtype) -> bool:
+        """Whether all ranks get the right columns, several times in a row. All ranks ask it together."""
+        ok, device = 1, self.mine.device
+        try:
+            for rows, columns in ((1, 16), (9, 4112), (3, 24)) * 2:
+                wanted = torch.arange(rows * columns * self.memory.size, device=device).remainder(251).to(dtype)
+                wanted = wanted.view(rows, self.memory.size, columns)
+                gathered = self(wanted[:, self.memory.rank], TRIAL_SPINS)
+                ok &= int(torch.equal(gathered, wanted.flatten(1)))
+        except Exception as error:  # whatever it is: NCCL is there
+            logger.warning("columns are gathered through NCCL: %s: %s", type(error).__name__, error)
+            ok = 0
+        agreed = torch.tensor(ok, device=device)
+        dist.all_reduce(agreed, dist.ReduceOp.MIN)
+        return bool(agreed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ class Collectives(Protocol):
         """
 
     def gather_columns(self, part: Tensor) -> Tensor:
-        """All ranks' ``part`` [R, N] side by side, [R, size * N], on every rank."""
+        """All ranks' ``part`` [R, N] side by side, [R, size * N], on every rank; good until the next call."""
 
     def meet(self) -> None:
         """What follows happens after all ranks got here: on a GPU, what follows in the stream."""

@@ -39,7 +39,7 @@ for dtype in (torch.float32, torch.float16):
     first = num_bytes + num_flagless * len(flagless)
     flagless[dtype] = memory_at(first)
     whole[stride * rank + first : stride * rank + first + num_flagless].view(dtype).fill_(-0.0)
-flags = whole[stride * rank + num_bytes - ar._FLAG_BYTES * ar.PROGRAMS : stride * rank + num_bytes].view(torch.int32)
+flags = whole[stride * rank + num_bytes - ar.FLAG_BYTES * ar.PROGRAMS : stride * rank + num_bytes].view(torch.int32)
 flags.fill_((2 * start + 2**31) % 2**32 - 2**31)
 ready = whole[stride * size :].view(torch.int32)
 ready[rank] = 1
