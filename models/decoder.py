@@ -140,7 +140,7 @@ class DecoderModel:
             if before_layer is not None:
                 before_layer(index)
             qkv = layer.qkv.parts_after_norm(hidden, layer.input_norm, eps, normed)
-            qkv = qkv.unflatten(2, (-1, self.config.head_dim))
+            qkv = qkv.view(*qkv.shape[:2], -1, self.config.head_dim)
             query = self.kernels.prepare_qkv(qkv, layer.qk_norm, eps, rotation, kv_layer=kv_layers[index], slots=slots)
             if index == last and rows is not None and rows.shape[0] == 0:
                 self._group.meet()  # the step is over when all ranks have their KV
