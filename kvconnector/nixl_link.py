@@ -24,6 +24,8 @@ CONNECT_SECONDS = 5.0
 NUM_PIECES = 32
 MAX_PIECE_BYTES = 16 << 10
 ROUNDS = 3
+MAX_ROUNDS = 12
+LARGE_TAKES = 2.0  # times as long as a small read, at least: else another thread held this one up
 MAX_GATHERED = 64
 SPIN_SECONDS = 0.002  # the poll interval would hide what a fast link takes
 SLOW_SECONDS = 0.05  # one round tells enough of a link that takes so long
@@ -86,11 +88,12 @@ class LinkProbe:
         num_pieces = min(NUM_PIECES, num_bytes // (2 * piece_bytes))
         shapes = [(1, num_bytes), (1, piece_bytes), (num_pieces, piece_bytes)]
         best = [float("inf")] * 3
-        for _ in range(ROUNDS):
+        for rounds in range(1, MAX_ROUNDS + 1):
             for index, shape in enumerate(shapes):
                 seconds = yield from self._timed(partial(read, *shape))
                 best[index] = min(best[index], seconds)
-            if best[0] > SLOW_SECONDS:
+            is_telling = rounds >= ROUNDS and best[0] > LARGE_TAKES * best[1]
+            if is_telling or best[0] > SLOW_SECONDS:
                 break
         large, small, many = best
         return fit(small, many, num_pieces, large, num_bytes)

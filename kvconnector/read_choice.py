@@ -24,12 +24,17 @@ class ReadShape:
 
 GATHER_MUST_SAVE = 0.2
 """Of the time: it also takes the source's."""
+TRANSPORT_MUST_SAVE = 0.2
+"""Of the time that copies through a mapping take: a large read's rate is known from a smaller one's, no better than so;
+and a transport has to be polled."""
 
 
 def choose_path(shape: ReadShape, cost: ReadCost, num_blocks: int) -> ReadPath:
     seconds = path_seconds(shape, cost, num_blocks)
     if ReadPath.GATHERED in seconds:
         seconds[ReadPath.GATHERED] /= 1.0 - GATHER_MUST_SAVE
+    if ReadPath.MAPPED in seconds:
+        seconds[ReadPath.MAPPED] *= 1.0 - TRANSPORT_MUST_SAVE
     return min(seconds, key=lambda path: seconds[path])
 
 

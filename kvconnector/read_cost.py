@@ -49,9 +49,13 @@ class ReadCost:
 
 
 def fit(small: float, many: float, num_many: int, large: float, large_bytes: int) -> LinkCost:
-    """From the seconds of three reads: one small descriptor, ``num_many`` small ones, ``large_bytes`` in one."""
+    """From the seconds of three reads: one small descriptor, ``num_many`` small ones, ``large_bytes`` in one.
+
+    Half of the large one's time counts as that of its bytes at least, even where the small one took longer.
+    """
     per_descriptor = max((many - small) / max(1, num_many - 1), 1e-9)
-    return LinkCost(max(small - per_descriptor, 1e-9), per_descriptor, large_bytes / max(large - small, 1e-9))
+    byte_seconds = max(large - small, large / 2, 1e-9)
+    return LinkCost(max(small - per_descriptor, 1e-9), per_descriptor, large_bytes / byte_seconds)
 
 
 def fit_copies(small: float, small_bytes: int, large: float, large_bytes: int) -> CopyCost:

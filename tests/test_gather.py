@@ -165,6 +165,11 @@ def test_the_model_is_fitted_to_what_was_measured() -> None:
     assert np.isfinite(astuple(fit(1e-5, 1e-5, 1, 1e-5, 1))).all()
 
 
+def test_a_small_read_that_was_held_up_makes_no_link_endlessly_fast() -> None:
+    link = fit(small=2e-4, many=3e-4, num_many=32, large=1.7e-4, large_bytes=64 * MIB)
+    assert link.bytes_per_second == pytest.approx(64 * MIB / 0.85e-4)
+
+
 def test_paths_are_those_of_the_specification() -> None:
     page = (Path(__file__).parent.parent / "docs" / "handover.md").read_text(encoding="utf-8")
     assert [line.split("`")[1] for line in page.splitlines() if line.startswith("| `") and line.split("`")[1] in

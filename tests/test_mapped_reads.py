@@ -21,7 +21,7 @@ from splitserve.kvconnector.layout import block_bytes
 from splitserve.kvconnector.mapped_reads import Blocks, MappedReader, SpanCopies, growing_parts
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.nixl import _Peer
-from splitserve.kvconnector.read_choice import ReadShape, choose_path
+from splitserve.kvconnector.read_choice import ReadShape, choose_path, path_seconds
 from splitserve.kvconnector.read_cost import CopyCost, LinkCost, ReadCost
 from splitserve.kvconnector.read_plan import head_spans, heads_of
 from splitserve.messages import LayoutRecord
@@ -194,6 +194,10 @@ def test_a_mapping_is_used_where_it_is_there_and_faster(*, is_whole: bool) -> No
     assert choose_path(mapped, ReadCost(POSTED, COPY, None, MAPPED), 64) is ReadPath.MAPPED
     assert choose_path(mapped, ReadCost(POSTED, COPY, None, LinkCost(1e-5, 2e-6, 20e9)), 64) is other
     assert choose_path(mapped, ReadCost(POSTED, COPY), 64) is other
+    as_good = path_seconds(mapped, ReadCost(POSTED, COPY), 64)[other]
+    for share, expected in ((1.2, ReadPath.MAPPED), (1.3, other)):  # of the other path's time
+        slower = LinkCost(share * as_good, 0.0, 1e18)
+        assert choose_path(mapped, ReadCost(POSTED, COPY, None, slower), 64) is expected
     assert choose_path(unmapped, ReadCost(POSTED, COPY, None, MAPPED), 64) is other
     assert ReadCost(POSTED, COPY, None, MAPPED).bytes_per_second == 390e9
 
