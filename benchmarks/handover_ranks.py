@@ -132,6 +132,8 @@ class SinkRank:
             if not bool((landed == expected[low : low + 64, None, :, None, None, None]).all()):
                 raise RuntimeError(f"blocks {list(local[low : low + 64])} haven't the source's bytes")
         self._memory.blocks[list(local)] = 0
+        if self._memory.device.type == "cuda":
+            torch.cuda.synchronize()  # the next read's copies don't wait for this stream
 
     def copy(self, local: Sequence[int], remote: Sequence[int]) -> float:
         """Seconds for as many bytes without a connector: a piece from each GPU that is read from, or block by block in
