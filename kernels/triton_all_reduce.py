@@ -83,8 +83,8 @@ def one_shot_add(
     norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor | None:
-    """``residual`` += the sum of all ranks' ``parts``, both contiguous. ``parts`` [S, *residual's] are added up first, in
-    float32, and their sum rounded to the residual's dtype (:meth:`splitserve.kernels.api.Linear.parts`).
+    """``residual`` += the sum of all ranks' ``parts``, both contiguous. ``parts`` [S, *residual's] are added up first,
+    in float32, and their sum is rounded to the residual's dtype (:meth:`splitserve.kernels.api.Linear.parts`).
 
     With ``norm`` [N], for a residual [T, N]: returns it RMS-normalised (:class:`splitserve.kernels.api.RmsNorm`), where
     its rows aren't too long for that, else None.
@@ -159,9 +159,7 @@ def two_shot_add(
     )
 
 
-def _launch_options(
-    memory: PeerMemory, residual: Tensor, parts: Tensor, block: int, max_spins: int
-) -> dict[str, Any]:
+def _launch_options(memory: PeerMemory, residual: Tensor, parts: Tensor, block: int, max_spins: int) -> dict[str, Any]:
     """Of all kernels. ``block``: elements that a program has at a time, a power of two."""
     assert residual.is_contiguous() and parts.is_contiguous()
     assert residual.shape == parts.shape[1:] and parts.dtype in (residual.dtype, torch.float32)

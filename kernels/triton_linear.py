@@ -3,9 +3,9 @@
 Two kernels, each with what stands around the product. ``_row_kernel`` is for a single row: weights go straight to
 registers, and RMS norm is a scale of the finished sum. ``_tile_kernel`` is for more, with matrix instructions; with
 ``split_k`` the last program of a tile to arrive adds up the parts, in their order, so that the result doesn't depend on
-who is last; or the parts are left to what reads them (:meth:`splitserve.kernels.api.Linear.parts`). Both fetch their first weights before they wait for the kernel that computes their input, so that memory is
-busy while that one ends. For many rows cuBLAS is the better one. Launch parameters come from
-:mod:`splitserve.kernels.tuning`.
+who is last; or the parts are left to what reads them (:meth:`splitserve.kernels.api.Linear.parts`). Both fetch their
+first weights before they wait for the kernel that computes their input, so that memory is busy while that one ends. For
+many rows cuBLAS is the better one. Launch parameters come from :mod:`splitserve.kernels.tuning`.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 

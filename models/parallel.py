@@ -43,9 +43,9 @@ class Collectives(Protocol):
     def add_reduced(
         self, residual: Tensor, parts: Tensor, norm: Tensor | None = None, eps: float = 0.0
     ) -> Tensor | None:
-        """``residual`` [T, N] += the sum of all ranks' ``parts`` [S, T, N] (:meth:`splitserve.kernels.api.Linear.parts`;
-        both contiguous), in place, the same bits on every rank that had the same residual. What a rank adds is rounded
-        to the residual's dtype. May overwrite ``parts``.
+        """``residual`` [T, N] += the sum of all ranks' ``parts`` (:meth:`splitserve.kernels.api.Linear.parts`,
+        [S, T, N]), in place, the same bits on every rank that had the same residual. Both are contiguous. What a rank
+        adds is rounded to the residual's dtype. May overwrite ``parts``.
 
         Returns the residual RMS-normalised by ``norm`` [N] where that costs next to nothing, on all ranks or on none.
         """

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from tests.test_all_reduce_kernel import freeze_at_random
 
 pytest.importorskip("triton")
@@ -34,7 +33,8 @@ while int(ready[:size].sum()) < size:
     time.sleep(0.001)
 chosen = random.Random(7)
 for call in range(40):
-    rows, columns, dtype = chosen.choice([1, 3, 7]), chosen.choice([8, 33, 40]), chosen.choice([torch.float32, torch.float16])
+    rows, columns = chosen.choice([1, 3, 7]), chosen.choice([8, 33, 40])
+    dtype = chosen.choice([torch.float32, torch.float16])
     generator = torch.Generator().manual_seed(call)
     parts = torch.randn(size, rows, columns, generator=generator).to(dtype)
     gathered = ag.gather_columns(memory, mine, parts[rank].clone())

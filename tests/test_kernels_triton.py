@@ -127,7 +127,11 @@ def test_parts_of_a_product_add_up_to_the_bits_of_the_joined_one(tma: bool, dtyp
     results = []
     for joined in (True, False):
         params = asdict(triton_linear.LinearLaunch(16, 16, 32, 3, 4, 2, 0, tma, joined))
-        with tuning.forced("linear_plain", params), tuning.forced("linear_norm", params), tuning.forced("linear_add", params):
+        with (
+            tuning.forced("linear_plain", params),
+            tuning.forced("linear_norm", params),
+            tuning.forced("linear_add", params),
+        ):
             linear = triton_linear.TritonLinear(weight, rms_norm=triton_ops.rms_norm, silu_mul=triton_ops.silu_mul)
             apart = [linear.parts(x), linear.parts_after_norm(x, norm, 1e-5)]
             assert [len(parts) for parts in apart] == ([1, 1] if joined else [3, 3])
