@@ -19,6 +19,7 @@ Addresses = npt.NDArray[np.uint64]
 
 _UNIFIED = 4  # of CUmemorytype: the address tells where it is
 _IN_STREAM_ORDER = 1  # of CUmemcpySrcAccessOrder
+_IS_POINTER = 1  # of CUmemcpy3DOperandType
 
 
 class Copies(NamedTuple):
@@ -94,6 +95,9 @@ class BatchCopier:
             pointers, count = [ctypes.c_void_p] * 3, ctypes.c_size_t
             attributes = [ctypes.POINTER(_Attributes), ctypes.POINTER(ctypes.c_size_t), count]
             self._batch.argtypes = [*pointers, count, *attributes, ctypes.c_void_p]
+        self._batch_rows = getattr(driver, "cuMemcpy3DBatchAsync_v2", None)
+        if self._batch_rows is not None:
+            self._batch_rows.argtypes = [ctypes.c_size_t, ctypes.c_void_p, ctypes.c_ulonglong, ctypes.c_void_p]
         self._attributes = ctypes.byref(_Attributes(order=_IN_STREAM_ORDER)), ctypes.byref(ctypes.c_size_t(0)), 1
 
     def start(self, copies: Copies, stream: int) -> int:
@@ -120,6 +124,16 @@ class BatchCopier:
         return 0
 
     def _start_rows(self, copies: Copies, stream: int) -> int:
+        if self._batch_rows is not None:
+            operations = _row_operations(copies)
+            status = self._batch_rows(len(copies.targets), operations.buffer_info()[0], 0, stream)
+            if status == 0:
+                return 0
+            self._batch_rows = None
+            _tell_that_it_fails("cuMemcpy3DBatchAsync", status)
+        return self._start_rows_one_by_one(copies, stream)
+
+    def _start_rows_one_by_one(self, copies: Copies, stream: int) -> int:
         rows = _Memcpy2D(
             src_memory_type=_UNIFIED,
             src_pitch=copies.source_pitch,
@@ -134,6 +148,17 @@ class BatchCopier:
             if (status := copy(pointer, stream)) != 0:
                 return int(status)
         return 0
+
+
+def _row_operations(copies: Copies) -> "array[int]":
+    """An array of ``CUDA_MEMCPY3D_BATCH_OP`` of cuda.h, 14 words each: the operands (pointer, row pitch, no layers, no
+    hint), the extent (width, height, one layer), the order."""
+    words = array("Q")
+    for target, source, height in zip(copies.targets, copies.sources, copies.heights, strict=True):
+        words.extend((_IS_POINTER, source, copies.source_pitch, 0, 0))
+        words.extend((_IS_POINTER, target, copies.target_pitch, 0, 0))
+        words.extend((copies.width, height, 1, _IN_STREAM_ORDER))
+    return words
 
 
 def _tell_that_it_fails(name: str, status: int) -> None:

@@ -50,6 +50,8 @@ class HostDriver:
         if batches:
             batch = ctypes.CFUNCTYPE(ctypes.c_int, ADDRESSES, ADDRESSES, SIZES, SIZE, POINTER, SIZES, SIZE, POINTER)
             self.cuMemcpyBatchAsync_v2 = batch(self.batch)
+            batch = ctypes.CFUNCTYPE(ctypes.c_int, SIZE, ctypes.POINTER(SIZE * 14), ctypes.c_ulonglong, POINTER)
+            self.cuMemcpy3DBatchAsync_v2 = batch(self.batch_of_rows)
 
     def one(self, target: int, source: int, size: int, stream: int) -> int:
         self.calls.append("one")
@@ -69,6 +71,17 @@ class HostDriver:
         assert (first[0], num_attributes, stream) == (0, 1, STREAM)
         for index in range(0 if self.fails else count):
             ctypes.memmove(targets[index], sources[index], sizes[index])
+        return NOT_SUPPORTED if self.fails else 0
+
+    def batch_of_rows(self, count, operations, flags, stream) -> int:
+        self.calls.append("batch of rows")
+        assert (flags, stream) == (0, STREAM)
+        for index in range(0 if self.fails else count):
+            words = list(operations[index])
+            assert [words[at] for at in (0, 3, 4, 5, 8, 9, 12, 13)] == [1, 0, 0, 1, 0, 0, 1, 1]
+            _, source, source_pitch, _, _, _, target, target_pitch, _, _, width, height, _, _ = words
+            for row in range(height):
+                ctypes.memmove(target + row * target_pitch, source + row * source_pitch, width)
         return NOT_SUPPORTED if self.fails else 0
 
 
@@ -136,7 +149,7 @@ def test_a_driver_that_refuses_batches_copies_one_by_one(is_flat: bool, kind: Ca
     copier = BatchCopier(driver)
     for _ in range(2):
         assert copier.start(copies, STREAM) == 0
-    assert driver.calls == (["batch", *["one"] * 4] if is_flat else ["rows"] * 4)
+    assert driver.calls == (["batch", *["one"] * 4] if is_flat else ["batch of rows", *["rows"] * 4])
     moved = [*range(8), *range(32, 44)] if is_flat else [i for i in (*range(12), *range(32, 52)) if i % 8 < 4]
     assert torch.nonzero(target).flatten().tolist() == [i for i in moved if i]
     assert copier.start(copies, STREAM + 1) == 1
@@ -171,7 +184,7 @@ def test_a_reader_starts_at_once_and_tells_when_to_look(prefill: int, monkeypatc
     assert reader.bytes_per_second == pytest.approx(1.1 * memory.block_bytes)
     expected = torch.cat([source.blocks[[2, 7, 3, 0, 1, 9, 11]] for source in sources], dim=2)
     assert torch.equal(memory.blocks[[1, 4, 5, 8, 0, 10, 11]], expected)
-    assert set(driver.calls) == ({"batch"} if prefill == 1 else {"rows"})
+    assert set(driver.calls) == ({"batch"} if prefill == 1 else {"batch of rows"})
     buffer = torch.zeros(64, dtype=torch.uint8)
     reader.probe(buffer.data_ptr(), 2, 16)
     read = sources[0].blocks.view(-1).view(torch.uint8)
