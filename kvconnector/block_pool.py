@@ -228,6 +228,8 @@ class BlockPool:
             has_neighbour = after is not None and after + 1 < self.num_blocks and self._is_free[after + 1]
             return [after + 1 if after is not None and has_neighbour else int(self._is_free.argmax())]
         free_ids = np.flatnonzero(self._is_free)
+        if num_blocks == len(free_ids):  # as ever, where others had to be evicted
+            return free_ids.tolist()
         starts = np.flatnonzero(np.diff(free_ids, prepend=-2) != 1)
         lengths = np.diff(starts, append=len(free_ids))
         fitting = np.flatnonzero(lengths >= num_blocks)
