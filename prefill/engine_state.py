@@ -11,7 +11,7 @@ from splitserve.messages import FailureCode, LayoutRecord, RequestFailed, StepTo
 from splitserve.prefill.effects import Outbox
 from splitserve.prefill.sequence import BlockManager, Sequence
 from splitserve.request import Party, RequestKey
-from splitserve.token_ids import bounds
+from splitserve.token_ids import highest
 
 
 @dataclass(slots=True)
@@ -91,8 +91,7 @@ class EngineState:
         needed = num_blocks_for(len(tokens) + 1, self.blocks.block_size)
         if needed > self.blocks.pool.num_blocks:
             return f"the prompt needs {needed} KV blocks; this worker has {self.blocks.pool.num_blocks}"
-        lowest, highest = bounds(tokens)
-        if lowest < 0 or highest >= self.vocab_size:
+        if highest(tokens) >= self.vocab_size:
             return f"a token id is outside the vocabulary of {self.vocab_size}"
         return None
 

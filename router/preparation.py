@@ -14,7 +14,7 @@ from splitserve.router.choice import Choice
 from splitserve.router.dispatcher import Limits
 from splitserve.router.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from splitserve.router.tokenizer import ChatTemplateError, ModelTokenizer
-from splitserve.token_ids import TokenIds, bounds
+from splitserve.token_ids import TokenIds, highest
 
 # 512 characters take 0.1 ms to tokenise, a hop to the pool and back 0.06 to 0.2 ms.
 MAX_INLINE_CHARS = 512
@@ -118,9 +118,9 @@ def check_not_empty(request: CompletionRequest) -> None:
 def _check_vocabulary(token_ids: list[int] | TokenIds, vocab_size: int, param: str) -> None:
     if not token_ids:
         return
-    highest = max(token_ids) if isinstance(token_ids, list) else bounds(token_ids)[1]
-    if highest >= vocab_size:
-        message = f"{param} holds token id {highest}; the vocabulary ends at {vocab_size - 1}"
+    worst = max(token_ids) if isinstance(token_ids, list) else highest(token_ids)
+    if worst >= vocab_size:
+        message = f"{param} holds token id {worst}; the vocabulary ends at {vocab_size - 1}"
         raise ApiError(400, message, param=param, code="invalid_token_id")
 
 

@@ -7,7 +7,7 @@ import msgspec
 
 from splitserve.errors import ConfigError, WireError
 from splitserve.messages import SCHEMA_VERSION, Envelope
-from splitserve.token_ids import bounds, from_bytes
+from splitserve.token_ids import from_bytes, highest
 
 _MAGIC = b"SP"
 _HEADER_BYTES = 4
@@ -25,7 +25,7 @@ def _token_ids(_kind: type, value: Any) -> Any:
     if not isinstance(value, bytes):
         raise TypeError(f"token ids are bytes, not a {type(value).__name__}")
     token_ids = from_bytes(value)
-    if token_ids and bounds(token_ids)[0] < 0:
+    if token_ids and highest(token_ids) >= 2**31:
         raise ValueError("a token id is negative")
     return token_ids
 
