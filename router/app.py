@@ -8,11 +8,11 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
-from fastapi import FastAPI
-from fastapi.responses import JSONResponse
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from splitserve import __version__
@@ -144,7 +144,6 @@ class Api:
 
 def create_app(api: Api, metrics: RouterMetrics, api_key: str = "") -> ASGIApp:
     """The ASGI application: routes, errors in OpenAI's shape, request counts; ``api_key`` is for /v1 and /admin."""
-    app = FastAPI(title="Splitserve", version=__version__, openapi_url=None)  # which is written by hand
     document = openapi_document(api.model_id, wants_key=bool(api_key))
 
     async def openapi(_request: Request) -> Response:
@@ -165,14 +164,15 @@ def create_app(api: Api, metrics: RouterMetrics, api_key: str = "") -> ASGIApp:
         ("/admin/workers", api.workers),
         ("/openapi.json", openapi),
     ]
-    for path, handler in posts:
-        app.add_api_route(path, handler, methods=["POST"])
-    for path, handler in gets:
-        app.add_api_route(path, handler, methods=["GET"])
-    app.add_exception_handler(ApiError, _on_api_error)
-    app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(ClientDisconnect, _on_client_disconnect)
-    app.add_exception_handler(Exception, _on_unexpected)
+    routes = [Route(path, handler, methods=["POST"]) for path, handler in posts]
+    routes += [Route(path, handler, methods=["GET"]) for path, handler in gets]
+    on_error = {
+        ApiError: _on_api_error,
+        HTTPException: _on_http_exception,
+        ClientDisconnect: _on_client_disconnect,
+        Exception: _on_unexpected,
+    }
+    app = Starlette(routes=routes, exception_handlers=on_error)
     paths = frozenset(path for path, _ in posts + gets)
     return CountRequests(RequireKey(app, api_key) if api_key else app, metrics, paths)
 
