@@ -12,6 +12,7 @@ import logging
 import random
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from splitserve.bounded import ExpiringMap
@@ -48,7 +49,7 @@ from splitserve.router.placement import (
     context_limits,
     policy_by_name,
 )
-from splitserve.router.prefix_view import MIN_GAIN_BLOCKS, PromptHashes, helper_of
+from splitserve.router.prefix_view import MIN_GAIN_BLOCKS, PrefixMatch, PromptHashes, helper_of
 from splitserve.router.profiles import Profiles
 from splitserve.router.request_state import NOTHING, Failure, FailureReason, Phase, RequestState, Update
 from splitserve.token_ids import TokenIds
@@ -150,9 +151,12 @@ class Dispatcher:
 
     def _snapshot(self, prompt: PromptHashes) -> Snapshot:
         """The workers, with what each has of the prompt."""
-        matches = self.fleet.prefixes.matches(prompt)
-        worth = {party: match.worth_tokens for party, match in matches.items()}
+        worth = {party: match.worth_tokens for party, match in self._matches(prompt).items()}
         return self.fleet.membership.snapshot(self._loop.time(), worth)
+
+    def _matches(self, prompt: PromptHashes) -> Mapping[Party, PrefixMatch]:
+        """What each worker has of the prompt. Nobody needs to know it of the only one, and hashing takes a while."""
+        return self.fleet.prefixes.matches(prompt) if len(self.fleet.membership.records()) > 1 else {}
 
     def limits(self) -> Limits:
         """What prompts must keep. Raises :class:`ApiError` 503 while no request could be placed."""
@@ -261,7 +265,9 @@ class Dispatcher:
 
     def _prefix_helper(self, prompt: PromptHashes, worker: Party) -> PeerRef | None:
         """Whose device or host tier has so much more of the prompt that ``worker`` had best read it from there."""
-        matches = self.fleet.prefixes.matches(prompt)
+        matches = self._matches(prompt)
+        if not matches:
+            return None
         ready = {view.party for view in self.fleet.membership.snapshot(self._loop.time()).workers}
         record = self.fleet.membership.get(worker)
         min_gain = MIN_GAIN_BLOCKS * record.info.layout.block_size if record is not None else 0
