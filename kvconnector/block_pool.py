@@ -75,14 +75,16 @@ class BlockPool:
         """
         if num_blocks > self.num_available:
             return None
-        if self._num_free < num_blocks:
-            self._evict_least_recently_used(num_blocks - self._num_free)
-        block_ids = self._pick_free(num_blocks, after)
+        num_from_free = min(num_blocks, self._num_free)
+        block_ids = self._pick_free(num_from_free, after)
+        if num_from_free:
+            self._is_free[block_ids] = False
+            self._num_free -= num_from_free
+        if num_from_free < num_blocks:
+            block_ids = sorted(block_ids + self._evict_least_recently_used(num_blocks - num_from_free))
         for block_id in block_ids:
             self._ref_counts[block_id] = 1
-        self._is_free[block_ids] = False
         self._generations[block_ids] += np.uint64(1)  # wraps around
-        self._num_free -= num_blocks
         return block_ids
 
     def reference(self, block_ids: Iterable[int]) -> None:
@@ -212,14 +214,13 @@ class BlockPool:
         self._is_free[block_id] = True
         self._num_free += 1
 
-    def _evict_least_recently_used(self, count: int) -> None:
+    def _evict_least_recently_used(self, count: int) -> list[int]:
         block_ids = [self._cached.popitem(last=False)[0] for _ in range(count)]
         hashes = [self._hash_of_block.pop(block_id) for block_id in block_ids]
         for block_hash in hashes:
             del self._block_of_hash[block_hash]
         self._events.evicted(DEVICE, hashes)
-        self._is_free[block_ids] = True
-        self._num_free += count
+        return block_ids
 
     def _pick_free(self, num_blocks: int, after: int | None) -> list[int]:
         if num_blocks == 0:
@@ -228,7 +229,7 @@ class BlockPool:
             has_neighbour = after is not None and after + 1 < self.num_blocks and self._is_free[after + 1]
             return [after + 1 if after is not None and has_neighbour else int(self._is_free.argmax())]
         free_ids = np.flatnonzero(self._is_free)
-        if num_blocks == len(free_ids):  # as ever, where others had to be evicted
+        if num_blocks == len(free_ids):
             return free_ids.tolist()
         starts = np.flatnonzero(np.diff(free_ids, prepend=-2) != 1)
         lengths = np.diff(starts, append=len(free_ids))
