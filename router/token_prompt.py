@@ -40,7 +40,7 @@ def _parse(prompt: bytes) -> TokenIds | None:
         if piece.translate(None, _OF_NUMBERS):
             return None
         numbers = np.fromstring(piece.strip(), dtype=np.int64, sep=",")
-        if int(numbers.max()) >= 2**31:  # what int64 can't hold is its highest
+        if numbers[numbers.argmax()] >= 2**31:  # what int64 can't hold is its highest
             return None
         token_ids.frombytes(numbers.astype(np.int32).tobytes())
         start = stop + 1
