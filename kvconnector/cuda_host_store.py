@@ -135,9 +135,6 @@ class CudaHostStore:
             for group in gates.groups:
                 size = max(1, PIECE_BYTES // (group.num_layers * layer_bytes))
                 for first in range(0, len(block_ids), size):
-                    if num_left <= NEAR_END_BYTES and not is_told:
-                        tell_near_end()
-                        is_told = True
                     piece = block_ids[first : first + size], slots[first : first + size]
                     num_bytes = len(piece[0]) * group.num_layers * layer_bytes
                     pacer.make_room(num_bytes)
@@ -146,6 +143,9 @@ class CudaHostStore:
                     num_left -= num_bytes
                     if first + size >= len(block_ids):
                         gates.queued(copy_id, group, event)
+                    if num_left <= NEAR_END_BYTES and not is_told:  # once the device is busy: who hears takes the GIL
+                        tell_near_end()
+                        is_told = True
 
     def _queue_layers(self, group: LayerGroup, block_ids: Sequence[int], slots: Sequence[int]) -> None:
         """Copies of these layers of the blocks: neighbours on both sides are rows of one."""

@@ -108,9 +108,13 @@ def test_layers_come_group_by_group(monkeypatch: pytest.MonkeyPatch, driver: Any
         assert torch.equal(by_layer[0][:, end:], before.view(by_layer[0].shape)[:, end:])
 
     monkeypatch.setattr(LoadGates, "queued", queued)
-    told: list[int] = []
-    store.load_gated(COPY_ID, block_ids, slots, lambda: told.append(len(groups)))
-    assert groups == gates.groups and told == [0]
+    told: list[bool] = []
+
+    def tell_near_end() -> None:
+        told.append(torch.equal(by_layer[0][block_ids[0], 0], by_layer[1][slots[0], 0]))
+
+    store.load_gated(COPY_ID, block_ids, slots, tell_near_end)
+    assert groups == gates.groups and told == [True], "it's told once, when the first copies are under way"
     others = [block for block in range(12) if block not in block_ids]
     assert torch.equal(store._blocks[others], before[others])
     assert gates.event(COPY_ID, 0) is None, "it's over"
