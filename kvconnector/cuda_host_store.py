@@ -12,11 +12,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from splitserve.kvconnector.batch_copies import BatchCopier, Copies, adjacent
+from splitserve.kvconnector.batch_copies import BatchCopier, Copies
 from splitserve.kvconnector.layout import runs
 from splitserve.kvconnector.load_gates import LayerGroup, LoadGates
 from splitserve.kvconnector.memory import KVMemory
@@ -154,11 +153,10 @@ class CudaHostStore:
         layer_bytes = block_bytes // self._gates.num_layers
         begin, width = group.first_layer * layer_bytes, group.num_layers * layer_bytes
         if self._rows is not None:
-            first_blocks, first_slots, counts = adjacent(block_ids, slots)
-            targets, sources = (
-                np.uint64(memory.data_ptr() + begin) + first * np.uint64(block_bytes)
-                for memory, first in ((self._blocks, first_blocks), (self._slots, first_slots))
-            )
+            pieces = list(runs(block_ids, slots))  # numpy takes longer for so few, most of all after a pause
+            targets = [self._blocks.data_ptr() + begin + block * block_bytes for block, _, _ in pieces]
+            sources = [self._slots.data_ptr() + begin + slot * block_bytes for _, slot, _ in pieces]
+            counts = [count for _, _, count in pieces]
             copies = Copies(targets, sources, counts, width, block_bytes, block_bytes)
             status = self._rows.start(copies, self._up.cuda_stream)
             if status == 0:
