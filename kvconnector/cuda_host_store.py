@@ -129,7 +129,7 @@ class CudaHostStore:
         """A group of layers of all blocks, then the next one; returns when it's over."""
         layer_bytes = self._blocks.shape[1] // gates.num_layers
         num_left, is_told = len(block_ids) * self._blocks.shape[1], False
-        with torch.cuda.device(self._device), torch.cuda.stream(self._up), _Pacer(self._up) as pacer:
+        with torch.cuda.device(self._device), _Pacer(self._up) as pacer:
             pacer.queued(0)  # before the driver is called directly, this thread needs the device's context
             for group in gates.groups:
                 size = max(1, PIECE_BYTES // (group.num_layers * layer_bytes))
@@ -163,9 +163,10 @@ class CudaHostStore:
                 return
             logger.warning("layers of blocks are copied one by one: the driver's copy of rows fails with %d", status)
             self._rows = None
-        for block, slot in zip(block_ids, slots, strict=True):
-            on_host = self._slots[slot, begin : begin + width]
-            self._blocks[block, begin : begin + width].copy_(on_host, non_blocking=True)
+        with torch.cuda.stream(self._up):
+            for block, slot in zip(block_ids, slots, strict=True):
+                on_host = self._slots[slot, begin : begin + width]
+                self._blocks[block, begin : begin + width].copy_(on_host, non_blocking=True)
 
     def clear(self) -> None:
         """What was stored isn't found any more."""
