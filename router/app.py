@@ -8,11 +8,11 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
-from starlette.applications import Starlette
+from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from splitserve import __version__
@@ -164,15 +164,16 @@ def create_app(api: Api, metrics: RouterMetrics, api_key: str = "") -> ASGIApp:
         ("/admin/workers", api.workers),
         ("/openapi.json", openapi),
     ]
-    routes = [Route(path, handler, methods=["POST"]) for path, handler in posts]
+    routes: list[BaseRoute] = [Route(path, handler, methods=["POST"]) for path, handler in posts]
     routes += [Route(path, handler, methods=["GET"]) for path, handler in gets]
-    on_error = {
+    on_error: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, Response]]] = {
         ApiError: _on_api_error,
         HTTPException: _on_http_exception,
         ClientDisconnect: _on_client_disconnect,
         Exception: _on_unexpected,
     }
-    app = Starlette(routes=routes, exception_handlers=on_error)
+    # Plain routes: FastAPI's own would parse and validate, which is done here. The document is written by hand.
+    app = FastAPI(title="Splitserve", version=__version__, openapi_url=None, routes=routes, exception_handlers=on_error)
     paths = frozenset(path for path, _ in posts + gets)
     return CountRequests(RequireKey(app, api_key) if api_key else app, metrics, paths)
 
