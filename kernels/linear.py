@@ -18,7 +18,7 @@ _LAYOUT_ROWS = 128
 
 
 class UnfusedLinear(ABC):
-    """Whose product is one operation, and what stands around it others. See :class:`kernels.api.Linear`."""
+    """All around the product in operations of their own; subclasses may do better. See :class:`kernels.api.Linear`."""
 
     def __init__(self, shape: torch.Size, rms_norm: RmsNorm, silu_mul: SiluMul) -> None:
         self.out_features, self.in_features = shape

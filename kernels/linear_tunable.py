@@ -143,7 +143,7 @@ class LinearCase:
         has_room = _MIN_SHARED_BYTES <= shared <= _MAX_SHARED_BYTES and launch.block_m * width <= 128 * 256
         if launch.split_k > 1 and (launch.split_k > _MAX_SPLIT_K or self._rows > launch.block_m):
             return False
-        if not launch.joined and (launch.split_k == 1 or not self._has_reader):
+        if not launch.joined and not (launch.leaves_parts and self._has_reader):
             return False
         return has_room and launch.num_stages >= 2 and launch.num_warps >= 4 and launch.block_n >= 16
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from splitserve.kernels.triton_all_reduce import FLAG_BYTES, PeerMemory, at_peer, meet
+from splitserve.kernels.triton_all_reduce import ALIGNMENT, FLAG_BYTES, PeerMemory, at_peer, meet
 from splitserve.kernels.triton_launch import overlapped, wait
 
 PROGRAMS = 128
@@ -20,6 +20,7 @@ _BLOCK = 4096
 
 def gather_bytes(capacity_bytes: int) -> int:
     """Bytes of each rank's buffer: a result, the flags. Those must be zero before the first call."""
+    assert capacity_bytes % ALIGNMENT == 0
     return capacity_bytes + FLAG_BYTES * PROGRAMS
 
 

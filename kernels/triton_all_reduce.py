@@ -39,7 +39,7 @@ PROGRAMS = 64
 
 _BLOCK = 4096
 _LONGEST_ROW = 8192  # that one program normalises
-_ALIGNMENT = 16  # bytes of one load of one thread
+ALIGNMENT = 16  # bytes of one load of one thread
 FLAG_BYTES = 128  # of a program's flags, one for each rank: a cache line of its own
 
 
@@ -48,8 +48,9 @@ class PeerMemory:
     """One rank's view of the ranks' buffers, each of :func:`buffer_bytes`, zeroed before anybody uses them.
 
     For :func:`flagless_add` there are others, of :func:`flagless_bytes`, filled with negative zeros of the dtype of all
-    its calls. ``buffers``: their addresses, int64 [size]. ``calls``: int32 [2, :data:`PROGRAMS`], zero at first, this
-    rank's own: what programs keep from call to call. Tensors up to ``capacity_bytes`` can be added up.
+    its calls; and others again for :mod:`splitserve.kernels.triton_all_gather`. ``buffers``: their addresses, int64
+    [size]. ``calls``: int32 [2, programs of a launch], zero at first, this rank's own: what programs keep from call to
+    call. Tensors (of a gather: results) have up to ``capacity_bytes``.
     """
 
     rank: int
@@ -61,14 +62,14 @@ class PeerMemory:
 
 def flagless_bytes(capacity_bytes: int, size: int) -> int:
     """Bytes of each rank's buffer: three parts of a slot for each rank."""
-    assert capacity_bytes % (_ALIGNMENT * 4) == 0  # slots are emptied 16 elements at a time
+    assert capacity_bytes % (ALIGNMENT * 4) == 0  # slots are emptied 16 elements at a time
     assert 3 * size * capacity_bytes < 2**31  # offsets are computed in 32 bits
     return 3 * size * capacity_bytes
 
 
 def buffer_bytes(capacity_bytes: int, size: int) -> int:
     """Bytes of each rank's buffer: two halves of a slot for each rank, one part for the others' results, the flags."""
-    assert capacity_bytes % _ALIGNMENT == 0
+    assert capacity_bytes % ALIGNMENT == 0
     assert 4 * size <= FLAG_BYTES
     num_bytes = (2 * size + 1) * capacity_bytes + FLAG_BYTES * PROGRAMS
     assert num_bytes < 2**31  # offsets are computed in 32 bits
@@ -131,7 +132,7 @@ def _launch_with_norm(
         residual if normed is None else norm,
         residual if normed is None else normed,
         eps,
-        PART=part,
+        LENGTH=part,
         HAS_NORM=normed is not None,
         **constants,
         **_launch_options(memory, residual, parts, block, max_spins),
@@ -254,7 +255,7 @@ def _one_shot_kernel(
     norm,
     normed,
     eps,
-    PART: tl.constexpr,
+    LENGTH: tl.constexpr,
     HAS_NORM: tl.constexpr,
     PARTS: tl.constexpr,
     CAPACITY: tl.constexpr,
@@ -269,28 +270,28 @@ def _one_shot_kernel(
     program = tl.program_id(0)
     within = tl.arange(0, BLOCK)
     if HAS_NORM:
-        weight = tl.load(norm + within, mask=within < PART, other=0.0)
+        weight = tl.load(norm + within, mask=within < LENGTH, other=0.0)
     wait(OVERLAPPED)
     call = tl.load(calls + program)
     half_at = (call & 1) * (SIZE * CAPACITY)  # the counter wraps around
-    for first in range(program * PART, num_elements, NUM_PROGRAMS * PART):
+    for first in range(program * LENGTH, num_elements, NUM_PROGRAMS * LENGTH):
         at = first + within
-        inside = (within < PART) & (at < num_elements)
+        inside = (within < LENGTH) & (at < num_elements)
         summand = _summand(parts, at, inside, num_elements, residual, PARTS)
         for step in tl.static_range(1, SIZE):
             slot = at_peer(buffers, (RANK + step) % SIZE, half_at + RANK * CAPACITY, residual)
             tl.store(slot + at, summand, mask=inside)
     flags_at = (2 * SIZE + 1) * CAPACITY + program * FLAG_BYTES
     meet(buffers, flags_at, 2 * call + 1, calls, RANK, SIZE, MAX_SPINS)
-    for first in range(program * PART, num_elements, NUM_PROGRAMS * PART):
+    for first in range(program * LENGTH, num_elements, NUM_PROGRAMS * LENGTH):
         at = first + within
-        inside = (within < PART) & (at < num_elements)
+        inside = (within < LENGTH) & (at < num_elements)
         total = _sum(
             buffers, half_at, residual, parts, at, inside, num_elements, PARTS, CAPACITY, RANK, SIZE, PUSHED=True
         )
         tl.store(residual + at, total, mask=inside)
         if HAS_NORM:
-            tl.store(normed + at, normalised(total, weight, eps, PART), mask=inside)
+            tl.store(normed + at, normalised(total, weight, eps, LENGTH), mask=inside)
     tl.store(calls + program, call + 1)
 
 
@@ -390,7 +391,7 @@ def _flagless_kernel(
     norm,
     normed,
     eps,
-    PART: tl.constexpr,
+    LENGTH: tl.constexpr,
     HAS_NORM: tl.constexpr,
     PARTS: tl.constexpr,
     CAPACITY: tl.constexpr,
@@ -404,21 +405,21 @@ def _flagless_kernel(
     program = tl.program_id(0)
     within = tl.arange(0, BLOCK)
     if HAS_NORM:
-        weight = tl.load(norm + within, mask=within < PART, other=0.0)
+        weight = tl.load(norm + within, mask=within < LENGTH, other=0.0)
     wait(OVERLAPPED)
     turn = tl.load(calls + program)  # of the three parts
     slots_at = turn * (SIZE * CAPACITY)
-    for first in range(program * PART, num_elements, NUM_PROGRAMS * PART):
+    for first in range(program * LENGTH, num_elements, NUM_PROGRAMS * LENGTH):
         at = first + within
-        inside = (within < PART) & (at < num_elements)
+        inside = (within < LENGTH) & (at < num_elements)
         summand = _sendable(_summand(parts, at, inside, num_elements, residual, PARTS))
         for step in tl.static_range(1, SIZE):
             slot = at_peer(buffers, (RANK + step) % SIZE, slots_at + RANK * CAPACITY, residual)
             tl.store(slot + at, summand, mask=inside)
     _empty_last(buffers, calls, turn, residual, CAPACITY, RANK, SIZE, BLOCK, NUM_PROGRAMS)
-    for first in range(program * PART, num_elements, NUM_PROGRAMS * PART):
+    for first in range(program * LENGTH, num_elements, NUM_PROGRAMS * LENGTH):
         at = first + within
-        inside = (within < PART) & (at < num_elements)
+        inside = (within < LENGTH) & (at < num_elements)
         total = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
         for rank in tl.static_range(SIZE):
             if rank == RANK:
@@ -429,7 +430,7 @@ def _flagless_kernel(
         total = total.to(residual.dtype.element_ty)
         tl.store(residual + at, total, mask=inside)
         if HAS_NORM:
-            tl.store(normed + at, normalised(total, weight, eps, PART), mask=inside)
+            tl.store(normed + at, normalised(total, weight, eps, LENGTH), mask=inside)
     tl.debug_barrier()  # all threads have read them
     tl.store(calls + program, (turn + 1) % 3)
     tl.store(calls + NUM_PROGRAMS + program, num_elements)

@@ -52,6 +52,10 @@ class LinearLaunch:
     tma: bool = False
     joined: bool = True
 
+    @property
+    def leaves_parts(self) -> bool:
+        return not self.joined and self.split_k > 1 and self.block_m > 1
+
 
 CUBLAS = LinearLaunch(block_m=0)
 
@@ -73,12 +77,12 @@ class TritonLinear(PlainLinear):
 
     def parts(self, x: Tensor) -> Tensor:
         params = self._params("plain", x)
-        return super().parts(x) if params is None or params.joined else self._apart(x, params)
+        return self._apart(x, params) if params is not None and params.leaves_parts else super().parts(x)
 
     def add_to(self, residual: Tensor, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor | None:
         if (params := self._params("add", x)) is None:
             return super().add_to(residual, x)
-        if norm is not None and not params.joined:
+        if norm is not None and params.leaves_parts:
             return add_parts(residual, self._apart(x, params), norm, eps)
         launch(x, self.weight, residual, params, adds=True)
         return None
@@ -92,9 +96,9 @@ class TritonLinear(PlainLinear):
 
     def parts_after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
         params = self._params("norm", x)
-        if params is None or params.joined:
-            return super().parts_after_norm(x, norm, eps, normed)
-        return self._apart(self._rms_norm(x, norm, eps) if normed is None else normed, params)
+        if params is not None and params.leaves_parts:
+            return self._apart(self._rms_norm(x, norm, eps) if normed is None else normed, params)
+        return super().parts_after_norm(x, norm, eps, normed)
 
     def gated_after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
         if (params := self._params("gated", x)) is None:

@@ -163,8 +163,10 @@ def _works(way: AllReduce, row_bytes: int, dtype: torch.dtype, device: torch.dev
     """Whether it gives right sums, on all ranks, several times in a row."""
     ok, why = 1, "wrong sums"
     try:
-        for num_bytes in [size for size in sizes_to_measure(row_bytes) if _fits(way, size)][::3] * 2:
-            ok &= _adds_up(way, (num_bytes // row_bytes, row_bytes // dtype.itemsize), dtype, device)
+        for num_parts in (1, 2):
+            for num_bytes in [size for size in sizes_to_measure(row_bytes) if _fits(way, size)][::3]:
+                shape = (num_parts, num_bytes // row_bytes, row_bytes // dtype.itemsize)
+                ok &= _adds_up(way, shape, dtype, device)
     except Exception as error:  # whatever it is: NCCL is there
         ok, why = 0, f"{type(error).__name__}: {error}"
     agreed = torch.tensor(ok, device=device)
@@ -174,16 +176,19 @@ def _works(way: AllReduce, row_bytes: int, dtype: torch.dtype, device: torch.dev
     return bool(agreed)
 
 
-def _adds_up(way: AllReduce, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
-    def random(seed: int) -> Tensor:
-        generator = torch.Generator(device).manual_seed(seed)
-        return torch.randn(shape, device=device, generator=generator).to(dtype)
+def _adds_up(way: AllReduce, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> bool:
+    """``shape``: of the parts."""
 
-    residual, expected = random(0), random(0).float()
+    def random(seed: int) -> Tensor:
+        parts = torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(seed))
+        return parts.to(dtype) if shape[0] == 1 else parts
+
+    residual = random(0)[0].to(dtype)
+    expected = residual.float()
     for rank in range(dist.get_world_size()):
-        expected += random(rank + 1).float()
-    norm = random(0)[0]
-    normed = way.try_add(residual, random(dist.get_rank() + 1).unsqueeze(0), norm, _EPS)
+        expected += join_parts(random(rank + 1), dtype).float()
+    norm = random(0)[0, 0].to(dtype)
+    normed = way.try_add(residual, random(dist.get_rank() + 1), norm, _EPS)
 
     def is_close(actual: Tensor, wanted: Tensor) -> bool:
         return torch.allclose(actual.float(), wanted, rtol=_TOLERANCE[dtype], atol=4 * _TOLERANCE[dtype])

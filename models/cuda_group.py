@@ -118,7 +118,7 @@ class _PeerWays:
 
 
 def _peer_ways(shard: Shard, dtype: torch.dtype, device: torch.device) -> _PeerWays:
-    """None where the GPUs can't address each other's memory, and a line in the log."""
+    """Nothing where the GPUs can't address each other's memory, and a line in the log."""
     first = (device.index or 0) - shard.rank
     for one in range(first, first + shard.size):
         for other in range(first, first + shard.size):
@@ -191,7 +191,7 @@ class _PeerGather:
 
     def works(self, dtype: torch.dtype) -> bool:
         """Whether all ranks get the right columns, several times in a row. All ranks ask it together."""
-        ok, device = 1, self.mine.device
+        ok, why, device = 1, "wrong columns", self.mine.device
         try:
             for rows, columns in ((1, 16), (9, 4112), (3, 24)) * 2:
                 wanted = torch.arange(rows * columns * self.memory.size, device=device).remainder(251).to(dtype)
@@ -199,10 +199,11 @@ class _PeerGather:
                 gathered = self(wanted[:, self.memory.rank], TRIAL_SPINS)
                 ok &= int(torch.equal(gathered, wanted.flatten(1)))
         except Exception as error:  # whatever it is: NCCL is there
-            logger.warning("columns are gathered through NCCL: %s: %s", type(error).__name__, error)
-            ok = 0
+            ok, why = 0, f"{type(error).__name__}: {error}"
         agreed = torch.tensor(ok, device=device)
         dist.all_reduce(agreed, dist.ReduceOp.MIN)
+        if not int(agreed):
+            logger.warning("columns are gathered through NCCL: %s", why if not ok else "it failed on another rank")
         return bool(agreed)
 
 
