@@ -10,12 +10,7 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 logger = logging.getLogger(__name__)
-
-Addresses = npt.NDArray[np.uint64]
 
 _UNIFIED = 4  # of CUmemorytype: the address tells where it is
 _IN_STREAM_ORDER = 1  # of CUmemcpySrcAccessOrder
@@ -26,9 +21,9 @@ class Copies(NamedTuple):
     """Pieces of ``heights[i]`` rows of ``width`` bytes, from ``sources[i]`` to ``targets[i]``; a row begins a pitch (in
     bytes) after the one before."""
 
-    targets: Sequence[int] | Addresses
-    sources: Sequence[int] | Addresses
-    heights: Sequence[int] | Addresses
+    targets: Sequence[int]
+    sources: Sequence[int]
+    heights: Sequence[int]
     width: int
     target_pitch: int
     source_pitch: int
@@ -40,17 +35,7 @@ class Copies(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return int(sum(self.heights)) * self.width
-
-
-def adjacent(local: npt.ArrayLike, remote: npt.ArrayLike) -> tuple[Addresses, Addresses, Addresses]:
-    """``(first of local, first of remote, how many)`` of the longest runs of ids that are adjacent on both sides."""
-    ours, theirs = np.asarray(local, np.uint64), np.asarray(remote, np.uint64)
-    one = np.uint64(1)
-    breaks = (ours[1:] != ours[:-1] + one) | (theirs[1:] != theirs[:-1] + one)
-    begins = np.append(0, np.flatnonzero(breaks) + 1)[: len(ours)]
-    counts = np.diff(np.append(begins, len(ours))).astype(np.uint64)
-    return ours[begins], theirs[begins], counts
+        return sum(self.heights) * self.width
 
 
 class _Attributes(ctypes.Structure):
@@ -110,7 +95,7 @@ class BatchCopier:
 
     def _start_flat(self, copies: Copies, stream: int) -> int:
         targets, sources = array("Q", copies.targets), array("Q", copies.sources)
-        sizes = array("Q", [int(height) * copies.width for height in copies.heights])
+        sizes = array("Q", [height * copies.width for height in copies.heights])
         if self._batch is not None:
             addresses = (each.buffer_info()[0] for each in (targets, sources, sizes))
             status = self._batch(*addresses, len(sizes), *self._attributes, stream)

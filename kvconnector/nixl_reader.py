@@ -55,7 +55,7 @@ MAX_PEER_BLOCKS = 1 << 22  # bounds what a peer's word makes us allocate: 56 byt
 MAX_PEER_SLOTS = 1024
 MAX_METADATA_BYTES = 1 << 20
 _ADDRESS_SPACE_BYTES = 1 << 64
-_REHEARSAL_SECONDS = 0.0002
+_PRACTICE_SECONDS = 0.0002  # before data is due: time enough to read generations for practice
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,8 +394,9 @@ class PeerReader:
         if read.path is ReadPath.MAPPED:
             assert self.mapped is not None
             data = self.mapped.read(local_blocks, remote_blocks)
-            if data.due_at > time.monotonic() + _REHEARSAL_SECONDS:
+            if data.due_at > time.monotonic() + _PRACTICE_SECONDS:
                 # Too early to count. But by now there is time, and the next time, when it counts, takes half as long.
+                # It's copied while it's posted; where it isn't (over TCP), a slow source is waited for twice.
                 yield from self.read_generations(remote_blocks, read.scratch_row)
             yield data
             return

@@ -321,7 +321,8 @@ class SlowStore(CudaHostStore):
 
     def _queue_layers(self, group: LayerGroup, block_ids: Any, slots: Any) -> None:
         if self.cycles:
-            torch.cuda._sleep(self.cycles)
+            with torch.cuda.stream(self._up):
+                torch.cuda._sleep(self.cycles)
         super()._queue_layers(group, block_ids, slots)
 
 
