@@ -1,13 +1,10 @@
 """Columns that ranks gather through each other's memory: ranks are processes that share memory, under Triton's
 interpreter. On GPUs see tests/test_tensor_parallel_gpu.py."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from tests.test_all_reduce_kernel import freeze_at_random
+from tests.interpreted_ranks import run_ranks
 
 pytest.importorskip("triton")
 
@@ -49,23 +46,4 @@ print("right")
 @pytest.mark.parametrize(("size", "start"), [(2, 2**30 - 3), pytest.param(3, 2**31 - 3, marks=pytest.mark.slow)])
 def test_ranks_gather_columns_whatever_their_pace(size: int, start: int, tmp_path: Path) -> None:
     """``start``: calls that have been made, just before the flags or the counter of calls wrap around."""
-    path = tmp_path / "shared"
-    path.write_bytes(bytes((size + 1) * (1 << 16)))
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", _RANK, str(path)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(size), str(start)],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(size)
-    ]  # fmt: skip
-    try:
-        freeze_at_random(ranks)
-        for rank in sorted(ranks, key=lambda rank: rank.poll() in (None, 0)):
-            out, err = rank.communicate(timeout=60)
-            assert out == "right\n", err
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    run_ranks(_RANK, size, tmp_path, start)

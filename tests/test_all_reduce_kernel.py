@@ -4,15 +4,10 @@ The interpreter runs a rank's programs one after the other, so what is tested is
 buffers and the arithmetic, at any pace of any rank.
 """
 
-import os
-import random
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
+from tests.interpreted_ranks import run_ranks
 
 pytest.importorskip("triton")
 
@@ -76,38 +71,8 @@ print("right")
 """
 
 
-def freeze_at_random(ranks: list["subprocess.Popen[str]"]) -> None:
-    """Until all have ended, or one has failed: so that each rank is late at each place now and then."""
-    chosen = random.Random(1)
-    while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
-        rank = chosen.choice(ranks)
-        rank.send_signal(signal.SIGSTOP)
-        time.sleep(chosen.choice([0.002, 0.01, 0.03]))
-        rank.send_signal(signal.SIGCONT)
-        time.sleep(chosen.choice([0.0, 0.001, 0.005]))
-
-
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="the interpreter is for machines without a GPU")
 @pytest.mark.parametrize(("size", "start"), [(2, 2**30 - 3), pytest.param(3, 2**31 - 3, marks=pytest.mark.slow)])
 def test_ranks_add_up_whatever_their_pace(size: int, start: int, tmp_path: Path) -> None:
     """``start``: calls that have been made, just before the flags or the counter of calls wrap around."""
-    path, capacity = tmp_path / "shared", 9 * 64 * 4
-    path.write_bytes(bytes((size + 1) * (1 << 16)))
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", _RANK, str(path)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(size), str(capacity), str(start)],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(size)
-    ]  # fmt: skip
-    try:
-        freeze_at_random(ranks)
-        for rank in sorted(ranks, key=lambda rank: rank.poll() in (None, 0)):
-            out, err = rank.communicate(timeout=60)
-            assert out == "right\n", err
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    run_ranks(_RANK, size, tmp_path, 9 * 64 * 4, start)
