@@ -4,7 +4,8 @@ interpreter. On GPUs see tests/test_tensor_parallel_gpu.py."""
 from pathlib import Path
 
 import pytest
-from tests.interpreted_ranks import run_ranks
+
+from interpreted_ranks import run_ranks
 
 pytest.importorskip("triton")
 

@@ -7,7 +7,8 @@ buffers and the arithmetic, at any pace of any rank.
 from pathlib import Path
 
 import pytest
-from tests.interpreted_ranks import run_ranks
+
+from interpreted_ranks import run_ranks
 
 pytest.importorskip("triton")
 
