@@ -388,32 +388,45 @@ def _tile_kernel(
     x_rows, is_row = x_ptr + row.to(tl.int64) * x_stride, (row < num_rows)[:, None]
     for offset in range(0, PART_K, BLOCK_K):
         k = first_k + offset + tl.arange(0, BLOCK_K)
-        if K % (SPLIT_K * BLOCK_K) == 0:
-            x = tl.load(x_rows[:, None] + k[None, :], mask=is_row, other=0.0)
-        else:
-            x = tl.load(x_rows[:, None] + k[None, :], mask=is_row & (k < K)[None, :], other=0.0)
+        x = _tile_input(x_rows, is_row, k, K, K % (SPLIT_K * BLOCK_K) == 0)
         if TMA:
             weight = tl.reshape(descriptor.load([0, first_column, first_k + offset]), (WIDTH, BLOCK_K))
-        elif K % (SPLIT_K * BLOCK_K) == 0:
-            weight = tl.load(rows_at[:, None] + k[None, :], eviction_policy="evict_first")
         else:
-            weight = tl.load(
-                rows_at[:, None] + k[None, :], mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first"
-            )
+            weight = _tile_weight(rows_at, k, K, K % (SPLIT_K * BLOCK_K) == 0)
         acc = tl.dot(x, weight.T, acc, input_precision=PRECISION)
 
     if JOINED and SPLIT_K > 1:
         acc, is_last = _join(acc, parts_ptr, tickets_ptr, tile, part, SPLIT_K, BLOCK_M, WIDTH)
         if not is_last:
             return
-    total, up = acc, acc
-    if GATED:
-        total, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
+    total, up = _halves(acc, BLOCK_M, BLOCK_N) if GATED else (acc, acc)
     column = first_column + tl.arange(0, BLOCK_N)
     out_at = out_ptr + row.to(tl.int64)[:, None] * N + column[None, :]
     if not JOINED:
         out_at += part.to(tl.int64) * num_rows * N
     _store(total, up, out_at, (row < num_rows)[:, None] & (column < N)[None, :], GATED, ADDS)
+
+
+@triton.jit
+def _tile_input(x_rows, is_row, k, K: tl.constexpr, IS_WHOLE: tl.constexpr):
+    """[BLOCK_M, BLOCK_K]. ``IS_WHOLE``: no ``k`` is beyond the last one."""
+    if IS_WHOLE:
+        return tl.load(x_rows[:, None] + k[None, :], mask=is_row, other=0.0)
+    return tl.load(x_rows[:, None] + k[None, :], mask=is_row & (k < K)[None, :], other=0.0)
+
+
+@triton.jit
+def _tile_weight(rows_at, k, K: tl.constexpr, IS_WHOLE: tl.constexpr):
+    """[WIDTH, BLOCK_K]; read once, so it may leave the cache first."""
+    if IS_WHOLE:
+        return tl.load(rows_at[:, None] + k[None, :], eviction_policy="evict_first")
+    return tl.load(rows_at[:, None] + k[None, :], mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _halves(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The gate's outputs and the others, [BLOCK_M, BLOCK_N] each, of [BLOCK_M, 2 * BLOCK_N]."""
+    return tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
 
 
 @triton.jit

@@ -288,8 +288,7 @@ def _prepare_qkv_kernel(
     wait(OVERLAPPED)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    num_rotated = NUM_HEADS + NUM_KV_HEADS
-    num_all = num_rotated + NUM_KV_HEADS
+    num_rotated, num_all = NUM_HEADS + NUM_KV_HEADS, NUM_HEADS + 2 * NUM_KV_HEADS
     column = tl.arange(0, HALF)
     middle: tl.constexpr = HEAD_DIM // 2
     inside = (head[:, None] < num_all) & (column[None, :] < middle)
@@ -306,10 +305,8 @@ def _prepare_qkv_kernel(
         norm = norm_ptr + head[:, None] * HEAD_DIM + column[None, :]
         weight_first = tl.load(norm, mask=inside & is_rotated, other=0.0)
         weight_second = tl.load(norm + middle, mask=inside & is_rotated, other=0.0)
-        wide_first = (wide_first * scale).to(first.dtype).to(tl.float32) * weight_first.to(tl.float32)
-        wide_first = wide_first.to(first.dtype).to(tl.float32)
-        wide_second = (wide_second * scale).to(first.dtype).to(tl.float32) * weight_second.to(tl.float32)
-        wide_second = wide_second.to(first.dtype).to(tl.float32)
+        wide_first = _scaled(wide_first, scale, weight_first, first.dtype)
+        wide_second = _scaled(wide_second, scale, weight_second, first.dtype)
     angle = token * angle_stride + column
     cos = tl.load(cos_ptr + angle, mask=column < middle, other=0.0).to(tl.float32)[None, :]
     sin = tl.load(sin_ptr + angle + middle, mask=column < middle, other=0.0).to(tl.float32)[None, :]
@@ -323,12 +320,25 @@ def _prepare_qkv_kernel(
     tl.store(target, first, mask=inside & is_query)
     tl.store(target + middle, second, mask=inside & is_query)
 
-    is_kv = (head >= NUM_HEADS) & (head < num_all)
-    is_value = head >= num_rotated
-    kv_head = tl.where(is_value, head - num_rotated, head - NUM_HEADS)
-    row = tl.load(slots_ptr + token * NUM_KV_HEADS + kv_head, mask=is_kv, other=0)
-    is_kv = is_kv & (row >= 0)
-    row = tl.where(is_value, row + BLOCK_SIZE, row)
+    row, is_kv = _kv_rows(slots_ptr, token, head, NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE)
     written = kv_ptr + row[:, None] * HEAD_DIM + column[None, :]
     tl.store(written, first, mask=inside & is_kv[:, None])
     tl.store(written + middle, second, mask=inside & is_kv[:, None])
+
+
+@triton.jit
+def _kv_rows(slots_ptr, token, head, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Where a token's keys and values go, as rows of HEAD_DIM, and which of ``head`` are such."""
+    num_rotated = NUM_HEADS + NUM_KV_HEADS
+    is_kv = (head >= NUM_HEADS) & (head < num_rotated + NUM_KV_HEADS)
+    is_value = head >= num_rotated
+    kv_head = tl.where(is_value, head - num_rotated, head - NUM_HEADS)
+    row = tl.load(slots_ptr + token * NUM_KV_HEADS + kv_head, mask=is_kv, other=0)
+    return tl.where(is_value, row + BLOCK_SIZE, row), is_kv & (row >= 0)
+
+
+@triton.jit
+def _scaled(wide, scale, weight, narrow: tl.constexpr):
+    """In float32, rounded as the reference rounds: after the scale, and after the weight."""
+    scaled = (wide * scale).to(narrow).to(tl.float32) * weight.to(tl.float32)
+    return scaled.to(narrow).to(tl.float32)
