@@ -24,7 +24,8 @@ def free_kv_bytes(model: DecoderModel, layout: LayoutRecord, engine: EngineConfi
     """``gpu_memory_utilization`` of the device, less weights, other processes, and what steps and graphs need.
 
     The largest prefill step and the largest decode graph are run over a little KV memory, and measured. The logits of
-    all other graphs are added: one rank's don't share memory. Raises :class:`ConfigError` if nothing is left.
+    all other graphs are added: they don't share memory, unless several ranks gather them, where that is more than
+    enough. Raises :class:`ConfigError` if nothing is left.
     """
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

@@ -111,7 +111,29 @@ class PagedAttention(Protocol):
         ...
 
 
-class Linear(Protocol):
+class ResidualLinear(Protocol):
+    """A product that is added to the residual. See :class:`Linear`."""
+
+    def add_to(self, residual: Tensor, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor | None:
+        """``residual`` [T, out_features] += the product, in place.
+
+        Where it costs next to nothing, returns the residual RMS-normalised by ``norm``, for the product that follows.
+        """
+        ...
+
+
+class NormedLinear(Protocol):
+    """A product with what is normalised first. See :class:`Linear`."""
+
+    def after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
+        """The product with the RMS-normalised ``x`` (:class:`RmsNorm`) -> [T, out_features].
+
+        ``normed``: that ``x``, where there is one already (:meth:`ResidualLinear.add_to`).
+        """
+        ...
+
+
+class Linear(ResidualLinear, NormedLinear, Protocol):
     """A weight [out_features, in_features] in the layout that its GEMM likes best, and its product with what a decoder
     has around it. ``x`` is [T, in_features]."""
 
@@ -130,22 +152,8 @@ class Linear(Protocol):
         the dtype of ``x``, several are in float32."""
         ...
 
-    def add_to(self, residual: Tensor, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor | None:
-        """``residual`` [T, out_features] += the product, in place.
-
-        Where it costs next to nothing, returns the residual RMS-normalised by ``norm``, for the product that follows.
-        """
-        ...
-
-    def after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
-        """The product with the RMS-normalised ``x`` (:class:`RmsNorm`) -> [T, out_features].
-
-        ``normed``: that ``x``, where there is one already (:meth:`add_to`).
-        """
-        ...
-
     def parts_after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
-        """As ``after_norm``, -> :meth:`parts`."""
+        """As :meth:`after_norm`, -> :meth:`parts`."""
         ...
 
     def gated_after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:

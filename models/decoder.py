@@ -11,7 +11,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from splitserve.kernels.api import AttentionPlan, AttentionShape, Kernels, Linear, PagedAttention, TokenRows
+from splitserve.kernels.api import (
+    AttentionPlan,
+    AttentionShape,
+    Kernels,
+    Linear,
+    NormedLinear,
+    PagedAttention,
+    ResidualLinear,
+    TokenRows,
+)
 from splitserve.models.config import ModelConfig
 from splitserve.models.parallel import Alone, Collectives
 
@@ -38,10 +47,10 @@ class LayerWeights:
     input_norm: Tensor
     qkv: Linear
     qk_norm: Tensor | None
-    output: Linear
+    output: ResidualLinear
     post_attention_norm: Tensor
     gate_up: Linear
-    down: Linear
+    down: ResidualLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +60,7 @@ class ModelWeights:
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
-    lm_head: Linear
+    lm_head: NormedLinear
 
 
 class RotaryEmbedding:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from splitserve.errors import CheckpointError
-from splitserve.kernels.api import Kernels, Linear
+from splitserve.kernels.api import Kernels, Linear, NormedLinear, ResidualLinear
 from splitserve.kernels.fp8_linear import Pack as PackFp8
 from splitserve.kernels.fp8_linear import select_fp8
 from splitserve.kernels.registry import select_kernels
@@ -224,11 +224,11 @@ class _Builder:
         counts = [weight.shape[0] if part.rows is None else len(part.rows) for part in parts]
         return list(zip(counts, factors, strict=True)) if factors else []
 
-    def _row_parallel(self, parts: Parts, factors: Sequence[float] = ()) -> Linear:
+    def _row_parallel(self, parts: Parts, factors: Sequence[float] = ()) -> ResidualLinear:
         local = self._linear(parts, factors)
         return local if self._group.shard.size == 1 else RowParallelLinear(local, self._group)
 
-    def _embedding_and_head(self) -> tuple[Tensor, Linear]:
+    def _embedding_and_head(self) -> tuple[Tensor, NormedLinear]:
         embedding, head, reader = self._parts.embedding, self._parts.head, self._reader
         if not self._config.tie_word_embeddings:
             return reader.read(embedding, own=True), self._head(reader.read(head))
@@ -239,7 +239,7 @@ class _Builder:
         rows = head[0].rows
         return table, self._head(table if rows is None else table[rows.start : rows.stop])
 
-    def _head(self, weight: Tensor) -> Linear:
+    def _head(self, weight: Tensor) -> NormedLinear:
         """``weight``: this rank's rows of the LM head, in the checkpoint."""
         missing = head_rows(self._config.vocab_size, self._group.shard.size) - weight.shape[0]
         local = self._kernels.pack_linear(F.pad(weight, (0, 0, 0, missing)) if missing else weight)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from splitserve.errors import SplitserveError
-from splitserve.kernels.api import Linear
+from splitserve.kernels.api import Linear, NormedLinear
 from splitserve.kernels.reference import join_parts
 from splitserve.models.shard import Shard
 
@@ -85,62 +85,28 @@ class Alone:
 
 
 class RowParallelLinear:
-    """A product whose inputs are split over the ranks. See :class:`splitserve.kernels.api.Linear`."""
+    """A product whose inputs are split over the ranks. See :class:`splitserve.kernels.api.ResidualLinear`."""
 
     def __init__(self, local: Linear, group: Collectives) -> None:
         self._local = local
         self._group = group
-        self.in_features, self.out_features = local.in_features, local.out_features
-
-    def __call__(self, x: Tensor) -> Tensor:
-        out = x.new_zeros((x.shape[0], self.out_features))
-        self.add_to(out, x)
-        return out
-
-    def parts(self, x: Tensor) -> Tensor:
-        return self(x).unsqueeze(0)
 
     def add_to(self, residual: Tensor, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor | None:
         if x.shape[0] == 1:
             norm = None  # the product that follows does better by itself: it scales its sum
         return self._group.add_reduced(residual, self._local.parts(x), norm, eps)
 
-    def after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
-        raise NotImplementedError("the norm needs all of its input, and this rank has a part of it")
-
-    def parts_after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
-        raise NotImplementedError("the norm needs all of its input, and this rank has a part of it")
-
-    def gated_after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
-        raise NotImplementedError("the norm needs all of its input, and this rank has a part of it")
-
 
 class VocabParallelHead:
-    """The LM head, its tokens split over the ranks; all get all logits. See :class:`splitserve.kernels.api.Linear`."""
+    """The LM head, its tokens split over the ranks; all get all logits. See
+    :class:`splitserve.kernels.api.NormedLinear`."""
 
-    def __init__(self, local: Linear, group: Collectives, vocab_size: int) -> None:
+    def __init__(self, local: NormedLinear, group: Collectives, vocab_size: int) -> None:
         self._local = local
         self._group = group
-        self.in_features, self.out_features = local.in_features, vocab_size
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._all(self._local(x))
-
-    def parts(self, x: Tensor) -> Tensor:
-        return self(x).unsqueeze(0)
-
-    def add_to(self, residual: Tensor, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> None:  # noqa: ARG002
-        residual.add_(self(x))
+        self._vocab_size = vocab_size
 
     def after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
-        return self._all(self._local.after_norm(x, norm, eps, normed))
-
-    def parts_after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
-        return self.after_norm(x, norm, eps, normed).unsqueeze(0)
-
-    def gated_after_norm(self, x: Tensor, norm: Tensor, eps: float, normed: Tensor | None = None) -> Tensor:
-        raise NotImplementedError("a head has no gate")
-
-    def _all(self, part: Tensor) -> Tensor:
         """The last ranks' rows may be padding (:func:`splitserve.models.shard.head_rows`)."""
-        return self._group.gather_columns(part)[:, : self.out_features]
+        part = self._local.after_norm(x, norm, eps, normed)
+        return self._group.gather_columns(part)[:, : self._vocab_size]
