@@ -127,8 +127,7 @@ class BatchCopier:
             width_in_bytes=copies.width,
         )
         copy, pointer = self._driver.cuMemcpy2DAsync_v2, ctypes.byref(rows)
-        pieces = (array("Q", each) for each in (copies.targets, copies.sources, copies.heights))
-        for target, source, height in zip(*pieces, strict=True):
+        for target, source, height in zip(copies.targets, copies.sources, copies.heights, strict=True):
             rows.dst_device, rows.src_device, rows.height = target, source, height
             if (status := copy(pointer, stream)) != 0:
                 return int(status)
