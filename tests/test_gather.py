@@ -2,6 +2,7 @@
 
 from dataclasses import astuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,13 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitserve.handover import ReadPath
-from splitserve.kvconnector import gather
+from splitserve.kvconnector import gather, nixl_link
+from splitserve.kvconnector.device_copies import Done
 from splitserve.kvconnector.gather import FREE, GatherDone, GatherRequest, GatherSource, encode
 from splitserve.kvconnector.layout import block_bytes
 from splitserve.kvconnector.memory import KVMemory
+from splitserve.kvconnector.nixl_link import MAX_ROUNDS, LinkProbe
 from splitserve.kvconnector.read_choice import ReadShape, choose_path, path_seconds
 from splitserve.kvconnector.read_cost import CopyCost, LinkCost, ReadCost, fit, fit_copies
-from splitserve.messages import LayoutRecord
+from splitserve.kvconnector.read_settings import ReadSettings
+from splitserve.messages import LayoutRecord, MemoryKind
 
 LAYOUT = LayoutRecord("m", "w", "float32", 4, 2, 4, 8)
 HEAD_BYTES = block_bytes(LAYOUT) // 4
@@ -163,6 +167,31 @@ def test_the_model_is_fitted_to_what_was_measured() -> None:
     copy = fit_copies(1.1e-4, 10**5, 2e-3, 2 * 10**6)
     assert copy.seconds(1, 10**5) == pytest.approx(1.1e-4) and copy.seconds(1, 2 * 10**6) == pytest.approx(2e-3)
     assert np.isfinite(astuple(fit(1e-5, 1e-5, 1, 1e-5, 1))).all()
+
+
+@pytest.mark.parametrize(("rounds_held_up", "rounds"), [(0, 3), (5, 6), (100, MAX_ROUNDS)])
+def test_a_probe_whose_small_reads_are_held_up_is_repeated(
+    rounds_held_up: int, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(nixl_link.time, "perf_counter", lambda: clock.now)
+    large_reads: list[int] = []
+
+    def read(count: int, size: int) -> Done:
+        if size == 64 * MIB:
+            large_reads.append(count)
+            clock.now += 1.7e-4
+        else:
+            clock.now += 2e-4 if len(large_reads) <= rounds_held_up else 2e-5
+        return Done()
+
+    probe = LinkProbe(SimpleNamespace(), ReadSettings.of(MemoryKind.VRAM), measures=False)
+    steps = probe._measure_reads(read, 64 * MIB)
+    with pytest.raises(StopIteration) as over:
+        next(steps)
+    assert len(large_reads) == rounds
+    seconds = 1.5e-4 if rounds < MAX_ROUNDS else 0.85e-4
+    assert over.value.value.bytes_per_second == pytest.approx(64 * MIB / seconds)
 
 
 def test_a_small_read_that_was_held_up_makes_no_link_endlessly_fast() -> None:
