@@ -10,6 +10,8 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from splitserve.kvconnector.layout import runs
+
 logger = logging.getLogger(__name__)
 
 _UNIFIED = 4  # of CUmemorytype: the address tells where it is
@@ -36,6 +38,31 @@ class Copies(NamedTuple):
     @property
     def num_bytes(self) -> int:
         return sum(self.heights) * self.width
+
+
+class BlockPieces(NamedTuple):
+    """A piece of each block on two sides: ``rows`` of ``width`` bytes, evenly over the block. ``target`` and ``source``
+    are the addresses of block 0's; blocks have ``target_bytes`` and ``source_bytes``."""
+
+    target: int
+    source: int
+    target_bytes: int
+    source_bytes: int
+    rows: int
+    width: int
+
+    def of(self, local: Sequence[int], remote: Sequence[int]) -> Copies:
+        """From blocks ``remote`` of theirs to ``local`` of ours. Neighbours on both sides are one copy.
+
+        In plain Python: of a few blocks, by a thread that has just woken, that is several times as fast as with numpy.
+        """
+        targets, sources, heights = [], [], []
+        for into, out_of, count in runs(local, remote):
+            targets.append(self.target + into * self.target_bytes)
+            sources.append(self.source + out_of * self.source_bytes)
+            heights.append(count * self.rows)
+        pitches = self.target_bytes // self.rows, self.source_bytes // self.rows
+        return Copies(targets, sources, heights, self.width, *pitches)
 
 
 class _Attributes(ctypes.Structure):

@@ -15,7 +15,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from splitserve.kvconnector.batch_copies import BatchCopier, Copies
+from splitserve.kvconnector.batch_copies import BatchCopier, BlockPieces
 from splitserve.kvconnector.layout import runs
 from splitserve.kvconnector.load_gates import LayerGroup, LoadGates
 from splitserve.kvconnector.memory import KVMemory
@@ -153,12 +153,9 @@ class CudaHostStore:
         layer_bytes = block_bytes // self._gates.num_layers
         begin, width = group.first_layer * layer_bytes, group.num_layers * layer_bytes
         if self._rows is not None:
-            pieces = list(runs(block_ids, slots))  # numpy takes longer for so few, most of all after a pause
-            targets = [self._blocks.data_ptr() + begin + block * block_bytes for block, _, _ in pieces]
-            sources = [self._slots.data_ptr() + begin + slot * block_bytes for _, slot, _ in pieces]
-            counts = [count for _, _, count in pieces]
-            copies = Copies(targets, sources, counts, width, block_bytes, block_bytes)
-            status = self._rows.start(copies, self._up.cuda_stream)
+            target, source = self._blocks.data_ptr() + begin, self._slots.data_ptr() + begin
+            pieces = BlockPieces(target, source, block_bytes, block_bytes, rows=1, width=width)
+            status = self._rows.start(pieces.of(block_ids, slots), self._up.cuda_stream)
             if status == 0:
                 return
             logger.warning("layers of blocks are copied one by one: the driver's copy of rows fails with %d", status)

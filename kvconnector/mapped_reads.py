@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from splitserve.kvconnector.batch_copies import BatchCopier, Copies
+from splitserve.kvconnector.batch_copies import BatchCopier, BlockPieces, Copies
 from splitserve.kvconnector.cuda_memory import PeerMapping
 from splitserve.kvconnector.device_copies import OnDevice, Pending
-from splitserve.kvconnector.layout import block_bytes, runs
+from splitserve.kvconnector.layout import block_bytes
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.nixl_agent import TransferError
 from splitserve.kvconnector.read_plan import HeadSpan
@@ -35,30 +35,16 @@ class Blocks(NamedTuple):
     address: int
 
 
-class SpanCopies:
-    """Makes copies of ``span``'s heads, from their blocks to ours. Blocks of both sides have as many tokens.
-
-    In plain Python: of a few blocks, by a thread that has just woken, that is several times as fast as with numpy.
-    """
-
-    def __init__(self, ours: Blocks, theirs: Blocks, span: HeadSpan) -> None:
-        self._num_layers = ours.layout.num_layers
-        self._target_bytes, self._source_bytes = block_bytes(ours.layout), block_bytes(theirs.layout)
-        self._pitches = self._target_bytes // self._num_layers, self._source_bytes // self._num_layers
-        head_bytes = self._pitches[0] // ours.layout.kv_heads_per_rank
-        assert self._pitches[1] == head_bytes * theirs.layout.kv_heads_per_rank, "blocks of different sizes"
-        self._width = span.num_heads * head_bytes
-        self._target = ours.address + span.local_head * head_bytes
-        self._source = theirs.address + span.source_head * head_bytes
-
-    def of(self, local: Sequence[int], remote: Sequence[int]) -> Copies:
-        """Of blocks ``remote`` of theirs to ``local`` of ours. Neighbours on both sides are one copy."""
-        targets, sources, heights = [], [], []
-        for into, out_of, count in runs(local, remote):
-            targets.append(self._target + into * self._target_bytes)
-            sources.append(self._source + out_of * self._source_bytes)
-            heights.append(count * self._num_layers)
-        return Copies(targets, sources, heights, self._width, *self._pitches)
+def span_pieces(ours: Blocks, theirs: Blocks, span: HeadSpan) -> BlockPieces:
+    """``span``'s heads, a row per layer. Blocks of both sides have as many tokens."""
+    num_layers = ours.layout.num_layers
+    target_bytes, source_bytes = block_bytes(ours.layout), block_bytes(theirs.layout)
+    head_bytes = target_bytes // num_layers // ours.layout.kv_heads_per_rank
+    source_heads = theirs.layout.kv_heads_per_rank
+    assert source_bytes == num_layers * head_bytes * source_heads, "blocks of different sizes"
+    target = ours.address + span.local_head * head_bytes
+    source = theirs.address + span.source_head * head_bytes
+    return BlockPieces(target, source, target_bytes, source_bytes, num_layers, span.num_heads * head_bytes)
 
 
 def growing_parts(count: int) -> Iterator[slice]:
@@ -96,7 +82,7 @@ class MappedReader:
     ) -> None:
         ours = Blocks(memory.layout, memory.region().blocks_address)
         self._probed_address = mappings[spans[0].rank].address
-        self._spans = [SpanCopies(ours, Blocks(theirs, mappings[span.rank].address), span) for span in spans]
+        self._spans = [span_pieces(ours, Blocks(theirs, mappings[span.rank].address), span) for span in spans]
         self.stream = torch.cuda.Stream(memory.device)  # type: ignore[no-untyped-call]
         self.bytes_per_second = float("inf")
         """What this link moves, once somebody has measured it."""

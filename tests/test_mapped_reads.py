@@ -14,7 +14,7 @@ from splitserve.handover import ReadPath
 from splitserve.kvconnector import mapped_reads
 from splitserve.kvconnector.batch_copies import BatchCopier, Copies
 from splitserve.kvconnector.layout import block_bytes
-from splitserve.kvconnector.mapped_reads import Blocks, MappedReader, SpanCopies, growing_parts
+from splitserve.kvconnector.mapped_reads import Blocks, MappedReader, growing_parts, span_pieces
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.nixl import _Peer
 from splitserve.kvconnector.read_choice import ReadShape, choose_path, path_seconds
@@ -103,7 +103,7 @@ def test_each_rank_gets_its_heads_and_nothing_else_changes(
         for span in head_spans(ours, rank, theirs):
             target = Blocks(ours, memory.region().blocks_address)
             source = Blocks(theirs, sources[span.rank].region().blocks_address)
-            assert copier.start(SpanCopies(target, source, span).of(local, remote), STREAM) == 0
+            assert copier.start(span_pieces(target, source, span).of(local, remote), STREAM) == 0
         heads = heads_of(ours, rank)
         assert torch.equal(memory.blocks[local], model[remote][:, :, heads.start : heads.stop])
         others = [block for block in range(NUM_BLOCKS) if block not in local]
@@ -114,14 +114,14 @@ def test_neighbours_on_both_sides_are_one_copy() -> None:
     whole, half = layout(1), layout(2)
     size = block_bytes(whole)
     (span,) = head_spans(whole, 0, whole)
-    copies = SpanCopies(Blocks(whole, 0), Blocks(whole, 1 << 20), span).of([4, 5, 6, 8], range(4))
+    copies = span_pieces(Blocks(whole, 0), Blocks(whole, 1 << 20), span).of([4, 5, 6, 8], range(4))
     assert copies.targets == [4 * size, 8 * size]
     assert copies.sources == [1 << 20, (1 << 20) + 3 * size]
     assert copies.heights == [9, 3] and copies.width == size // 3
     assert copies.is_flat and copies.num_bytes == 4 * size
     (span,) = head_spans(half, 1, whole)
     layer = size // 3
-    copies = SpanCopies(Blocks(half, 0), Blocks(whole, 1 << 20), span).of([4, 5], [0, 1])
+    copies = span_pieces(Blocks(half, 0), Blocks(whole, 1 << 20), span).of([4, 5], [0, 1])
     assert (copies.targets, copies.sources) == ([2 * size], [(1 << 20) + layer // 2])
     assert (copies.heights, copies.width) == ([6], layer // 2)
     assert (copies.target_pitch, copies.source_pitch, copies.is_flat) == (layer // 2, layer, False)
