@@ -61,8 +61,20 @@ class BlockPieces(NamedTuple):
             targets.append(self.target + into * self.target_bytes)
             sources.append(self.source + out_of * self.source_bytes)
             heights.append(count * self.rows)
-        pitches = self.target_bytes // self.rows, self.source_bytes // self.rows
-        return Copies(targets, sources, heights, self.width, *pitches)
+        return Copies(targets, sources, heights, self.width, self.target_pitch, self.source_pitch)
+
+    def addresses(self, local: Sequence[int], remote: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Of each piece, ours and theirs."""
+        targets = [self.target + block * self.target_bytes for block in local]
+        return targets, [self.source + block * self.source_bytes for block in remote]
+
+    @property
+    def target_pitch(self) -> int:
+        return self.target_bytes // self.rows
+
+    @property
+    def source_pitch(self) -> int:
+        return self.source_bytes // self.rows
 
 
 class _Attributes(ctypes.Structure):

@@ -183,18 +183,16 @@ class CudaHostStore:
     ) -> None:
         """Between ``blocks`` [n, block_bytes] of the device and the slots; returns when it's over."""
         size = max(1, PIECE_BYTES // blocks.shape[1])
-        kept = []
         with torch.cuda.device(self._device), torch.cuda.stream(stream), _Pacer(stream) as pacer:
             for first in range(0, len(block_ids), size):
                 piece = block_ids[first : first + size], slots[first : first + size]
                 num_bytes = len(piece[0]) * blocks.shape[1]
                 pacer.make_room(num_bytes)
                 if way == "kernel":
-                    kept.append(self._by_kernel(blocks, *piece, is_load=is_load))
+                    self._by_kernel(blocks, *piece, is_load=is_load)
                 else:
                     self._by_engine(blocks, *piece, is_load=is_load)
                 pacer.queued(num_bytes)
-        del kept
 
     def _by_engine(self, blocks: Tensor, block_ids: Sequence[int], slots: Sequence[int], *, is_load: bool) -> None:
         for block, slot, count in runs(block_ids, slots):
@@ -204,16 +202,14 @@ class CudaHostStore:
             else:
                 on_host.copy_(on_device, non_blocking=True)
 
-    def _by_kernel(self, blocks: Tensor, block_ids: Sequence[int], slots: Sequence[int], *, is_load: bool) -> Tensor:
-        """What must live until the kernel has ended."""
-        from splitserve.kernels.triton_block_copy import copy_blocks
+    def _by_kernel(self, blocks: Tensor, block_ids: Sequence[int], slots: Sequence[int], *, is_load: bool) -> None:
+        from splitserve.kernels.triton_row_copy import copy_rows
 
-        ids = torch.tensor([list(block_ids), list(slots)]).pin_memory().to(self._device, non_blocking=True)
-        if is_load:
-            copy_blocks(self._slots, ids[1], blocks, ids[0])
-        else:
-            copy_blocks(blocks, ids[0], self._slots, ids[1])
-        return ids
+        size = blocks.shape[1]
+        on_device = [blocks.data_ptr() + block * size for block in block_ids]
+        on_host = [self._slots.data_ptr() + slot * size for slot in slots]
+        targets, sources = (on_device, on_host) if is_load else (on_host, on_device)
+        copy_rows(self._device, targets, sources, 1, size, size, size)
 
     def _faster_way(self) -> str:
         """By the time of scattered loads into memory beside the blocks. The copy engines, where there is no Triton."""

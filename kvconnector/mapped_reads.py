@@ -1,24 +1,30 @@
 """Reads of a peer's GPU memory through a mapping of it: our GPU copies, and nobody on the other side does anything.
 
 Nothing is posted to a transport, so there is no price per descriptor but that of queueing a copy, and no polling by the
-source. Heads that both sides split differently are rows of one copy, a row per layer.
+source. Heads that both sides split differently are rows, a row per layer. Copy engines are slow with those, so a kernel
+may copy them instead.
 """
 
 import ctypes
+import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
+from splitserve.handover import ReadPath
 from splitserve.kvconnector.batch_copies import BatchCopier, BlockPieces, Copies
 from splitserve.kvconnector.cuda_memory import PeerMapping
 from splitserve.kvconnector.device_copies import OnDevice, Pending
 from splitserve.kvconnector.layout import block_bytes
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.nixl_agent import TransferError
+from splitserve.kvconnector.read_cost import ReadCost
 from splitserve.kvconnector.read_plan import HeadSpan
 from splitserve.messages import LayoutRecord
+
+logger = logging.getLogger(__name__)
 
 _SURELY_BUSY = 0.9
 """Of the time that a read should take: nobody looks at it earlier."""
@@ -56,12 +62,14 @@ def growing_parts(count: int) -> Iterator[slice]:
 
 
 class _UnderWay(OnDevice):
-    """Copies of ``reader`` since ``started``, that should take ``seconds``. Where they are seen to be over sooner, the
-    link is faster than was measured; a look that comes late tells nothing."""
+    """Copies of ``reader`` by ``path`` since ``started``, of ``num_bytes``. Where they are seen to be over sooner than
+    expected, the link is faster than was measured; a look that comes late tells nothing."""
 
-    def __init__(self, reader: "MappedReader", started: float, seconds: float) -> None:
+    def __init__(self, reader: "MappedReader", path: ReadPath, started: float, num_bytes: int) -> None:
+        seconds = num_bytes / reader.bytes_per_second[path]
         super().__init__(reader.stream, due_at=started + _SURELY_BUSY * seconds)
         self._reader = reader
+        self._path = path
         self._expected_at = started + seconds
 
     def is_done(self) -> bool:
@@ -69,7 +77,7 @@ class _UnderWay(OnDevice):
         if now < self.due_at or not super().is_done():
             return False
         if now < self._expected_at:
-            self._reader.bytes_per_second *= _FASTER
+            self._reader.bytes_per_second[self._path] *= _FASTER
         return True
 
 
@@ -80,30 +88,76 @@ class MappedReader:
     def __init__(
         self, memory: KVMemory, theirs: LayoutRecord, spans: Sequence[HeadSpan], mappings: dict[int, PeerMapping]
     ) -> None:
-        ours = Blocks(memory.layout, memory.region().blocks_address)
+        self._device = memory.device
+        self._address = memory.region().blocks_address
         self._probed_address = mappings[spans[0].rank].address
+        ours = Blocks(memory.layout, self._address)
         self._spans = [span_pieces(ours, Blocks(theirs, mappings[span.rank].address), span) for span in spans]
         self.stream = torch.cuda.Stream(memory.device)  # type: ignore[no-untyped-call]
-        self.bytes_per_second = float("inf")
+        self.bytes_per_second = {ReadPath.MAPPED: float("inf"), ReadPath.KERNEL: float("inf")}
         """What this link moves, once somebody has measured it."""
         self._copier = BatchCopier(ctypes.CDLL("libcuda.so.1"))
 
-    def read(self, local: Sequence[int], remote: Sequence[int]) -> Pending:
+    def expect(self, cost: ReadCost) -> None:
+        """What this link moves."""
+        for path, link in ((ReadPath.MAPPED, cost.mapped), (ReadPath.KERNEL, cost.kernel)):
+            if link is not None:
+                self.bytes_per_second[path] = link.bytes_per_second
+
+    def read(self, local: Sequence[int], remote: Sequence[int], path: ReadPath = ReadPath.MAPPED) -> Pending:
         """Start copying what is ours of blocks ``remote`` to blocks ``local``. Raises :class:`TransferError`, and then
         nothing is under way any more."""
-        parts = ((local[part], remote[part]) for part in growing_parts(len(local)))
-        return self._start(span.of(*part) for part in parts for span in self._spans)
+        return self._read(self._spans, local, remote, path)
 
     def probe(self, target: int, count: int, size: int) -> Pending:
         """Start copying ``count`` pieces of ``size`` bytes, none adjacent, of the peer's blocks to ``target`` on."""
         targets, sources = (range(at, at + 2 * size * count, 2 * size) for at in (target, self._probed_address))
-        return self._start([Copies(targets, sources, [1] * count, size, size, size)])
+        return self._by_engines([Copies(targets, sources, [1] * count, size, size, size)])
+
+    def probe_blocks(self, target: int, path: ReadPath, count: int) -> Pending:
+        """As :meth:`read`, of the peer's first ``count`` blocks, to ``target`` on."""
+        spans = [span._replace(target=span.target - self._address + target) for span in self._spans]
+        return self._read(spans, range(count), range(count - 1, -1, -1), path)
+
+    def try_kernel(self, target: int) -> bool:
+        """Whether a kernel reads from the peer, too: a block, to ``target``. Compiles it."""
+        try:
+            self.probe_blocks(target, ReadPath.KERNEL, 1)
+        except TransferError as error:
+            logger.warning("peers' memory is read by copy engines alone: %s", error)
+            return False
+        self.wait()
+        return True
 
     def wait(self) -> None:
         """Until no copy is under way."""
         self.stream.synchronize()
 
-    def _start(self, pieces: Iterable[Copies]) -> Pending:
+    def _read(
+        self, spans: Sequence[BlockPieces], local: Sequence[int], remote: Sequence[int], path: ReadPath
+    ) -> Pending:
+        if path is ReadPath.KERNEL:
+            return self._by_kernel(spans, local, remote)
+        parts = ((local[part], remote[part]) for part in growing_parts(len(local)))
+        return self._by_engines(span.of(*part) for part in parts for span in spans)
+
+    def _by_kernel(self, spans: Sequence[BlockPieces], local: Sequence[int], remote: Sequence[int]) -> Pending:
+        started, num_bytes = time.monotonic(), 0
+        try:
+            from splitserve.kernels.triton_row_copy import copy_rows
+
+            with torch.cuda.stream(self.stream):
+                for span in spans:
+                    targets, sources = span.addresses(local, remote)
+                    pitches = span.target_pitch, span.source_pitch
+                    copy_rows(self._device, targets, sources, span.rows, span.width, *pitches)
+                    num_bytes += len(targets) * span.rows * span.width
+        except Exception as error:  # of a compiler, or of CUDA
+            self.wait()
+            raise TransferError(f"the kernel for a peer's memory fails: {type(error).__name__}: {error}") from error
+        return _UnderWay(self, ReadPath.KERNEL, started, num_bytes)
+
+    def _by_engines(self, pieces: Iterable[Copies]) -> Pending:
         started, num_bytes = time.monotonic(), 0
         for copies in pieces:
             status = self._copier.start(copies, self.stream.cuda_stream)
@@ -111,4 +165,4 @@ class MappedReader:
                 self.wait()
                 raise TransferError(f"CUDA doesn't copy from the peer's mapped memory (status {status})")
             num_bytes += copies.num_bytes
-        return _UnderWay(self, started, num_bytes / self.bytes_per_second)
+        return _UnderWay(self, ReadPath.MAPPED, started, num_bytes)

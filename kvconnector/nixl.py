@@ -178,8 +178,8 @@ class _ReadThread(OwnerThread):
             return
         del self._probes[peer]
         reader = self._readers[peer]
-        if reader.mapped is not None and probe.cost is not None and probe.cost.mapped is not None:
-            reader.mapped.bytes_per_second = probe.cost.mapped.bytes_per_second
+        if reader.mapped is not None and probe.cost is not None:
+            reader.mapped.expect(probe.cost)
         self._on_connected(Connected(attempt, PeerConnected(peer, None, probe.link), reader.shape, probe.cost))
 
     def _refuse(self, attempt: int, peer: Party, problem: Exception) -> None:
@@ -318,7 +318,7 @@ class NixlConnector:
         if peer is None or peer.shape is None:
             return [(part, ReadPath.DIRECT) for part in self._parts(command)]
         path = peer.path(len(command.local_blocks), self._settings.path)
-        if path is ReadPath.MAPPED and peer.shape.is_whole:
+        if path is ReadPath.KERNEL or (path is ReadPath.MAPPED and peer.shape.is_whole):
             return [(command, path)]
         parts = self._parts(command)
         return [(part, peer.path(len(part.local_blocks), self._settings.path)) for part in parts]

@@ -3,22 +3,27 @@
 The first reads of a connection are slow (UCX connects, CUDA maps the peer's memory): no request should pay for that.
 """
 
+import logging
 import time
 from collections.abc import Callable, Generator
 from functools import partial
 
 import torch
 
+from splitserve.handover import ReadPath
 from splitserve.kvconnector.connector import Link
 from splitserve.kvconnector.device_copies import Done, Pending
+from splitserve.kvconnector.mapped_reads import MappedReader
 from splitserve.kvconnector.nixl_agent import TransferError
 from splitserve.kvconnector.nixl_gather import GatherReader, TicketWait
 from splitserve.kvconnector.nixl_reader import PeerReader
-from splitserve.kvconnector.read_cost import CopyCost, LinkCost, ReadCost, fit, fit_copies
+from splitserve.kvconnector.read_cost import CopyCost, LinkCost, ReadCost, fit, fit_blocks, fit_copies
 from splitserve.kvconnector.read_plan import HeadSpan, piece_rows
 from splitserve.kvconnector.read_settings import ReadSettings
 from splitserve.kvconnector.ucx_log import UCX_LOG, read_transport
 from splitserve.messages import MemoryKind, MemoryRegion
+
+logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 5.0
 NUM_PIECES = 32
@@ -76,11 +81,16 @@ class LinkProbe:
 
     def _measure(self, place: MemoryRegion, source: MemoryRegion, num_bytes: int) -> Generator[Pending, None, ReadCost]:
         transport = yield from self._measure_reads(partial(self._read, place, source), num_bytes)
-        mapped = None
-        if self._reader.mapped is not None:
-            mapped = yield from self._measure_reads(partial(self._reader.mapped.probe, place.blocks_address), num_bytes)
+        costs: dict[ReadPath, LinkCost] = {}
+        mapped, num_blocks = self._reader.mapped, num_bytes // self._reader.shape.local_block_bytes
+        if mapped is not None and (self._reader.is_whole or num_blocks < 2):
+            read = partial(mapped.probe, place.blocks_address)
+            costs[ReadPath.MAPPED] = yield from self._measure_reads(read, num_bytes)
+        elif mapped is not None:
+            costs = yield from self._measure_rows(mapped, place.blocks_address, min(num_blocks, source.num_blocks))
         gather = yield from self._measure_gathers()
-        return ReadCost(transport, self._measure_copies(), gather, mapped)
+        copy = self._measure_copies()
+        return ReadCost(transport, copy, gather, costs.get(ReadPath.MAPPED), costs.get(ReadPath.KERNEL))
 
     def _measure_reads(self, read: Callable[[int, int], Pending], num_bytes: int) -> Generator[Pending, None, LinkCost]:
         """Of ``read(count, size)``, which starts reading ``count`` pieces of ``size`` bytes."""
@@ -97,6 +107,24 @@ class LinkProbe:
                 break
         large, small, many = best
         return fit(small, many, num_pieces, large, num_bytes)
+
+    def _measure_rows(
+        self, mapped: MappedReader, target: int, num_blocks: int
+    ) -> Generator[Pending, None, dict[ReadPath, LinkCost]]:
+        """Of blocks that both sides split differently, by copy engines and by a kernel."""
+        started = time.monotonic()
+        paths = [ReadPath.MAPPED, *([ReadPath.KERNEL] if mapped.try_kernel(target) else [])]
+        self._deadline += time.monotonic() - started  # it was compiled: that isn't the peer's time
+        costs: dict[ReadPath, LinkCost] = {}
+        for path in paths:
+            best = {1: float("inf"), num_blocks: float("inf")}
+            for count in [*best] * ROUNDS:
+                seconds = yield from self._timed(partial(mapped.probe_blocks, target, path, count))
+                best[count] = min(best[count], seconds)
+            costs[path] = fit_blocks(best[1], best[num_blocks], num_blocks, self._reader.shape.local_block_bytes)
+        rates = (f"{path} {cost.bytes_per_second / 1e9:.0f} GB/s" for path, cost in costs.items())
+        logger.info("heads that %s splits differently are read by: %s", self._reader.agent.name, ", ".join(rates))
+        return costs
 
     def _read(self, place: MemoryRegion, source: MemoryRegion, count: int, size: int) -> Pending:
         return self._reader.probe(piece_rows(place, count, size), piece_rows(source, count, size))

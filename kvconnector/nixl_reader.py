@@ -7,6 +7,7 @@ A read is a generator of things to wait for: its data, copies to their place, an
     staged   whole blocks of a rank into a staging area, and from there the heads that are ours to their place
     gathered what is ours of many blocks, put together by the source, into a staging area, and from there to its place
     mapped   what is ours of blocks, copied straight into place by our GPU, through a mapping of the peer's memory
+    kernel   the same, but by a kernel instead of by copy engines
 
 Slots of the peer's host tier have ids after those of its blocks. They are read whole: into our blocks where those are
 in host memory as well, else into pinned memory of ours, and from there to the device.
@@ -50,6 +51,7 @@ from splitserve.messages import MemoryKind, MemoryRegion, PeerWelcome, RankMemor
 logger = logging.getLogger(__name__)
 
 _STAGING = (ReadPath.STAGED, ReadPath.GATHERED)
+_THROUGH_MAPPING = (ReadPath.MAPPED, ReadPath.KERNEL)
 READS_AT_ONCE = 4  # per peer; each needs a scratch row for the generations, further ones wait
 MAX_PEER_BLOCKS = 1 << 22  # bounds what a peer's word makes us allocate: 56 bytes per block
 MAX_PEER_SLOTS = 1024
@@ -212,7 +214,7 @@ class PeerReader:
 
     def _make_mapped(self) -> MappedReader | None:
         """None unless the blocks of each rank that we read from are mapped, and that is wanted."""
-        if not (self._local.settings.maps or self._local.settings.path is ReadPath.MAPPED):
+        if not (self._local.settings.maps or self._local.settings.path in _THROUGH_MAPPING):
             return None
         blocks = {rank: mappings[0] for rank, mappings in self._mappings.items() if mappings and mappings[0].address}
         if len(blocks) < len(self._mappings):
@@ -286,7 +288,9 @@ class PeerReader:
         return ReadPath.DIRECT if self.is_whole else ReadPath.STAGED
 
     def _can_not(self, path: ReadPath) -> bool:
-        return (path is ReadPath.GATHERED and self.gather is None) or (path is ReadPath.MAPPED and self.mapped is None)
+        if path in _THROUGH_MAPPING:
+            return self.mapped is None
+        return path is ReadPath.GATHERED and self.gather is None
 
     def _start_waiting(self) -> None:
         while self.waiting and self._free_rows and (self._staging_is_free or self.waiting[0][1] not in _STAGING):
@@ -391,9 +395,9 @@ class PeerReader:
 
     def _read_blocks(self, read: Read, local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> Iterator[Pending]:
         """Of the peer's device."""
-        if read.path is ReadPath.MAPPED:
+        if read.path in _THROUGH_MAPPING:
             assert self.mapped is not None
-            data = self.mapped.read(local_blocks, remote_blocks)
+            data = self.mapped.read(local_blocks, remote_blocks, read.path)
             if data.due_at > time.monotonic() + _PRACTICE_SECONDS:
                 # Too early to count. But by now there is time, and the next time, when it counts, takes half as long.
                 # It's copied while it's posted; where it isn't (over TCP), a slow source is waited for twice.

@@ -27,6 +27,8 @@ GATHER_MUST_SAVE = 0.2
 TRANSPORT_MUST_SAVE = 0.2
 """Of the time that copies through a mapping take: a large read's rate is known from a smaller one's, no better than so;
 and a transport has to be polled."""
+KERNEL_MUST_SAVE = 0.1
+"""Of the time that copy engines take: it has multiprocessors that the steps beside it would use."""
 
 
 def choose_path(shape: ReadShape, cost: ReadCost, num_blocks: int) -> ReadPath:
@@ -35,6 +37,8 @@ def choose_path(shape: ReadShape, cost: ReadCost, num_blocks: int) -> ReadPath:
         seconds[ReadPath.GATHERED] /= 1.0 - GATHER_MUST_SAVE
     if ReadPath.MAPPED in seconds:
         seconds[ReadPath.MAPPED] *= 1.0 - TRANSPORT_MUST_SAVE
+    if ReadPath.KERNEL in seconds:
+        seconds[ReadPath.KERNEL] *= (1.0 - TRANSPORT_MUST_SAVE) / (1.0 - KERNEL_MUST_SAVE)
     return min(seconds, key=lambda path: seconds[path])
 
 
@@ -61,4 +65,6 @@ def path_seconds(shape: ReadShape, cost: ReadCost, num_blocks: int) -> dict[Read
         )
     if shape.is_mapped and cost.mapped is not None:
         seconds[ReadPath.MAPPED] = cost.mapped.seconds(1, num_sources, num_bytes)
+    if shape.is_mapped and cost.kernel is not None:
+        seconds[ReadPath.KERNEL] = cost.kernel.seconds(1, num_sources, num_bytes)
     return seconds

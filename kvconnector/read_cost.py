@@ -34,18 +34,19 @@ class LinkCost:
 class ReadCost:
     """``transport``: of reads that are posted. ``copy``: from a staging area to its place; ``gather``: from asking the
     source to put blocks together to knowing that it has; ``mapped``: of copies through a mapping, a block being one
-    descriptor. None for what can't be done.
+    descriptor; ``kernel``: of a kernel that copies through it. None for what can't be done, or isn't worth it.
     """
 
     transport: LinkCost
     copy: CopyCost
     gather: CopyCost | None = None
     mapped: LinkCost | None = None
+    kernel: LinkCost | None = None
 
     @property
     def bytes_per_second(self) -> float:
-        """Of one thread's large read, by the faster way."""
-        return max(link.bytes_per_second for link in (self.transport, self.mapped) if link is not None)
+        """Of one thread's large read, by the fastest way."""
+        return max(link.bytes_per_second for link in (self.transport, self.mapped, self.kernel) if link is not None)
 
 
 def fit(small: float, many: float, num_many: int, large: float, large_bytes: int) -> LinkCost:
@@ -56,6 +57,13 @@ def fit(small: float, many: float, num_many: int, large: float, large_bytes: int
     per_descriptor = max((many - small) / max(1, num_many - 1), 1e-9)
     byte_seconds = max(large - small, large / 2, 1e-9)
     return LinkCost(max(small - per_descriptor, 1e-9), per_descriptor, large_bytes / byte_seconds)
+
+
+def fit_blocks(one: float, many: float, num_many: int, block_bytes: int) -> LinkCost:
+    """From the seconds of two reads, of one block and of ``num_many``. What a block costs beside its bytes counts as if
+    it were theirs; half of the larger read's time is its bytes' at least, as in :func:`fit`."""
+    bytes_per_second = (num_many - 1) * block_bytes / max(many - one, many / 2, 1e-9)
+    return LinkCost(max(one - block_bytes / bytes_per_second, 1e-9), 0.0, bytes_per_second)
 
 
 def fit_copies(small: float, small_bytes: int, large: float, large_bytes: int) -> CopyCost:

@@ -332,6 +332,7 @@ class PrefillCore:
             reads_staged=counters.reads_staged,
             reads_gathered=counters.reads_gathered,
             reads_mapped=counters.reads_mapped,
+            reads_kernel=counters.reads_kernel,
             tier_blocks=tiers.num_blocks,
             tier_stored_blocks=tiers.counters.tier_stored_blocks,
             tier_loaded_blocks=tiers.counters.tier_loaded_blocks,

@@ -32,6 +32,7 @@ class Counters:
     reads_staged: int = 0
     reads_gathered: int = 0
     reads_mapped: int = 0
+    reads_kernel: int = 0
     peer_prefixes: int = 0
     peer_prefix_blocks: int = 0
     peer_prefix_failures: int = 0

@@ -31,6 +31,7 @@ _LOAD_COUNTERS = frozenset(
         "reads_staged",
         "reads_gathered",
         "reads_mapped",
+        "reads_kernel",
         "tier_stored_blocks",
         "tier_loaded_blocks",
         "tier_failures",

@@ -54,7 +54,7 @@ def test_blocks_travel_between_gpus_by_cuda_ipc(prefill: int, decode: int) -> No
                 local, remote = (chosen.sample(range(num_blocks), count) for _ in range(2))
                 paths |= {timing.path for timing in sinks.call("read", local, remote)}
                 sinks.call("check", local, remote)
-        own = {"direct"} if prefill == decode else {"layers", "staged"}
+        own = {"direct"} if prefill == decode else {"layers", "staged", "kernel"}
         assert paths == own | {"gathered", "mapped"}
 
 
@@ -133,13 +133,15 @@ class Source:
         assert self.process.exitcode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("maps", [False, True], ids=["posted", "mapped"])
-def test_a_source_killed_in_the_middle_of_a_read_leaves_the_reader_alive(maps: bool) -> None:
-    """Six times; its memory is given back, and the next source is read from as if nothing had happened."""
+@pytest.mark.parametrize("path", [ReadPath.DIRECT, ReadPath.MAPPED, ReadPath.KERNEL])
+def test_a_source_killed_in_the_middle_of_a_read_leaves_the_reader_alive(path: ReadPath) -> None:
+    """Six times; its memory is given back, and the next source is read from as if nothing had happened. By the kernel,
+    half of the source's heads are read."""
     num_blocks = 512  # 4 GiB: some 13 ms
     woken = threading.Event()
-    memory = KVMemory(layout_of("llama-3.1-8b", "bfloat16", 64), num_blocks, torch.device("cuda", 1))
-    settings = ReadSettings.of(memory.kind, maps=maps)
+    layout = layout_of("llama-3.1-8b", "bfloat16", 64, 2 if path is ReadPath.KERNEL else 1)
+    memory = KVMemory(layout, num_blocks, torch.device("cuda", 1))
+    settings = ReadSettings.of(memory.kind, path=path)
     connector = NixlConnector(Party("decode-0", 5), memory, woken.set, settings=settings)
     events: list[ReadResult | PeerConnected] = []
 
@@ -163,7 +165,7 @@ def test_a_source_killed_in_the_middle_of_a_read_leaves_the_reader_alive(maps: b
         connector.read(ReadCommand(2 * attempt, SOURCE, everything, shuffled))
         whole = event(WAIT_SECONDS)
         assert isinstance(whole, ReadResult) and whole.error is None, whole
-        assert (whole.path is ReadPath.MAPPED) is maps
+        assert whole.path is path
         assert list(whole.generations) == [FIRST_GENERATION + block_id for block_id in shuffled]
         connector.read(ReadCommand(2 * attempt + 1, SOURCE, everything, shuffled))
         time.sleep(attempt * 0.0022)

@@ -117,30 +117,39 @@ def test_offsets_beyond_32_bits_and_pinned_memory(backend: ModuleType) -> None:
     assert not memory[:, :, :5].any() and not memory[ids.new_tensor([0, 2, 2298])].any()
 
 
-@pytest.mark.parametrize("num_bytes", [16, 24, 8192, 20000, 7])
-def test_whole_blocks_between_two_memories(num_bytes: int) -> None:
-    pytest.importorskip("triton")
-    from splitserve.kernels.triton_block_copy import copy_blocks
+def copied(source: torch.Tensor, target: torch.Tensor, pairs: list[tuple[int, int]], width: int) -> None:
+    """The first ``width`` bytes of each row [n, rows, pitch]: of piece ``pairs[i][0]`` to piece ``pairs[i][1]``."""
+    from splitserve.kernels.triton_row_copy import copy_rows
 
-    source, target = (random_bits((count, num_bytes), torch.uint8, seed=count) for count in (9, 30))
+    read = [source[piece].data_ptr() for piece, _ in pairs]
+    written = [target[piece].data_ptr() for _, piece in pairs]
+    copy_rows(DEVICE, written, read, source.shape[1], width, target.shape[2], source.shape[2])
+
+
+@pytest.mark.parametrize("width", [16, 24, 8192, 16384, 20000, 32768, 7])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_rows_between_two_memories(num_rows: int, width: int) -> None:
+    """Whole blocks, and rows with what others have between them; in no order, and one source twice."""
+    pytest.importorskip("triton")
+    pitches = (width, width) if num_rows == 1 else (2 * width, 3 * width)
+    source = random_bits((9, num_rows, pitches[0]), torch.uint8, seed=9)
+    target = random_bits((30, num_rows, pitches[1]), torch.uint8, seed=30)
+    pairs = [(8, 29), (0, 4), (3, 0), (3, 11), (5, 7), (1, 8)]
     wanted = target.clone()
-    read = torch.tensor([8, 0, 3, 3, 5, 1], device=DEVICE)
-    written = torch.tensor([29, 4, 0, 11, 7, 8], device=DEVICE)
-    wanted[written] = source[read]
-    copy_blocks(source, read, target, written)
+    for read, written in pairs:
+        wanted[written, :, :width] = source[read, :, :width]
+    copied(source, target, pairs, width)
     assert torch.equal(target, wanted)
-    copy_blocks(source, read[:0], target, written[:0])
+    copied(source, target, [], width)
     assert torch.equal(target, wanted)
 
 
-def test_more_blocks_than_programs() -> None:
+def test_more_rows_than_programs() -> None:
     pytest.importorskip("triton")
-    from splitserve.kernels.triton_block_copy import copy_blocks
-
-    source, target = random_bits((80, 64), torch.uint8), random_bits((80, 64), torch.uint8, seed=1)
-    order = torch.randperm(80, generator=torch.Generator().manual_seed(2)).to(DEVICE)
-    copy_blocks(source, order, target, order.flip(0))
-    assert torch.equal(target[order.flip(0)], source[order])
+    source, target = random_bits((80, 2, 64), torch.uint8), random_bits((80, 2, 64), torch.uint8, seed=1)
+    order = torch.randperm(80, generator=torch.Generator().manual_seed(2)).tolist()
+    copied(source, target, list(zip(order, reversed(order), strict=True)), 64)
+    assert torch.equal(target[order[::-1]], source[order])
 
 
 def test_the_registry_knows_both() -> None:

@@ -6,6 +6,7 @@ That a GPU moves them is in test_handover_gpu.
 import ctypes
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,9 @@ from splitserve.kvconnector.layout import block_bytes
 from splitserve.kvconnector.mapped_reads import Blocks, MappedReader, growing_parts, span_pieces
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.nixl import _Peer
+from splitserve.kvconnector.nixl_agent import TransferError
 from splitserve.kvconnector.read_choice import ReadShape, choose_path, path_seconds
-from splitserve.kvconnector.read_cost import CopyCost, LinkCost, ReadCost
+from splitserve.kvconnector.read_cost import CopyCost, LinkCost, ReadCost, fit_blocks
 from splitserve.kvconnector.read_plan import head_spans, heads_of
 from splitserve.messages import LayoutRecord
 
@@ -150,9 +152,15 @@ def test_a_driver_that_refuses_batches_copies_one_by_one(is_flat: bool) -> None:
     assert copier.start(copies, STREAM + 1) == 1
 
 
-@pytest.mark.parametrize("prefill", [1, 2])
-def test_a_reader_starts_at_once_and_tells_when_to_look(prefill: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its copies in host memory, by what stands for CUDA here."""
+@pytest.mark.parametrize(
+    ("prefill", "path"), [(1, ReadPath.MAPPED), (2, ReadPath.MAPPED), (1, ReadPath.KERNEL), (2, ReadPath.KERNEL)]
+)
+def test_a_reader_starts_at_once_and_tells_when_to_look(
+    prefill: int, path: ReadPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its copies in host memory, by what stands for CUDA here; the kernel is the real one."""
+    if path is ReadPath.KERNEL:
+        pytest.importorskip("triton")
     driver = HostDriver(batches=True)
     monkeypatch.setattr(mapped_reads.ctypes, "CDLL", lambda _name: driver)
     monkeypatch.setattr(torch.cuda, "Stream", lambda _device: SimpleNamespace(cuda_stream=STREAM, synchronize=int))
@@ -164,26 +172,55 @@ def test_a_reader_starts_at_once_and_tells_when_to_look(prefill: int, monkeypatc
     memory = KVMemory(ours, NUM_BLOCKS)
     mappings = {rank: SimpleNamespace(address=source.region().blocks_address) for rank, source in enumerate(sources)}
     reader = MappedReader(memory, theirs, head_spans(ours, 0, theirs), mappings)
-    assert driver.calls == [] and reader.read([1], [2]).is_done()
+    assert driver.calls == [] and reader.read([1], [2], path).is_done()
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(mapped_reads.time, "monotonic", lambda: clock.now)
-    reader.bytes_per_second = memory.block_bytes
-    pending = reader.read([4, 5, 8, 0, 10, 11], [7, 3, 0, 1, 9, 11])
+    link = LinkCost(0.0, 0.0, memory.block_bytes)
+    reader.expect(ReadCost(POSTED, COPY, None, *((link, None) if path is ReadPath.MAPPED else (MAPPED, link))))
+    pending = reader.read([4, 5, 8, 0, 10, 11], [7, 3, 0, 1, 9, 11], path)
     assert pending.due_at == pytest.approx(105.4) and not pending.is_done()
     clock.now = 105.5
     assert pending.is_done()  # sooner than expected: the link is faster
-    assert reader.bytes_per_second == pytest.approx(1.1 * memory.block_bytes)
-    late = reader.read([4], [7])
+    assert reader.bytes_per_second[path] == pytest.approx(1.1 * memory.block_bytes)
+    late = reader.read([4], [7], path)
     clock.now += 1.0
     assert late.is_done()  # since when, nobody knows
-    assert reader.bytes_per_second == pytest.approx(1.1 * memory.block_bytes)
+    assert reader.bytes_per_second[path] == pytest.approx(1.1 * memory.block_bytes)
     expected = torch.cat([source.blocks[[2, 7, 3, 0, 1, 9, 11]] for source in sources], dim=2)
     assert torch.equal(memory.blocks[[1, 4, 5, 8, 0, 10, 11]], expected)
-    assert set(driver.calls) == ({"batch"} if prefill == 1 else {"batch of rows"})
+    by_engines = {"batch"} if prefill == 1 else {"batch of rows"}
+    assert set(driver.calls) == (by_engines if path is ReadPath.MAPPED else set())
+    before = memory.blocks.clone()
+    place = torch.full((4, memory.block_bytes), 7, dtype=torch.uint8)
+    assert reader.try_kernel(place[3].data_ptr())
+    reader.probe_blocks(place.data_ptr(), path, 3)
+    whole = torch.cat([source.blocks[[2, 1, 0, 0]] for source in sources], dim=2)
+    assert torch.equal(place, whole.view(4, -1).view(torch.uint8)) and torch.equal(memory.blocks, before)
     buffer = torch.zeros(64, dtype=torch.uint8)
     reader.probe(buffer.data_ptr(), 2, 16)
     read = sources[0].blocks.view(-1).view(torch.uint8)
     assert torch.equal(buffer[:16], read[:16]) and torch.equal(buffer[32:48], read[32:48])
+
+
+def test_a_kernel_that_fails_leaves_the_copy_engines(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    triton_row_copy = pytest.importorskip("splitserve.kernels.triton_row_copy")
+    monkeypatch.setattr(mapped_reads.ctypes, "CDLL", lambda _name: HostDriver(batches=True))
+    waits: list[None] = []
+    stream = SimpleNamespace(cuda_stream=STREAM, synchronize=lambda: waits.append(None))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _device: stream)
+    memory = KVMemory(layout(1), NUM_BLOCKS)
+    mappings = {0: SimpleNamespace(address=memory.region().blocks_address)}
+    reader = MappedReader(memory, layout(1), head_spans(layout(1), 0, layout(1)), mappings)
+
+    def fail(*_arguments: object) -> None:
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(triton_row_copy, "copy_rows", fail)
+    assert not reader.try_kernel(memory.region().blocks_address)
+    assert "copy engines alone" in caplog.text and "no compiler here" in caplog.text
+    with pytest.raises(TransferError, match="no compiler here"):
+        reader.read([1], [2], ReadPath.KERNEL)
+    assert len(waits) == 2  # what was under way by then is over
 
 
 POSTED, COPY = LinkCost(2e-5, 5e-6, 270e9), CopyCost(2e-5, 1e12)
@@ -210,12 +247,34 @@ def test_a_mapping_is_used_where_it_is_there_and_faster(*, is_whole: bool) -> No
     assert ReadCost(POSTED, COPY, None, MAPPED).bytes_per_second == 390e9
 
 
+def test_a_kernel_is_used_where_it_saves_enough() -> None:
+    rows = shape(is_whole=False, is_mapped=True)
+    engines = LinkCost(1e-5, 0.0, 140e9)
+    for gain, expected in ((1.05, ReadPath.MAPPED), (1.2, ReadPath.KERNEL)):
+        kernel = LinkCost(1e-5, 0.0, gain * engines.bytes_per_second)
+        assert choose_path(rows, ReadCost(POSTED, COPY, None, engines, kernel), 64) is expected
+    assert choose_path(rows, ReadCost(POSTED, COPY, None, engines, LinkCost(1e-5, 0.0, 20e9)), 64) is ReadPath.MAPPED
+    assert choose_path(rows, ReadCost(POSTED, COPY, None, LinkCost(1e-5, 0.0, 1e9), None), 64) is ReadPath.STAGED
+    unmapped = shape(is_whole=False, is_mapped=False)
+    assert choose_path(unmapped, ReadCost(POSTED, COPY, None, engines, engines), 64) is ReadPath.STAGED
+
+
+def test_what_blocks_take_is_fitted_to_two_reads() -> None:
+    true = LinkCost(5e-5, 0.0, 350e9)
+    size = 4 * MIB
+    one, many = (true.seconds(1, count, count * size) for count in (1, 16))
+    fitted = fit_blocks(one, many, 16, size)
+    assert fitted.bytes_per_second == pytest.approx(350e9) and fitted.seconds_fixed == pytest.approx(5e-5)
+    held_up = fit_blocks(1.0, many, 16, size)  # another thread's doing
+    assert true.bytes_per_second / 2 < held_up.bytes_per_second < 2 * 16 * size / many
+
+
 def test_a_path_that_is_asked_for_is_taken_if_it_can_be() -> None:
     peer = _Peer(1, 1)
     assert peer.path(64, ReadPath.MAPPED) is ReadPath.DIRECT  # nothing is known yet
     peer.learn(shape(is_whole=True, is_mapped=True), ReadCost(POSTED, COPY, None, MAPPED))
     assert [peer.path(64, path) for path in ReadPath] == [
-        ReadPath.DIRECT, ReadPath.MAPPED, ReadPath.MAPPED, ReadPath.MAPPED, ReadPath.MAPPED,
+        ReadPath.DIRECT, ReadPath.MAPPED, ReadPath.MAPPED, ReadPath.MAPPED, ReadPath.MAPPED, ReadPath.MAPPED,
     ]  # fmt: skip
     peer.learn(shape(is_whole=False, is_mapped=False), None)
     assert peer.path(64, ReadPath.LAYERS) is ReadPath.LAYERS

@@ -51,6 +51,7 @@ class ReadPath(StrEnum):
     STAGED = "staged"  # whole blocks into a staging area, then the heads that are ours to their place
     GATHERED = "gathered"  # put together by the source, in large pieces into a staging area, then to its place
     MAPPED = "mapped"  # copied straight into place by our GPU, through a mapping of the peer's memory
+    KERNEL = "kernel"  # as mapped, but by a kernel of ours instead of by copy engines
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,6 +176,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reads_staged: Count = 0
     reads_gathered: Count = 0
     reads_mapped: Count = 0
+    reads_kernel: Count = 0
     tier_blocks: Count = 0
     tier_stored_blocks: Count = 0
     tier_loaded_blocks: Count = 0
