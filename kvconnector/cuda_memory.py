@@ -45,7 +45,12 @@ def check_ipc_capable(memory: torch.Tensor) -> None:
 
 def export(*memories: torch.Tensor) -> list[MappableMemory]:
     """By what other processes can map ``memories``; none of host memory."""
-    return [_export(memory) for memory in memories if memory.is_cuda]
+    exported = []
+    for memory in memories:
+        if memory.is_cuda:
+            with torch.cuda.device(memory.device):  # CUDA knows the allocations of the context that is current
+                exported.append(_export(memory))
+    return exported
 
 
 def _export(memory: torch.Tensor) -> MappableMemory:

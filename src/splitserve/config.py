@@ -58,13 +58,13 @@ DEVICE_DEFAULTS = {
     ),
     # 320 prompt tokens beside up to 64 that decode fill three tiles of 128 rows of a GEMM. A step of 512 tokens keeps a
     # GPU as busy as a larger one, and they are read in less than a millisecond; one of 64 takes as long as reading
-    # all weights, and one of 256 hardly longer.
+    # all weights, and one of 128 hardly longer.
     "cuda": DeviceDefaults(
         block_size=64,
         max_num_batched_tokens=8192,
         max_num_prefill_tokens_beside_decode=320,
         tail_chunk_tokens=512,
-        tokens_beside_load=256,
+        tokens_beside_load=128,
     ),
 }
 
