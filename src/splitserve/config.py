@@ -78,7 +78,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     to an idle worker is computed in large chunks.
     ``tail_chunk_tokens`` keeps the last chunk of a prompt that is handed over small, so that little is left to move
     once the first token is out. ``tokens_beside_load`` of a long prompt whose prefix comes up from a tier are computed
-    instead of loaded by a worker that has nothing else to do: its step waits for the load anyway. ``threads`` 0 means: all cores of the process's affinity mask.
+    instead of loaded by a worker that has nothing else to do: its step waits for the load anyway.
+    ``threads`` 0 means: all cores of the process's affinity mask.
     ``read_threads`` read KV from a peer at once, 0: as many as fill the link between two devices of that kind. With
     ``map_peer_memory`` a GPU copies from a peer's memory itself, through a mapping of it, where that is faster.
     With ``verify_kv`` blocks that are handed over carry digests, which decode compares with what landed: a pass over
