@@ -84,6 +84,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 64, 256])
     parser.add_argument("--context", type=int, nargs="*", default=[512, 1024, 2048, 8192])
     parser.add_argument("--prefill", type=int, nargs="*", default=[512, 1024, 2048, 4096, 8192, 16384, 32768])
+    parser.add_argument("--prefix", type=int, default=0, metavar="TOKENS", help="before each prefill, in KV already")
     parser.add_argument("--steps", type=int, default=30, help="decode steps that are timed per case")
     parser.add_argument("--block-size", type=int, default=64, metavar="TOKENS")
     parser.add_argument("--attention-backend", default="auto", help="auto, flashinfer or triton")
@@ -171,12 +172,11 @@ class EngineBench:
         self._token_bytes = block_elements // self._block_size * dtype.itemsize
         free, _ = torch.cuda.mem_get_info()
         cases = [batch * (context + 64) for batch in arguments.batch for context in arguments.context]
-        wanted = (
-            max([*cases, *arguments.prefill, self._block_size]) // self._block_size + max([*arguments.batch, 1]) + 2
-        )
+        prompts = [arguments.prefix + num_tokens for num_tokens in arguments.prefill]
+        wanted = max([*cases, *prompts, self._block_size]) // self._block_size + max([*arguments.batch, 1]) + 2
         num_blocks = min((free - _KV_RESERVE_BYTES) // (block_elements * dtype.itemsize), wanted)
         kv_cache = random_kv((num_blocks, *shape), dtype, device)
-        longest = max([*arguments.prefill, *arguments.context, 1024]) + 256
+        longest = max([*prompts, *arguments.context, 1024]) + 256
         self._runner: CudaRunner | None = CudaRunner(
             model, kv_cache, max_num_seqs=max([*arguments.batch, 1]), max_model_len=longest
         )
@@ -249,12 +249,13 @@ class EngineBench:
     # ---- prefill ----
 
     def prefill(self, num_tokens: int) -> PrefillFigure:
-        """One prompt in one step."""
+        """The end of a prompt in one step: what comes after its prefix."""
         assert self._runner is not None
-        spec = SampleSpec(temperature=0.0, top_k=0, top_p=1.0, seed=0, choice=0, position=num_tokens)
+        prefix = self._arguments.prefix
+        end = prefix + num_tokens
+        spec = SampleSpec(temperature=0.0, top_k=0, top_p=1.0, seed=0, choice=0, position=end)
         tokens = torch.randint(0, self._config.vocab_size, (num_tokens,)).tolist()
-        blocks = self._order[: -(-num_tokens // self._block_size)]
-        plan = StepPlan([ScheduledChunk(tokens, 0, blocks, spec)])
+        plan = StepPlan([ScheduledChunk(tokens, prefix, self._order[: -(-end // self._block_size)], spec)])
         runner = self._runner
         seconds = []
         for _ in range(5):
@@ -271,7 +272,8 @@ class EngineBench:
         config = self._config
         head = config.vocab_size * config.hidden_size
         body = self._weight_elements() - head
-        attention = 2 * config.num_layers * config.num_heads * config.head_dim * num_tokens**2
+        seen = num_tokens * (num_tokens + 2 * self._arguments.prefix)  # keys of all tokens, twice
+        attention = 2 * config.num_layers * config.num_heads * config.head_dim * seen
         return 2.0 * body * num_tokens + attention + 2.0 * head
 
     # ---- where the time goes ----
