@@ -63,7 +63,6 @@ def build_core(
         blocks,
         max_num_seqs=engine.max_num_seqs,
         tail_chunk_tokens=engine.tail_chunk_tokens if config.role is Role.PREFILL else 0,
-        tokens_beside_load=engine.tokens_beside_load,
     )
     source = SourceSide(state, prefill, connector.served(), leading_digests)
     if config.role is Role.PREFILL:

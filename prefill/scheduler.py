@@ -23,17 +23,13 @@ class PrefillScheduler:
 
     ``tail_chunk_tokens`` > 0 keeps the last chunk of a long prompt that small: everything before it moves to
     decode while it
-    is computed, so little is left to move once the first token is out. ``tokens_beside_load``: so many of a prompt that
-    comes alone are computed rather than loaded, if its load is a long one.
+    is computed, so little is left to move once the first token is out.
     """
 
-    def __init__(
-        self, blocks: BlockManager, *, max_num_seqs: int, tail_chunk_tokens: int = 0, tokens_beside_load: int = 1
-    ) -> None:
+    def __init__(self, blocks: BlockManager, *, max_num_seqs: int, tail_chunk_tokens: int = 0) -> None:
         self._blocks = blocks
         self._max_num_seqs = max_num_seqs
         self._tail_chunk_tokens = tail_chunk_tokens
-        self._tokens_beside_load = tokens_beside_load
         self.waiting: deque[Sequence] = deque()
         self.active: list[Sequence] = []  # admitted, with known tokens left to compute
 
@@ -66,7 +62,7 @@ class PrefillScheduler:
         for waiting in list(itertools.islice(self.waiting, MAX_LOADS_AHEAD)):
             if waiting.block_ids:
                 continue
-            if not self._blocks.would_load(waiting) or not self._reserve(waiting, ahead, num_running):
+            if not self._blocks.would_load(waiting) or not self._blocks.reserve(waiting, headroom=ahead):
                 ahead += num_blocks_for(len(waiting.token_ids), self._blocks.block_size)
 
     def plan(self, budget: int, num_running: int = 0) -> list[Planned]:
@@ -95,17 +91,13 @@ class PrefillScheduler:
             return Shortage()
         return self._blocks.shortage(self.waiting[0], headroom=num_running)
 
-    def _next_with_blocks(self, num_running: int) -> Sequence | None:
+    def _next_with_blocks(self, headroom: int) -> Sequence | None:
         """The first one that waits, if there's room for it. Else the first that holds its blocks already: if it waited
         for those before it, and they for its blocks, nobody would ever go on."""
         first = self.waiting[0]
-        if first.block_ids or self._reserve(first, num_running, num_running):
+        if first.block_ids or self._blocks.reserve(first, headroom=headroom):
             return first
         return next((sequence for sequence in self.waiting if sequence.block_ids), None)
-
-    def _reserve(self, sequence: Sequence, headroom: int, num_running: int) -> bool:
-        is_alone = len(self.waiting) == 1 and not self.active and not num_running
-        return self._blocks.reserve(sequence, headroom, self._tokens_beside_load if is_alone else 1)
 
     def _plan_gated(self, budget: int, num_running: int) -> list[Planned]:
         """A step that waits on the device holds up those behind it, so it's the last one of its prompt."""

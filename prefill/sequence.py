@@ -14,10 +14,6 @@ from splitserve.request import Party, RequestKey, SamplingParams
 from splitserve.step import UNKNOWN_TOKEN, SampleSpec, ScheduledChunk
 from splitserve.token_ids import TokenIds
 
-LONG_LOAD = 8
-"""Times as many tokens as are computed beside it: a shorter load isn't waited for much longer than a step takes, so
-nothing would be won."""
-
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -175,12 +171,11 @@ class BlockManager:
     root_hash: bytes
     tiers: Tiers
 
-    def reserve(self, sequence: Sequence, headroom: int = 0, tokens_beside_load: int = 1) -> bool:
+    def reserve(self, sequence: Sequence, headroom: int = 0) -> bool:
         """Hold blocks for all known tokens, or none: cached ones for the longest known prefix, fresh ones for the rest.
 
         The last known token is never taken from the cache, since somebody has to compute its logits.
-        ``headroom`` blocks must remain available. False, and nothing held, if there's no room. No more than the last
-        ``tokens_beside_load`` are left out of a load that is long: who waits for it has the time to compute them.
+        ``headroom`` blocks must remain available. False, and nothing held, if there's no room.
         """
         assert not sequence.block_ids, "the sequence holds blocks already"
         hashes = self._reusable_hashes(sequence)
@@ -199,15 +194,9 @@ class BlockManager:
             sequence.was_admitted = True
         self.tiers.on_reused(cached, hashes[: len(cached)], sequence.token_ids)
         if not sequence.skips_tiers:
-            rest = hashes[len(cached) : self._end_of_load(sequence, len(cached), tokens_beside_load)]
+            rest = hashes[len(cached) :]
             sequence.load = self.tiers.begin_load(sequence, rest, fresh, sequence.token_ids, len(cached))
         return True
-
-    def _end_of_load(self, sequence: Sequence, first_block: int, tokens_beside_load: int) -> int:
-        """Where a load ends that begins with this block of a sequence, if the tiers have all of them."""
-        end = num_blocks_for(len(sequence.token_ids) - tokens_beside_load, self.block_size)
-        is_long = (end - first_block) * self.block_size >= LONG_LOAD * tokens_beside_load
-        return end if is_long else len(sequence.block_ids)
 
     def _num_missing(self, cached: ListLike[int], num_fresh: int, headroom: int) -> int:
         """Blocks more that would have to be available to hold these; 0 or less if there's room."""

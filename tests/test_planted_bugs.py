@@ -163,8 +163,8 @@ def generations_of_one_rank(patch: pytest.MonkeyPatch) -> None:
 def published_before_computed(patch: pytest.MonkeyPatch) -> None:
     original = BlockManager.reserve
 
-    def reserve(self: BlockManager, sequence: Sequence, headroom: int = 0, tokens_beside_load: int = 1) -> bool:
-        if not original(self, sequence, headroom, tokens_beside_load):
+    def reserve(self: BlockManager, sequence: Sequence, headroom: int = 0) -> bool:
+        if not original(self, sequence, headroom):
             return False
         computed, sequence.num_computed = sequence.num_computed, len(sequence.token_ids)
         self.publish_computed(sequence)
@@ -267,10 +267,10 @@ def grant_not_all_or_nothing(patch: pytest.MonkeyPatch) -> None:
     """Who waits for room keeps what there is of it meanwhile."""
     original = BlockManager.reserve
 
-    def reserve(self: BlockManager, sequence: Sequence, headroom: int = 0, tokens_beside_load: int = 1) -> bool:
+    def reserve(self: BlockManager, sequence: Sequence, headroom: int = 0) -> bool:
         self.pool.release(sequence.block_ids)
         sequence.block_ids = []
-        if original(self, sequence, headroom, tokens_beside_load):
+        if original(self, sequence, headroom):
             return True
         missing = -(-len(sequence.token_ids) // self.block_size) - 1
         sequence.block_ids = self.pool.allocate(min(missing, self.pool.num_available)) or []

@@ -257,20 +257,18 @@ def test_every_block_comes_from_the_first_tier_that_has_it() -> None:
 # ---- prefetch ----
 
 
-def scheduler_with_a_tier(
-    num_blocks: int, num_tokens: int = 14, tokens_beside_load: int = 1
-) -> tuple[PrefillScheduler, Tiers, Sequence]:
-    """And a sequence whose full blocks are in the tier, and in no other place."""
-    pool, tiers = make_tiers(num_blocks=num_blocks, num_slots=num_blocks)
+def scheduler_with_a_tier(num_blocks: int) -> tuple[PrefillScheduler, Tiers, Sequence]:
+    """And a sequence whose first three blocks are in the tier, and in no other place."""
+    pool, tiers = make_tiers(num_blocks=num_blocks)
     blocks = BlockManager(pool, 4, b"root", tiers)
-    found = make_sequence("found", num_tokens)
+    found = make_sequence("found", 14)
     hashes: list[bytes] = []
     extend_hashes(hashes, b"root", found.token_ids, 4)
     pool.release(complete(pool, tiers, hashes))
     tiers.start_stores()
     finish_all(tiers)
     pool.clear_prefix_index()
-    return PrefillScheduler(blocks, max_num_seqs=4, tokens_beside_load=tokens_beside_load), tiers, found
+    return PrefillScheduler(blocks, max_num_seqs=4), tiers, found
 
 
 def test_kv_comes_up_while_its_sequence_waits_behind_others() -> None:
@@ -313,32 +311,6 @@ def test_who_holds_blocks_goes_on_where_the_first_one_has_no_room() -> None:
     scheduler._blocks.finish_load(found)
     scheduler.add(make_sequence("preempted", 30), first=True)
     assert [planned.sequence for planned in scheduler.plan(16)] == [found]
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "tokens_beside_load", "num_loaded"),
-    [(61, 1, 15), (61, 6, 14), (64, 6, 15), (61, 7, 14), (57, 7, 14), (70, 8, 16), (65, 8, 16), (5, 6, 1)],
-)
-@pytest.mark.parametrize("beside", ["nobody", "one that decodes", "one that waits"])
-def test_who_waits_for_a_long_load_alone_computes_the_last_tokens(
-    num_tokens: int, tokens_beside_load: int, num_loaded: int, beside: str
-) -> None:
-    """No more than ``tokens_beside_load``, and at least eight times as many are loaded."""
-    scheduler, tiers, found = scheduler_with_a_tier(24, num_tokens, tokens_beside_load)
-    scheduler.add(found)
-    if beside == "one that waits":
-        scheduler.add(make_sequence("other", 4))
-    scheduler.begin_loads(num_running=int(beside == "one that decodes"))
-    loads = [command for command in tiers.take_commands() if isinstance(command, CopyCommand)]
-    count = sum(len(load.block_ids) for load in loads)
-    assert count == (num_loaded if beside == "nobody" else (num_tokens - 1) // 4)
-    assert len(found.block_ids) == -(-num_tokens // 4)
-    for load in loads:
-        tiers.on_result(CopyResult(load.copy_id, len(load.block_ids)))
-    scheduler._blocks.finish_load(found)
-    [(_, chunk), *_] = scheduler.plan(24)
-    assert (chunk.start, len(chunk.token_ids)) == (4 * count, num_tokens - 4 * count)
-    assert chunk.sample is not None
 
 
 def make_sequence(name: str, num_tokens: int) -> Sequence:

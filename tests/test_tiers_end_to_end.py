@@ -84,22 +84,6 @@ def test_chats_come_back_from_the_host_tier(shape: str, tiny_qwen3: Path, chat_t
     assert 0.9 * KEPT <= cached <= KEPT  # a block that is evicted before its turn to go down is lost
 
 
-def test_the_end_of_a_prompt_is_computed_beside_its_load(tiny_qwen3: Path) -> None:
-    """Two long prompts by turns, for one of which the pool has room: what comes up is all but 32 tokens, or a few."""
-    prompts = [[300 + (7 * index + 3 * position) % 1200 for position in range(400 + index)] for index in range(2)]
-    expected = transformers_greedy(tiny_qwen3, prompts, ANSWER_TOKENS)
-    tiers = {"host_kv_memory_bytes": 100 * BLOCK_BYTES, "tokens_beside_load": 32}
-    bodies = [body(tiny_qwen3, prompt, max_tokens=ANSWER_TOKENS) for prompt in prompts]
-    with cluster(tiny_qwen3, "mixed", kv_memory_bytes=30 * BLOCK_BYTES, max_model_len=448, **tiers) as running:
-        for num_cached in ([0, 0], [368, 384]):
-            answers = complete_all(running.url, bodies, at_once=False)
-            wait_until_quiet(running.url)
-            for answer, reference in zip(answers, expected, strict=True):
-                assert reference.agrees(answer["choices"][0]["token_ids"])
-            usages = [answer["usage"]["prompt_tokens_details"] for answer in answers]
-            assert [usage["cached_tokens"] for usage in usages] == num_cached
-
-
 def test_chats_survive_the_death_of_a_worker_with_host_and_disk_tiers(
     tiny_qwen3: Path, chat_tokens: list[list[list[int]]], tmp_path: Path
 ) -> None:

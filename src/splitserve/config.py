@@ -45,26 +45,17 @@ class DeviceDefaults(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     max_num_prefill_tokens_beside_decode: int
     tail_chunk_tokens: int
-    tokens_beside_load: int
 
 
 DEVICE_DEFAULTS = {
     "cpu": DeviceDefaults(
-        block_size=16,
-        max_num_batched_tokens=512,
-        max_num_prefill_tokens_beside_decode=0,
-        tail_chunk_tokens=64,
-        tokens_beside_load=1,
+        block_size=16, max_num_batched_tokens=512, max_num_prefill_tokens_beside_decode=0, tail_chunk_tokens=64
     ),
     # 320 prompt tokens beside up to 64 that decode fill three tiles of 128 rows of a GEMM. A step of 512 tokens keeps a
     # GPU as busy as a larger one, and they are read in less than a millisecond; one of 64 takes as long as reading
-    # all weights, and one of 128 hardly longer.
+    # all weights.
     "cuda": DeviceDefaults(
-        block_size=64,
-        max_num_batched_tokens=8192,
-        max_num_prefill_tokens_beside_decode=320,
-        tail_chunk_tokens=512,
-        tokens_beside_load=128,
+        block_size=64, max_num_batched_tokens=8192, max_num_prefill_tokens_beside_decode=320, tail_chunk_tokens=512
     ),
 }
 
@@ -77,9 +68,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     those of prompts in a step that also decodes: running sequences get their next token soon, while a prompt that comes
     to an idle worker is computed in large chunks.
     ``tail_chunk_tokens`` keeps the last chunk of a prompt that is handed over small, so that little is left to move
-    once the first token is out. ``tokens_beside_load`` of a long prompt whose prefix comes up from a tier are computed
-    instead of loaded by a worker that has nothing else to do: its step waits for the load anyway.
-    ``threads`` 0 means: all cores of the process's affinity mask.
+    once the first token is out. ``threads`` 0 means: all cores of the process's affinity mask.
     ``read_threads`` read KV from a peer at once, 0: as many as fill the link between two devices of that kind. With
     ``map_peer_memory`` a GPU copies from a peer's memory itself, through a mapping of it, where that is faster.
     With ``verify_kv`` blocks that are handed over carry digests, which decode compares with what landed: a pass over
@@ -111,7 +100,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_prefill_tokens_beside_decode: int = 0
     max_num_seqs: int = 64
     tail_chunk_tokens: int = 0
-    tokens_beside_load: int = 0
     enable_prefix_caching: bool = True
     verify_kv: bool = False
     attention_backend: str = "auto"
@@ -189,7 +177,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             max_num_batched_tokens=max_tokens,
             max_num_prefill_tokens_beside_decode=min(beside or max_tokens, max_tokens),
             tail_chunk_tokens=self.tail_chunk_tokens or defaults.tail_chunk_tokens,
-            tokens_beside_load=self.tokens_beside_load or defaults.tokens_beside_load,
         )
 
 
