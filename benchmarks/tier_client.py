@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import uvloop
 
 from splitserve.errors import SplitserveError
 from splitserve.orchestration.launcher import LocalCluster
@@ -60,23 +61,24 @@ async def complete(
     headers = {"Content-Type": "application/json"}
     async with http.post(f"{cluster.url}/v1/completions", data=data, headers=headers) as response:
         async for line in response.content:
+            came = time.perf_counter()
             text = line.removeprefix(b"data: ").strip()
             if not text or text == b"[DONE]":
                 continue
-            _note(answer, json.loads(text), text)
+            _note(answer, json.loads(text), text, came)
             on_chunk()
     if len(answer.token_ids) != output_tokens:
         raise SplitserveError(f"a request ended after {len(answer.token_ids)} of {output_tokens} tokens")
     return answer
 
 
-def _note(answer: Answer, event: dict[str, Any], data: bytes) -> None:
+def _note(answer: Answer, event: dict[str, Any], data: bytes, came: float) -> None:
     if "choices" not in event:
         raise SplitserveError(f"a request failed: {data.decode()}")
     tokens = [token for choice in event["choices"] for token in choice.get("token_ids") or ()]
     if tokens:
         answer.token_ids += tokens
-        answer.arrivals.append(time.perf_counter())
+        answer.arrivals.append(came)
     usage = event.get("usage")
     if usage:
         answer.num_cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
@@ -91,7 +93,7 @@ def ask(cluster: LocalCluster, prompts: list[list[int]], output_tokens: int) -> 
                 await response.read()
             return list(await asyncio.gather(*(complete(http, cluster, prompt, output_tokens) for prompt in prompts)))
 
-    return asyncio.run(run_all())
+    return uvloop.run(run_all())
 
 
 Metrics = dict[tuple[str, ...], dict[str, float]]
