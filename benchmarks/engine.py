@@ -274,7 +274,7 @@ class EngineBench:
         body = self._weight_elements() - head
         seen = num_tokens * (num_tokens + 2 * self._arguments.prefix)  # keys of all tokens, twice
         attention = 2 * config.num_layers * config.num_heads * config.head_dim * seen
-        return 2.0 * body * num_tokens + attention + 2.0 * head
+        return float(2 * body * num_tokens + attention + 2 * head)
 
     # ---- where the time goes ----
 

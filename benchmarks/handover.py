@@ -1,7 +1,7 @@
 """``splitserve bench handover``: KV read from another process by the production connector, against a plain copy.
 
-Every rank of both workers is a process with KV memory of its own, on GPUs of their own as far as there are enough. The
-reader measures from a read's command to its verified result, generations included. The baseline is as many bytes in one
+Every rank of both workers is a process with KV memory of its own, on GPUs of their own as far as there are enough;
+with ``--one-rank`` one of decode reads alone, with nobody else on its GPU. The reader measures from a read's command to its verified result, generations included. The baseline is as many bytes in one
 piece between the same GPUs, by all ranks at once, or block by block in host memory; beside it, what one rank gets while
 the others rest. They alternate.
 
@@ -117,12 +117,16 @@ def measure_naive(sinks: Sinks, layout: LayoutRecord, num_tokens: int, repeats: 
     }
 
 
-def devices(device: str, sources: LayoutRecord, sinks: LayoutRecord) -> tuple[list[str], list[str]]:
+def devices(
+    device: str, sources: LayoutRecord, sinks: LayoutRecord, *, one_rank: bool = False
+) -> tuple[list[str], list[str]]:
     """Of the ranks of both sides: different GPUs, as long as there are any left; then those that a rank doesn't read
-    from, where there are any."""
-    num_sources, num_sinks = sources.tensor_parallel_size, sinks.tensor_parallel_size
+    from, where there are any. With ``one_rank`` all of prefill's on one GPU, and one of decode on another one."""
+    num_sources, num_sinks = sources.tensor_parallel_size, 1 if one_rank else sinks.tensor_parallel_size
     if device == "cpu":
         return ["cpu"] * num_sources, ["cpu"] * num_sinks
+    if one_rank:
+        return ["cuda:0"] * num_sources, ["cuda:1"]
     gpus = range(torch.cuda.device_count())
     of_sources = [rank % len(gpus) for rank in range(num_sources)]
     taken = Counter(of_sources)
@@ -151,10 +155,10 @@ def run(options: argparse.Namespace, device: str) -> Iterator[dict[str, Any]]:
         layouts = [layout_of(options.shape, options.dtype, block_size, ranks) for ranks in (num_sources, num_sinks)]
         placed = [
             [RankPlace(layout, rank, num_blocks, name) for rank, name in enumerate(names)]
-            for layout, names in zip(layouts, devices(device, *layouts), strict=True)
+            for layout, names in zip(layouts, devices(device, *layouts, one_rank=options.one_rank), strict=True)
         ]
         with two_workers(placed[0], placed[1], options.serve_poll_us / 1e6) as sinks:
-            common = {"prefill_tp": num_sources, "decode_tp": num_sinks}
+            common = {"prefill_tp": num_sources, "decode_tp": num_sinks, "one_rank": options.one_rank}
             for threads, split_mib, path in itertools.product(options.threads, options.split_mib, options.path):
                 changes = {
                     "num_threads": threads,
@@ -210,6 +214,7 @@ def parser() -> argparse.ArgumentParser:
     add("--prompt-tokens", type=int, nargs="+", metavar="N")
     add("--block-size", type=int, nargs="+", metavar="N")
     add("--tp", type=parse_pair, nargs="+", default=[(1, 1)], metavar="P:D", help="ranks of prefill and of decode")
+    add("--one-rank", action="store_true", help="of decode alone, all of prefill on one GPU: for pairs on two GPUs")
     add("--threads", type=int, nargs="+", default=[0], metavar="N", help="that read; 0: as in production")
     add(
         "--split-mib", type=int, nargs="+", default=[0], metavar="N", help="larger reads are split; 0: as in production"

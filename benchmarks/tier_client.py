@@ -93,7 +93,8 @@ def ask(cluster: LocalCluster, prompts: list[list[int]], output_tokens: int) -> 
                 await response.read()
             return list(await asyncio.gather(*(complete(http, cluster, prompt, output_tokens) for prompt in prompts)))
 
-    return uvloop.run(run_all())
+    answers: list[Answer] = uvloop.run(run_all())
+    return answers
 
 
 Metrics = dict[tuple[str, ...], dict[str, float]]
