@@ -1,7 +1,8 @@
 """``splitserve bench handover``: KV read from another process by the production connector, against a plain copy.
 
 Every rank of both workers is a process with KV memory of its own, on GPUs of their own as far as there are enough;
-with ``--one-rank`` one of decode reads alone, with nobody else on its GPU. The reader measures from a read's command to its verified result, generations included. The baseline is as many bytes in one
+with ``--one-rank`` one of decode reads alone, with nobody else on its GPU. The reader measures from a read's command to
+its verified result, generations included. The baseline is as many bytes in one
 piece between the same GPUs, by all ranks at once, or block by block in host memory; beside it, what one rank gets while
 the others rest. They alternate.
 

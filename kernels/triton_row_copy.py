@@ -10,6 +10,7 @@ beside. Offsets are in 64 bits.
 
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,28 +23,30 @@ _NUM_WARPS = 4
 _NUM_STAGES = 4
 """A program has as many chunks under way but one. On H200s, rows of 64 KiB by NVLink: 351 GB/s, and 139 by copy
 engines; with half of the programs 338."""
-_ALIGNMENT = 16
 _UNITS = {16: tl.int64, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
+class Rows(NamedTuple):
+    """``num_rows`` of ``width`` bytes. Each begins a pitch, in bytes, after the one before."""
+
+    num_rows: int
+    width: int
+    target_pitch: int
+    source_pitch: int
+
+
 def copy_rows(
-    device: torch.device,
-    targets: Sequence[int],
-    sources: Sequence[int],
-    num_rows: int,
-    width: int,
-    target_pitch: int,
-    source_pitch: int,
+    device: torch.device, targets: Sequence[int], sources: Sequence[int], rows: Rows, address_bits: int
 ) -> None:
-    """``num_rows`` rows of ``width`` bytes from each address of ``sources`` to the one of ``targets``, on the current
-    stream of ``device``. A row begins a pitch (in bytes) after the one before."""
+    """``rows`` from each address of ``sources`` to the one of ``targets``, on the current stream of ``device``.
+
+    ``address_bits``: those that are set in any of the addresses, whose lowest tells how well all are aligned.
+    """
     assert len(targets) == len(sources)
     if not targets:
         return
-    places = width | target_pitch | source_pitch
-    for address in (*targets, *sources):
-        places |= address
-    alignment = next(size for size in _UNITS if places % size == 0)
+    num_rows, width, target_pitch, source_pitch = rows
+    alignment = next(size for size in _UNITS if (address_bits | width | target_pitch | source_pitch) % size == 0)
     unit_bytes = min(alignment, 8)
     chunk_bytes = min(_CHUNK_BYTES, triton.next_power_of_2(width))
     num_chunks = triton.cdiv(width, chunk_bytes)

@@ -63,11 +63,6 @@ class BlockPieces(NamedTuple):
             heights.append(count * self.rows)
         return Copies(targets, sources, heights, self.width, self.target_pitch, self.source_pitch)
 
-    def addresses(self, local: Sequence[int], remote: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Of each piece, ours and theirs."""
-        targets = [self.target + block * self.target_bytes for block in local]
-        return targets, [self.source + block * self.source_bytes for block in remote]
-
     @property
     def target_pitch(self) -> int:
         return self.target_bytes // self.rows

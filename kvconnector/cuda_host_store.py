@@ -203,13 +203,14 @@ class CudaHostStore:
                 on_host.copy_(on_device, non_blocking=True)
 
     def _by_kernel(self, blocks: Tensor, block_ids: Sequence[int], slots: Sequence[int], *, is_load: bool) -> None:
-        from splitserve.kernels.triton_row_copy import copy_rows
+        from splitserve.kernels.triton_row_copy import Rows, copy_rows
 
         size = blocks.shape[1]
         on_device = [blocks.data_ptr() + block * size for block in block_ids]
         on_host = [self._slots.data_ptr() + slot * size for slot in slots]
         targets, sources = (on_device, on_host) if is_load else (on_host, on_device)
-        copy_rows(self._device, targets, sources, 1, size, size, size)
+        address_bits = size | blocks.data_ptr() | self._slots.data_ptr()
+        copy_rows(self._device, targets, sources, Rows(1, size, size, size), address_bits)
 
     def _faster_way(self) -> str:
         """By the time of scattered loads into memory beside the blocks. The copy engines, where there is no Triton."""

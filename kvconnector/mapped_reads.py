@@ -6,6 +6,7 @@ may copy them instead.
 """
 
 import ctypes
+import itertools
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -51,6 +52,11 @@ def span_pieces(ours: Blocks, theirs: Blocks, span: HeadSpan) -> BlockPieces:
     target = ours.address + span.local_head * head_bytes
     source = theirs.address + span.source_head * head_bytes
     return BlockPieces(target, source, target_bytes, source_bytes, num_layers, span.num_heads * head_bytes)
+
+
+def _rows_of(span: BlockPieces) -> tuple[int, int, int, int]:
+    """Their number, width and pitches: of ours, of theirs."""
+    return span.rows, span.width, span.target_pitch, span.source_pitch
 
 
 def growing_parts(count: int) -> Iterator[slice]:
@@ -144,14 +150,17 @@ class MappedReader:
     def _by_kernel(self, spans: Sequence[BlockPieces], local: Sequence[int], remote: Sequence[int]) -> Pending:
         started, num_bytes = time.monotonic(), 0
         try:
-            from splitserve.kernels.triton_row_copy import copy_rows
+            from splitserve.kernels.triton_row_copy import Rows, copy_rows
 
             with torch.cuda.stream(self.stream):
-                for span in spans:
-                    targets, sources = span.addresses(local, remote)
-                    pitches = span.target_pitch, span.source_pitch
-                    copy_rows(self._device, targets, sources, span.rows, span.width, *pitches)
-                    num_bytes += len(targets) * span.rows * span.width
+                for rows, alike in itertools.groupby(spans, _rows_of):  # nearly always all of them
+                    targets, sources, address_bits = [], [], 0
+                    for span in alike:
+                        targets += [span.target + block * span.target_bytes for block in local]
+                        sources += [span.source + block * span.source_bytes for block in remote]
+                        address_bits |= span.target | span.source | span.target_bytes | span.source_bytes
+                    copy_rows(self._device, targets, sources, Rows(*rows), address_bits)
+                    num_bytes += len(targets) * rows[0] * rows[1]
         except Exception as error:  # of a compiler, or of CUDA
             self.wait()
             raise TransferError(f"the kernel for a peer's memory fails: {type(error).__name__}: {error}") from error

@@ -1,6 +1,8 @@
 """KV gather and scatter: PyTorch's and Triton's against plain indexing; byte for byte, whatever the bytes are."""
 
+import functools
 import importlib
+import operator
 from types import ModuleType
 
 import pytest
@@ -119,11 +121,12 @@ def test_offsets_beyond_32_bits_and_pinned_memory(backend: ModuleType) -> None:
 
 def copied(source: torch.Tensor, target: torch.Tensor, pairs: list[tuple[int, int]], width: int) -> None:
     """The first ``width`` bytes of each row [n, rows, pitch]: of piece ``pairs[i][0]`` to piece ``pairs[i][1]``."""
-    from splitserve.kernels.triton_row_copy import copy_rows
+    from splitserve.kernels.triton_row_copy import Rows, copy_rows
 
     read = [source[piece].data_ptr() for piece, _ in pairs]
     written = [target[piece].data_ptr() for _, piece in pairs]
-    copy_rows(DEVICE, written, read, source.shape[1], width, target.shape[2], source.shape[2])
+    rows = Rows(source.shape[1], width, target.shape[2], source.shape[2])
+    copy_rows(DEVICE, written, read, rows, functools.reduce(operator.or_, (*read, *written), 0))
 
 
 @pytest.mark.parametrize("width", [16, 24, 8192, 16384, 20000, 32768, 7])
