@@ -21,14 +21,11 @@ class LayerGroup(NamedTuple):
 
 
 def layer_groups(num_layers: int) -> list[LayerGroup]:
-    """12, 8, 5, 3, 2, 1, 1 of 32: from the end each as many as the two after it, and the first one what is left over.
-
-    So computing a group is over when the next one is here, where a layer takes at most 0.6 times as long to compute as
-    to load.
-    """
-    sizes = [1, 1][:num_layers]
+    """A quarter of all layers each, the last ones ever smaller: 8, 8, 8, 4, 2, 1, 1 of 32. The first one takes what is
+    left over."""
+    sizes: list[int] = []
     while (left := num_layers - sum(sizes)) > 0:
-        sizes.append(min(left, sizes[-1] + sizes[-2]))
+        sizes.append(min(left, max(1, num_layers // 4), max(1, sum(sizes))))
     sizes.reverse()
     firsts = itertools.accumulate(sizes, initial=0)
     return [LayerGroup(first, size) for first, size in zip(firsts, sizes, strict=False)]

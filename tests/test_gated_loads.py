@@ -47,7 +47,7 @@ def test_gates_are_for_large_blocks_of_one_gpu() -> None:
     large = LayoutRecord("m", "w", "bfloat16", 64, 32, 8, 128)
     gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
     gates = load_gates(large, gpu)
-    assert gates is not None and gates.first_layers == [0, 12, 20, 25, 28, 30, 31]
+    assert gates is not None and gates.first_layers == [0, 8, 16, 24, 28, 30, 31]
     shared = LayoutRecord("m", "w", "bfloat16", 64, 32, 8, 128, tensor_parallel_size=2)
     small = LayoutRecord("m", "w", "bfloat16", 16, 32, 2, 128)
     assert [load_gates(*case) for case in ((large, cpu), (shared, gpu), (small, gpu))] == [None] * 3
@@ -276,7 +276,7 @@ def test_graphs_are_cut_where_groups_begin(host_runner: HostRunner) -> None:
         host_runner._logits([tail(3, (COPY_ID,))])
         assert log == [step for n, first in enumerate(first_layers) for step in (("wait", first), ("replay", n))]
         log.clear()
-        host_runner._gates = QueuedLoad(over=(0, 1))  # type: ignore[assignment]
+        host_runner._gates = QueuedLoad(over=(0, 2))  # type: ignore[assignment]
         host_runner._logits([tail(3, (COPY_ID,))])
         assert log[:3] == [("replay", 0), ("replay", 1), ("wait", 4)]
         log.clear()
@@ -292,12 +292,12 @@ def test_eager_steps_wait_before_each_group(host_runner: HostRunner, monkeypatch
     with torch.inference_mode():
         host_runner._logits([tail(3, (COPY_ID,))])
     layers = [("layer", None)]
-    waits = [("wait", first) for first in (0, 1, 4, 6, 7)]
+    waits = [("wait", first) for first in (0, 2, 4, 6, 7)]
     assert log == [
         waits[0],
-        *layers,
+        *2 * layers,
         waits[1],
-        *3 * layers,
+        *2 * layers,
         waits[2],
         *2 * layers,
         waits[3],

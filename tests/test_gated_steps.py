@@ -239,10 +239,10 @@ def test_decode_hears_of_blocks_when_they_are_good() -> None:
 
 def test_groups_of_layers() -> None:
     sizes = {num: [group.num_layers for group in layer_groups(num)] for num in (1, 2, 4, 16, 28, 32)}
-    assert sizes[1] == [1] and sizes[2] == [1, 1] and sizes[4] == [2, 1, 1]
-    assert sizes[16] == [4, 5, 3, 2, 1, 1]
-    assert sizes[28] == [8, 8, 5, 3, 2, 1, 1]
-    assert sizes[32] == [12, 8, 5, 3, 2, 1, 1]
+    assert sizes[1] == [1] and sizes[2] == [1, 1] and sizes[4] == [1, 1, 1, 1]
+    assert sizes[16] == [4, 4, 4, 2, 1, 1]
+    assert sizes[28] == [6, 7, 7, 4, 2, 1, 1]
+    assert sizes[32] == [8, 8, 8, 4, 2, 1, 1]
     for num_layers in range(1, 130):
         groups = layer_groups(num_layers)
         layers = [layer for first, count in groups for layer in range(first, first + count)]
@@ -251,7 +251,7 @@ def test_groups_of_layers() -> None:
 
 
 def test_a_launch_waits_until_copies_are_queued_and_for_no_load_that_is_over() -> None:
-    gates, seen, events = LoadGates(5), [], ["first", "second"]
+    gates, seen, events = LoadGates(4), [], ["first", "second"]
 
     def launch() -> None:
         for layer in gates.first_layers:
