@@ -16,6 +16,7 @@ import psutil
 from splitserve import __version__
 
 RESULTS_DIRECTORY = Path(__file__).resolve().parent / "results"
+_ARCHIVED_COMMIT = RESULTS_DIRECTORY.parent / "COMMIT"  # filled in by git archive
 _PACKAGES = (
     "torch",
     "triton",
@@ -95,9 +96,13 @@ def _cell(value: object) -> str:
 
 
 def _commit() -> str:
-    """The checkout's commit, marked where files differ from it; empty outside a checkout."""
+    """The checkout's commit, marked where files differ from it; of what ``git archive`` made, the one that it is of.
+    Empty elsewhere."""
     folder = str(RESULTS_DIRECTORY.parent)
     commit = _output("git", "-C", folder, "rev-parse", "--short=12", "HEAD")
+    if not commit and _ARCHIVED_COMMIT.is_file():
+        archived = _ARCHIVED_COMMIT.read_text(encoding="utf-8").strip()
+        return "" if archived.startswith("$") else archived
     changed = _output("git", "-C", folder, "status", "--porcelain", "--untracked-files=no") if commit else ""
     return f"{commit}+changes" if changed else commit
 
