@@ -1,0 +1,34 @@
+"""What a result says of the code that it was measured with."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from splitserve.benchmarks import report
+
+
+def test_an_archive_of_a_commit_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``git archive`` makes it, from a repository with our attributes."""
+    root = report.RESULTS_DIRECTORY.parent.parent
+
+    def git(*command: str) -> str:
+        identity = ("-c", "user.name=t", "-c", "user.email=t@example.org")
+        done = subprocess.run(["git", *identity, *command], cwd=tmp_path, check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    git("init", "-q")
+    for name in (".gitattributes", "benchmarks/COMMIT"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes((root / name).read_bytes())
+    git("add", ".")
+    git("commit", "-q", "-m", "all")
+    git("archive", "-o", "all.tar", "HEAD")
+    subprocess.run(["tar", "xf", "all.tar", "benchmarks/COMMIT"], cwd=tmp_path, check=True)
+    monkeypatch.setattr(report, "_output", lambda *_command: "")  # outside of a checkout
+    monkeypatch.setattr(report, "_ARCHIVED_COMMIT", tmp_path / "benchmarks/COMMIT")
+    assert report.versions()["commit"] == git("rev-parse", "--short", "HEAD")
+    monkeypatch.setattr(report, "_ARCHIVED_COMMIT", root / "benchmarks/COMMIT")
+    assert report.versions()["commit"] == "", "a copy of a checkout, about which nothing is known"
+    monkeypatch.setattr(report, "_ARCHIVED_COMMIT", tmp_path / "none")
+    assert report.versions()["commit"] == ""
