@@ -120,15 +120,15 @@ class MappedReader:
         targets, sources = (range(at, at + 2 * size * count, 2 * size) for at in (target, self._probed_address))
         return self._by_engines([Copies(targets, sources, [1] * count, size, size, size)])
 
-    def probe_blocks(self, target: int, path: ReadPath, count: int) -> Pending:
-        """As :meth:`read`, of the peer's first ``count`` blocks, to ``target`` on."""
+    def probe_blocks(self, target: int, path: ReadPath, remote: Sequence[int]) -> Pending:
+        """As :meth:`read`, of blocks ``remote``, to ``target`` on."""
         spans = [span._replace(target=span.target - self._address + target) for span in self._spans]
-        return self._read(spans, range(count), range(count - 1, -1, -1), path)
+        return self._read(spans, range(len(remote)), remote, path)
 
     def try_kernel(self, target: int) -> bool:
         """Whether a kernel reads from the peer, too: a block, to ``target``. Compiles it."""
         try:
-            self.probe_blocks(target, ReadPath.KERNEL, 1)
+            self.probe_blocks(target, ReadPath.KERNEL, [0])
         except TransferError as error:
             logger.warning("peers' memory is read by copy engines alone: %s", error)
             return False

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,6 +25,7 @@ from splitserve.kvconnector.cuda_memory import check_ipc_capable, export, make_c
 from splitserve.kvconnector.digest import DigestBlocks, no_digests
 from splitserve.kvconnector.gather import GatherSource
 from splitserve.kvconnector.joining import ConnectionJoin, ReadJoin, one_after_the_other
+from splitserve.kvconnector.layout import runs
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.nixl_agent import Agent
 from splitserve.kvconnector.nixl_link import LinkProbe
@@ -210,21 +211,25 @@ class _Peer:
         self.join = ConnectionJoin(num_threads)
         self.shape: ReadShape | None = None
         self.cost: ReadCost | None = None
-        self._chosen: dict[int, ReadPath] = {}
+        self._chosen: dict[tuple[int, int], ReadPath] = {}
 
     def learn(self, shape: ReadShape | None, cost: ReadCost | None) -> None:
         """What one thread knows; None: nothing new."""
         self.shape, self.cost = shape or self.shape, cost or self.cost
         self._chosen.clear()
 
-    def path(self, num_blocks: int, wanted: ReadPath | None) -> ReadPath:
+    def path(self, local: Sequence[int], remote: Sequence[int], wanted: ReadPath | None) -> ReadPath:
+        """For reading blocks ``remote`` into ``local``."""
         if self.shape is None or self.cost is None:
             return ReadPath.DIRECT
-        if wanted is not None and wanted in path_seconds(self.shape, self.cost, num_blocks):
+        if wanted is not None and wanted in path_seconds(self.shape, self.cost, len(local)):
             return wanted
-        if num_blocks not in self._chosen:
-            self._chosen[num_blocks] = choose_path(self.shape, self.cost, num_blocks)
-        return self._chosen[num_blocks]
+        # What adjacent blocks save is counted where there is a choice between ways to copy them.
+        num_runs = 0 if self.cost.kernel is None else sum(1 for _ in runs(local, remote))
+        case = len(local), num_runs
+        if case not in self._chosen:
+            self._chosen[case] = choose_path(self.shape, self.cost, *case)
+        return self._chosen[case]
 
 
 class NixlConnector:
@@ -317,11 +322,11 @@ class NixlConnector:
         """What each thread reads, and by which path; the first one alone if its copies fill the link."""
         if peer is None or peer.shape is None:
             return [(part, ReadPath.DIRECT) for part in self._parts(command)]
-        path = peer.path(len(command.local_blocks), self._settings.path)
+        path = peer.path(command.local_blocks, command.remote_blocks, self._settings.path)
         if path is ReadPath.KERNEL or (path is ReadPath.MAPPED and peer.shape.is_whole):
             return [(command, path)]
         parts = self._parts(command)
-        return [(part, peer.path(len(part.local_blocks), self._settings.path)) for part in parts]
+        return [(part, peer.path(part.local_blocks, part.remote_blocks, self._settings.path)) for part in parts]
 
     def _parts(self, command: ReadCommand) -> list[ReadCommand]:
         """A large read in even parts, one per thread; a small one whole."""

@@ -117,11 +117,13 @@ class LinkProbe:
         self._deadline += time.monotonic() - started  # it was compiled: that isn't the peer's time
         costs: dict[ReadPath, LinkCost] = {}
         for path in paths:
-            best = {1: float("inf"), num_blocks: float("inf")}
-            for count in [*best] * ROUNDS:
-                seconds = yield from self._timed(partial(mapped.probe_blocks, target, path, count))
-                best[count] = min(best[count], seconds)
-            costs[path] = fit_blocks(best[1], best[num_blocks], num_blocks, self._reader.shape.local_block_bytes)
+            one, adjacent, apart = range(1), range(num_blocks), range(num_blocks - 1, -1, -1)
+            best: dict[range, float] = {}
+            for blocks in (one, adjacent, apart) * ROUNDS:
+                seconds = yield from self._timed(partial(mapped.probe_blocks, target, path, blocks))
+                best[blocks] = min(best.get(blocks, seconds), seconds)
+            block_bytes = self._reader.shape.local_block_bytes
+            costs[path] = fit_blocks(best[one], best[adjacent], best[apart], num_blocks, block_bytes)
         rates = (f"{path} {cost.bytes_per_second / 1e9:.0f} GB/s" for path, cost in costs.items())
         logger.info("heads that %s splits differently are read by: %s", self._reader.agent.name, ", ".join(rates))
         return costs

@@ -31,8 +31,8 @@ KERNEL_MUST_SAVE = 0.1
 """Of the time that copy engines take: it has multiprocessors that the steps beside it would use."""
 
 
-def choose_path(shape: ReadShape, cost: ReadCost, num_blocks: int) -> ReadPath:
-    seconds = path_seconds(shape, cost, num_blocks)
+def choose_path(shape: ReadShape, cost: ReadCost, num_blocks: int, num_runs: int = 0) -> ReadPath:
+    seconds = path_seconds(shape, cost, num_blocks, num_runs)
     if ReadPath.GATHERED in seconds:
         seconds[ReadPath.GATHERED] /= 1.0 - GATHER_MUST_SAVE
     if ReadPath.MAPPED in seconds:
@@ -42,8 +42,9 @@ def choose_path(shape: ReadShape, cost: ReadCost, num_blocks: int) -> ReadPath:
     return min(seconds, key=lambda path: seconds[path])
 
 
-def path_seconds(shape: ReadShape, cost: ReadCost, num_blocks: int) -> dict[ReadPath, float]:
-    """What reading ``num_blocks`` blocks would take, by each path that could be taken."""
+def path_seconds(shape: ReadShape, cost: ReadCost, num_blocks: int, num_runs: int = 0) -> dict[ReadPath, float]:
+    """What reading ``num_blocks`` blocks would take, by each path that could be taken. They are ``num_runs`` runs of
+    blocks that are adjacent on both sides, 0: each one is a run of its own."""
     num_bytes = num_blocks * shape.local_block_bytes
     num_reads = shape.num_spans * -(-num_blocks // shape.slots_per_half)
     num_sources = shape.num_spans * num_blocks
@@ -64,7 +65,7 @@ def path_seconds(shape: ReadShape, cost: ReadCost, num_blocks: int) -> dict[Read
             + cost.copy.seconds(num_gathers, num_bytes)
         )
     if shape.is_mapped and cost.mapped is not None:
-        seconds[ReadPath.MAPPED] = cost.mapped.seconds(1, num_sources, num_bytes)
+        seconds[ReadPath.MAPPED] = cost.mapped.seconds(1, shape.num_spans * (num_runs or num_blocks), num_bytes)
     if shape.is_mapped and cost.kernel is not None:
         seconds[ReadPath.KERNEL] = cost.kernel.seconds(1, num_sources, num_bytes)
     return seconds

@@ -33,8 +33,8 @@ class LinkCost:
 @dataclass(frozen=True, slots=True)
 class ReadCost:
     """``transport``: of reads that are posted. ``copy``: from a staging area to its place; ``gather``: from asking the
-    source to put blocks together to knowing that it has; ``mapped``: of copies through a mapping, a block being one
-    descriptor; ``kernel``: of a kernel that copies through it. None for what can't be done, or isn't worth it.
+    source to put blocks together to knowing that it has; ``mapped``: of copies through a mapping, a run of blocks being
+    one descriptor; ``kernel``: of a kernel that copies through it. None for what can't be done, or isn't worth it.
     """
 
     transport: LinkCost
@@ -59,11 +59,15 @@ def fit(small: float, many: float, num_many: int, large: float, large_bytes: int
     return LinkCost(max(small - per_descriptor, 1e-9), per_descriptor, large_bytes / byte_seconds)
 
 
-def fit_blocks(one: float, many: float, num_many: int, block_bytes: int) -> LinkCost:
-    """From the seconds of two reads, of one block and of ``num_many``. What a block costs beside its bytes counts as if
-    it were theirs; half of the larger read's time is its bytes' at least, as in :func:`fit`."""
-    bytes_per_second = (num_many - 1) * block_bytes / max(many - one, many / 2, 1e-9)
-    return LinkCost(max(one - block_bytes / bytes_per_second, 1e-9), 0.0, bytes_per_second)
+def fit_blocks(one: float, adjacent: float, apart: float, num_many: int, block_bytes: int) -> LinkCost:
+    """From the seconds of three reads: one block, ``num_many`` that are adjacent, so many that aren't. Each run of
+    adjacent blocks is a descriptor.
+
+    Half of the adjacent ones' time is their bytes' at least, as in :func:`fit`.
+    """
+    per_run = max((apart - adjacent) / (num_many - 1), 1e-9)
+    bytes_per_second = (num_many - 1) * block_bytes / max(adjacent - one, adjacent / 2, 1e-9)
+    return LinkCost(max(one - per_run - block_bytes / bytes_per_second, 1e-9), per_run, bytes_per_second)
 
 
 def fit_copies(small: float, small_bytes: int, large: float, large_bytes: int) -> CopyCost:

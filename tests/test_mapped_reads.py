@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from splitserve.handover import ReadPath
-from splitserve.kvconnector import mapped_reads
+from splitserve.kvconnector import mapped_reads, nixl_link
 from splitserve.kvconnector.batch_copies import BatchCopier, Copies
 from splitserve.kvconnector.layout import block_bytes
 from splitserve.kvconnector.mapped_reads import Blocks, MappedReader, growing_parts, span_pieces
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.nixl import _Peer
 from splitserve.kvconnector.nixl_agent import TransferError
+from splitserve.kvconnector.nixl_link import LinkProbe
 from splitserve.kvconnector.read_choice import ReadShape, choose_path, path_seconds
 from splitserve.kvconnector.read_cost import CopyCost, LinkCost, ReadCost, fit_blocks
 from splitserve.kvconnector.read_plan import head_spans, heads_of
@@ -152,6 +153,21 @@ def test_a_driver_that_refuses_batches_copies_one_by_one(is_flat: bool) -> None:
     assert copier.start(copies, STREAM + 1) == 1
 
 
+def stand_in_for_cuda(monkeypatch: pytest.MonkeyPatch) -> HostDriver:
+    """Streams do everything at once, in host memory."""
+    driver = HostDriver(batches=True)
+    monkeypatch.setattr(mapped_reads.ctypes, "CDLL", lambda _name: driver)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _device: SimpleNamespace(cuda_stream=STREAM, synchronize=int))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda _stream: None, query=lambda: True))
+    return driver
+
+
+def reader_of(memory: KVMemory, sources: list[KVMemory]) -> MappedReader:
+    theirs = sources[0].layout
+    mappings = {rank: SimpleNamespace(address=source.region().blocks_address) for rank, source in enumerate(sources)}
+    return MappedReader(memory, theirs, head_spans(memory.layout, 0, theirs), mappings)
+
+
 @pytest.mark.parametrize(
     ("prefill", "path"), [(1, ReadPath.MAPPED), (2, ReadPath.MAPPED), (1, ReadPath.KERNEL), (2, ReadPath.KERNEL)]
 )
@@ -161,17 +177,13 @@ def test_a_reader_starts_at_once_and_tells_when_to_look(
     """Its copies in host memory, by what stands for CUDA here; the kernel is the real one."""
     if path is ReadPath.KERNEL:
         pytest.importorskip("triton")
-    driver = HostDriver(batches=True)
-    monkeypatch.setattr(mapped_reads.ctypes, "CDLL", lambda _name: driver)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _device: SimpleNamespace(cuda_stream=STREAM, synchronize=int))
-    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda _stream: None, query=lambda: True))
+    driver = stand_in_for_cuda(monkeypatch)
     theirs, ours = layout(prefill), layout(1)
     sources = [KVMemory(theirs, NUM_BLOCKS) for _ in range(prefill)]
     for source in sources:
         source.blocks.copy_(torch.randn_like(source.blocks))
     memory = KVMemory(ours, NUM_BLOCKS)
-    mappings = {rank: SimpleNamespace(address=source.region().blocks_address) for rank, source in enumerate(sources)}
-    reader = MappedReader(memory, theirs, head_spans(ours, 0, theirs), mappings)
+    reader = reader_of(memory, sources)
     assert driver.calls == [] and reader.read([1], [2], path).is_done()
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(mapped_reads.time, "monotonic", lambda: clock.now)
@@ -193,7 +205,7 @@ def test_a_reader_starts_at_once_and_tells_when_to_look(
     before = memory.blocks.clone()
     place = torch.full((4, memory.block_bytes), 7, dtype=torch.uint8)
     assert reader.try_kernel(place[3].data_ptr())
-    reader.probe_blocks(place.data_ptr(), path, 3)
+    reader.probe_blocks(place.data_ptr(), path, [2, 1, 0])
     whole = torch.cat([source.blocks[[2, 1, 0, 0]] for source in sources], dim=2)
     assert torch.equal(place, whole.view(4, -1).view(torch.uint8)) and torch.equal(memory.blocks, before)
     buffer = torch.zeros(64, dtype=torch.uint8)
@@ -221,6 +233,40 @@ def test_a_kernel_that_fails_leaves_the_copy_engines(monkeypatch: pytest.MonkeyP
     with pytest.raises(TransferError, match="no compiler here"):
         reader.read([1], [2], ReadPath.KERNEL)
     assert len(waits) == 2  # what was under way by then is over
+
+
+@pytest.mark.parametrize("has_kernel", [True, False])
+def test_ways_to_copy_rows_are_measured_when_connecting(has_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside our blocks; a compiler's time isn't the peer's."""
+    pytest.importorskip("triton")
+    stand_in_for_cuda(monkeypatch)
+    memory, sources = KVMemory(layout(1), NUM_BLOCKS), [KVMemory(layout(2), NUM_BLOCKS) for _ in range(2)]
+    mapped, before = reader_of(memory, sources), memory.blocks.clone()
+    clock = SimpleNamespace(now=100.0)
+
+    def try_kernel(target: int) -> bool:
+        clock.now += 30.0
+        return has_kernel
+
+    monkeypatch.setattr(mapped, "try_kernel", try_kernel)
+    monkeypatch.setattr(nixl_link.time, "monotonic", lambda: clock.now)
+    shape_of_reads = SimpleNamespace(local_block_bytes=memory.block_bytes)
+    probe = object.__new__(LinkProbe)
+    probe._reader = SimpleNamespace(shape=shape_of_reads, agent=SimpleNamespace(name="a"))  # type: ignore[assignment]
+    probe._deadline = 105.0
+    place = torch.full((5, memory.block_bytes), 7, dtype=torch.uint8)
+    steps = probe._measure_rows(mapped, place.data_ptr(), 4)
+    with pytest.raises(StopIteration) as over:
+        while True:
+            next(steps)
+    assert list(over.value.value) == ([ReadPath.MAPPED, ReadPath.KERNEL] if has_kernel else [ReadPath.MAPPED])
+    assert all(cost.bytes_per_second > 0 and cost.seconds_fixed > 0 for cost in over.value.value.values())
+    assert probe._deadline == 135.0
+    assert torch.equal(memory.blocks, before) and (place[4] == 7).all()
+    read = torch.cat([source.blocks[[3, 2, 1, 0]] for source in sources], dim=2)
+    assert torch.equal(place[:4], read.view(4, -1).view(torch.uint8)), (
+        "the last read was of blocks that aren't adjacent"
+    )
 
 
 POSTED, COPY = LinkCost(2e-5, 5e-6, 270e9), CopyCost(2e-5, 1e12)
@@ -259,23 +305,38 @@ def test_a_kernel_is_used_where_it_saves_enough() -> None:
     assert choose_path(unmapped, ReadCost(POSTED, COPY, None, engines, engines), 64) is ReadPath.STAGED
 
 
-def test_what_blocks_take_is_fitted_to_two_reads() -> None:
-    true = LinkCost(5e-5, 0.0, 350e9)
-    size = 4 * MIB
-    one, many = (true.seconds(1, count, count * size) for count in (1, 16))
-    fitted = fit_blocks(one, many, 16, size)
-    assert fitted.bytes_per_second == pytest.approx(350e9) and fitted.seconds_fixed == pytest.approx(5e-5)
-    held_up = fit_blocks(1.0, many, 16, size)  # another thread's doing
-    assert true.bytes_per_second / 2 < held_up.bytes_per_second < 2 * 16 * size / many
+def test_what_blocks_take_is_fitted_to_three_reads() -> None:
+    true, size = LinkCost(5e-5, 3e-6, 350e9), 4 * MIB
+    one, adjacent, apart = (true.seconds(1, *case) for case in ((1, size), (1, 16 * size), (16, 16 * size)))
+    fitted = fit_blocks(one, adjacent, apart, 16, size)
+    for name in ("seconds_fixed", "seconds_per_descriptor", "bytes_per_second"):
+        assert getattr(fitted, name) == pytest.approx(getattr(true, name))
+    held_up = fit_blocks(1.0, adjacent, apart, 16, size)  # another thread's doing
+    assert true.bytes_per_second / 2 < held_up.bytes_per_second < 2 * 16 * size / adjacent
+    odd = fit_blocks(one, apart, adjacent, 16, size)
+    assert 0 < odd.seconds_per_descriptor < 1e-8, "blocks that are adjacent took longer: by chance"
+
+
+def test_adjacent_blocks_are_left_to_copy_engines() -> None:
+    """Which copy them at once; a kernel takes as long for all blocks."""
+    peer, blocks = _Peer(1, 1), range(64)
+    engines, kernel = LinkCost(1e-5, 1e-5, 380e9), LinkCost(1e-5, 0.0, 350e9)
+    peer.learn(shape(is_whole=False, is_mapped=True), ReadCost(POSTED, COPY, None, engines, kernel))
+    assert peer.path(blocks, blocks, None) is ReadPath.MAPPED
+    assert peer.path(blocks, blocks[::-1], None) is ReadPath.KERNEL
+    assert peer.path(blocks, [*blocks[32:], *blocks[:32]], None) is ReadPath.MAPPED
+    peer.learn(None, ReadCost(POSTED, COPY, None, engines))
+    assert peer.path(blocks, blocks[::-1], None) is ReadPath.MAPPED
 
 
 def test_a_path_that_is_asked_for_is_taken_if_it_can_be() -> None:
     peer = _Peer(1, 1)
-    assert peer.path(64, ReadPath.MAPPED) is ReadPath.DIRECT  # nothing is known yet
+    blocks = range(64)
+    assert peer.path(blocks, blocks, ReadPath.MAPPED) is ReadPath.DIRECT  # nothing is known yet
     peer.learn(shape(is_whole=True, is_mapped=True), ReadCost(POSTED, COPY, None, MAPPED))
-    assert [peer.path(64, path) for path in ReadPath] == [
+    assert [peer.path(blocks, blocks, path) for path in ReadPath] == [
         ReadPath.DIRECT, ReadPath.MAPPED, ReadPath.MAPPED, ReadPath.MAPPED, ReadPath.MAPPED, ReadPath.MAPPED,
     ]  # fmt: skip
     peer.learn(shape(is_whole=False, is_mapped=False), None)
-    assert peer.path(64, ReadPath.LAYERS) is ReadPath.LAYERS
-    assert peer.path(64, ReadPath.MAPPED) is ReadPath.STAGED
+    assert peer.path(blocks, blocks, ReadPath.LAYERS) is ReadPath.LAYERS
+    assert peer.path(blocks, blocks, ReadPath.MAPPED) is ReadPath.STAGED
