@@ -129,10 +129,10 @@ class MappedReader:
         """Whether a kernel reads from the peer, too: a block, to ``target``. Compiles it."""
         try:
             self.probe_blocks(target, ReadPath.KERNEL, [0])
-        except TransferError as error:
+            self.wait()
+        except Exception as error:  # of ours, or what CUDA tells only once the kernel has run
             logger.warning("peers' memory is read by copy engines alone: %s", error)
             return False
-        self.wait()
         return True
 
     def wait(self) -> None:

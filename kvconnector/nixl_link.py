@@ -82,12 +82,13 @@ class LinkProbe:
     def _measure(self, place: MemoryRegion, source: MemoryRegion, num_bytes: int) -> Generator[Pending, None, ReadCost]:
         transport = yield from self._measure_reads(partial(self._read, place, source), num_bytes)
         costs: dict[ReadPath, LinkCost] = {}
-        mapped, num_blocks = self._reader.mapped, num_bytes // self._reader.shape.local_block_bytes
+        mapped = self._reader.mapped
+        num_blocks = min(num_bytes // self._reader.shape.local_block_bytes, source.num_blocks)
         if mapped is not None and (self._reader.is_whole or num_blocks < 2):
             read = partial(mapped.probe, place.blocks_address)
             costs[ReadPath.MAPPED] = yield from self._measure_reads(read, num_bytes)
         elif mapped is not None:
-            costs = yield from self._measure_rows(mapped, place.blocks_address, min(num_blocks, source.num_blocks))
+            costs = yield from self._measure_rows(mapped, place.blocks_address, num_blocks)
         gather = yield from self._measure_gathers()
         copy = self._measure_copies()
         return ReadCost(transport, copy, gather, costs.get(ReadPath.MAPPED), costs.get(ReadPath.KERNEL))
