@@ -192,7 +192,7 @@ def row_of(result: dict[str, Any]) -> list[object]:
     return [
         result["prompt_tokens"],
         result["block_size"],
-        f"{result['prefill_tp']}:{result['decode_tp']}",
+        f"{result['prefill_tp']}:{result['decode_tp']}" + " (1)" * result["one_rank"],
         result["pool"],
         result["path"],
         result["threads"],
@@ -249,6 +249,8 @@ def main(argv: Sequence[str]) -> int:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device is cuda, but PyTorch finds no CUDA device")
+    if options.one_rank and (options.served or (device == "cuda" and torch.cuda.device_count() < 2)):
+        raise ConfigError("--one-rank is for two GPUs, and not for --served")
     for name, default in DEFAULTS[device].items():
         if getattr(options, name) is None:
             setattr(options, name, default)

@@ -73,6 +73,14 @@ class _Pacer:
         self._num_bytes -= num_bytes
 
 
+def _address_on_device(host_address: int) -> int:
+    """Where a kernel finds registered memory; 0 if the driver doesn't map it."""
+    address = ctypes.c_uint64(0)
+    find = ctypes.CDLL("libcuda.so.1").cuMemHostGetDevicePointer_v2
+    status = find(ctypes.byref(address), ctypes.c_void_p(host_address), ctypes.c_uint(0))
+    return address.value if status == 0 else 0
+
+
 class CudaHostStore:
     """A :class:`splitserve.kvconnector.tier_copies.GatedStore`.
 
@@ -91,9 +99,11 @@ class CudaHostStore:
             status = torch.cuda.cudart().cudaHostRegister(host.address, len(host.bytes), 0)  # type: ignore[no-untyped-call]
             if int(status) != 0:
                 raise RuntimeError(f"cudaHostRegister of {len(host.bytes)} bytes failed with {status}")
+            self._slots_on_device = _address_on_device(host.address)
             self._down = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             self._up = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self.way = self._faster_way() if memory.block_bytes <= MAX_KERNEL_BLOCK_BYTES else "engine"
+        has_choice = self._slots_on_device and memory.block_bytes <= MAX_KERNEL_BLOCK_BYTES
+        self.way = self._faster_way() if has_choice else "engine"
 
     def store(self, block_ids: Sequence[int], slots: Sequence[int], hashes: Sequence[bytes]) -> None:
         """The blocks are complete: the step that computed them is over."""
@@ -207,9 +217,9 @@ class CudaHostStore:
 
         size = blocks.shape[1]
         on_device = [blocks.data_ptr() + block * size for block in block_ids]
-        on_host = [self._slots.data_ptr() + slot * size for slot in slots]
+        on_host = [self._slots_on_device + slot * size for slot in slots]
         targets, sources = (on_device, on_host) if is_load else (on_host, on_device)
-        address_bits = size | blocks.data_ptr() | self._slots.data_ptr()
+        address_bits = size | blocks.data_ptr() | self._slots_on_device
         copy_rows(self._device, targets, sources, Rows(1, size, size, size), address_bits)
 
     def _faster_way(self) -> str:
@@ -221,7 +231,7 @@ class CudaHostStore:
             blocks = torch.empty(2 * count, self._slots.shape[1], dtype=torch.uint8, device=self._device)
             torch.cuda.current_stream(self._device).synchronize()  # whoever had that memory before is through with it
             seconds = {way: self._seconds(way, blocks) for way in ("engine", "kernel")}
-        except Exception as error:  # of a compiler, or of a driver that doesn't map registered memory
+        except Exception as error:  # of a compiler
             logger.warning("blocks are copied by copy engines; the kernel fails: %s: %s", type(error).__name__, error)
             return "engine"
         way = "kernel" if seconds["kernel"] * KERNEL_GAIN < seconds["engine"] else "engine"

@@ -59,6 +59,15 @@ def _rows_of(span: BlockPieces) -> tuple[int, int, int, int]:
     return span.rows, span.width, span.target_pitch, span.source_pitch
 
 
+def keep_room(device: torch.device, most_pieces: int) -> None:
+    """Have PyTorch keep pinned memory for the addresses of up to so many pieces: the first of each size is expensive,
+    and waits for the device."""
+    if device.type == "cuda":
+        sizes = itertools.takewhile(lambda size: size < 4 * most_pieces, (1 << power for power in itertools.count()))
+        kept = [torch.empty(size, dtype=torch.int64, pin_memory=True) for size in sizes]
+        del kept  # all at once, so that none is made of another
+
+
 def growing_parts(count: int) -> Iterator[slice]:
     """Of ``count`` blocks: a few that are soon under way, then more and more at once."""
     low, size = 0, _FIRST_BLOCKS
@@ -96,6 +105,7 @@ class MappedReader:
     ) -> None:
         self._device = memory.device
         self._address = memory.region().blocks_address
+        self._num_blocks = memory.num_blocks
         self._probed_address = mappings[spans[0].rank].address
         ours = Blocks(memory.layout, self._address)
         self._spans = [span_pieces(ours, Blocks(theirs, mappings[span.rank].address), span) for span in spans]
@@ -126,13 +136,15 @@ class MappedReader:
         return self._read(spans, range(len(remote)), remote, path)
 
     def try_kernel(self, target: int) -> bool:
-        """Whether a kernel reads from the peer, too: a block, to ``target``. Compiles it."""
+        """Whether there is a kernel for reading, which is compiled then: tried with a block, to ``target``. Raises what
+        CUDA says of a kernel that reads where it can't: the context is lost with it."""
         try:
             self.probe_blocks(target, ReadPath.KERNEL, [0])
-            self.wait()
-        except Exception as error:  # of ours, or what CUDA tells only once the kernel has run
+        except TransferError as error:
             logger.warning("peers' memory is read by copy engines alone: %s", error)
             return False
+        self.wait()
+        keep_room(self._device, self._num_blocks * len(self._spans))
         return True
 
     def wait(self) -> None:

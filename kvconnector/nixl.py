@@ -15,8 +15,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 
 from splitserve.handover import ReadCommand, ReadPath, ReadResult
@@ -132,7 +133,8 @@ class _ReadThread(OwnerThread):
         self.disconnect(peer)
         self._num_readers_made += 1
         try:
-            reader = PeerReader(f"{self._num_readers_made}/{self._name}", self._local, welcome)
+            with self._not_the_peers_time():
+                reader = PeerReader(f"{self._num_readers_made}/{self._name}", self._local, welcome)
         except Exception as problem:
             self._refuse(attempt, peer, problem)
         else:
@@ -154,7 +156,8 @@ class _ReadThread(OwnerThread):
 
     def poll(self) -> None:
         for peer, (attempt, probe) in list(self._probes.items()):
-            self._poll_probe(attempt, peer, probe)
+            with self._not_the_peers_time():
+                self._poll_probe(attempt, peer, probe)
         for peer, reader in list(self._readers.items()):
             results = reader.poll()
             if any(result.error is not None for result in results):
@@ -182,6 +185,16 @@ class _ReadThread(OwnerThread):
         if reader.mapped is not None and probe.cost is not None:
             reader.mapped.expect(probe.cost)
         self._on_connected(Connected(attempt, PeerConnected(peer, None, probe.link), reader.shape, probe.cost))
+
+    @contextmanager
+    def _not_the_peers_time(self) -> Iterator[None]:
+        """What this thread computes, or has compiled, is on no probe's account."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            for _, probe in self._probes.values():
+                probe.deadline += time.monotonic() - started
 
     def _refuse(self, attempt: int, peer: Party, problem: Exception) -> None:
         UCX_LOG.forward_complaints()
@@ -211,25 +224,35 @@ class _Peer:
         self.join = ConnectionJoin(num_threads)
         self.shape: ReadShape | None = None
         self.cost: ReadCost | None = None
-        self._chosen: dict[tuple[int, int], ReadPath] = {}
+        self._cost_of_parts: ReadCost | None = None
+        self._chosen: dict[int, ReadPath] = {}
 
     def learn(self, shape: ReadShape | None, cost: ReadCost | None) -> None:
         """What one thread knows; None: nothing new."""
         self.shape, self.cost = shape or self.shape, cost or self.cost
+        self._cost_of_parts = None if self.cost is None else replace(self.cost, kernel=None)
         self._chosen.clear()
 
-    def path(self, local: Sequence[int], remote: Sequence[int], wanted: ReadPath | None) -> ReadPath:
-        """For reading blocks ``remote`` into ``local``."""
-        if self.shape is None or self.cost is None:
+    def path(self, command: ReadCommand, wanted: ReadPath | None, num_parts: int) -> ReadPath:
+        """Of a read that so many threads share, unless the kernel does it alone."""
+        return self._path(command, wanted, self.cost, num_parts)
+
+    def path_of_part(self, part: ReadCommand, wanted: ReadPath | None) -> ReadPath:
+        """Of what one of several threads reads: not by the kernel."""
+        return self._path(part, wanted, self._cost_of_parts, 1)
+
+    def _path(self, command: ReadCommand, wanted: ReadPath | None, cost: ReadCost | None, num_parts: int) -> ReadPath:
+        shape, num_blocks = self.shape, len(command.local_blocks)
+        if shape is None or cost is None:
             return ReadPath.DIRECT
-        if wanted is not None and wanted in path_seconds(self.shape, self.cost, len(local)):
+        if wanted is not None and wanted in path_seconds(shape, cost, num_blocks):
             return wanted
-        # What adjacent blocks save is counted where there is a choice between ways to copy them.
-        num_runs = 0 if self.cost.kernel is None else sum(1 for _ in runs(local, remote))
-        case = len(local), num_runs
-        if case not in self._chosen:
-            self._chosen[case] = choose_path(self.shape, self.cost, *case)
-        return self._chosen[case]
+        if not shape.is_whole and shape.is_mapped:  # what of the blocks is adjacent decides
+            num_runs = sum(1 for _ in runs(command.local_blocks, command.remote_blocks))
+            return choose_path(shape, cost, num_blocks, -(-num_runs // num_parts))
+        if num_blocks not in self._chosen:
+            self._chosen[num_blocks] = choose_path(shape, cost, num_blocks)
+        return self._chosen[num_blocks]
 
 
 class NixlConnector:
@@ -322,11 +345,11 @@ class NixlConnector:
         """What each thread reads, and by which path; the first one alone if its copies fill the link."""
         if peer is None or peer.shape is None:
             return [(part, ReadPath.DIRECT) for part in self._parts(command)]
-        path = peer.path(command.local_blocks, command.remote_blocks, self._settings.path)
+        parts = self._parts(command)
+        path = peer.path(command, self._settings.path, len(parts))
         if path is ReadPath.KERNEL or (path is ReadPath.MAPPED and peer.shape.is_whole):
             return [(command, path)]
-        parts = self._parts(command)
-        return [(part, peer.path(part.local_blocks, part.remote_blocks, self._settings.path)) for part in parts]
+        return [(part, peer.path_of_part(part, self._settings.path)) for part in parts]
 
     def _parts(self, command: ReadCommand) -> list[ReadCommand]:
         """A large read in even parts, one per thread; a small one whole."""

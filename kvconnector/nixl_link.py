@@ -29,6 +29,7 @@ CONNECT_SECONDS = 5.0
 NUM_PIECES = 32
 MAX_PIECE_BYTES = 16 << 10
 ROUNDS = 3
+ROW_ROUNDS = 6
 MAX_ROUNDS = 12
 LARGE_TAKES = 2.0  # times as long as a small read, at least: else another thread held this one up
 MAX_GATHERED = 64
@@ -45,7 +46,7 @@ class LinkProbe:
     def __init__(self, reader: PeerReader, settings: ReadSettings, *, measures: bool) -> None:
         self._reader = reader
         self._settings = settings
-        self._deadline = time.monotonic() + CONNECT_SECONDS
+        self.deadline = time.monotonic() + CONNECT_SECONDS
         self._pending: Pending = Done()
         self._steps = self._run(measures=measures)
         self.link: Link | None = None
@@ -58,7 +59,7 @@ class LinkProbe:
             if following is None:
                 return True
             self._pending = following
-        if time.monotonic() >= self._deadline:
+        if time.monotonic() >= self.deadline:
             raise TransferError("a probe read of its memory didn't complete")
         return False
 
@@ -113,18 +114,19 @@ class LinkProbe:
         self, mapped: MappedReader, target: int, num_blocks: int
     ) -> Generator[Pending, None, dict[ReadPath, LinkCost]]:
         """Of blocks that both sides split differently, by copy engines and by a kernel."""
-        started = time.monotonic()
         paths = [ReadPath.MAPPED, *([ReadPath.KERNEL] if mapped.try_kernel(target) else [])]
-        self._deadline += time.monotonic() - started  # it was compiled: that isn't the peer's time
         costs: dict[ReadPath, LinkCost] = {}
+        shape = self._reader.shape
         for path in paths:
             one, adjacent, apart = range(1), range(num_blocks), range(num_blocks - 1, -1, -1)
             best: dict[range, float] = {}
-            for blocks in (one, adjacent, apart) * ROUNDS:
+            for blocks in (one, adjacent, apart) * ROW_ROUNDS:
                 seconds = yield from self._timed(partial(mapped.probe_blocks, target, path, blocks))
                 best[blocks] = min(best.get(blocks, seconds), seconds)
-            block_bytes = self._reader.shape.local_block_bytes
-            costs[path] = fit_blocks(best[one], best[adjacent], best[apart], num_blocks, block_bytes)
+            if path is ReadPath.KERNEL:  # for which it's the same
+                best[adjacent] = best[apart] = min(best[adjacent], best[apart])
+            seconds_of = best[one], best[adjacent], best[apart]
+            costs[path] = fit_blocks(*seconds_of, num_blocks, shape.local_block_bytes, num_spans=shape.num_spans)
         rates = (f"{path} {cost.bytes_per_second / 1e9:.0f} GB/s" for path, cost in costs.items())
         logger.info("heads that %s splits differently are read by: %s", self._reader.agent.name, ", ".join(rates))
         return costs

@@ -59,15 +59,18 @@ def fit(small: float, many: float, num_many: int, large: float, large_bytes: int
     return LinkCost(max(small - per_descriptor, 1e-9), per_descriptor, large_bytes / byte_seconds)
 
 
-def fit_blocks(one: float, adjacent: float, apart: float, num_many: int, block_bytes: int) -> LinkCost:
-    """From the seconds of three reads: one block, ``num_many`` that are adjacent, so many that aren't. Each run of
-    adjacent blocks is a descriptor.
+def fit_blocks(
+    one: float, adjacent: float, apart: float, num_many: int, block_bytes: int, *, num_spans: int
+) -> LinkCost:
+    """From the seconds of three reads: one block, ``num_many`` that are adjacent, so many that aren't. A run of
+    adjacent blocks is a descriptor for each of ``num_spans`` spans, which together have ``block_bytes`` of a block.
 
     Half of the adjacent ones' time is their bytes' at least, as in :func:`fit`.
     """
     per_run = max((apart - adjacent) / (num_many - 1), 1e-9)
     bytes_per_second = (num_many - 1) * block_bytes / max(adjacent - one, adjacent / 2, 1e-9)
-    return LinkCost(max(one - per_run - block_bytes / bytes_per_second, 1e-9), per_run, bytes_per_second)
+    fixed = max(one - per_run - block_bytes / bytes_per_second, 1e-9)
+    return LinkCost(fixed, per_run / num_spans, bytes_per_second)
 
 
 def fit_copies(small: float, small_bytes: int, large: float, large_bytes: int) -> CopyCost:

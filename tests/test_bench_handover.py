@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from splitserve.benchmarks.handover import main, parse_pair
+from splitserve.benchmarks.handover import devices, layout_of, main, parse_pair
+from splitserve.errors import ConfigError
 from splitserve.kvconnector.read_plan import heads_of
 from splitserve.messages import LayoutRecord
 
@@ -53,3 +54,10 @@ def test_whole_hand_overs_of_a_cluster(tmp_path: Path) -> None:
         assert 0 <= result["handover_p50_ms"] <= result["handover_p99_ms"]
         assert 0 < result["exposed_p50_ms"] <= result["exposed_p99_ms"]
         assert result["prefill_ms"] > 0
+
+
+def test_one_rank_alone_reads_between_two_gpus() -> None:
+    prefill, decode = (layout_of("llama-3.2-1b", "bfloat16", 64, ranks) for ranks in (4, 2))
+    assert devices("cuda", prefill, decode, one_rank=True) == (["cuda:0"] * 4, ["cuda:1"])
+    with pytest.raises(ConfigError, match="not for --served"):
+        main(["--device", "cpu", "--one-rank", "--served"])

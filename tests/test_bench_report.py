@@ -18,9 +18,10 @@ def test_an_archive_of_a_commit_names_it(tmp_path: Path, monkeypatch: pytest.Mon
         return done.stdout.strip()
 
     git("init", "-q")
-    for name in (".gitattributes", "benchmarks/COMMIT"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes((root / name).read_bytes())
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / ".gitattributes").write_bytes((root / ".gitattributes").read_bytes())
+    (tmp_path / "benchmarks/COMMIT").write_text("$Format:%h$\n")
+    (tmp_path / "copy").write_text("$Format:%h$\n")
     git("add", ".")
     git("commit", "-q", "-m", "all")
     git("archive", "-o", "all.tar", "HEAD")
@@ -28,7 +29,7 @@ def test_an_archive_of_a_commit_names_it(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(report, "_output", lambda *_command: "")  # outside of a checkout
     monkeypatch.setattr(report, "_ARCHIVED_COMMIT", tmp_path / "benchmarks/COMMIT")
     assert report.versions()["commit"] == git("rev-parse", "--short", "HEAD")
-    monkeypatch.setattr(report, "_ARCHIVED_COMMIT", root / "benchmarks/COMMIT")
+    monkeypatch.setattr(report, "_ARCHIVED_COMMIT", tmp_path / "copy")
     assert report.versions()["commit"] == "", "a copy of a checkout, about which nothing is known"
     monkeypatch.setattr(report, "_ARCHIVED_COMMIT", tmp_path / "none")
     assert report.versions()["commit"] == ""

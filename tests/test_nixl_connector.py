@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import msgspec
@@ -18,6 +19,7 @@ import pytest
 from nixl_reader import Reader, Source, changed
 from nixl_source import FIRST_GENERATION, NUM_BLOCKS, SOURCE, make_memory
 from splitserve.handover import ReadCommand, ReadPath, ReadResult
+from splitserve.kvconnector import nixl
 from splitserve.kvconnector import nixl_reader as nixl_reader_module
 from splitserve.kvconnector.connector import PeerConnected
 from splitserve.kvconnector.digest import no_digests
@@ -369,3 +371,16 @@ def test_the_death_of_a_thread_is_not_silent(reader: Reader) -> None:
     reader.connector._threads[0].submit(fail)
     with pytest.raises(RuntimeError, match=r"read-0.* died"):
         reader.wait(lambda: False, seconds=PATIENCE_SECONDS)
+
+
+def test_what_a_thread_computes_is_not_the_peers_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that is compiled for one peer must not cost another one its connection."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(nixl.time, "monotonic", lambda: clock.now)
+    thread = object.__new__(nixl._ReadThread)
+    probes = [SimpleNamespace(deadline=105.0), SimpleNamespace(deadline=103.0)]
+    thread._probes = {SOURCE: (1, probes[0]), Party("another", 1): (2, probes[1])}  # type: ignore[dict-item]
+    with pytest.raises(RuntimeError), thread._not_the_peers_time():
+        clock.now += 30.0
+        raise RuntimeError("it fails, but took its time")
+    assert [probe.deadline for probe in probes] == [135.0, 133.0]

@@ -21,7 +21,7 @@ import msgspec
 from splitserve.request import FinishReason, Party, RequestKey, Role, SamplingParams
 from splitserve.token_ids import TokenIds
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 BLOCK_ORDER = "layer, kv_head, 2 (K/V), token, head_dim"
 MAX_RANKS = 64
 MAX_CPUS = 4096
