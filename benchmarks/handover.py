@@ -30,7 +30,7 @@ from splitserve.handover import ReadPath
 from splitserve.kvconnector.layout import block_bytes, num_blocks_for
 from splitserve.kvconnector.read_plan import head_spans
 from splitserve.kvconnector.read_settings import MIB, ReadSettings
-from splitserve.messages import LayoutRecord, MemoryKind
+from splitserve.memory_records import LayoutRecord, MemoryKind
 from splitserve.models.demo import SHAPES
 
 DEFAULTS: dict[str, dict[str, Any]] = {

@@ -23,7 +23,8 @@ from splitserve.kvconnector.nixl import NixlConnector
 from splitserve.kvconnector.nixl_agent import Agent
 from splitserve.kvconnector.read_plan import head_spans, heads_of
 from splitserve.kvconnector.read_settings import ReadSettings
-from splitserve.messages import LayoutRecord, MemoryKind, PeerWelcome, RankMemory
+from splitserve.memory_records import LayoutRecord, MemoryKind, RankMemory
+from splitserve.messages import PeerWelcome
 from splitserve.request import Party
 
 SOURCE = Party("source", 1)

@@ -21,13 +21,13 @@ import msgspec
 import zmq
 
 from splitserve.errors import WireError
+from splitserve.memory_records import LayoutRecord
 from splitserve.messages import (
     Body,
     DecodeRequest,
     Envelope,
     HandoverReport,
     Heartbeat,
-    LayoutRecord,
     Leave,
     LocalRequest,
     PeerRef,

@@ -24,7 +24,8 @@ from splitserve.config import EngineConfig, WorkerConfig
 from splitserve.decode.build import build_core
 from splitserve.kvconnector.inproc import InprocConnector, InprocRegistry
 from splitserve.kvconnector.memory import KVMemory
-from splitserve.messages import LayoutRecord, PeerRef, WorkerInfo
+from splitserve.memory_records import LayoutRecord
+from splitserve.messages import PeerRef, WorkerInfo
 from splitserve.prefill.executor import LaunchingRunner, OverlappedExecutor, always_works
 from splitserve.prefill.launch_pace import LaunchPace
 from splitserve.prefill.loop import Waker, WorkerLoop

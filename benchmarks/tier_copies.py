@@ -22,7 +22,7 @@ from splitserve.kvconnector.host_tier import host_store
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.numa_memory import HostMemory, node_of_device
 from splitserve.kvconnector.tier_copies import TierStore
-from splitserve.messages import LayoutRecord
+from splitserve.memory_records import LayoutRecord
 
 TOKENS, HEAD_DIM = 16, 64
 

@@ -16,7 +16,7 @@ from splitserve.kvconnector.kv_events import KVEventLog, KVEvents
 from splitserve.kvconnector.shared_tier import NO_SHARED_TIER, SharedTier
 from splitserve.kvconnector.tier_policy import make_policy
 from splitserve.kvconnector.tiers import Tier, Tiers
-from splitserve.messages import LayoutRecord
+from splitserve.memory_records import LayoutRecord
 from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.engine_state import EngineState
 from splitserve.prefill.scheduler import PrefillScheduler

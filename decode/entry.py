@@ -31,7 +31,8 @@ from splitserve.kvconnector.ranked import RankedConnector
 from splitserve.kvconnector.ranked_copies import RankedCopies
 from splitserve.kvconnector.read_settings import ReadSettings
 from splitserve.kvconnector.tier_copies import Copies, TierCopies
-from splitserve.messages import HostTierMemory, WorkerInfo, WorkerPlace
+from splitserve.memory_records import HostTierMemory
+from splitserve.messages import WorkerInfo, WorkerPlace
 from splitserve.models.cuda_runner import CudaRunner
 from splitserve.models.runner import ModelRunner
 from splitserve.prefill.executor import Executor, OverlappedExecutor, StepExecutor

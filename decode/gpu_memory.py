@@ -9,7 +9,7 @@ from splitserve.config import EngineConfig
 from splitserve.errors import ConfigError
 from splitserve.kvconnector.layout import block_bytes, block_shape, num_blocks_for
 from splitserve.kvconnector.memory import TORCH_DTYPES
-from splitserve.messages import LayoutRecord
+from splitserve.memory_records import LayoutRecord
 from splitserve.models.cuda_runner import MAX_MIXED_CHUNKS, CudaRunner, batch_sizes
 from splitserve.models.decoder import DecoderModel
 from splitserve.step import SampleSpec, ScheduledChunk, StepPlan

@@ -14,7 +14,7 @@ from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.shared_tier import NO_SHARED_TIER, SharedTier
 from splitserve.kvconnector.tier_copies import AnyStore
 from splitserve.kvconnector.tiers import Tier
-from splitserve.messages import HostTierMemory
+from splitserve.memory_records import HostTierMemory
 
 Found = Mapping[str, Sequence[tuple[bytes, int]]]
 """Hashes and slots, by the names of their tiers."""

@@ -24,7 +24,7 @@ from splitserve.kvconnector.host_tier import load_gates
 from splitserve.kvconnector.layout import block_bytes
 from splitserve.kvconnector.load_gates import LoadGates
 from splitserve.kvconnector.memory import KVMemory
-from splitserve.messages import LayoutRecord
+from splitserve.memory_records import LayoutRecord
 from splitserve.models.checkpoint import weights_version
 from splitserve.models.config import ModelConfig, load_model_config
 from splitserve.models.cuda_runner import CudaRunner, mixed_sizes

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from splitserve.handover import ReadCommand, ReadResult
-from splitserve.messages import PeerWelcome, RankMemory
+from splitserve.memory_records import RankMemory
+from splitserve.messages import PeerWelcome
 from splitserve.request import Party
 
 

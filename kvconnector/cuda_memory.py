@@ -6,7 +6,7 @@ import logging
 import torch
 
 from splitserve.errors import ConfigError
-from splitserve.messages import MappableMemory
+from splitserve.memory_records import MappableMemory
 
 logger = logging.getLogger(__name__)
 

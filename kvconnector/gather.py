@@ -29,7 +29,7 @@ import torch
 from splitserve.kvconnector.device_copies import DeviceCopies, Pending
 from splitserve.kvconnector.layout import block_bytes
 from splitserve.kvconnector.memory import KVMemory, anonymous_memory
-from splitserve.messages import GatherMemory, MemoryRegion
+from splitserve.memory_records import GatherMemory, MemoryRegion
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from splitserve.kvconnector.numa_memory import HostMemory, node_of_device
 from splitserve.kvconnector.tier_copies import TierStore
 from splitserve.kvconnector.tier_index import TierIndex
 from splitserve.kvconnector.tiers import Tier
-from splitserve.messages import HostTierMemory, LayoutRecord, MemoryKind, MemoryRegion
+from splitserve.memory_records import HostTierMemory, LayoutRecord, MemoryKind, MemoryRegion
 
 HOST = "host"
 MAX_COPY_BYTES = 64 << 20

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from splitserve.handover import ReadCommand, ReadResult
 from splitserve.kvconnector.connector import PeerConnected, ServedMemory
 from splitserve.kvconnector.memory import KVMemory
-from splitserve.messages import PeerWelcome, RankMemory
+from splitserve.memory_records import RankMemory
+from splitserve.messages import PeerWelcome
 from splitserve.request import Party
 
 

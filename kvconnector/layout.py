@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from splitserve.messages import LayoutRecord
+from splitserve.memory_records import LayoutRecord
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 

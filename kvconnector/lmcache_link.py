@@ -22,7 +22,7 @@ from splitserve.kvconnector.lmcache_chunk import Bytes, ChunkFormat
 from splitserve.kvconnector.lmcache_connection import Connection, LMCacheError, LMCacheLostError
 from splitserve.kvconnector.lmcache_segment import fault_in, map_segment
 from splitserve.kvconnector.lmcache_wire import Key, Operation, Registered, Registration
-from splitserve.messages import LayoutRecord
+from splitserve.memory_records import LayoutRecord
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.nixl_agent import TransferError
 from splitserve.kvconnector.read_cost import ReadCost
 from splitserve.kvconnector.read_plan import HeadSpan
-from splitserve.messages import LayoutRecord
+from splitserve.memory_records import LayoutRecord
 
 logger = logging.getLogger(__name__)
 

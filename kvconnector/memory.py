@@ -8,7 +8,7 @@ import torch
 
 from splitserve.errors import ConfigError
 from splitserve.kvconnector.layout import DTYPE_BYTES, block_bytes, block_shape
-from splitserve.messages import LayoutRecord, MemoryKind, MemoryRegion
+from splitserve.memory_records import LayoutRecord, MemoryKind, MemoryRegion
 
 TORCH_DTYPES = {name: getattr(torch, name) for name in DTYPE_BYTES}
 

@@ -36,7 +36,8 @@ from splitserve.kvconnector.read_choice import ReadShape, choose_path, path_seco
 from splitserve.kvconnector.read_cost import ReadCost
 from splitserve.kvconnector.read_settings import ReadSettings
 from splitserve.kvconnector.ucx_log import UCX_LOG
-from splitserve.messages import HostTierMemory, MemoryKind, PeerWelcome, RankMemory
+from splitserve.memory_records import HostTierMemory, MemoryKind, RankMemory
+from splitserve.messages import PeerWelcome
 from splitserve.request import Party
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from splitserve.kvconnector.read_plan import Rows
 from splitserve.kvconnector.ucx_log import UCX_LOG
-from splitserve.messages import MemoryKind
+from splitserve.memory_records import MemoryKind
 
 HERE = "NIXL_INIT_AGENT"
 BlockIds = npt.NDArray[np.int32]

@@ -9,7 +9,7 @@ import numpy as np
 from splitserve.kvconnector.gather import GatherDone, GatherRequest, encode
 from splitserve.kvconnector.nixl_agent import Agent, Transfer, TransferError
 from splitserve.kvconnector.read_plan import Rows, region_rows
-from splitserve.messages import GatherMemory, MemoryKind, MemoryRegion
+from splitserve.memory_records import GatherMemory, MemoryKind, MemoryRegion
 
 WAIT_SECONDS = 0.25  # then the data is read in another way
 

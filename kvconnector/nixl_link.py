@@ -21,7 +21,7 @@ from splitserve.kvconnector.read_cost import CopyCost, LinkCost, ReadCost, fit, 
 from splitserve.kvconnector.read_plan import HeadSpan, piece_rows
 from splitserve.kvconnector.read_settings import ReadSettings
 from splitserve.kvconnector.ucx_log import UCX_LOG, read_transport
-from splitserve.messages import MemoryKind, MemoryRegion
+from splitserve.memory_records import MemoryKind, MemoryRegion
 
 logger = logging.getLogger(__name__)
 

@@ -46,7 +46,8 @@ from splitserve.kvconnector.read_plan import (
 )
 from splitserve.kvconnector.read_settings import ReadSettings
 from splitserve.kvconnector.staging import Staging
-from splitserve.messages import MemoryKind, MemoryRegion, PeerWelcome, RankMemory
+from splitserve.memory_records import MemoryKind, MemoryRegion, RankMemory
+from splitserve.messages import PeerWelcome
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.nixl_agent import HERE, Agent, BlockIds, PreparedList
 from splitserve.kvconnector.read_plan import HeadSpan, region_rows
 from splitserve.kvconnector.staging import Staging
-from splitserve.messages import HostTierMemory, MemoryKind
+from splitserve.memory_records import HostTierMemory, MemoryKind
 
 LANDING_BYTES = 64 << 20
 

@@ -23,7 +23,8 @@ from splitserve.kvconnector.joining import ConnectionJoin, ReadJoin, side_by_sid
 from splitserve.kvconnector.shared_tier import ChainCopy, TierState
 from splitserve.kvconnector.tier_copies import AnyStore, TierCopies
 from splitserve.kvconnector.tiers import AnyCommand, AnyResult, ClearCommand, CopyCommand, CopyResult
-from splitserve.messages import PeerWelcome, RankMemory
+from splitserve.memory_records import RankMemory
+from splitserve.messages import PeerWelcome
 from splitserve.request import Party
 
 logger = logging.getLogger(__name__)

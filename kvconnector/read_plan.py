@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from splitserve.kvconnector.layout import block_bytes
-from splitserve.messages import LayoutRecord, MemoryKind, MemoryRegion, PeerWelcome
+from splitserve.memory_records import LayoutRecord, MemoryKind, MemoryRegion
+from splitserve.messages import PeerWelcome
 
 Rows = npt.NDArray[np.uint64]
 

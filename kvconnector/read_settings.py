@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from splitserve.handover import ReadPath
-from splitserve.messages import MemoryKind
+from splitserve.memory_records import MemoryKind
 
 MIB = 1 << 20
 

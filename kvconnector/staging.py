@@ -9,7 +9,7 @@ from splitserve.kvconnector.device_copies import DeviceCopies, Pending
 from splitserve.kvconnector.layout import block_bytes, block_shape
 from splitserve.kvconnector.memory import TORCH_DTYPES, KVMemory
 from splitserve.kvconnector.read_plan import HeadSpan
-from splitserve.messages import LayoutRecord, MemoryKind, MemoryRegion
+from splitserve.memory_records import LayoutRecord, MemoryKind, MemoryRegion
 
 
 class Staging:

@@ -7,7 +7,8 @@ from splitserve.bounded import ExpiringMap
 from splitserve.config import ProtocolConfig
 from splitserve.handover import ReadPath
 from splitserve.kvconnector.layout import block_bytes, num_blocks_for
-from splitserve.messages import FailureCode, LayoutRecord, RequestFailed, StepTokens, TokenDelta
+from splitserve.memory_records import LayoutRecord
+from splitserve.messages import FailureCode, RequestFailed, StepTokens, TokenDelta
 from splitserve.prefill.effects import Outbox
 from splitserve.prefill.sequence import BlockManager, Sequence
 from splitserve.request import Party, RequestKey

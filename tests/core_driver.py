@@ -11,15 +11,8 @@ from splitserve.kvconnector.connector import PeerConnected
 from splitserve.kvconnector.digest import LeadingDigests, no_digests
 from splitserve.kvconnector.tier_index import TierIndex
 from splitserve.kvconnector.tiers import CopyCommand, CopyNearsEnd, CopyResult, Tier
-from splitserve.messages import (
-    Body,
-    DecodeRequest,
-    Envelope,
-    Grant,
-    LayoutRecord,
-    PeerRef,
-    PrefillRequest,
-)
+from splitserve.memory_records import LayoutRecord
+from splitserve.messages import Body, DecodeRequest, Envelope, Grant, PeerRef, PrefillRequest
 from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.effects import Effect, Send, StartCopy
 from splitserve.request import Party, RequestKey, Role, SamplingParams

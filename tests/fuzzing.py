@@ -16,6 +16,7 @@ from splitserve.errors import WireError
 from splitserve.handover import ReadCommand, ReadResult
 from splitserve.kvconnector.connector import PeerConnected
 from splitserve.kvconnector.layout import block_bytes
+from splitserve.memory_records import HostTierMemory, MemoryKind, MemoryRegion, RankMemory
 from splitserve.messages import (
     SCHEMA_VERSION,
     Abort,
@@ -25,12 +26,9 @@ from splitserve.messages import (
     FailureCode,
     Grant,
     Heartbeat,
-    HostTierMemory,
     Introduce,
     Leave,
     LocalRequest,
-    MemoryKind,
-    MemoryRegion,
     Offer,
     OfferAck,
     OfferedBlock,
@@ -42,7 +40,6 @@ from splitserve.messages import (
     PrefixGrant,
     Profile,
     Profiled,
-    RankMemory,
     Register,
     Registered,
     RegisterRefused,

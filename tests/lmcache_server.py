@@ -20,7 +20,7 @@ from splitserve.errors import ConfigError
 from splitserve.kvconnector.lmcache import LMCacheStore
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.shared_tier import ChainCopy, TierState
-from splitserve.messages import LayoutRecord
+from splitserve.memory_records import LayoutRecord
 from splitserve.orchestration.lmcache_environment import interpreter
 from splitserve.orchestration.lmcache_server import PREFIX, free_port
 from waiting import PATIENCE_SECONDS, wait_until

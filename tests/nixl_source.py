@@ -7,7 +7,8 @@ import numpy as np
 
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.numa_memory import HostMemory
-from splitserve.messages import HostTierMemory, LayoutRecord, MemoryKind, MemoryRegion, PeerWelcome
+from splitserve.memory_records import HostTierMemory, LayoutRecord, MemoryKind, MemoryRegion
+from splitserve.messages import PeerWelcome
 from splitserve.request import Party
 
 LAYOUT = LayoutRecord("demo", "w", "float32", 16, 4, 2, 32)  # 32 KiB per block

@@ -15,7 +15,8 @@ from splitserve.kvconnector.nixl import NixlConnector
 from splitserve.kvconnector.ranked import RankedConnector, RankTransfers
 from splitserve.kvconnector.read_plan import heads_of
 from splitserve.kvconnector.read_settings import ReadSettings
-from splitserve.messages import LayoutRecord, MemoryKind, PeerWelcome
+from splitserve.memory_records import LayoutRecord, MemoryKind
+from splitserve.messages import PeerWelcome
 from splitserve.request import Party
 
 NUM_BLOCKS = 40

@@ -13,7 +13,8 @@ import msgspec
 from splitserve.config import ProtocolConfig
 from splitserve.kvconnector.connector import ServedMemory
 from splitserve.kvconnector.layout import block_bytes
-from splitserve.messages import HostTierMemory, LayoutRecord, MemoryKind, MemoryRegion, PeerWelcome, RankMemory
+from splitserve.memory_records import HostTierMemory, LayoutRecord, MemoryKind, MemoryRegion, RankMemory
+from splitserve.messages import PeerWelcome
 from splitserve.request import Party, Role, SamplingParams
 
 VOCAB = 50

@@ -8,7 +8,7 @@ import pytest
 from splitserve.benchmarks.handover import devices, layout_of, main, parse_pair
 from splitserve.errors import ConfigError
 from splitserve.kvconnector.read_plan import heads_of
-from splitserve.messages import LayoutRecord
+from splitserve.memory_records import LayoutRecord
 
 PAIRS = ["1:1", "1:2", "4:2"]
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from splitserve.block_hash import chain_hash, extend_hashes, root_hash
 from splitserve.bounded import ExpiringMap
-from splitserve.messages import LayoutRecord
+from splitserve.memory_records import LayoutRecord
 
 LAYOUT = LayoutRecord("m", "w", "float32", 4, 1, 1, 1)
 

@@ -12,12 +12,12 @@ from splitserve.decode.core import DecodeCore
 from splitserve.handover import ReadCommand, ReadResult
 from splitserve.kvconnector.block_pool import BlockState
 from splitserve.kvconnector.connector import PeerConnected
+from splitserve.memory_records import LayoutRecord
 from splitserve.messages import (
     Abort,
     FailureCode,
     Grant,
     Introduce,
-    LayoutRecord,
     Offer,
     OfferedBlock,
     PeerHello,

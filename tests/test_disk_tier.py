@@ -30,7 +30,7 @@ from splitserve.kvconnector.disk_tier import (
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.tier_copies import PartialCopyError, TierStore
 from splitserve.kvconnector.tiers import Tier
-from splitserve.messages import LayoutRecord
+from splitserve.memory_records import LayoutRecord
 from test_end_to_end import BLOCK_SIZE, body, cluster
 from test_tiers_end_to_end import BLOCK_BYTES
 

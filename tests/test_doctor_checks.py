@@ -11,7 +11,8 @@ import pytest
 import zmq
 
 from splitserve.cluster_report import ClusterReport, WorkerReport
-from splitserve.messages import LayoutRecord, PeerLink, WorkerInfo, WorkerLoad, WorkerPlace
+from splitserve.memory_records import LayoutRecord
+from splitserve.messages import PeerLink, WorkerInfo, WorkerLoad, WorkerPlace
 from splitserve.models.checkpoint import weights_version
 from splitserve.orchestration.core_plan import Wanted
 from splitserve.orchestration.doctor_cluster_checks import (

@@ -13,6 +13,7 @@ from fuzzing import REGION, ROUTER, FuzzedWorker
 from simulator import LAYOUT, PROTOCOL
 from splitserve.handover import ReadResult
 from splitserve.kvconnector.connector import PeerConnected
+from splitserve.memory_records import RankMemory
 from splitserve.messages import (
     DecodeRequest,
     LocalRequest,
@@ -20,7 +21,6 @@ from splitserve.messages import (
     OfferedBlock,
     PeerRef,
     PeerWelcome,
-    RankMemory,
     Release,
     StepTokens,
 )

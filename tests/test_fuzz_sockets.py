@@ -19,15 +19,8 @@ from router_harness import RouterProcess, Workers, write_model_dir
 from serving import complete_all, wait_until_quiet
 from splitserve.benchmarks.instant_worker import DEFAULT_LAYOUT, Reply, Request, default_script
 from splitserve.config import EngineConfig, ProtocolConfig
-from splitserve.messages import (
-    Envelope,
-    LayoutRecord,
-    PeerHello,
-    PeerRefused,
-    Register,
-    RegisterRefused,
-    WorkerInfo,
-)
+from splitserve.memory_records import LayoutRecord
+from splitserve.messages import Envelope, PeerHello, PeerRefused, Register, RegisterRefused, WorkerInfo
 from splitserve.orchestration.host import ChildProgress
 from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.shorthand import simple_spec

@@ -19,7 +19,7 @@ from splitserve.kvconnector.host_tier import load_gates
 from splitserve.kvconnector.load_gates import LayerGroup, LoadGates
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.numa_memory import HostMemory, node_of_device
-from splitserve.messages import LayoutRecord
+from splitserve.memory_records import LayoutRecord
 from splitserve.models import demo
 from splitserve.models.config import load_model_config
 from splitserve.models.cuda_runner import CudaRunner, MixedSize, mixed_sizes

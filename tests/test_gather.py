@@ -19,7 +19,7 @@ from splitserve.kvconnector.nixl_link import MAX_ROUNDS, LinkProbe
 from splitserve.kvconnector.read_choice import ReadShape, choose_path, path_seconds
 from splitserve.kvconnector.read_cost import CopyCost, LinkCost, ReadCost, fit, fit_copies
 from splitserve.kvconnector.read_settings import ReadSettings
-from splitserve.messages import LayoutRecord, MemoryKind
+from splitserve.memory_records import LayoutRecord, MemoryKind
 
 LAYOUT = LayoutRecord("m", "w", "float32", 4, 2, 4, 8)
 HEAD_BYTES = block_bytes(LAYOUT) // 4

@@ -23,7 +23,8 @@ from splitserve.kvconnector.connector import Link, PeerConnected, ServedMemory
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.nixl import NixlConnector
 from splitserve.kvconnector.read_settings import ReadSettings
-from splitserve.messages import MemoryKind, PeerWelcome
+from splitserve.memory_records import MemoryKind
+from splitserve.messages import PeerWelcome
 from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.shorthand import simple_spec
 from splitserve.request import Party

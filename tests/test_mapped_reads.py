@@ -26,7 +26,7 @@ from splitserve.kvconnector.nixl_link import LinkProbe
 from splitserve.kvconnector.read_choice import ReadShape, choose_path, path_seconds
 from splitserve.kvconnector.read_cost import CopyCost, LinkCost, ReadCost, fit_blocks
 from splitserve.kvconnector.read_plan import head_spans, heads_of
-from splitserve.messages import LayoutRecord
+from splitserve.memory_records import LayoutRecord
 from splitserve.request import Party
 
 NUM_BLOCKS = 12

@@ -28,7 +28,7 @@ from splitserve.kvconnector.nixl_reader import LocalSide, PeerReader
 from splitserve.kvconnector.read_choice import ReadShape
 from splitserve.kvconnector.read_cost import CopyCost, LinkCost, ReadCost
 from splitserve.kvconnector.read_settings import ReadSettings
-from splitserve.messages import MappableMemory, MemoryKind
+from splitserve.memory_records import MappableMemory, MemoryKind
 from splitserve.request import Party
 from waiting import PATIENCE_SECONDS, wait_until
 

@@ -20,7 +20,7 @@ from splitserve.kvconnector.connector import PeerConnected
 from splitserve.kvconnector.nixl_agent import HERE, Agent, Transfer
 from splitserve.kvconnector.read_plan import region_rows
 from splitserve.kvconnector.read_settings import ReadSettings
-from splitserve.messages import MemoryKind
+from splitserve.memory_records import MemoryKind
 from waiting import PATIENCE_SECONDS
 
 TESTS = Path(__file__).parent

@@ -7,11 +7,11 @@ import pytest
 from core_driver import DECODE, KEY, PREFILL, PROMPT, SAMPLING, Worker, grant, of, prefill_request, sent
 from simulator import BLOCK_SIZE, LAYOUT, PROTOCOL, ROUTER
 from splitserve.kvconnector.block_pool import BlockState
+from splitserve.memory_records import LayoutRecord
 from splitserve.messages import (
     Abort,
     Envelope,
     Grant,
-    LayoutRecord,
     LocalRequest,
     Offer,
     PeerHello,

@@ -15,7 +15,7 @@ from splitserve.block_hash import extend_hashes, root_hash, shard_root
 from splitserve.config import EngineConfig
 from splitserve.errors import SplitserveError
 from splitserve.kvconnector.disk_tier import Header
-from splitserve.messages import LayoutRecord
+from splitserve.memory_records import LayoutRecord
 from splitserve.models.checkpoint import weights_version
 from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.shorthand import simple_spec

@@ -24,7 +24,7 @@ from splitserve.kvconnector.tier_copies import PartialCopyError, TierCopies
 from splitserve.kvconnector.tier_index import TierIndex
 from splitserve.kvconnector.tier_policy import KeepAll, KeepPolicy, KeepPrompts, KeepSecondUse, make_policy
 from splitserve.kvconnector.tiers import CopyCommand, CopyResult, Tier, Tiers
-from splitserve.messages import LayoutRecord
+from splitserve.memory_records import LayoutRecord
 from splitserve.prefill.scheduler import PrefillScheduler
 from splitserve.prefill.sequence import BlockManager, Sequence
 from splitserve.request import Party, RequestKey, SamplingParams

@@ -17,7 +17,8 @@ from splitserve.handover import ReadResult, SinkHandover, SinkState
 from splitserve.kvconnector import digest
 from splitserve.kvconnector.digest import DIGEST_BYTES, DigestBlocks, FirstDigests, digests_of, no_digests
 from splitserve.kvconnector.memory import KVMemory
-from splitserve.messages import Abort, LayoutRecord, Offer, OfferAck, OfferedBlock, Release, StepTokens
+from splitserve.memory_records import LayoutRecord
+from splitserve.messages import Abort, Offer, OfferAck, OfferedBlock, Release, StepTokens
 from splitserve.orchestration.launcher import Entries, LocalCluster
 from splitserve.orchestration.shorthand import simple_spec
 from splitserve.request import Role

@@ -11,6 +11,15 @@ from hypothesis import strategies as st
 
 from splitserve import messages
 from splitserve.errors import WireError
+from splitserve.memory_records import (
+    GatherMemory,
+    HostTierMemory,
+    LayoutRecord,
+    MappableMemory,
+    MemoryKind,
+    MemoryRegion,
+    RankMemory,
+)
 from splitserve.messages import (
     SCHEMA_VERSION,
     Abort,
@@ -19,18 +28,12 @@ from splitserve.messages import (
     Draining,
     Envelope,
     FailureCode,
-    GatherMemory,
     Grant,
     HandoverReport,
     Heartbeat,
-    HostTierMemory,
     Introduce,
-    LayoutRecord,
     Leave,
     LocalRequest,
-    MappableMemory,
-    MemoryKind,
-    MemoryRegion,
     Offer,
     OfferAck,
     OfferedBlock,
@@ -43,7 +46,6 @@ from splitserve.messages import (
     PrefixGrant,
     Profile,
     Profiled,
-    RankMemory,
     Register,
     Registered,
     RegisterRefused,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from splitserve.messages import LayoutRecord
+from splitserve.memory_records import LayoutRecord
 
 DIGEST_BYTES = 16
 _INT64_BYTES = 8
