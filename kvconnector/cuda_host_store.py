@@ -102,8 +102,7 @@ class CudaHostStore:
             self._slots_on_device = _address_on_device(host.address)
             self._down = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             self._up = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        has_choice = self._slots_on_device and memory.block_bytes <= MAX_KERNEL_BLOCK_BYTES
-        self.way = self._faster_way() if has_choice else "engine"
+        self.way = self._faster_way() if memory.block_bytes <= MAX_KERNEL_BLOCK_BYTES else "engine"
 
     def store(self, block_ids: Sequence[int], slots: Sequence[int], hashes: Sequence[bytes]) -> None:
         """The blocks are complete: the step that computed them is over."""
@@ -225,6 +224,9 @@ class CudaHostStore:
     def _faster_way(self) -> str:
         """By the time of scattered loads into memory beside the blocks. The copy engines, where there is no Triton."""
         count = min(MEASURED_BYTES // self._slots.shape[1], len(self._slots) // 2)
+        if not self._slots_on_device:
+            logger.warning("blocks are copied by copy engines: the driver doesn't map registered memory for kernels")
+            return "engine"
         if count < 1:
             return "engine"
         try:
