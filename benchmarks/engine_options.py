@@ -6,7 +6,7 @@ from typing import Any
 from splitserve.config import EngineConfig
 from splitserve.models.demo import SHAPES
 
-_SWITCHES = ("late_launch", "map_peer_memory")
+_SWITCHES = ("late_launch", "map_peer_memory", "keep_cores_awake")
 
 
 def add_engine_options(parser: argparse.ArgumentParser, *, shape: str, dtype: str, kv_memory_mib: int) -> None:

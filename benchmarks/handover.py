@@ -25,6 +25,7 @@ from splitserve.benchmarks import handover_served
 from splitserve.benchmarks.engine_options import add_switches
 from splitserve.benchmarks.handover_ranks import RankPlace, Sinks, Timing, two_workers
 from splitserve.benchmarks.report import table, write_result
+from splitserve.cores import usable_cpus
 from splitserve.errors import ConfigError
 from splitserve.handover import ReadPath
 from splitserve.kvconnector.layout import block_bytes, num_blocks_for
@@ -32,6 +33,7 @@ from splitserve.kvconnector.read_plan import head_spans
 from splitserve.kvconnector.read_settings import MIB, ReadSettings
 from splitserve.memory_records import LayoutRecord, MemoryKind
 from splitserve.models.demo import SHAPES
+from splitserve.prefill.awake_cores import kept_awake
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {"shape": "qwen3-0.6b", "dtype": "float32", "prompt_tokens": [128, 512, 2000], "block_size": [16, 32]},
@@ -260,9 +262,10 @@ def main(argv: Sequence[str]) -> int:
         if options.served
         else (run, row_of, HEADERS)
     )
-    for result in run_all(options, device):
-        results.append(result)
-        print(" ".join(map(str, to_row(result))), flush=True)  # before anything else can fail
+    with kept_awake(options.keep_cores_awake and not options.served, usable_cpus()):  # workers do it themselves
+        for result in run_all(options, device):
+            results.append(result)
+            print(" ".join(map(str, to_row(result))), flush=True)  # before anything else can fail
     print(table([to_row(result) for result in results], headers))
     if options.served and options.ray:
         print(handover_served.summary(results))

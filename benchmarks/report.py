@@ -14,6 +14,7 @@ import msgspec
 import psutil
 
 from splitserve import __version__
+from splitserve.cores import usable_cpus
 
 RESULTS_DIRECTORY = Path(__file__).resolve().parent / "results"
 _ARCHIVED_COMMIT = RESULTS_DIRECTORY.parent / "COMMIT"  # filled in by git archive
@@ -67,11 +68,10 @@ def versions() -> dict[str, str]:
 
 def machine() -> dict[str, Any]:
     """Processor, usable cores, memory and GPUs, in words that name no host."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "system": f"{platform.system()} {platform.release()}",
         "cpu": _cpu_model(),
-        "cpus": cores,
+        "cpus": len(usable_cpus()),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "gpus": _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines(),
     }

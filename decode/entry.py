@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from splitserve.config import EngineConfig, WorkerConfig
+from splitserve.cores import usable_cpus
 from splitserve.decode.build import build_core
 from splitserve.decode.kv_tiers import RankTiers, make_tiers
 from splitserve.decode.place import place_of
@@ -35,6 +36,7 @@ from splitserve.memory_records import HostTierMemory
 from splitserve.messages import WorkerInfo, WorkerPlace
 from splitserve.models.cuda_runner import CudaRunner
 from splitserve.models.runner import ModelRunner
+from splitserve.prefill.awake_cores import Cores, kept_awake
 from splitserve.prefill.executor import Executor, OverlappedExecutor, StepExecutor
 from splitserve.prefill.kv_event_socket import KVEventSocket, NoKVEvents
 from splitserve.prefill.launch_pace import LaunchPace
@@ -65,7 +67,7 @@ def run_worker(config: WorkerConfig, progress: Progress) -> None:
         os.environ.setdefault("UCX_NET_DEVICES", "lo")
     size = config.engine.tensor_parallel_size
     device = device_of(config.engine.device, 0, size)
-    threads = max(1, (config.engine.threads or _num_usable_cores()) // size)
+    threads = max(1, (config.engine.threads or len(usable_cpus())) // size)
     torch.set_num_threads(threads)
     config = msgspec.structs.replace(
         config, engine=msgspec.structs.replace(config.engine.on(device.type), threads=threads)
@@ -74,7 +76,10 @@ def run_worker(config: WorkerConfig, progress: Progress) -> None:
         raise ConfigError(f"{config.engine_id}: --verify-kv compares blocks of one rank; it doesn't go with {size}")
     me = Party(config.engine_id, secrets.randbits(63))
     on_rank_failure = _EndWithRank(progress)
-    with start_team(me, config.role, config.engine, device, on_rank_failure) as team:
+    with (
+        kept_awake(config.engine.keep_cores_awake, usable_cpus()) as cores,
+        start_team(me, config.role, config.engine, device, on_rank_failure) as team,
+    ):
         served = load_served_model(config.engine, device, team.group, progress, clock)
         team.wait_until_ready()
         pace = LaunchPace() if config.engine.late_launch else None
@@ -83,7 +88,7 @@ def run_worker(config: WorkerConfig, progress: Progress) -> None:
             make_executor = functools.partial(_make_ranked_executor, served.runner, pace, team.ranks)
         links = () if team.ranks is None else team.ranks.links
         watch = on_rank_failure.watch
-        _serve(config, me, served, make_executor, progress, links=links, clock=clock, watch=watch)
+        _serve(config, me, served, make_executor, progress, links=links, clock=clock, watch=watch, cores=cores)
 
 
 class _EndWithRank:
@@ -154,6 +159,7 @@ def _serve(
     links: Sequence[Connection],
     clock: StartClock,
     watch: Callable[[WorkerLoop], None],
+    cores: Cores,
 ) -> None:
     memory = served.memory
     waker = Waker()
@@ -196,6 +202,7 @@ def _serve(
         profiler=profiler,
         copies=copies,
         kv_events=kv_events,
+        cores=cores,
     )
     pin_threads(config.placement)
     watch(loop)
@@ -252,9 +259,3 @@ def _joined(
     connector = RankedConnector(local, links, wake)
     tiers.keep_common(connector.found)
     return connector, RankedCopies(copies, connector)
-
-
-def _num_usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from splitserve import __version__
 from splitserve.config import WorkerConfig
-from splitserve.cores import available_cores
+from splitserve.cores import available_cores, usable_cpus
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.numa_memory import pages_by_node
 from splitserve.messages import WorkerPlace
@@ -39,7 +39,7 @@ def place_of(config: WorkerConfig, memory: KVMemory, kernels: Mapping[str, str])
         machine=socket.gethostname(),
         version=__version__,
         device=str(memory.blocks.device),
-        cpus=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
+        cpus=sorted(usable_cpus()),
         num_threads=config.engine.threads,
         remote_bytes=remote,
         num_cores=available_cores(),

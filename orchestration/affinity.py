@@ -1,17 +1,10 @@
-"""The hardware threads that this process may use, and binding it to some of them, where the platform can."""
+"""Binding this process to some of the hardware threads that it may use, where the platform can."""
 
 import logging
 import os
 from collections.abc import Collection
 
 _log = logging.getLogger(__name__)
-
-
-def usable_cpus() -> set[int]:
-    """The affinity mask; all that there are where the platform has none."""
-    if hasattr(os, "sched_getaffinity"):
-        return set(os.sched_getaffinity(0))
-    return set(range(os.cpu_count() or 1))
 
 
 def bind_process(cpus: Collection[int]) -> bool:

@@ -4,11 +4,15 @@ import ctypes
 import importlib.metadata
 import json
 import platform
+import queue
 import resource
 import shutil
 import socket
+import statistics
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +22,8 @@ import psutil
 from packaging.requirements import Requirement
 
 from splitserve import __version__
-from splitserve.cores import available_cores
+from splitserve.cores import available_cores, usable_cpus
 from splitserve.errors import ConfigError, SplitserveError
-from splitserve.orchestration.affinity import usable_cpus
 from splitserve.orchestration.client import processes_of
 from splitserve.orchestration.gpus import Gpu, list_gpus
 from splitserve.orchestration.shared_memory import SHARED_MEMORY
@@ -28,6 +31,8 @@ from splitserve.orchestration.state_folder import known_clusters
 from splitserve.orchestration.topology import Topology, read_topology
 
 _PROBE_SECONDS = 120.0
+_SLEEP_SECONDS = 0.005
+_WAKE_ROUNDS = 41
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 _TIME_ERROR = 5  # adjtimex: the clock isn't synchronised
 
@@ -77,6 +82,7 @@ class MachineFacts:
 
     packages: tuple[Package, ...]
     num_cores: int
+    wake_seconds: float
     topology: Topology
     gpus: tuple[Gpu, ...] | str
     torch: TorchFacts | str | None
@@ -99,6 +105,7 @@ def look_at_machine(*, load_torch: bool) -> MachineFacts:
     return MachineFacts(
         packages=required_packages(with_gpus=bool(gpus)),
         num_cores=available_cores(),
+        wake_seconds=wake_seconds(),
         topology=read_topology(usable_cpus()),
         gpus=gpus,
         torch=ask_torch() if load_torch or gpus else None,
@@ -109,6 +116,27 @@ def look_at_machine(*, load_torch: bool) -> MachineFacts:
         clock_is_synchronised=_clock_is_synchronised(),
         dead_clusters=tuple(_dead_clusters()),
     )
+
+
+def wake_seconds() -> float:
+    """How long a thread that has slept for some milliseconds takes until it runs: the median of some times."""
+    asked, woken = queue.SimpleQueue[bool](), queue.SimpleQueue[float]()
+
+    def sleep() -> None:
+        while asked.get():
+            woken.put(time.perf_counter())
+
+    thread = threading.Thread(target=sleep, name="sleeper", daemon=True)
+    thread.start()
+    found = []
+    for _ in range(_WAKE_ROUNDS):
+        time.sleep(_SLEEP_SECONDS)
+        called = time.perf_counter()
+        asked.put(True)
+        found.append(woken.get() - called)
+    asked.put(False)
+    thread.join()
+    return statistics.median(found)
 
 
 def required_packages(*, with_gpus: bool) -> tuple[Package, ...]:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from splitserve.cores import available_cores, split_cores
+from splitserve.cores import available_cores, split_cores, usable_cpus
 from splitserve.orchestration.addresses import LOOPBACK, own_address
-from splitserve.orchestration.affinity import usable_cpus
 from splitserve.orchestration.core_plan import WorkerPlan, plan_workers, wanted_place
 from splitserve.orchestration.expansion import (
     RouterPorts,

@@ -165,6 +165,12 @@ def _add_model_options(group: _EngineGroup) -> None:
         action=argparse.BooleanOptionalAction,
         help="give a GPU its next decode step just in time, so that who arrives meanwhile is in it",
     )
+    group.add(
+        "--keep-cores-awake",
+        field="keep_cores_awake",
+        action="store_true",
+        help="let no core of a worker sleep while it has requests: sooner tokens, on machines that do nothing else",
+    )
 
 
 def _add_step_options(group: _EngineGroup) -> None:

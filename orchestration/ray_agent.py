@@ -16,10 +16,10 @@ from pathlib import Path
 import msgspec
 import ray
 
+from splitserve.cores import usable_cpus
 from splitserve.errors import SplitserveError
 from splitserve.logs import set_up_logging
 from splitserve.orchestration.addresses import own_address, reachable_url
-from splitserve.orchestration.affinity import usable_cpus
 from splitserve.orchestration.core_plan import WorkerPlan, plan_workers, wanted_place
 from splitserve.orchestration.expansion import (
     RouterPorts,

@@ -23,6 +23,7 @@ from splitserve.messages import (
     RegisterRefused,
     WorkerInfo,
 )
+from splitserve.prefill.awake_cores import Cores, SleepyCores
 from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.drain import Drain
 from splitserve.prefill.effects import (
@@ -99,6 +100,7 @@ class WorkerLoop:
         profiler: Profiler | None = None,
         copies: Copies | None = None,
         kv_events: PublishesKVEvents | None = None,
+        cores: Cores | None = None,
     ) -> None:
         self._config = config
         self._core = core
@@ -112,6 +114,7 @@ class WorkerLoop:
         self._profiler = profiler or NoProfiler()
         self._copies: Copies = copies or TierCopies({}, waker.wake)
         self._kv_events = kv_events or NoKVEvents()
+        self._cores = cores or SleepyCores()
         self._profile: tuple[Party, str] | None = None  # who asked for the recording under way, and its id
         self._error: Exception | None = None
         self._drain = Drain(config.protocol.drain_seconds)
@@ -184,6 +187,7 @@ class WorkerLoop:
                 self._on_profile(envelope.sender, envelope.body)
             else:
                 self._core.handle(envelope, now)
+        self._cores.note(not self._core.is_idle, now)
         for envelope in self._sockets.receive_membership():
             self._on_membership(envelope)
         for event in self._connector.events():

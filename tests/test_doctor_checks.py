@@ -173,6 +173,7 @@ GPUS = tuple(Gpu(index, f"GPU-{index}", f"0000:{index}", "H200", 1 << 37) for in
 FACTS = MachineFacts(
     packages=(Package("torch", ">=2.11", "2.13.0", fits=True),),
     num_cores=2,
+    wake_seconds=53e-6,
     topology=Topology(
         cores=(Core((0,), 0), Core((1,), 1)), nodes=tuple(NumaNode(index, 1 << 30, True) for index in range(2))
     ),

@@ -223,6 +223,7 @@ def test_a_reader_starts_at_once_and_tells_when_to_look(
     assert torch.equal(buffer[:16], read[:16]) and torch.equal(buffer[32:48], read[32:48])
 
 
+@INTERPRETED
 def test_a_kernel_that_fails_leaves_the_copy_engines(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     triton_row_copy = pytest.importorskip("splitserve.kernels.triton_row_copy")
     monkeypatch.setattr(mapped_reads.ctypes, "CDLL", lambda _name: HostDriver(batches=True))

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from fake_sysfs import write_machine
 from splitserve.config import CorePlacement
+from splitserve.cores import usable_cpus
 from splitserve.errors import ConfigError
-from splitserve.orchestration.affinity import usable_cpus
 from splitserve.orchestration.core_plan import Wanted, plan_workers, wanted_place
 from splitserve.orchestration.display import describe_progress
 from splitserve.orchestration.gpus import Gpu
@@ -291,7 +291,8 @@ has_affinity = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="
 
 BIND = """
 import os, threading
-from splitserve.orchestration.affinity import bind_process, usable_cpus
+from splitserve.cores import usable_cpus
+from splitserve.orchestration.affinity import bind_process
 one = {min(usable_cpus())}
 print(bind_process(one))
 thread = threading.Thread(target=lambda: print(os.sched_getaffinity(0) == one))

@@ -78,8 +78,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``tensor_parallel_size`` processes share a worker's model, KV memory and threads, on as many GPUs
     where there are any. ``enforce_eager`` turns CUDA graphs off; ``capture_mixed_steps`` has graphs
     for steps with a small prefill, too, beside decode or alone. With ``late_launch`` a GPU gets its next decode step
-    just in time, so that who arrives meanwhile is in it. ``profile_dir``: where profiles of steps go that are
-    asked for; "" refuses them.
+    just in time, so that who arrives meanwhile is in it. With ``keep_cores_awake`` no core that the worker may use
+    sleeps while there are requests: for machines that do nothing else. ``profile_dir``: where profiles of steps go that
+    are asked for; "" refuses them.
     ``host_kv_memory_bytes`` of host memory hold blocks beyond those of ``kv_memory_bytes``, 0 for none; at most
     ``disk_kv_bytes`` more are files in ``disk_kv_dir``, "" for none, and outlive the process; ``disk_kv_backend`` of
     NIXL's, one of :data:`DISK_KV_BACKENDS`, moves them. ``kv_keep`` says what goes there, one of
@@ -107,6 +108,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enforce_eager: bool = False
     capture_mixed_steps: bool = True
     late_launch: bool = True
+    keep_cores_awake: bool = False
     map_peer_memory: bool = True
     gpu_memory_utilization: float = 0.9
     threads: int = 0

@@ -24,14 +24,23 @@ def split_cores(num_cores: int, num_workers: int) -> list[int]:
     return [max(1, share + (index < remainder)) for index in range(num_workers)]
 
 
+def usable_cpus() -> set[int]:
+    """Hardware threads of this process's affinity mask; all that there are where the platform has none (macOS)."""
+    if hasattr(os, "sched_getaffinity"):
+        return set(os.sched_getaffinity(0))
+    return set(range(os.cpu_count() or 1))
+
+
 def available_cores() -> int:
     """Physical cores that this process may use: those of its affinity mask, cut to its cgroup's quota; at least one."""
-    if hasattr(os, "sched_getaffinity"):
-        num_cores = count_physical_cores(_CPU_ROOT, os.sched_getaffinity(0))
-    else:  # macOS has no affinity mask
-        num_cores = os.cpu_count() or 1
-    quota = cpu_quota(_CGROUP_ROOT, "\n".join(_read_lines(Path("/proc/self/cgroup"))))
+    num_cores = count_physical_cores(_CPU_ROOT, usable_cpus())
+    quota = current_cpu_quota()
     return max(1, num_cores if quota is None else min(num_cores, int(quota)))
+
+
+def current_cpu_quota() -> float | None:
+    """This process's: see :func:`cpu_quota`."""
+    return cpu_quota(_CGROUP_ROOT, "\n".join(_read_lines(Path("/proc/self/cgroup"))))
 
 
 def count_physical_cores(cpu_root: Path, cpus: Iterable[int]) -> int:

@@ -1,0 +1,111 @@
+"""Cores that are kept awake: who spins, when it rests, and that it ends with the worker."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from splitserve.cores import usable_cpus
+from splitserve.errors import ConfigError
+from splitserve.prefill import awake_cores
+from splitserve.prefill.awake_cores import REST_AFTER_SECONDS, AwakeCores, kept_awake
+from waiting import wait_until
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "SCHED_IDLE") or awake_cores.current_cpu_quota() is not None, reason="needs Linux and no CPU quota"
+)
+
+STARTS = "import os, sys; from splitserve.prefill.awake_cores import AwakeCores as A"
+CPUS = sorted(usable_cpus())[:2]
+
+
+def states(pid: int) -> str:
+    """Of a process's threads, as the kernel writes them: R runs or could, S sleeps, T is stopped. "" once it's gone."""
+    with contextlib.suppress(OSError):
+        stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+        return "".join(sorted(stat.rpartition(")")[2].split()[0] for stat in stats))
+    return ""
+
+
+@pytest.fixture
+def cores() -> Iterator[AwakeCores]:
+    awake = AwakeCores(CPUS)
+    yield awake
+    awake.close()
+
+
+def test_a_thread_for_each_core_runs_where_nobody_else_does(cores: AwakeCores) -> None:
+    wait_until(lambda: states(cores.pid) == "R" * len(CPUS) + "S")
+    threads = sorted(int(task.name) for task in Path(f"/proc/{cores.pid}/task").iterdir())
+    assert [os.sched_getaffinity(thread) for thread in threads[1:]] == [{cpu} for cpu in CPUS]
+    assert {os.sched_getscheduler(thread) for thread in threads} == {os.SCHED_IDLE}
+
+
+def test_it_rests_when_nothing_was_to_do_for_a_while(cores: AwakeCores) -> None:
+    now = awake_cores.time.monotonic()
+    stopped, awake = "T" * (len(CPUS) + 1), "R" * len(CPUS) + "S"
+    cores.note(False, now + REST_AFTER_SECONDS - 1)
+    wait_until(lambda: states(cores.pid) == awake)
+    cores.note(False, now + REST_AFTER_SECONDS + 1)
+    wait_until(lambda: states(cores.pid) == stopped)
+    cores.note(True, now + 100)
+    wait_until(lambda: states(cores.pid) == awake)
+    cores.note(False, now + 99 + REST_AFTER_SECONDS)
+    assert states(cores.pid) == awake
+    cores.note(False, now + 100 + REST_AFTER_SECONDS)
+    wait_until(lambda: states(cores.pid) == stopped)
+
+
+@pytest.mark.parametrize("rests", [False, True])
+def test_it_ends_with_a_worker_that_is_killed(rests: bool) -> None:
+    code = (
+        f"{STARTS}; a = A({CPUS}); a.note(False, {rests} and float('inf')); print(a.pid, flush=True); sys.stdin.read()"
+    )
+    worker = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert worker.stdout is not None and worker.stdin is not None
+    pid = int(worker.stdout.readline())
+    wait_until(lambda: ("T" in states(pid)) is rests and states(pid) != "")
+    worker.kill()
+    wait_until(lambda: states(pid) == "")
+    worker.wait()
+    worker.stdin.close()
+    worker.stdout.close()
+
+
+def test_one_that_was_killed_is_told_of_and_missed_by_nobody(
+    cores: AwakeCores, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.kill(cores.pid, signal.SIGKILL)
+    wait_until(lambda: states(cores.pid) in ("", "Z"))
+    cores.note(False, float("inf"))
+    cores.note(True, 0.0)
+    assert caplog.text.count("aren't kept awake any more") == 1
+
+
+def test_a_quota_and_a_platform_that_cannot_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(awake_cores, "current_cpu_quota", lambda: 1.5)
+    with pytest.raises(ConfigError, match=r"quota \(1.5 cores\).*without --keep-cores-awake"):
+        AwakeCores(CPUS)
+    with kept_awake(False, CPUS) as cores:
+        cores.note(True, 0.0)
+    monkeypatch.setattr(awake_cores, "current_cpu_quota", lambda: None)
+    popen: Callable[..., subprocess.Popen[str]] = subprocess.Popen
+    forbidden = (
+        "import os, runpy, sys\n"
+        "def refuse(*_): raise PermissionError(1, 'no')\n"
+        "os.sched_setscheduler = refuse\n"
+        f"sys.argv[0] = '-'; runpy.run_module({awake_cores.__name__!r}, run_name='__main__')\n"
+    )
+    monkeypatch.setattr(
+        awake_cores.subprocess, "Popen", lambda words, **more: popen([words[0], "-c", forbidden, *words[3:]], **more)
+    )
+    with (
+        pytest.raises(ConfigError, match=r"this platform can't.*no.*without --keep-cores-awake"),
+        kept_awake(True, CPUS),
+    ):
+        pass
