@@ -25,7 +25,7 @@ from splitserve.benchmarks import handover_served
 from splitserve.benchmarks.engine_options import add_switches
 from splitserve.benchmarks.handover_ranks import RankPlace, Sinks, Timing, two_workers
 from splitserve.benchmarks.report import table, write_result
-from splitserve.cores import usable_cpus
+from splitserve.cores import awake_cpus, usable_cpus
 from splitserve.errors import ConfigError
 from splitserve.handover import ReadPath
 from splitserve.kvconnector.layout import block_bytes, num_blocks_for
@@ -33,6 +33,7 @@ from splitserve.kvconnector.read_plan import head_spans
 from splitserve.kvconnector.read_settings import MIB, ReadSettings
 from splitserve.memory_records import LayoutRecord, MemoryKind
 from splitserve.models.demo import SHAPES
+from splitserve.orchestration.affinity import bind_process
 from splitserve.prefill.awake_cores import kept_awake
 
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -251,6 +252,8 @@ def main(argv: Sequence[str]) -> int:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device is cuda, but PyTorch finds no CUDA device")
+    if options.keep_cores_awake and device == "cpu":
+        raise ConfigError("--keep-cores-awake is for GPUs; copies between processes need the cores themselves")
     if options.one_rank and (options.served or (device == "cuda" and torch.cuda.device_count() < 2)):
         raise ConfigError("--one-rank is for two GPUs, and not for --served")
     for name, default in DEFAULTS[device].items():
@@ -262,7 +265,10 @@ def main(argv: Sequence[str]) -> int:
         if options.served
         else (run, row_of, HEADERS)
     )
-    with kept_awake(options.keep_cores_awake and not options.served, usable_cpus()):  # workers do it themselves
+    keep_awake = options.keep_cores_awake and not options.served  # workers do it themselves
+    if keep_awake:
+        bind_process(awake_cpus(usable_cpus()))
+    with kept_awake(keep_awake, usable_cpus()):
         for result in run_all(options, device):
             results.append(result)
             print(" ".join(map(str, to_row(result))), flush=True)  # before anything else can fail

@@ -74,6 +74,10 @@ def run_worker(config: WorkerConfig, progress: Progress) -> None:
     )
     if size > 1 and config.engine.verify_kv:
         raise ConfigError(f"{config.engine_id}: --verify-kv compares blocks of one rank; it doesn't go with {size}")
+    if config.engine.keep_cores_awake and device.type == "cpu":
+        raise ConfigError(
+            f"{config.engine_id} is on a CPU, where the model itself needs the cores; --keep-cores-awake is for GPUs"
+        )
     me = Party(config.engine_id, secrets.randbits(63))
     on_rank_failure = _EndWithRank(progress)
     with (

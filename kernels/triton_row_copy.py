@@ -5,11 +5,15 @@ memory of the host. For rows that copy engines are slow with: of tens of kilobyt
 takes each row for itself, and of small blocks from the host, since it takes a few microseconds for each copy. A bounded
 number of programs keeps enough bytes under way for the link, and leaves the rest of the device to the steps that run
 beside. Offsets are in 64 bits.
+
+What to copy is in a table in pinned memory, where the kernel looks itself. So to start copies the host fills in a table
+and replays a graph: launching a kernel takes the host as long as copying tens of megabytes.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
-from array import array
-from collections.abc import Sequence
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,6 +27,8 @@ _NUM_WARPS = 4
 _NUM_STAGES = 4
 """A program has as many chunks under way but one: 1.5 MiB in all. What the kernel is worth:
 ``splitserve bench handover --tp 4:2 --one-rank --path kernel mapped``."""
+_NUM_TABLES = 4
+_MOST_PIECES = 1024
 _UNITS = {16: tl.int64, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
@@ -35,51 +41,90 @@ class Rows(NamedTuple):
     source_pitch: int
 
 
-def copy_rows(
-    device: torch.device, targets: Sequence[int], sources: Sequence[int], rows: Rows, address_bits: int
-) -> None:
-    """``rows`` from each address of ``sources`` to the one of ``targets``, on the current stream of ``device``.
+class _Table:
+    """What a launch copies, int64 [1 + 2 * _MOST_PIECES]: how many chunks in all; targets; sources. ``launch`` is of a
+    kernel that reads it, at once where there is no GPU."""
 
-    ``address_bits``: those that are set in any of the addresses, whose lowest tells how well all are aligned.
+    def __init__(self, launch: Callable[[Tensor], None], *, on_gpu: bool) -> None:
+        self._memory = torch.zeros(1 + 2 * _MOST_PIECES, dtype=torch.int64, pin_memory=on_gpu)
+        self._numbers = self._memory.numpy()
+        self._launch: Callable[[], None] = functools.partial(launch, self._memory)
+        self._is_read = torch.cuda.Event() if on_gpu else None
+
+    def capture(self) -> None:
+        """Without what torch.cuda.graph does before, which waits for all of the device and empties its caches."""
+        self._launch()  # of nothing: what the kernel needs is loaded then
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            self._launch()
+        finally:
+            graph.capture_end()
+        self._launch = graph.replay
+
+    def start(self, targets: Sequence[int], sources: Sequence[int], chunks_per_piece: int) -> None:
+        """Waits while the device may still read what the table has."""
+        if self._is_read is not None:
+            self._is_read.synchronize()
+        self._numbers[0] = len(targets) * chunks_per_piece
+        self._numbers[1 : 1 + len(targets)] = targets
+        self._numbers[1 + _MOST_PIECES :][: len(sources)] = sources
+        self._launch()
+        if self._is_read is not None:
+            self._is_read.record()
+
+
+class RowCopier:
+    """Copies pieces of ``rows`` each, from and to multiples of ``alignment``, a power of two.
+
+    Used by one thread, where a stream of ``device`` is current that isn't its default. Making one compiles the kernel,
+    if nobody has yet, and raises what a compiler or CUDA raises.
     """
-    assert len(targets) == len(sources)
-    if not targets:
-        return
-    num_rows, width, target_pitch, source_pitch = rows
-    alignment = next(size for size in _UNITS if (address_bits | width | target_pitch | source_pitch) % size == 0)
-    unit_bytes = min(alignment, 8)
-    chunk_bytes = min(_CHUNK_BYTES, triton.next_power_of_2(width))
-    num_chunks = triton.cdiv(width, chunk_bytes)
-    total = len(targets) * num_rows * num_chunks
-    _copy_kernel[(min(total, _MAX_PROGRAMS),)](
-        _on_device(device, targets, sources),
-        len(targets),
-        total,
-        num_rows,
-        num_chunks,
-        width // unit_bytes,
-        target_pitch // unit_bytes,
-        source_pitch // unit_bytes,
-        UNIT=_UNITS[alignment],
-        CHUNK=chunk_bytes // unit_bytes,
-        IS_EVEN=width % chunk_bytes == 0,
-        ALIGNMENT=alignment,
-        NUM_STAGES=_NUM_STAGES,
-        num_warps=_NUM_WARPS,
-    )
+
+    def __init__(self, device: torch.device, rows: Rows, alignment: int) -> None:
+        on_gpu = device.type == "cuda"
+        bits = alignment | rows.width | rows.target_pitch | rows.source_pitch
+        self._rows = rows
+        self._alignment = next(size for size in _UNITS if bits % size == 0)
+        self._chunk_bytes = min(_CHUNK_BYTES, triton.next_power_of_2(rows.width))
+        self._num_chunks = triton.cdiv(rows.width, self._chunk_bytes)
+        tables = [_Table(self._launch, on_gpu=on_gpu) for _ in range(_NUM_TABLES if on_gpu else 1)]
+        self._tables = itertools.cycle(tables)
+        if on_gpu:
+            for table in tables:
+                table.capture()
+
+    def start(self, targets: Sequence[int], sources: Sequence[int]) -> None:
+        """From each address of ``sources`` to the one of ``targets``, on the current stream. Waits if as many copies as
+        there are tables are under way."""
+        assert len(targets) == len(sources)
+        for low in range(0, len(targets), _MOST_PIECES):
+            part = slice(low, low + _MOST_PIECES)
+            next(self._tables).start(targets[part], sources[part], self._rows.num_rows * self._num_chunks)
+
+    def _launch(self, table: Tensor) -> None:
+        num_rows, width, target_pitch, source_pitch = self._rows
+        unit_bytes = min(self._alignment, 8)
+        _copy_kernel[(_MAX_PROGRAMS,)](
+            table,
+            num_rows,
+            self._num_chunks,
+            width // unit_bytes,
+            target_pitch // unit_bytes,
+            source_pitch // unit_bytes,
+            UNIT=_UNITS[self._alignment],
+            CHUNK=self._chunk_bytes // unit_bytes,
+            IS_EVEN=width % self._chunk_bytes == 0,
+            ALIGNMENT=self._alignment,
+            MOST_PIECES=_MOST_PIECES,
+            NUM_STAGES=_NUM_STAGES,
+            num_warps=_NUM_WARPS,
+        )
 
 
-def _on_device(device: torch.device, targets: Sequence[int], sources: Sequence[int]) -> Tensor:
-    """int64 [2 * n]. Both its memory and the pinned one that it comes from are reused in the order of streams only."""
-    addresses = torch.frombuffer(array("q", (*targets, *sources)), dtype=torch.int64)
-    return addresses.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else addresses
-
-
-@triton.jit(do_not_specialize=["num_pieces", "total"])
+@triton.jit
 def _copy_kernel(
-    addresses_ptr,
-    num_pieces,
-    total,
+    table_ptr,
     num_rows,
     num_chunks,
     width,
@@ -89,15 +134,17 @@ def _copy_kernel(
     CHUNK: tl.constexpr,
     IS_EVEN: tl.constexpr,
     ALIGNMENT: tl.constexpr,
+    MOST_PIECES: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
+    total = tl.load(table_ptr).to(tl.int32)
     for number in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=NUM_STAGES):
         row_of_all = number // num_chunks
         piece = row_of_all // num_rows
         row = (row_of_all % num_rows).to(tl.int64)
         unit = (number % num_chunks) * CHUNK + tl.arange(0, CHUNK)
-        target = tl.load(addresses_ptr + piece).to(tl.pointer_type(UNIT))
-        source = tl.load(addresses_ptr + num_pieces + piece).to(tl.pointer_type(UNIT))
+        target = tl.load(table_ptr + 1 + piece).to(tl.pointer_type(UNIT))
+        source = tl.load(table_ptr + 1 + MOST_PIECES + piece).to(tl.pointer_type(UNIT))
         target = tl.multiple_of(target, ALIGNMENT) + row * target_pitch
         source = tl.multiple_of(source, ALIGNMENT) + row * source_pitch
         if IS_EVEN:

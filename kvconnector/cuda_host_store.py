@@ -10,7 +10,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from splitserve.kvconnector.layout import runs
 from splitserve.kvconnector.load_gates import LayerGroup, LoadGates
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.numa_memory import HostMemory
+
+if TYPE_CHECKING:  # there may be no Triton
+    from splitserve.kernels.triton_row_copy import RowCopier
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +97,7 @@ class CudaHostStore:
         self._rows: BatchCopier | None = None if gates is None else BatchCopier(ctypes.CDLL("libcuda.so.1"))
         self._blocks = memory.blocks.view(-1).view(torch.uint8).view(memory.num_blocks, memory.block_bytes)
         self._host = host
+        self._row_copiers: dict[bool, RowCopier] = {}
         self._slots = torch.from_numpy(host.bytes).view(-1, memory.block_bytes)
         with torch.cuda.device(self._device):
             status = torch.cuda.cudart().cudaHostRegister(host.address, len(host.bytes), 0)  # type: ignore[no-untyped-call]
@@ -212,14 +216,23 @@ class CudaHostStore:
                 on_host.copy_(on_device, non_blocking=True)
 
     def _by_kernel(self, blocks: Tensor, block_ids: Sequence[int], slots: Sequence[int], *, is_load: bool) -> None:
-        from splitserve.kernels.triton_row_copy import Rows, copy_rows
-
         size = blocks.shape[1]
         on_device = [blocks.data_ptr() + block * size for block in block_ids]
         on_host = [self._slots_on_device + slot * size for slot in slots]
         targets, sources = (on_device, on_host) if is_load else (on_host, on_device)
-        address_bits = size | blocks.data_ptr() | self._slots_on_device
-        copy_rows(self._device, targets, sources, Rows(1, size, size, size), address_bits)
+        self._row_copier(is_load=is_load).start(targets, sources)
+
+    def _row_copier(self, *, is_load: bool) -> "RowCopier":
+        """Of this direction's thread; made where it's first needed. PyTorch aligns whatever else it allocates as well
+        as it does the blocks."""
+        from splitserve.kernels.triton_row_copy import RowCopier, Rows
+
+        if is_load not in self._row_copiers:
+            size = self._blocks.shape[1]
+            address_bits = size | self._blocks.data_ptr() | self._slots_on_device
+            rows = Rows(1, size, size, size)
+            self._row_copiers[is_load] = RowCopier(self._device, rows, address_bits & -address_bits)
+        return self._row_copiers[is_load]
 
     def _faster_way(self) -> str:
         """By the time of scattered loads into memory beside the blocks. The copy engines, where there is no Triton."""

@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -24,6 +24,9 @@ from splitserve.kvconnector.nixl_agent import TransferError
 from splitserve.kvconnector.read_cost import ReadCost
 from splitserve.kvconnector.read_plan import HeadSpan
 from splitserve.memory_records import LayoutRecord
+
+if TYPE_CHECKING:  # there may be no Triton
+    from splitserve.kernels.triton_row_copy import RowCopier
 
 logger = logging.getLogger(__name__)
 
@@ -57,15 +60,6 @@ def span_pieces(ours: Blocks, theirs: Blocks, span: HeadSpan) -> BlockPieces:
 def _rows_of(span: BlockPieces) -> tuple[int, int, int, int]:
     """Their number, width and pitches: of ours, of theirs."""
     return span.rows, span.width, span.target_pitch, span.source_pitch
-
-
-def keep_room(device: torch.device, most_pieces: int) -> None:
-    """Have PyTorch keep pinned memory for the addresses of up to so many pieces: the first of each size is expensive,
-    and waits for the device."""
-    if device.type == "cuda":
-        sizes = itertools.takewhile(lambda size: size < 4 * most_pieces, (1 << power for power in itertools.count()))
-        kept = [torch.empty(size, dtype=torch.int64, pin_memory=True) for size in sizes]
-        del kept  # all at once, so that none is made of another
 
 
 def growing_parts(count: int) -> Iterator[slice]:
@@ -113,6 +107,7 @@ class MappedReader:
         self.bytes_per_second = {ReadPath.MAPPED: float("inf"), ReadPath.KERNEL: float("inf")}
         """What this link moves, once somebody has measured it."""
         self._copier = BatchCopier(ctypes.CDLL("libcuda.so.1"))
+        self._row_copiers: dict[tuple[int, ...], RowCopier] = {}
 
     def expect(self, cost: ReadCost) -> None:
         """What this link moves."""
@@ -144,7 +139,6 @@ class MappedReader:
             logger.warning("peers' memory is read by copy engines alone: %s", error)
             return False
         self.wait()
-        keep_room(self._device, self._num_blocks * len(self._spans))
         return True
 
     def wait(self) -> None:
@@ -162,8 +156,6 @@ class MappedReader:
     def _by_kernel(self, spans: Sequence[BlockPieces], local: Sequence[int], remote: Sequence[int]) -> Pending:
         started, num_bytes = time.monotonic(), 0
         try:
-            from splitserve.kernels.triton_row_copy import Rows, copy_rows
-
             with torch.cuda.stream(self.stream):
                 for rows, alike in itertools.groupby(spans, _rows_of):  # nearly always all of them
                     targets, sources, address_bits = [], [], 0
@@ -171,12 +163,22 @@ class MappedReader:
                         targets += [span.target + block * span.target_bytes for block in local]
                         sources += [span.source + block * span.source_bytes for block in remote]
                         address_bits |= span.target | span.source | span.target_bytes | span.source_bytes
-                    copy_rows(self._device, targets, sources, Rows(*rows), address_bits)
+                    alignment = min(address_bits & -address_bits, 16)
+                    self._row_copier(rows, alignment).start(targets, sources)
                     num_bytes += len(targets) * rows[0] * rows[1]
         except Exception as error:  # of a compiler, or of CUDA
             self.wait()
             raise TransferError(f"the kernel for a peer's memory fails: {type(error).__name__}: {error}") from error
         return _UnderWay(self, ReadPath.KERNEL, started, num_bytes)
+
+    def _row_copier(self, rows: tuple[int, int, int, int], alignment: int) -> "RowCopier":
+        """Made where it's first needed."""
+        from splitserve.kernels.triton_row_copy import RowCopier, Rows
+
+        key = *rows, alignment
+        if key not in self._row_copiers:
+            self._row_copiers[key] = RowCopier(self._device, Rows(*rows), alignment)
+        return self._row_copiers[key]
 
     def _by_engines(self, pieces: Iterable[Copies]) -> Pending:
         started, num_bytes = time.monotonic(), 0

@@ -20,13 +20,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from io import FileIO
 from typing import Literal
 
 import msgspec
 
 from splitserve.config import LMCacheConfig, RouterConfig, WorkerConfig
+from splitserve.cores import awake_cpus, usable_cpus
 from splitserve.errors import SplitserveError
 from splitserve.logs import set_up_logging
 from splitserve.orchestration.affinity import bind_process
@@ -97,6 +98,17 @@ def config_of(order: Order) -> Config:
     return msgspec.json.decode(order.config, type=WorkerConfig)
 
 
+def cpus_for(config: Config) -> Collection[int]:
+    """Hardware threads that the process is to stay on; none: wherever it may."""
+    cpus = config.placement.cpus if isinstance(config, WorkerConfig) else ()
+    is_kept_awake = (
+        config.engine.keep_cores_awake
+        if isinstance(config, WorkerConfig)
+        else isinstance(config, RouterConfig) and config.on_awake_cores
+    )
+    return awake_cpus(cpus or usable_cpus()) if is_kept_awake else cpus
+
+
 def _imported(name: str) -> Entry:
     """``module:function``. What imports make stays: a collector that looks through it takes a fifth of their time."""
     module, _, function = name.partition(":")
@@ -110,8 +122,7 @@ def run(order: Order, status: StatusPipe) -> int:
     """Import and run the order's entry; returns the exit status."""
     try:
         config = config_of(order)
-        if isinstance(config, WorkerConfig):
-            bind_process(config.placement.cpus)  # before anything counts the cores, or touches memory
+        bind_process(cpus_for(config))  # before anything counts the cores, or touches memory
         entry = _imported(order.entry)
         entry(config, status.report)
     except SplitserveError as error:

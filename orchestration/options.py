@@ -169,7 +169,8 @@ def _add_model_options(group: _EngineGroup) -> None:
         "--keep-cores-awake",
         field="keep_cores_awake",
         action="store_true",
-        help="let no core of a worker sleep while it has requests: sooner tokens, on machines that do nothing else",
+        help="have workers on GPUs stay on half of the cores, which don't sleep while there are requests: sooner "
+        "tokens, for machines that do nothing else",
     )
 
 

@@ -3,7 +3,8 @@
 A core that sleeps takes a while to wake up, in a virtual machine tens of microseconds, and a token passes a dozen
 threads and processes that have waited for it. So a process of the worker's own has a thread for each of its cores,
 which spins where nobody else has anything to run (SCHED_IDLE): others get the core at once. It's stopped when the
-worker has been idle for a while, and dies with it.
+worker has been idle for a while, and dies with it. The worker is kept on those cores, which aren't all that there are:
+see :func:`splitserve.cores.awake_cpus`.
 
 As a program: that process. Its arguments are its parent's process id and the hardware threads.
 """

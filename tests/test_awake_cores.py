@@ -8,12 +8,20 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from splitserve.cores import usable_cpus
+from splitserve.config import CorePlacement, EngineConfig, WorkerConfig
+from splitserve.cores import awake_cpus, usable_cpus
+from splitserve.decode.entry import run_worker
 from splitserve.errors import ConfigError
+from splitserve.orchestration.child import cpus_for
+from splitserve.orchestration.expansion import Secrets, router_config
+from splitserve.orchestration.spec_document import parse_spec
 from splitserve.prefill import awake_cores
 from splitserve.prefill.awake_cores import REST_AFTER_SECONDS, AwakeCores, kept_awake
+from splitserve.request import Role
+from test_worker_loop import FaultyRunner, running
 from waiting import wait_until
 
 pytestmark = pytest.mark.skipif(
@@ -30,6 +38,53 @@ def states(pid: int) -> str:
         stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
         return "".join(sorted(stat.rpartition(")")[2].split()[0] for stat in stats))
     return ""
+
+
+def config(*, keep: bool, cpus: tuple[int, ...] = ()) -> WorkerConfig:
+    engine = EngineConfig(model="", keep_cores_awake=keep)
+    return WorkerConfig(
+        engine_id="w", role=Role.MIXED, engine=engine, membership="", placement=CorePlacement(cpus=cpus)
+    )
+
+
+def test_worker_and_router_stay_where_cores_are_awake() -> None:
+    assert cpus_for(config(keep=False)) == () and cpus_for(config(keep=False, cpus=(900, 901))) == (900, 901)
+    assert cpus_for(config(keep=True)) == awake_cpus(usable_cpus())
+    assert cpus_for(config(keep=True, cpus=(900, 901, 902))) == {900, 902}
+    for keep, expected in ((True, awake_cpus(usable_cpus())), (False, ())):
+        engine = f"{{engine: {{keep_cores_awake: {str(keep).lower()}}}}}"
+        pools = f"[{{name: p, role: prefill}}, {{name: d, role: decode, {engine[1:-1]}}}]"
+        spec = parse_spec(f"model: {{path: /m}}\npools: {pools}\n")
+        router = router_config(spec, Secrets(), "127.0.0.1")
+        assert router.on_awake_cores is keep and cpus_for(router) == expected
+
+
+def test_a_worker_on_a_cpu_needs_its_cores_itself(tiny_qwen3: Path) -> None:
+    engine = EngineConfig(model=str(tiny_qwen3), device="cpu", keep_cores_awake=True)
+    with pytest.raises(ConfigError, match=r"w is on a CPU.*--keep-cores-awake is for GPUs"):
+        run_worker(msgspec.structs.replace(config(keep=True), engine=engine), lambda *_: None)
+
+
+class Notes:
+    """Remembers what a loop said, without repetitions."""
+
+    def __init__(self) -> None:
+        self.said: list[bool] = []
+
+    def note(self, is_busy: bool, now: float) -> None:
+        del now
+        if self.said[-1:] != [is_busy]:
+            self.said.append(is_busy)
+
+
+def test_the_loop_tells_when_there_is_something_to_do() -> None:
+    with running(FaultyRunner()) as run:
+        run.loop._cores = notes = Notes()
+        wait_until(lambda: notes.said == [False])
+        run.submit("r", max_tokens=4)
+        assert len(run.tokens_of("r")) == 4
+        wait_until(lambda: len(notes.said) == 3)
+    assert notes.said == [False, True, False]
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from splitserve.config import EngineConfig
 from splitserve.cores import (
     available_cores,
+    awake_cpus,
     count_physical_cores,
     cpu_quota,
     split_cores,
@@ -266,6 +267,16 @@ def test_hardware_threads_of_a_core_count_once(tmp_path: Path) -> None:
     assert count_physical_cores(tmp_path, [0, 1, 2, 3]) == 2
     assert count_physical_cores(tmp_path, [0, 2]) == 1
     assert count_physical_cores(tmp_path, [0, 7, 8]) == 3  # unknown ones are cores of their own
+    assert awake_cpus([3, 2, 1, 0], tmp_path) == {0, 1}, "one of each core"
+    assert awake_cpus([0, 2, 1], tmp_path) == {0, 1}
+    assert awake_cpus([0, 1, 8, 7, 10], tmp_path) == {0, 7, 10}, "every other core"
+    assert awake_cpus([5], tmp_path) == {5}
+
+
+@given(cpus=st.sets(st.integers(0, 200), min_size=1))
+def test_about_half_of_the_cores_are_kept_awake(cpus: set[int]) -> None:
+    """Whatever this machine's cores are."""
+    assert awake_cpus(cpus) <= cpus and 1 <= len(awake_cpus(cpus)) <= (len(cpus) + 1) // 2
 
 
 def test_quota_of_version_2_is_the_tightest_upwards(tmp_path: Path) -> None:

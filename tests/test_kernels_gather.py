@@ -1,5 +1,6 @@
 """KV gather and scatter: PyTorch's and Triton's against plain indexing; byte for byte, whatever the bytes are."""
 
+import contextlib
 import functools
 import importlib
 import operator
@@ -119,14 +120,23 @@ def test_offsets_beyond_32_bits_and_pinned_memory(backend: ModuleType) -> None:
     assert not memory[:, :, :5].any() and not memory[ids.new_tensor([0, 2, 2298])].any()
 
 
-def copied(source: torch.Tensor, target: torch.Tensor, pairs: list[tuple[int, int]], width: int) -> None:
-    """The first ``width`` bytes of each row [n, rows, pitch]: of piece ``pairs[i][0]`` to piece ``pairs[i][1]``."""
-    from splitserve.kernels.triton_row_copy import Rows, copy_rows
+def copied(source: Tensor, target: Tensor, pairs: list[tuple[int, int]], width: int, at_once: int = 4096) -> None:
+    """The first ``width`` bytes of each row [n, rows, pitch]: of piece ``pairs[i][0]`` to piece ``pairs[i][1]``.
+
+    So many pieces at once, nothing waiting in between."""
+    from splitserve.kernels.triton_row_copy import RowCopier, Rows
 
     read = [source[piece].data_ptr() for piece, _ in pairs]
     written = [target[piece].data_ptr() for _, piece in pairs]
     rows = Rows(source.shape[1], width, target.shape[2], source.shape[2])
-    copy_rows(DEVICE, written, read, rows, functools.reduce(operator.or_, (*read, *written), 0))
+    bits = functools.reduce(operator.or_, (*read, *written), 0)
+    on_gpu = DEVICE.type == "cuda"
+    torch.cuda.synchronize() if on_gpu else None
+    with torch.cuda.stream(torch.cuda.Stream(DEVICE)) if on_gpu else contextlib.nullcontext():
+        copier = RowCopier(DEVICE, rows, bits & -bits)
+        for first in range(0, len(pairs), at_once):
+            copier.start(written[first : first + at_once], read[first : first + at_once])
+    torch.cuda.synchronize() if on_gpu else None
 
 
 @pytest.mark.parametrize("width", [16, 24, 8192, 16384, 20000, 32768, 7])
@@ -153,6 +163,23 @@ def test_more_rows_than_programs() -> None:
     order = torch.randperm(80, generator=torch.Generator().manual_seed(2)).tolist()
     copied(source, target, list(zip(order, reversed(order), strict=True)), 64)
     assert torch.equal(target[order[::-1]], source[order])
+
+
+def test_more_pieces_and_more_copies_than_tables_hold() -> None:
+    triton_row_copy = pytest.importorskip("splitserve.kernels.triton_row_copy")
+    num_pieces = triton_row_copy._MOST_PIECES + 30
+    source, target = (
+        random_bits((num_pieces, 1, 16), torch.uint8),
+        random_bits((num_pieces, 1, 16), torch.uint8, seed=1),
+    )
+    pairs = [(piece, (7 * piece + 3) % num_pieces) for piece in range(num_pieces)]
+    assert num_pieces % 7
+    copied(source, target, pairs, 16)
+    assert torch.equal(target[[written for _, written in pairs]], source)
+    target = torch.zeros_like(target)
+    copied(source, target, pairs[:90], 16, at_once=9)
+    assert torch.equal(target[[written for _, written in pairs[:90]]], source[:90])
+    assert int(target.view(num_pieces, 16).any(dim=1).sum()) == 90
 
 
 def test_the_registry_knows_both() -> None:

@@ -237,7 +237,7 @@ def test_a_kernel_that_fails_leaves_the_copy_engines(monkeypatch: pytest.MonkeyP
     def fail(*_arguments: object) -> None:
         raise RuntimeError("no compiler here")
 
-    monkeypatch.setattr(triton_row_copy, "copy_rows", fail)
+    monkeypatch.setattr(triton_row_copy, "RowCopier", fail)
     assert not reader.try_kernel(memory.region().blocks_address)
     assert "copy engines alone" in caplog.text and "no compiler here" in caplog.text
     with pytest.raises(TransferError, match="no compiler here"):

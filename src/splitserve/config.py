@@ -78,9 +78,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``tensor_parallel_size`` processes share a worker's model, KV memory and threads, on as many GPUs
     where there are any. ``enforce_eager`` turns CUDA graphs off; ``capture_mixed_steps`` has graphs
     for steps with a small prefill, too, beside decode or alone. With ``late_launch`` a GPU gets its next decode step
-    just in time, so that who arrives meanwhile is in it. With ``keep_cores_awake`` no core that the worker may use
-    sleeps while there are requests: for machines that do nothing else. ``profile_dir``: where profiles of steps go that
-    are asked for; "" refuses them.
+    just in time, so that who arrives meanwhile is in it. With ``keep_cores_awake`` a worker on a GPU stays on half of
+    the cores that it may use, and those don't sleep while it has requests: for machines that do nothing else.
+    ``profile_dir``: where profiles of steps go that are asked for; "" refuses them.
     ``host_kv_memory_bytes`` of host memory hold blocks beyond those of ``kv_memory_bytes``, 0 for none; at most
     ``disk_kv_bytes`` more are files in ``disk_kv_dir``, "" for none, and outlive the process; ``disk_kv_backend`` of
     NIXL's, one of :data:`DISK_KV_BACKENDS`, moves them. ``kv_keep`` says what goes there, one of
@@ -239,6 +239,7 @@ class RouterConfig(Confidential, frozen=True, kw_only=True):
     """The router process. A port 0 takes a free one. ``max_requests_in_flight`` bounds what it admits (429 beyond).
 
     Objectives are what an answer should take, 0 for none: the router counts the requests that met them.
+    ``on_awake_cores`` keeps it where workers with ``keep_cores_awake`` keep cores awake, if they are on its machine.
     ``secret`` protects its side channels; ``api_key`` is what /v1 wants of clients, "" asks for nothing.
     """
 
@@ -252,6 +253,7 @@ class RouterConfig(Confidential, frozen=True, kw_only=True):
     max_requests_in_flight: int = 1024
     ttft_objective_seconds: float = 0.0
     tpot_objective_seconds: float = 0.0
+    on_awake_cores: bool = False
     protocol: ProtocolConfig = ProtocolConfig()
     secret: str = ""
     api_key: str = ""

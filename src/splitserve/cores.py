@@ -38,6 +38,17 @@ def available_cores() -> int:
     return max(1, num_cores if quota is None else min(num_cores, int(quota)))
 
 
+def awake_cpus(cpus: Iterable[int], cpu_root: Path = _CPU_ROOT) -> set[int]:
+    """Those of ``cpus`` that are kept awake where some are: one of each core where they have two, else of every other.
+
+    No more, since Linux looks for an idle core by how busy all are on average, spinning included: where all spin, it
+    stops looking, and threads wait for each other beside cores that nobody uses.
+    """
+    all_cpus = sorted(cpus)
+    first = list({_siblings(cpu_root, cpu): cpu for cpu in reversed(all_cpus)}.values())[::-1]
+    return set(first if 2 * len(first) <= len(all_cpus) + 1 else first[::2])
+
+
 def current_cpu_quota() -> float | None:
     """This process's: see :func:`cpu_quota`."""
     return cpu_quota(_CGROUP_ROOT, "\n".join(_read_lines(Path("/proc/self/cgroup"))))
@@ -45,11 +56,12 @@ def current_cpu_quota() -> float | None:
 
 def count_physical_cores(cpu_root: Path, cpus: Iterable[int]) -> int:
     """Cores that ``cpus`` (hardware thread ids) lie on; a thread whose core is unknown counts as one of its own."""
-    cores = set()
-    for cpu in cpus:
-        siblings = _read_lines(cpu_root / f"cpu{cpu}" / "topology" / "thread_siblings_list")
-        cores.add(siblings[0] if siblings else str(cpu))
-    return len(cores)
+    return len({_siblings(cpu_root, cpu) for cpu in cpus})
+
+
+def _siblings(cpu_root: Path, cpu: int) -> str:
+    lines = _read_lines(cpu_root / f"cpu{cpu}" / "topology" / "thread_siblings_list")
+    return lines[0] if lines else str(cpu)
 
 
 def cpu_quota(cgroup_root: Path, memberships: str) -> float | None:
