@@ -6,14 +6,14 @@ takes each row for itself, and of small blocks from the host, since it takes a f
 number of programs keeps enough bytes under way for the link, and leaves the rest of the device to the steps that run
 beside. Offsets are in 64 bits.
 
-What to copy is in a table in pinned memory, where the kernel looks itself. So to start copies the host fills in a table
-and replays a graph: launching a kernel takes the host as long as copying tens of megabytes.
+What to copy is in a table in pinned memory, where the kernel looks itself: a copy of the table to the device would take
+the host longer to start than the kernel does to read it. Not a graph, which would be launched sooner: capturing one
+makes whoever waits for the whole device meanwhile fail.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
-import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -42,44 +42,29 @@ class Rows(NamedTuple):
 
 
 class _Table:
-    """What a launch copies, int64 [1 + 2 * _MOST_PIECES]: how many chunks in all; targets; sources. ``launch`` is of a
-    kernel that reads it, at once where there is no GPU."""
+    """What a launch copies, int64 [1 + 2 * _MOST_PIECES]: how many chunks in all; targets; sources."""
 
-    def __init__(self, launch: Callable[[Tensor], None], *, on_gpu: bool) -> None:
-        self._memory = torch.zeros(1 + 2 * _MOST_PIECES, dtype=torch.int64, pin_memory=on_gpu)
-        self._numbers = self._memory.numpy()
-        self._launch: Callable[[], None] = functools.partial(launch, self._memory)
+    def __init__(self, *, on_gpu: bool) -> None:
+        self.memory = torch.zeros(1 + 2 * _MOST_PIECES, dtype=torch.int64, pin_memory=on_gpu)
+        self._numbers = self.memory.numpy()
         self._is_read = torch.cuda.Event() if on_gpu else None
 
-    def capture(self) -> None:
-        """Without what torch.cuda.graph does before, which waits for all of the device and empties its caches."""
-        self._launch()  # of nothing: what the kernel needs is loaded then
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            self._launch()
-        finally:
-            graph.capture_end()
-        self._launch = graph.replay
-
-    def start(self, targets: Sequence[int], sources: Sequence[int], chunks_per_piece: int) -> None:
-        """Waits while the device may still read what the table has."""
+    def fill(self, targets: Sequence[int], sources: Sequence[int], chunks_per_piece: int) -> None:
+        """Waits while the device may still read what it has."""
         if self._is_read is not None:
             self._is_read.synchronize()
         self._numbers[0] = len(targets) * chunks_per_piece
         self._numbers[1 : 1 + len(targets)] = targets
         self._numbers[1 + _MOST_PIECES :][: len(sources)] = sources
-        self._launch()
+
+    def launched(self) -> None:
+        """A kernel that reads it is on the current stream."""
         if self._is_read is not None:
             self._is_read.record()
 
 
 class RowCopier:
-    """Copies pieces of ``rows`` each, from and to multiples of ``alignment``, a power of two.
-
-    Used by one thread, where a stream of ``device`` is current that isn't its default. Making one compiles the kernel,
-    if nobody has yet, and raises what a compiler or CUDA raises.
-    """
+    """Copies pieces of ``rows`` each, from and to multiples of ``alignment``, a power of two. Used by one thread."""
 
     def __init__(self, device: torch.device, rows: Rows, alignment: int) -> None:
         on_gpu = device.type == "cuda"
@@ -88,19 +73,18 @@ class RowCopier:
         self._alignment = next(size for size in _UNITS if bits % size == 0)
         self._chunk_bytes = min(_CHUNK_BYTES, triton.next_power_of_2(rows.width))
         self._num_chunks = triton.cdiv(rows.width, self._chunk_bytes)
-        tables = [_Table(self._launch, on_gpu=on_gpu) for _ in range(_NUM_TABLES if on_gpu else 1)]
-        self._tables = itertools.cycle(tables)
-        if on_gpu:
-            for table in tables:
-                table.capture()
+        self._tables = itertools.cycle([_Table(on_gpu=on_gpu) for _ in range(_NUM_TABLES)])
 
     def start(self, targets: Sequence[int], sources: Sequence[int]) -> None:
-        """From each address of ``sources`` to the one of ``targets``, on the current stream. Waits if as many copies as
-        there are tables are under way."""
+        """From each address of ``sources`` to the one of ``targets``, on the device's current stream. Waits if as many
+        copies as there are tables are under way. Raises what a compiler or CUDA raises."""
         assert len(targets) == len(sources)
         for low in range(0, len(targets), _MOST_PIECES):
             part = slice(low, low + _MOST_PIECES)
-            next(self._tables).start(targets[part], sources[part], self._rows.num_rows * self._num_chunks)
+            table = next(self._tables)
+            table.fill(targets[part], sources[part], self._rows.num_rows * self._num_chunks)
+            self._launch(table.memory)
+            table.launched()
 
     def _launch(self, table: Tensor) -> None:
         num_rows, width, target_pitch, source_pitch = self._rows

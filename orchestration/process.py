@@ -120,7 +120,9 @@ class ChildProcess:
                     stderr=log,
                     pass_fds=(write_fd,),
                     env=child_environment(threads, {**self._defaults(), **os.environ, **(environment or {})}),
-                    start_new_session=True,  # a terminal's Ctrl-C reaches the launcher alone
+                    # A terminal's Ctrl-C reaches the launcher alone. But no session of its own: Linux shares a core
+                    # between sessions first, so a thread wouldn't get one at once that another worker keeps awake.
+                    process_group=0,
                 )
         except OSError:
             os.close(read_fd)

@@ -2,9 +2,9 @@
 
 A core that sleeps takes a while to wake up, in a virtual machine tens of microseconds, and a token passes a dozen
 threads and processes that have waited for it. So a process of the worker's own has a thread for each of its cores,
-which spins where nobody else has anything to run (SCHED_IDLE): others get the core at once. It's stopped when the
-worker has been idle for a while, and dies with it. The worker is kept on those cores, which aren't all that there are:
-see :func:`splitserve.cores.awake_cpus`.
+which spins where nobody else has anything to run (SCHED_IDLE): others of the same session, or container, get the core
+at once. It's stopped when the worker has been idle for a while, and dies with it. The worker is kept on those cores,
+which aren't all that there are: see :func:`splitserve.cores.awake_cpus`.
 
 As a program: that process. Its arguments are its parent's process id and the hardware threads.
 """
@@ -62,7 +62,10 @@ class AwakeCores:
                 "quota, or go without --keep-cores-awake"
             )
         arguments = [sys.executable, "-m", __name__, str(os.getpid()), *map(str, sorted(cpus))]
-        self._process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+        # In a group of its own: the kernel hangs up on a group that has lost its parent while one of it is stopped.
+        self._process = subprocess.Popen(
+            arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, process_group=0
+        )
         self._rests = False
         self._rest_at = time.monotonic() + REST_AFTER_SECONDS
         answer = self._answer()
@@ -147,7 +150,6 @@ def main(arguments: Sequence[str]) -> int:
     for cpu in cpus:
         threading.Thread(target=_spin, args=(lock, cpu), daemon=True).start()
     print(_STARTED, flush=True)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the parent, which ends this process
     while True:
         signal.pause()
 

@@ -76,6 +76,7 @@ def test_starts_serves_and_leaves_nothing(make_cluster, events: list[ChildProgre
         assert probe_ready(cluster.url)[0]
         pids = list(cluster.pids.values())
         assert all(is_running(pid) for pid in pids)
+        assert {os.getsid(pid) for pid in pids} == {os.getsid(0)} and {os.getpgid(pid) for pid in pids} == set(pids)
     assert not any(is_running(pid) for pid in pids)
     assert not probe_ready(cluster.url)[0]
     threads = {event.name: event.detail["threads"] for event in events if event.stage == "ready"}
