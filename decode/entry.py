@@ -76,7 +76,7 @@ def run_worker(config: WorkerConfig, progress: Progress) -> None:
         raise ConfigError(f"{config.engine_id}: --verify-kv compares blocks of one rank; it doesn't go with {size}")
     if config.engine.keep_cores_awake and device.type == "cpu":
         raise ConfigError(
-            f"{config.engine_id} is on a CPU, where the model itself needs the cores; --keep-cores-awake is for GPUs"
+            "a worker on a CPU needs the cores for its model: --keep-cores-awake is for GPUs; go without it"
         )
     me = Party(config.engine_id, secrets.randbits(63))
     on_rank_failure = _EndWithRank(progress)

@@ -37,6 +37,7 @@ BENCHES = {
     "router": ("splitserve.benchmarks.router_overhead", "what the router adds to a worker that answers at once"),
     "chaos": ("splitserve.benchmarks.chaos", "kills, freezes and drains under load: right tokens, nothing left over"),
     "engine-loop": ("splitserve.benchmarks.engine_loop", "what the host adds to a GPU's steps, with a clock for a GPU"),
+    "awake-cores": ("splitserve.benchmarks.awake_cores", "what keeping cores awake does here: wake-ups, hold-ups"),
     "kernels": ("splitserve.benchmarks.kernels", "each operation on each backend, at the shapes of a model"),
     "layout": ("splitserve.benchmarks.layout", "what the order inside a KV block costs attention"),
     "cluster": ("splitserve.benchmarks.cluster", "several machines on Ray: start, death, arrival, scaling, upgrade"),

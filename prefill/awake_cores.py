@@ -1,12 +1,15 @@
 """Cores that don't go to sleep while a worker has something to do, for machines that serve and do nothing else.
 
 A core that sleeps takes a while to wake up, in a virtual machine tens of microseconds, and a token passes a dozen
-threads and processes that have waited for it. So a process of the worker's own has a thread for each of its cores,
-which spins where nobody else has anything to run (SCHED_IDLE): others of the same session, or container, get the core
-at once. It's stopped when the worker has been idle for a while, and dies with it. The worker is kept on those cores,
+threads and processes that have waited for it. So a program beside the worker has a process for each of its cores, which
+spins where nobody else has anything to run (SCHED_IDLE): others of the same session, or container, get the core at
+once. They are stopped when the worker has been idle for a while, and die with it. The worker is kept on those cores,
 which aren't all that there are: see :func:`splitserve.cores.awake_cpus`.
 
-As a program: that process. Its arguments are its parent's process id and the hardware threads.
+Who spins yields all the time. A thread that has had more than its share of a core may have to let others run first, and
+those would have a whole slice, milliseconds.
+
+As a program: its arguments are its parent's process id and the hardware threads.
 """
 
 import contextlib
@@ -19,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from splitserve.cores import current_cpu_quota
 from splitserve.errors import ConfigError
@@ -30,6 +33,8 @@ REST_AFTER_SECONDS = 10.0
 START_TIMEOUT_SECONDS = 30.0
 END_SECONDS = 3.0
 _STARTED = "awake"
+_TURNS = 1000
+"""Between two yields, some 25 us: yielding all the time would put off who is to have the core."""
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
@@ -51,7 +56,7 @@ class AwakeCores:
     """Keeps the hardware threads ``cpus`` awake from now on, until nothing was to do for ``REST_AFTER_SECONDS``.
 
     Raises :class:`ConfigError` where that can't be, or would take time from the worker itself: under a CPU quota. Made
-    and closed by the process's main thread: the kernel ends the other process with the thread that started it.
+    and closed by the process's main thread: the kernel ends the program with the thread that started it.
     """
 
     def __init__(self, cpus: Collection[int]) -> None:
@@ -76,7 +81,7 @@ class AwakeCores:
 
     @property
     def pid(self) -> int:
-        """Of the process that spins."""
+        """Of the program."""
         return self._process.pid
 
     def note(self, is_busy: bool, now: float) -> None:
@@ -86,13 +91,14 @@ class AwakeCores:
         if shall_rest == self._rests or self._process.returncode is not None:
             return
         self._rests = shall_rest
-        self._process.send_signal(signal.SIGSTOP if shall_rest else signal.SIGCONT)
-        if self._process.returncode is not None:  # somebody has killed it
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGSTOP if shall_rest else signal.SIGCONT)
+        else:
             logger.warning("cores aren't kept awake any more: the process for that has died")
 
     def close(self) -> None:
         """Let the cores sleep for good."""
-        self._process.kill()
+        self._process.kill()  # and with it who spins
         self._process.wait(END_SECONDS)
         if self._process.stdout is not None:
             self._process.stdout.close()
@@ -121,34 +127,40 @@ def kept_awake(wanted: bool, cpus: Collection[int]) -> Iterator[Cores]:
         cores.close()
 
 
-def _spin(lock: ctypes.c_int, cpu: int) -> None:
-    """Wait for a lock that is never released, as the C library does: without a system call, without our interpreter's
-    lock, and with the processor's own instruction for that."""
+def _end_with(parent: int) -> None:
+    """Have the kernel end this process with ``parent``. Raises OSError where it can't, or is late."""
+    if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) or os.getppid() != parent:
+        raise OSError("it doesn't end processes with their parent")
+
+
+def _spin(cpu: int, parent: int) -> NoReturn:
     try:
+        _end_with(parent)
         os.sched_setaffinity(0, {cpu})
+        while True:
+            for _ in range(_TURNS):
+                pass
+            os.sched_yield()
     except OSError as error:  # it was taken offline, or from us, meanwhile
         print(f"core {cpu} isn't kept awake: {error}", file=sys.stderr, flush=True)
-        return
-    ctypes.CDLL(None).pthread_spin_lock(ctypes.byref(lock))
+    finally:
+        os._exit(1)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Spin until the parent's end. Its first line of output says that it does, or why not."""
+    """Spin until the parent's end. The first line of output says that it does, or why not."""
     parent, cpus = int(arguments[0]), [int(text) for text in arguments[1:]]
     try:
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # threads that are started inherit it
-        library = ctypes.CDLL(None)
-        library.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        lock = ctypes.c_int()
-        library.pthread_spin_init(ctypes.byref(lock), 0)
-        library.pthread_spin_lock(ctypes.byref(lock))
+        _end_with(parent)
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # inherited by those that are forked
     except (AttributeError, OSError) as error:
         print(f"this platform can't ({error})", flush=True)
         return 1
-    if os.getppid() != parent:  # died before it could be said what then
-        return 0
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    me = os.getpid()
     for cpu in cpus:
-        threading.Thread(target=_spin, args=(lock, cpu), daemon=True).start()
+        if os.fork() == 0:
+            _spin(cpu, me)
     print(_STARTED, flush=True)
     while True:
         signal.pause()

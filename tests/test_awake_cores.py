@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from splitserve.config import CorePlacement, EngineConfig, WorkerConfig
@@ -32,12 +33,20 @@ STARTS = "import os, sys; from splitserve.prefill.awake_cores import AwakeCores 
 CPUS = sorted(usable_cpus())[:2]
 
 
-def states(pid: int) -> str:
-    """Of a process's threads, as the kernel writes them: R runs or could, S sleeps, T is stopped. "" once it's gone."""
+def spinners(pid: int) -> list[int]:
+    """Processes of the program ``pid``, in the order of their start."""
+    return sorted(child.pid for child in psutil.Process(pid).children())
+
+
+def state(pid: int) -> str:
+    """As the kernel writes it: R runs or could, S sleeps, T is stopped, Z has ended. "" once it's gone."""
     with contextlib.suppress(OSError):
-        stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
-        return "".join(sorted(stat.rpartition(")")[2].split()[0] for stat in stats))
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return ""
+
+
+def states(pids: list[int]) -> str:
+    return "".join(map(state, pids))
 
 
 def config(*, keep: bool, cpus: tuple[int, ...] = ()) -> WorkerConfig:
@@ -61,7 +70,7 @@ def test_worker_and_router_stay_where_cores_are_awake() -> None:
 
 def test_a_worker_on_a_cpu_needs_its_cores_itself(tiny_qwen3: Path) -> None:
     engine = EngineConfig(model=str(tiny_qwen3), device="cpu", keep_cores_awake=True)
-    with pytest.raises(ConfigError, match=r"w is on a CPU.*--keep-cores-awake is for GPUs"):
+    with pytest.raises(ConfigError, match=r"worker on a CPU.*--keep-cores-awake is for GPUs"):
         run_worker(msgspec.structs.replace(config(keep=True), engine=engine), lambda *_: None)
 
 
@@ -94,39 +103,40 @@ def cores() -> Iterator[AwakeCores]:
     awake.close()
 
 
-def test_a_thread_for_each_core_runs_where_nobody_else_does(cores: AwakeCores) -> None:
-    wait_until(lambda: states(cores.pid) == "R" * len(CPUS) + "S")
-    threads = sorted(int(task.name) for task in Path(f"/proc/{cores.pid}/task").iterdir())
-    assert [os.sched_getaffinity(thread) for thread in threads[1:]] == [{cpu} for cpu in CPUS]
-    assert {os.sched_getscheduler(thread) for thread in threads} == {os.SCHED_IDLE}
+def test_each_core_has_a_process_that_runs_where_nobody_else_does(cores: AwakeCores) -> None:
+    pids = spinners(cores.pid)
+    wait_until(lambda: states(pids) == "R" * len(CPUS))
+    wait_until(lambda: [os.sched_getaffinity(pid) for pid in pids] == [{cpu} for cpu in CPUS])
+    assert {os.sched_getscheduler(pid) for pid in (cores.pid, *pids)} == {os.SCHED_IDLE}
+    assert {os.getsid(pid) for pid in pids} == {os.getsid(0)}, "else it would share cores with other sessions first"
 
 
-def test_it_rests_when_nothing_was_to_do_for_a_while(cores: AwakeCores) -> None:
-    now = awake_cores.time.monotonic()
-    stopped, awake = "T" * (len(CPUS) + 1), "R" * len(CPUS) + "S"
+def test_they_rest_when_nothing_was_to_do_for_a_while(cores: AwakeCores) -> None:
+    now, pids = awake_cores.time.monotonic(), spinners(cores.pid)
+    stopped, awake = "T" * len(CPUS), "R" * len(CPUS)
     cores.note(False, now + REST_AFTER_SECONDS - 1)
-    wait_until(lambda: states(cores.pid) == awake)
+    wait_until(lambda: states(pids) == awake)
     cores.note(False, now + REST_AFTER_SECONDS + 1)
-    wait_until(lambda: states(cores.pid) == stopped)
+    wait_until(lambda: states(pids) == stopped)
     cores.note(True, now + 100)
-    wait_until(lambda: states(cores.pid) == awake)
+    wait_until(lambda: states(pids) == awake)
     cores.note(False, now + 99 + REST_AFTER_SECONDS)
-    assert states(cores.pid) == awake
+    assert states(pids) == awake
     cores.note(False, now + 100 + REST_AFTER_SECONDS)
-    wait_until(lambda: states(cores.pid) == stopped)
+    wait_until(lambda: states(pids) == stopped)
 
 
 @pytest.mark.parametrize("rests", [False, True])
-def test_it_ends_with_a_worker_that_is_killed(rests: bool) -> None:
-    code = (
-        f"{STARTS}; a = A({CPUS}); a.note(False, {rests} and float('inf')); print(a.pid, flush=True); sys.stdin.read()"
-    )
+def test_they_end_with_a_worker_that_is_killed(rests: bool) -> None:
+    note = "a.note(False, float('inf')); " if rests else ""
+    code = f"{STARTS}; a = A({CPUS}); {note}print(a.pid, flush=True); sys.stdin.read()"
     worker = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert worker.stdout is not None and worker.stdin is not None
-    pid = int(worker.stdout.readline())
-    wait_until(lambda: ("T" in states(pid)) is rests and states(pid) != "")
+    program = int(worker.stdout.readline())
+    pids = spinners(program)
+    wait_until(lambda: states(pids) == ("T" if rests else "R") * len(CPUS))
     worker.kill()
-    wait_until(lambda: states(pid) == "")
+    wait_until(lambda: set(states([program, *pids])) <= {"Z"})
     worker.wait()
     worker.stdin.close()
     worker.stdout.close()
@@ -135,8 +145,9 @@ def test_it_ends_with_a_worker_that_is_killed(rests: bool) -> None:
 def test_one_that_was_killed_is_told_of_and_missed_by_nobody(
     cores: AwakeCores, caplog: pytest.LogCaptureFixture
 ) -> None:
+    pids = spinners(cores.pid)
     os.kill(cores.pid, signal.SIGKILL)
-    wait_until(lambda: states(cores.pid) in ("", "Z"))
+    wait_until(lambda: set(states([cores.pid, *pids])) <= {"Z"})
     cores.note(False, float("inf"))
     cores.note(True, 0.0)
     assert caplog.text.count("aren't kept awake any more") == 1
