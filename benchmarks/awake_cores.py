@@ -24,7 +24,7 @@ from splitserve.cores import awake_cpus, usable_cpus
 from splitserve.errors import ConfigError
 from splitserve.kvconnector.owner_thread import wait_precisely
 from splitserve.orchestration.topology import format_list, parse_list
-from splitserve.prefill.awake_cores import kept_awake
+from splitserve.prefill.awake_cores import check_cores_can_be_kept_awake, kept_awake
 
 SLEEP_SECONDS = 0.0003, 0.0015
 COMPUTE_SECONDS = 0.0003
@@ -98,6 +98,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(list(argv))
+    if options.repeats < 1 or options.seconds <= 0:
+        raise ConfigError("--repeats and --seconds must be positive")
+    check_cores_can_be_kept_awake()
     try:
         cpus = set(parse_list(options.cpus)) if options.cpus else awake_cpus(usable_cpus())
     except ValueError:

@@ -51,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 END_SECONDS = 3.0
 """How long a worker that has lost a rank may take to end."""
+MIN_AWAKE_CPUS = 4
+"""For the loop, the threads that launch and wait, and those that read."""
 
 
 def run_worker(config: WorkerConfig, progress: Progress) -> None:
@@ -77,6 +79,11 @@ def run_worker(config: WorkerConfig, progress: Progress) -> None:
     if config.engine.keep_cores_awake and device.type == "cpu":
         raise ConfigError(
             "a worker on a CPU needs the cores for its model: --keep-cores-awake is for GPUs; go without it"
+        )
+    if config.engine.keep_cores_awake and len(usable_cpus()) < MIN_AWAKE_CPUS:
+        raise ConfigError(
+            f"with --keep-cores-awake a worker has half of the cores, here {len(usable_cpus())} hardware threads; "
+            f"it needs {MIN_AWAKE_CPUS}: give it more, or go without"
         )
     me = Party(config.engine_id, secrets.randbits(63))
     on_rank_failure = _EndWithRank(progress)

@@ -47,7 +47,7 @@ class _Table:
     def __init__(self, *, on_gpu: bool) -> None:
         self.memory = torch.zeros(1 + 2 * _MOST_PIECES, dtype=torch.int64, pin_memory=on_gpu)
         self._numbers = self.memory.numpy()
-        self._is_read = torch.cuda.Event() if on_gpu else None
+        self._is_read = torch.cuda.Event(blocking=True) if on_gpu else None
 
     def fill(self, targets: Sequence[int], sources: Sequence[int], chunks_per_piece: int) -> None:
         """Waits while the device may still read what it has."""
@@ -64,7 +64,10 @@ class _Table:
 
 
 class RowCopier:
-    """Copies pieces of ``rows`` each, from and to multiples of ``alignment``, a power of two. Used by one thread."""
+    """Copies pieces of ``rows`` each, from and to multiples of ``alignment``, a power of two.
+
+    Used by one thread, and kept until the copies are over: the device reads its tables.
+    """
 
     def __init__(self, device: torch.device, rows: Rows, alignment: int) -> None:
         on_gpu = device.type == "cuda"

@@ -28,7 +28,7 @@ import msgspec
 
 from splitserve.config import LMCacheConfig, RouterConfig, WorkerConfig
 from splitserve.cores import awake_cpus, usable_cpus
-from splitserve.errors import SplitserveError
+from splitserve.errors import ConfigError, SplitserveError
 from splitserve.logs import set_up_logging
 from splitserve.orchestration.affinity import bind_process
 from splitserve.orchestration.shared_memory import hold_folder
@@ -98,15 +98,17 @@ def config_of(order: Order) -> Config:
     return msgspec.json.decode(order.config, type=WorkerConfig)
 
 
+def stays_awake(config: Config) -> bool:
+    """Whether the process is to stay on cores that are kept awake."""
+    if isinstance(config, WorkerConfig):
+        return config.engine.keep_cores_awake
+    return isinstance(config, RouterConfig) and config.on_awake_cores
+
+
 def cpus_for(config: Config) -> Collection[int]:
     """Hardware threads that the process is to stay on; none: wherever it may."""
     cpus = config.placement.cpus if isinstance(config, WorkerConfig) else ()
-    is_kept_awake = (
-        config.engine.keep_cores_awake
-        if isinstance(config, WorkerConfig)
-        else isinstance(config, RouterConfig) and config.on_awake_cores
-    )
-    return awake_cpus(cpus or usable_cpus()) if is_kept_awake else cpus
+    return awake_cpus(cpus or usable_cpus()) if stays_awake(config) else cpus
 
 
 def _imported(name: str) -> Entry:
@@ -122,7 +124,9 @@ def run(order: Order, status: StatusPipe) -> int:
     """Import and run the order's entry; returns the exit status."""
     try:
         config = config_of(order)
-        bind_process(cpus_for(config))  # before anything counts the cores, or touches memory
+        is_bound = bind_process(cpus_for(config))  # before anything counts the cores, or touches memory
+        if not is_bound and stays_awake(config):
+            raise ConfigError(f"{order.name} can't stay on some of the cores; go without --keep-cores-awake")
         entry = _imported(order.entry)
         entry(config, status.report)
     except SplitserveError as error:
@@ -160,6 +164,7 @@ def _ask_kernel_for_death_signal() -> None:
 def main() -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits it ignored
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # and a child of one of Ray's actors has it blocked
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # may write to a terminal of which another group is in the foreground
     # Unbuffered: a daemon thread that holds a buffered reader's lock makes the interpreter abort when it ends.
     life_line = FileIO(sys.stdin.fileno(), closefd=False)
     order = msgspec.json.decode(life_line.readline(), type=Order)

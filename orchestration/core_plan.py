@@ -83,8 +83,12 @@ class WorkerPlan:
             cpus=together, model_cpus=self.model_cpus, transfer_cpus=self.transfer_cpus, numa_node=self.node
         )
 
-    def describe(self) -> str:
-        """One line for people."""
+    def describe(self, *, keeps_awake: bool = False) -> str:
+        """One line for people. ``keeps_awake``: see ``EngineConfig.keep_cores_awake``."""
+        text = self._describe()
+        return f"{text}; on half of the cores, kept awake" if keeps_awake else text
+
+    def _describe(self) -> str:
         where = "" if self.node is None else f", NUMA node {self.node}"
         nic = f", NIC {self.nic}" if self.nic else ""
         if self.device != "cpu" and not self.why:

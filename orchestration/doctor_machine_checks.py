@@ -60,7 +60,8 @@ def check_devices(facts: MachineFacts) -> Check:
             )
         )
     cores = sum(len(core.cpus) for core in facts.topology.cores)
-    cpu = f"{facts.num_cores} usable cores ({cores} hardware threads, awake in {facts.wake_seconds * 1e6:.0f} us)"
+    wake_us = facts.wake_seconds * 1e6
+    cpu = f"{facts.num_cores} usable cores ({cores} hardware threads; one that slept runs after {wake_us:.0f} us)"
     names = [] if isinstance(facts.gpus, str) else [gpu.name for gpu in facts.gpus]
     nics = f", RDMA {few(facts.rdma_devices)}" if facts.rdma_devices else ""
     return check("devices", f"{cpu}, {len(gpus)} GPUs{': ' + few(names) if names else ''}{nics}", problems)

@@ -134,7 +134,8 @@ class LocalHost:
         )
         if spec.keeps_lmcache_for(pool):
             emit(ChildProgress(name, LMCACHE, {"server": LMCACHE}))
-        emit(ChildProgress(name, "plan", {"text": plan.describe()}))
+        text = plan.describe(keeps_awake=config.engine.keep_cores_awake)
+        emit(ChildProgress(name, "plan", {"text": text}))
         try:
             return ChildProcess(
                 name=name,

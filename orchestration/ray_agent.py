@@ -137,7 +137,6 @@ class Agent:
         if order.pool:
             pool = spec.pool(order.pool)
             plan = self._plan(pool, gpus)
-            self._add("plan", {"text": plan.describe()})
             config = worker_config(
                 spec,
                 msgspec.structs.replace(pool, device=order.device),
@@ -149,6 +148,7 @@ class Agent:
                 placement=plan.placement,
                 lmcache_endpoint=endpoint_on(order.cluster, node_id, spec, pool),
             )
+            self._add("plan", {"text": plan.describe(keeps_awake=config.engine.keep_cores_awake)})
             self._spawn(entries.worker, config, order.threads, {**environment, **worker_environment(spec, pool)})
         elif is_lmcache(order.name):
             server = spec.lmcache_config()

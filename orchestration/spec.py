@@ -411,9 +411,12 @@ def _pool_problems(spec: ClusterSpec, pool: PoolSpec) -> Iterator[tuple[str, str
             yield f".memory.{place}", str(error)
             return
     try:
-        spec.engine_config(pool)
+        engine = spec.engine_config(pool)
     except ConfigError as error:
         yield "", str(error)
+        return
+    if engine.keep_cores_awake and not pool.placement.pin:
+        yield ".placement.pin", "is off, but keep_cores_awake keeps workers on some cores; leave one of them out"
 
 
 def _disagreements(spec: ClusterSpec) -> Iterator[tuple[str, str]]:

@@ -52,20 +52,27 @@ class SleepyCores:
         pass
 
 
+def check_cores_can_be_kept_awake() -> None:
+    """Raises :class:`ConfigError` where that can't be, or would take time from the worker itself: under a CPU quota."""
+    if not hasattr(os, "SCHED_IDLE"):
+        raise ConfigError("cores can't be kept awake here: it takes Linux; go without --keep-cores-awake")
+    quota = current_cpu_quota()
+    if quota is not None:
+        raise ConfigError(
+            f"cores can't be kept awake under a CPU quota ({quota:g} cores): waiting would use it up; lift the "
+            "quota, or go without --keep-cores-awake"
+        )
+
+
 class AwakeCores:
     """Keeps the hardware threads ``cpus`` awake from now on, until nothing was to do for ``REST_AFTER_SECONDS``.
 
-    Raises :class:`ConfigError` where that can't be, or would take time from the worker itself: under a CPU quota. Made
-    and closed by the process's main thread: the kernel ends the program with the thread that started it.
+    Raises :class:`ConfigError` as :func:`check_cores_can_be_kept_awake` does, and where it fails. Made and closed by
+    the process's main thread: the kernel ends the program with the thread that started it.
     """
 
     def __init__(self, cpus: Collection[int]) -> None:
-        quota = current_cpu_quota()
-        if quota is not None:
-            raise ConfigError(
-                f"cores can't be kept awake under a CPU quota ({quota:g} cores): waiting would use it up; lift the "
-                "quota, or go without --keep-cores-awake"
-            )
+        check_cores_can_be_kept_awake()
         arguments = [sys.executable, "-m", __name__, str(os.getpid()), *map(str, sorted(cpus))]
         # In a group of its own: the kernel hangs up on a group that has lost its parent while one of it is stopped.
         self._process = subprocess.Popen(
@@ -99,7 +106,8 @@ class AwakeCores:
     def close(self) -> None:
         """Let the cores sleep for good."""
         self._process.kill()  # and with it who spins
-        self._process.wait(END_SECONDS)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_SECONDS)
         if self._process.stdout is not None:
             self._process.stdout.close()
 
@@ -133,34 +141,32 @@ def _end_with(parent: int) -> None:
         raise OSError("it doesn't end processes with their parent")
 
 
-def _spin(cpu: int, parent: int) -> NoReturn:
+def _spin(parent: int) -> NoReturn:
     try:
         _end_with(parent)
-        os.sched_setaffinity(0, {cpu})
         while True:
             for _ in range(_TURNS):
                 pass
             os.sched_yield()
-    except OSError as error:  # it was taken offline, or from us, meanwhile
-        print(f"core {cpu} isn't kept awake: {error}", file=sys.stderr, flush=True)
     finally:
         os._exit(1)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Spin until the parent's end. The first line of output says that it does, or why not."""
-    parent, cpus = int(arguments[0]), [int(text) for text in arguments[1:]]
+    """Have processes spin until the parent's end. The first line of output says that they do, or why not."""
+    parent, me = int(arguments[0]), os.getpid()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         _end_with(parent)
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # inherited by those that are forked
-    except (AttributeError, OSError) as error:
+        for cpu in map(int, arguments[1:]):
+            pid = os.fork()
+            if pid == 0:
+                _spin(me)
+            os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
+            os.sched_setaffinity(pid, {cpu})
+    except OSError as error:
         print(f"this platform can't ({error})", flush=True)
         return 1
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    me = os.getpid()
-    for cpu in cpus:
-        if os.fork() == 0:
-            _spin(cpu, me)
     print(_STARTED, flush=True)
     while True:
         signal.pause()

@@ -7,16 +7,19 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import psutil
 import pytest
+import torch
 
 from splitserve.config import CorePlacement, EngineConfig, WorkerConfig
 from splitserve.cores import awake_cpus, usable_cpus
+from splitserve.decode import entry
 from splitserve.decode.entry import run_worker
 from splitserve.errors import ConfigError
-from splitserve.orchestration.child import cpus_for
+from splitserve.orchestration.child import Order, cpus_for, run
 from splitserve.orchestration.expansion import Secrets, router_config
 from splitserve.orchestration.spec_document import parse_spec
 from splitserve.prefill import awake_cores
@@ -25,10 +28,9 @@ from splitserve.request import Role
 from test_worker_loop import FaultyRunner, running
 from waiting import wait_until
 
-pytestmark = pytest.mark.skipif(
+SPINS = pytest.mark.skipif(
     not hasattr(os, "SCHED_IDLE") or awake_cores.current_cpu_quota() is not None, reason="needs Linux and no CPU quota"
 )
-
 STARTS = "import os, sys; from splitserve.prefill.awake_cores import AwakeCores as A"
 CPUS = sorted(usable_cpus())[:2]
 
@@ -103,14 +105,17 @@ def cores() -> Iterator[AwakeCores]:
     awake.close()
 
 
+@SPINS
 def test_each_core_has_a_process_that_runs_where_nobody_else_does(cores: AwakeCores) -> None:
     pids = spinners(cores.pid)
     wait_until(lambda: states(pids) == "R" * len(CPUS))
     wait_until(lambda: [os.sched_getaffinity(pid) for pid in pids] == [{cpu} for cpu in CPUS])
-    assert {os.sched_getscheduler(pid) for pid in (cores.pid, *pids)} == {os.SCHED_IDLE}
+    assert {os.sched_getscheduler(pid) for pid in pids} == {os.SCHED_IDLE}
+    assert os.sched_getscheduler(cores.pid) == os.SCHED_OTHER, "it ends when it is told to, however busy the cores are"
     assert {os.getsid(pid) for pid in pids} == {os.getsid(0)}, "else it would share cores with other sessions first"
 
 
+@SPINS
 def test_they_rest_when_nothing_was_to_do_for_a_while(cores: AwakeCores) -> None:
     now, pids = awake_cores.time.monotonic(), spinners(cores.pid)
     stopped, awake = "T" * len(CPUS), "R" * len(CPUS)
@@ -126,6 +131,7 @@ def test_they_rest_when_nothing_was_to_do_for_a_while(cores: AwakeCores) -> None
     wait_until(lambda: states(pids) == stopped)
 
 
+@SPINS
 @pytest.mark.parametrize("rests", [False, True])
 def test_they_end_with_a_worker_that_is_killed(rests: bool) -> None:
     note = "a.note(False, float('inf')); " if rests else ""
@@ -142,6 +148,7 @@ def test_they_end_with_a_worker_that_is_killed(rests: bool) -> None:
     worker.stdout.close()
 
 
+@SPINS
 def test_one_that_was_killed_is_told_of_and_missed_by_nobody(
     cores: AwakeCores, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -153,13 +160,17 @@ def test_one_that_was_killed_is_told_of_and_missed_by_nobody(
     assert caplog.text.count("aren't kept awake any more") == 1
 
 
-def test_a_quota_and_a_platform_that_cannot_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quota_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(awake_cores.os, "SCHED_IDLE", 5, raising=False)
     monkeypatch.setattr(awake_cores, "current_cpu_quota", lambda: 1.5)
     with pytest.raises(ConfigError, match=r"quota \(1.5 cores\).*without --keep-cores-awake"):
         AwakeCores(CPUS)
     with kept_awake(False, CPUS) as cores:
         cores.note(True, 0.0)
-    monkeypatch.setattr(awake_cores, "current_cpu_quota", lambda: None)
+
+
+@SPINS
+def test_a_platform_that_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     popen: Callable[..., subprocess.Popen[str]] = subprocess.Popen
     forbidden = (
         "import os, runpy, sys\n"
@@ -170,8 +181,23 @@ def test_a_quota_and_a_platform_that_cannot_are_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         awake_cores.subprocess, "Popen", lambda words, **more: popen([words[0], "-c", forbidden, *words[3:]], **more)
     )
-    with (
-        pytest.raises(ConfigError, match=r"this platform can't.*no.*without --keep-cores-awake"),
-        kept_awake(True, CPUS),
-    ):
+    with pytest.raises(ConfigError, match=r"this platform can't.*no.*without --keep"), kept_awake(True, CPUS):
         pass
+
+
+def test_a_process_that_cannot_be_bound_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would run on cores that sleep, or spin on all of them."""
+    told: list[str] = []
+    status = SimpleNamespace(report=lambda _stage, detail: told.append(detail["message"]))
+    raw = msgspec.Raw(msgspec.json.encode(config(keep=True, cpus=(9000,))))
+    order = Order(name="w", kind="worker", entry="json:loads", config=raw, status_fd=0)
+    assert run(order, status) == 2  # type: ignore[arg-type]
+    assert told == ["w can't stay on some of the cores; go without --keep-cores-awake"]
+
+
+def test_too_few_cores_to_have_half_of_them(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entry, "usable_cpus", lambda: {0, 1, 2})
+    monkeypatch.setattr(entry, "device_of", lambda *_: torch.device("cuda"))
+    engine = EngineConfig(model=str(tiny_qwen3), device="cuda", keep_cores_awake=True)
+    with pytest.raises(ConfigError, match="here 3 hardware threads; it needs 4"):
+        run_worker(msgspec.structs.replace(config(keep=True), engine=engine), lambda *_: None)

@@ -271,6 +271,11 @@ def test_hardware_threads_of_a_core_count_once(tmp_path: Path) -> None:
     assert awake_cpus([0, 2, 1], tmp_path) == {0, 1}
     assert awake_cpus([0, 1, 8, 7, 10], tmp_path) == {0, 7, 10}, "every other core"
     assert awake_cpus([5], tmp_path) == {5}
+    for cpu in range(20, 28):  # two sockets that take turns
+        topology = tmp_path / f"cpu{cpu}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "physical_package_id").write_text(f"{cpu % 2}\n")
+    assert awake_cpus(range(20, 28), tmp_path) == {20, 24, 21, 25}
 
 
 @given(cpus=st.sets(st.integers(0, 200), min_size=1))

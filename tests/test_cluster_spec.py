@@ -184,6 +184,10 @@ def test_options_and_document_say_the_same(engine: EngineConfig, prefill: int, d
             "pools[0].environment: UCX_TLS follows from other parts",
         ),
         (BASE.replace("2}", "2, environment: {A: 1}}"), "pools[0].environment: must be text, but is a whole number"),
+        (
+            BASE.replace("2}", "2, placement: {pin: false}}") + "engine: {keep_cores_awake: true}\n",
+            "pools[0].placement.pin: is off, but keep_cores_awake keeps workers on some cores",
+        ),
         (BASE + "router: {}\nrouter: {}\n", "spec:6: router: is there twice; keep one"),
         (BASE + "name: [\n", "spec:6: this isn't YAML"),
         ("\x00", "spec: this isn't YAML"),

@@ -21,7 +21,7 @@ from splitserve.orchestration.doctor_cluster_checks import (
     expected_transport,
     is_by,
 )
-from splitserve.orchestration.doctor_machine import MachineFacts, Package, PortUser, TorchFacts
+from splitserve.orchestration.doctor_machine import MachineFacts, Package, PortUser, TorchFacts, wake_seconds
 from splitserve.orchestration.doctor_machine_checks import (
     check_cores,
     check_port,
@@ -206,6 +206,12 @@ FACTS = MachineFacts(
 def test_facts_of_a_machine(changes: dict[str, Any], found: list[str]) -> None:
     values = {name: getattr(FACTS, name) for name in FACTS.__dataclass_fields__} | changes
     assert names(machine_checks(MachineFacts(**values), ["splitserve 1"])) == found
+
+
+def test_how_long_a_sleeping_core_takes() -> None:
+    [devices] = [check for check in machine_checks(FACTS, []) if check.name == "devices"]
+    assert "2 hardware threads; one that slept runs after 53 us" in devices.text
+    assert 0.0 < wake_seconds() < 1.0
 
 
 def test_a_port_of_ours_is_a_problem_only_where_somebody_wants_it() -> None:

@@ -239,7 +239,7 @@ class RouterConfig(Confidential, frozen=True, kw_only=True):
     """The router process. A port 0 takes a free one. ``max_requests_in_flight`` bounds what it admits (429 beyond).
 
     Objectives are what an answer should take, 0 for none: the router counts the requests that met them.
-    ``on_awake_cores`` keeps it where workers with ``keep_cores_awake`` keep cores awake, if they are on its machine.
+    ``on_awake_cores`` keeps it on half of its machine's cores, as ``keep_cores_awake`` keeps workers there.
     ``secret`` protects its side channels; ``api_key`` is what /v1 wants of clients, "" asks for nothing.
     """
 

@@ -44,7 +44,7 @@ def awake_cpus(cpus: Iterable[int], cpu_root: Path = _CPU_ROOT) -> set[int]:
     No more, since Linux looks for an idle core by how busy all are on average, spinning included: where all spin, it
     stops looking, and threads wait for each other beside cores that nobody uses.
     """
-    all_cpus = sorted(cpus)
+    all_cpus = sorted(cpus, key=lambda cpu: (_topology(cpu_root, cpu, "physical_package_id"), cpu))
     first = list({_siblings(cpu_root, cpu): cpu for cpu in reversed(all_cpus)}.values())[::-1]
     return set(first if 2 * len(first) <= len(all_cpus) + 1 else first[::2])
 
@@ -60,8 +60,12 @@ def count_physical_cores(cpu_root: Path, cpus: Iterable[int]) -> int:
 
 
 def _siblings(cpu_root: Path, cpu: int) -> str:
-    lines = _read_lines(cpu_root / f"cpu{cpu}" / "topology" / "thread_siblings_list")
-    return lines[0] if lines else str(cpu)
+    return _topology(cpu_root, cpu, "thread_siblings_list") or str(cpu)
+
+
+def _topology(cpu_root: Path, cpu: int, name: str) -> str:
+    """What the kernel says of a hardware thread; "" where it doesn't."""
+    return "".join(_read_lines(cpu_root / f"cpu{cpu}" / "topology" / name))
 
 
 def cpu_quota(cgroup_root: Path, memberships: str) -> float | None:
