@@ -165,6 +165,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits it ignored
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # and a child of one of Ray's actors has it blocked
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # may write to a terminal of which another group is in the foreground
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # comes if this is stopped when the parent ends; the life line tells
     # Unbuffered: a daemon thread that holds a buffered reader's lock makes the interpreter abort when it ends.
     life_line = FileIO(sys.stdin.fileno(), closefd=False)
     order = msgspec.json.decode(life_line.readline(), type=Order)

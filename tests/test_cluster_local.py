@@ -12,6 +12,7 @@ from cluster_load import bodies, right_tokens, steady_load
 from command_line import command, splitserve
 from serving import wait_until_quiet
 from splitserve.orchestration.client import processes_of
+from splitserve.orchestration.serve import FOLDER_VARIABLE
 from waiting import PATIENCE_SECONDS, wait_until
 
 
@@ -66,12 +67,16 @@ def test_down_after_the_launcher_was_killed(tiny_qwen3: Path, tmp_path: Path, st
     processes = processes_of(state / "default")
     assert len(processes) == 3
     launcher = psutil.Process(json.loads((state / "default" / "cluster.json").read_text())["launcher_pid"])
-    stubborn = next(process for process in processes if "resource" not in process.name())
-    stubborn.send_signal(signal.SIGSTOP)  # it can't end by itself
+    processes[0].send_signal(signal.SIGSTOP)  # the kernel lets it go on when its parent is gone
+    environment = {**os.environ, FOLDER_VARIABLE: str(state / "default")}
+    shell = ["sh", "-c", "sleep 1000 > /dev/null 2>&1 & echo $!"]  # what somebody of the cluster has started
+    stubborn = int(subprocess.run(shell, env=environment, capture_output=True, text=True, check=True).stdout)
+    processes.append(psutil.Process(stubborn))
     launcher.kill()
     assert "doesn't run any more" in splitserve("status", status=2)
     text = splitserve("down")
-    assert "its launcher is gone" in text and f"pid {stubborn.pid} was left over: killed" in text
+    assert "its launcher is gone" in text and f"pid {stubborn} was left over: killed" in text
+    assert text.count("left over") == 1
     assert not any(is_running(process) for process in processes) and not state.exists()
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"splitserve-{launcher.pid}-")]
 
