@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from splitserve.kvconnector.connector import Link, PeerConnected
-from splitserve.kvconnector.read_plan import num_readable_blocks, problem_with_memory
+from splitserve.kvconnector.read_plan import num_readable_blocks
+from splitserve.kvconnector.welcome_check import problem_with_memory
 from splitserve.messages import PeerHello, PeerLink, PeerRef, PeerRefused, PeerWelcome
 from splitserve.prefill.effects import Connect, Dial, Disconnect, HangUp
 from splitserve.prefill.engine_state import EngineState

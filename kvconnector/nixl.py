@@ -55,16 +55,16 @@ class _Server(OwnerThread):
         self._device = memory.device
         self._region = memory.region()
         self._agent = Agent(f"serve/{name}")
-        num_bytes = self._region.num_blocks * self._region.block_bytes
+        num_bytes = self._region.num_bytes
         self._agent.register(self._region.kind, self._region.blocks_address, num_bytes, self._region.device_id)
         self._agent.register(MemoryKind.DRAM, memory.generations_address, memory.num_blocks * 8)
         self._gather = GatherSource(memory, settings.gather_slots, settings.gather_slot_bytes)
         gather = self._gather.region()
-        num_bytes = gather.slots.num_blocks * gather.slots.block_bytes
+        num_bytes = gather.slots.num_bytes
         self._agent.register(gather.slots.kind, gather.slots.blocks_address, num_bytes, gather.slots.device_id)
         self._agent.register(MemoryKind.DRAM, gather.tickets_address, gather.slots.num_blocks * 8)
         if host is not None:
-            num_bytes = host.slots.num_blocks * host.slots.block_bytes
+            num_bytes = host.slots.num_bytes
             self._agent.register(MemoryKind.DRAM, host.slots.blocks_address, num_bytes)
             self._agent.register(MemoryKind.DRAM, host.generations_address, host.slots.num_blocks * 8)
         mappable = export(memory.blocks, self._gather.memory)

@@ -66,7 +66,7 @@ class LinkProbe:
     def _run(self, *, measures: bool) -> Generator[Pending, None, None]:
         yield from self._reader.read_generations((0,), 0)
         source = self._reader.probe_source()
-        num_bytes = min(self._settings.probe_bytes, source.num_blocks * source.block_bytes)
+        num_bytes = min(self._settings.probe_bytes, source.num_bytes)
         if not measures:
             num_bytes = min(num_bytes, MAX_PIECE_BYTES)
         buffer = self._buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=self._reader.device)

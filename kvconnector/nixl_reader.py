@@ -41,11 +41,11 @@ from splitserve.kvconnector.read_plan import (
     is_whole,
     layer_rows,
     num_readable_blocks,
-    problem_with_memory,
     region_rows,
 )
 from splitserve.kvconnector.read_settings import ReadSettings
 from splitserve.kvconnector.staging import Staging
+from splitserve.kvconnector.welcome_check import check_welcome
 from splitserve.memory_records import MemoryKind, MemoryRegion, RankMemory
 from splitserve.messages import PeerWelcome
 
@@ -54,10 +54,6 @@ logger = logging.getLogger(__name__)
 _STAGING = (ReadPath.STAGED, ReadPath.GATHERED)
 _THROUGH_MAPPING = (ReadPath.MAPPED, ReadPath.KERNEL)
 READS_AT_ONCE = 4  # per peer; each needs a scratch row for the generations, further ones wait
-MAX_PEER_BLOCKS = 1 << 22  # bounds what a peer's word makes us allocate: 56 bytes per block
-MAX_PEER_SLOTS = 1024
-MAX_METADATA_BYTES = 1 << 20
-_ADDRESS_SPACE_BYTES = 1 << 64
 _PRACTICE_SECONDS = 0.0002  # before data is due: time enough to read generations for practice
 
 
@@ -69,49 +65,6 @@ class LocalSide:
     rank: int
     settings: ReadSettings
     digest_blocks: DigestBlocks
-
-
-def check_welcome(welcome: PeerWelcome, memory: KVMemory) -> None:
-    """Raise :class:`HandshakeError` for numbers that no peer's memory can have, or that we can't read.
-
-    That is all that can be told from here. Whether the addresses are those that the peer registered is checked by NIXL
-    against the peer's metadata, before it reads a byte.
-    """
-    problem = problem_with_memory(welcome)
-    if problem:
-        raise HandshakeError(f"the peer contradicts itself: {problem}")
-    regions = [rank.region for rank in welcome.ranks]
-    if regions[0].num_blocks > MAX_PEER_BLOCKS:
-        raise HandshakeError(
-            f"the peer claims {regions[0].num_blocks} KV blocks; at most {MAX_PEER_BLOCKS} are accepted"
-        )
-    if regions[0].kind is not memory.kind:
-        theirs, ours = regions[0].kind.words, memory.kind.words
-        raise HandshakeError(f"the peer's KV blocks are in {theirs}, ours in {ours}: both sides need the same --device")
-    named = [(f"blocks of rank {rank}", region.blocks_address, _size(region)) for rank, region in enumerate(regions)]
-    for name, address, size in (*named, ("generations", welcome.generations_address, regions[0].num_blocks * 8)):
-        if not 0 < address <= _ADDRESS_SPACE_BYTES - size:
-            raise HandshakeError(f"the peer's {name} can't be {size} bytes at address {address:#x}")
-    for gather in (rank.gather for rank in welcome.ranks if rank.gather is not None):
-        if gather.slots.kind is not memory.kind or not 0 < gather.slots.num_blocks <= MAX_PEER_SLOTS:
-            raise HandshakeError(f"the peer's {gather.slots.num_blocks} slots in {gather.slots.kind.words} can't be")
-        if not 0 < gather.tickets_address <= _ADDRESS_SPACE_BYTES - MAX_PEER_SLOTS * 8:
-            raise HandshakeError(f"the peer's tickets can't be at address {gather.tickets_address:#x}")
-    for host in (rank.host for rank in welcome.ranks if rank.host is not None):
-        if host.slots.num_blocks > MAX_PEER_BLOCKS:
-            raise HandshakeError(
-                f"the peer claims {host.slots.num_blocks} slots; at most {MAX_PEER_BLOCKS} are accepted"
-            )
-        ends = (host.slots.blocks_address + _size(host.slots), host.generations_address + host.slots.num_blocks * 8)
-        if min(host.slots.blocks_address, host.generations_address) < 1 or max(ends) > _ADDRESS_SPACE_BYTES:
-            raise HandshakeError("the peer's host tier can't be at the addresses that it names")
-    for metadata in (rank.metadata for rank in welcome.ranks):
-        if len(metadata) > MAX_METADATA_BYTES:
-            raise HandshakeError(f"the peer's metadata has {len(metadata)} bytes; at most {MAX_METADATA_BYTES}")
-
-
-def _size(region: MemoryRegion) -> int:
-    return region.num_blocks * region.block_bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -136,7 +89,7 @@ class PeerReader:
 
     def __init__(self, name: str, local: LocalSide, welcome: PeerWelcome) -> None:
         memory, theirs = local.memory, welcome.layout
-        check_welcome(welcome, memory)
+        check_welcome(welcome, memory.kind)
         self._local = local
         self._welcome = welcome
         self.num_peer_blocks = welcome.ranks[0].region.num_blocks
@@ -173,7 +126,7 @@ class PeerReader:
     # ---- preparing ----
 
     def _register(self, region: MemoryRegion) -> None:
-        self.agent.register(region.kind, region.blocks_address, _size(region), region.device_id)
+        self.agent.register(region.kind, region.blocks_address, region.num_bytes, region.device_id)
 
     def _add_remote(self, rank: int) -> str:
         name = self.agent.add_remote(self._welcome.ranks[rank].metadata)
@@ -210,7 +163,7 @@ class PeerReader:
     @staticmethod
     def _map(rank: RankMemory) -> list[PeerMapping]:
         """What of a rank's memory is a GPU's: its blocks, its slots."""
-        sizes = [_size(rank.region), 0 if rank.gather is None else _size(rank.gather.slots)]
+        sizes = [rank.region.num_bytes, 0 if rank.gather is None else rank.gather.slots.num_bytes]
         return [PeerMapping(memory, size) for memory, size in zip(rank.mappable, sizes, strict=False)]
 
     def _make_mapped(self) -> MappedReader | None:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from splitserve.kvconnector.layout import block_bytes
-from splitserve.memory_records import LayoutRecord, MemoryKind, MemoryRegion
+from splitserve.memory_records import LayoutRecord, MemoryRegion
 from splitserve.messages import PeerWelcome
 
 Rows = npt.NDArray[np.uint64]
@@ -53,32 +52,6 @@ def head_spans(ours: LayoutRecord, rank: int, theirs: LayoutRecord) -> tuple[Hea
 def is_whole(spans: Sequence[HeadSpan], ours: LayoutRecord, theirs: LayoutRecord) -> bool:
     """Whether our blocks are whole blocks of one rank of the peer."""
     return len(spans) == 1 and spans[0].num_heads == ours.kv_heads_per_rank == theirs.kv_heads_per_rank
-
-
-def problem_with_memory(welcome: PeerWelcome) -> str | None:
-    """Why what a peer says of its memory contradicts itself, in words, or None."""
-    layout, regions = welcome.layout, [rank.region for rank in welcome.ranks]
-    if len(regions) != layout.tensor_parallel_size:
-        return f"it names the memory of {len(regions)} ranks, but has {layout.tensor_parallel_size}"
-    if layout.tensor_parallel_size > layout.num_kv_heads and layout.tensor_parallel_size % layout.num_kv_heads:
-        return f"its {layout.tensor_parallel_size} ranks can't share {layout.num_kv_heads} KV heads evenly"
-    if layout.tensor_parallel_size <= layout.num_kv_heads and layout.num_kv_heads % layout.tensor_parallel_size:
-        return f"its {layout.num_kv_heads} KV heads can't be split between {layout.tensor_parallel_size} ranks"
-    if len({region.num_blocks for region in regions}) != 1:
-        return f"its ranks have different numbers of blocks: {[region.num_blocks for region in regions]}"
-    if regions[0].num_blocks < 1:
-        return "it registered no blocks"
-    for region in regions:
-        if region.block_bytes != block_bytes(layout):
-            return f"its blocks have {region.block_bytes} bytes; of its layout they would have {block_bytes(layout)}"
-    for host in (rank.host for rank in welcome.ranks if rank.host is not None):
-        if layout.tensor_parallel_size > 1:
-            return "it has several ranks, and a host tier that may be read"
-        if host.slots.kind is not MemoryKind.DRAM or host.slots.block_bytes != block_bytes(layout):
-            return f"its host tier has slots of {host.slots.block_bytes} bytes in {host.slots.kind.words}"
-    if len({region.kind for region in regions}) != 1:
-        return "some of its ranks have their blocks in host memory, others on a GPU"
-    return None
 
 
 def num_readable_blocks(welcome: PeerWelcome) -> int:

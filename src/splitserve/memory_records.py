@@ -77,6 +77,10 @@ class MemoryRegion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_blocks: Size
     block_bytes: Size
 
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
 
 class GatherMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where a rank puts heads of blocks together for a reader: slots, as blocks of a region; their tickets (uint64, one
