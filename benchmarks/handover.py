@@ -266,8 +266,8 @@ def main(argv: Sequence[str]) -> int:
         else (run, row_of, HEADERS)
     )
     keep_awake = options.keep_cores_awake and not options.served  # workers do it themselves
-    if keep_awake:
-        bind_process(awake_cpus(usable_cpus()))
+    if keep_awake and not bind_process(awake_cpus(usable_cpus())):
+        raise ConfigError("this process can't stay on half of the cores; go without --keep-cores-awake")
     with kept_awake(keep_awake, usable_cpus()):
         for result in run_all(options, device):
             results.append(result)

@@ -142,6 +142,7 @@ def _end_with(parent: int) -> None:
 
 
 def _spin(parent: int) -> NoReturn:
+    """Until the parent's end; at once if that has been."""
     try:
         _end_with(parent)
         while True:
