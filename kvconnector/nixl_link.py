@@ -127,8 +127,8 @@ class LinkProbe:
                 best[adjacent] = best[apart] = min(best[adjacent], best[apart])
             seconds_of = best[one], best[adjacent], best[apart]
             costs[path] = fit_blocks(*seconds_of, num_blocks, shape.local_block_bytes, num_spans=shape.num_spans)
-        rates = (f"{path} {cost.bytes_per_second / 1e9:.0f} GB/s" for path, cost in costs.items())
-        logger.info("heads that %s splits differently are read by: %s", self._reader.agent.name, ", ".join(rates))
+        found = ", ".join(f"{path} in {cost}" for path, cost in costs.items())
+        logger.info("heads that %s splits differently are read by %s", self._reader.agent.name, found)
         return costs
 
     def _read(self, place: MemoryRegion, source: MemoryRegion, count: int, size: int) -> Pending:

@@ -29,6 +29,10 @@ class LinkCost:
             + num_bytes / self.bytes_per_second
         )
 
+    def __str__(self) -> str:
+        fixed, each = self.seconds_fixed * 1e6, self.seconds_per_descriptor * 1e6
+        return f"{fixed:.0f} us + {each:.1f} us a descriptor + bytes at {self.bytes_per_second / 1e9:.0f} GB/s"
+
 
 @dataclass(frozen=True, slots=True)
 class ReadCost:
