@@ -7,13 +7,16 @@ number of programs keeps enough bytes under way for the link, and leaves the res
 beside. Offsets are in 64 bits.
 
 What to copy is in a table in pinned memory, where the kernel looks itself: a copy of the table to the device would take
-the host longer to start than the kernel does to read it. Not a graph, which would be launched sooner: capturing one
-makes whoever waits for the whole device meanwhile fail.
+the host longer to start than the kernel does to read it. Once compiled the kernel is launched without Triton's look at
+its arguments, which are the same each time. Not a graph, which would be launched sooner: capturing one makes whoever
+waits for the whole device meanwhile fail.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -46,7 +49,7 @@ class _Table:
 
     def __init__(self, *, on_gpu: bool) -> None:
         self.memory = torch.zeros(1 + 2 * _MOST_PIECES, dtype=torch.int64, pin_memory=on_gpu)
-        self._numbers = self.memory.numpy()
+        self._numbers = self.memory.numpy().data.cast("B").cast("q")
         self._is_read = torch.cuda.Event(blocking=True) if on_gpu else None
 
     def fill(self, targets: Sequence[int], sources: Sequence[int], chunks_per_piece: int) -> None:
@@ -54,59 +57,65 @@ class _Table:
         if self._is_read is not None:
             self._is_read.synchronize()
         self._numbers[0] = len(targets) * chunks_per_piece
-        self._numbers[1 : 1 + len(targets)] = targets
-        self._numbers[1 + _MOST_PIECES :][: len(sources)] = sources
+        self._numbers[1 : 1 + len(targets)] = array("q", targets)
+        self._numbers[1 + _MOST_PIECES : 1 + _MOST_PIECES + len(sources)] = array("q", sources)
 
-    def launched(self) -> None:
-        """A kernel that reads it is on the current stream."""
+    def launched(self, stream: "torch.cuda.Stream | None") -> None:
+        """A kernel that reads it is on that stream."""
         if self._is_read is not None:
-            self._is_read.record()
+            self._is_read.record(stream)
 
 
 class RowCopier:
-    """Copies pieces of ``rows`` each, from and to multiples of ``alignment``, a power of two.
+    """Copies pieces of ``rows`` each, from and to multiples of ``alignment``, a power of two, on ``stream``, which is
+    of the current device; None on a CPU, where the kernel is interpreted.
 
     Used by one thread, and kept until the copies are over: the device reads its tables.
     """
 
-    def __init__(self, device: torch.device, rows: Rows, alignment: int) -> None:
-        on_gpu = device.type == "cuda"
+    def __init__(self, stream: "torch.cuda.Stream | None", rows: Rows, alignment: int) -> None:
+        self._stream = stream
+        self._launch_compiled: Callable[..., None] | None = None
         bits = alignment | rows.width | rows.target_pitch | rows.source_pitch
         self._rows = rows
         self._alignment = next(size for size in _UNITS if bits % size == 0)
-        self._chunk_bytes = min(_CHUNK_BYTES, triton.next_power_of_2(rows.width))
-        self._num_chunks = triton.cdiv(rows.width, self._chunk_bytes)
-        self._tables = itertools.cycle([_Table(on_gpu=on_gpu) for _ in range(_NUM_TABLES)])
+        chunk_bytes = min(_CHUNK_BYTES, triton.next_power_of_2(rows.width))
+        self._num_chunks = triton.cdiv(rows.width, chunk_bytes)
+        unit_bytes = min(self._alignment, 8)
+        self._arguments = (  # of the kernel, after its table
+            rows.num_rows,
+            self._num_chunks,
+            rows.width // unit_bytes,
+            rows.target_pitch // unit_bytes,
+            rows.source_pitch // unit_bytes,
+            _UNITS[self._alignment],
+            chunk_bytes // unit_bytes,
+            rows.width % chunk_bytes == 0,
+            self._alignment,
+            _MOST_PIECES,
+            _NUM_STAGES,
+        )
+        self._tables = itertools.cycle([_Table(on_gpu=stream is not None) for _ in range(_NUM_TABLES)])
 
     def start(self, targets: Sequence[int], sources: Sequence[int]) -> None:
-        """From each address of ``sources`` to the one of ``targets``, on the device's current stream. Waits if as many
-        copies as there are tables are under way. Raises what a compiler or CUDA raises."""
+        """From each address of ``sources`` to the one of ``targets``. Waits if as many copies as there are tables are
+        under way. Raises what a compiler or CUDA raises."""
         assert len(targets) == len(sources)
         for low in range(0, len(targets), _MOST_PIECES):
             part = slice(low, low + _MOST_PIECES)
             table = next(self._tables)
             table.fill(targets[part], sources[part], self._rows.num_rows * self._num_chunks)
             self._launch(table.memory)
-            table.launched()
+            table.launched(self._stream)
 
     def _launch(self, table: Tensor) -> None:
-        num_rows, width, target_pitch, source_pitch = self._rows
-        unit_bytes = min(self._alignment, 8)
-        _copy_kernel[(_MAX_PROGRAMS,)](
-            table,
-            num_rows,
-            self._num_chunks,
-            width // unit_bytes,
-            target_pitch // unit_bytes,
-            source_pitch // unit_bytes,
-            UNIT=_UNITS[self._alignment],
-            CHUNK=self._chunk_bytes // unit_bytes,
-            IS_EVEN=width % self._chunk_bytes == 0,
-            ALIGNMENT=self._alignment,
-            MOST_PIECES=_MOST_PIECES,
-            NUM_STAGES=_NUM_STAGES,
-            num_warps=_NUM_WARPS,
-        )
+        if self._stream is not None and self._launch_compiled is not None:
+            self._launch_compiled(table, *self._arguments, stream=self._stream.cuda_stream)
+            return
+        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            compiled = _copy_kernel[(_MAX_PROGRAMS,)](table, *self._arguments, num_warps=_NUM_WARPS)
+        if self._stream is not None:
+            self._launch_compiled = compiled[(_MAX_PROGRAMS, 1, 1)]
 
 
 @triton.jit

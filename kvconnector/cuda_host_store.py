@@ -231,7 +231,9 @@ class CudaHostStore:
             size = self._blocks.shape[1]
             address_bits = size | self._blocks.data_ptr() | self._slots_on_device
             rows = Rows(1, size, size, size)
-            self._row_copiers[is_load] = RowCopier(self._device, rows, address_bits & -address_bits)
+            self._row_copiers[is_load] = RowCopier(
+                self._up if is_load else self._down, rows, address_bits & -address_bits
+            )
         return self._row_copiers[is_load]
 
     def _faster_way(self) -> str:

@@ -156,16 +156,15 @@ class MappedReader:
     def _by_kernel(self, spans: Sequence[BlockPieces], local: Sequence[int], remote: Sequence[int]) -> Pending:
         started, num_bytes = time.monotonic(), 0
         try:
-            with torch.cuda.stream(self.stream):
-                for rows, alike in itertools.groupby(spans, _rows_of):  # nearly always all of them
-                    targets, sources, address_bits = [], [], 0
-                    for span in alike:
-                        targets += [span.target + block * span.target_bytes for block in local]
-                        sources += [span.source + block * span.source_bytes for block in remote]
-                        address_bits |= span.target | span.source | span.target_bytes | span.source_bytes
-                    alignment = min(address_bits & -address_bits, 16)
-                    self._row_copier(rows, alignment).start(targets, sources)
-                    num_bytes += len(targets) * rows[0] * rows[1]
+            for rows, alike in itertools.groupby(spans, _rows_of):  # nearly always all of them
+                targets, sources, address_bits = [], [], 0
+                for target, source, target_bytes, source_bytes, *_ in alike:
+                    targets += [target + block * target_bytes for block in local]
+                    sources += [source + block * source_bytes for block in remote]
+                    address_bits |= target | source | target_bytes | source_bytes
+                alignment = min(address_bits & -address_bits, 16)
+                self._row_copier(rows, alignment).start(targets, sources)
+                num_bytes += len(targets) * rows[0] * rows[1]
         except Exception as error:  # of a compiler, or of CUDA
             self.wait()
             raise TransferError(f"the kernel for a peer's memory fails: {type(error).__name__}: {error}") from error
@@ -177,7 +176,8 @@ class MappedReader:
 
         key = *rows, alignment
         if key not in self._row_copiers:
-            self._row_copiers[key] = RowCopier(self._device, Rows(*rows), alignment)
+            stream = self.stream if self._device.type == "cuda" else None
+            self._row_copiers[key] = RowCopier(stream, Rows(*rows), alignment)
         return self._row_copiers[key]
 
     def _by_engines(self, pieces: Iterable[Copies]) -> Pending:

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from splitserve.handover import ReadCommand, ReadPath, ReadResult
@@ -225,32 +225,22 @@ class _Peer:
         self.join = ConnectionJoin(num_threads)
         self.shape: ReadShape | None = None
         self.cost: ReadCost | None = None
-        self._cost_of_parts: ReadCost | None = None
         self._chosen: dict[int, ReadPath] = {}
 
     def learn(self, shape: ReadShape | None, cost: ReadCost | None) -> None:
         """What one thread knows; None: nothing new."""
         self.shape, self.cost = shape or self.shape, cost or self.cost
-        self._cost_of_parts = None if self.cost is None else replace(self.cost, kernel=None)
         self._chosen.clear()
 
-    def path(self, command: ReadCommand, wanted: ReadPath | None, num_parts: int) -> ReadPath:
-        """Of a read that so many threads share, unless the kernel does it alone."""
-        return self._path(command, wanted, self.cost, num_parts)
-
-    def path_of_part(self, part: ReadCommand, wanted: ReadPath | None) -> ReadPath:
-        """Of what one of several threads reads: not by the kernel."""
-        return self._path(part, wanted, self._cost_of_parts, 1)
-
-    def _path(self, command: ReadCommand, wanted: ReadPath | None, cost: ReadCost | None, num_parts: int) -> ReadPath:
-        shape, num_blocks = self.shape, len(command.local_blocks)
+    def path(self, command: ReadCommand, wanted: ReadPath | None) -> ReadPath:
+        shape, cost, num_blocks = self.shape, self.cost, len(command.local_blocks)
         if shape is None or cost is None:
             return ReadPath.DIRECT
         if wanted is not None and wanted in path_seconds(shape, cost, num_blocks):
             return wanted
         if not shape.is_whole and shape.is_mapped:  # what of the blocks is adjacent decides
             num_runs = sum(1 for _ in runs(command.local_blocks, command.remote_blocks))
-            return choose_path(shape, cost, num_blocks, -(-num_runs // num_parts))
+            return choose_path(shape, cost, num_blocks, num_runs)
         if num_blocks not in self._chosen:
             self._chosen[num_blocks] = choose_path(shape, cost, num_blocks)
         return self._chosen[num_blocks]
@@ -343,14 +333,11 @@ class NixlConnector:
             thread.close()
 
     def _reads(self, command: ReadCommand, peer: _Peer | None) -> list[tuple[ReadCommand, ReadPath]]:
-        """What each thread reads, and by which path; the first one alone if its copies fill the link."""
-        if peer is None or peer.shape is None:
-            return [(part, ReadPath.DIRECT) for part in self._parts(command)]
-        parts = self._parts(command)
-        path = peer.path(command, self._settings.path, len(parts))
-        if path is ReadPath.KERNEL or (path is ReadPath.MAPPED and peer.shape.is_whole):
-            return [(command, path)]
-        return [(part, peer.path_of_part(part, self._settings.path)) for part in parts]
+        """What each thread reads, and by which path; through a mapping the first one alone, since its copies fill the
+        link and threads that queue copies at once hold each other up."""
+        path = ReadPath.DIRECT if peer is None else peer.path(command, self._settings.path)
+        parts = [command] if path.is_through_mapping else self._parts(command)
+        return [(part, path) for part in parts]
 
     def _parts(self, command: ReadCommand) -> list[ReadCommand]:
         """A large read in even parts, one per thread; a small one whole."""

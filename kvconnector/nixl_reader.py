@@ -52,7 +52,6 @@ from splitserve.messages import PeerWelcome
 logger = logging.getLogger(__name__)
 
 _STAGING = (ReadPath.STAGED, ReadPath.GATHERED)
-_THROUGH_MAPPING = (ReadPath.MAPPED, ReadPath.KERNEL)
 READS_AT_ONCE = 4  # per peer; each needs a scratch row for the generations, further ones wait
 _PRACTICE_SECONDS = 0.0002  # before data is due: time enough to read generations for practice
 
@@ -168,7 +167,8 @@ class PeerReader:
 
     def _make_mapped(self) -> MappedReader | None:
         """None unless the blocks of each rank that we read from are mapped, and that is wanted."""
-        if not (self._local.settings.maps or self._local.settings.path in _THROUGH_MAPPING):
+        settings = self._local.settings
+        if not settings.maps and not (settings.path is not None and settings.path.is_through_mapping):
             return None
         blocks = {rank: mappings[0] for rank, mappings in self._mappings.items() if mappings and mappings[0].address}
         if len(blocks) < len(self._mappings):
@@ -242,7 +242,7 @@ class PeerReader:
         return ReadPath.DIRECT if self.is_whole else ReadPath.STAGED
 
     def _can_not(self, path: ReadPath) -> bool:
-        if path in _THROUGH_MAPPING:
+        if path.is_through_mapping:
             return self.mapped is None
         return path is ReadPath.GATHERED and self.gather is None
 
@@ -349,7 +349,7 @@ class PeerReader:
 
     def _read_blocks(self, read: Read, local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> Iterator[Pending]:
         """Of the peer's device."""
-        if read.path in _THROUGH_MAPPING:
+        if read.path.is_through_mapping:
             assert self.mapped is not None
             data = self.mapped.read(local_blocks, remote_blocks, read.path)
             if data.due_at > time.monotonic() + _PRACTICE_SECONDS:

@@ -1,6 +1,5 @@
 """KV gather and scatter: PyTorch's and Triton's against plain indexing; byte for byte, whatever the bytes are."""
 
-import contextlib
 import functools
 import importlib
 import operator
@@ -132,13 +131,14 @@ def copied(source: Tensor, target: Tensor, pairs: list[tuple[int, int]], width: 
     bits = functools.reduce(operator.or_, (*read, *written), 0)
     on_gpu = DEVICE.type == "cuda"
     torch.cuda.synchronize() if on_gpu else None
-    with torch.cuda.stream(torch.cuda.Stream(DEVICE)) if on_gpu else contextlib.nullcontext():
-        copier = RowCopier(DEVICE, rows, bits & -bits)
-        copier.start(written[:1], read[:1])  # it's compiled now
-        if on_gpu:  # so that what follows is queued before the first one runs
+    stream = torch.cuda.Stream(DEVICE) if on_gpu else None
+    copier = RowCopier(stream, rows, bits & -bits)
+    copier.start(written[:1], read[:1])  # it's compiled now
+    if stream is not None:  # so that what follows is queued before the first one runs
+        with torch.cuda.stream(stream):
             torch.cuda._sleep(100_000_000)
-        for first in range(0, len(pairs), at_once):
-            copier.start(written[first : first + at_once], read[first : first + at_once])
+    for first in range(0, len(pairs), at_once):
+        copier.start(written[first : first + at_once], read[first : first + at_once])
     torch.cuda.synchronize() if on_gpu else None
 
 

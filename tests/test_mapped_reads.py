@@ -20,13 +20,14 @@ from splitserve.kvconnector.batch_copies import BatchCopier, Copies
 from splitserve.kvconnector.layout import block_bytes
 from splitserve.kvconnector.mapped_reads import Blocks, MappedReader, growing_parts, span_pieces
 from splitserve.kvconnector.memory import KVMemory
-from splitserve.kvconnector.nixl import _Peer
+from splitserve.kvconnector.nixl import NixlConnector, _Peer
 from splitserve.kvconnector.nixl_agent import TransferError
 from splitserve.kvconnector.nixl_link import LinkProbe
 from splitserve.kvconnector.read_choice import ReadShape, choose_path, path_seconds
 from splitserve.kvconnector.read_cost import CopyCost, LinkCost, ReadCost, fit_blocks
 from splitserve.kvconnector.read_plan import head_spans, heads_of
-from splitserve.memory_records import LayoutRecord
+from splitserve.kvconnector.read_settings import ReadSettings
+from splitserve.memory_records import LayoutRecord, MemoryKind
 from splitserve.request import Party
 
 NUM_BLOCKS = 12
@@ -339,23 +340,40 @@ def test_adjacent_blocks_are_left_to_copy_engines() -> None:
     peer, forth, back = _Peer(1, 1), read_of(range(64)), read_of(range(63, -1, -1))
     engines, kernel = LinkCost(1e-5, 1e-5, 380e9), LinkCost(1e-5, 0.0, 350e9)
     peer.learn(shape(is_whole=False, is_mapped=True), ReadCost(POSTED, COPY, None, engines, kernel))
-    assert peer.path(forth, None, 1) is ReadPath.MAPPED
-    assert peer.path(read_of([*range(32, 64), *range(32)]), None, 1) is ReadPath.MAPPED
-    assert peer.path(back, None, 1) is peer.path(back, None, 2) is ReadPath.KERNEL
-    assert peer.path(back, None, 8) is ReadPath.MAPPED, "eight threads queue copies faster than one"
-    assert peer.path_of_part(back, None) is ReadPath.MAPPED, "the kernel reads alone"
+    assert peer.path(forth, None) is ReadPath.MAPPED
+    assert peer.path(read_of([*range(32, 64), *range(32)]), None) is ReadPath.MAPPED
+    assert peer.path(back, None) is ReadPath.KERNEL
     peer.learn(None, ReadCost(POSTED, COPY, None, engines))
-    assert peer.path(back, None, 1) is ReadPath.MAPPED
+    assert peer.path(back, None) is ReadPath.MAPPED
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_threads_share_what_is_posted_but_not_what_is_copied_through_a_mapping(*, is_whole: bool) -> None:
+    peer, read = _Peer(1, 1), read_of(range(63, -1, -1))
+    connector = object.__new__(NixlConnector)
+    connector._settings = ReadSettings.of(MemoryKind.VRAM)
+    connector._threads = [object(), object()]  # type: ignore[list-item]
+    connector._memory = SimpleNamespace(block_bytes=4 * MIB)  # type: ignore[assignment]
+    halves = [range(63, 31, -1), range(31, -1, -1)]
+
+    def blocks(known: _Peer | None) -> list[tuple[Sequence[int], ReadPath]]:
+        return [(part.remote_blocks, path) for part, path in connector._reads(read, known)]
+
+    assert blocks(None) == blocks(peer) == [(half, ReadPath.DIRECT) for half in halves]
+    peer.learn(shape(is_whole=is_whole, is_mapped=True), ReadCost(POSTED, COPY, None, MAPPED))
+    assert blocks(peer) == [(range(63, -1, -1), ReadPath.MAPPED)]
+    peer.learn(shape(is_whole=is_whole, is_mapped=False), None)
+    assert blocks(peer) == [(half, ReadPath.DIRECT if is_whole else ReadPath.STAGED) for half in halves]
 
 
 def test_a_path_that_is_asked_for_is_taken_if_it_can_be() -> None:
     peer = _Peer(1, 1)
     read = read_of(range(64))
-    assert peer.path(read, ReadPath.MAPPED, 1) is ReadPath.DIRECT  # nothing is known yet
+    assert peer.path(read, ReadPath.MAPPED) is ReadPath.DIRECT  # nothing is known yet
     peer.learn(shape(is_whole=True, is_mapped=True), ReadCost(POSTED, COPY, None, MAPPED))
-    assert [peer.path(read, path, 1) for path in ReadPath] == [
+    assert [peer.path(read, path) for path in ReadPath] == [
         ReadPath.DIRECT, ReadPath.MAPPED, ReadPath.MAPPED, ReadPath.MAPPED, ReadPath.MAPPED, ReadPath.MAPPED,
     ]  # fmt: skip
     peer.learn(shape(is_whole=False, is_mapped=False), None)
-    assert peer.path(read, ReadPath.LAYERS, 1) is ReadPath.LAYERS
-    assert peer.path(read, ReadPath.MAPPED, 1) is ReadPath.STAGED
+    assert peer.path(read, ReadPath.LAYERS) is ReadPath.LAYERS
+    assert peer.path(read, ReadPath.MAPPED) is ReadPath.STAGED

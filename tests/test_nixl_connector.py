@@ -23,10 +23,7 @@ from splitserve.kvconnector import nixl
 from splitserve.kvconnector import nixl_reader as nixl_reader_module
 from splitserve.kvconnector.connector import PeerConnected
 from splitserve.kvconnector.digest import no_digests
-from splitserve.kvconnector.nixl import _Peer as Peer
 from splitserve.kvconnector.nixl_reader import LocalSide, PeerReader
-from splitserve.kvconnector.read_choice import ReadShape
-from splitserve.kvconnector.read_cost import CopyCost, LinkCost, ReadCost
 from splitserve.kvconnector.read_settings import ReadSettings
 from splitserve.memory_records import MappableMemory, MemoryKind
 from splitserve.request import Party
@@ -134,19 +131,6 @@ def test_a_large_read_is_joined_from_its_parts() -> None:
     finally:
         reader.connector.close()
         source.close()
-
-
-@pytest.mark.parametrize(("is_whole", "num_reads"), [(True, 1), (False, 2)])
-def test_copies_of_whole_blocks_through_a_mapping_are_one_threads(is_whole: bool, num_reads: int) -> None:
-    reader = Reader(settings=ReadSettings.of(MemoryKind.DRAM, num_threads=2, split_bytes=1))
-    peer = Peer(1, 2)
-    shape = ReadShape(is_whole, 1, 4, 1 << 15, 1 << 15, 16, 0, is_mapped=True)
-    peer.learn(shape, ReadCost(LinkCost(1.0, 1.0, 1.0), CopyCost(1.0, 1.0), None, LinkCost(1e-5, 1e-6, 1e9)))
-    command = ReadCommand(1, SOURCE, [0, 1, 2, 3], [4, 5, 6, 7])
-    reads = reader.connector._reads(command, peer)
-    assert [path for _, path in reads] == [ReadPath.MAPPED] * num_reads
-    assert [block for part, _ in reads for block in part.remote_blocks] == [4, 5, 6, 7]
-    reader.connector.close()
 
 
 def test_generations_are_read_as_they_are_now() -> None:

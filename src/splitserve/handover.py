@@ -53,6 +53,11 @@ class ReadPath(StrEnum):
     MAPPED = "mapped"  # copied straight into place by our GPU, through a mapping of the peer's memory
     KERNEL = "kernel"  # as mapped, but by a kernel of ours instead of by copy engines
 
+    @property
+    def is_through_mapping(self) -> bool:
+        """Whether our GPU copies from the peer's memory, and nothing is posted to a transport."""
+        return self in (ReadPath.MAPPED, ReadPath.KERNEL)
+
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
