@@ -3,7 +3,8 @@
 :class:`Cluster` starts them, shows their progress, watches them and ends them, wherever its host runs them
 (:mod:`.local_host`, :mod:`.ray_host`). It is one loop over events; :mod:`.supervision` decides which workers there
 shall be. No child outlives a cluster on this machine: they are asked with SIGINT, which doesn't wait for requests,
-killed after :data:`STOP_GRACE_SECONDS`, and end by themselves if this process dies without a word.
+killed after :data:`STOP_GRACE_SECONDS` (more with large host tiers), and end by themselves if this process dies
+without a word.
 """
 
 import logging
@@ -243,14 +244,16 @@ class Cluster:
             raise LaunchError("the cluster ended by itself: its log says why")
 
     def stop(self) -> None:
-        """End every child within :data:`STOP_GRACE_SECONDS`, by force if need be. Idempotent."""
+        """End every child in the time that the module's docstring says, by force if need be. Idempotent."""
         self.state = "stopping"
         for child in self._children.values():
             child.send_signal(signal.SIGINT)
-        deadline = time.monotonic() + STOP_GRACE_SECONDS
+        workers = self._supervisor.workers.values()
+        grace = STOP_GRACE_SECONDS + max((worker.spec.give_back_seconds() for worker in workers), default=0.0)
+        deadline = time.monotonic() + grace
         for child in self._children.values():
             if not child.join(max(0.0, deadline - time.monotonic())):
-                _log.warning("%s (pid %d) did not end within %g s: killed", child.name, child.pid, STOP_GRACE_SECONDS)
+                _log.warning("%s (pid %d) did not end within %.3g s: killed", child.name, child.pid, grace)
                 child.kill()
                 child.join(STOP_GRACE_SECONDS)
         with self._changed:

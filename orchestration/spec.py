@@ -36,6 +36,7 @@ NotNegative: TypeAlias = Annotated[int, Meta(ge=0)]
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in msgspec.structs.fields(EngineConfig)}
 _ROUTER: dict[str, Any] = {field.name: field.default for field in msgspec.structs.fields(RouterConfig)}
 _LMCACHE: dict[str, Any] = {field.name: field.default for field in msgspec.structs.fields(LMCacheConfig)}
+_GIVEN_BACK_BYTES_PER_SECOND = 4 << 30
 _CHOICES = {
     "dtype": DTYPES,
     "device": DEVICES,
@@ -283,6 +284,10 @@ class ClusterSpec(Part, frozen=True, kw_only=True):
         if "tensor_parallel_size" in _DEFAULTS:
             values["tensor_parallel_size"] = pool.tensor_parallel_size
         return EngineConfig(**values)
+
+    def give_back_seconds(self) -> float:
+        """That a worker may take at its end to give back the largest host tier there is: pinned pages go slowly."""
+        return max((_num_bytes(pool.memory.host) for pool in self.pools), default=0) / _GIVEN_BACK_BYTES_PER_SECOND
 
     def lmcache_config(self) -> LMCacheConfig | None:
         """Of the LMCache server that is to be started; None if there is to be none, or one is there already."""

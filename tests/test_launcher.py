@@ -52,8 +52,9 @@ def events() -> list[ChildProgress]:
 def make_cluster(events: list[ChildProgress]) -> Iterator[Callable[..., LocalCluster]]:
     clusters = []
 
-    def make(*, restart: bool = True, **numbers: int) -> LocalCluster:
-        spec = simple_spec(EngineConfig(model="some/model"), port=0, **numbers)
+    def make(*, restart: bool = True, host_kv_memory_bytes: int = 0, **numbers: int) -> LocalCluster:
+        engine = EngineConfig(model="some/model", host_kv_memory_bytes=host_kv_memory_bytes)
+        spec = simple_spec(engine, port=0, **numbers)
         clusters.append(LocalCluster(spec, entries=ENTRIES, show=events.append, num_cores=5, restart=restart))
         return clusters[-1]
 
@@ -219,17 +220,19 @@ def test_restarts_wait_longer_each_time_and_end() -> None:
     assert RestartPolicy().on_death(None, chosen) != 0.0, "it never got ready: it might not next time either"
 
 
+@pytest.mark.parametrize(("host_gib", "seconds"), [(0, "0.5"), (4, "1.5")])
 def test_child_that_ignores_sigterm_is_killed(
-    make_cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    host_gib: int, seconds: str, make_cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Later where a large host tier is given back."""
     monkeypatch.setenv("SPLITSERVE_TEST_BEHAVIOUR", "mixed-0=stubborn")
     monkeypatch.setattr("splitserve.orchestration.cluster.STOP_GRACE_SECONDS", 0.5)
-    cluster = make_cluster(num_mixed=1)
+    cluster = make_cluster(num_mixed=1, host_kv_memory_bytes=host_gib << 30)
     cluster.start()
     pids = list(cluster.pids.values())
     cluster.stop()
     assert not any(is_running(pid) for pid in pids)
-    assert "mixed-0" in caplog.text and "killed" in caplog.text
+    assert "mixed-0" in caplog.text and f"did not end within {seconds} s: killed" in caplog.text
 
 
 LAUNCHER_PROGRAM = """
