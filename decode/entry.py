@@ -89,7 +89,7 @@ def run_worker(config: WorkerConfig, progress: Progress) -> None:
     on_rank_failure = _EndWithRank(progress)
     with (
         kept_awake(config.engine.keep_cores_awake, usable_cpus()) as cores,
-        start_team(me, config.role, config.engine, device, on_rank_failure) as team,
+        start_team(me, config.role, config.engine, device, on_rank_failure, placement=config.placement) as team,
     ):
         served = load_served_model(config.engine, device, team.group, progress, clock)
         team.wait_until_ready()
@@ -197,7 +197,7 @@ def _serve(
         shared_tier=tiers.shared,
     )
     kv_events = KVEventSocket(sockets) if config.engine.kv_events else NoKVEvents()
-    place = place_of(config, memory, served.runner.model.kernels.backends)
+    place = place_of(config, memory, tiers.host, served.runner.model.kernels.backends)
     progress("placement", {"remote_bytes": str(place.remote_bytes), "machine": place.machine})
     info = _worker_info(config, me, served, place, endpoint=sockets.endpoint, kv_events_endpoint=kv_events.endpoint)
     profiler = _make_profiler(config, memory.blocks.device, waker.wake)

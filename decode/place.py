@@ -11,17 +11,19 @@ from splitserve import __version__
 from splitserve.config import WorkerConfig
 from splitserve.cores import available_cores, usable_cpus
 from splitserve.kvconnector.memory import KVMemory
-from splitserve.kvconnector.numa_memory import pages_by_node
+from splitserve.kvconnector.numa_memory import HostMemory, pages_by_node, remote_bytes
 from splitserve.messages import WorkerPlace
-from splitserve.prefill.pinning import remote_bytes
 
 logger = logging.getLogger(__name__)
 
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
-def place_of(config: WorkerConfig, memory: KVMemory, kernels: Mapping[str, str]) -> WorkerPlace:
-    """Of this process, whose KV memory is placed already. Bytes on the wrong NUMA node are logged, too.
+def place_of(
+    config: WorkerConfig, memory: KVMemory, host: HostMemory | None, kernels: Mapping[str, str]
+) -> WorkerPlace:
+    """Of this process, whose KV memory and host tier (``host``) are placed already. KV memory's bytes on the wrong NUMA
+    node are logged, too.
 
     ``kernels``: the backend of each operation.
     """
@@ -41,9 +43,10 @@ def place_of(config: WorkerConfig, memory: KVMemory, kernels: Mapping[str, str])
         device=str(memory.blocks.device),
         cpus=sorted(usable_cpus()),
         num_threads=config.engine.threads,
-        remote_bytes=remote,
+        remote_bytes=remote + (0 if host is None else host.num_remote_bytes),
         num_cores=available_cores(),
         kv_bytes=num_bytes,
+        host_kv_bytes=0 if host is None else len(host.bytes),
         memlock_bytes=None if memlock_bytes == resource.RLIM_INFINITY else memlock_bytes,
         max_open_files=max(0, max_open_files),
         ucx_tls=os.environ.get("UCX_TLS", ""),

@@ -31,6 +31,7 @@ from splitserve.models.parallel import CollectiveError
 from splitserve.models.process_group import find_store, join_group
 from splitserve.models.runner import ModelRunner, NonFiniteLogitsError
 from splitserve.models.shard import Shard
+from splitserve.prefill.pinning import keep_near, pin_threads
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class RankProcess:
         engine, size = self._order.engine, self._order.engine.tensor_parallel_size
         torch.set_num_threads(engine.threads)
         device = device_of(engine.device, self._order.rank, size)
+        keep_near(device, self._order.placement)
         group = join_group(find_store(self._order.store_port, size), Shard(self._order.rank, size), device)
         served = load_served_model(engine, device, group, lambda _stage, _detail: None)
         transfers = self._transfers(served.memory)
@@ -77,7 +79,9 @@ class RankProcess:
         )
 
     def _carry_out(self, transfers: RankTransfers) -> None:
+        """Where transfers belong: threads that this one starts inherit it."""
         try:
+            pin_threads(self._order.placement)
             transfers.run()
         except Exception as error:
             self.end_with(error)

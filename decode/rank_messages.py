@@ -8,13 +8,13 @@ both ways:      the link between the worker's connector and the rank's; what the
 
 import msgspec
 
-from splitserve.config import EngineConfig
+from splitserve.config import CorePlacement, EngineConfig
 from splitserve.request import Party, Role
 from splitserve.step import StepPlan
 
 
 class RankOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """Who the rank is. ``engine`` is the worker's, with all that depends on the device decided.
+    """Who the rank is. ``engine`` is the worker's, with all that depends on the device decided; ``placement`` as well.
 
     ``store_port``: where the ranks meet. ``steps_fd``, ``reports_fd``: its pipes; ``link_fd``: a socket.
     """
@@ -23,6 +23,7 @@ class RankOrder(msgspec.Struct, frozen=True, kw_only=True):
     role: Role
     rank: int
     engine: EngineConfig
+    placement: CorePlacement
     store_port: int
     steps_fd: int
     reports_fd: int

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, Pipe
 
 import msgspec
 
-from splitserve.config import EngineConfig
+from splitserve.config import CorePlacement, EngineConfig
 from splitserve.decode.rank_messages import RankFailed, RankOrder, RankReport, RankStep
 from splitserve.errors import SplitserveError
 from splitserve.kvconnector.ranked import TransferRankError
@@ -95,9 +95,17 @@ class Ranks:
     """Ranks 1 to n - 1 of this worker, which is rank 0. Start it from the main thread: the kernel ends them with it."""
 
     def __init__(
-        self, party: Party, role: Role, engine: EngineConfig, store_port: int, on_failure: Callable[[RankError], None]
+        self,
+        party: Party,
+        role: Role,
+        engine: EngineConfig,
+        store_port: int,
+        on_failure: Callable[[RankError], None],
+        *,
+        placement: CorePlacement | None = None,
     ) -> None:
-        """``engine``: with the number of threads of one rank. ``on_failure`` is called once, from a thread."""
+        """``engine``: with the number of threads of one rank. ``on_failure`` is called once, from a thread.
+        ``placement`` of the worker; None: its processes go where they like."""
         self._engine_id = party.engine_id
         self._on_failure = on_failure
         self._changed = threading.Condition()
@@ -114,6 +122,7 @@ class Ranks:
                 role=role,
                 rank=rank,
                 engine=engine,
+                placement=placement or CorePlacement(),
                 store_port=store_port,
                 steps_fd=-1,
                 reports_fd=-1,

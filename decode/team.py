@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from splitserve.config import EngineConfig
+from splitserve.config import CorePlacement, EngineConfig
 from splitserve.decode.ranks import RankError, Ranks
 from splitserve.kvconnector.ranked import TransferRankError
 from splitserve.models.config import load_model_config
@@ -37,12 +37,19 @@ class Team:
 
 @contextmanager
 def start_team(
-    party: Party, role: Role, engine: EngineConfig, device: torch.device, on_failure: Callable[[RankError], None]
+    party: Party,
+    role: Role,
+    engine: EngineConfig,
+    device: torch.device,
+    on_failure: Callable[[RankError], None],
+    *,
+    placement: CorePlacement | None = None,
 ) -> Iterator[Team]:
     """As many ranks as ``engine`` says, on ``device`` and those after it; they end with the context.
 
-    ``engine``: all that depends on the device decided, ``threads`` of one rank. ``on_failure`` is called once from a
-    thread if a rank is lost. What then fails in the context comes out as the :class:`RankError` that is behind it.
+    ``engine``: all that depends on the device decided, ``threads`` of one rank; ``placement``: of the worker.
+    ``on_failure`` is called once from a thread if a rank is lost. What then fails in the context comes out as the
+    :class:`RankError` that is behind it.
     Raises :class:`ConfigError` if the model can't be shared by so many.
     """
     size = engine.tensor_parallel_size
@@ -51,7 +58,7 @@ def start_team(
         return
     check_tensor_parallel_size(load_model_config(engine.model), size)  # before anything is started
     store, port = open_store(size)
-    ranks = Ranks(party, role, engine, port, on_failure)
+    ranks = Ranks(party, role, engine, port, on_failure, placement=placement)
     group: Collectives | None = None
     try:
         group = join_group(store, Shard(0, size), device)

@@ -7,6 +7,7 @@ slots; a block that isn't in all of them is in none.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -70,6 +71,13 @@ class Header(NamedTuple):
         return _FIELDS.pack(_MAGIC, *self).ljust(HEADER_BYTES, b"\0")
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class DiskFullError(ConfigError):
+    """No room for a folder."""
+
+
 class SlotFolder:
     """The files of one rank. Raises :class:`ConfigError` where it can't write, or another process uses the folder
     and still does so after ``lock_seconds``."""
@@ -83,7 +91,8 @@ class SlotFolder:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise ConfigError(f"--disk-kv-dir: can't write to {path}: {error.strerror}") from error
+            kind = DiskFullError if error.errno in _FULL else ConfigError
+            raise kind(f"--disk-kv-dir: can't write to {path}: {error.strerror}") from error
         if not _has_locked(self._lock, lock_seconds):
             os.close(self._lock)
             raise ConfigError(f"--disk-kv-dir: another process uses {path}; give each cluster its own")
@@ -143,11 +152,10 @@ class _Lane:
         self.staging = HostMemory(self._num_blocks * memory.block_bytes, node_of_device(memory.device))
         self.device = host_store(memory, self.staging)
         self.headers = HostMemory(self._num_blocks * HEADER_BYTES)
-        parts = [(part.address, len(part.bytes)) for part in (self.staging, self.headers)]
-        self.files = FileAgent(self._name, parts, self._backend)
+        self.files = FileAgent(self._name, [self.staging, self.headers], self._backend)
 
     def renew(self) -> None:
-        """After a failure: what was given up may still move."""
+        """After a failure: what was given up may still move, in memory that its agent keeps."""
         self.device.close()
         self._make()
 

@@ -33,12 +33,13 @@ MIN_LAYER_BYTES = 64 << 10
 
 
 class HostTier(NamedTuple):
-    """A tier, what carries its copies out, its description, and what peers need to read from it."""
+    """A tier, what carries its copies out, its description, what peers need to read from it, and where it is."""
 
     tier: Tier
     store: TierStore
     description: str
     memory: HostTierMemory | None
+    host: HostMemory
 
 
 def load_gates(layout: LayoutRecord, device: torch.device) -> LoadGates | None:
@@ -70,11 +71,11 @@ def host_tier(memory: KVMemory, num_bytes: int, gates: LoadGates | None = None) 
     description = f"{num_slots} blocks, {host.describe()}" + (" on each rank" if num_ranks > 1 else "")
     description += ", loaded by layers" if gates is not None else ""
     if num_ranks > 1:
-        return HostTier(Tier(HOST, TierIndex(num_slots), most, most_loaded), store, description, None)
+        return HostTier(Tier(HOST, TierIndex(num_slots), most, most_loaded), store, description, None, host)
     tier = Tier(HOST, TierIndex(num_slots, generations), most, most_loaded)
     slots = MemoryRegion(MemoryKind.DRAM, 0, host.address, num_slots, memory.block_bytes)
     served = HostTierMemory(slots, int(generations.ctypes.data))
-    return HostTier(tier, store, description, served)
+    return HostTier(tier, store, description, served, host)
 
 
 def host_store(memory: KVMemory, host: HostMemory, gates: LoadGates | None = None) -> TierStore:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from splitserve.errors import ConfigError
+from splitserve.kvconnector.numa_memory import HostMemory
 
 POLL_SECONDS = 0.0002
 BACKENDS = {"posix": "POSIX", "gds": "GDS"}
@@ -27,10 +28,10 @@ class FileTransferError(Exception):
 
 
 class FileAgent:
-    """Not thread-safe: one thread's. ``memory`` is what transfers may touch, as ``(address, bytes)``. ``backend`` is
-    one of :data:`BACKENDS`. Raises :class:`ConfigError` where NIXL doesn't have it."""
+    """Not thread-safe: one thread's. ``memory`` is what transfers may touch; it is kept until the agent is gone.
+    ``backend`` is one of :data:`BACKENDS`. Raises :class:`ConfigError` where NIXL doesn't have it."""
 
-    def __init__(self, name: str, memory: Sequence[tuple[int, int]], backend: str = "posix") -> None:
+    def __init__(self, name: str, memory: Sequence[HostMemory], backend: str = "posix") -> None:
         try:
             from nixl_cu13 import _api as nixl
         except ImportError:
@@ -48,7 +49,8 @@ class FileAgent:
                 f"--disk-kv-backend {backend}: NIXL doesn't have its {BACKENDS[backend]} backend here ({error})"
                 + (advice if backend == "gds" else "")
             ) from error
-        ranges = [(address, num_bytes, 0, "") for address, num_bytes in memory]
+        self._memory = memory  # after the agent: attributes are given up in the order in which they were set
+        ranges = [(part.address, len(part.bytes), 0, "") for part in memory]
         self._registration = self._agent.register_memory(ranges, "DRAM", backends=self._backends)
 
     def write(self, ranges: Sequence[FileRange]) -> None:

@@ -4,12 +4,12 @@ A worker stays on one node: its GPU's, or for CPU workers the one with the most 
 split between its CPU workers. Of a share some cores are kept free of the model, for transfer threads and the engine
 loop, so that a copy doesn't take a core from a step in the middle; a share that is too small for that stays whole.
 Nothing is pinned where cores would have to be shared between workers: the kernel does that better. A GPU worker is
-kept on its node, no closer. The network device is the nearest one, for people: UCX finds it by itself, and is told only
-where the spec names one.
+kept on its node, but for the cores of other GPUs' transfer threads; its own ones have some for themselves. The network
+device is the nearest one, for people: UCX finds it by itself, and is told only where the spec names one.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from splitserve.config import CorePlacement
@@ -20,13 +20,16 @@ from splitserve.orchestration.topology import Core, PciDevice, Topology, format_
 MIN_CORES_TO_SPLIT = 4
 CORES_PER_TRANSFER_CORE = 8
 MAX_TRANSFER_CORES = 2
+TRANSFER_CORES_PER_GPU = 2
+MIN_CORES_TO_SPLIT_PER_GPU = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """A worker to place. ``gpus``: PCI addresses, none for a CPU worker. The rest is the user's word, where given:
 
-    ``cores`` of the process, ``transfer_cores`` among them, ``node``, ``nic``; ``pin`` off: bind nothing.
+    ``cores`` of the process, ``transfer_cores`` among them or how many (``num_transfer_cores``), ``node``, ``nic``;
+    ``pin`` off: bind nothing.
     """
 
     name: str
@@ -34,6 +37,7 @@ class Wanted:
     pin: bool = True
     cores: str = ""
     transfer_cores: str = ""
+    num_transfer_cores: int | None = None
     node: int | None = None
     nic: str = ""
 
@@ -48,6 +52,7 @@ def wanted_place(name: str, pool: PoolSpec, gpus: tuple[str, ...]) -> Wanted:
         pin=chosen.pin,
         cores=chosen.cores[index % len(chosen.cores)] if chosen.cores else "",
         transfer_cores=chosen.transfer_cores[index % len(chosen.transfer_cores)] if chosen.transfer_cores else "",
+        num_transfer_cores=chosen.num_transfer_cores,
         node=chosen.numa_node,
         nic=chosen.nic,
     )
@@ -73,9 +78,9 @@ class WorkerPlan:
 
     @property
     def placement(self) -> CorePlacement:
-        """What the worker is told. A GPU worker is kept on its node, and its threads go where they like there."""
+        """What the worker is told. Of a GPU worker only transfer threads have cores of their own."""
         if self.device != "cpu":
-            return CorePlacement(cpus=self.node_cpus, numa_node=self.node)
+            return CorePlacement(cpus=self.node_cpus, transfer_cpus=self.transfer_cpus, numa_node=self.node)
         if self.why:
             return CorePlacement(numa_node=self.node)
         together = tuple(sorted({*self.model_cpus, *self.transfer_cpus, *self.io_cpus}))
@@ -91,12 +96,12 @@ class WorkerPlan:
     def _describe(self) -> str:
         where = "" if self.node is None else f", NUMA node {self.node}"
         nic = f", NIC {self.nic}" if self.nic else ""
+        apart = f", transfer {format_list(self.transfer_cpus)}" if self.transfer_cpus else ""
         if self.device != "cpu" and not self.why:
             kept = f"kept on cores {format_list(self.node_cpus)}" if self.node_cpus else "not pinned: one NUMA node"
-            return f"{self.device}{where}{nic}; {kept}"
+            return f"{self.device}{where}{nic}; {kept}{apart}"
         if self.why:
             return f"{self.device}{where}{nic}; not pinned: {self.why}"
-        apart = f", transfer {format_list(self.transfer_cpus)}" if self.transfer_cpus else ""
         loop = f", I/O {format_list(self.io_cpus)}" if self.io_cpus else ""
         return f"{self.device}{where}{nic}; cores: model {format_list(self.model_cpus)}{apart}{loop}"
 
@@ -155,10 +160,9 @@ def _node_of(topology: Topology, wanted: Wanted) -> int | None:
     if wanted.cores:
         nodes = {core.node for core in _chosen(topology, wanted.name, wanted.cores)}
         return nodes.pop() if len(nodes) == 1 else None
-    gpu = topology.gpu(wanted.gpus[0]) if wanted.gpus else None
-    if gpu is not None and gpu.node is not None and topology.cores_of(gpu.node):
-        return gpu.node
-    return None
+    nodes_of_gpus = {None if gpu is None else gpu.node for gpu in map(topology.gpu, wanted.gpus)}
+    node = nodes_of_gpus.pop() if len(nodes_of_gpus) == 1 else None
+    return node if node is not None and topology.cores_of(node) else None
 
 
 def _chosen(topology: Topology, name: str, text: str) -> list[Core]:
@@ -201,18 +205,16 @@ def _plan(topology: Topology, wanted: Wanted, node: int | None, share: list[Core
     cores = _chosen(topology, wanted.name, wanted.cores) if wanted.cores else share
     if not wanted.pin:
         return replace(plan, why="as the spec says")
-    if wanted.gpus and wanted.cores:
-        plan = replace(plan, node_cpus=_cpus(cores))
-    elif wanted.gpus and node is not None and len(topology.nodes) > 1:
-        plan = replace(plan, node_cpus=_cpus(topology.cores_of(node)))
+    if wanted.gpus:
+        return _plan_gpus(topology, wanted, plan)
     if not cores:
         return replace(plan, why=why_none)
     if wanted.transfer_cores:
         transfer = _chosen(topology, wanted.name, wanted.transfer_cores)
         kept = {cpu for core in transfer for cpu in core.cpus}
         model, loop = [core for core in cores if not kept & set(core.cpus)] or cores, transfer
-    elif len(cores) >= MIN_CORES_TO_SPLIT:
-        model, transfer, loop = _apart(cores)
+    elif wanted.num_transfer_cores is not None or len(cores) >= MIN_CORES_TO_SPLIT:
+        model, transfer, loop = _apart(wanted, cores)
     elif len(cores) == len(topology.cores):
         return replace(plan, num_cores=len(cores), why="too few cores to keep any apart")
     else:
@@ -222,14 +224,56 @@ def _plan(topology: Topology, wanted: Wanted, node: int | None, share: list[Core
     )
 
 
-def _cpus(cores: Sequence[Core]) -> tuple[int, ...]:
+def _plan_gpus(topology: Topology, wanted: Wanted, plan: WorkerPlan) -> WorkerPlan:
+    """``plan`` with the cores that a GPU worker is kept on, its GPUs' nodes' where the machine has others, and those
+    of its transfer threads. Pools ask for their workers one by one, so nothing depends on who else is there."""
+    gpus = [gpu for gpu in map(topology.gpu, wanted.gpus) if gpu is not None and gpu.node is not None]
+    nodes = {gpu.node for gpu in gpus} if len(gpus) == len(wanted.gpus) and wanted.node is None else {plan.node}
+    gpus = [gpu for gpu in gpus if gpu.node in nodes]
+    kept: list[Core] = []
+    if wanted.cores:
+        kept = _chosen(topology, wanted.name, wanted.cores)
+    elif None not in nodes and len(nodes) < len(topology.nodes):
+        kept = [core for core in topology.cores if core.node in nodes]
+    if wanted.transfer_cores:
+        transfer = _chosen(topology, wanted.name, wanted.transfer_cores)
+    elif wanted.cores:
+        transfer = kept[len(kept) - _num_apart(wanted, kept, 0) :]
+    else:
+        transfer = [core for gpu in gpus for core in _cores_of_gpu(topology, wanted, gpu, by_default=bool(kept))]
+        others = [gpu for gpu in topology.gpus if gpu not in gpus and gpu.node in nodes]
+        theirs = [core for gpu in others for core in _cores_of_gpu(topology, wanted, gpu, by_default=bool(kept))]
+        kept = [core for core in kept if core not in theirs]
+    return replace(plan, node_cpus=_cpus({*kept, *transfer} if kept else ()), transfer_cpus=_cpus(transfer))
+
+
+def _cores_of_gpu(topology: Topology, wanted: Wanted, gpu: PciDevice, *, by_default: bool) -> list[Core]:
+    """For the transfers of a GPU's worker: the last ones of an even share of the node for each GPU there is."""
+    neighbours = [other.name for other in topology.gpus if other.node == gpu.node]
+    share = [] if gpu.node is None else _split(topology.cores_of(gpu.node), neighbours).get(gpu.name, [])
+    usual = TRANSFER_CORES_PER_GPU if by_default and len(share) >= MIN_CORES_TO_SPLIT_PER_GPU else 0
+    return share[len(share) - _num_apart(wanted, share, usual) :]
+
+
+def _num_apart(wanted: Wanted, cores: Sequence[Core], usual: int) -> int:
+    """How many of ``cores`` transfers have for themselves. Raises :class:`ConfigError` if nothing would be left."""
+    number = usual if wanted.num_transfer_cores is None else wanted.num_transfer_cores
+    if number and number >= len(cores):
+        raise ConfigError(
+            f"{wanted.name}: num_transfer_cores is {number}, of {len(cores)} cores; leave one to the rest"
+        )
+    return number
+
+
+def _cpus(cores: Iterable[Core]) -> tuple[int, ...]:
     return tuple(sorted(cpu for core in cores for cpu in core.cpus))
 
 
-def _apart(cores: list[Core]) -> tuple[list[Core], list[Core], list[Core]]:
+def _apart(wanted: Wanted, cores: list[Core]) -> tuple[list[Core], list[Core], list[Core]]:
     """For the model, for transfers, for the engine loop: the last ones are kept free of the model."""
-    num_transfer = min(MAX_TRANSFER_CORES, max(1, len(cores) // CORES_PER_TRANSFER_CORE))
-    num_loop = 1 if len(cores) >= 2 * MIN_CORES_TO_SPLIT else 0
+    usual = min(MAX_TRANSFER_CORES, max(1, len(cores) // CORES_PER_TRANSFER_CORE))
+    num_transfer = _num_apart(wanted, cores, usual)
+    num_loop = 1 if len(cores) >= 2 * MIN_CORES_TO_SPLIT and len(cores) > num_transfer + 1 else 0
     num_model = len(cores) - num_transfer - num_loop
     transfer = cores[num_model : num_model + num_transfer]
     return cores[:num_model], transfer, cores[num_model + num_transfer :] or transfer

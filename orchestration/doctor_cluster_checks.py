@@ -256,8 +256,7 @@ def check_worker_limits(report: ClusterReport) -> Check:
     problems = []
     for worker in report.workers:
         place = worker.info.place
-        host_bytes = place.kv_bytes if place.device == "cpu" else 0
-        problems.append(memlock_problem(_name(worker), place.memlock_bytes, place.rdma_devices, host_bytes))
+        problems.append(memlock_problem(_name(worker), place.memlock_bytes, place.rdma_devices, _on_host(place)))
         problems.append(open_files_problem(_name(worker), place.max_open_files or None))
     limits = {worker.info.place.memlock_bytes for worker in report.workers}
     shown = sorted("any amount" if limit is None else format_bytes(limit) for limit in limits)
@@ -292,16 +291,21 @@ def check_worker_memory(report: ClusterReport) -> Check:
     problems = [
         Problem(
             "remote_memory",
-            f"{format_bytes(worker.info.place.remote_bytes)} of {format_bytes(worker.info.place.kv_bytes)} of KV "
-            f"memory of {_name(worker)} are on other NUMA nodes than its cores",
-            "free memory on its node, give the worker less (--kv-memory), or choose another node "
+            f"{format_bytes(worker.info.place.remote_bytes)} of {format_bytes(_on_host(worker.info.place))} of KV "
+            f"in host memory of {_name(worker)} are on other NUMA nodes than its cores or its GPU",
+            "free memory on its node, give the worker less (--kv-memory, --host-kv-memory), or choose another node "
             "(`placement: {numa_node: N}`)",
         )
         for worker in report.workers
-        if worker.info.place.remote_bytes > MAX_REMOTE_SHARE * worker.info.place.kv_bytes
+        if worker.info.place.remote_bytes > MAX_REMOTE_SHARE * _on_host(worker.info.place)
     ]
     total = sum(worker.info.place.kv_bytes for worker in report.workers)
     return check("worker memory", f"{format_bytes(total)} of KV", problems)
+
+
+def _on_host(place: WorkerPlace) -> int:
+    """Bytes of KV in its machine's memory."""
+    return place.host_kv_bytes + (place.kv_bytes if place.device == "cpu" else 0)
 
 
 def check_kernels(report: ClusterReport) -> Check:

@@ -138,6 +138,7 @@ class PlacementSpec(Part, frozen=True, kw_only=True):
     numa_node: Annotated[NotNegative | None, Meta(description="Of all workers of the pool.")] = None
     cores: Annotated[list[str], Meta(description="Hardware threads of each worker in turn, like ['0-7', '8-15'].")] = []
     transfer_cores: Annotated[list[str], Meta(description="Those of them that move KV, of each worker in turn.")] = []
+    num_transfer_cores: Annotated[NotNegative | None, Meta(description="How many, if not which.")] = None
     nic: Annotated[str, Meta(description="Network device, as UCX calls it; empty: UCX's own choice.")] = ""
 
 
@@ -420,6 +421,8 @@ def _pool_problems(spec: ClusterSpec, pool: PoolSpec) -> Iterator[tuple[str, str
     except ConfigError as error:
         yield "", str(error)
         return
+    if pool.placement.transfer_cores and pool.placement.num_transfer_cores is not None:
+        yield ".placement", "transfer_cores and num_transfer_cores are both set; keep one"
     if engine.keep_cores_awake and not pool.placement.pin:
         yield ".placement.pin", "is off, but keep_cores_awake keeps workers on some cores; leave one of them out"
 

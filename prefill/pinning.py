@@ -1,4 +1,4 @@
-"""Which cores a worker's threads run on, as its config says; and where its host memory came to lie.
+"""Which cores a worker's threads run on, as its config says.
 
 Threads are told apart by their names. The model's threads are moved before their first step: the workers of its OpenMP
 pool are made by them then, and inherit where they may run.
@@ -7,9 +7,12 @@ pool are made by them then, and inherit where they may run.
 import logging
 import os
 import threading
-from collections.abc import Mapping
+
+import torch
 
 from splitserve.config import CorePlacement
+from splitserve.cores import usable_cpus
+from splitserve.kvconnector.numa_memory import cpus_of_node, node_of_gpu
 
 logger = logging.getLogger(__name__)
 
@@ -23,11 +26,19 @@ def pin_threads(placement: CorePlacement) -> dict[str, tuple[int, ...]]:
     Does nothing without a placement, or on a platform that can't. A thread that can't be moved stays where it is.
     """
     moved: dict[str, tuple[int, ...]] = {}
+    usable = usable_cpus()  # fewer than planned where only some cores are kept awake
     for thread in threading.enumerate():
-        cpus = cpus_of_thread(thread.name, placement)
+        cpus = tuple(cpu for cpu in cpus_of_thread(thread.name, placement) if cpu in usable)
         if cpus and thread.native_id is not None and _set_affinity(thread.native_id, cpus):
             moved[thread.name] = cpus
     return moved
+
+
+def keep_near(device: torch.device, placement: CorePlacement) -> None:
+    """Keep this process on its GPU's NUMA node, of those that the worker is kept on: ranks may have GPUs of several."""
+    node = node_of_gpu(device) if placement.cpus and device.type == "cuda" else None
+    if node is not None and (near := usable_cpus() & cpus_of_node(node)):
+        os.sched_setaffinity(0, near)
 
 
 def cpus_of_thread(name: str, placement: CorePlacement) -> tuple[int, ...]:
@@ -35,14 +46,6 @@ def cpus_of_thread(name: str, placement: CorePlacement) -> tuple[int, ...]:
     if name.startswith(_MODEL):
         return placement.model_cpus
     return placement.transfer_cpus if name.startswith(_TRANSFER) else ()
-
-
-def remote_bytes(pages: Mapping[int, int], num_bytes: int, node: int | None) -> int:
-    """How many of ``num_bytes`` lie on other NUMA nodes than ``node``, from ``pages`` by node (all, or a sample)."""
-    total = sum(pages.values())
-    if node is None or not total:
-        return 0
-    return round(num_bytes * (total - pages.get(node, 0)) / total)
 
 
 def _set_affinity(thread_id: int, cpus: tuple[int, ...]) -> bool:

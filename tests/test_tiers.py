@@ -335,9 +335,9 @@ def synchronize(device: str) -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
 def test_blocks_come_back_as_they_were(device: str) -> None:
     memory = KVMemory(LAYOUT, 8, torch.device(device))
-    tier, store, description, served = host_tier(memory, 5 * memory.block_bytes)
+    tier, store, description, served, own = host_tier(memory, 5 * memory.block_bytes)
     assert (served.slots.num_blocks, served.slots.block_bytes) == (5, memory.block_bytes)
-    assert tier.index.num_slots == 5
+    assert tier.index.num_slots == 5 and own.address == served.slots.blocks_address
     assert "5 blocks" in description
     memory.blocks.copy_(torch.randn(memory.blocks.shape))
     before = memory.blocks.clone()

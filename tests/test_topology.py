@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,8 @@ from fake_sysfs import write_machine
 from splitserve.config import CorePlacement
 from splitserve.cores import usable_cpus
 from splitserve.errors import ConfigError
-from splitserve.orchestration.core_plan import Wanted, plan_workers, wanted_place
+from splitserve.kvconnector.numa_memory import remote_bytes
+from splitserve.orchestration.core_plan import Wanted, WorkerPlan, plan_workers, wanted_place
 from splitserve.orchestration.display import describe_progress
 from splitserve.orchestration.gpus import Gpu
 from splitserve.orchestration.host import ChildProgress
@@ -29,7 +31,7 @@ from splitserve.orchestration.topology import (
     parse_list,
     read_topology,
 )
-from splitserve.prefill.pinning import cpus_of_thread, pin_threads, remote_bytes
+from splitserve.prefill.pinning import cpus_of_thread, pin_threads
 
 
 def read(root: Path, cpus: set[int] | None = None, allowed_nodes: str = "") -> Topology:
@@ -161,9 +163,10 @@ def test_gpu_workers_stay_on_their_gpus_node(tmp_path: Path) -> None:
     plans = plan_workers(topology, wanted)
     assert [plan.node for plan in plans.values()] == [0, 0, 1]
     assert plans["w-0"].placement.cpus == plans["w-1"].placement.cpus == tuple(range(8))
-    assert plans["w-2"].placement == CorePlacement(cpus=tuple(range(8, 16)), numa_node=1), "no thread is pinned apart"
+    assert not plans["w-0"].transfer_cpus, "too few cores for each of two GPUs"
+    assert plans["w-2"].placement == CorePlacement(cpus=tuple(range(8, 16)), transfer_cpus=(14, 15), numa_node=1)
     assert plans["w-1"].nic == "mlx5_1:1"
-    assert plans["w-2"].describe() == "1 GPU, NUMA node 1, NIC mlx5_2:1; kept on cores 8-15"
+    assert plans["w-2"].describe() == "1 GPU, NUMA node 1, NIC mlx5_2:1; kept on cores 8-15, transfer 14-15"
     single = plan_workers(
         read(write_machine(tmp_path / "one", gpu_nodes=(0,))), [Wanted("w-0", gpus=("0000:18:00.0",))]
     )["w-0"]
@@ -171,6 +174,45 @@ def test_gpu_workers_stay_on_their_gpus_node(tmp_path: Path) -> None:
     assert single.describe().endswith("not pinned: one NUMA node")
     chosen = plan_workers(read(tmp_path / "one"), [Wanted("w-0", gpus=("0000:18:00.0",), cores="0-1")])["w-0"]
     assert chosen.placement.cpus == (0, 1), "but for what the spec says"
+
+
+def test_transfers_of_gpus_have_cores_of_their_own(tmp_path: Path) -> None:
+    """Whoever else is there: pools ask for their workers one by one."""
+    topology = read(write_machine(tmp_path, nodes=3, cores_per_node=16, gpu_nodes=(0, 0, 1)))
+    first, second, third = (gpu.name for gpu in topology.gpus)
+
+    def plan(*gpus: str, **given: Any) -> WorkerPlan:
+        return plan_workers(topology, [Wanted("w-0", gpus=gpus, **given)])["w-0"]
+
+    assert plan(first).transfer_cpus == (6, 7) and plan(second).transfer_cpus == (14, 15)
+    assert plan(first).node_cpus == tuple(range(14)), "not on the second GPU's"
+    both = plan(first, second)
+    assert both.transfer_cpus == (6, 7, 14, 15) and both.node_cpus == tuple(range(16)) and both.node == 0
+    apart = plan(second, third)
+    assert apart.node is None and apart.transfer_cpus == (14, 15, 30, 31)
+    assert apart.node_cpus == (*range(6), *range(8, 32)), "both nodes'"
+    assert plan(first, num_transfer_cores=1).transfer_cpus == (7,)
+    assert plan(first, num_transfer_cores=0).placement == CorePlacement(cpus=tuple(range(16)), numa_node=0)
+    assert plan(first, transfer_cores="3").placement == CorePlacement(
+        cpus=tuple(range(16)), transfer_cpus=(3,), numa_node=0
+    )
+    assert plan(first, cores="0-3", num_transfer_cores=1).placement == CorePlacement(
+        cpus=(0, 1, 2, 3), transfer_cpus=(3,), numa_node=0
+    )
+    assert plan(first, node=2).placement == CorePlacement(cpus=tuple(range(32, 48)), numa_node=2)
+    with pytest.raises(ConfigError, match="num_transfer_cores is 8, of 8 cores; leave one to the rest"):
+        plan(first, num_transfer_cores=8)
+    alone = read(write_machine(tmp_path / "one", cores_per_node=16, gpu_nodes=(0,)))
+    wanted = Wanted("w-0", gpus=(alone.gpus[0].name,), transfer_cores="3")
+    assert plan_workers(alone, [wanted])["w-0"].placement == CorePlacement(transfer_cpus=(3,), numa_node=0)
+
+
+@pytest.mark.parametrize(("number", "model", "transfer"), [(0, 7, 0), (1, 6, 1), (5, 2, 5), (7, 1, 7)])
+def test_the_number_of_transfer_cores_can_be_chosen(tmp_path: Path, number: int, model: int, transfer: int) -> None:
+    topology = read(write_machine(tmp_path, cores_per_node=8))
+    plan = plan_workers(topology, [Wanted("w-0", num_transfer_cores=number)])["w-0"]
+    assert (len(plan.model_cpus), len(plan.transfer_cpus)) == (model, transfer)
+    assert len({*plan.model_cpus, *plan.transfer_cpus, *plan.io_cpus}) == 8
 
 
 def test_the_users_word_counts(tmp_path: Path) -> None:

@@ -69,7 +69,20 @@ LAYOUT = LayoutRecord("demo", "sha", "float32", 16, 2, 2, 16)
 SAMPLING = SamplingParams(max_tokens=5, temperature=0.5, top_k=3, top_p=0.9, seed=2**64 - 1, stop_token_ids=(1, 2))
 PEER = PeerRef(PREFILL, "tcp://127.0.0.1:5555")
 PLACE = WorkerPlace(
-    "node-7", "0.1.0", "cpu", [0, 1], 2, 4096, 2, 1 << 30, 8 << 20, 1024, "tcp", ["mlx5_0"], {"sample": "triton"}
+    "node-7",
+    "0.1.0",
+    "cpu",
+    [0, 1],
+    2,
+    4096,
+    2,
+    1 << 30,
+    2 << 30,
+    8 << 20,
+    1024,
+    "tcp",
+    ["mlx5_0"],
+    {"sample": "triton"},
 )
 INFO = WorkerInfo(PREFILL, Role.PREFILL, "tcp://127.0.0.1:1", 42, LAYOUT, 64, 8, 1024, 320, place=PLACE)
 REPORT = HandoverReport("prefill-0", "nixl", 3, 3072, 16, 2, 0.01, 0.001, 0.005)

@@ -23,7 +23,7 @@ from splitserve.request import FinishReason, Party, RequestKey, Role, SamplingPa
 from splitserve.token_ids import TokenIds
 from splitserve.wire_numbers import BlockHash, Count, Digest, NonNegative, Seconds, Size, TokenId, Unsigned
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 MAX_RANKS = 64
 MAX_CPUS = 4096
 MAX_DEVICES = 256
@@ -44,7 +44,8 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 class WorkerPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where a worker runs, for whoever looks for the reason of something. ``machine`` is its host's name; ``cpus`` the
     hardware threads that it may use, on ``num_cores`` physical cores (a CPU quota counted in), ``num_threads`` those
-    that compute; ``remote_bytes`` of its ``kv_bytes`` of KV memory lie on another NUMA node than they should.
+    that compute. It has ``kv_bytes`` of KV memory and a host tier of ``host_kv_bytes``; ``remote_bytes`` of both lie on
+    another NUMA node than they should.
     ``memlock_bytes`` is how much memory it may lock (None: any amount, or not known), ``max_open_files`` how many files
     it may open.
     ``ucx_tls``: transports that UCX may choose from, as its environment says; "" for its own choice. ``rdma_devices``:
@@ -58,6 +59,7 @@ class WorkerPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     remote_bytes: Count = 0
     num_cores: Count = 0
     kv_bytes: Count = 0
+    host_kv_bytes: Count = 0
     memlock_bytes: Count | None = None
     max_open_files: Count = 0
     ucx_tls: str = ""
