@@ -40,6 +40,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {"shape": "qwen3-0.6b", "dtype": "float32", "prompt_tokens": [128, 512, 2000], "block_size": [16, 32]},
     "cuda": {"shape": "llama-3.1-8b", "dtype": "bfloat16", "prompt_tokens": [1024, 4096, 8192], "block_size": [64]},
 }
+NOT_SERVED = ("threads", "split_mib", "path", "poll_us", "serve_poll_us", "naive")
 NAIVE_PIECE_BYTES = 32 << 10  # what a layout per layer gives for Llama-3.1-8B with 16 tokens per block
 
 
@@ -176,11 +177,11 @@ def run(options: argparse.Namespace, device: str) -> Iterator[dict[str, Any]]:
                 for arm in arms(options.prompt_tokens, block_size, num_blocks, options.seed):
                     yield {
                         **common,
-                        "threads": settings.num_threads,
                         "split_mib": settings.split_bytes // MIB,
                         "transport": link.transport,
                         "link_gb_per_second": link.bytes_per_second / 1e9,
-                        **measure(arm, sinks, layouts[1], options.repeats),
+                        **(measured := measure(arm, sinks, layouts[1], options.repeats)),
+                        "threads": 1 if ReadPath(measured["path"]).is_through_mapping else settings.num_threads,
                     }
             if options.naive and (num_sources, num_sinks) == (1, 1):
                 for num_tokens in options.prompt_tokens:
@@ -256,6 +257,13 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("--keep-cores-awake is for GPUs; copies between processes need the cores themselves")
     if options.one_rank and (options.served or (device == "cuda" and torch.cuda.device_count() < 2)):
         raise ConfigError("--one-rank is for two GPUs, and not for --served")
+    if options.served:
+        defaults = parser().parse_args([])
+        given = [name for name in NOT_SERVED if getattr(options, name) != getattr(defaults, name)]
+        if given:
+            raise ConfigError(f"--{given[0].replace('_', '-')} isn't for --served: workers read as in production")
+    elif options.naive and (1, 1) not in options.tp:
+        raise ConfigError("--naive is measured for the pair 1:1; add it to --tp")
     for name, default in DEFAULTS[device].items():
         if getattr(options, name) is None:
             setattr(options, name, default)

@@ -16,6 +16,7 @@ doesn't pass through it.
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -48,7 +49,7 @@ MODES = ("one chunk", "chunks")
 COMMAND_SECONDS = 180.0
 
 
-def engine_of(options: argparse.Namespace, model: str, device: str, max_tokens: int) -> EngineConfig:
+def engine_of(options: argparse.Namespace, model: str, device: str, block_size: int, max_tokens: int) -> EngineConfig:
     """``max_tokens`` per step. A prompt that fits is one chunk, whatever its last one's usual size."""
     is_one_chunk = max_tokens >= max(options.prompt_tokens)
     kv_bytes = options.kv_memory_mib << 20
@@ -57,7 +58,7 @@ def engine_of(options: argparse.Namespace, model: str, device: str, max_tokens: 
         device=device,
         dtype=options.dtype,
         load_format="dummy",
-        block_size=options.block_size[0],
+        block_size=block_size,
         kv_memory_bytes=kv_bytes,
         max_num_seqs=8,
         max_num_batched_tokens=max_tokens,
@@ -144,7 +145,6 @@ def measure(url: str, model: str, num_tokens: int, mode: str, options: argparse.
     return {
         "prompt_tokens": num_tokens,
         "mode": mode,
-        "block_size": options.block_size[0],
         "transport": handovers[0]["transport"],
         "bytes": handovers[0]["bytes"],
         "gb_per_second": statistics.median(handover["bytes"] / handover["seconds"] for handover in handovers) / 1e9,
@@ -159,39 +159,42 @@ def measure(url: str, model: str, num_tokens: int, mode: str, options: argparse.
 
 
 def run(options: argparse.Namespace, device: str) -> Iterator[dict[str, Any]]:
-    """A cluster per mode and place, all prompt lengths in each."""
+    """A cluster per block size, pair of ranks, mode and place, all prompt lengths in each."""
     with ExitStack() as stack:
         model = options.model
         if not model:
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="splitserve-bench-"))
             model = str(write_demo_config(Path(directory) / options.shape, shape=options.shape))
         longest = load_model_config(model).max_position_embeddings
-        for mode, max_tokens in zip(MODES, (max(options.prompt_tokens), options.chunk_tokens), strict=True):
-            engine = engine_of(options, model, device, min(max_tokens, longest))
-            spec = simple_spec(engine, port=0, num_prefill=1, num_decode=1)
+        modes = list(zip(MODES, (max(options.prompt_tokens), options.chunk_tokens), strict=True))
+        for block_size, ranks, (mode, max_tokens) in itertools.product(options.block_size, options.tp, modes):
+            engine = engine_of(options, model, device, block_size, min(max_tokens, longest))
+            spec = simple_spec(engine, port=0, num_prefill=1, num_decode=1, prefill_tp=ranks[0], decode_tp=ranks[1])
+            common = {"block_size": block_size, "prefill_tp": ranks[0], "decode_tp": ranks[1]}
             for ray in ["", options.ray] if options.ray else [""]:
                 with running(spec, ray) as url:
                     for num_tokens in options.prompt_tokens:
                         result = measure(url, spec.served_model_name, num_tokens, mode, options)
-                        yield {"place": "Ray" if ray else "local", **result}
+                        yield {"place": "Ray" if ray else "local", **common, **result}
 
 
 def summary(results: Sequence[dict[str, Any]]) -> str:
     """Ray against no Ray, as a table; "" if only one of them was measured."""
-    by_case = {(each["prompt_tokens"], each["mode"], each["place"]): each for each in results}
+    names = ("block_size", "prefill_tp", "decode_tp", "prompt_tokens", "mode")
+    by_case = {(*(each[name] for name in names), each["place"]): each for each in results}
     rows = []
-    for (num_tokens, mode, place), ours in by_case.items():
-        without = by_case[num_tokens, mode, "local"]
+    for (*case, place), ours in by_case.items():
+        without = by_case[(*case, "local")]
         if place == "Ray":
-            names = ("handover_p50_ms", "exposed_p50_ms", "prefill_ms", "gb_per_second")
-            ratios = [f"{ours[name] / without[name]:.2f}" for name in names]
-            rows.append([num_tokens, mode, ours["transport"], without["transport"], *ratios])
+            figures = ("handover_p50_ms", "exposed_p50_ms", "prefill_ms", "gb_per_second")
+            ratios = [f"{ours[name] / without[name]:.2f}" for name in figures]
+            rows.append([ours["prompt_tokens"], ours["mode"], ours["transport"], without["transport"], *ratios])
     headers = ["prompt", "mode", "transport on Ray", "without", "Ray / without: handover", "exposed", "prefill", "GB/s"]
     return table(rows, headers) if rows else ""
 
 
 HEADERS = [
-    *("prompt", "mode", "place", "MB", "reads", "GB/s"),
+    *("prompt", "block", "tp", "mode", "place", "MB", "reads", "GB/s"),
     *("handover p50 ms", "p99", "exposed p50 ms", "p99", "prefill ms", "share"),
 ]
 
@@ -199,6 +202,8 @@ HEADERS = [
 def row_of(result: dict[str, Any]) -> list[object]:
     return [
         result["prompt_tokens"],
+        result["block_size"],
+        f"{result['prefill_tp']}:{result['decode_tp']}",
         result["mode"],
         result["place"],
         f"{result['bytes'] / 1e6:.0f}",

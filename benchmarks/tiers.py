@@ -159,7 +159,7 @@ def print_results(results: dict[str, Any]) -> None:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="splitserve bench tiers", description=__doc__)
-    add_engine_options(parser, shape="qwen3-0.6b", dtype="auto", kv_memory_mib=128)  # less than the chats need
+    add_engine_options(parser, shape="qwen3-0.6b", dtype="float32", kv_memory_mib=128)  # less than the chats need
     parser.add_argument("--host-kv-memory-mib", type=int, default=2048, help="of the worker that has a host tier")
     parser.add_argument("--disk-kv-dir", default="", metavar="DIR", help="the same worker has a disk tier there, too")
     parser.add_argument("--kv-keep", choices=KEEP_POLICIES, default="all")

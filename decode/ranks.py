@@ -4,6 +4,8 @@ Ranks stand and fall together. When one is lost, the others' collectives fail to
 first failure that isn't the consequence of another one, and then the worker ends.
 """
 
+import contextlib
+import fcntl
 import logging
 import os
 import signal
@@ -30,6 +32,7 @@ BLAME_SECONDS = 1.0
 """How long to wait for the cause of a failure that looks like a consequence."""
 
 CLOSE_SECONDS = 2.0
+_STEPS_PIPE_BYTES = 1 << 20
 
 
 class RankError(SplitserveError):
@@ -42,6 +45,9 @@ class _Rank:
     def __init__(self, order: RankOrder, environment: dict[str, str]) -> None:
         self.name = order.name
         steps_reader, self._steps = Pipe(duplex=False)
+        if hasattr(fcntl, "F_SETPIPE_SZ"):  # so that no step waits for a rank to read the last one
+            with contextlib.suppress(OSError):  # above what the system allows
+                fcntl.fcntl(self._steps.fileno(), fcntl.F_SETPIPE_SZ, _STEPS_PIPE_BYTES)
         self.link, link = Pipe(duplex=True)
         reports_fd, reports_write_fd = os.pipe()
         self.reports = os.fdopen(reports_fd, "rb")

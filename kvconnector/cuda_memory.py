@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+from pathlib import Path
 
 import torch
 
@@ -13,6 +14,7 @@ logger = logging.getLogger(__name__)
 _IS_LEGACY_CUDA_IPC_CAPABLE = 10  # of CUpointer_attribute, cuda.h
 _LAZY_ENABLE_PEER_ACCESS = 1  # of CUipcMem_flags
 IPC_HANDLE_BYTES = 64
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class _IpcHandle(ctypes.Structure):
@@ -61,7 +63,15 @@ def _export(memory: torch.Tensor) -> MappableMemory:
     allocation = _allocation_of(driver, address)
     if allocation is None:
         raise ConfigError("CUDA doesn't say which allocation the KV memory is in (cuMemGetAddressRange)")
-    return MappableMemory(bytes(handle.reserved), address - allocation[0])
+    return MappableMemory(bytes(handle.reserved), address - allocation[0], own_machine())
+
+
+def own_machine() -> str:
+    """What tells this machine from others, containers or not, until it boots again; "" where it can't be told."""
+    try:
+        return _BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
 
 
 def _allocation_of(driver: ctypes.CDLL, address: int) -> tuple[int, int] | None:

@@ -2,7 +2,8 @@
 
 NIXL doesn't lock by default, and a copy between processes of one host happens inside the post itself, with the GIL
 released. So every agent has one thread that owns it: one thread serves (peers read through its agent), and a few read,
-since one thread's copies fill neither the memory bus nor a GPU's link. A reading thread has an agent of its own per
+since what one of them posts fills neither the memory bus nor a GPU's link. Only the first one copies through mappings
+of peers' memory, which takes no more. A reading thread has an agent of its own per
 peer: destroying an agent is the only thing that surely stops a posted read, and it must not stop the reads from other
 peers. The engine loop posts nothing itself: it hands commands over, and takes events.
 
@@ -17,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from splitserve.handover import ReadCommand, ReadPath, ReadResult
@@ -185,7 +186,8 @@ class _ReadThread(OwnerThread):
         reader = self._readers[peer]
         if reader.mapped is not None and probe.cost is not None:
             reader.mapped.expect(probe.cost)
-        self._on_connected(Connected(attempt, PeerConnected(peer, None, probe.link), reader.shape, probe.cost))
+        shape = reader.shape if self._measures else None  # the others have no mapping
+        self._on_connected(Connected(attempt, PeerConnected(peer, None, probe.link), shape, probe.cost))
 
     @contextmanager
     def _not_the_peers_time(self) -> Iterator[None]:
@@ -209,7 +211,7 @@ class _ReadThread(OwnerThread):
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """One thread's outcome of an attempt to connect; ``cost`` from the thread that measures."""
+    """One thread's outcome of an attempt to connect; ``shape`` and ``cost`` from the thread that measures."""
 
     attempt: int
     event: PeerConnected
@@ -279,12 +281,12 @@ class NixlConnector:
         self._num_attempts = 0
         self._split_reads: dict[int, ReadJoin] = {}
         name = f"rank-{rank}/{me}"  # agents' names are cut in UCX's log: what tells them apart comes first
-        local = LocalSide(memory, rank, settings, digest_blocks)
+        posting = replace(settings, maps=False, path=None)  # what a thread but the first one does
         self._server = _Server(name, memory, settings, host)
         self._threads = [
             _ReadThread(
                 f"read-{index}/{name}",
-                local,
+                LocalSide(memory, rank, posting if index else settings, digest_blocks),
                 partial(self._join_read, index),
                 self._join_connection,
                 measures=not index,

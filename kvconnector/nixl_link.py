@@ -5,7 +5,8 @@ The first reads of a connection are slow (UCX connects, CUDA maps the peer's mem
 
 import logging
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -20,7 +21,7 @@ from splitserve.kvconnector.nixl_reader import PeerReader
 from splitserve.kvconnector.read_cost import CopyCost, LinkCost, ReadCost, fit, fit_blocks, fit_copies
 from splitserve.kvconnector.read_plan import HeadSpan, piece_rows
 from splitserve.kvconnector.read_settings import ReadSettings
-from splitserve.kvconnector.ucx_log import UCX_LOG, read_transport
+from splitserve.kvconnector.ucx_log import UCX_LOG, UNKNOWN, read_transport
 from splitserve.memory_records import MemoryKind, MemoryRegion
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class LinkProbe:
         self._settings = settings
         self.deadline = time.monotonic() + CONNECT_SECONDS
         self._pending: Pending = Done()
+        self._stream: torch.cuda.Stream | None = None
         self._steps = self._run(measures=measures)
         self.link: Link | None = None
         self.cost: ReadCost | None = None
@@ -69,12 +71,14 @@ class LinkProbe:
         num_bytes = min(self._settings.probe_bytes, source.num_bytes)
         if not measures:
             num_bytes = min(num_bytes, MAX_PIECE_BYTES)
-        buffer = self._buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=self._reader.device)
-        if buffer.is_cuda:
-            torch.cuda.synchronize(buffer.device)
+        with self._on_own_stream():
+            buffer = self._buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=self._reader.device)
         place = MemoryRegion(source.kind, buffer.device.index or 0, buffer.data_ptr(), 1, num_bytes)
         registration = self._reader.agent.register(place.kind, place.blocks_address, num_bytes, place.device_id)
         yield self._reader.probe(piece_rows(place, 1, num_bytes), piece_rows(source, 1, num_bytes))
+        for span in range(1, len(self._reader.spans)):  # no request should pay for connecting to the other ranks
+            other, size = self._reader.probe_source(span), min(num_bytes, MAX_PIECE_BYTES)
+            yield self._reader.probe(piece_rows(place, 1, size), piece_rows(other, 1, size), span)
         if measures:
             self.cost = yield from self._measure(place, source, num_bytes)
             self.link = self._describe(source.kind, self.cost)
@@ -168,10 +172,20 @@ class LinkProbe:
 
     def _time_copy(self, num_bytes: int) -> float:
         started = time.perf_counter()
-        self._buffer[-num_bytes:].copy_(self._buffer[:num_bytes])
-        if self._buffer.is_cuda:
-            torch.cuda.synchronize(self._buffer.device)
+        with self._on_own_stream():
+            self._buffer[-num_bytes:].copy_(self._buffer[:num_bytes])
         return time.perf_counter() - started
+
+    @contextmanager
+    def _on_own_stream(self) -> Iterator[None]:
+        """What is queued within is over at the end; steps that run beside aren't waited for."""
+        if self._reader.device.type != "cuda":
+            yield
+            return
+        stream = self._stream = self._stream or torch.cuda.Stream(self._reader.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
 
     def _timed(self, begin: Callable[[], Pending]) -> Timed:
         started = time.perf_counter()
@@ -184,13 +198,28 @@ class LinkProbe:
 
     def _describe(self, kind: MemoryKind, cost: ReadCost) -> Link:
         transport = read_transport(UCX_LOG.text(), self._reader.agent.name, of_gpu=kind is MemoryKind.VRAM)
-        speed = cost.bytes_per_second
-        problem = ""
-        if speed < self._settings.min_bytes_per_second:
-            problem = (
-                f"{kind.words} is read by {transport} at {speed / 1e9:.2f} GB/s, "
-                f"not at {self._settings.min_bytes_per_second / 1e9:.0f} or more: CUDA IPC isn't used. "
-                "Are both processes in one PID namespace (--pid=host), and are their GPUs joined by NVLink "
-                "(nvidia-smi topo -m)? Hand-overs will be slow"
-            )
+        reader, speed, least = self._reader, cost.bytes_per_second, self._settings.min_bytes_per_second
+        uses_ipc = True if reader.is_mapped or "cuda_ipc" in transport else None if transport == UNKNOWN else False
+        why = link_problem(speed < least, uses_ipc, is_near=reader.is_on_this_machine)
+        wanted = f", not at {least / 1e9:.0f} or more" if speed < least else ""
+        problem = f"{kind.words} is read by {transport} at {speed / 1e9:.2f} GB/s{wanted}: {why}" if why else ""
         return Link(transport, speed, problem)
+
+
+def link_problem(is_slow: bool, uses_ipc: bool | None, *, is_near: bool | None) -> str:
+    """What is wrong with a link between GPUs, and what to do; "" if nothing is. ``is_near``: on one machine, where CUDA
+    IPC is many times as fast as anything else. None: not known."""
+    if not is_slow and not (is_near and uses_ipc is False):
+        return ""
+    if is_near is False:
+        return (
+            "the peer is on another machine. Are network devices near the GPUs, and do they read GPUs' memory "
+            "(GPUDirect RDMA; splitserve doctor says what it sees)? Hand-overs will be slow"
+        )
+    if uses_ipc:
+        return "CUDA IPC is used. Are the GPUs joined by NVLink (nvidia-smi topo -m)? Hand-overs will be slow"
+    return (
+        ("Is CUDA IPC used?" if uses_ipc is None else "CUDA IPC isn't used.")
+        + " Are both processes in one PID namespace "
+        "(--pid=host), and are their GPUs joined by NVLink (nvidia-smi topo -m)? Hand-overs will be slow"
+    )

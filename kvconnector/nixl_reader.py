@@ -25,7 +25,7 @@ import torch
 
 from splitserve.errors import HandshakeError
 from splitserve.handover import ReadCommand, ReadPath, ReadResult
-from splitserve.kvconnector.cuda_memory import PeerMapping
+from splitserve.kvconnector.cuda_memory import PeerMapping, own_machine
 from splitserve.kvconnector.device_copies import Done, Pending
 from splitserve.kvconnector.digest import DigestBlocks
 from splitserve.kvconnector.layout import block_bytes
@@ -195,13 +195,25 @@ class PeerReader:
     def device(self) -> torch.device:
         return self._local.memory.device
 
-    def probe_source(self) -> MemoryRegion:
-        """Memory of the peer's that may be read at any time, for what it takes only."""
-        return self._welcome.ranks[self.spans[0].rank].region
+    @property
+    def is_on_this_machine(self) -> bool | None:
+        """Whether the peer's GPU is; None for host memory, and where it can't be told."""
+        machines = {memory.machine for span in self.spans for memory in self._welcome.ranks[span.rank].mappable}
+        ours = own_machine()
+        return machines == {ours} if ours and machines and "" not in machines else None
 
-    def probe(self, local: Rows, remote: Rows) -> Transfer:
+    @property
+    def is_mapped(self) -> bool:
+        """Whether CUDA IPC maps all that we read from."""
+        return all(mappings and mappings[0].address for mappings in self._mappings.values())
+
+    def probe_source(self, span: int = 0) -> MemoryRegion:
+        """Memory of the peer's that may be read at any time, for what it takes only: of the rank that has that span."""
+        return self._welcome.ranks[self.spans[span].rank].region
+
+    def probe(self, local: Rows, remote: Rows, span: int = 0) -> Transfer:
         """Start reading ``remote`` of :meth:`probe_source` into registered memory of ours."""
-        return self.agent.read_rows(self._remote_names[self.spans[0].rank], self._local.memory.kind, local, remote)
+        return self.agent.read_rows(self._remote_names[self.spans[span].rank], self._local.memory.kind, local, remote)
 
     @property
     def shape(self) -> ReadShape:

@@ -11,8 +11,9 @@ MIB = 1 << 20
 @dataclass(frozen=True, slots=True)
 class ReadSettings:
     """``num_threads`` read at once, each with an agent of its own per peer, and share a read of more than
-    ``split_bytes``. ``poll_seconds`` is the time between looks at what is under way, ``serve_poll_seconds`` at what
-    peers may read or ask for: once connected, they read without our help, unless it goes by TCP.
+    ``split_bytes`` that is posted to a transport. ``poll_seconds`` is the time between looks at what is under way,
+    ``serve_poll_seconds`` at what peers may read or ask for: once connected, they read without our help, unless it goes
+    by TCP.
 
     ``probe_bytes`` are read when connecting, to learn the link's speed, which is a problem to be shouted about below
     ``min_bytes_per_second`` (0: any speed is fine). ``staging_bytes`` per thread and peer are there for blocks that

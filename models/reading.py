@@ -329,7 +329,10 @@ class _File:
         num_bytes = piece.num_rows * piece.row_bytes
         first_page = piece.offset // mmap.PAGESIZE * mmap.PAGESIZE
         length = piece.offset + num_bytes - first_page
-        self._map.madvise(mmap.MADV_WILLNEED, first_page, length)
+        self._map.madvise(mmap.MADV_RANDOM, first_page, length)  # no more than what is asked for is read
+        for begin in range(piece.offset + piece.columns.start, piece.offset + num_bytes, piece.row_bytes):
+            page = begin // mmap.PAGESIZE * mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_WILLNEED, page, begin + len(piece.columns) - page)
         rows = np.frombuffer(self._map, np.uint8, num_bytes, piece.offset).reshape(piece.num_rows, piece.row_bytes)
         np.copyto(into, rows[:, piece.columns.start : piece.columns.stop])
         self._map.madvise(mmap.MADV_DONTNEED, first_page, length)

@@ -18,7 +18,7 @@ from splitserve.orchestration.shared_memory import remove_abandoned
 from splitserve.orchestration.state_folder import StateFolder
 
 POLL_SECONDS = 0.25
-STOP_SECONDS = 30.0
+STOP_SECONDS = 120.0  # large host tiers are given back slowly
 PATIENCE_SECONDS = 10.0  # then a worker that has no place to run is spoken of
 ORPHAN_SECONDS = 6.0  # they end by themselves within half of that
 

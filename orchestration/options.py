@@ -245,7 +245,7 @@ def _add_kv_options(group: _EngineGroup) -> None:
         field="read_threads",
         type=int,
         metavar="N",
-        help="that read KV from a peer at once; 0: as many as fill the link",
+        help="that read KV from a peer at once where it is posted to a transport; 0: as many as fill the link",
     )
     group.add(
         "--map-peer-memory",

@@ -29,7 +29,7 @@ from splitserve.orchestration.spec_conversion import convert_spec
 CONNECT_SECONDS = 5.0
 COMEBACK_SECONDS = 30.0
 REPLY_SECONDS = 60.0
-STOP_SECONDS = 60.0
+STOP_SECONDS = 120.0  # large host tiers are given back slowly
 CONTROLLER_THREADS = 32
 _EXCLUDED = ["**/__pycache__/**", "benchmarks/results/**"]
 

@@ -20,7 +20,7 @@ from splitserve.errors import ConfigError
 from splitserve.orchestration.restarts import RestartPolicy
 from splitserve.orchestration.spec import ClusterSpec, PoolSpec
 
-KILL_GRACE_SECONDS = 10.0  # beyond the time that a draining worker gives itself
+KILL_GRACE_SECONDS = 10.0  # beyond the time that a draining worker gives itself, and that its host tier takes
 MAX_WORKERS_PER_POOL = 4096
 
 
@@ -310,7 +310,8 @@ class Supervisor:
 
     def _ask_to_leave(self, worker: Worker, now: float) -> Action:
         worker.phase = Phase.LEAVING
-        worker.kill_at = now + worker.spec.protocol_config().drain_seconds + KILL_GRACE_SECONDS
+        grace = worker.spec.protocol_config().drain_seconds + worker.spec.give_back_seconds()
+        worker.kill_at = now + grace + KILL_GRACE_SECONDS
         return Drain(worker.name)
 
     def _refuse_during_upgrade(self) -> None:

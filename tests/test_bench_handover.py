@@ -44,12 +44,14 @@ def test_ranks_with_fewer_heads_than_ranks_share_them() -> None:
 def test_whole_hand_overs_of_a_cluster(tmp_path: Path) -> None:
     argv = ["--served", "--device", "cpu", "--shape", "tiny", "--dtype", "float32", "--prompt-tokens", "150"]
     argv += ["--block-size", "16", "--chunk-tokens", "64", "--kv-memory-mib", "64", "--repeats", "3"]
+    argv += ["--tp", "1:2"]
     assert main([*argv, "--save", "--result-dir", str(tmp_path)]) == 0
     (file,) = tmp_path.glob("handover-*.json")
     whole, chunked = json.loads(file.read_text())["results"]
     assert (whole["mode"], whole["reads"]) == ("one chunk", 1)
     assert (chunked["mode"], chunked["reads"] > 1) == ("chunks", True)
     for result in (whole, chunked):
+        assert (result["block_size"], result["prefill_tp"], result["decode_tp"]) == (16, 1, 2)
         assert result["transport"].startswith("nixl/")
         assert 0 <= result["handover_p50_ms"] <= result["handover_p99_ms"]
         assert 0 < result["exposed_p50_ms"] <= result["exposed_p99_ms"]
@@ -61,3 +63,17 @@ def test_one_rank_alone_reads_between_two_gpus() -> None:
     assert devices("cuda", prefill, decode, one_rank=True) == (["cuda:0"] * 4, ["cuda:1"])
     with pytest.raises(ConfigError, match="not for --served"):
         main(["--device", "cpu", "--one-rank", "--served"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--served", "--naive"], "--naive isn't for --served"),
+        (["--served", "--path", "layers"], "--path isn't for --served"),
+        (["--served", "--split-mib", "4"], "--split-mib isn't for --served"),
+        (["--naive", "--tp", "2:1"], "--naive is measured for the pair 1:1"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        main(["--device", "cpu", *arguments])

@@ -6,12 +6,15 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from serving import complete_all
+from splitserve.config import EngineConfig
 from splitserve.errors import CheckpointError
 from splitserve.kernels import linear, reference
 from splitserve.kernels.fp8_linear import GROUP, Fp8Weight, fp8_unavailable_reason, select_fp8
@@ -24,6 +27,8 @@ from splitserve.models.loader import load_model
 from splitserve.models.reading import DummyReader, MappedReader, StagedReader
 from splitserve.models.runner import ModelRunner
 from splitserve.models.shard import Shard, WeightParts, expected_shapes, is_projection
+from splitserve.orchestration.launcher import LocalCluster
+from splitserve.orchestration.shorthand import simple_spec
 from splitserve.step import SampleSpec, ScheduledChunk, StepPlan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -302,3 +307,35 @@ def test_products_on_a_gpu_are_near_the_dequantised_ones(group: int, rows: int) 
     expected = residual.float() + exact(x).float()
     packed.add_to(residual, x)
     assert float((residual.float() - expected).norm() / expected.norm()) < 0.06
+
+
+@pytest.mark.skipif(fp8_unavailable_reason(DEVICE, torch.bfloat16) is not None, reason="needs a GPU with FP8 units")
+def test_gpus_that_share_the_work_answer_as_one(checkpoints: tuple[Path, Path]) -> None:
+    """With FP8 weights and with FP8 KV, which moves as it is; steps are CUDA graphs."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    fp8, _ = checkpoints
+    prompts = [[300 + (7 * index + 3 * i) % 900 for i in range(length)] for index, length in enumerate((5, 64, 300))]
+    bodies: list[dict[str, Any]] = [
+        {"model": fp8.name, "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True,
+         "return_token_ids": True, "return_route": True}
+        for prompt in prompts
+    ]  # fmt: skip
+    engine = EngineConfig(
+        model=str(fp8),
+        dtype="bfloat16",
+        device="cuda",
+        kv_cache_dtype="fp8",
+        kv_memory_bytes=64 << 20,
+        max_num_seqs=8,
+        enable_prefix_caching=False,
+    )
+    tokens = []
+    for workers in ({"num_mixed": 1}, {"num_prefill": 1, "num_decode": 1}):
+        with LocalCluster(simple_spec(engine, port=0, **workers), log_level="warning") as running:
+            answers = complete_all(running.url, bodies, at_once=False)
+            assert [answer["status"] for answer in answers] == [200] * 3, answers
+            tokens.append([answer["choices"][0]["token_ids"] for answer in answers])
+    assert all(answer["splitserve"]["mode"] == "disaggregated" for answer in answers)
+    assert "cuda_ipc" in answers[0]["splitserve"]["handover"]["transport"]
+    assert tokens[0] == tokens[1] and len({tuple(each) for each in tokens[0]}) == 3

@@ -1,16 +1,18 @@
 """Reading weights: the readers agree, a rank reads its shard alone, and no second copy of the model is made."""
 
 import os
+import random
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from splitserve.errors import CheckpointError, ConfigError
-from splitserve.models import demo
+from splitserve.models import demo, reading
 from splitserve.models.checkpoint import read_records
 from splitserve.models.config import ModelConfig, load_model_config
 from splitserve.models.reading import DummyReader, MappedReader, StagedReader
@@ -82,6 +84,39 @@ def test_the_ranks_shards_make_up_the_model_and_are_all_they_read(checkpoint: Pa
     expected = sum(torch.Size(shape).numel() for shape in local.values())
     expected += torch.Size((len(ranks[-1].head[0].rows or ()), config.hidden_size)).numel()
     assert staged.num_bytes == 4 * expected
+
+
+def test_columns_of_a_file_are_all_that_is_read_of_it(tmp_path: Path) -> None:
+    """By what the kernel counts, on a file that isn't in its cache."""
+    path, num_rows, row_bytes, width = tmp_path / "weights", 512, 1 << 16, 1 << 14
+    path.write_bytes(random.Random(1).randbytes(num_rows * row_bytes))
+    content = np.fromfile(path, np.uint8).reshape(num_rows, row_bytes)
+    file = reading._File(path)
+
+    def bytes_read(columns: range) -> int:
+        os.fsync(file._fd)
+        os.posix_fadvise(file._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        before, into = _io_bytes(), np.empty(num_rows * len(columns), np.uint8)
+        file.read(reading._Piece(file, 0, num_rows, row_bytes, columns, torch.bfloat16, torch.empty(0)), into)
+        read = _io_bytes() - before
+        assert (into.reshape(num_rows, -1) == content[:, columns.start : columns.stop]).all()
+        return read
+
+    whole = bytes_read(range(row_bytes))
+    quarter = bytes_read(range(width, 2 * width))
+    file.close()
+    if whole < path.stat().st_size:
+        pytest.skip("this file system doesn't count, or keeps what it should forget")
+    assert num_rows * width <= quarter <= 1.5 * num_rows * width
+
+
+def _io_bytes() -> int:
+    """That this process has had read from disks; 0 where the platform doesn't count."""
+    try:
+        counters = Path("/proc/self/io").read_text(encoding="ascii")
+    except OSError:
+        return 0
+    return int(counters.split("\nread_bytes:")[1].split()[0])
 
 
 def assert_heads_belong_together(

@@ -18,6 +18,7 @@ from nixl_reader import Reader, Source, changed
 from nixl_source import NUM_BLOCKS, PATTERN, SOURCE, make_memory
 from splitserve.kvconnector.connector import PeerConnected
 from splitserve.kvconnector.nixl_agent import HERE, Agent, Transfer
+from splitserve.kvconnector.nixl_link import link_problem
 from splitserve.kvconnector.read_plan import region_rows
 from splitserve.kvconnector.read_settings import ReadSettings
 from splitserve.memory_records import MemoryKind
@@ -134,6 +135,27 @@ def test_a_slow_link_is_shouted_about(source: Source, caplog: pytest.LogCaptureF
     assert "CUDA IPC isn't used" in event.link.problem and event.link.transport in event.link.problem
     shouts = [record for record in caplog.records if record.levelname == "ERROR"]
     assert len(shouts) == 1 and event.link.problem in shouts[0].getMessage()
+
+
+@pytest.mark.parametrize(
+    ("is_slow", "uses_ipc", "is_near", "said"),
+    [
+        (False, True, True, ""),
+        (False, False, False, ""),
+        (False, False, None, ""),
+        (False, None, True, ""),
+        (False, False, True, "CUDA IPC isn't used. Are both processes in one PID namespace"),
+        (True, False, True, "CUDA IPC isn't used"),
+        (True, False, None, "CUDA IPC isn't used"),
+        (True, None, True, "Is CUDA IPC used? Are both"),
+        (True, True, True, "CUDA IPC is used. Are the GPUs joined by NVLink"),
+        (True, False, False, "the peer is on another machine"),
+    ],
+)
+def test_what_is_said_of_a_link_between_gpus(is_slow: bool, uses_ipc: bool, is_near: bool, said: str) -> None:
+    """On one machine a fast network isn't fast enough."""
+    why = link_problem(is_slow, uses_ipc, is_near=is_near)
+    assert why.startswith(said) and bool(why) == bool(said)
 
 
 @pytest.mark.parametrize(

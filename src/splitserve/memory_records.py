@@ -62,10 +62,11 @@ IpcHandle = Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
 
 class MappableMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """By what processes on the same machine can map a GPU's memory: a CUDA IPC handle of the allocation that it is in,
-    and where in that it begins."""
+    and where in that it begins. ``machine`` tells machines apart; "" where the platform doesn't."""
 
     handle: IpcHandle
     offset: Count
+    machine: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
 class MemoryRegion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
