@@ -177,9 +177,11 @@ def test_a_source_killed_in_the_middle_of_a_read_leaves_the_reader_alive(path: R
         if cut is None:
             cut = event(WAIT_SECONDS)
         assert isinstance(cut, ReadResult), "a read isn't terminal after the disconnect"
-        held = (free_before - torch.cuda.mem_get_info(0)[0]) / MIB
-        outcomes.append(f"{outcome}; of the dead one's memory {held:.0f} MiB are still held")
-        assert held <= 600, outcomes  # the reader lives, and has a context there at most
+        outcomes.append(outcome)
+        deadline = time.monotonic() + WAIT_SECONDS
+        while (held := (free_before - torch.cuda.mem_get_info(0)[0]) / MIB) > 600 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert held <= 600, f"{held:.0f} MiB of dead sources are held by a reader that lives: {outcomes}"
         memory.blocks[0].fill_(1.0)
         torch.cuda.synchronize(1)  # no sticky error
     print(*outcomes, sep="\n")
