@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -49,7 +49,6 @@ class LinkProbe:
         self._settings = settings
         self.deadline = time.monotonic() + CONNECT_SECONDS
         self._pending: Pending = Done()
-        self._stream: torch.cuda.Stream | None = None
         self._steps = self._run(measures=measures)
         self.link: Link | None = None
         self.cost: ReadCost | None = None
@@ -182,7 +181,7 @@ class LinkProbe:
         if self._reader.device.type != "cuda":
             yield
             return
-        stream = self._stream = self._stream or torch.cuda.Stream(self._reader.device)  # type: ignore[no-untyped-call]
+        stream = _stream_of_probes(self._reader.device)
         with torch.cuda.stream(stream):
             yield
         stream.synchronize()
@@ -206,6 +205,12 @@ class LinkProbe:
         return Link(transport, speed, problem)
 
 
+@cache
+def _stream_of_probes(device: torch.device) -> torch.cuda.Stream:
+    """The same for all: PyTorch keeps what was freed for the stream that had it."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 def link_problem(is_slow: bool, uses_ipc: bool | None, *, is_near: bool | None) -> str:
     """What is wrong with a link between GPUs, and what to do; "" if nothing is. ``is_near``: on one machine, where CUDA
     IPC is many times as fast as anything else. None: not known."""
@@ -218,8 +223,8 @@ def link_problem(is_slow: bool, uses_ipc: bool | None, *, is_near: bool | None) 
         )
     if uses_ipc:
         return "CUDA IPC is used. Are the GPUs joined by NVLink (nvidia-smi topo -m)? Hand-overs will be slow"
+    said = "Is CUDA IPC used?" if uses_ipc is None else "CUDA IPC isn't used."
     return (
-        ("Is CUDA IPC used?" if uses_ipc is None else "CUDA IPC isn't used.")
-        + " Are both processes in one PID namespace "
-        "(--pid=host), and are their GPUs joined by NVLink (nvidia-smi topo -m)? Hand-overs will be slow"
+        f"{said} Are both processes in one PID namespace (--pid=host), and are their GPUs joined by NVLink "
+        "(nvidia-smi topo -m)? Hand-overs will be slow"
     )
