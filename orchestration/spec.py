@@ -36,7 +36,7 @@ NotNegative: TypeAlias = Annotated[int, Meta(ge=0)]
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in msgspec.structs.fields(EngineConfig)}
 _ROUTER: dict[str, Any] = {field.name: field.default for field in msgspec.structs.fields(RouterConfig)}
 _LMCACHE: dict[str, Any] = {field.name: field.default for field in msgspec.structs.fields(LMCacheConfig)}
-_GIVEN_BACK_BYTES_PER_SECOND = 4 << 30
+_GIVEN_BACK_BYTES_PER_SECOND = 4 << 30  # 8 GiB of small pages took 1.3 s
 _CHOICES = {
     "dtype": DTYPES,
     "device": DEVICES,
