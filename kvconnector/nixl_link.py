@@ -34,6 +34,7 @@ ROW_ROUNDS = 6
 MAX_ROUNDS = 12
 LARGE_TAKES = 2.0  # times as long as a small read, at least: else another thread held this one up
 MAX_GATHERED = 64
+TURN_SECONDS = 0.001  # then others' reads are looked at
 SPIN_SECONDS = 0.002  # the poll interval would hide what a fast link takes
 SLOW_SECONDS = 0.05  # one round tells enough of a link that takes so long
 
@@ -55,7 +56,8 @@ class LinkProbe:
 
     def poll(self) -> bool:
         """Whether it's over; raises :class:`TransferError` if the peer can't be read, or not in time."""
-        while self._pending.is_done():
+        turn_ends = time.monotonic() + TURN_SECONDS
+        while self._pending.is_done() and time.monotonic() < turn_ends:
             following = next(self._steps, None)
             if following is None:
                 return True
@@ -193,7 +195,9 @@ class LinkProbe:
             if time.perf_counter() - started > SPIN_SECONDS:
                 yield pending
                 break
-        return time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        yield Done()  # its turn may be over
+        return seconds
 
     def _describe(self, kind: MemoryKind, cost: ReadCost) -> Link:
         transport = read_transport(UCX_LOG.text(), self._reader.agent.name, of_gpu=kind is MemoryKind.VRAM)

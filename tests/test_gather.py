@@ -188,10 +188,33 @@ def test_a_probe_whose_small_reads_are_held_up_is_repeated(
     probe = LinkProbe(SimpleNamespace(), ReadSettings.of(MemoryKind.VRAM), measures=False)
     steps = probe._measure_reads(read, 64 * MIB)
     with pytest.raises(StopIteration) as over:
-        next(steps)
+        while True:
+            next(steps)
     assert len(large_reads) == rounds
     seconds = 1.5e-4 if rounds < MAX_ROUNDS else 0.85e-4
     assert over.value.value.bytes_per_second == pytest.approx(64 * MIB / seconds)
+
+
+def test_a_probe_leaves_turns_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for a read of another peer's waits for one measurement, not for all."""
+    clock = SimpleNamespace(now=100.0)
+    for name in ("perf_counter", "monotonic"):
+        monkeypatch.setattr(nixl_link.time, name, lambda: clock.now)
+
+    def read(_count: int, _size: int) -> Done:
+        clock.now += 6e-4
+        return Done()
+
+    probe = LinkProbe(SimpleNamespace(), ReadSettings.of(MemoryKind.VRAM), measures=False)
+    steps = probe._measure_reads(read, 64 * MIB)
+    probe._steps = steps  # type: ignore[assignment]
+    turns = []
+    while True:
+        before = clock.now
+        if probe.poll():
+            break
+        turns.append(clock.now - before)
+    assert len(turns) == 3 * MAX_ROUNDS // 2 and max(turns) < 2e-3
 
 
 def test_a_small_read_that_was_held_up_makes_no_link_endlessly_fast() -> None:
