@@ -38,7 +38,7 @@ def keep_near(device: torch.device, placement: CorePlacement) -> None:
     """Keep this process on its GPU's NUMA node, of those that the worker is kept on: ranks may have GPUs of several."""
     node = node_of_gpu(device) if placement.cpus and device.type == "cuda" else None
     if node is not None and (near := usable_cpus() & cpus_of_node(node)):
-        os.sched_setaffinity(0, near)
+        _set_affinity(0, tuple(near))
 
 
 def cpus_of_thread(name: str, placement: CorePlacement) -> tuple[int, ...]:

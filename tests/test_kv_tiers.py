@@ -93,13 +93,19 @@ def test_a_rank_stays_near_its_own_gpu(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "node1" / "cpulist").write_text("2-3,8\n")
     assert cpus_of_node(1, tmp_path) == {2, 3, 8} and cpus_of_node(0, tmp_path) == set()
     moved: list[set[int]] = []
+
+    def forbid(_pid: int, _cpus: object) -> None:
+        raise OSError(errno.EINVAL, "the mask has changed")
+
     monkeypatch.setattr(pinning, "node_of_gpu", lambda _device: 1)
     monkeypatch.setattr(pinning, "cpus_of_node", lambda node: cpus_of_node(node, tmp_path))
     monkeypatch.setattr(pinning, "usable_cpus", lambda: {0, 1, 2, 3})
-    monkeypatch.setattr(pinning.os, "sched_setaffinity", lambda _pid, cpus: moved.append(cpus), raising=False)
+    monkeypatch.setattr(pinning.os, "sched_setaffinity", lambda _pid, cpus: moved.append(set(cpus)), raising=False)
     placement = pinning.CorePlacement(cpus=(0, 1, 2, 3))
     pinning.keep_near(torch.device("cpu"), placement)
     pinning.keep_near(torch.device("cuda", 1), pinning.CorePlacement())  # nothing is to be bound
     assert moved == []
     pinning.keep_near(torch.device("cuda", 1), placement)
     assert moved == [{2, 3}]
+    monkeypatch.setattr(pinning.os, "sched_setaffinity", forbid)
+    pinning.keep_near(torch.device("cuda", 1), placement)  # it stays where it is
