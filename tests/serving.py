@@ -71,6 +71,13 @@ async def complete(session: aiohttp.ClientSession, url: str, body: dict[str, Any
         return answer
 
 
+def greedy_bodies(model: str, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[dict[str, Any]]:
+    """Requests whose answers tell token ids and the way that they took."""
+    wanted = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    told = {"return_token_ids": True, "return_route": True}
+    return [{"model": model, "prompt": prompt, **wanted, **told} for prompt in prompts]
+
+
 def complete_all(url: str, bodies: Sequence[dict[str, Any]], *, at_once: bool) -> list[dict[str, Any]]:
     """Completions in order, one after another or all at once."""
 

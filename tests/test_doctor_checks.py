@@ -150,6 +150,9 @@ def test_plain_kernels_are_a_problem_on_a_gpu_only() -> None:
 def test_memory_on_another_node() -> None:
     found = report(worker("mixed-0", Role.MIXED, remote_bytes=1 << 19))
     assert names(cluster_checks(found)) == ["remote_memory"]
+    on_gpu = {"device": "cuda:0", "kv_bytes": 1 << 30, "host_kv_bytes": 1 << 20}
+    found = report(worker("mixed-0", Role.MIXED, remote_bytes=1 << 19, **on_gpu))
+    assert names(cluster_checks(found)) == ["remote_memory"], "what is on a GPU isn't on any node"
 
 
 def test_cores_of_workers_together() -> None:

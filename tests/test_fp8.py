@@ -6,14 +6,13 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from serving import complete_all
+from serving import complete_all, greedy_bodies
 from splitserve.config import EngineConfig
 from splitserve.errors import CheckpointError
 from splitserve.kernels import linear, reference
@@ -326,11 +325,7 @@ def test_workers_that_share_the_work_answer_as_one(checkpoints: tuple[Path, Path
     """With FP8 weights and with FP8 KV, which moves as it is."""
     fp8, _ = checkpoints
     prompts = [[3 + (7 * index + 3 * i) % 290 for i in range(length)] for index, length in enumerate((5, 64, 300))]
-    bodies: list[dict[str, Any]] = [
-        {"model": fp8.name, "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True,
-         "return_token_ids": True, "return_route": True}
-        for prompt in prompts
-    ]  # fmt: skip
+    bodies = greedy_bodies(fp8.name, prompts, 12)
     engine = EngineConfig(
         model=str(fp8),
         dtype="bfloat16" if device == "cuda" else "float32",

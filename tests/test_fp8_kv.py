@@ -3,14 +3,13 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from serving import complete_all, wait_until_quiet
+from serving import complete_all, greedy_bodies, wait_until_quiet
 from splitserve.config import EngineConfig
 from splitserve.errors import CheckpointError, ConfigError
 from splitserve.kernels.api import AttentionShape, PagedBatch
@@ -114,11 +113,7 @@ def test_an_unknown_dtype_is_refused() -> None:
 def test_a_hand_over_moves_it_as_it_is(tiny_qwen3: Path) -> None:
     """Decode goes on from the same bytes: the tokens of a mixed worker, between different numbers of ranks, too."""
     prompts = [[300 + (7 * index + 3 * i) % 900 for i in range(length)] for index, length in enumerate((17, 40, 150))]
-    bodies: list[dict[str, Any]] = [
-        {"model": tiny_qwen3.name, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True,
-         "return_token_ids": True, "return_route": True}
-        for prompt in prompts
-    ]  # fmt: skip
+    bodies = greedy_bodies(tiny_qwen3.name, prompts, 8)
     engine = EngineConfig(
         model=str(tiny_qwen3),
         dtype="float32",
