@@ -13,11 +13,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from io import FileIO
-from pathlib import Path
 
 import torch
 
-from splitserve.benchmarks.report import table, write_result
+from splitserve.benchmarks.report import add_result_options, table, write_result
 from splitserve.errors import ConfigError
 from splitserve.models.all_reduce import Measured, sizes_to_measure
 from splitserve.models.parallel import Collectives
@@ -45,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(table(rows, ["KiB", *(f"{name} us" for name in names), "best", "GB/s"]), flush=True)
     data = {"ranks": arguments.ranks, "dtype": arguments.dtype, "hidden_size": arguments.hidden_size,
             "results": [{**asdict(entry), "best": entry.best} for entry in measured]}  # fmt: skip
-    path = write_result("all-reduce", list(argv or ()), data, Path(arguments.output) if arguments.output else None)
+    path = write_result("all-reduce", list(argv or ()), data, arguments.result_dir)
     print(f"written to {path}")
     return 0
 
@@ -57,7 +56,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
     parser.add_argument("--hidden-size", type=int, default=4096, metavar="N", help="elements of a token's row")
     parser.add_argument("--dtype", choices=sorted(_DTYPES), default="bfloat16" if cuda else "float32")
-    parser.add_argument("--output", default="", metavar="DIR", help="where the JSON goes; empty: benchmarks/results")
+    add_result_options(parser, always=True)
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
     return parser.parse_args(argv)

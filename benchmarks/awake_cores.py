@@ -14,12 +14,11 @@ import random
 import statistics
 import time
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from splitserve.benchmarks.report import table, write_result
+from splitserve.benchmarks.report import add_result_options, table, write_result
 from splitserve.cores import awake_cpus, usable_cpus
 from splitserve.errors import ConfigError
 from splitserve.kvconnector.owner_thread import wait_precisely
@@ -91,8 +90,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--seconds", type=float, default=5.0, help="of each arm's run")
     add("--repeats", type=int, default=3, help="runs of each arm")
-    add("--save", action="store_true", help="keep the result as JSON")
-    add("--result-dir", default="", metavar="DIR", help="where; empty: benchmarks/results")
+    add_result_options(parser)
     return parser
 
 
@@ -125,6 +123,5 @@ def main(argv: Sequence[str]) -> int:
     ]
     print(table(rows, HEADERS))
     if options.save:
-        directory = Path(options.result_dir) if options.result_dir else None
-        print(f"written to {write_result('awake-cores', argv, {'results': results}, directory)}")
+        print(f"written to {write_result('awake-cores', argv, {'results': results}, options.result_dir)}")
     return 0

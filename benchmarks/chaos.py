@@ -23,7 +23,7 @@ from splitserve.benchmarks.chaos_checks import Leftovers, Metrics, ProcessState,
 from splitserve.benchmarks.chaos_faults import FaultInjector, FaultKind
 from splitserve.benchmarks.chaos_load import Answer, Expected, Streams, make_cases, record_expected
 from splitserve.benchmarks.chaos_recovery import p99_seconds, recovery, worst_stalls
-from splitserve.benchmarks.report import table, write_result
+from splitserve.benchmarks.report import add_result_options, table, write_result
 from splitserve.config import EngineConfig, ProtocolConfig
 from splitserve.logs import LOG_LEVELS, set_up_logging
 from splitserve.models.demo import write_demo_model
@@ -290,7 +290,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--check-times", action=argparse.BooleanOptionalAction, default=True, help="off: right answers, however late"
     )
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="error", help="of every process")
-    parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results/")
+    add_result_options(parser)
     return parser
 
 
@@ -301,5 +301,6 @@ def main(argv: Sequence[str]) -> int:
     figures = summary(outcome)
     print_summary(figures, outcome)
     if options.save:
-        print(f"written to {write_result('chaos', argv, {'options': vars(options), **figures})}", file=sys.stderr)
+        path = write_result("chaos", argv, {"options": vars(options), **figures}, options.result_dir)
+        print(f"written to {path}", file=sys.stderr)
     return 0 if outcome.ok else 1

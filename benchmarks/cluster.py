@@ -21,7 +21,7 @@ import psutil
 
 from splitserve.benchmarks.chaos_load import Answer, Case, Streams, ask_all, make_cases
 from splitserve.benchmarks.ray_machines import Machine, Machines
-from splitserve.benchmarks.report import table, write_result
+from splitserve.benchmarks.report import add_result_options, table, write_result
 from splitserve.errors import SplitserveError
 from splitserve.logs import set_up_logging
 from splitserve.models.demo import write_demo_model
@@ -206,7 +206,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--cpus", type=int, default=6, help="that Ray shall count on each machine")
     parser.add_argument("--streams", type=int, default=3, help="requests under way at any time")
     parser.add_argument("--cases", type=int, default=12, help="different requests")
-    parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results/")
+    add_result_options(parser)
     return parser
 
 
@@ -225,5 +225,6 @@ def main(argv: Sequence[str]) -> int:
     for problem in life.problems:
         print(f"FAIL {problem}")
     if options.save:
-        print(write_result("cluster", argv, {"options": vars(options), **vars(life)}))
+        data = {"options": vars(options), **vars(life)}
+        print(f"written to {write_result('cluster', argv, data, options.result_dir)}")
     return 1 if life.problems else 0

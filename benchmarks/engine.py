@@ -12,14 +12,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from splitserve.benchmarks.kernel_times import busy_share, by_kernel, device_spans
-from splitserve.benchmarks.report import table, write_result
+from splitserve.benchmarks.report import add_result_options, table, write_result
 from splitserve.errors import ConfigError
 from splitserve.kernels.registry import select_kernels
 from splitserve.models.config import ModelConfig
@@ -72,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     models = {shape: _measure(shape, ceilings, arguments) for shape in arguments.shape}
     data = {"ceilings": asdict(ceilings), "models": models}
-    path = write_result("engine", list(argv or ()), data, Path(arguments.output) if arguments.output else None)
+    path = write_result("engine", list(argv or ()), data, arguments.result_dir)
     print(f"written to {path}")
     return 0
 
@@ -91,7 +90,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--linear-backend", default="auto", help="auto, or a backend of the operation pack_linear")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--profile", action="store_true", help="where each case's time goes, by kernel")
-    parser.add_argument("--output", default="", metavar="DIR", help="where the JSON goes; empty: benchmarks/results")
+    add_result_options(parser, always=True)
     return parser.parse_args(argv)
 
 

@@ -36,7 +36,7 @@ import zmq
 
 from splitserve.benchmarks.load import Endpoint, run_load
 from splitserve.benchmarks.paced_worker import DeviceReport
-from splitserve.benchmarks.report import table, write_result
+from splitserve.benchmarks.report import add_result_options, table, write_result
 from splitserve.benchmarks.router_overhead import child_process, next_line, write_router_model
 from splitserve.benchmarks.stats import RequestRecord, percentiles_ms, summarise
 from splitserve.benchmarks.workload import token_prompts
@@ -83,8 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     print(table([_cells(row) for row in rows], [*headers, "ITL p50", "ITL p99", "ITL max", "join p50", "join p99"]))
     print("idle, ITL and join in milliseconds; us: microseconds of processor time")
-    directory = Path(options.result_dir) if options.result_dir else None
-    print(f"result: {write_result('engine-loop', arguments, {'results': rows}, directory)}")
+    print(f"result: {write_result('engine-loop', arguments, {'results': rows}, options.result_dir)}")
     return 0
 
 
@@ -110,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--output-len", type=int, default=512, metavar="TOKENS", help="of each answer")
     add("--step-ms", type=float, default=6.5, help="of a decode step on the device")
     add("--launch-us", type=float, default=300.0, help="host time that a launch takes")
-    add("--result-dir", default="", metavar="DIR", help="empty: benchmarks/results")
+    add_result_options(parser, always=True)
     return parser
 
 

@@ -16,7 +16,6 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ import torch
 from splitserve.benchmarks import handover_served
 from splitserve.benchmarks.engine_options import add_switches
 from splitserve.benchmarks.handover_ranks import RankPlace, Sinks, Timing, two_workers
-from splitserve.benchmarks.report import table, write_result
+from splitserve.benchmarks.report import add_result_options, table, write_result
 from splitserve.cores import awake_cpus, usable_cpus
 from splitserve.errors import ConfigError
 from splitserve.handover import ReadPath
@@ -241,8 +240,7 @@ def parser() -> argparse.ArgumentParser:
     add_switches(parser)
     add("--repeats", type=int, default=15)
     add("--seed", type=int, default=0)
-    add("--save", action="store_true", help="keep the result as JSON")
-    add("--result-dir", default="", metavar="DIR", help="where; empty: benchmarks/results")
+    add_result_options(parser)
     return parser
 
 
@@ -284,6 +282,6 @@ def main(argv: Sequence[str]) -> int:
     if options.served and options.ray:
         print(handover_served.summary(results))
     if options.save:
-        directory = Path(options.result_dir) if options.result_dir else None
-        print(f"written to {write_result('handover', argv, {'device': device, 'results': results}, directory)}")
+        path = write_result("handover", argv, {"device": device, "results": results}, options.result_dir)
+        print(f"written to {path}")
     return 0

@@ -20,7 +20,7 @@ from typing import Any
 
 from splitserve.benchmarks.engine_options import add_engine_options, engine_config
 from splitserve.benchmarks.load import Endpoint, run_load
-from splitserve.benchmarks.report import table, write_result
+from splitserve.benchmarks.report import add_result_options, table, write_result
 from splitserve.benchmarks.stats import RequestRecord, summarise
 from splitserve.benchmarks.workload import arrival_seconds, token_prompts
 from splitserve.config import EngineConfig
@@ -161,8 +161,7 @@ def parser() -> argparse.ArgumentParser:
     add("--prompt-input-len", type=int, default=1024, metavar="N")
     add("--prompt-output-len", type=int, default=4, metavar="N")
     add("--seed", type=int, default=0)
-    add("--save", action="store_true", help="keep the result as JSON")
-    add("--result-dir", default="", metavar="DIR", help="where; empty: benchmarks/results")
+    add_result_options(parser)
     return parser
 
 
@@ -174,6 +173,5 @@ def main(argv: Sequence[str]) -> int:
         print(" ".join(map(str, row_of(result))), flush=True)  # before anything else can fail
     print(table([row_of(result) for result in results], HEADERS))
     if options.save:
-        directory = Path(options.result_dir) if options.result_dir else None
-        print(f"written to {write_result('isolation', argv, {'results': results}, directory)}")
+        print(f"written to {write_result('isolation', argv, {'results': results}, options.result_dir)}")
     return 1 if any(result["all"]["failed"] for result in results) else 0

@@ -9,7 +9,6 @@ over that answer's own (or a tenth of the largest difference over its root mean 
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
@@ -21,7 +20,7 @@ from splitserve.benchmarks.device_timing import (
     seconds_per_call,
 )
 from splitserve.benchmarks.kernel_cases import Case, Target, cases
-from splitserve.benchmarks.report import table, write_result
+from splitserve.benchmarks.report import add_result_options, table, write_result
 from splitserve.errors import ConfigError
 from splitserve.kernels.registry import OPERATIONS, backends, select_kernels
 from splitserve.kernels.registry import Target as KernelTarget
@@ -87,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             figures += new
         results[shape] = [asdict(figure) for figure in figures]
     data = {"ceilings": asdict(ceilings), "dtype": arguments.dtype, "device": device.type, "figures": results}
-    path = write_result("kernels", list(argv or ()), data, Path(arguments.output) if arguments.output else None)
+    path = write_result("kernels", list(argv or ()), data, arguments.result_dir)
     print(f"written to {path}")
     return 0
 
@@ -101,7 +100,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--block-size", type=positive, default=64, metavar="TOKENS")
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--output", default="", metavar="DIR", help="where the JSON goes; empty: benchmarks/results")
+    add_result_options(parser, always=True)
     return parser.parse_args(argv)
 
 

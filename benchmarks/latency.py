@@ -17,11 +17,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from splitserve.benchmarks.engine_options import add_engine_options, engine_config
 from splitserve.benchmarks.load import Endpoint, run_load
-from splitserve.benchmarks.report import table, write_result
+from splitserve.benchmarks.report import add_result_options, table, write_result
 from splitserve.benchmarks.stats import RequestRecord
 from splitserve.config import EngineConfig
 from splitserve.errors import SplitserveError
@@ -115,12 +113,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[128, 512])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results/")
+    add_result_options(parser)
     options = parser.parse_args(list(argv))
     results = run(options)
     columns = ["mixed_ttft_ms", "1P1D_ttft_ms", "ttft_ratio", "1P1D_second_ms", "1P1D_step_ms", "second_beyond_step_ms"]
     rows = [[result["prompt_tokens"], *(f"{result[column]:.2f}" for column in columns)] for result in results]
     print(table(rows, ["prompt", *columns]))
     if options.save:
-        print(f"written to {write_result('latency', list(argv), {'results': msgspec.to_builtins(results)})}")
+        print(f"written to {write_result('latency', argv, {'results': results}, options.result_dir)}")
     return 0

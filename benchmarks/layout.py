@@ -13,7 +13,6 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from torch import Tensor
 from splitserve.benchmarks.device_timing import eager_seconds, relative_error, seconds_per_call
 from splitserve.benchmarks.kernel_cases import Call, attention_calls, layers_that_fit, layers_to_call, shuffled_batch
 from splitserve.benchmarks.kernels import DTYPES, positive, the_device
-from splitserve.benchmarks.report import table, write_result
+from splitserve.benchmarks.report import add_result_options, table, write_result
 from splitserve.errors import ConfigError
 from splitserve.kernels.api import AttentionShape, Kernels, PagedBatch
 from splitserve.kernels.registry import Target, backends, select_kernels
@@ -72,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         figures += new
     data = {"shape": arguments.shape, "dtype": arguments.dtype, "block_size": arguments.block_size}
     data["figures"] = [asdict(figure) for figure in figures]
-    path = write_result("layout", list(argv or ()), data, Path(arguments.output) if arguments.output else None)
+    path = write_result("layout", list(argv or ()), data, arguments.result_dir)
     print(f"written to {path}")
     return 0
 
@@ -88,7 +87,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--block-size", type=positive, default=64, metavar="TOKENS")
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--output", default="", metavar="DIR", help="where the JSON goes; empty: benchmarks/results")
+    add_result_options(parser, always=True)
     return parser.parse_args(argv)
 
 

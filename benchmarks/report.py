@@ -1,5 +1,6 @@
 """What every bench says of itself: command, versions, machine; as JSON under ``benchmarks/results/`` and as a table."""
 
+import argparse
 import datetime
 import importlib.metadata
 import os
@@ -33,10 +34,17 @@ _PACKAGES = (
 )
 
 
-def write_result(name: str, argv: Sequence[str], data: dict[str, Any], directory: Path | None = None) -> Path:
+def add_result_options(parser: argparse.ArgumentParser, *, always: bool = False) -> None:
+    """Where the result goes; unless it's kept ``always``, also whether."""
+    if not always:
+        parser.add_argument("--save", action="store_true", help="keep the result as JSON")
+    parser.add_argument("--result-dir", default="", metavar="DIR", help="of the JSON; empty: benchmarks/results")
+
+
+def write_result(name: str, argv: Sequence[str], data: dict[str, Any], directory: str = "") -> Path:
     """Write ``data`` with command, versions and machine to ``<directory>/<name>-<UTC time>.json``; returns the path.
 
-    ``argv`` are the arguments of ``splitserve bench <name>``; ``directory`` None means
+    ``argv`` are the arguments of ``splitserve bench <name>``; an empty ``directory`` means
     :data:`RESULTS_DIRECTORY`.
     """
     now = datetime.datetime.now(datetime.UTC)
@@ -48,7 +56,7 @@ def write_result(name: str, argv: Sequence[str], data: dict[str, Any], directory
         "machine": machine(),
         **data,
     }
-    folder = RESULTS_DIRECTORY if directory is None else directory
+    folder = Path(directory) if directory else RESULTS_DIRECTORY
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}-{now:%Y%m%dT%H%M%S}-{os.getpid()}.json"
     path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")

@@ -35,7 +35,7 @@ import psutil
 import uvloop
 import zmq
 
-from splitserve.benchmarks.report import table, write_result
+from splitserve.benchmarks.report import add_result_options, table, write_result
 from splitserve.benchmarks.stats import percentiles_ms
 from splitserve.benchmarks.workload import arrival_seconds
 from splitserve.block_hash import extend_hashes
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(table([_cells(row) for row in rows], headers))
     print("milliseconds; first = first token, last = end of the answer, added = last minus the direct arm's")
     if options.save:
-        print(f"written to {write_result('router', arguments, {'results': rows})}")
+        print(f"written to {write_result('router', arguments, {'results': rows}, options.result_dir)}")
     return 1 if any(row["failed"] for row in rows) else 0
 
 
@@ -116,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt-tokens", type=int, nargs="+", help="lengths of prompts of token ids, one at a time")
     parser.add_argument("--output-tokens", type=int, default=16, help="each in a message of its own")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results/")
+    add_result_options(parser)
     return parser
 
 
@@ -202,7 +202,7 @@ def _by_length(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     print(table(cells, ["median ms", *(f"{row['tokens']} tokens" for row in rows)]))
     print("first token, router: from the POST, with the client's own time; direct: from the message to the worker")
     if options.save:
-        print(f"written to {write_result('router-prompts', arguments, {'results': rows})}")
+        print(f"written to {write_result('router-prompts', arguments, {'results': rows}, options.result_dir)}")
     return 1 if any(row["failed"] for row in rows) else 0
 
 

@@ -9,11 +9,10 @@ import argparse
 import asyncio
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from splitserve.benchmarks.load import Endpoint, run_load, take_profile
-from splitserve.benchmarks.report import table, write_result
+from splitserve.benchmarks.report import add_result_options, table, write_result
 from splitserve.benchmarks.stats import RequestRecord, parse_objective, summarise
 from splitserve.benchmarks.workload import (
     TextPrompts,
@@ -51,8 +50,7 @@ def main(argv: Sequence[str]) -> int:
     print(render(figures))
     for note in notes(figures, options.output_len):
         print(f"note: {note}")
-    directory = Path(options.result_dir) if options.result_dir else None
-    print(f"result: {write_result('serve', argv, {'figures': figures}, directory)}")
+    print(f"result: {write_result('serve', argv, {'figures': figures}, options.result_dir)}")
     return 1 if figures["failed"] else 0
 
 
@@ -176,5 +174,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--profile-after", type=float, default=2.0, metavar="SECONDS", help="when, from the load's start")
     add("--timeout", type=float, default=600.0, metavar="SECONDS", help="of one request")
     add("--api-key-env", default="OPENAI_API_KEY", metavar="NAME", help="environment variable with the key")
-    add("--result-dir", default="", metavar="DIR", help="empty: benchmarks/results")
+    add_result_options(parser, always=True)
     return parser

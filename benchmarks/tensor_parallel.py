@@ -17,14 +17,13 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
 from splitserve.benchmarks.kernel_times import busy_share, by_kernel, device_spans
-from splitserve.benchmarks.report import table, write_result
+from splitserve.benchmarks.report import add_result_options, table, write_result
 from splitserve.config import EngineConfig
 from splitserve.decode.ranked_runner import RankedCudaRunner, RankedRunner
 from splitserve.decode.ranks import RankError
@@ -91,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             shown = [[row["after_us"], row["us"], row["calls"], row["kernel"]] for row in found[:_SHOWN_KERNELS]]
             print(table(shown, ["us after the one before", "us", "calls", "kernel"]))
     data = {"model": arguments.model or arguments.shape, "results": [msgspec.to_builtins(r) for r in results]}
-    path = write_result("tensor-parallel", list(argv or ()), data, Path(arguments.output) if arguments.output else None)
+    path = write_result("tensor-parallel", list(argv or ()), data, arguments.result_dir)
     print(f"written to {path}")
     return 0
 
@@ -109,7 +108,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=100, help="decode steps that are timed per case")
     parser.add_argument("--threads", type=int, default=0, help="of a rank on CPU; 0: as torch decides")
     parser.add_argument("--profile", action="store_true", help="where the GPU's time goes in decode steps of rank 0")
-    parser.add_argument("--output", default="", metavar="DIR", help="where the JSON goes; empty: benchmarks/results")
+    add_result_options(parser, always=True)
     parser.add_argument("--workload", default="", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 

@@ -12,12 +12,11 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from splitserve.benchmarks.report import table, write_result
+from splitserve.benchmarks.report import add_result_options, table, write_result
 from splitserve.kvconnector.host_tier import host_store
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.numa_memory import HostMemory, node_of_device
@@ -118,7 +117,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--mib", type=int, default=1024, help="of blocks on the device, and of host memory")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--result-dir", type=Path, default=None, metavar="DIR", help="default: benchmarks/results")
+    add_result_options(parser, always=True)
     options = parser.parse_args(list(argv))
     has_gpu = torch.cuda.is_available() if options.device == "auto" else options.device == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")

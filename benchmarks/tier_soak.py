@@ -18,7 +18,7 @@ from typing import Any
 
 import aiohttp
 
-from splitserve.benchmarks.report import write_result
+from splitserve.benchmarks.report import add_result_options, write_result
 from splitserve.benchmarks.tier_client import ask, complete, metrics, session
 from splitserve.config import EngineConfig
 from splitserve.errors import SplitserveError
@@ -174,7 +174,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--host-kv-memory-mib", type=int, default=6)
     parser.add_argument("--disk-kv-mib", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--result-dir", type=Path, default=None, metavar="DIR", help="default: benchmarks/results")
+    add_result_options(parser, always=True)
     options = parser.parse_args(list(argv))
     results = run(options)
     for name, values in sorted(results["tiers"].items()):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from splitserve.benchmarks.engine_options import add_engine_options, engine_config
-from splitserve.benchmarks.report import table, write_result
+from splitserve.benchmarks.report import add_result_options, table, write_result
 from splitserve.benchmarks.tier_client import ARMS, arms_in_turn, ask
 from splitserve.benchmarks.tier_hits import fits, hits, pace
 from splitserve.benchmarks.tier_shared import add_shared_options, shared, shared_rows
@@ -178,7 +178,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:2], help="what to measure")
     add_shared_options(parser)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--result-dir", type=Path, default=None, metavar="DIR", help="default: benchmarks/results")
+    add_result_options(parser, always=True)
     options = parser.parse_args(list(argv))
     results = run(options)
     print_results(results)

@@ -28,7 +28,7 @@ import psutil
 
 from splitserve.benchmarks.handover_served import run_command
 from splitserve.benchmarks.load import Endpoint, run_load
-from splitserve.benchmarks.report import table, write_result
+from splitserve.benchmarks.report import add_result_options, table, write_result
 from splitserve.errors import SplitserveError
 from splitserve.models.demo import write_demo_model
 from splitserve.orchestration.ray_commands import LOCAL
@@ -108,7 +108,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--model", default="", help="a checkpoint's directory; empty: the demo's, with 5 MB of weights")
     parser.add_argument("--check-times", action="store_true", help="fail where an answer takes longer than it should")
-    parser.add_argument("--save", action="store_true", help="keep the result as JSON")
+    add_result_options(parser)
     return parser
 
 
@@ -137,7 +137,8 @@ def main(argv: Sequence[str]) -> int:
     for problem in problems:
         print(f"FAIL {problem}")
     if options.save:
-        print(write_result("up", argv, {"options": vars(options), "results": results, "problems": problems}))
+        data = {"options": vars(options), "results": results, "problems": problems}
+        print(f"written to {write_result('up', argv, data, options.result_dir)}")
     return 1 if problems else 0
 
 

@@ -140,10 +140,14 @@ def wake_seconds() -> float:
 
 
 def required_packages(*, with_gpus: bool) -> tuple[Package, ...]:
-    """What our own metadata asks for, beside what is there."""
+    """What our own metadata asks for, beside what is there; ourselves alone if we run without being installed."""
+    try:
+        lines = importlib.metadata.requires("splitserve") or []
+    except importlib.metadata.PackageNotFoundError:
+        return (Package("splitserve", "", None, fits=False),)
     found = []
     extras = ("", "gpu") if with_gpus else ("",)
-    for line in importlib.metadata.requires("splitserve") or []:
+    for line in lines:
         wanted = Requirement(line)
         if wanted.marker is not None and not any(wanted.marker.evaluate({"extra": extra}) for extra in extras):
             continue

@@ -23,7 +23,7 @@ ON_CPU = ["--device", "cpu", "--dtype", "float32", "--block-size", "4"]
 
 def test_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--shape", "tiny", "--operation", "rms_norm", "pack_linear", "gather_kv", "--rows", "4"]
-    assert kernels.main([*ON_CPU, "--output", str(tmp_path), *options]) == 0
+    assert kernels.main([*ON_CPU, "--result-dir", str(tmp_path), *options]) == 0
     (path,) = tmp_path.iterdir()
     content = json.loads(path.read_text())
     assert content["bench"] == "kernels" and content["ceilings"]["copy_bytes_per_second"] > 0
@@ -53,7 +53,7 @@ def test_every_operation_has_cases() -> None:
 
 def test_layout(tmp_path: Path) -> None:
     options = ["--shape", "tiny", "--batch", "2", "--context", "5", "8", "--prefill", "9"]
-    assert layout.main([*ON_CPU, "--output", str(tmp_path), *options]) == 0
+    assert layout.main([*ON_CPU, "--result-dir", str(tmp_path), *options]) == 0
     (path,) = tmp_path.iterdir()
     figures = json.loads(path.read_text())["figures"]
     assert [(figure["phase"], figure["batch"], figure["context"]) for figure in figures] == [

@@ -15,7 +15,7 @@ def report(directory: Path) -> dict[str, object]:
 
 
 def test_all_reduce(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert all_reduce.main(["--device", "cpu", "--dtype", "float32", "--ranks", "2", "--output", str(tmp_path)]) == 0
+    assert all_reduce.main(["--device", "cpu", "--dtype", "float32", "--ranks", "2", "--result-dir", str(tmp_path)]) == 0
     results = report(tmp_path)["results"]
     assert [entry["num_bytes"] for entry in results] == [16384, 131072, 1048576]
     assert all(entry["best"] == "gloo" and entry["microseconds"]["gloo"] > 0 for entry in results)
@@ -25,7 +25,7 @@ def test_all_reduce(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_steps_of_one_rank_and_of_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--shape", "tiny", "--device", "cpu", "--batch", "1", "3", "--prefill", "33"]
     options += ["--context", "20", "--steps", "3", "--threads", "1", "--profile"]
-    assert tensor_parallel.main([*options, "--output", str(tmp_path)]) == 0
+    assert tensor_parallel.main([*options, "--result-dir", str(tmp_path)]) == 0
     results = report(tmp_path)["results"]
     assert [result["ranks"] for result in results] == [1, 2]
     for result in results:

@@ -1,6 +1,8 @@
 """The doctor's judgements over plain facts, and what the router remembers of those whom it turned away."""
 
 import asyncio
+import dataclasses
+import importlib.metadata
 import os
 import shutil
 from pathlib import Path
@@ -21,9 +23,17 @@ from splitserve.orchestration.doctor_cluster_checks import (
     expected_transport,
     is_by,
 )
-from splitserve.orchestration.doctor_machine import MachineFacts, Package, PortUser, TorchFacts, wake_seconds
+from splitserve.orchestration.doctor_machine import (
+    MachineFacts,
+    Package,
+    PortUser,
+    TorchFacts,
+    required_packages,
+    wake_seconds,
+)
 from splitserve.orchestration.doctor_machine_checks import (
     check_cores,
+    check_packages,
     check_port,
     machine_checks,
     memlock_problem,
@@ -209,6 +219,16 @@ FACTS = MachineFacts(
 def test_facts_of_a_machine(changes: dict[str, Any], found: list[str]) -> None:
     values = {name: getattr(FACTS, name) for name in FACTS.__dataclass_fields__} | changes
     assert names(machine_checks(MachineFacts(**values), ["splitserve 1"])) == found
+
+
+def test_running_without_being_installed_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def requires(name: str) -> list[str]:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", requires)
+    facts = dataclasses.replace(FACTS, packages=required_packages(with_gpus=False))
+    [problem] = check_packages(facts, []).problems
+    assert problem.text == "splitserve is not installed; any version is needed"
 
 
 def test_how_long_a_sleeping_core_takes() -> None:
