@@ -51,11 +51,10 @@ DEVICE_DEFAULTS = {
     "cpu": DeviceDefaults(
         block_size=16, max_num_batched_tokens=512, max_num_prefill_tokens_beside_decode=0, tail_chunk_tokens=64
     ),
-    # 320 prompt tokens beside up to 64 that decode fill three tiles of 128 rows of a GEMM. A step of 512 tokens keeps a
-    # GPU as busy as a larger one, and they are read in less than a millisecond; one of 64 takes as long as reading
-    # all weights.
+    # 320 prompt tokens beside up to 64 that decode fill three tiles of 128 rows of a GEMM. A last chunk of 1024 is read
+    # in half a millisecond over NVLink; one of 512 costs 8192 tokens' prefill another 5 ms (see benchmarks/results/).
     "cuda": DeviceDefaults(
-        block_size=64, max_num_batched_tokens=8192, max_num_prefill_tokens_beside_decode=320, tail_chunk_tokens=512
+        block_size=64, max_num_batched_tokens=8192, max_num_prefill_tokens_beside_decode=320, tail_chunk_tokens=1024
     ),
 }
 
