@@ -22,7 +22,7 @@ from splitserve.decode.ranked_runner import RankedCudaRunner, RankedRunner
 from splitserve.decode.ranks import RankError, Ranks
 from splitserve.decode.served import Progress, ServedModel, device_of, load_served_model
 from splitserve.decode.start_clock import StartClock
-from splitserve.decode.team import start_team
+from splitserve.decode.team import Team, start_team
 from splitserve.errors import ConfigError, HandshakeError
 from splitserve.kvconnector.connector import KVConnector
 from splitserve.kvconnector.digest import FirstDigests, digests_of, no_digests
@@ -74,8 +74,6 @@ def run_worker(config: WorkerConfig, progress: Progress) -> None:
     config = msgspec.structs.replace(
         config, engine=msgspec.structs.replace(config.engine.on(device.type), threads=threads)
     )
-    if size > 1 and config.engine.verify_kv:
-        raise ConfigError(f"{config.engine_id}: --verify-kv compares blocks of one rank; it doesn't go with {size}")
     if config.engine.keep_cores_awake and device.type == "cpu":
         raise ConfigError(
             "a worker on a CPU needs the cores for its model: --keep-cores-awake is for GPUs; go without it"
@@ -97,9 +95,8 @@ def run_worker(config: WorkerConfig, progress: Progress) -> None:
         make_executor = functools.partial(_make_executor, served.runner, pace)
         if team.ranks is not None:
             make_executor = functools.partial(_make_ranked_executor, served.runner, pace, team.ranks)
-        links = () if team.ranks is None else team.ranks.links
         watch = on_rank_failure.watch
-        _serve(config, me, served, make_executor, progress, links=links, clock=clock, watch=watch, cores=cores)
+        _serve(config, me, served, make_executor, progress, team=team, clock=clock, watch=watch, cores=cores)
 
 
 class _EndWithRank:
@@ -167,7 +164,7 @@ def _serve(
     make_executor: Callable[[Callable[[], None], StepProfiler | None], Executor],
     progress: Progress,
     *,
-    links: Sequence[Connection],
+    team: Team,
     clock: StartClock,
     watch: Callable[[WorkerLoop], None],
     cores: Cores,
@@ -180,7 +177,7 @@ def _serve(
         tiers = make_tiers(config.engine, config.engine_id, memory, gates=served.gates)
     with clock.phase("connector"):
         local = _make_connector(me, memory, waker.wake, config.engine, tiers.served)
-        connector, copies = _joined(local, tiers, links, waker.wake)
+        connector, copies = _joined(local, tiers, team.links, waker.wake)
     for name, holds in tiers.describe():
         logger.info("KV tier %s: %s", name, holds)
         progress("kv_tier", {"name": name, "holds": holds})
@@ -214,11 +211,13 @@ def _serve(
         copies=copies,
         kv_events=kv_events,
         cores=cores,
+        rank_pids=team.pids,
     )
     pin_threads(config.placement)
     watch(loop)
     _run(loop, config, clock, lambda detail: progress("ready", {"endpoint": sockets.endpoint, **detail}))
-    logger.info("stopped; last load: %s", msgspec.json.encode(core.load()).decode())
+    logger.info("stopped")
+    logger.debug("last load: %s", msgspec.json.encode(core.load()).decode())
 
 
 def _worker_info(

@@ -22,10 +22,8 @@ def plan_kv_memory(
     """Blocks and context length from what the user asked for and what there is.
 
     Unasked, the pool takes 1 GiB, or more if one longest sequence needs it, but at most a quarter of the available
-    memory,
-    and not more than twice what ``max_num_seqs`` longest sequences can fill. An unasked context length is the
-    model's, cut to what
-    the pool holds; one that was asked for and doesn't fit is an error that says what would.
+    memory, and not more than twice what ``max_num_seqs`` longest sequences can fill. An unasked context length is the
+    model's, cut to what the pool holds; one that was asked for and doesn't fit is an error that says what would.
     """
     block_size = engine.block_size
     wanted_len = engine.max_model_len or max_position_embeddings

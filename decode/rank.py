@@ -11,6 +11,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 from io import FileIO
 from multiprocessing.connection import Connection
 
@@ -35,6 +36,7 @@ from splitserve.prefill.pinning import keep_near, pin_threads
 
 logger = logging.getLogger(__name__)
 
+_GONE_SECONDS = 0.3  # by then this process has ended with its worker, if that's why the others can't be reached
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
@@ -89,8 +91,11 @@ class RankProcess:
     def end_with(self, error: BaseException) -> None:
         """Report ``error``, and end this process without another look at the device: it may never answer."""
         message = str(error) if isinstance(error, SplitserveError) else f"{type(error).__name__}: {error}"
-        self._report(RankFailed(message, is_consequence=isinstance(error, CollectiveError)))
-        logger.error("this rank ends", exc_info=error)
+        is_consequence = isinstance(error, CollectiveError)
+        self._report(RankFailed(message, is_consequence=is_consequence))
+        if is_consequence:
+            time.sleep(_GONE_SECONDS)
+        logger.error("this rank ends: %s", message, exc_info=None if is_consequence else error)
         logging.shutdown()
         os._exit(1)
 

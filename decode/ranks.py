@@ -84,6 +84,10 @@ class _Rank:
         """Its exit status, once it has ended."""
         return self._popen.wait()
 
+    def kill(self) -> None:
+        """End it at once, if it hasn't ended yet."""
+        self._popen.kill()
+
     def end(self, deadline: float) -> None:
         """Let it end, and if it hasn't by ``deadline`` (monotonic), kill it."""
         self._steps.close()
@@ -91,7 +95,7 @@ class _Rank:
             self._popen.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             logger.warning("%s doesn't end: killing it", self.name)
-            self._popen.kill()
+            self.kill()
             self._popen.wait()
         self._life_line.close()
         self.link.close()
@@ -184,10 +188,12 @@ class Ranks:
             raise RankError(f"the ranks of {self._engine_id} are out of step")
 
     def close(self) -> None:
-        """End them all, in order if they can."""
+        """End them all: in order if they can, at once if they haven't all started."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
+        if self._num_ready < len(self._ranks):
+            self.kill()
         deadline = time.monotonic() + CLOSE_SECONDS
         for rank in self._ranks:
             rank.end(deadline)
@@ -197,7 +203,7 @@ class Ranks:
     def kill(self) -> None:
         """End them at once."""
         for rank in self._ranks:
-            os.kill(rank.pid, signal.SIGKILL)
+            rank.kill()
 
     def _watch(self, rank: _Rank) -> None:
         """Until it has ended."""

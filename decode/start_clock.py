@@ -40,4 +40,4 @@ class StartClock:
 
     def _note(self, name: str, seconds: float) -> None:
         self._phases.append((name, seconds))
-        logger.info("start: %s took %.2f s", name, seconds)
+        logger.debug("start: %s took %.2f s", name, seconds)

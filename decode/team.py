@@ -29,6 +29,11 @@ class Team:
         """To the connectors of ranks 1, 2, ..., in that order (:mod:`splitserve.decode.rank_messages`)."""
         return self.ranks.links if self.ranks is not None else ()
 
+    @property
+    def pids(self) -> Sequence[int]:
+        """Of the processes of ranks 1, 2, ..."""
+        return self.ranks.pids if self.ranks is not None else ()
+
     def wait_until_ready(self) -> None:
         """Until all others have loaded. Raises :class:`RankError`."""
         if self.ranks is not None:

@@ -28,10 +28,14 @@ class KVMemory:
         self.layout = layout
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes(layout)
-        if device is None or device.type == "cpu":
-            flat = torch.frombuffer(anonymous_memory(num_blocks * self.block_bytes), dtype=torch.uint8)
-        else:
-            flat = torch.empty(num_blocks * self.block_bytes, dtype=torch.uint8, device=device)
+        num_bytes = num_blocks * self.block_bytes
+        try:
+            if device is None or device.type == "cpu":
+                flat = torch.frombuffer(anonymous_memory(num_bytes), dtype=torch.uint8)
+            else:
+                flat = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        except (OSError, torch.OutOfMemoryError) as error:
+            raise ConfigError(f"KV memory of {num_bytes / 2**30:.1f} GiB can't be had; lower --kv-memory") from error
         flat.zero_()  # first touch: pages are ours before a peer or a step needs them
         self.blocks = flat.view(TORCH_DTYPES[layout.dtype]).view(num_blocks, *block_shape(layout))
         self.generations: npt.NDArray[np.uint64] = np.frombuffer(

@@ -23,10 +23,8 @@ import msgspec
 from splitserve import __version__
 from splitserve.config import EngineConfig, ProtocolConfig
 from splitserve.errors import ConfigError, SplitserveError
-from splitserve.orchestration.addresses import LOOPBACK, own_address
 from splitserve.orchestration.client import LocalClient, status_of
 from splitserve.orchestration.control import ClusterStatus
-from splitserve.orchestration.core_plan import wanted_place
 from splitserve.orchestration.doctor_cluster import settled_report, shows_right_secret
 from splitserve.orchestration.doctor_cluster_checks import (
     check_connections,
@@ -36,14 +34,13 @@ from splitserve.orchestration.doctor_cluster_checks import (
     cluster_checks,
 )
 from splitserve.orchestration.doctor_http import Endpoint, UnreachableError
-from splitserve.orchestration.doctor_machine import MachineFacts, look_at_machine, port_user, versions_of
+from splitserve.orchestration.doctor_machine import look_at_machine, port_user, versions_of
 from splitserve.orchestration.doctor_machine_checks import (
-    check_cores,
-    check_plan,
     check_port,
     machine_checks,
 )
 from splitserve.orchestration.doctor_model import look_at_model
+from splitserve.orchestration.doctor_plan import spec_checks
 from splitserve.orchestration.doctor_probe import look_by_probe
 from splitserve.orchestration.doctor_report import Check, Diagnosis, Problem, check, skipped
 from splitserve.orchestration.expansion import (
@@ -51,15 +48,12 @@ from splitserve.orchestration.expansion import (
     SECRET_VARIABLE,
     read_secret,
     resolve_secrets,
-    worker_names,
 )
-from splitserve.orchestration.gpus import check_enough_gpus, device_of
 from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.options import cluster_spec
 from splitserve.orchestration.shorthand import simple_spec
 from splitserve.orchestration.spec import ClusterSpec, PoolSpec
 from splitserve.orchestration.state_folder import known_clusters
-from splitserve.security import check_exposure
 
 EXIT_PROBLEMS = 1
 THIS_MACHINE = "this machine"
@@ -182,7 +176,7 @@ def _this_machine(options: argparse.Namespace, diagnosis: Diagnosis) -> Iterator
     yield check_port(host, port, port_user(host, port), asked_for=asked_for)
     if spec is not None:
         yield look_at_model(spec.model.path, spec.model.load_format)
-        plan = list(_spec_checks(spec, facts))
+        plan = list(spec_checks(spec, facts))
         yield from plan
         if any(each.name == "plan" and each.problems for each in plan):
             yield skipped("probe", "the plan above can't be started")
@@ -200,35 +194,6 @@ def _wanted_spec(options: argparse.Namespace) -> ClusterSpec | None:
     if not options.spec and not (options.prefill or options.decode or options.mixed):
         options.prefill = options.decode = 1
     return cluster_spec(options)
-
-
-def _spec_checks(spec: ClusterSpec, facts: MachineFacts) -> Iterator[Check]:
-    gpus = [] if isinstance(facts.gpus, str) else list(facts.gpus)
-    errors = []
-    try:
-        check_enough_gpus(spec, gpus)
-    except ConfigError as error:
-        errors.append(str(error))
-    try:
-        check_exposure(own_address(spec.network, LOOPBACK), resolve_secrets(spec).secret)
-    except ConfigError as error:
-        errors.append(str(error))
-    yield check_plan(errors)
-    pools = worker_names(spec)
-    on_cpu = {name: pool for name, pool in pools.items() if device_of(pool.device, gpus) == "cpu"}
-    if not on_cpu:
-        yield skipped("cores", "workers are on GPUs")
-        return
-    try:
-        wanted = [wanted_place(name, pool, ()) for name, pool in on_cpu.items()]
-        threads = {name: _num_threads(spec, pool) for name, pool in on_cpu.items()}
-        yield check_cores(facts.topology, facts.num_cores, wanted, threads)
-    except ConfigError as error:
-        yield check_plan([str(error)])
-
-
-def _num_threads(spec: ClusterSpec, pool: PoolSpec) -> int:
-    return spec.engine_config(pool).threads
 
 
 def _probe_here(spec: ClusterSpec | None, transport: str, diagnosis: Diagnosis) -> Iterator[Check]:

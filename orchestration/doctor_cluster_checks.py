@@ -168,8 +168,8 @@ def check_layout(report: ClusterReport) -> Check:
             )
         )
     layouts = {worker.info.layout for worker in report.workers}
-    text = ", ".join(sorted(f"{each.dtype}, {each.block_size} tokens a block" for each in layouts))
-    return check("layout", text or "none yet", problems)
+    texts = {f"{each.dtype}, {each.block_size} tokens a block" for each in layouts}
+    return check("layout", ", ".join(sorted(texts)) or "none yet", problems)
 
 
 # ---- how KV travels ----

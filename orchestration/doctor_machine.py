@@ -89,6 +89,7 @@ class MachineFacts:
     memlock_bytes: int | None
     max_open_files: int | None
     shared_memory_bytes: int | None
+    memory_bytes: int
     rdma_devices: tuple[str, ...] = ()
     clock_is_synchronised: bool | None = None
     dead_clusters: tuple[DeadCluster, ...] = ()
@@ -112,6 +113,7 @@ def look_at_machine(*, load_torch: bool) -> MachineFacts:
         memlock_bytes=_limit(resource.RLIMIT_MEMLOCK),
         max_open_files=_limit(resource.RLIMIT_NOFILE),
         shared_memory_bytes=shared_memory,
+        memory_bytes=psutil.virtual_memory().total,
         rdma_devices=tuple(sorted(entry.name for entry in _RDMA_DEVICES.iterdir())) if _RDMA_DEVICES.is_dir() else (),
         clock_is_synchronised=_clock_is_synchronised(),
         dead_clusters=tuple(_dead_clusters()),

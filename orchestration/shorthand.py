@@ -21,6 +21,7 @@ from splitserve.orchestration.spec_conversion import convert_spec
 from splitserve.request import Role
 
 _ROUTER: dict[str, Any] = {field.name: field.default for field in structs.fields(RouterConfig)}
+_ENGINE: dict[str, Any] = {field.name: field.default for field in structs.fields(EngineConfig)}
 _PROTOCOL = ProtocolConfig()
 
 
@@ -39,7 +40,7 @@ def simple_spec(
     """A cluster whose pools are called after their roles and share ``engine``'s settings.
 
     ``prefill_tp``, ``decode_tp``: ranks of the workers of that role, if not as many as the engine says.
-    ``parts`` are further parts of :class:`ClusterSpec`. Raises :class:`ConfigError`.
+    What applies to nobody is refused. ``parts`` are further parts of :class:`ClusterSpec`. Raises :class:`ConfigError`.
     """
     numbers = {Role.PREFILL: num_prefill, Role.DECODE: num_decode, Role.MIXED: num_mixed}
     for role, number in numbers.items():
@@ -48,6 +49,14 @@ def simple_spec(
     if not any(numbers.values()):
         raise ConfigError("no workers: say --prefill P --decode D (disaggregated) or --mixed N (not disaggregated)")
     ranks = {Role.PREFILL: prefill_tp, Role.DECODE: decode_tp}
+    for role, num_ranks in ranks.items():
+        if num_ranks and not numbers[role]:
+            raise ConfigError(
+                f"--{role}-tp is {num_ranks}, but there are no {role} workers; --tensor-parallel-size is for all"
+            )
+    for flag, name in (("--disk-kv-size", "disk_kv_bytes"), ("--disk-kv-backend", "disk_kv_backend")):
+        if not engine.disk_kv_dir and getattr(engine, name) != _ENGINE[name]:
+            raise ConfigError(f"{flag} is for KV in files: say where, with --disk-kv-dir")
     pools = [_pool(engine, role, number, ranks.get(role, 0)) for role, number in numbers.items() if number]
     spec = ClusterSpec(
         model=ModelSpec(

@@ -3,6 +3,8 @@
 import logging
 import os
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 
 import msgspec
 import psutil
@@ -101,7 +103,9 @@ class WorkerLoop:
         copies: Copies | None = None,
         kv_events: PublishesKVEvents | None = None,
         cores: Cores | None = None,
+        rank_pids: Sequence[int] = (),
     ) -> None:
+        """``rank_pids``: processes of its other ranks, whose memory counts as the worker's."""
         self._config = config
         self._core = core
         self._connector = connector
@@ -109,7 +113,7 @@ class WorkerLoop:
         self._sockets = sockets
         self._waker = waker
         self._info = info
-        self._process = psutil.Process()
+        self._pids = (os.getpid(), *rank_pids)
         self._step_times = StepTimes()
         self._profiler = profiler or NoProfiler()
         self._copies: Copies = copies or TierCopies({}, waker.wake)
@@ -167,8 +171,11 @@ class WorkerLoop:
                 self.run_once()
             if self._error is not None:
                 raise self._error
+        except Exception as error:
+            self._error = error
+            raise
         finally:  # after an error too: membership hears at once that this worker is gone
-            self._sockets.send_membership(Leave())
+            self._sockets.send_membership(Leave("" if self._error is None else str(self._error)))
             self._executor.close(STOP_SECONDS)
             self._copies.close(STOP_SECONDS)
             self._connector.close()
@@ -315,7 +322,7 @@ class WorkerLoop:
         if now >= self._heartbeat_due_at or self._core.has_news:
             self._core.has_news = False
             self._heartbeat_due_at = now + self._config.protocol.heartbeat_seconds
-            load = msgspec.structs.replace(self._core.load(), resident_bytes=self._process.memory_info().rss)
+            load = msgspec.structs.replace(self._core.load(), resident_bytes=_resident_bytes(self._pids))
             heartbeat = Heartbeat(load=load, links=self._core.links(), clock_seconds=time.time())
             self._sockets.send_membership(heartbeat)
             if self._drain.has_begun:  # after the heartbeat, which makes a lost worker a candidate again
@@ -335,3 +342,12 @@ class WorkerLoop:
         due_at = min(self._core.next_deadline(), self._heartbeat_due_at, register_due_at, self._drain.next_deadline())
         due_at = min(due_at, self._kv_events.next_deadline())
         return due_at - time.monotonic()
+
+
+def _resident_bytes(pids: Sequence[int]) -> int:
+    """Of those processes that live."""
+    num_bytes = 0
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            num_bytes += psutil.Process(pid).memory_info().rss
+    return num_bytes

@@ -154,7 +154,8 @@ class Fleet:
                 log.info("worker %s drains", sender)
         elif isinstance(body, Leave):
             if self.membership.leave(sender):
-                self._end_link(sender, "has left", in_order=True)
+                why = f"has ended: {body.error}" if body.error else "has left"
+                self._end_link(sender, why, in_order=not body.error)
         else:
             self.drop_stale(type(body).__name__, "on the membership socket", sender)
 

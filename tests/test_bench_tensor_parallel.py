@@ -15,7 +15,8 @@ def report(directory: Path) -> dict[str, object]:
 
 
 def test_all_reduce(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert all_reduce.main(["--device", "cpu", "--dtype", "float32", "--ranks", "2", "--result-dir", str(tmp_path)]) == 0
+    options = ["--device", "cpu", "--dtype", "float32", "--ranks", "2"]
+    assert all_reduce.main([*options, "--result-dir", str(tmp_path)]) == 0
     results = report(tmp_path)["results"]
     assert [entry["num_bytes"] for entry in results] == [16384, 131072, 1048576]
     assert all(entry["best"] == "gloo" and entry["microseconds"]["gloo"] > 0 for entry in results)

@@ -3,7 +3,7 @@
 import json
 import socket
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jsonschema
 import msgspec
@@ -143,6 +143,22 @@ def test_options_and_document_say_the_same(engine: EngineConfig, prefill: int, d
 
 
 @pytest.mark.parametrize(
+    ("engine", "options", "message"),
+    [
+        ({}, {"prefill_tp": 2}, "--prefill-tp is 2, but there are no prefill workers"),
+        ({}, {"decode_tp": 2}, "--decode-tp is 2, but there are no decode workers"),
+        ({"disk_kv_bytes": 1 << 30}, {}, "--disk-kv-size is for KV in files"),
+        ({"disk_kv_backend": "gds"}, {}, "--disk-kv-backend is for KV in files"),
+    ],
+)
+def test_options_that_apply_to_nobody_are_refused(
+    engine: dict[str, Any], options: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        simple_spec(EngineConfig(model="/m", **engine), num_mixed=1, **options)
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         (BASE + "rooter: {}\n", "spec:5: rooter: there is no such setting; did you mean router?"),
@@ -168,6 +184,10 @@ def test_options_and_document_say_the_same(engine: EngineConfig, prefill: int, d
         (BASE + "protocol: {lease: 3}\n", "protocol.lease: there is no such setting; did you mean lease_seconds?"),
         (BASE + "network: {host: 10.0.0.1, interface: eth0}\n", "network: host and interface are both set"),
         (BASE + "connector: {transports: [cuda_ipc]}\n", "connector.transports: add tcp"),
+        (
+            BASE.replace("2}", "2, tensor_parallel_size: 2}") + "connector: {verify_kv: true}\n",
+            "pools[0]: verify_kv compares blocks of workers of one rank, but tensor_parallel_size is 2",
+        ),
         (BASE + "connector: {name: mooncake}\n", "connector.name: is 'mooncake'; choose one of nixl"),
         (BASE + "tiers: []\n", "tiers: there is no such setting"),
         (BASE + "router: {policy: best}\n", "spec:5: router.policy: is 'best'; choose one of least-loaded"),

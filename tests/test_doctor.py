@@ -321,6 +321,21 @@ def test_nobody_there(running: Running) -> None:
     assert found["probe"] is None
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["-tp", "3"], "pool mixed: 8 attention heads"),
+        (["--kv-memory", "900TB"], "this machine has"),
+        (["--host-kv-memory", "900TB"], "lower --kv-memory or --host-kv-memory"),
+    ],
+)
+def test_a_model_or_memory_that_does_not_fit(
+    running: Running, tiny_qwen3: Path, options: list[str], message: str
+) -> None:
+    status, found = doctor(str(tiny_qwen3), "--mixed", "1", "--port", "0", "--no-probe", *options)
+    assert "spec" in names(status, found) and message in text_of(found, "spec")
+
+
 def test_a_plan_that_cannot_be_started(running: Running, tiny_qwen3: Path, tmp_path: Path) -> None:
     spec = tmp_path / "spec.yaml"
     spec.write_text(f"""

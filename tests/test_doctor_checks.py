@@ -195,6 +195,7 @@ FACTS = MachineFacts(
     memlock_bytes=None,
     max_open_files=65536,
     shared_memory_bytes=1 << 30,
+    memory_bytes=1 << 35,
 )
 
 

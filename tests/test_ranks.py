@@ -110,6 +110,16 @@ def test_more_ranks_than_key_value_heads(tmp_path: Path, monkeypatch: pytest.Mon
         assert tokens_of(running.runner, [5, 6, 7, 8], 8) == tokens_of(alone.runner, [5, 6, 7, 8], 8)
 
 
+def test_ranks_that_are_still_starting_end_at_once_and_silently(
+    tiny_qwen3: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _, port = open_store(3)
+    ranks = Ranks(Party("mixed-0", 1), Role.MIXED, engine_of(tiny_qwen3, 3), port, lambda _error: None)
+    ranks.close()
+    assert not any(psutil.pid_exists(pid) for pid in ranks.pids)
+    assert not capfd.readouterr().err
+
+
 def test_a_killed_rank_is_named_while_idle_and_in_a_step(tiny_qwen3: Path) -> None:
     with team(tiny_qwen3, 3 - 1) as running:
         os.kill(running.ranks.pids[0], signal.SIGKILL)

@@ -210,15 +210,16 @@ def test_a_silent_worker_is_dead_after_the_limit_and_used_again_when_heard(serve
     wait_until(lambda: router.metric('splitserve_worker_steps_total{role="mixed",worker="m0"}') == 7)
 
 
-def test_a_worker_that_leaves_in_order_is_not_lost(serve):
+@pytest.mark.parametrize(("error", "num_lost"), [("", 0), ("mixed-0 rank 1 was ended by SIGKILL", 1)])
+def test_a_worker_that_leaves_in_order_is_not_lost(serve, error: str, num_lost: int):
     router, workers = serve()
     worker = workers.start("m0", Role.MIXED)
     ready(router)
     with zmq.Context() as context, context.socket(zmq.DEALER) as its_socket:
         its_socket.connect(router.membership)
-        its_socket.send(encode(Envelope(worker.party, None, Leave())))
+        its_socket.send(encode(Envelope(worker.party, None, Leave(error))))
         wait_until(lambda: router.request("GET", "/ready")[0] == 503)
-    assert router.metric("splitserve_workers_lost_total") == 0
+    assert router.metric("splitserve_workers_lost_total") == num_lost
 
 
 def test_a_new_incarnation_replaces_the_old_one(serve):

@@ -147,7 +147,9 @@ def test_a_worker_whose_device_is_lost_tells_everybody_why_and_ends(caplog: pyte
         failures = [run.failure(), run.failure()]
         run.thread.join(PATIENCE_SECONDS)
         assert not run.thread.is_alive(), "it goes by itself"
-        assert isinstance(run.router.heard_by_membership()[-1], Leave), "so that the router needn't miss its heartbeats"
+        leave = run.router.heard_by_membership()[-1]
+        assert isinstance(leave, Leave), "so that the router needn't miss its heartbeats"
+        assert leave.error == str(run.error)
     for failure in failures:
         assert ILLEGAL in failure.message and "unspecified" not in failure.message
     assert isinstance(run.error, DeviceLostError)

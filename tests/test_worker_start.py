@@ -139,7 +139,7 @@ class TestPreload:
 
 
 def test_the_clock_tells_each_phase_once(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         clock = StartClock()
         with clock.phase("weights"):
             time.sleep(0.12)

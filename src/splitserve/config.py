@@ -161,6 +161,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in (*DeviceDefaults.__struct_fields__, *optional):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must not be negative")
+        if self.verify_kv and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"verify_kv compares blocks of workers of one rank, but tensor_parallel_size is "
+                f"{self.tensor_parallel_size}; leave one of them out"
+            )
         if 0 < self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) is smaller than max_num_seqs "

@@ -23,7 +23,7 @@ from splitserve.request import FinishReason, Party, RequestKey, Role, SamplingPa
 from splitserve.token_ids import TokenIds
 from splitserve.wire_numbers import BlockHash, Count, Digest, NonNegative, Seconds, Size, TokenId, Unsigned
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 MAX_RANKS = 64
 MAX_CPUS = 4096
 MAX_DEVICES = 256
@@ -187,7 +187,9 @@ class Draining(Message, frozen=True):
 
 
 class Leave(Message, frozen=True):
-    pass
+    """``error``: what ended the sender; "" if it leaves in order."""
+
+    error: str = ""
 
 
 # ---- router to worker ----
