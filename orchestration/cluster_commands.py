@@ -176,11 +176,13 @@ def _upgrade(options: argparse.Namespace) -> int:
         spec = _at_home_anywhere(read_spec(options.spec))
     client = _client(options)
     client.bring_code()
+    counts = status_of(client).counts  # before there are successors
     accepted(client.ask(UpgradeCluster(None if spec is None else msgspec.to_builtins(spec), options.allow_gap)))
-    counts = status_of(client).counts
     for pool in () if spec is None else spec.pools:
-        if pool.count != counts[pool.name]:
-            _say(f"  {pool.name:<10} keeps its {counts[pool.name]} workers; `splitserve scale` changes the number")
+        count = counts[pool.name]
+        if pool.count != count:
+            workers = "worker" if count == 1 else "workers"
+            _say(f"  {pool.name:<10} keeps its {count} {workers}; `splitserve scale` changes the number")
     if options.no_wait:
         return 0
     status = follow(client, _say, lambda status: status.upgrade is None or status.upgrade.state != "running", 0)

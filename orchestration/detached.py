@@ -122,8 +122,10 @@ def main() -> int:
         status.report("error", {"message": f"{error} (logs: {folder.logs})"})
         return 2
     except KeyboardInterrupt:
-        exit_status = 1
-    folder.remove()
+        folder.remove()
+        return 1
+    if exit_status == 0:  # else it ended by itself, and its logs say why
+        folder.remove()
     return exit_status
 
 

@@ -161,8 +161,8 @@ def check_layout(report: ClusterReport) -> Check:
             Problem(
                 "layout_mismatch" if is_layout else "worker_refused",
                 f"worker {refused.engine_id}{where} was refused {refused.seconds_ago:.0f} s ago: {refused.reason}",
-                "give all pools the same model, --dtype, --block-size and --kv-cache-dtype (the message names ours "
-                "against theirs), then start it again"
+                "give all pools the same model, --dtype, --block-size and --kv-cache-dtype (the message names its own "
+                "value first), then start it again"
                 if is_layout
                 else "end the other worker of that name, or start this one again",
             )

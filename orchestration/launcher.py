@@ -37,7 +37,7 @@ class LocalCluster(Cluster):
             environment=environment,
             log_folder=log_folder,
         )
-        super().__init__(spec, host, show=show, restart=restart)
+        super().__init__(spec, host, show=show, restart=restart, restart_router=restart)
 
 
 @contextmanager

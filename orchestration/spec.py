@@ -430,9 +430,9 @@ def _pool_problems(spec: ClusterSpec, pool: PoolSpec) -> Iterator[tuple[str, str
 def _disagreements(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
     """Settings that all pools must share, since they shape the KV blocks that they exchange."""
     first = spec.pools[0]
-    expected = _shared_settings(spec, first)
+    expected = shared_settings(spec, first)
     for index, pool in enumerate(spec.pools[1:], 1):
-        for name, value in _shared_settings(spec, pool).items():
+        for name, value in shared_settings(spec, pool).items():
             if value != expected[name]:
                 yield (
                     f"pools[{index}].{name}",
@@ -441,7 +441,8 @@ def _disagreements(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
                 )
 
 
-def _shared_settings(spec: ClusterSpec, pool: PoolSpec) -> dict[str, Any]:
+def shared_settings(spec: ClusterSpec, pool: PoolSpec) -> dict[str, Any]:
+    """What shapes KV blocks, by place: workers that exchange KV have the same."""
     engine = {**_set_fields(spec.engine), **_set_fields(pool.engine)}
     return {
         "dtype": pool.dtype,

@@ -18,7 +18,7 @@ import msgspec
 
 from splitserve.errors import ConfigError
 from splitserve.orchestration.restarts import RestartPolicy
-from splitserve.orchestration.spec import ClusterSpec, PoolSpec
+from splitserve.orchestration.spec import ClusterSpec, PoolSpec, shared_settings
 
 KILL_GRACE_SECONDS = 10.0  # beyond the time that a draining worker gives itself, and that its host tier takes
 MAX_WORKERS_PER_POOL = 4096
@@ -407,6 +407,13 @@ def _check_upgradable(before: ClusterSpec, after: ClusterSpec) -> None:
             raise ConfigError(
                 f"{part} differs from the running cluster's: an upgrade changes pools, engine and connector; "
                 "take the cluster down and up again"
+            )
+    now = shared_settings(before, before.pools[0])
+    for place, wanted in shared_settings(after, after.pools[0]).items():
+        if wanted != now[place]:
+            raise ConfigError(
+                f"{place} is {wanted or 'not set'}, the running cluster's {now[place] or 'not set'}: workers of both "
+                "would exchange KV; take the cluster down and up again"
             )
 
 

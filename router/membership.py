@@ -234,11 +234,11 @@ class Membership:
             other = record.info
             if record.state is WorkerState.LOST or other.party.engine_id == info.party.engine_id:
                 continue
-            ours: LayoutRecord = other.layout
-            if (difference := ours.mismatch(info.layout)) is not None:
+            its: LayoutRecord = info.layout
+            if (difference := its.mismatch(other.layout)) is not None:
                 return f"its KV layout differs from worker {other.party.engine_id}'s: {difference}"
             if other.vocab_size != info.vocab_size:
-                return f"vocab_size: {other.vocab_size} against {info.vocab_size}"
+                return f"vocab_size: {info.vocab_size} against worker {other.party.engine_id}'s {other.vocab_size}"
         return None
 
     def _mark_replaced(self, party: Party) -> None:

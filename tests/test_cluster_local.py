@@ -12,7 +12,9 @@ from cluster_load import bodies, right_tokens, steady_load
 from command_line import command, splitserve
 from serving import wait_until_quiet
 from splitserve.orchestration.client import processes_of
+from splitserve.orchestration.router_keeper import probe_ready
 from splitserve.orchestration.serve import FOLDER_VARIABLE
+from splitserve.orchestration.state_folder import StateFolder
 from waiting import PATIENCE_SECONDS, wait_until
 
 
@@ -41,6 +43,7 @@ def test_a_life_under_load(tiny_qwen3: Path, tmp_path: Path, state: Path) -> Non
         upgraded = write_spec(tmp_path / "next.yaml", tiny_qwen3, threads=2)
         text = splitserve("upgrade", "--spec", upgraded)
         assert "gen        keeps its 2 workers" in text and "3 workers replaced" in text
+        assert "fill       keeps" not in text, "successors don't count"
         status = json.loads(splitserve("status", "--json"))
         assert status["counts"] == {"fill": 1, "gen": 2} and status["revision"] == 2
         newest = max(status["workers"], key=lambda worker: worker["name"])
@@ -79,6 +82,26 @@ def test_down_after_the_launcher_was_killed(tiny_qwen3: Path, tmp_path: Path, st
     assert text.count("left over") == 1
     assert not any(is_running(process) for process in processes) and not state.exists()
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"splitserve-{launcher.pid}-")]
+
+
+def test_the_router_comes_back_to_its_address_and_a_cluster_that_ends_by_itself_says_why(
+    tiny_qwen3: Path, tmp_path: Path, state: Path
+) -> None:
+    spec = write_spec(tmp_path / "spec.yaml", tiny_qwen3)
+    url = splitserve("up", "--spec", spec).split("Ready: ")[1].split("/v1")[0]
+    expected = right_tokens(url, "tiny", tiny_qwen3)
+    os.kill(json.loads(splitserve("status", "--json"))["router"]["pid"], signal.SIGKILL)
+    wait_until(lambda: probe_ready(url)[0], "the workers didn't come back to a router")
+    assert right_tokens(url, "tiny", tiny_qwen3) == expected
+    splitserve("down")
+
+    splitserve("up", "--spec", spec, "--no-restart")
+    os.kill(json.loads(splitserve("status", "--json"))["router"]["pid"], signal.SIGKILL)
+    wait_until(lambda: not StateFolder("default").is_claimed(), "the launcher doesn't end")
+    assert "cluster default doesn't run any more" in splitserve("status", status=2)
+    assert "the router is gone: stopping" in splitserve("logs", "launcher")
+    splitserve("down")
+    assert not processes_of(state / "default") and not state.exists()
 
 
 def test_an_up_that_is_interrupted_leaves_nothing(tiny_qwen3: Path, tmp_path: Path, state: Path) -> None:

@@ -201,7 +201,7 @@ def test_a_worker_that_cannot_be_started_any_more_is_given_up_in_the_end(
 
 
 def test_the_end_of_a_supervised_cluster_is_an_error(make_cluster, caplog: pytest.LogCaptureFixture) -> None:
-    cluster = make_cluster(num_mixed=1)
+    cluster = make_cluster(num_mixed=1, restart=False)
     with pytest.raises(LaunchError, match="ended by itself"), cluster, cluster.supervised():
         cluster.send_signal("router", signal.SIGKILL)
         wait_until(lambda: "the router is gone" in caplog.text)

@@ -256,7 +256,7 @@ def test_workers_of_another_model_are_refused(serve):
     assert not refused.registered.is_set() and router.request("GET", "/ready")[0] == 503
     workers.close()
     _, _, log = router.stop()
-    assert "num_layers: 1 against 2" in log
+    assert "num_layers: 2 against 1" in log
 
 
 @pytest.mark.parametrize(

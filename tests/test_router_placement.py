@@ -206,8 +206,8 @@ def test_workers_that_serve_something_else_are_refused_in_words():
     members = table()
     register(members, info("a"))
     other = msgspec.structs.replace(DEFAULT_LAYOUT, block_size=64)
-    assert "block_size: 16 against 64" in register(members, info("b", layout=other)).refusal
-    assert "vocab_size: 50 against 51" in register(members, info("b", vocab_size=51)).refusal
+    assert "block_size: 64 against 16" in register(members, info("b", layout=other)).refusal
+    assert "vocab_size: 51 against worker a's 50" in register(members, info("b", vocab_size=51)).refusal
     assert "but is" in members.register(Party("x", 1), info("b"), 0.0).refusal
     # Once nobody of the old kind is left, another model may be served; a worker may change itself too.
     assert register(members, info("a", incarnation=2, layout=other)).refusal is None

@@ -198,6 +198,17 @@ def test_a_worker_that_dies_comes_back_and_in_the_end_does_not() -> None:
             lambda s: s.begin_upgrade(msgspec.structs.replace(s.spec, objectives=ObjectivesSpec(ttft_ms=100)), 0.0),
             "objectives differs from the running cluster's",  # the router has them, and isn't replaced
         ),
+        *(
+            (
+                lambda s, engine=engine: s.begin_upgrade(simple_spec(engine, num_prefill=2, num_decode=1), 0.0),
+                message,
+            )
+            for engine, message in (
+                (msgspec.structs.replace(ENGINE, kv_cache_dtype="fp8"), "kv_cache_dtype is fp8, the running .* auto"),
+                (msgspec.structs.replace(ENGINE, block_size=32), "block_size is 32, the running cluster's not set"),
+                (msgspec.structs.replace(ENGINE, dtype="bfloat16"), "dtype is bfloat16, the running cluster's auto"),
+            )
+        ),
         (
             lambda s: s.begin_upgrade(msgspec.structs.replace(s.spec, devices=DevicesSpec(share=True)), 0.0),
             "devices differs from the running cluster's",
