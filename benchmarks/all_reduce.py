@@ -16,7 +16,8 @@ from io import FileIO
 
 import torch
 
-from splitserve.benchmarks.report import add_result_options, table, write_result
+from splitserve.benchmarks.arguments import positive
+from splitserve.benchmarks.report import add_result_options, keep_result, table
 from splitserve.errors import ConfigError
 from splitserve.models.all_reduce import Measured, sizes_to_measure
 from splitserve.models.parallel import Collectives
@@ -44,17 +45,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(table(rows, ["KiB", *(f"{name} us" for name in names), "best", "GB/s"]), flush=True)
     data = {"ranks": arguments.ranks, "dtype": arguments.dtype, "hidden_size": arguments.hidden_size,
             "results": [{**asdict(entry), "best": entry.best} for entry in measured]}  # fmt: skip
-    path = write_result("all-reduce", list(argv or ()), data, arguments.result_dir)
-    print(f"written to {path}")
+    keep_result("all-reduce", list(argv or ()), data, arguments)
     return 0
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="splitserve bench all-reduce", description=__doc__)
     cuda = torch.cuda.is_available()
-    parser.add_argument("--ranks", type=int, default=max(2, torch.cuda.device_count()), metavar="N")
+    parser.add_argument("--ranks", type=positive, default=max(2, torch.cuda.device_count()), metavar="N")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
-    parser.add_argument("--hidden-size", type=int, default=4096, metavar="N", help="elements of a token's row")
+    parser.add_argument("--hidden-size", type=positive, default=4096, metavar="N", help="elements of a token's row")
     parser.add_argument("--dtype", choices=sorted(_DTYPES), default="bfloat16" if cuda else "float32")
     add_result_options(parser, always=True)
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)

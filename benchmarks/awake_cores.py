@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from splitserve.benchmarks.report import add_result_options, table, write_result
+from splitserve.benchmarks.arguments import positive, positive_seconds
+from splitserve.benchmarks.report import add_result_options, keep_result, table
 from splitserve.cores import awake_cpus, usable_cpus
 from splitserve.errors import ConfigError
 from splitserve.kvconnector.owner_thread import wait_precisely
@@ -88,16 +89,14 @@ def parser() -> argparse.ArgumentParser:
         metavar="LIST",
         help="hardware threads, like 0-7,16; empty: those that a worker would have",
     )
-    add("--seconds", type=float, default=5.0, help="of each arm's run")
-    add("--repeats", type=int, default=3, help="runs of each arm")
+    add("--seconds", type=positive_seconds, default=5.0, help="of each arm's run")
+    add("--repeats", type=positive, default=3, help="runs of each arm")
     add_result_options(parser)
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(list(argv))
-    if options.repeats < 1 or options.seconds <= 0:
-        raise ConfigError("--repeats and --seconds must be positive")
     check_cores_can_be_kept_awake()
     try:
         cpus = set(parse_list(options.cpus)) if options.cpus else awake_cpus(usable_cpus())
@@ -122,6 +121,5 @@ def main(argv: Sequence[str]) -> int:
         for arm, row in results.items()
     ]
     print(table(rows, HEADERS))
-    if options.save:
-        print(f"written to {write_result('awake-cores', argv, {'results': results}, options.result_dir)}")
+    keep_result("awake-cores", argv, {"results": results}, options)
     return 0

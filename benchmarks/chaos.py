@@ -8,7 +8,6 @@ killed workers went on in time, and afterwards nothing is held, left over, or la
 
 import argparse
 import asyncio
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -19,11 +18,12 @@ from typing import Any
 
 import aiohttp
 
+from splitserve.benchmarks.arguments import finite, positive, positive_seconds
 from splitserve.benchmarks.chaos_checks import Leftovers, Metrics, ProcessState, growth, process_states
 from splitserve.benchmarks.chaos_faults import FaultInjector, FaultKind
 from splitserve.benchmarks.chaos_load import Answer, Expected, Streams, make_cases, record_expected
 from splitserve.benchmarks.chaos_recovery import p99_seconds, recovery, worst_stalls
-from splitserve.benchmarks.report import add_result_options, table, write_result
+from splitserve.benchmarks.report import add_result_options, keep_result, table
 from splitserve.config import EngineConfig, ProtocolConfig
 from splitserve.logs import LOG_LEVELS, set_up_logging
 from splitserve.models.demo import write_demo_model
@@ -272,20 +272,20 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="splitserve bench chaos", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--duration", type=float, default=600.0, metavar="SECONDS", help="of the storm")
+    parser.add_argument("--duration", type=positive_seconds, default=600.0, metavar="SECONDS", help="of the storm")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: the workers share the GPUs")
     parser.add_argument("--transport", choices=sorted(TRANSPORTS), default="shm", help="shm: UCX's own choice")
-    parser.add_argument("--streams", type=int, default=16, help="requests under way at any time")
-    parser.add_argument("--cases", type=int, default=48, help="different requests")
+    parser.add_argument("--streams", type=positive, default=16, help="requests under way at any time")
+    parser.add_argument("--cases", type=positive, default=48, help="different requests")
     parser.add_argument("--faults", nargs="+", choices=[kind.value for kind in FaultKind], default=list(FaultKind))
     parser.add_argument(
-        "--warm-up", type=float, default=30.0, metavar="SECONDS", help="load before memory is looked at first"
+        "--warm-up", type=finite, default=30.0, metavar="SECONDS", help="load before memory is looked at first"
     )
-    parser.add_argument("--pause-seconds", type=float, default=2.0, help="between faults, on average, at least")
+    parser.add_argument("--pause-seconds", type=finite, default=2.0, help="between faults, on average, at least")
     parser.add_argument("--seed", type=int, default=0, help="of requests and faults")
     for name in ("lease", "read_deadline", "heartbeat", "dead_after", "drain"):
         flag, value = f"--{name.replace('_', '-')}-seconds", getattr(defaults, f"{name}_seconds")
-        parser.add_argument(flag, type=float, default=value, help="as in ProtocolConfig")
+        parser.add_argument(flag, type=positive_seconds, default=value, help="as in ProtocolConfig")
     parser.add_argument(
         "--check-times", action=argparse.BooleanOptionalAction, default=True, help="off: right answers, however late"
     )
@@ -300,7 +300,5 @@ def main(argv: Sequence[str]) -> int:
     outcome = run(options)
     figures = summary(outcome)
     print_summary(figures, outcome)
-    if options.save:
-        path = write_result("chaos", argv, {"options": vars(options), **figures}, options.result_dir)
-        print(f"written to {path}", file=sys.stderr)
+    keep_result("chaos", argv, {"options": vars(options), **figures}, options)
     return 0 if outcome.ok else 1

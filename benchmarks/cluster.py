@@ -19,9 +19,10 @@ from typing import Any
 
 import psutil
 
+from splitserve.benchmarks.arguments import positive
 from splitserve.benchmarks.chaos_load import Answer, Case, Streams, ask_all, make_cases
 from splitserve.benchmarks.ray_machines import Machine, Machines
-from splitserve.benchmarks.report import add_result_options, table, write_result
+from splitserve.benchmarks.report import add_result_options, keep_result, table
 from splitserve.errors import SplitserveError
 from splitserve.logs import set_up_logging
 from splitserve.models.demo import write_demo_model
@@ -201,11 +202,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="splitserve bench cluster", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--nodes", type=int, default=4, help="machines, the first of which is Ray's head")
-    parser.add_argument("--pairs", type=int, default=2, help="prefill workers, and as many decode workers")
-    parser.add_argument("--cpus", type=int, default=6, help="that Ray shall count on each machine")
-    parser.add_argument("--streams", type=int, default=3, help="requests under way at any time")
-    parser.add_argument("--cases", type=int, default=12, help="different requests")
+    parser.add_argument("--nodes", type=positive, default=4, help="machines, the first of which is Ray's head")
+    parser.add_argument("--pairs", type=positive, default=2, help="prefill workers, and as many decode workers")
+    parser.add_argument("--cpus", type=positive, default=6, help="that Ray shall count on each machine")
+    parser.add_argument("--streams", type=positive, default=3, help="requests under way at any time")
+    parser.add_argument("--cases", type=positive, default=12, help="different requests")
     add_result_options(parser)
     return parser
 
@@ -224,7 +225,6 @@ def main(argv: Sequence[str]) -> int:
     print(f"{life.num_requests} requests, {life.num_moved} of them continued by another worker")
     for problem in life.problems:
         print(f"FAIL {problem}")
-    if options.save:
-        data = {"options": vars(options), **vars(life)}
-        print(f"written to {write_result('cluster', argv, data, options.result_dir)}")
+    data = {"options": vars(options), **vars(life)}
+    keep_result("cluster", argv, data, options)
     return 1 if life.problems else 0

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from splitserve.benchmarks.arguments import not_negative, positive
 from splitserve.benchmarks.kernel_times import busy_share, by_kernel, device_spans
-from splitserve.benchmarks.report import add_result_options, table, write_result
+from splitserve.benchmarks.report import add_result_options, keep_result, table
 from splitserve.errors import ConfigError
 from splitserve.kernels.registry import select_kernels
 from splitserve.models.config import ModelConfig
@@ -71,8 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     models = {shape: _measure(shape, ceilings, arguments) for shape in arguments.shape}
     data = {"ceilings": asdict(ceilings), "models": models}
-    path = write_result("engine", list(argv or ()), data, arguments.result_dir)
-    print(f"written to {path}")
+    keep_result("engine", list(argv or ()), data, arguments)
     return 0
 
 
@@ -80,12 +80,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="splitserve bench engine", description=__doc__)
     parser.add_argument("--shape", nargs="+", default=["llama-3.1-8b", "qwen3-8b"], choices=sorted(SHAPES))
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(_DTYPES))
-    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 64, 256])
-    parser.add_argument("--context", type=int, nargs="*", default=[512, 1024, 2048, 8192])
-    parser.add_argument("--prefill", type=int, nargs="*", default=[512, 1024, 2048, 4096, 8192, 16384, 32768])
-    parser.add_argument("--prefix", type=int, default=0, metavar="TOKENS", help="before each prefill, in KV already")
-    parser.add_argument("--steps", type=int, default=30, help="decode steps that are timed per case")
-    parser.add_argument("--block-size", type=int, default=64, metavar="TOKENS")
+    parser.add_argument("--batch", type=positive, nargs="*", default=[1, 8, 64, 256])
+    parser.add_argument("--context", type=positive, nargs="*", default=[512, 1024, 2048, 8192])
+    parser.add_argument("--prefill", type=positive, nargs="*", default=[512, 1024, 2048, 4096, 8192, 16384, 32768])
+    parser.add_argument(
+        "--prefix", type=not_negative, default=0, metavar="TOKENS", help="before each prefill, in KV already"
+    )
+    parser.add_argument("--steps", type=positive, default=30, help="decode steps that are timed per case")
+    parser.add_argument("--block-size", type=positive, default=64, metavar="TOKENS")
     parser.add_argument("--attention-backend", default="auto", help="auto, flashinfer or triton")
     parser.add_argument("--linear-backend", default="auto", help="auto, or a backend of the operation pack_linear")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")

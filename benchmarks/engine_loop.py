@@ -34,9 +34,10 @@ import psutil
 import uvloop
 import zmq
 
+from splitserve.benchmarks.arguments import finite, not_negative, positive, positive_seconds
 from splitserve.benchmarks.load import Endpoint, run_load
 from splitserve.benchmarks.paced_worker import DeviceReport
-from splitserve.benchmarks.report import add_result_options, table, write_result
+from splitserve.benchmarks.report import add_result_options, keep_result, table
 from splitserve.benchmarks.router_overhead import child_process, next_line, write_router_model
 from splitserve.benchmarks.stats import RequestRecord, percentiles_ms, summarise
 from splitserve.benchmarks.workload import token_prompts
@@ -83,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     print(table([_cells(row) for row in rows], [*headers, "ITL p50", "ITL p99", "ITL max", "join p50", "join p99"]))
     print("idle, ITL and join in milliseconds; us: microseconds of processor time")
-    print(f"result: {write_result('engine-loop', arguments, {'results': rows}, options.result_dir)}")
+    keep_result("engine-loop", arguments, {"results": rows}, options)
     return 0
 
 
@@ -102,13 +103,13 @@ def _parser() -> argparse.ArgumentParser:
         default=["late", "early"],
         help="when the next step is launched",
     )
-    add("--newcomers", type=int, default=60, metavar="N", help="short requests that come while the others run")
-    add("--repeat", type=int, default=1, help="runs of each arm")
-    add("--streams", type=int, default=64, help="requests at once")
-    add("--input-len", type=int, default=1024, metavar="TOKENS", help="of each prompt")
-    add("--output-len", type=int, default=512, metavar="TOKENS", help="of each answer")
-    add("--step-ms", type=float, default=6.5, help="of a decode step on the device")
-    add("--launch-us", type=float, default=300.0, help="host time that a launch takes")
+    add("--newcomers", type=not_negative, default=60, metavar="N", help="short requests that come while the others run")
+    add("--repeat", type=positive, default=1, help="runs of each arm")
+    add("--streams", type=positive, default=64, help="requests at once")
+    add("--input-len", type=positive, default=1024, metavar="TOKENS", help="of each prompt")
+    add("--output-len", type=positive, default=512, metavar="TOKENS", help="of each answer")
+    add("--step-ms", type=positive_seconds, default=6.5, help="of a decode step on the device")
+    add("--launch-us", type=finite, default=300.0, help="host time that a launch takes")
     add_result_options(parser, always=True)
     return parser
 

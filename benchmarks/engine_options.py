@@ -3,6 +3,7 @@
 import argparse
 from typing import Any
 
+from splitserve.benchmarks.arguments import not_negative
 from splitserve.config import EngineConfig
 from splitserve.models.demo import SHAPES
 
@@ -17,8 +18,14 @@ def add_engine_options(parser: argparse.ArgumentParser, *, shape: str, dtype: st
     add("--dtype", default=dtype)
     add("--device", default="auto")
     add("--load-format", default="auto")
-    add("--threads", type=int, default=1, help="of each worker")
-    add("--kv-memory-mib", type=int, default=kv_memory_mib, metavar="N", help="of each worker; 0: decide at start")
+    add("--threads", type=not_negative, default=1, help="of each worker")
+    add(
+        "--kv-memory-mib",
+        type=not_negative,
+        default=kv_memory_mib,
+        metavar="N",
+        help="of each worker; 0: decide at start",
+    )
     add_switches(parser)
 
 

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 
 from splitserve.benchmarks import handover_served
+from splitserve.benchmarks.arguments import finite, not_negative, positive
 from splitserve.benchmarks.engine_options import add_switches
 from splitserve.benchmarks.handover_ranks import RankPlace, Sinks, Timing, two_workers
-from splitserve.benchmarks.report import add_result_options, table, write_result
+from splitserve.benchmarks.report import add_result_options, keep_result, table
 from splitserve.cores import awake_cpus, usable_cpus
 from splitserve.errors import ConfigError
 from splitserve.handover import ReadPath
@@ -215,17 +216,22 @@ def parser() -> argparse.ArgumentParser:
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
     add("--shape", choices=sorted(SHAPES), help="whose KV is moved; a GPU: llama-3.1-8b, else qwen3-0.6b")
     add("--dtype", choices=["float32", "bfloat16"], help="a GPU: bfloat16, else float32")
-    add("--prompt-tokens", type=int, nargs="+", metavar="N")
-    add("--block-size", type=int, nargs="+", metavar="N")
+    add("--prompt-tokens", type=positive, nargs="+", metavar="N")
+    add("--block-size", type=positive, nargs="+", metavar="N")
     add("--tp", type=parse_pair, nargs="+", default=[(1, 1)], metavar="P:D", help="ranks of prefill and of decode")
     add("--one-rank", action="store_true", help="of decode alone, all of prefill on one GPU: for pairs on two GPUs")
-    add("--threads", type=int, nargs="+", default=[0], metavar="N", help="that read; 0: as in production")
+    add("--threads", type=not_negative, nargs="+", default=[0], metavar="N", help="that read; 0: as in production")
     add(
-        "--split-mib", type=int, nargs="+", default=[0], metavar="N", help="larger reads are split; 0: as in production"
+        "--split-mib",
+        type=not_negative,
+        nargs="+",
+        default=[0],
+        metavar="N",
+        help="larger reads are split; 0: as in production",
     )
     add("--path", nargs="+", choices=["auto", *ReadPath], default=["auto"], help="of the data; auto: by cost")
-    add("--poll-us", type=float, default=0.0, help="between looks at what is under way; 0: as in production")
-    add("--serve-poll-us", type=float, default=0.0, help="between looks of the source; 0: as in production")
+    add("--poll-us", type=finite, default=0.0, help="between looks at what is under way; 0: as in production")
+    add("--serve-poll-us", type=finite, default=0.0, help="between looks of the source; 0: as in production")
     add("--naive", action="store_true", help="also read the prompt in shuffled pieces of 32 KiB")
     add("--served", action="store_true", help="whole hand-overs in a 1P1D cluster instead; see also the next ones")
     add(
@@ -235,10 +241,10 @@ def parser() -> argparse.ArgumentParser:
         help="also in a cluster on Ray: HOST:PORT, auto, or local: start it here",
     )
     add("--model", default="", help="directory of its config; empty: one of --shape. Weights are random")
-    add("--chunk-tokens", type=int, default=2048, metavar="N", help="of the steps, where prompts come in chunks")
-    add("--kv-memory-mib", type=int, default=4096, metavar="N", help="of each of its workers")
+    add("--chunk-tokens", type=positive, default=2048, metavar="N", help="of the steps, where prompts come in chunks")
+    add("--kv-memory-mib", type=positive, default=4096, metavar="N", help="of each of its workers")
     add_switches(parser)
-    add("--repeats", type=int, default=15)
+    add("--repeats", type=positive, default=15)
     add("--seed", type=int, default=0)
     add_result_options(parser)
     return parser
@@ -281,7 +287,5 @@ def main(argv: Sequence[str]) -> int:
     print(table([to_row(result) for result in results], headers))
     if options.served and options.ray:
         print(handover_served.summary(results))
-    if options.save:
-        path = write_result("handover", argv, {"device": device, "results": results}, options.result_dir)
-        print(f"written to {path}")
+    keep_result("handover", argv, {"device": device, "results": results}, options)
     return 0

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from splitserve.benchmarks.arguments import finite, not_negative, positive, positive_seconds
 from splitserve.benchmarks.engine_options import add_engine_options, engine_config
 from splitserve.benchmarks.load import Endpoint, run_load
-from splitserve.benchmarks.report import add_result_options, table, write_result
+from splitserve.benchmarks.report import add_result_options, keep_result, table
 from splitserve.benchmarks.stats import RequestRecord, summarise
 from splitserve.benchmarks.workload import arrival_seconds, token_prompts
 from splitserve.config import EngineConfig
@@ -151,15 +152,15 @@ def parser() -> argparse.ArgumentParser:
     add_engine_options(parser, shape="tiny", dtype="auto", kv_memory_mib=0)
     add = parser.add_argument
     add("--arrangements", nargs="+", choices=list(ARRANGEMENTS), default=list(ARRANGEMENTS))
-    add("--max-batched-tokens", type=int, default=0, metavar="N")
-    add("--max-num-seqs", type=int, default=EngineConfig(model="").max_num_seqs, metavar="N")
-    add("--seconds", type=float, default=20.0, help="in which requests arrive")
-    add("--stream-rate", type=float, default=2.0, metavar="R", help="per second, of requests with long answers")
-    add("--stream-input-len", type=int, default=16, metavar="N")
-    add("--stream-output-len", type=int, default=128, metavar="N")
-    add("--prompt-rate", type=float, default=1.0, metavar="R", help="per second, of requests with long prompts")
-    add("--prompt-input-len", type=int, default=1024, metavar="N")
-    add("--prompt-output-len", type=int, default=4, metavar="N")
+    add("--max-batched-tokens", type=not_negative, default=0, metavar="N")
+    add("--max-num-seqs", type=positive, default=EngineConfig(model="").max_num_seqs, metavar="N")
+    add("--seconds", type=positive_seconds, default=20.0, help="in which requests arrive")
+    add("--stream-rate", type=finite, default=2.0, metavar="R", help="per second, of requests with long answers")
+    add("--stream-input-len", type=positive, default=16, metavar="N")
+    add("--stream-output-len", type=positive, default=128, metavar="N")
+    add("--prompt-rate", type=finite, default=1.0, metavar="R", help="per second, of requests with long prompts")
+    add("--prompt-input-len", type=positive, default=1024, metavar="N")
+    add("--prompt-output-len", type=positive, default=4, metavar="N")
     add("--seed", type=int, default=0)
     add_result_options(parser)
     return parser
@@ -172,6 +173,5 @@ def main(argv: Sequence[str]) -> int:
         results.append(result)
         print(" ".join(map(str, row_of(result))), flush=True)  # before anything else can fail
     print(table([row_of(result) for result in results], HEADERS))
-    if options.save:
-        print(f"written to {write_result('isolation', argv, {'results': results}, options.result_dir)}")
+    keep_result("isolation", argv, {"results": results}, options)
     return 1 if any(result["all"]["failed"] for result in results) else 0

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from splitserve.benchmarks.arguments import positive
 from splitserve.benchmarks.device_timing import (
     copy_bandwidth,
     eager_seconds,
@@ -20,7 +21,7 @@ from splitserve.benchmarks.device_timing import (
     seconds_per_call,
 )
 from splitserve.benchmarks.kernel_cases import Case, Target, cases
-from splitserve.benchmarks.report import add_result_options, table, write_result
+from splitserve.benchmarks.report import add_result_options, keep_result, table
 from splitserve.errors import ConfigError
 from splitserve.kernels.registry import OPERATIONS, backends, select_kernels
 from splitserve.kernels.registry import Target as KernelTarget
@@ -86,8 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             figures += new
         results[shape] = [asdict(figure) for figure in figures]
     data = {"ceilings": asdict(ceilings), "dtype": arguments.dtype, "device": device.type, "figures": results}
-    path = write_result("kernels", list(argv or ()), data, arguments.result_dir)
-    print(f"written to {path}")
+    keep_result("kernels", list(argv or ()), data, arguments)
     return 0
 
 
@@ -102,13 +102,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     add_result_options(parser, always=True)
     return parser.parse_args(argv)
-
-
-def positive(text: str) -> int:
-    """For argparse."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} isn't a positive number")
-    return int(text)
 
 
 def the_device(name: str) -> torch.device:

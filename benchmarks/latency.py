@@ -17,9 +17,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from splitserve.benchmarks.arguments import not_negative, positive
 from splitserve.benchmarks.engine_options import add_engine_options, engine_config
 from splitserve.benchmarks.load import Endpoint, run_load
-from splitserve.benchmarks.report import add_result_options, table, write_result
+from splitserve.benchmarks.report import add_result_options, keep_result, table
 from splitserve.benchmarks.stats import RequestRecord
 from splitserve.config import EngineConfig
 from splitserve.errors import SplitserveError
@@ -108,10 +109,12 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="splitserve bench latency", description=__doc__)
     add_engine_options(parser, shape="qwen3-0.6b", dtype="float32", kv_memory_mib=1024)
-    parser.add_argument("--max-batched-tokens", type=int, default=EngineConfig(model="").max_num_batched_tokens)
-    parser.add_argument("--tail-chunk-tokens", type=int, default=0, help="0: as in production")
-    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[128, 512])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--max-batched-tokens", type=not_negative, default=EngineConfig(model="").max_num_batched_tokens
+    )
+    parser.add_argument("--tail-chunk-tokens", type=not_negative, default=0, help="0: as in production")
+    parser.add_argument("--prompt-tokens", type=positive, nargs="+", default=[128, 512])
+    parser.add_argument("--repeats", type=positive, default=5)
     parser.add_argument("--seed", type=int, default=0)
     add_result_options(parser)
     options = parser.parse_args(list(argv))
@@ -119,6 +122,5 @@ def main(argv: Sequence[str]) -> int:
     columns = ["mixed_ttft_ms", "1P1D_ttft_ms", "ttft_ratio", "1P1D_second_ms", "1P1D_step_ms", "second_beyond_step_ms"]
     rows = [[result["prompt_tokens"], *(f"{result[column]:.2f}" for column in columns)] for result in results]
     print(table(rows, ["prompt", *columns]))
-    if options.save:
-        print(f"written to {write_result('latency', argv, {'results': results}, options.result_dir)}")
+    keep_result("latency", argv, {"results": results}, options)
     return 0

@@ -17,10 +17,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from splitserve.benchmarks.arguments import positive
 from splitserve.benchmarks.device_timing import eager_seconds, relative_error, seconds_per_call
 from splitserve.benchmarks.kernel_cases import Call, attention_calls, layers_that_fit, layers_to_call, shuffled_batch
-from splitserve.benchmarks.kernels import DTYPES, positive, the_device
-from splitserve.benchmarks.report import add_result_options, table, write_result
+from splitserve.benchmarks.kernels import DTYPES, the_device
+from splitserve.benchmarks.report import add_result_options, keep_result, table
 from splitserve.errors import ConfigError
 from splitserve.kernels.api import AttentionShape, Kernels, PagedBatch
 from splitserve.kernels.registry import Target, backends, select_kernels
@@ -71,8 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         figures += new
     data = {"shape": arguments.shape, "dtype": arguments.dtype, "block_size": arguments.block_size}
     data["figures"] = [asdict(figure) for figure in figures]
-    path = write_result("layout", list(argv or ()), data, arguments.result_dir)
-    print(f"written to {path}")
+    keep_result("layout", list(argv or ()), data, arguments)
     return 0
 
 

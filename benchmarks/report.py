@@ -15,6 +15,7 @@ import msgspec
 import psutil
 
 from splitserve import __version__
+from splitserve.benchmarks.arguments import writable_directory
 from splitserve.cores import usable_cpus
 
 RESULTS_DIRECTORY = Path(__file__).resolve().parent / "results"
@@ -37,8 +38,21 @@ _PACKAGES = (
 def add_result_options(parser: argparse.ArgumentParser, *, always: bool = False) -> None:
     """Where the result goes; unless it's kept ``always``, also whether."""
     if not always:
-        parser.add_argument("--save", action="store_true", help="keep the result as JSON")
-    parser.add_argument("--result-dir", default="", metavar="DIR", help="of the JSON; empty: benchmarks/results")
+        parser.add_argument("--save", action="store_true", help="keep the result as JSON, as --result-dir does")
+    add = parser.add_argument
+    add(
+        "--result-dir",
+        type=writable_directory,
+        default="",
+        metavar="DIR",
+        help="of the JSON; empty: benchmarks/results",
+    )
+
+
+def keep_result(name: str, argv: Sequence[str], data: dict[str, Any], options: argparse.Namespace) -> None:
+    """:func:`write_result` if :func:`add_result_options` were used so, and say where."""
+    if options.result_dir or getattr(options, "save", True):
+        print(f"written to {write_result(name, argv, data, options.result_dir)}")
 
 
 def write_result(name: str, argv: Sequence[str], data: dict[str, Any], directory: str = "") -> Path:

@@ -35,7 +35,8 @@ import psutil
 import uvloop
 import zmq
 
-from splitserve.benchmarks.report import add_result_options, table, write_result
+from splitserve.benchmarks.arguments import positive, positive_seconds
+from splitserve.benchmarks.report import add_result_options, keep_result, table
 from splitserve.benchmarks.stats import percentiles_ms
 from splitserve.benchmarks.workload import arrival_seconds
 from splitserve.block_hash import extend_hashes
@@ -102,19 +103,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     print(table([_cells(row) for row in rows], headers))
     print("milliseconds; first = first token, last = end of the answer, added = last minus the direct arm's")
-    if options.save:
-        print(f"written to {write_result('router', arguments, {'results': rows}, options.result_dir)}")
+    keep_result("router", arguments, {"results": rows}, options)
     return 1 if any(row["failed"] for row in rows) else 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="splitserve bench router", description=__doc__)
-    parser.add_argument("--rate", type=float, nargs="+", default=[100.0, 300.0], help="requests per second")
-    parser.add_argument("--seconds", type=float, default=10.0, help="length of each arm")
+    parser.add_argument("--rate", type=positive_seconds, nargs="+", default=[100.0, 300.0], help="requests per second")
+    parser.add_argument("--seconds", type=positive_seconds, default=10.0, help="length of each arm")
     parser.add_argument("--arrival", choices=["poisson", "fixed"], default="poisson")
-    parser.add_argument("--prompt-chars", type=int, default=400)
-    parser.add_argument("--prompt-tokens", type=int, nargs="+", help="lengths of prompts of token ids, one at a time")
-    parser.add_argument("--output-tokens", type=int, default=16, help="each in a message of its own")
+    parser.add_argument("--prompt-chars", type=positive, default=400)
+    parser.add_argument(
+        "--prompt-tokens", type=positive, nargs="+", help="lengths of prompts of token ids, one at a time"
+    )
+    parser.add_argument("--output-tokens", type=positive, default=16, help="each in a message of its own")
     parser.add_argument("--seed", type=int, default=0)
     add_result_options(parser)
     return parser
@@ -201,8 +203,7 @@ def _by_length(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     cells = [[name, *(row[name] for row in rows)] for name in names]
     print(table(cells, ["median ms", *(f"{row['tokens']} tokens" for row in rows)]))
     print("first token, router: from the POST, with the client's own time; direct: from the message to the worker")
-    if options.save:
-        print(f"written to {write_result('router-prompts', arguments, {'results': rows}, options.result_dir)}")
+    keep_result("router-prompts", arguments, {"results": rows}, options)
     return 1 if any(row["failed"] for row in rows) else 0
 
 

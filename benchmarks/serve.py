@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from splitserve.benchmarks.load import Endpoint, run_load, take_profile
-from splitserve.benchmarks.report import add_result_options, table, write_result
+from splitserve.benchmarks.report import add_result_options, keep_result, table
 from splitserve.benchmarks.stats import RequestRecord, parse_objective, summarise
 from splitserve.benchmarks.workload import (
     TextPrompts,
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     print(render(figures))
     for note in notes(figures, options.output_len):
         print(f"note: {note}")
-    print(f"result: {write_result('serve', argv, {'figures': figures}, options.result_dir)}")
+    keep_result("serve", argv, {"figures": figures}, options)
     return 1 if figures["failed"] else 0
 
 

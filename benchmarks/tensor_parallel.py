@@ -22,8 +22,9 @@ from typing import Any
 import msgspec
 import torch
 
+from splitserve.benchmarks.arguments import not_negative, positive
 from splitserve.benchmarks.kernel_times import busy_share, by_kernel, device_spans
-from splitserve.benchmarks.report import add_result_options, table, write_result
+from splitserve.benchmarks.report import add_result_options, keep_result, table
 from splitserve.config import EngineConfig
 from splitserve.decode.ranked_runner import RankedCudaRunner, RankedRunner
 from splitserve.decode.ranks import RankError
@@ -90,23 +91,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             shown = [[row["after_us"], row["us"], row["calls"], row["kernel"]] for row in found[:_SHOWN_KERNELS]]
             print(table(shown, ["us after the one before", "us", "calls", "kernel"]))
     data = {"model": arguments.model or arguments.shape, "results": [msgspec.to_builtins(r) for r in results]}
-    path = write_result("tensor-parallel", list(argv or ()), data, arguments.result_dir)
-    print(f"written to {path}")
+    keep_result("tensor-parallel", list(argv or ()), data, arguments)
     return 0
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="splitserve bench tensor-parallel", description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], metavar="N")
+    parser.add_argument("--ranks", type=positive, nargs="+", default=[1, 2], metavar="N")
     parser.add_argument("--shape", default="llama-3.1-8b", choices=sorted(SHAPES), help="with dummy weights")
     parser.add_argument("--model", default="", metavar="PATH", help="a checkpoint instead, with its own weights")
     parser.add_argument("--dtype", default="auto", help="auto: the checkpoint's")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--context", type=int, default=1024, metavar="TOKENS", help="of each decoding sequence")
-    parser.add_argument("--prefill", type=int, nargs="*", default=[1024, 8192], metavar="TOKENS")
-    parser.add_argument("--steps", type=int, default=100, help="decode steps that are timed per case")
-    parser.add_argument("--threads", type=int, default=0, help="of a rank on CPU; 0: as torch decides")
+    parser.add_argument("--batch", type=positive, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--context", type=positive, default=1024, metavar="TOKENS", help="of each decoding sequence")
+    parser.add_argument("--prefill", type=positive, nargs="*", default=[1024, 8192], metavar="TOKENS")
+    parser.add_argument("--steps", type=positive, default=100, help="decode steps that are timed per case")
+    parser.add_argument("--threads", type=not_negative, default=0, help="of a rank on CPU; 0: as torch decides")
     parser.add_argument("--profile", action="store_true", help="where the GPU's time goes in decode steps of rank 0")
     add_result_options(parser, always=True)
     parser.add_argument("--workload", default="", help=argparse.SUPPRESS)

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from splitserve.benchmarks.report import add_result_options, table, write_result
+from splitserve.benchmarks.arguments import positive
+from splitserve.benchmarks.report import add_result_options, keep_result, table
 from splitserve.kvconnector.host_tier import host_store
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.numa_memory import HostMemory, node_of_device
@@ -113,9 +114,9 @@ def measure(block_kib: int, options: argparse.Namespace, device: torch.device) -
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="splitserve bench tier-copies", description=__doc__)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--block-kib", type=int, nargs="+", default=[64, 512, 2048, 8192], help="bytes of a block")
-    parser.add_argument("--mib", type=int, default=1024, help="of blocks on the device, and of host memory")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--block-kib", type=positive, nargs="+", default=[64, 512, 2048, 8192], help="bytes of a block")
+    parser.add_argument("--mib", type=positive, default=1024, help="of blocks on the device, and of host memory")
+    parser.add_argument("--rounds", type=positive, default=7)
     parser.add_argument("--seed", type=int, default=0)
     add_result_options(parser, always=True)
     options = parser.parse_args(list(argv))
@@ -126,5 +127,5 @@ def main(argv: Sequence[str]) -> int:
     print(table([[f"{r['block_kib']:.0f} KiB", *(r[c] for c in columns)] for r in results], ["block", *columns]))
     print(f"host memory: {results[0]['host']}")
     data = {"device": str(device), "results": results}
-    print(f"written to {write_result('tier-copies', list(argv), data, options.result_dir)}")
+    keep_result("tier-copies", list(argv), data, options)
     return 0

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+from splitserve.benchmarks.arguments import positive
 from splitserve.benchmarks.engine_options import engine_config
 from splitserve.benchmarks.tier_client import ARMS, arms_in_turn, ask
 from splitserve.errors import SplitserveError
@@ -32,8 +33,8 @@ NoReuse = Callable[[dict[str, LocalCluster], argparse.Namespace, int], dict[str,
 
 def add_shared_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("part shared")
-    group.add_argument("--lmcache-memory-mib", type=int, default=4096, help="of the server")
-    group.add_argument("--lmcache-chunk-tokens", type=int, default=64, help="length of what it keeps KV in")
+    group.add_argument("--lmcache-memory-mib", type=positive, default=4096, help="of the server")
+    group.add_argument("--lmcache-chunk-tokens", type=positive, default=64, help="length of what it keeps KV in")
 
 
 def shared(options: argparse.Namespace, model: str, vocab_size: int, no_reuse: NoReuse) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from typing import Any
 
 import aiohttp
 
-from splitserve.benchmarks.report import add_result_options, write_result
+from splitserve.benchmarks.arguments import positive
+from splitserve.benchmarks.report import add_result_options, keep_result
 from splitserve.benchmarks.tier_client import ask, complete, metrics, session
 from splitserve.config import EngineConfig
 from splitserve.errors import SplitserveError
@@ -164,15 +165,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="splitserve bench tier-soak", description=__doc__)
-    parser.add_argument("--requests", type=int, default=10_000)
-    parser.add_argument("--prompts", type=int, default=600, help="different ones")
-    parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--requests", type=positive, default=10_000)
+    parser.add_argument("--prompts", type=positive, default=600, help="different ones")
+    parser.add_argument("--concurrency", type=positive, default=16)
     parser.add_argument("--abort-share", type=float, default=0.05, help="of the clients hang up")
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers", type=positive, default=2)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--kv-memory-mib", type=int, default=4)
-    parser.add_argument("--host-kv-memory-mib", type=int, default=6)
-    parser.add_argument("--disk-kv-mib", type=int, default=12)
+    parser.add_argument("--kv-memory-mib", type=positive, default=4)
+    parser.add_argument("--host-kv-memory-mib", type=positive, default=6)
+    parser.add_argument("--disk-kv-mib", type=positive, default=12)
     parser.add_argument("--seed", type=int, default=0)
     add_result_options(parser, always=True)
     options = parser.parse_args(list(argv))
@@ -185,7 +186,7 @@ def main(argv: Sequence[str]) -> int:
         f"{results['damaged_files']} files damaged, {peers:.0f} blocks read from the other worker"
     )
     print(f"{results['wrong']} answers were wrong; {len(results['problems'])} counts are off")
-    print(f"written to {write_result('tier-soak', list(argv), results, options.result_dir)}")
+    keep_result("tier-soak", list(argv), results, options)
     if results["wrong"] or results["problems"]:
         raise SplitserveError("; ".join([f"{results['wrong']} answers were wrong", *results["problems"]]))
     return 0

@@ -19,8 +19,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from splitserve.benchmarks.arguments import not_negative, positive
 from splitserve.benchmarks.engine_options import add_engine_options, engine_config
-from splitserve.benchmarks.report import add_result_options, table, write_result
+from splitserve.benchmarks.report import add_result_options, keep_result, table
 from splitserve.benchmarks.tier_client import ARMS, arms_in_turn, ask
 from splitserve.benchmarks.tier_hits import fits, hits, pace
 from splitserve.benchmarks.tier_shared import add_shared_options, shared, shared_rows
@@ -160,21 +161,21 @@ def print_results(results: dict[str, Any]) -> None:
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="splitserve bench tiers", description=__doc__)
     add_engine_options(parser, shape="qwen3-0.6b", dtype="float32", kv_memory_mib=128)  # less than the chats need
-    parser.add_argument("--host-kv-memory-mib", type=int, default=2048, help="of the worker that has a host tier")
+    parser.add_argument("--host-kv-memory-mib", type=positive, default=2048, help="of the worker that has a host tier")
     parser.add_argument("--disk-kv-dir", default="", metavar="DIR", help="the same worker has a disk tier there, too")
     parser.add_argument("--kv-keep", choices=KEEP_POLICIES, default="all")
-    parser.add_argument("--users", type=int, default=20)
-    parser.add_argument("--turns", type=int, default=6)
-    parser.add_argument("--turn-tokens", type=int, default=64, help="new ones of each turn")
-    parser.add_argument("--output-tokens", type=int, default=4)
-    parser.add_argument("--fresh-requests", type=int, default=8, help="at once, in each round without reuse")
-    parser.add_argument("--fresh-tokens", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--hit-tokens", type=int, nargs="+", default=[4096], help="lengths of the prompts of hits")
-    parser.add_argument("--hit-rounds", type=int, default=3, help="how often each of them comes again")
-    parser.add_argument("--pace-streams", type=int, default=16, help="that decode while prompts come up")
-    parser.add_argument("--pace-tokens", type=int, default=4096, help="of each of these prompts")
-    parser.add_argument("--pace-rounds", type=int, default=40, help="so many of them")
+    parser.add_argument("--users", type=positive, default=20)
+    parser.add_argument("--turns", type=positive, default=6)
+    parser.add_argument("--turn-tokens", type=positive, default=64, help="new ones of each turn")
+    parser.add_argument("--output-tokens", type=positive, default=4)
+    parser.add_argument("--fresh-requests", type=not_negative, default=8, help="at once, in each round without reuse")
+    parser.add_argument("--fresh-tokens", type=positive, default=256)
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--hit-tokens", type=positive, nargs="+", default=[4096], help="lengths of the prompts of hits")
+    parser.add_argument("--hit-rounds", type=positive, default=3, help="how often each of them comes again")
+    parser.add_argument("--pace-streams", type=not_negative, default=16, help="that decode while prompts come up")
+    parser.add_argument("--pace-tokens", type=not_negative, default=4096, help="of each of these prompts")
+    parser.add_argument("--pace-rounds", type=not_negative, default=40, help="so many of them")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:2], help="what to measure")
     add_shared_options(parser)
     parser.add_argument("--seed", type=int, default=0)
@@ -182,5 +183,5 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(list(argv))
     results = run(options)
     print_results(results)
-    print(f"written to {write_result('tiers', list(argv), results, options.result_dir)}")
+    keep_result("tiers", list(argv), results, options)
     return 0

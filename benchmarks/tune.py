@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from splitserve.benchmarks.arguments import not_negative, positive
 from splitserve.benchmarks.device_timing import TOLERANCE, copy_bandwidth, relative_error, seconds_per_call
 from splitserve.benchmarks.report import table
 from splitserve.benchmarks.tune_compile import CompilePool
@@ -82,13 +83,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="splitserve tune", description=__doc__)
     parser.add_argument("--shape", nargs="+", default=["llama-3.1-8b", "qwen3-8b"], choices=sorted(SHAPES))
     parser.add_argument("--operation", nargs="+", default=list(OPERATIONS), choices=OPERATIONS)
-    parser.add_argument("--rows", type=_positive, nargs="+", default=list(ROWS), help="tokens or sequences of a step")
+    parser.add_argument("--rows", type=positive, nargs="+", default=list(ROWS), help="tokens or sequences of a step")
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES))
-    parser.add_argument("--block-size", type=_positive, default=64, metavar="TOKENS")
+    parser.add_argument("--block-size", type=positive, default=64, metavar="TOKENS")
     parser.add_argument(
-        "--tensor-parallel-size", type=_positive, nargs="+", default=[1], metavar="N", help="ranks that share a model"
+        "--tensor-parallel-size", type=positive, nargs="+", default=[1], metavar="N", help="ranks that share a model"
     )
-    parser.add_argument("--jobs", type=int, default=0, help="processes that compile; 0: one for each core")
+    parser.add_argument("--jobs", type=not_negative, default=0, help="processes that compile; 0: one for each core")
     parser.add_argument(
         "--output", default="", metavar="DIR", help=f"empty: ${tuning.DIRECTORY_VARIABLE}, else the user's cache"
     )
@@ -99,12 +100,6 @@ def rank_config(config: ModelConfig, size: int) -> ModelConfig:
     """The sizes of one of ``size`` ranks, its part of the head among them. Raises :class:`ConfigError`."""
     check_tensor_parallel_size(config, size)
     return replace(local_config(config, size), vocab_size=head_rows(config.vocab_size, size))
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} isn't a positive number")
-    return int(text)
 
 
 class Tuner:

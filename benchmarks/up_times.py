@@ -26,9 +26,10 @@ from pathlib import Path
 
 import psutil
 
+from splitserve.benchmarks.arguments import not_negative, positive
 from splitserve.benchmarks.handover_served import run_command
 from splitserve.benchmarks.load import Endpoint, run_load
-from splitserve.benchmarks.report import add_result_options, table, write_result
+from splitserve.benchmarks.report import add_result_options, keep_result, table
 from splitserve.errors import SplitserveError
 from splitserve.models.demo import write_demo_model
 from splitserve.orchestration.ray_commands import LOCAL
@@ -102,10 +103,10 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__.partition("\n\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--prefill", type=int, default=2, help="workers")
-    parser.add_argument("--decode", type=int, default=2, help="workers")
+    parser.add_argument("--prefill", type=not_negative, default=2, help="workers")
+    parser.add_argument("--decode", type=not_negative, default=2, help="workers")
     parser.add_argument("--ray", action=argparse.BooleanOptionalAction, default=True, help="also with Ray")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument("--model", default="", help="a checkpoint's directory; empty: the demo's, with 5 MB of weights")
     parser.add_argument("--check-times", action="store_true", help="fail where an answer takes longer than it should")
     add_result_options(parser)
@@ -136,9 +137,8 @@ def main(argv: Sequence[str]) -> int:
     print(table(rows, ["place", *(f"{name} s" for name in STAGES), "limit s"]))
     for problem in problems:
         print(f"FAIL {problem}")
-    if options.save:
-        data = {"options": vars(options), "results": results, "problems": problems}
-        print(f"written to {write_result('up', argv, data, options.result_dir)}")
+    data = {"options": vars(options), "results": results, "problems": problems}
+    keep_result("up", argv, data, options)
     return 1 if problems else 0
 
 

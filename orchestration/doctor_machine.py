@@ -1,6 +1,7 @@
 """Facts about this machine for the doctor: everything here looks, nothing here judges."""
 
 import ctypes
+import errno
 import importlib.metadata
 import json
 import platform
@@ -188,8 +189,9 @@ def versions_of(*names: str) -> list[str]:
     return found
 
 
-def port_user(host: str, port: int) -> PortUser | None:
-    """Who keeps us from listening on ``port`` of ``host``; None: nobody. Port 0 is always free."""
+def port_user(host: str, port: int) -> PortUser | str | None:
+    """Who keeps us from listening on ``port`` of ``host``; None: nobody. Port 0 is always free. As text, why ``host``
+    is no address of this machine."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -198,6 +200,8 @@ def port_user(host: str, port: int) -> PortUser | None:
             return None
         except OSError as error:
             name = error.strerror or str(error)
+            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                return name
     try:
         holders = [each for each in psutil.net_connections("tcp") if each.laddr and each.laddr.port == port]
         listening = [each.pid for each in holders if each.status == psutil.CONN_LISTEN and each.pid]

@@ -176,10 +176,14 @@ def check_dead_clusters(facts: MachineFacts) -> Check:
 # ---- a cluster that is to be started ----
 
 
-def check_port(host: str, port: int, user: PortUser | None, *, asked_for: bool) -> Check:
-    """``asked_for``: somebody wants to serve there; else it's no problem that one of our endpoints has it."""
+def check_port(host: str, port: int, user: PortUser | str | None, *, asked_for: bool) -> Check:
+    """``user`` as :func:`.doctor_machine.port_user` has it. ``asked_for``: somebody wants to serve there; else it's no
+    problem that one of our endpoints has it."""
     if user is None:
         return check("ports", f"{host}:{port} is free" if port else "any free one will do")
+    if isinstance(user, str):
+        advice = "give an address of this machine as --host (0.0.0.0: all of them)"
+        return check("ports", f"{host}:{port}", [Problem("host", f"{host} can't be listened on: {user}", advice)])
     who = f"{user.name} (pid {user.pid})" if user.pid else user.name
     if user.is_splitserve and not asked_for:
         return check("ports", f"{host}:{port} is a Splitserve endpoint already; --against http://{host}:{port} asks it")

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import resource
@@ -125,9 +126,9 @@ def _listen(host: str, port: int) -> Iterator[socket.socket]:
         try:
             listener.bind((host, port))
         except OSError as error:
-            raise ConfigError(
-                f"can't listen on {host} port {port}: {error.strerror or error}; choose another --port"
-            ) from error
+            is_wrong_host = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+            remedy = "give an address of this machine as --host" if is_wrong_host else "choose another --port"
+            raise ConfigError(f"can't listen on {host} port {port}: {error.strerror or error}; {remedy}") from error
         yield listener
 
 

@@ -28,6 +28,7 @@ from splitserve.orchestration.doctor_machine import (
     Package,
     PortUser,
     TorchFacts,
+    port_user,
     required_packages,
     wake_seconds,
 )
@@ -244,6 +245,12 @@ def test_a_port_of_ours_is_a_problem_only_where_somebody_wants_it() -> None:
     assert not check_port("127.0.0.1", 8000, ours, asked_for=False).problems
     assert check_port("127.0.0.1", 8000, ours, asked_for=True).problems
     assert check_port("127.0.0.1", 8000, theirs, asked_for=False).problems
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+def test_an_address_of_another_machine_is_named_as_such(host: str) -> None:
+    [problem] = check_port(host, 8000, port_user(host, 8000), asked_for=True).problems
+    assert problem.name == "host" and "--host" in problem.advice
 
 
 @pytest.mark.parametrize(("num_workers", "threads", "is_too_many"), [(2, 0, False), (3, 0, True), (1, 8, True)])
