@@ -2,7 +2,7 @@
 
 import argparse
 import math
-import os
+import tempfile
 from pathlib import Path
 
 
@@ -48,6 +48,8 @@ def writable_directory(text: str) -> str:
             Path(text).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise argparse.ArgumentTypeError(f"{text} can't be made: {error.strerror}") from error
-        if not os.access(text, os.W_OK):
-            raise argparse.ArgumentTypeError(f"{text} can't be written to")
+        try:
+            tempfile.TemporaryFile(dir=text).close()
+        except OSError as error:
+            raise argparse.ArgumentTypeError(f"{text} can't be written to: {error.strerror}") from error
     return text

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from splitserve.benchmarks.arguments import not_negative, positive
 from splitserve.models.config import load_model_config
 from splitserve.models.demo import SHAPES, write_demo_model
 from splitserve.models.loader import load_model
@@ -81,12 +82,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="", help="checkpoint directory; without it a demo model of --shape is made")
     parser.add_argument("--shape", default="qwen3-0.6b", choices=sorted(SHAPES))
     parser.add_argument("--dtype", default="float32", choices=sorted(_DTYPES))
-    parser.add_argument("--threads", type=int, default=0, help="0: as many as PyTorch chooses")
-    parser.add_argument("--prefill-tokens", type=int, default=512)
-    parser.add_argument("--context", type=int, default=128, help="prompt tokens before decode is timed")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--steps", type=int, default=16, help="decode steps per round")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=not_negative, default=0, help="0: as many as PyTorch chooses")
+    parser.add_argument("--prefill-tokens", type=positive, default=512)
+    parser.add_argument("--context", type=positive, default=128, help="prompt tokens before decode is timed")
+    parser.add_argument("--batch", type=positive, nargs="+", default=[1, 8])
+    parser.add_argument("--steps", type=positive, default=16, help="decode steps per round")
+    parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--json", default="", help="also write the report to this file")
     return parser.parse_args(argv)
 

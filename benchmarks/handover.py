@@ -245,7 +245,7 @@ def parser() -> argparse.ArgumentParser:
     add("--kv-memory-mib", type=positive, default=4096, metavar="N", help="of each of its workers")
     add_switches(parser)
     add("--repeats", type=positive, default=15)
-    add("--seed", type=int, default=0)
+    add("--seed", type=not_negative, default=0)
     add_result_options(parser)
     return parser
 

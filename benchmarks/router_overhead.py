@@ -85,6 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark that ``argv`` describes; exit status 1 if a request failed."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     options = _parser().parse_args(arguments)
+    if min(options.rate) * options.seconds < 1:
+        raise ConfigError("no request arrives: raise --rate or --seconds")
     if options.prompt_tokens:
         return _by_length(options, arguments)
     with tempfile.TemporaryDirectory() as folder, _processes(Path(folder)) as (url, router_pid, worker):

@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from splitserve.benchmarks.arguments import finite, not_negative, positive, positive_seconds
 from splitserve.benchmarks.load import Endpoint, run_load, take_profile
 from splitserve.benchmarks.report import add_result_options, keep_result, table
 from splitserve.benchmarks.stats import RequestRecord, parse_objective, summarise
@@ -154,25 +155,31 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", required=True, metavar="ID", help="model id, as in /v1/models")
     add("--request-rate", type=float, default=1.0, metavar="R", help="requests per second; inf sends all at once")
     add("--arrival", choices=("poisson", "fixed"), default="poisson", help="gaps between requests")
-    add("--num-requests", type=int, default=100, metavar="N", help="requests that are measured")
-    add("--num-warmups", type=int, default=1, metavar="N", help="requests before them, one after the other")
-    add("--input-len", type=int, default=512, metavar="TOKENS", help="of each prompt, exactly")
-    add("--output-len", type=int, default=64, metavar="TOKENS", help="of each answer")
-    add("--shared-prefix-len", type=int, default=0, metavar="TOKENS", help="that all prompts begin with")
+    add("--num-requests", type=positive, default=100, metavar="N", help="requests that are measured")
+    add("--num-warmups", type=not_negative, default=1, metavar="N", help="requests before them, one after the other")
+    add("--input-len", type=positive, default=512, metavar="TOKENS", help="of each prompt, exactly")
+    add("--output-len", type=positive, default=64, metavar="TOKENS", help="of each answer")
+    add("--shared-prefix-len", type=not_negative, default=0, metavar="TOKENS", help="that all prompts begin with")
     add("--seed", type=int, default=0, help="of prompts and arrivals")
-    add("--temperature", type=float, default=0.0, help="0 is greedy")
+    add("--temperature", type=finite, default=0.0, help="0 is greedy")
     add("--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help="force the output length")
     add("--token-ids", action=argparse.BooleanOptionalAction, default=True, help="ask for return_token_ids")
     add(
         "--prompt-format", choices=("tokens", "text"), default="tokens", help="token ids, or text made with --tokenizer"
     )
     add("--tokenizer", default="", metavar="DIR", help="the model's directory; its plain tokens make the prompts")
-    add("--vocab-size", type=int, default=256, metavar="N", help="without --tokenizer: ids are drawn below N")
-    add("--max-concurrency", type=int, default=0, metavar="N", help="0: open loop")
+    add("--vocab-size", type=positive, default=256, metavar="N", help="without --tokenizer: ids are drawn below N")
+    add("--max-concurrency", type=not_negative, default=0, metavar="N", help="0: open loop")
     add("--slo", nargs="+", default=[], metavar="BOUND", help="ttft:MS tpot:MS itl:MS, for goodput")
-    add("--profile-steps", type=int, default=0, metavar="N", help="let Splitserve's workers record N of their steps")
-    add("--profile-after", type=float, default=2.0, metavar="SECONDS", help="when, from the load's start")
-    add("--timeout", type=float, default=600.0, metavar="SECONDS", help="of one request")
+    add(
+        "--profile-steps",
+        type=not_negative,
+        default=0,
+        metavar="N",
+        help="let Splitserve's workers record N of their steps",
+    )
+    add("--profile-after", type=finite, default=2.0, metavar="SECONDS", help="when, from the load's start")
+    add("--timeout", type=positive_seconds, default=600.0, metavar="SECONDS", help="of one request")
     add("--api-key-env", default="OPENAI_API_KEY", metavar="NAME", help="environment variable with the key")
     add_result_options(parser, always=True)
     return parser

@@ -68,6 +68,8 @@ Show = Callable[[Check], None]
 def run_doctor(options: argparse.Namespace) -> int:
     """Look, print, return the exit status. Raises :class:`SplitserveError` where it can't look."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end the probe's cluster in order, as on Ctrl-C
+    if options.transport and not (options.probe or options.against):
+        raise ConfigError("--transport is about the probe, or a cluster --against: leave it or --no-probe away")
     show: Show = _be_silent if options.json else _print_check
     diagnosis = Diagnosis(__version__, options.against or THIS_MACHINE)
     looks = _running_cluster(options, diagnosis) if options.against else _this_machine(options, diagnosis)

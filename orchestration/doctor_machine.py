@@ -190,17 +190,19 @@ def versions_of(*names: str) -> list[str]:
 
 
 def port_user(host: str, port: int) -> PortUser | str | None:
-    """Who keeps us from listening on ``port`` of ``host``; None: nobody. Port 0 is always free. As text, why ``host``
-    is no address of this machine."""
+    """Who keeps us from listening on ``port`` of ``host``; None: nobody. Port 0 is always free. As text, why
+    nobody could listen there."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))
             return None
+        except OverflowError:
+            return "ports go up to 65535"
         except OSError as error:
             name = error.strerror or str(error)
-            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            if error.errno != errno.EADDRINUSE:
                 return name
     try:
         holders = [each for each in psutil.net_connections("tcp") if each.laddr and each.laddr.port == port]

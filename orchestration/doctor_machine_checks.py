@@ -182,8 +182,9 @@ def check_port(host: str, port: int, user: PortUser | str | None, *, asked_for: 
     if user is None:
         return check("ports", f"{host}:{port} is free" if port else "any free one will do")
     if isinstance(user, str):
-        advice = "give an address of this machine as --host (0.0.0.0: all of them)"
-        return check("ports", f"{host}:{port}", [Problem("host", f"{host} can't be listened on: {user}", advice)])
+        advice = "give an address of this machine as --host (0.0.0.0: all of them), and a --port that you may use"
+        problem = Problem("unusable_address", f"{host} port {port} can't be listened on: {user}", advice)
+        return check("ports", f"{host}:{port}", [problem])
     who = f"{user.name} (pid {user.pid})" if user.pid else user.name
     if user.is_splitserve and not asked_for:
         return check("ports", f"{host}:{port} is a Splitserve endpoint already; --against http://{host}:{port} asks it")

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from splitserve.benchmarks import awake_cores, handover, isolation, latency, tiers
+from splitserve.benchmarks import awake_cores, handover, isolation, latency, router_overhead, serve, tiers
+from splitserve.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -19,6 +20,10 @@ from splitserve.benchmarks import awake_cores, handover, isolation, latency, tie
         (isolation, ["--seconds", "0"], "--seconds: it must be more than 0"),
         (isolation, ["--stream-rate", "inf"], "--stream-rate: 'inf' isn't a number from 0 on"),
         (awake_cores, ["--seconds", "-1"], "--seconds"),
+        (serve, ["--model", "m", "--num-requests", "0"], "--num-requests: '0' isn't a whole number from 1 on"),
+        (serve, ["--model", "m", "--timeout", "nan"], "--timeout: 'nan' isn't a number from 0 on"),
+        (handover, ["--seed", "-5"], "--seed: '-5' isn't a whole number from 0 on"),
+        (handover, ["--result-dir", "/proc"], "/proc can't be written to"),
         (tiers, ["--rounds", "0"], "--rounds: '0' isn't a whole number from 1 on"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -30,6 +35,11 @@ def test_values_without_sense_are_refused(
         bench.main(options)  # type: ignore[attr-defined]
     assert end.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_load_without_a_request_is_refused() -> None:
+    with pytest.raises(ConfigError, match="raise --rate or --seconds"):
+        router_overhead.main(["--rate", "100", "0.1", "--seconds", "1"])
 
 
 def test_a_place_for_results_is_tried_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -233,7 +233,7 @@ def test_different_layout(running: Running) -> None:
         status, found = doctor("--against", running.url, "--no-probe")
     before = {"secret_mismatch"}  # the worker of the last test is remembered for a while
     assert names(status, found) - before == {"layout_mismatch"}
-    assert re.search(r"prefill-x .* was refused .* block_size: 16 against 32", text_of(found, "layout_mismatch"))
+    assert re.search(r"prefill-x .* was refused .* block_size: 32 against 16", text_of(found, "layout_mismatch"))
 
 
 # ---- planted on this machine, before a start ----
@@ -296,6 +296,7 @@ def test_a_transport_can_be_asked_for(running: Running) -> None:
         (["--against", "{url}"], "another-key", "wants another API key"),
         (["--against", "ftp://host"], API_KEY, "is no URL of an endpoint"),
         (["--against", "{url}", "some/model"], API_KEY, "leave PATH and --spec away"),
+        (["--transport", "tcp", "--no-probe"], API_KEY, "leave it or --no-probe away"),
     ],
 )
 def test_what_it_refuses(running: Running, arguments: list[str], key: str, message: str) -> None:

@@ -247,10 +247,12 @@ def test_a_port_of_ours_is_a_problem_only_where_somebody_wants_it() -> None:
     assert check_port("127.0.0.1", 8000, theirs, asked_for=False).problems
 
 
-@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
-def test_an_address_of_another_machine_is_named_as_such(host: str) -> None:
-    [problem] = check_port(host, 8000, port_user(host, 8000), asked_for=True).problems
-    assert problem.name == "host" and "--host" in problem.advice
+@pytest.mark.parametrize(
+    ("host", "port"), [("192.0.2.1", 8000), ("no-such-host.invalid", 8000), ("127.0.0.1", 70000), ("fe80::1", 8000)]
+)
+def test_an_address_that_nobody_could_use_is_named_as_such(host: str, port: int) -> None:
+    [problem] = check_port(host, port, port_user(host, port), asked_for=True).problems
+    assert problem.name == "unusable_address" and "--host" in problem.advice
 
 
 @pytest.mark.parametrize(("num_workers", "threads", "is_too_many"), [(2, 0, False), (3, 0, True), (1, 8, True)])

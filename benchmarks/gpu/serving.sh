@@ -25,7 +25,7 @@ start() {  # start NAME OPTIONS...: until /ready says 200
   sleep 0.5; grep -hE "ready after|the largest steps" $OUT/serve-$name.log | cut -c1-300
 }
 stop() { kill -INT $SP; for i in $(seq 100); do kill -0 $SP 2>/dev/null || break; sleep 0.1; done; grep -hE "a step took|WARNING|ERROR|Traceback" $OUT/serve-$1.log | cut -c1-220 | tail -8; }
-bench() { $C bench serve --base-url $URL --model m --tokenizer /tmp/m --result-dir $OUT --num-warmups 2 "$@" 2>&1 | grep -vE "^(result|requests/s|duration)" | tail -26; }
+bench() { $C bench serve --base-url $URL --model m --tokenizer /tmp/m --result-dir $OUT --num-warmups 2 "$@" 2>&1 | grep -vE "^(written to|requests/s|duration)" | tail -26; }
 # Seeds differ, so that no run finds another's prompts cached.
 ttft() { mark "TTFT at 1 req/s, 1024 in $*"; bench --request-rate 1 --arrival fixed --num-requests 20 --input-len 1024 --output-len 16 --seed $1; }
 itl() { mark "ITL at 16 req/s, 1024 in / 128 out $*"; bench --request-rate 16 --num-requests 240 --input-len 1024 --output-len 128 --seed $1; }
