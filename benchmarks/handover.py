@@ -83,7 +83,7 @@ def measure(arm: Arm, sinks: Sinks, layout: LayoutRecord, repeats: int) -> dict[
         reads.append(max(timing.seconds for timing in timings))
         copies.append(max(map(float, sinks.call("copy", arm.local, arm.remote))))
         alone.append(float(sinks.first("copy", arm.local, arm.remote)))
-        path = timings[0].path
+        path = "+".join(sorted({timing.path for timing in timings}))
     num_bytes = len(arm.local) * block_bytes(layout)
     read_seconds, copy_seconds = statistics.median(reads), statistics.median(copies)
     return {

@@ -56,15 +56,16 @@ def one_after_the_other(results: Sequence[ReadResult]) -> ReadResult:
 def side_by_side(results: Sequence[ReadResult]) -> ReadResult:
     """Of ranks that read their heads of all blocks each: what counts is that all of them found the same generations.
 
-    Digests are of the first rank's blocks, as the offered ones are.
+    Digests are of the first rank's blocks, as the offered ones are. The path is that of the slowest: each has a
+    link of its own.
     """
     generations = [
         found[0] if len(set(found)) == 1 else NO_GENERATION
         for found in zip(*(each.generations for each in results), strict=False)
     ]
-    seconds = max(each.seconds for each in results)
+    slowest = max(results, key=lambda each: each.seconds)
     return ReadResult(
-        results[0].read_id, _first_error(results), generations, seconds, results[0].digests, results[0].path
+        results[0].read_id, _first_error(results), generations, slowest.seconds, results[0].digests, slowest.path
     )
 
 

@@ -152,7 +152,7 @@ class LinkProbe:
             if began[0].slot is None:
                 return None
             gather.done(span.rank, began[0].ticket)
-        piece_bytes = self._reader.piece_bytes
+        piece_bytes = self._reader.piece_bytes(span)
         return fit_copies(seconds[1], piece_bytes, seconds[2], most * piece_bytes)
 
     @staticmethod

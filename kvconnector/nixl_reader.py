@@ -36,6 +36,7 @@ from splitserve.kvconnector.nixl_gather import GatherReader
 from splitserve.kvconnector.nixl_slots import HostSlotReader
 from splitserve.kvconnector.read_choice import ReadShape
 from splitserve.kvconnector.read_plan import (
+    HeadSpan,
     Rows,
     head_spans,
     is_whole,
@@ -110,12 +111,12 @@ class PeerReader:
         self._host_slots = self._make_host_slots()
         if self.is_whole:
             self._local_blocks = self.agent.prepare(HERE, memory.kind, region_rows(memory.region()))
-        else:
-            self._prepare_staging()
         self.gather = self._make_gather()
         self._mappings = {span.rank: self._map(welcome.ranks[span.rank]) for span in self.spans}
         try:
             self.mapped = self._make_mapped()
+            if self.mapped is None and not self.is_whole:
+                self._prepare_staging()
         except Exception:
             self._unmap()
             raise
@@ -140,10 +141,14 @@ class PeerReader:
         except Exception as error:
             raise HandshakeError(f"the peer's blocks aren't in the memory that it registered: {error}") from error
 
+    @property
+    def _staging_half_bytes(self) -> int:
+        return max(self._local.settings.staging_bytes // 2, block_bytes(self._welcome.layout))
+
     def _prepare_staging(self) -> Staging:
+        """Memory that nothing else has then: made at once only for who will surely read by it."""
         memory, source = self._local.memory, self._welcome.layout
-        half_bytes = max(self._local.settings.staging_bytes // 2, block_bytes(source))
-        staging = self._staging = Staging(memory, source, half_bytes)
+        staging = self._staging = Staging(memory, source, self._staging_half_bytes)
         self._register(staging.region())
         self._slots = self.agent.prepare(HERE, memory.kind, region_rows(staging.region()))
         return staging
@@ -180,16 +185,15 @@ class PeerReader:
         memories = {}
         for span in self.spans:
             memory = self._welcome.ranks[span.rank].gather
-            if memory is None or memory.slots.block_bytes < self.piece_bytes:
+            if memory is None or memory.slots.block_bytes < self.piece_bytes(span):
                 return None
             memories[span.rank] = memory
         return GatherReader(self.agent, memories, self._remote_names)
 
-    @property
-    def piece_bytes(self) -> int:
+    def piece_bytes(self, span: HeadSpan) -> int:
         """Of what one rank of the peer has for us of a block."""
         layout = self._welcome.layout
-        return block_bytes(layout) // layout.kv_heads_per_rank * self.spans[0].num_heads
+        return block_bytes(layout) // layout.kv_heads_per_rank * span.num_heads
 
     @property
     def device(self) -> torch.device:
@@ -224,14 +228,13 @@ class PeerReader:
             num_layers=layout.num_layers,
             local_block_bytes=block_bytes(layout),
             source_block_bytes=block_bytes(self._welcome.layout),
-            slots_per_half=1 if self._staging is None else self._staging.slots_per_half,
+            slots_per_half=self._staging_half_bytes // block_bytes(self._welcome.layout),
             blocks_per_gather=0 if self.gather is None else self._blocks_per_gather(self.gather),
             is_mapped=self.mapped is not None,
         )
 
     def _blocks_per_gather(self, gather: GatherReader) -> int:
-        half_bytes = max(self._local.settings.staging_bytes // 2, block_bytes(self._welcome.layout))
-        return min(gather.slot_bytes, half_bytes) // self.piece_bytes
+        return min(gather.slot_bytes, self._staging_half_bytes) // max(self.piece_bytes(span) for span in self.spans)
 
     # ---- reading ----
 
@@ -403,7 +406,7 @@ class PeerReader:
                 self.gather = None
                 yield from copies
                 return False
-            place = staging.half(index % 2, len(remote[part]) * self.piece_bytes)
+            place = staging.half(index % 2, len(remote[part]) * self.piece_bytes(span))
             yield gather.read(span.rank, wait.slot, place)
             yield gather.check(span.rank, wait.slot, tickets[index])
             gather.done(span.rank, tickets[index])
@@ -424,8 +427,8 @@ class PeerReader:
 
     def _read_staged(self, local_blocks: Sequence[int], remote: BlockIds) -> Iterator[Pending]:
         """While one half's heads are copied to their place, the other half is read."""
-        staging = self._staging
-        assert staging is not None and self._slots is not None
+        staging = self._staging or self._prepare_staging()
+        assert self._slots is not None
         size = staging.slots_per_half
         copies: list[Pending] = [Done(), Done()]
         half = 0

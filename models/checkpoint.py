@@ -17,6 +17,7 @@ _HEADER_LIMIT_BYTES = 100 * 1024 * 1024  # the format's own limit
 _HASH_WHOLE_BELOW_BYTES = 32 * 1024 * 1024
 _NUM_SAMPLES = 64
 _SAMPLE_BYTES = 64 * 1024
+_SMALL_TENSOR_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +79,8 @@ def weights_version(path: str | Path, load_format: str = "auto") -> str:
     """Identity of a checkpoint's content, 32 hex digits, the same on every machine.
 
     Covers config.json and, per weight file in sorted order, name, size, header and content: all of it below 32 MiB,
-    else 64 samples of 64 KiB spread evenly (a fine-tune changes every one). ``load_format`` "dummy" covers config.json
-    only.
+    else 64 samples of 64 KiB spread evenly (a fine-tune changes every one), and all tensors of at most 64 KiB (scales
+    may be all that changes). ``load_format`` "dummy" covers config.json only.
     """
     directory = Path(path)
     digest = hashlib.blake2b(digest_size=16)
@@ -89,7 +90,7 @@ def weights_version(path: str | Path, load_format: str = "auto") -> str:
             digest.update(b"dummy")
             return digest.hexdigest()
         for file in weight_files(directory):
-            _, header_bytes = _read_header(file)
+            header, header_bytes = _read_header(file)
             size = file.stat().st_size
             digest.update(f"\0{file.name}\0{size}\0".encode())
             digest.update(header_bytes)
@@ -100,9 +101,18 @@ def weights_version(path: str | Path, load_format: str = "auto") -> str:
                 for sample in range(_NUM_SAMPLES):
                     stream.seek((size - _SAMPLE_BYTES) * sample // (_NUM_SAMPLES - 1))
                     digest.update(stream.read(_SAMPLE_BYTES))
+                for begin, end in _small_tensors(header):
+                    stream.seek(_PREFIX_BYTES + len(header_bytes) + begin)
+                    digest.update(stream.read(end - begin))
     except OSError as error:
         raise CheckpointError(f"{directory} can't be read: {error}") from error
     return digest.hexdigest()
+
+
+def _small_tensors(header: dict[str, Any]) -> list[tuple[int, int]]:
+    """Where they begin and end, in the order in which they lie behind the header."""
+    places = sorted(tuple(entry["data_offsets"]) for name, entry in header.items() if name != "__metadata__")
+    return [(begin, end) for begin, end in places if end - begin <= _SMALL_TENSOR_BYTES]
 
 
 def _read_header(file: Path) -> tuple[dict[str, Any], bytes]:
@@ -116,8 +126,10 @@ def _read_header(file: Path) -> tuple[dict[str, Any], bytes]:
                 raise CheckpointError(f"{file} is no complete safetensors file: its header length is wrong")
             raw = stream.read(length)
         header = json.loads(raw)
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        if _PREFIX_BYTES + length + max(ends, default=0) != size:
+        places = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
+        if not all(0 <= begin <= end for begin, end in places):
+            raise ValueError("a tensor ends before it begins")
+        if _PREFIX_BYTES + length + max((end for _, end in places), default=0) != size:
             raise CheckpointError(f"{file} is truncated or has bytes too many: download it again")
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} is no readable safetensors file: {error!r}") from error

@@ -27,7 +27,7 @@ from splitserve.models.decoder import DecoderModel, LayerWeights, ModelWeights
 from splitserve.models.fp8_scales import FP8, ScaleReader
 from splitserve.models.kv_scales import UNSCALED, KVScales, read_kv_scales, scaled_fp8_rows, scaled_rows
 from splitserve.models.parallel import Alone, Collectives, RowParallelLinear, VocabParallelHead
-from splitserve.models.reading import STORED_DTYPES, DummyReader, MappedReader, StagedReader, WeightReader
+from splitserve.models.reading import MAX_THREADS, STORED_DTYPES, DummyReader, MappedReader, StagedReader, WeightReader
 from splitserve.models.shard import (
     Parts,
     WeightParts,
@@ -85,7 +85,7 @@ def load_model(
     if kernels is None:
         kernels = select_kernels(device, dtype, head_dim=config.head_dim)
     records = None if load_format == "dummy" else read_records(Path(path))
-    reader = _make_reader(records, config, dtype, device)
+    reader = _make_reader(records, config, dtype, device, is_part=group.shard.size > 1)
     kv_scales = [UNSCALED] * config.num_layers
     if records is not None and kv_dtype == torch.float8_e4m3fn:
         kv_scales = read_kv_scales(records, config.num_layers)
@@ -103,16 +103,21 @@ def load_model(
 
 
 def _make_reader(
-    records: Mapping[str, TensorRecord] | None, config: ModelConfig, dtype: torch.dtype, device: torch.device
+    records: Mapping[str, TensorRecord] | None,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    is_part: bool,
 ) -> WeightReader:
-    """``records`` None: random weights."""
+    """``records`` None: random weights. ``is_part``: of a rank, which reads nothing else of the files."""
     if records is None:
         return DummyReader(expected_shapes(config), dtype, device, config.fp8)
     _check_records(records, config)
     scales = None if config.fp8 is None else ScaleReader(records, config.fp8.block)
-    if device.type == "cpu":
+    if device.type == "cpu" and not is_part:
         return MappedReader(records, dtype, scales)
-    return StagedReader(records, dtype, device, scales)
+    return StagedReader(records, dtype, device, scales, num_threads=MAX_THREADS if device.type == "cuda" else 1)
 
 
 def _check_records(records: Mapping[str, TensorRecord], config: ModelConfig) -> None:

@@ -1,7 +1,8 @@
-"""Reads parts of a checkpoint's tensors: on CPU from the mapped files, for a device through pinned memory.
+"""Reads parts of a checkpoint's tensors: a whole model on a CPU from the mapped files, else through staging buffers.
 
-:class:`StagedReader` reads ahead on several threads, in the order of the files' bytes. Each thread has one staging
-buffer, so that host memory holds a bounded piece of the model and never a copy of it.
+A rank's part is less than the pages that hold it, so it goes to a CPU as to a device. :class:`StagedReader` reads ahead
+on several threads, in the order of the files' bytes. Each thread has one staging buffer, so that host memory holds a
+bounded piece of the model beside what is kept.
 """
 
 import logging
@@ -62,7 +63,7 @@ class WeightReader(Protocol):
 
 
 class MappedReader:
-    """For a model on the CPU: from the memory-mapped files, one weight at a time."""
+    """For a whole model on the CPU: from the memory-mapped files, one weight at a time."""
 
     def __init__(
         self, records: Mapping[str, TensorRecord], dtype: torch.dtype, scales: ScaleReader | None = None
@@ -175,7 +176,8 @@ class _Piece:
 
 
 class StagedReader:
-    """For a model on a device: ``num_threads`` read ahead into pinned memory, from where the device takes it.
+    """For a model on a device, or a rank's part: ``num_threads`` read ahead into staging memory, pinned for a device,
+    from where it is taken.
 
     The device's memory is allocated by :meth:`announce`, once, in its final shape.
     """

@@ -105,12 +105,13 @@ def test_every_engine_option_reaches_the_engine() -> None:
         "--tensor-parallel-size": "2",
         "--kv-cache-dtype": "fp8",
     }
+    needs = {"--disk-kv-size": ["--disk-kv-dir", "/kv"], "--disk-kv-backend": ["--disk-kv-dir", "/kv"]}
     parser = argparse.ArgumentParser()
     add_engine_options(parser)
     for action in parser._actions[1:]:
         flag = action.option_strings[-1 if action.default is True else 0]  # of a pair, the second one says no
         value = [] if action.nargs == 0 else [flags.get(flag, "0.5" if "utilization" in flag else "77")]
-        options = cli.build_parser().parse_args(["serve", "m", "--mixed", "1", flag, *value])
+        options = cli.build_parser().parse_args(["serve", "m", "--mixed", "1", flag, *value, *needs.get(flag, [])])
         spec = cluster_spec(options)
         config = spec.engine_config(spec.pools[0])
         assert getattr(config, action.dest) == getattr(options, action.dest) != action.default, flag

@@ -160,6 +160,18 @@ def test_auto_dtype_is_the_checkpoints_where_the_cpu_is_quick_in_it(tiny_qwen3: 
     assert resolve_dtype("bfloat16", config, CPU) == torch.bfloat16
 
 
+def test_weights_version_names_scales_in_the_middle_of_large_files(tmp_path: Path) -> None:
+    """Of FP8 KV, say: all that a new calibration changes."""
+    versions = []
+    for scale in (0.02, 0.25):
+        (tmp_path / "config.json").write_text("{}")
+        large = {name: torch.zeros(20 << 20, dtype=torch.bfloat16) for name in "az"}
+        tensors = {**large, "layer.k_scale": torch.tensor(scale, dtype=torch.bfloat16)}
+        save_file(tensors, tmp_path / "model.safetensors")
+        versions.append(weights_version(tmp_path))
+    assert versions[0] != versions[1]
+
+
 def test_weights_version_names_content(tiny_qwen3: Path, tmp_path: Path) -> None:
     version = weights_version(tiny_qwen3)
     same = tmp_path / "elsewhere"

@@ -21,6 +21,7 @@ from waiting import PATIENCE_SECONDS
 ME = Party("decode-0", 22)
 SIZES = (1, 2, 4)
 PAIRS = [(8, x, y) for x in SIZES for y in SIZES] + [(2, x, y) for x in SIZES for y in SIZES if 4 in (x, y)]
+PAIRS += [(6, 3, 2), (6, 2, 3)]  # some ranks read different numbers of heads from two
 
 
 class Sources:
