@@ -314,9 +314,7 @@ def add_spec_option(parser: argparse.ArgumentParser) -> None:
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """How a cluster is run, whatever it consists of."""
-    parser.add_argument(
-        "--restart", action=argparse.BooleanOptionalAction, default=True, help="start workers that end again"
-    )
+    parser.add_argument("--restart", action=argparse.BooleanOptionalAction, default=True, help="start what ends again")
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="of every process")
 
 
