@@ -212,6 +212,7 @@ def _serve(
         kv_events=kv_events,
         cores=cores,
         rank_pids=team.pids,
+        explain=None if team.ranks is None else team.ranks.explain,
     )
     pin_threads(config.placement)
     watch(loop)

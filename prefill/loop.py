@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -104,8 +104,10 @@ class WorkerLoop:
         kv_events: PublishesKVEvents | None = None,
         cores: Cores | None = None,
         rank_pids: Sequence[int] = (),
+        explain: Callable[[Exception], Exception] | None = None,
     ) -> None:
-        """``rank_pids``: processes of its other ranks, whose memory counts as the worker's."""
+        """``rank_pids``: processes of its other ranks, whose memory counts as the worker's; ``explain`` finds what is
+        behind an error that came from one of them."""
         self._config = config
         self._core = core
         self._connector = connector
@@ -114,6 +116,7 @@ class WorkerLoop:
         self._waker = waker
         self._info = info
         self._pids = (os.getpid(), *rank_pids)
+        self._explain = explain
         self._step_times = StepTimes()
         self._profiler = profiler or NoProfiler()
         self._copies: Copies = copies or TierCopies({}, waker.wake)
@@ -172,7 +175,7 @@ class WorkerLoop:
             if self._error is not None:
                 raise self._error
         except Exception as error:
-            self._error = error
+            self._error = error if self._explain is None else self._explain(error)
             raise
         finally:  # after an error too: membership hears at once that this worker is gone
             self._sockets.send_membership(Leave("" if self._error is None else str(self._error)))

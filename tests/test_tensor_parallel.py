@@ -1,9 +1,11 @@
 """Clusters whose workers are several ranks, over HTTP: the tokens of one rank, and an end for all when one is lost."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import psutil
@@ -89,7 +91,13 @@ def test_a_worker_that_lost_a_rank_says_which_and_ends(two_heads: Path, capfd: p
         (rank,) = worker.children()
         os.kill(rank.pid, signal.SIGKILL)
         worker.wait(timeout=PATIENCE_SECONDS)
-    assert "mixed-0 rank 1 was ended by SIGKILL" in capfd.readouterr().err
+        with urllib.request.urlopen(f"{running.url}/metrics", timeout=PATIENCE_SECONDS) as metrics:
+            assert "splitserve_workers_lost_total 1.0" in metrics.read().decode()
+    said = capfd.readouterr().err
+    assert "mixed-0 rank 1 was ended by SIGKILL" in said
+    assert re.search(r"worker mixed-0@\w+ has ended: mixed-0 rank 1 was ended by SIGKILL", said), (
+        "the router heard of it"
+    )
 
 
 def test_ranks_end_with_a_worker_that_is_killed(two_heads: Path) -> None:
