@@ -144,11 +144,12 @@ def test_every_head_arrives(
     monkeypatch.setattr("splitserve.kvconnector.nixl.choose_path", lambda *_: path)
     assert reader.connect(sources.welcome(num_heads, prefill)).error is None
     local, remote = [3, 4, 5, 20, 1, 39, 38, *range(6, 18)], [8, 9, 10, 0, 39, 2, 1, *range(11, 23)]
-    result = reader.read(local, remote)
-    assert result.error is None
-    assert list(result.generations) == [FIRST_GENERATION + block_id for block_id in remote]
-    assert result.path is path
-    reader.assert_holds(local, remote)
+    for count in (4, len(local)):  # few are put together at once
+        result = reader.read(local[:count], remote[:count])
+        assert result.error is None
+        assert list(result.generations) == [FIRST_GENERATION + block_id for block_id in remote[:count]]
+        assert result.path is path
+        reader.assert_holds(local[:count], remote[:count])
 
 
 @pytest.mark.parametrize("reader", [(8, 2)], indirect=True)
