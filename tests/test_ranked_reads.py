@@ -123,12 +123,17 @@ def reader(request: pytest.FixtureRequest, readers: dict[tuple[int, int], Reader
     return reader
 
 
-@pytest.mark.parametrize("path", [ReadPath.DIRECT, ReadPath.LAYERS, ReadPath.STAGED, ReadPath.GATHERED])
+def paths(num_heads: int, prefill: int, decode: int) -> list[ReadPath]:
+    """Ways between these two: where both have the same heads, whole blocks travel directly; others can't."""
+    is_whole = layout_of(num_heads, prefill).kv_heads_per_rank == layout_of(num_heads, decode).kv_heads_per_rank
+    return [ReadPath.GATHERED, *([ReadPath.DIRECT] if is_whole else [ReadPath.LAYERS, ReadPath.STAGED])]
+
+
 @pytest.mark.parametrize(
-    ("num_heads", "prefill", "reader"),
-    [(heads, x, (heads, y)) for heads, x, y in PAIRS],
+    ("path", "num_heads", "prefill", "reader"),
+    [(path, heads, x, (heads, y)) for heads, x, y in PAIRS for path in paths(heads, x, y)],
     indirect=["reader"],
-    ids=[f"{heads} heads, {x} to {y}" for heads, x, y in PAIRS],
+    ids=[f"{heads} heads, {x} to {y}, {path}" for heads, x, y in PAIRS for path in paths(heads, x, y)],
 )
 def test_every_head_arrives(
     num_heads: int,
@@ -138,9 +143,6 @@ def test_every_head_arrives(
     sources: Sources,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    is_whole = layout_of(num_heads, prefill).kv_heads_per_rank == reader.worker.layout.kv_heads_per_rank
-    if path is not ReadPath.GATHERED and is_whole != (path is ReadPath.DIRECT):
-        pytest.skip("whole blocks travel directly, others can't")
     monkeypatch.setattr("splitserve.kvconnector.nixl.choose_path", lambda *_: path)
     assert reader.connect(sources.welcome(num_heads, prefill)).error is None
     local, remote = [3, 4, 5, 20, 1, 39, 38, *range(6, 18)], [8, 9, 10, 0, 39, 2, 1, *range(11, 23)]

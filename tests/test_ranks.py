@@ -4,7 +4,6 @@ import os
 import resource
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -136,11 +135,9 @@ def test_the_first_error_is_shown_not_what_it_led_to(tiny_qwen3: Path) -> None:
     with team(tiny_qwen3, 4) as running:
         os.kill(running.ranks.pids[1], signal.SIGSTOP)
         threading.Timer(0.3, os.kill, (running.ranks.pids[1], signal.SIGKILL)).start()
-        started = time.monotonic()
         with pytest.raises(RankError, match="rank 2 was ended by SIGKILL") as caught:
             tokens_of(running.runner, [5, 6], 1)
         assert isinstance(caught.value.__cause__, CollectiveError)
-        assert time.monotonic() - started < PATIENCE_SECONDS
         assert running.failed.wait(PATIENCE_SECONDS)
         assert str(running.failure) == "mixed-0 rank 2 was ended by SIGKILL"
 
