@@ -95,7 +95,7 @@ def _check_extent(text: str | bytes, source: str) -> None:
     opened: list[list[Any]] = [["", 0, 0]]  # of collections that are open: anchor, nodes, levels below
     try:
         for event in yaml.parse(text, _Loader):
-            line = event.start_mark.line + 1
+            line = _line(event)
             if isinstance(event, yaml.CollectionStartEvent):
                 opened.append([event.anchor, 1, 1])
             elif isinstance(event, yaml.AliasEvent) and event.anchor in [anchor for anchor, _, _ in opened]:
@@ -103,7 +103,7 @@ def _check_extent(text: str | bytes, source: str) -> None:
             elif isinstance(event, yaml.AliasEvent) and event.anchor not in sizes:
                 return  # composing says that there is no such anchor
             elif isinstance(event, yaml.AliasEvent):
-                _add(opened[-1], *sizes[event.anchor])
+                _add(opened[-1], *sizes[event.anchor or ""])
             elif isinstance(event, yaml.ScalarEvent):
                 if len(event.value) > MAX_SCALAR_CHARACTERS:
                     raise ConfigError(f"{source}:{line}: a value has at most {MAX_SCALAR_CHARACTERS} characters")
@@ -121,6 +121,10 @@ def _check_extent(text: str | bytes, source: str) -> None:
                 raise ConfigError(f"{source}:{line}: a cluster spec has at most {MAX_DEPTH} levels")
     except yaml.YAMLError:
         return  # composing says what is wrong
+
+
+def _line(event: yaml.Event) -> int:
+    return event.start_mark.line + 1 if event.start_mark else 1
 
 
 def _add(collection: list[Any], nodes: int, levels: int) -> None:
