@@ -221,6 +221,12 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
+    if options.transport and not (options.probe or options.against):
+        raise ConfigError("--transport is about the probe, or a cluster --against: leave it or --no-probe away")
+    if options.against and (options.model or options.spec):
+        raise ConfigError("--against asks a running cluster what it serves: leave PATH and --spec away")
+    if not options.json:  # before anything that takes time: imports, PyTorch, a cluster that is asked
+        print(f"splitserve {__version__}: looking at {options.against or 'this machine'}", flush=True)
     from splitserve.orchestration.doctor import run_doctor
 
     set_up_logging("doctor", options.log_level)

@@ -214,19 +214,20 @@ def _gpu_memory_problems(spec: ClusterSpec, pool: PoolSpec, place: str, machine:
 
 def _host_memory_problems(spec: ClusterSpec, machine: Machine) -> Iterator[Problem]:
     """All workers together: their processes, and what they are told to take."""
-    kv_bytes = 0
-    for pool in spec.pools:
+    takers: dict[str, int] = {}
+    for index, pool in enumerate(spec.pools):
         engine = spec.engine_config(pool)
-        kv_bytes += pool.count * engine.host_kv_memory_bytes
-        kv_bytes += 0 if _is_on_gpus(pool, machine) else pool.count * engine.kv_memory_bytes
+        takers[f"pools[{index}].memory.host"] = pool.count * engine.host_kv_memory_bytes
+        if not _is_on_gpus(pool, machine):
+            takers[f"pools[{index}].memory.kv"] = pool.count * engine.kv_memory_bytes
     lmcache = spec.lmcache_config()
-    kv_bytes += 0 if lmcache is None else lmcache.memory_bytes
+    takers["lmcache.memory"] = 0 if lmcache is None else lmcache.memory_bytes
     total = format_bytes(machine.memory_bytes)
-    if kv_bytes > machine.memory_bytes:
+    if sum(takers.values()) > machine.memory_bytes:
         yield (
-            "pools",
-            f"KV takes {format_bytes(kv_bytes)} of host memory in all workers together, and this machine has {total}; "
-            "lower --kv-memory or --host-kv-memory (memory.kv, memory.host)",
+            max(takers, key=lambda place: takers[place]),
+            f"takes most of the {format_bytes(sum(takers.values()))} that KV of all workers takes of host memory, and "
+            f"this machine has {total}; lower it",
         )
     num_ranks = sum(pool.count * pool.tensor_parallel_size for pool in spec.pools)
     if num_ranks * MIN_WORKER_BYTES > machine.memory_bytes:
