@@ -15,13 +15,19 @@ class CommandParser(argparse.ArgumentParser):
     ``parse_known_args`` is strict, too: a subcommand reports its own unknown options, not those of its parent.
     """
 
+    _given: Sequence[str] = ()
+
     def error(self, message: str) -> NoReturn:
+        if "are required" in message:  # one of those may be there, misspelt
+            strange = [each for each in self._given if each.startswith("--") and not self._is_known(each)]
+            message = "; ".join(filter(None, [_describe_options(strange, list(self._option_string_actions)), message]))
         print(f"{self.prog}: error: {message}\n{self._usage_line()}", file=sys.stderr)
         sys.exit(EXIT_USAGE)
 
     def parse_known_args(  # type: ignore[override]  # the base class has overloads for namespaces of other types
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
+        self._given = list(sys.argv[1:] if args is None else args)
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(_describe_unknown(unknown, list(self._option_string_actions)))
@@ -32,6 +38,10 @@ class CommandParser(argparse.ArgumentParser):
             choices = [str(choice) for choice in action.choices]
             advice = did_you_mean(str(value), choices) or f"; choose one of {', '.join(choices)}"
             raise argparse.ArgumentError(action, f"there is no {value!r}{advice}")
+
+    def _is_known(self, argument: str) -> bool:
+        name = argument.partition("=")[0]
+        return any(option.startswith(name) for option in self._option_string_actions)
 
     def _usage_line(self) -> str:
         positionals = [_placeholder(action) for action in self._actions if not action.option_strings]
@@ -58,12 +68,12 @@ def _plain(name: str) -> str:
 
 
 def _describe_unknown(arguments: Sequence[str], options: Sequence[str]) -> str:
-    words = []
-    for argument in arguments:
-        name = argument.partition("=")[0]
-        if name.startswith("-"):
-            words.append(f"there is no option {name}{did_you_mean(name, options)}")
-    return "; ".join(words) or f"unexpected argument: {' '.join(arguments)}"
+    return _describe_options(arguments, options) or f"unexpected argument: {' '.join(arguments)}"
+
+
+def _describe_options(arguments: Sequence[str], options: Sequence[str]) -> str:
+    names = [argument.partition("=")[0] for argument in arguments if argument.startswith("-")]
+    return "; ".join(f"there is no option {name}{did_you_mean(name, options)}" for name in names)
 
 
 def _placeholder(action: argparse.Action) -> str:

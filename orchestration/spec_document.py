@@ -16,8 +16,8 @@ from splitserve.orchestration.small_files import read_small_file
 from splitserve.orchestration.spec import ClusterSpec, SpecError
 from splitserve.orchestration.spec_conversion import STEP, convert_spec, may_follow
 
-MAX_DOCUMENT_BYTES = 1 << 20
-MAX_NODES = 20_000
+MAX_DOCUMENT_BYTES = 256 << 10
+MAX_NODES = 5_000
 MAX_DEPTH = 32
 MAX_SCALAR_CHARACTERS = 4096
 """Bounds of a document with its aliases written out: an alias of an alias of an alias may stand for billions."""
@@ -164,11 +164,10 @@ def _repeated_keys(node: yaml.Node | None, place: str) -> list[tuple[str, str]]:
 
 
 def _located(problems: list[tuple[str, str]], root: yaml.Node | None, source: str) -> ConfigError:
-    lines = [
-        f"{source}:{_line_of(root, place)}: {place}{': ' if place else ''}{text}"
-        for place, text in dict.fromkeys(problems)
-    ]
-    return ConfigError("\n".join(lines))
+    """One error with all problems, in the order of their lines."""
+    lines = sorted((_line_of(root, place), place, text) for place, text in dict.fromkeys(problems))
+    shown = [f"{source}:{line}: {place}{': ' if place else ''}{text}" for line, place, text in lines]
+    return ConfigError("\n".join(shown))
 
 
 def _line_of(node: yaml.Node | None, place: str) -> int:

@@ -23,7 +23,7 @@ from splitserve.orchestration.addresses import LOOPBACK, own_address
 from splitserve.orchestration.expansion import read_secret, resolve_secrets
 from splitserve.orchestration.gpus import Gpu, check_enough_gpus, has_driver
 from splitserve.orchestration.sizes import format_bytes
-from splitserve.orchestration.spec import ClusterSpec, PoolSpec, SecretRef, SpecError, check_model_directory
+from splitserve.orchestration.spec import ClusterSpec, PoolSpec, SecretRef, SpecError, check_model_directory, set_fields
 from splitserve.orchestration.spec_contradictions import place_of
 from splitserve.security import check_exposure
 
@@ -93,7 +93,10 @@ def _model_problems(spec: ClusterSpec) -> Iterator[Problem]:
 
 def _kv_problems(spec: ClusterSpec, pool: PoolSpec, place: str, model: ModelConfig) -> Iterator[Problem]:
     """KV memory that can't hold two blocks, or one longest sequence, even of the smallest elements it may have."""
-    engine = spec.engine_config(pool)
+    try:
+        engine = spec.engine_config(pool)
+    except ConfigError:  # the document itself is wrong there
+        return
     if not engine.kv_memory_bytes:
         return
     element_bytes = 1 if engine.kv_cache_dtype == "fp8" else _ELEMENT_BYTES.get(engine.dtype, 2)
@@ -128,9 +131,9 @@ def _is_pipe(reference: SecretRef | None) -> bool:
 def _directory_problems(spec: ClusterSpec) -> Iterator[Problem]:
     """Directories that workers write to are made by them, below one that must be there."""
     for index, pool in enumerate(spec.pools):
-        engine = spec.engine_config(pool)
+        settings = {**set_fields(spec.engine), **set_fields(pool.engine)}
         for field in ("disk_kv_dir", "profile_dir"):
-            directory = getattr(engine, field)
+            directory = settings.get(field, "")
             if directory and not _can_be_written(Path(directory)):
                 yield place_of(spec, pool, f"pools[{index}]", field), f"can't write to {directory}"
     environment = spec.lmcache.environment if spec.lmcache is not None else ""
