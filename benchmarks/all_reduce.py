@@ -23,6 +23,7 @@ from splitserve.models.all_reduce import Measured, sizes_to_measure
 from splitserve.models.parallel import Collectives
 from splitserve.models.process_group import find_store, join_group, open_store
 from splitserve.models.shard import Shard
+from splitserve.orchestration.command_parser import CommandParser
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _GLOO_CALLS = 20
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="splitserve bench all-reduce", description=__doc__)
+    parser = CommandParser(prog="splitserve bench all-reduce", description=__doc__)
     cuda = torch.cuda.is_available()
     parser.add_argument("--ranks", type=positive, default=max(2, torch.cuda.device_count()), metavar="N")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")

@@ -23,6 +23,7 @@ from splitserve.benchmarks.report import add_result_options, keep_result, table
 from splitserve.cores import awake_cpus, usable_cpus
 from splitserve.errors import ConfigError
 from splitserve.kvconnector.owner_thread import wait_precisely
+from splitserve.orchestration.command_parser import CommandParser
 from splitserve.orchestration.topology import format_list, parse_list
 from splitserve.prefill.awake_cores import check_cores_can_be_kept_awake, kept_awake
 
@@ -81,7 +82,7 @@ def figures(processes: Sequence[Turns]) -> dict[str, float]:
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="splitserve bench awake-cores", description=__doc__.partition("\n\n")[0])
+    parser = CommandParser(prog="splitserve bench awake-cores", description=__doc__.partition("\n\n")[0])
     add = parser.add_argument
     add(
         "--cpus",

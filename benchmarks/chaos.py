@@ -27,6 +27,7 @@ from splitserve.benchmarks.report import add_result_options, keep_result, table
 from splitserve.config import EngineConfig, ProtocolConfig
 from splitserve.logs import LOG_LEVELS, set_up_logging
 from splitserve.models.demo import write_demo_model
+from splitserve.orchestration.command_parser import CommandParser
 from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.shorthand import simple_spec
 from splitserve.orchestration.spec import ClusterSpec, DevicesSpec
@@ -269,7 +270,7 @@ def run(options: argparse.Namespace) -> Outcome:
 
 def build_parser() -> argparse.ArgumentParser:
     defaults = ProtocolConfig()
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="splitserve bench chaos", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--duration", type=positive_seconds, default=600.0, metavar="SECONDS", help="of the storm")

@@ -26,6 +26,7 @@ from splitserve.benchmarks.report import add_result_options, keep_result, table
 from splitserve.errors import SplitserveError
 from splitserve.logs import set_up_logging
 from splitserve.models.demo import write_demo_model
+from splitserve.orchestration.command_parser import CommandParser
 from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.ray_names import CLUSTER_VARIABLE
 from splitserve.orchestration.spec_document import parse_spec
@@ -199,7 +200,7 @@ def leftover_pids() -> list[int]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="splitserve bench cluster", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--nodes", type=positive, default=4, help="machines, the first of which is Ray's head")

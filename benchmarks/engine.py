@@ -27,6 +27,7 @@ from splitserve.models.cuda_runner import MAX_TOKENS_ALONE, CudaRunner, MixedSiz
 from splitserve.models.demo import SHAPES, shape_config
 from splitserve.models.loader import load_model
 from splitserve.models.shard import expected_shapes
+from splitserve.orchestration.command_parser import CommandParser
 from splitserve.step import UNKNOWN_TOKEN, SampleSpec, ScheduledChunk, StepPlan
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -77,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="splitserve bench engine", description=__doc__)
+    parser = CommandParser(prog="splitserve bench engine", description=__doc__)
     parser.add_argument("--shape", nargs="+", default=["llama-3.1-8b", "qwen3-8b"], choices=sorted(SHAPES))
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(_DTYPES))
     parser.add_argument("--batch", type=positive, nargs="*", default=[1, 8, 64, 256])

@@ -54,6 +54,7 @@ from splitserve.messages import (
     StepTokens,
     TokenDelta,
 )
+from splitserve.orchestration.command_parser import CommandParser
 from splitserve.orchestration.launcher import probe_ready
 from splitserve.request import Party, RequestKey, SamplingParams
 from splitserve.wire import decode, encode
@@ -89,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="splitserve bench engine-loop",
         description=__doc__,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

@@ -6,12 +6,13 @@ from typing import Any
 from splitserve.benchmarks.arguments import not_negative
 from splitserve.config import EngineConfig
 from splitserve.models.demo import SHAPES
+from splitserve.orchestration.option_types import bytes_option
 
 _SWITCHES = ("late_launch", "map_peer_memory", "keep_cores_awake")
 
 
-def add_engine_options(parser: argparse.ArgumentParser, *, shape: str, dtype: str, kv_memory_mib: int) -> None:
-    """With the defaults that the benchmark is made for; ``kv_memory_mib`` 0: decide at start."""
+def add_engine_options(parser: argparse.ArgumentParser, *, shape: str, dtype: str, kv_memory: str) -> None:
+    """With the defaults that the benchmark is made for; ``kv_memory`` "0": decide at start."""
     add = parser.add_argument
     add("--model", default="", help="a checkpoint; without it one of --shape is made")
     add("--shape", choices=sorted(SHAPES), default=shape)
@@ -20,11 +21,11 @@ def add_engine_options(parser: argparse.ArgumentParser, *, shape: str, dtype: st
     add("--load-format", default="auto")
     add("--threads", type=not_negative, default=1, help="of each worker")
     add(
-        "--kv-memory-mib",
-        type=not_negative,
-        default=kv_memory_mib,
-        metavar="N",
-        help="of each worker; 0: decide at start",
+        "--kv-memory",
+        type=bytes_option,
+        default=kv_memory,
+        metavar="SIZE",
+        help="of each worker, like 512MiB; 0: decide at start",
     )
     add_switches(parser)
 
@@ -49,7 +50,7 @@ def engine_config(options: argparse.Namespace, model: str, **changes: Any) -> En
         device=options.device,
         load_format=options.load_format,
         threads=options.threads,
-        kv_memory_bytes=options.kv_memory_mib << 20,
+        kv_memory_bytes=options.kv_memory,
         **switches(options),
         **changes,
     )

@@ -24,6 +24,7 @@ from splitserve.models.config import load_model_config
 from splitserve.models.demo import SHAPES, write_demo_model
 from splitserve.models.loader import load_model
 from splitserve.models.runner import ModelRunner
+from splitserve.orchestration.command_parser import CommandParser
 from splitserve.step import SampleSpec, ScheduledChunk, StepPlan
 
 _BLOCK_SIZE = 16
@@ -78,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="splitserve bench engine-cpu", description=__doc__)
+    parser = CommandParser(prog="splitserve bench engine-cpu", description=__doc__)
     parser.add_argument("--model", default="", help="checkpoint directory; without it a demo model of --shape is made")
     parser.add_argument("--shape", default="qwen3-0.6b", choices=sorted(SHAPES))
     parser.add_argument("--dtype", default="float32", choices=sorted(_DTYPES))

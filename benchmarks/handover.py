@@ -34,13 +34,15 @@ from splitserve.kvconnector.read_settings import MIB, ReadSettings
 from splitserve.memory_records import LayoutRecord, MemoryKind
 from splitserve.models.demo import SHAPES
 from splitserve.orchestration.affinity import bind_process
+from splitserve.orchestration.command_parser import CommandParser
+from splitserve.orchestration.option_types import bytes_option, positive_bytes
 from splitserve.prefill.awake_cores import kept_awake
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {"shape": "qwen3-0.6b", "dtype": "float32", "prompt_tokens": [128, 512, 2000], "block_size": [16, 32]},
     "cuda": {"shape": "llama-3.1-8b", "dtype": "bfloat16", "prompt_tokens": [1024, 4096, 8192], "block_size": [64]},
 }
-NOT_SERVED = ("threads", "split_mib", "path", "poll_us", "serve_poll_us", "naive")
+NOT_SERVED = ("threads", "split_size", "path", "poll_us", "serve_poll_us", "naive")
 NAIVE_PIECE_BYTES = 32 << 10  # what a layout per layer gives for Llama-3.1-8B with 16 tokens per block
 
 
@@ -164,10 +166,10 @@ def run(options: argparse.Namespace, device: str) -> Iterator[dict[str, Any]]:
         ]
         with two_workers(placed[0], placed[1], options.serve_poll_us / 1e6) as sinks:
             common = {"prefill_tp": num_sources, "decode_tp": num_sinks, "one_rank": options.one_rank}
-            for threads, split_mib, path in itertools.product(options.threads, options.split_mib, options.path):
+            for threads, split_bytes, path in itertools.product(options.threads, options.split_size, options.path):
                 changes = {
                     "num_threads": threads,
-                    "split_bytes": split_mib * MIB,
+                    "split_bytes": split_bytes,
                     "poll_seconds": options.poll_us / 1e6,
                 }
                 kind = MemoryKind.VRAM if device == "cuda" else MemoryKind.DRAM
@@ -211,7 +213,7 @@ def row_of(result: dict[str, Any]) -> list[object]:
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="splitserve bench handover", description=__doc__.partition("\n\n")[0])
+    parser = CommandParser(prog="splitserve bench handover", description=__doc__.partition("\n\n")[0])
     add = parser.add_argument
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
     add("--shape", choices=sorted(SHAPES), help="whose KV is moved; a GPU: llama-3.1-8b, else qwen3-0.6b")
@@ -222,11 +224,11 @@ def parser() -> argparse.ArgumentParser:
     add("--one-rank", action="store_true", help="of decode alone, all of prefill on one GPU: for pairs on two GPUs")
     add("--threads", type=not_negative, nargs="+", default=[0], metavar="N", help="that read; 0: as in production")
     add(
-        "--split-mib",
-        type=not_negative,
+        "--split-size",
+        type=bytes_option,
         nargs="+",
         default=[0],
-        metavar="N",
+        metavar="SIZE",
         help="larger reads are split; 0: as in production",
     )
     add("--path", nargs="+", choices=["auto", *ReadPath], default=["auto"], help="of the data; auto: by cost")
@@ -242,7 +244,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--model", default="", help="directory of its config; empty: one of --shape. Weights are random")
     add("--chunk-tokens", type=positive, default=2048, metavar="N", help="of the steps, where prompts come in chunks")
-    add("--kv-memory-mib", type=positive, default=4096, metavar="N", help="of each of its workers")
+    add("--kv-memory", type=positive_bytes, default="4GiB", metavar="SIZE", help="of each of its workers")
     add_switches(parser)
     add("--repeats", type=positive, default=15)
     add("--seed", type=not_negative, default=0)

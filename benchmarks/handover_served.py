@@ -52,7 +52,7 @@ COMMAND_SECONDS = 180.0
 def engine_of(options: argparse.Namespace, model: str, device: str, block_size: int, max_tokens: int) -> EngineConfig:
     """``max_tokens`` per step. A prompt that fits is one chunk, whatever its last one's usual size."""
     is_one_chunk = max_tokens >= max(options.prompt_tokens)
-    kv_bytes = options.kv_memory_mib << 20
+    kv_bytes = options.kv_memory
     return EngineConfig(
         model=model,
         device=device,

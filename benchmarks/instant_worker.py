@@ -5,7 +5,6 @@ the request to replies with delays. The default script repeats the prompt's toke
 its own with ``python -m splitserve.benchmarks.instant_worker --membership tcp://127.0.0.1:PORT``.
 """
 
-import argparse
 import contextlib
 import heapq
 import itertools
@@ -40,6 +39,7 @@ from splitserve.messages import (
     WorkerInfo,
     WorkerLoad,
 )
+from splitserve.orchestration.command_parser import CommandParser
 from splitserve.request import FinishReason, Party, Role
 from splitserve.security import SocketSecurity
 from splitserve.wire import decode, encode
@@ -284,7 +284,7 @@ class InstantWorker:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """One worker in this process, until it is killed. Prints who and where it is as one line of JSON."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser = CommandParser(description=main.__doc__)
     parser.add_argument("--membership", required=True, help="the router's membership endpoint")
     parser.add_argument("--engine-id", default="instant-0")
     parser.add_argument("--role", default="mixed", choices=[str(role) for role in Role])

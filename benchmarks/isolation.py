@@ -28,6 +28,7 @@ from splitserve.config import EngineConfig
 from splitserve.errors import ConfigError, SplitserveError
 from splitserve.models.config import load_model_config
 from splitserve.models.demo import write_demo_config
+from splitserve.orchestration.command_parser import CommandParser
 from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.shorthand import simple_spec
 
@@ -148,8 +149,8 @@ def row_of(result: dict[str, Any]) -> list[object]:
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="splitserve bench isolation", description=__doc__.partition("\n\n")[0])
-    add_engine_options(parser, shape="tiny", dtype="auto", kv_memory_mib=0)
+    parser = CommandParser(prog="splitserve bench isolation", description=__doc__.partition("\n\n")[0])
+    add_engine_options(parser, shape="tiny", dtype="auto", kv_memory="0")
     add = parser.add_argument
     add("--arrangements", nargs="+", choices=list(ARRANGEMENTS), default=list(ARRANGEMENTS))
     add("--max-batched-tokens", type=not_negative, default=0, metavar="N")

@@ -26,6 +26,7 @@ from splitserve.errors import ConfigError
 from splitserve.kernels.registry import OPERATIONS, backends, select_kernels
 from splitserve.kernels.registry import Target as KernelTarget
 from splitserve.models.demo import SHAPES, shape_config
+from splitserve.orchestration.command_parser import CommandParser
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _ROWS = (1, 8, 16, 64, 256, 1024, 8192)
@@ -92,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="splitserve bench kernels", description=__doc__)
+    parser = CommandParser(prog="splitserve bench kernels", description=__doc__)
     parser.add_argument("--shape", nargs="+", default=["llama-3.1-8b", "qwen3-8b"], choices=sorted(SHAPES))
     parser.add_argument("--rows", type=positive, nargs="+", default=list(_ROWS), help="tokens of a step")
     parser.add_argument("--operation", nargs="+", default=list(OPERATIONS), choices=OPERATIONS)

@@ -26,6 +26,7 @@ from splitserve.config import EngineConfig
 from splitserve.errors import SplitserveError
 from splitserve.models.config import load_model_config
 from splitserve.models.demo import write_demo_config, write_demo_model
+from splitserve.orchestration.command_parser import CommandParser
 from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.shorthand import simple_spec
 
@@ -107,8 +108,8 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="splitserve bench latency", description=__doc__)
-    add_engine_options(parser, shape="qwen3-0.6b", dtype="float32", kv_memory_mib=1024)
+    parser = CommandParser(prog="splitserve bench latency", description=__doc__)
+    add_engine_options(parser, shape="qwen3-0.6b", dtype="float32", kv_memory="1GiB")
     parser.add_argument(
         "--max-batched-tokens", type=not_negative, default=EngineConfig(model="").max_num_batched_tokens
     )

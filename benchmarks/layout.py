@@ -27,6 +27,7 @@ from splitserve.kernels.api import AttentionShape, Kernels, PagedBatch
 from splitserve.kernels.registry import Target, backends, select_kernels
 from splitserve.models.config import ModelConfig
 from splitserve.models.demo import SHAPES, shape_config
+from splitserve.orchestration.command_parser import CommandParser
 
 _ROUNDS = 3
 _HEADERS = ["case", "backend", "layers", "plain us", "blocks us", "ratio", "heads outside layers, ratio", "difference"]
@@ -77,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="splitserve bench layout", description=__doc__)
+    parser = CommandParser(prog="splitserve bench layout", description=__doc__)
     parser.add_argument("--shape", default="llama-3.1-8b", choices=sorted(SHAPES))
     parser.add_argument("--batch", type=positive, nargs="*", default=[1, 8, 64])
     contexts = [512, 1024, 2048, 4096, 8192, 16384]

@@ -26,6 +26,7 @@ from splitserve.kvconnector.inproc import InprocConnector, InprocRegistry
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.memory_records import LayoutRecord
 from splitserve.messages import PeerRef, WorkerInfo
+from splitserve.orchestration.command_parser import CommandParser
 from splitserve.prefill.executor import LaunchingRunner, OverlappedExecutor, always_works
 from splitserve.prefill.launch_pace import LaunchPace
 from splitserve.prefill.loop import Waker, WorkerLoop
@@ -185,7 +186,7 @@ def build_loop(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM. Prints where it listens at the start and its report at the end, as JSON lines."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--membership", required=True, help="the router's membership endpoint")
     parser.add_argument("--step-ms", type=float, default=6.5, help="of a decode step")
     parser.add_argument("--prefill-us-per-token", type=float, default=20.0)

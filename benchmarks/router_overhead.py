@@ -48,6 +48,7 @@ from splitserve.kvconnector.tier_index import TierIndex
 from splitserve.kvconnector.tiers import CopyCommand, CopyResult, Tier, Tiers
 from splitserve.messages import Envelope, LocalRequest, PeerRef, StepTokens
 from splitserve.models.demo_tokenizer import QWEN_TOKENS, train_tokenizer
+from splitserve.orchestration.command_parser import CommandParser
 from splitserve.prefill.sequence import BlockManager
 from splitserve.prefill.sequence import Sequence as Request
 from splitserve.request import Party, RequestKey, SamplingParams
@@ -110,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="splitserve bench router", description=__doc__)
+    parser = CommandParser(prog="splitserve bench router", description=__doc__)
     parser.add_argument("--rate", type=positive_seconds, nargs="+", default=[100.0, 300.0], help="requests per second")
     parser.add_argument("--seconds", type=positive_seconds, default=10.0, help="length of each arm")
     parser.add_argument("--arrival", choices=["poisson", "fixed"], default="poisson")

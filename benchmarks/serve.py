@@ -23,6 +23,7 @@ from splitserve.benchmarks.workload import (
     token_prompts,
 )
 from splitserve.errors import ConfigError
+from splitserve.orchestration.command_parser import CommandParser
 
 _NOTABLE_TOKENS_PER_CHUNK = 1.05
 _NOTABLE_LAG_MS = 10.0
@@ -147,7 +148,7 @@ def notes(figures: dict[str, Any], output_len: int) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="splitserve bench serve", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument

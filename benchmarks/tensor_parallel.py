@@ -35,6 +35,7 @@ from splitserve.kvconnector.layout import num_blocks_for
 from splitserve.models.cuda_runner import CudaRunner
 from splitserve.models.demo import SHAPES, write_demo_config
 from splitserve.models.runner import ModelRunner
+from splitserve.orchestration.command_parser import CommandParser
 from splitserve.prefill.executor import LaunchedStep, LaunchingRunner
 from splitserve.request import Party, Role
 from splitserve.step import MAX_STEPS_UNDER_WAY, UNKNOWN_TOKEN, SampleSpec, ScheduledChunk, StepOutput, StepPlan
@@ -96,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="splitserve bench tensor-parallel", description=__doc__)
+    parser = CommandParser(prog="splitserve bench tensor-parallel", description=__doc__)
     parser.add_argument("--ranks", type=positive, nargs="+", default=[1, 2], metavar="N")
     parser.add_argument("--shape", default="llama-3.1-8b", choices=sorted(SHAPES), help="with dummy weights")
     parser.add_argument("--model", default="", metavar="PATH", help="a checkpoint instead, with its own weights")

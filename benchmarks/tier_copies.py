@@ -23,13 +23,15 @@ from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.numa_memory import HostMemory, node_of_device
 from splitserve.kvconnector.tier_copies import TierStore
 from splitserve.memory_records import LayoutRecord
+from splitserve.orchestration.command_parser import CommandParser
+from splitserve.orchestration.option_types import positive_bytes
 
 TOKENS, HEAD_DIM = 16, 64
 
 
-def memory_of(block_kib: int, num_blocks: int, device: torch.device) -> KVMemory:
+def memory_of(block_bytes: int, num_blocks: int, device: torch.device) -> KVMemory:
     """Blocks of that many KiB: what is inside doesn't matter to a copy."""
-    layers = block_kib * 1024 // (2 * TOKENS * HEAD_DIM * 2)
+    layers = block_bytes // (2 * TOKENS * HEAD_DIM * 2)
     return KVMemory(LayoutRecord("bench", "", "bfloat16", TOKENS, layers, 1, HEAD_DIM), num_blocks, device)
 
 
@@ -86,9 +88,9 @@ def arms(store: TierStore, num_blocks: int, seed: int) -> dict[str, tuple[int, t
     }
 
 
-def measure(block_kib: int, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    num_blocks = max(4, (options.mib << 10) // block_kib)
-    memory = memory_of(block_kib, num_blocks, device)
+def measure(block_bytes: int, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    num_blocks = max(4, options.memory // block_bytes)
+    memory = memory_of(block_bytes, num_blocks, device)
     host = HostMemory(num_blocks * memory.block_bytes, node_of_device(device))
     store = host_store(memory, host)
     timed = arms(store, num_blocks, options.seed)
@@ -112,17 +114,30 @@ def measure(block_kib: int, options: argparse.Namespace, device: torch.device) -
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="splitserve bench tier-copies", description=__doc__)
+    parser = CommandParser(prog="splitserve bench tier-copies", description=__doc__)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--block-kib", type=positive, nargs="+", default=[64, 512, 2048, 8192], help="bytes of a block")
-    parser.add_argument("--mib", type=positive, default=1024, help="of blocks on the device, and of host memory")
+    parser.add_argument(
+        "--block-memory",
+        type=positive_bytes,
+        nargs="+",
+        default=[64 << 10, 512 << 10, 2 << 20, 8 << 20],
+        metavar="SIZE",
+        help="of a block",
+    )
+    parser.add_argument(
+        "--memory",
+        type=positive_bytes,
+        default="1GiB",
+        metavar="SIZE",
+        help="of blocks on the device, and of host memory",
+    )
     parser.add_argument("--rounds", type=positive, default=7)
     parser.add_argument("--seed", type=int, default=0)
     add_result_options(parser, always=True)
     options = parser.parse_args(list(argv))
     has_gpu = torch.cuda.is_available() if options.device == "auto" else options.device == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
-    results = [measure(block_kib, options, device) for block_kib in options.block_kib]
+    results = [measure(block_bytes, options, device) for block_bytes in options.block_memory]
     columns = ["plain_up_gb_per_s", "up_share", "plain_down_gb_per_s", "down_share", "both_gb_per_s", "both_ratio"]
     print(table([[f"{r['block_kib']:.0f} KiB", *(r[c] for c in columns)] for r in results], ["block", *columns]))
     print(f"host memory: {results[0]['host']}")

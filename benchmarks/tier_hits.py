@@ -31,7 +31,7 @@ def pool_tokens(clusters: Clusters, options: argparse.Namespace) -> int:
     config = load_model_config(clusters["with"].spec.model.path)
     item = 4 if options.dtype == "float32" or (config.dtype == "float32" and options.dtype == "auto") else 2
     token_bytes = config.num_layers * config.num_kv_heads * 2 * config.head_dim * item
-    return int(options.kv_memory_mib << 20) // token_bytes
+    return int(options.kv_memory) // token_bytes
 
 
 def prompts_beyond(num_tokens: int, capacity: int, chosen: random.Random, vocab_size: int) -> list[list[int]]:
@@ -181,7 +181,7 @@ def _paces(running: list[Answer], spans: dict[str, list[tuple[float, float]]]) -
                 if any(low <= after <= high for low, high in times):
                     gaps[name].append(after - before)
     if not all(gaps.values()):
-        raise SplitserveError("the streams ended before anything could be measured: give --kv-memory-mib more")
+        raise SplitserveError("the streams ended before anything could be measured: give --kv-memory more")
     result: dict[str, Any] = {"loads": len(spans["loads"]), "streams": len(running)}
     for name, values in gaps.items():
         result[f"{name}_itl_ms"] = statistics.mean(values) * 1e3

@@ -21,6 +21,7 @@ from splitserve.benchmarks.tier_client import ARMS, arms_in_turn, ask
 from splitserve.errors import SplitserveError
 from splitserve.orchestration.host import LMCACHE, ChildProgress
 from splitserve.orchestration.launcher import LocalCluster
+from splitserve.orchestration.option_types import positive_bytes
 from splitserve.orchestration.shorthand import simple_spec
 from splitserve.orchestration.spec import LMCacheSpec
 
@@ -33,7 +34,7 @@ NoReuse = Callable[[dict[str, LocalCluster], argparse.Namespace, int], dict[str,
 
 def add_shared_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("part shared")
-    group.add_argument("--lmcache-memory-mib", type=positive, default=4096, help="of the server")
+    group.add_argument("--lmcache-memory", type=positive_bytes, default="4GiB", metavar="SIZE", help="of the server")
     group.add_argument("--lmcache-chunk-tokens", type=positive, default=64, help="length of what it keeps KV in")
 
 
@@ -58,7 +59,7 @@ class _Cluster(LocalCluster):
 
 def _cluster(options: argparse.Namespace, model: str, *, has_lmcache: bool) -> _Cluster:
     engine = engine_config(options, model, kv_keep=options.kv_keep)
-    lmcache = LMCacheSpec(memory=options.lmcache_memory_mib << 20, chunk_tokens=options.lmcache_chunk_tokens)
+    lmcache = LMCacheSpec(memory=options.lmcache_memory, chunk_tokens=options.lmcache_chunk_tokens)
     spec = simple_spec(engine, port=0, num_prefill=2, num_decode=1, lmcache=lmcache if has_lmcache else None)
 
     def note(progress: ChildProgress) -> None:

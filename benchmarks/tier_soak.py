@@ -24,7 +24,9 @@ from splitserve.benchmarks.tier_client import ask, complete, metrics, session
 from splitserve.config import EngineConfig
 from splitserve.errors import SplitserveError
 from splitserve.models.demo import write_demo_model
+from splitserve.orchestration.command_parser import CommandParser
 from splitserve.orchestration.launcher import LocalCluster
+from splitserve.orchestration.option_types import positive_bytes
 from splitserve.orchestration.shorthand import simple_spec
 
 BLOCK_SIZE = 16
@@ -147,10 +149,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         engine = engine_of(
             options,
             model,
-            kv_memory_bytes=options.kv_memory_mib << 20,
-            host_kv_memory_bytes=options.host_kv_memory_mib << 20,
+            kv_memory_bytes=options.kv_memory,
+            host_kv_memory_bytes=options.host_kv_memory,
             disk_kv_dir=str(directory / "kv"),
-            disk_kv_bytes=options.disk_kv_mib << 20,
+            disk_kv_bytes=options.disk_kv_size,
             kv_events=True,
         )
         spec = simple_spec(engine, port=0, num_mixed=options.workers)
@@ -164,16 +166,16 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="splitserve bench tier-soak", description=__doc__)
+    parser = CommandParser(prog="splitserve bench tier-soak", description=__doc__)
     parser.add_argument("--requests", type=positive, default=10_000)
     parser.add_argument("--prompts", type=positive, default=600, help="different ones")
     parser.add_argument("--concurrency", type=positive, default=16)
     parser.add_argument("--abort-share", type=float, default=0.05, help="of the clients hang up")
     parser.add_argument("--workers", type=positive, default=2)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--kv-memory-mib", type=positive, default=4)
-    parser.add_argument("--host-kv-memory-mib", type=positive, default=6)
-    parser.add_argument("--disk-kv-mib", type=positive, default=12)
+    parser.add_argument("--kv-memory", type=positive_bytes, default="4MiB", metavar="SIZE")
+    parser.add_argument("--host-kv-memory", type=positive_bytes, default="6MiB", metavar="SIZE")
+    parser.add_argument("--disk-kv-size", type=positive_bytes, default="12MiB", metavar="SIZE")
     parser.add_argument("--seed", type=int, default=0)
     add_result_options(parser, always=True)
     options = parser.parse_args(list(argv))

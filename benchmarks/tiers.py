@@ -28,7 +28,9 @@ from splitserve.benchmarks.tier_shared import add_shared_options, shared, shared
 from splitserve.config import KEEP_POLICIES
 from splitserve.models.config import load_model_config
 from splitserve.models.demo import write_demo_config, write_demo_model
+from splitserve.orchestration.command_parser import CommandParser
 from splitserve.orchestration.launcher import LocalCluster
+from splitserve.orchestration.option_types import positive_bytes
 from splitserve.orchestration.shorthand import simple_spec
 
 PARTS = ("chats", "no_reuse", "fits", "hits", "pace", "shared")
@@ -109,7 +111,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             results["shared"] = shared(options, model, vocab_size, no_reuse)
             if len(options.parts) == 1:
                 return results
-        below = {"without": (0, ""), "with": (options.host_kv_memory_mib << 20, options.disk_kv_dir)}
+        below = {"without": (0, ""), "with": (options.host_kv_memory, options.disk_kv_dir)}
         clusters = {arm: stack.enter_context(start_cluster(options, model, *below[arm])) for arm in ARMS}
         parts = {"chats": chats, "no_reuse": no_reuse, "fits": fits, "hits": hits, "pace": pace}
         return {
@@ -159,9 +161,15 @@ def print_results(results: dict[str, Any]) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="splitserve bench tiers", description=__doc__)
-    add_engine_options(parser, shape="qwen3-0.6b", dtype="float32", kv_memory_mib=128)  # less than the chats need
-    parser.add_argument("--host-kv-memory-mib", type=positive, default=2048, help="of the worker that has a host tier")
+    parser = CommandParser(prog="splitserve bench tiers", description=__doc__)
+    add_engine_options(parser, shape="qwen3-0.6b", dtype="float32", kv_memory="128MiB")  # less than the chats need
+    parser.add_argument(
+        "--host-kv-memory",
+        type=positive_bytes,
+        default="2GiB",
+        metavar="SIZE",
+        help="of the worker that has a host tier",
+    )
     parser.add_argument("--disk-kv-dir", default="", metavar="DIR", help="the same worker has a disk tier there, too")
     parser.add_argument("--kv-keep", choices=KEEP_POLICIES, default="all")
     parser.add_argument("--users", type=positive, default=20)

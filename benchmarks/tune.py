@@ -26,6 +26,7 @@ from splitserve.kernels.tuning import Params, TunedEntry, TuningError
 from splitserve.models.config import ModelConfig
 from splitserve.models.demo import SHAPES, shape_config
 from splitserve.models.shard import check_tensor_parallel_size, head_rows, local_config
+from splitserve.orchestration.command_parser import CommandParser
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -80,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="splitserve tune", description=__doc__)
+    parser = CommandParser(prog="splitserve tune", description=__doc__)
     parser.add_argument("--shape", nargs="+", default=["llama-3.1-8b", "qwen3-8b"], choices=sorted(SHAPES))
     parser.add_argument("--operation", nargs="+", default=list(OPERATIONS), choices=OPERATIONS)
     parser.add_argument("--rows", type=positive, nargs="+", default=list(ROWS), help="tokens or sequences of a step")

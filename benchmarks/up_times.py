@@ -32,6 +32,7 @@ from splitserve.benchmarks.load import Endpoint, run_load
 from splitserve.benchmarks.report import add_result_options, keep_result, table
 from splitserve.errors import SplitserveError
 from splitserve.models.demo import write_demo_model
+from splitserve.orchestration.command_parser import CommandParser
 from splitserve.orchestration.ray_commands import LOCAL
 from splitserve.orchestration.shared_memory import abandoned
 
@@ -98,7 +99,7 @@ def traces(state: str) -> list[str]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="splitserve bench up",
         description=__doc__.partition("\n\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from splitserve.config import EngineConfig, WorkerConfig
+from splitserve.config import EngineConfig, SettingsError, WorkerConfig, machine_problems
 from splitserve.cores import usable_cpus
 from splitserve.decode.build import build_core
 from splitserve.decode.kv_tiers import RankTiers, make_tiers
@@ -69,6 +69,9 @@ def run_worker(config: WorkerConfig, progress: Progress) -> None:
         os.environ.setdefault("UCX_NET_DEVICES", "lo")
     size = config.engine.tensor_parallel_size
     device = device_of(config.engine.device, 0, size)
+    problems = list(machine_problems(config.engine, os.cpu_count() or 1))
+    if problems:
+        raise SettingsError(problems)
     threads = max(1, (config.engine.threads or len(usable_cpus())) // size)
     torch.set_num_threads(threads)
     config = msgspec.structs.replace(

@@ -46,7 +46,7 @@ def _onednn_missing(target: Target) -> str | None:
 
 def _triton_missing(target: Target) -> str | None:
     if importlib.util.find_spec("triton") is None:
-        return "the package triton isn't installed; pip install 'splitserve[gpu]'"
+        return "the package triton isn't installed; pip install '.[gpu]' in a clone of Splitserve"
     if target.device.type != "cuda":
         return f"it runs on CUDA devices, not on {target.device.type}"
     return None
@@ -60,7 +60,7 @@ def _flashinfer_missing(target: Target) -> str | None:
     if target.head_dim not in (None, 64, 128, 256):
         return f"it has no kernel for head_dim {target.head_dim}"
     if importlib.util.find_spec("flashinfer") is None:
-        return "the package flashinfer isn't installed; pip install 'splitserve[gpu]'"
+        return "the package flashinfer isn't installed; pip install '.[gpu]' in a clone of Splitserve"
     return _triton_missing(target)
 
 

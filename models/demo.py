@@ -9,6 +9,7 @@ They are uniform numbers made of 16-bit integers, since those are the same on ev
 import json
 import math
 import os
+import shutil
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -217,6 +218,7 @@ def _write_weights(target: Path, config: ModelConfig, num_probable: int, seed: i
         tensors = {name: demo_tensor(name, shapes[name], num_probable, seed).to(dtype) for name in shard}
         partial = target / f".{file}.partial"
         save_file(tensors, partial, metadata={"format": "pt"})
+        shutil.copymode(target / "config.json", partial)  # safetensors writes for its user alone, whatever the umask
         os.replace(partial, target / file)
     for stale in set(target.glob("*.safetensors")) - {target / name for name in names}:
         stale.unlink()

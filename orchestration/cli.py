@@ -16,13 +16,15 @@ from splitserve import __version__
 from splitserve.errors import ConfigError, SplitserveError
 from splitserve.logs import LOG_LEVELS, set_up_logging
 from splitserve.orchestration.cluster_commands import add_cluster_commands
+from splitserve.orchestration.command_parser import CommandParser
 from splitserve.orchestration.lmcache_command import add_lmcache_command
+from splitserve.orchestration.option_types import path, positive_bytes, whole_number
 from splitserve.orchestration.options import (
     HelpFormatter,
     add_run_options,
     add_spec_option,
-    bytes_option,
     cluster_spec,
+    errors_in_options,
 )
 from splitserve.orchestration.sizes import format_bytes
 
@@ -79,8 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def build_parser() -> CommandParser:
+    parser = CommandParser(
         prog="splitserve", description="Serve large language models with prefill and decode on separate workers."
     )
     parser.add_argument("--version", action="version", version=f"splitserve {__version__}")
@@ -123,7 +125,7 @@ def _add_demo(commands: Any) -> None:
     )
     parser.add_argument("--model", default="", metavar="PATH", help="take this checkpoint; empty: build one")
     parser.add_argument("--prompt", default="", help="what to say; empty: a text of a few KV blocks")
-    parser.add_argument("--max-tokens", type=int, default=48, help="length of the answer")
+    parser.add_argument("--max-tokens", type=whole_number(1, 4096), default=48, help="length of the answer")
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="warning", help="of every process")
     parser.set_defaults(run=_demo)
 
@@ -132,14 +134,14 @@ def _add_demo_model(commands: Any) -> None:
     parser = commands.add_parser(
         "demo-model", help="write a random Hugging Face checkpoint, the same each time", formatter_class=HelpFormatter
     )
-    parser.add_argument("directory", metavar="DIR", help="made if needed; a checkpoint in it is replaced")
+    parser.add_argument("directory", type=path, metavar="DIR", help="made if needed; a checkpoint in it is replaced")
     parser.add_argument("--shape", default="tiny", help="tiny, or the true shape of qwen3-0.6b, llama-3.2-1b, ...")
     parser.add_argument("--architecture", choices=("qwen3", "llama"), help="the shape's own by default")
     parser.add_argument(
         "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: the shape's own"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the weights")
-    parser.add_argument("--max-shard-size", type=bytes_option, default="5GB", metavar="SIZE", help="of each file")
+    parser.add_argument("--seed", type=whole_number(0, 2**63 - 1), default=0, help="of the weights")
+    parser.add_argument("--max-shard-size", type=positive_bytes, default="5GB", metavar="SIZE", help="of each file")
     parser.set_defaults(run=_demo_model)
 
 
@@ -171,6 +173,11 @@ def _add_spec_commands(commands: Any) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     check = commands.add_parser("check", help="say what is wrong with a spec, and where")
     check.add_argument("file", metavar="FILE")
+    check.add_argument(
+        "--document-only",
+        action="store_true",
+        help="leave out the files and variables that it refers to on this machine",
+    )
     check.set_defaults(run=_spec_check)
     show = commands.add_parser("show", help="print the spec that options of `serve` stand for")
     add_spec_option(show)
@@ -181,8 +188,9 @@ def _add_spec_commands(commands: Any) -> None:
 
 def _spec_check(options: argparse.Namespace) -> int:
     from splitserve.orchestration.spec_document import read_spec
+    from splitserve.orchestration.start_checks import file_problems
 
-    spec = read_spec(options.file)
+    spec = read_spec(options.file, None if options.document_only else file_problems)
     print(f"{options.file}: {spec.served_model_name} on {spec.describe()}: nothing is wrong with it")
     return 0
 
@@ -203,12 +211,22 @@ def _spec_schema(_options: argparse.Namespace) -> int:
 
 def _serve(options: argparse.Namespace) -> int:
     from splitserve.orchestration.serve import serve
+    from splitserve.orchestration.start_checks import check_start
 
     set_up_logging("launcher", options.log_level)
-    return serve(cluster_spec(options), options.log_level, restart=options.restart)
+    spec = cluster_spec(options)
+    with errors_in_options(options):
+        check_start(spec)
+    return serve(spec, options.log_level, restart=options.restart)
 
 
 def _doctor(options: argparse.Namespace) -> int:
+    if options.transport and not (options.probe or options.against):
+        raise ConfigError("--transport is about the probe, or a cluster --against: leave it or --no-probe away")
+    if options.against and (options.model or options.spec):
+        raise ConfigError("--against asks a running cluster what it serves: leave PATH and --spec away")
+    if not options.json:  # before anything that takes time: imports, PyTorch, a cluster that is asked
+        print(f"splitserve {__version__}: looking at {options.against or 'this machine'}", flush=True)
     from splitserve.orchestration.doctor import run_doctor
 
     set_up_logging("doctor", options.log_level)

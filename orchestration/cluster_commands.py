@@ -9,7 +9,14 @@ import msgspec
 
 from splitserve import __version__
 from splitserve.errors import ConfigError
-from splitserve.orchestration.options import HelpFormatter, add_run_options, add_spec_option, cluster_spec
+from splitserve.orchestration.option_types import COUNT, whole_number
+from splitserve.orchestration.options import (
+    HelpFormatter,
+    add_run_options,
+    add_spec_option,
+    cluster_spec,
+    errors_in_options,
+)
 from splitserve.orchestration.spec import ClusterSpec
 
 EXIT_FAILED = 1
@@ -38,7 +45,7 @@ def add_cluster_commands(commands: Any) -> None:
     status.add_argument("--json", action="store_true", help="for programs")
     scale = _add(commands, "scale", "change the number of a pool's workers", _scale)
     scale.add_argument("pool", metavar="POOL")
-    scale.add_argument("count", metavar="N", type=int)
+    scale.add_argument("count", metavar="N", type=COUNT)
     drain = _add(commands, "drain", "let a worker finish its requests and leave for good", _drain)
     drain.add_argument("worker", metavar="WORKER")
     upgrade = _add(commands, "upgrade", "replace all workers, one by one, without losing a request", _upgrade)
@@ -50,7 +57,7 @@ def add_cluster_commands(commands: Any) -> None:
         parser.add_argument("--no-wait", action="store_true", help="return when it has begun")
     logs = _add(commands, "logs", "show what a cluster's processes have logged", _logs)
     logs.add_argument("worker", nargs="?", default="", metavar="PROCESS", help="router, launcher or a worker")
-    logs.add_argument("-n", "--lines", type=_not_negative, default=100, help="of each process")
+    logs.add_argument("-n", "--lines", type=whole_number(0, 2**31), default=100, help="of each process")
     logs.add_argument("-f", "--follow", action="store_true", help="go on until the cluster ends")
 
 
@@ -64,13 +71,6 @@ def _add(commands: Any, name: str, text: str, run: Any) -> argparse.ArgumentPars
     return parser
 
 
-def _not_negative(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{number} is negative")
-    return number
-
-
 def _say(line: str) -> None:
     print(line, flush=True)
 
@@ -79,19 +79,21 @@ def _up(options: argparse.Namespace) -> int:
     from splitserve.logs import set_up_logging
     from splitserve.orchestration.detached import start_detached
     from splitserve.orchestration.display import print_progress
-    from splitserve.orchestration.spec import check_model_directory
+    from splitserve.orchestration.start_checks import check_start
     from splitserve.orchestration.state_folder import StateFolder
 
     set_up_logging("up", options.log_level)
     spec = _at_home_anywhere(cluster_spec(options))
     folder = StateFolder(spec.name)
+    if not options.ray:
+        with errors_in_options(options):
+            check_start(spec)
     _say(f"splitserve {__version__}: {spec.served_model_name} on {spec.describe()}")
     if options.ray:
         from splitserve.orchestration.ray_commands import up_on_ray
 
         url = up_on_ray(spec, folder, options.ray, options.log_level, restart=options.restart)
     else:
-        check_model_directory(spec.model.path)
         url = start_detached(spec, folder, options.log_level, restart=options.restart, show=print_progress)
     _say(f"Ready: {url}/v1 (model {spec.served_model_name}). `splitserve down --name {spec.name}` ends it.")
     return 0

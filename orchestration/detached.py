@@ -119,6 +119,7 @@ def main() -> int:
             log_folder=folder.logs,
         )
     except SplitserveError as error:
+        folder.discard()
         status.report("error", {"message": f"{error} (logs: {folder.logs})"})
         return 2
     except KeyboardInterrupt:

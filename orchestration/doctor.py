@@ -22,7 +22,7 @@ import msgspec
 
 from splitserve import __version__
 from splitserve.config import EngineConfig, ProtocolConfig
-from splitserve.errors import ConfigError, SplitserveError
+from splitserve.errors import SplitserveError
 from splitserve.orchestration.client import LocalClient, status_of
 from splitserve.orchestration.control import ClusterStatus
 from splitserve.orchestration.doctor_cluster import settled_report, shows_right_secret
@@ -34,10 +34,12 @@ from splitserve.orchestration.doctor_cluster_checks import (
     cluster_checks,
 )
 from splitserve.orchestration.doctor_http import Endpoint, UnreachableError
-from splitserve.orchestration.doctor_machine import look_at_machine, port_user, versions_of
+from splitserve.orchestration.doctor_machine import look_at_machine, port_user, versions_of, with_torch
 from splitserve.orchestration.doctor_machine_checks import (
     check_port,
     machine_checks,
+    quick_checks,
+    torch_checks,
 )
 from splitserve.orchestration.doctor_model import look_at_model
 from splitserve.orchestration.doctor_plan import spec_checks
@@ -68,8 +70,6 @@ Show = Callable[[Check], None]
 def run_doctor(options: argparse.Namespace) -> int:
     """Look, print, return the exit status. Raises :class:`SplitserveError` where it can't look."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end the probe's cluster in order, as on Ctrl-C
-    if options.transport and not (options.probe or options.against):
-        raise ConfigError("--transport is about the probe, or a cluster --against: leave it or --no-probe away")
     show: Show = _be_silent if options.json else _print_check
     diagnosis = Diagnosis(__version__, options.against or THIS_MACHINE)
     looks = _running_cluster(options, diagnosis) if options.against else _this_machine(options, diagnosis)
@@ -95,8 +95,6 @@ def _be_silent(_each: Check) -> None:
 
 
 def _running_cluster(options: argparse.Namespace, diagnosis: Diagnosis) -> Iterator[Check]:
-    if options.model or options.spec:
-        raise ConfigError("--against asks a running cluster what it serves: leave PATH and --spec away")
     endpoint = Endpoint(options.against, read_secret(options.api_key_file, API_KEY_VARIABLE))
     try:
         report = settled_report(endpoint)
@@ -125,7 +123,9 @@ def _running_cluster(options: argparse.Namespace, diagnosis: Diagnosis) -> Itera
 
 def _on_same_machine(url: str, model: str, versions: Collection[str]) -> Iterator[Check]:
     """What more can be seen where the cluster runs on this machine. ``versions``: of the weights that workers have."""
-    facts = look_at_machine(load_torch=False)  # its workers have
+    facts = look_at_machine()  # its workers have loaded PyTorch
+    if facts.gpus:
+        facts = with_torch(facts)
     names = ("packages", "devices", "peer access", "shared memory", "NUMA")
     yield from (each for each in machine_checks(facts, versions_of(*_VERSIONS)) if each.name in names)
     if Path(model).is_dir():
@@ -170,8 +170,9 @@ def _launcher_problems(status: ClusterStatus) -> Iterator[Problem]:
 
 def _this_machine(options: argparse.Namespace, diagnosis: Diagnosis) -> Iterator[Check]:
     spec = _wanted_spec(options)
-    facts = look_at_machine(load_torch=True)
-    yield from machine_checks(facts, versions_of(*_VERSIONS))
+    facts = look_at_machine()
+    yield from quick_checks(facts)
+    yield from torch_checks(with_torch(facts), versions_of(*_VERSIONS))
     router = spec.router if spec is not None else None
     host, port = (router.host, router.port) if router else (options.host, options.port)
     asked_for = spec is not None or port != options.spec_parser.get_default("port")

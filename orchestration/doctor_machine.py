@@ -15,18 +15,18 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 import psutil
-from packaging.requirements import Requirement
 
 from splitserve import __version__
 from splitserve.cores import available_cores, usable_cpus
 from splitserve.errors import ConfigError, SplitserveError
 from splitserve.orchestration.client import processes_of
 from splitserve.orchestration.gpus import Gpu, list_gpus
+from splitserve.orchestration.requirements import requirements_of
 from splitserve.orchestration.shared_memory import SHARED_MEMORY
 from splitserve.orchestration.state_folder import known_clusters
 from splitserve.orchestration.topology import Topology, read_topology
@@ -96,8 +96,8 @@ class MachineFacts:
     dead_clusters: tuple[DeadCluster, ...] = ()
 
 
-def look_at_machine(*, load_torch: bool) -> MachineFacts:
-    """``load_torch``: let another process load PyTorch, which takes some seconds; with GPUs it does anyway."""
+def look_at_machine() -> MachineFacts:
+    """All but what PyTorch says (:func:`with_torch`)."""
     gpus: tuple[Gpu, ...] | str
     try:
         gpus = tuple(list_gpus())
@@ -110,7 +110,7 @@ def look_at_machine(*, load_torch: bool) -> MachineFacts:
         wake_seconds=wake_seconds(),
         topology=read_topology(usable_cpus()),
         gpus=gpus,
-        torch=ask_torch() if load_torch or gpus else None,
+        torch=None,
         memlock_bytes=_limit(resource.RLIMIT_MEMLOCK),
         max_open_files=_limit(resource.RLIMIT_NOFILE),
         shared_memory_bytes=shared_memory,
@@ -119,6 +119,11 @@ def look_at_machine(*, load_torch: bool) -> MachineFacts:
         clock_is_synchronised=_clock_is_synchronised(),
         dead_clusters=tuple(_dead_clusters()),
     )
+
+
+def with_torch(facts: MachineFacts) -> MachineFacts:
+    """Let another process load PyTorch, which takes some seconds."""
+    return replace(facts, torch=ask_torch())
 
 
 def wake_seconds() -> float:
@@ -145,15 +150,11 @@ def wake_seconds() -> float:
 def required_packages(*, with_gpus: bool) -> tuple[Package, ...]:
     """What our own metadata asks for, beside what is there; ourselves alone if we run without being installed."""
     try:
-        lines = importlib.metadata.requires("splitserve") or []
+        requirements = requirements_of(("", "gpu") if with_gpus else ("",))
     except importlib.metadata.PackageNotFoundError:
         return (Package("splitserve", "", None, fits=False),)
     found = []
-    extras = ("", "gpu") if with_gpus else ("",)
-    for line in lines:
-        wanted = Requirement(line)
-        if wanted.marker is not None and not any(wanted.marker.evaluate({"extra": extra}) for extra in extras):
-            continue
+    for wanted in requirements:
         try:
             version = importlib.metadata.version(wanted.name)
         except importlib.metadata.PackageNotFoundError:

@@ -15,11 +15,17 @@ MIN_SHARED_MEMORY_BYTES = 64 << 20
 
 
 def machine_checks(facts: MachineFacts, versions: Sequence[str]) -> list[Check]:
-    """``versions``: of the packages that matter most, as text."""
+    """All of them. ``versions``: of the packages that matter most, as text."""
+    return [*torch_checks(facts, versions), *quick_checks(facts)]
+
+
+def torch_checks(facts: MachineFacts, versions: Sequence[str]) -> list[Check]:
+    """Those that depend on what PyTorch says."""
+    return [check_packages(facts, versions), check_devices(facts), check_peer_access(facts.torch)]
+
+
+def quick_checks(facts: MachineFacts) -> list[Check]:
     return [
-        check_packages(facts, versions),
-        check_devices(facts),
-        check_peer_access(facts.torch),
         check_limits(facts),
         check_shared_memory(facts),
         check_numa(facts.topology),

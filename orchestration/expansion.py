@@ -3,17 +3,18 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
 from splitserve.config import Confidential, CorePlacement, RouterConfig, WorkerConfig
 from splitserve.errors import ConfigError
+from splitserve.orchestration.small_files import read_small_file
 from splitserve.orchestration.spec import ClusterSpec, PoolSpec, SecretRef
 from splitserve.request import Role
 
 SECRET_VARIABLE = "SPLITSERVE_SECRET"  # noqa: S105 - a variable's name
 API_KEY_VARIABLE = "SPLITSERVE_API_KEY"
+MAX_SECRET_BYTES = 4096
 
 
 class Secrets(Confidential, frozen=True, kw_only=True):
@@ -31,9 +32,9 @@ def read_secret(path: str, variable: str) -> str:
     if not path:
         return os.environ.get(variable, "").strip()
     try:
-        text = Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"can't read {path}: {getattr(error, 'strerror', None) or error}") from error
+        text = read_small_file(path, MAX_SECRET_BYTES).decode().strip()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"can't read {path}: {error}") from error
     if not text:
         raise ConfigError(f"{path} is empty; write the secret into it, or leave the option away")
     return text

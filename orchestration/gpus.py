@@ -31,7 +31,7 @@ def list_gpus(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
 
     Raises :class:`ConfigError` if the driver is there but doesn't answer.
     """
-    if not _CONTROL_DEVICE.exists():
+    if not has_driver():
         return []
     try:
         command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
@@ -41,6 +41,11 @@ def list_gpus(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"nvidia-smi doesn't answer: {error}; look at the driver, or use --device cpu") from error
     return visible(parse_gpus(text), environment.get(VISIBLE))
+
+
+def has_driver() -> bool:
+    """Whether there may be GPUs: quick, and without asking the driver."""
+    return _CONTROL_DEVICE.exists()
 
 
 def parse_gpus(text: str) -> list[Gpu]:

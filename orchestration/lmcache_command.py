@@ -8,7 +8,8 @@ import msgspec
 from splitserve.config import LMCacheConfig
 from splitserve.errors import ConfigError
 from splitserve.logs import LOG_LEVELS, set_up_logging
-from splitserve.orchestration.options import bytes_option
+from splitserve.orchestration.option_types import PORT, positive_bytes, whole_number
+from splitserve.orchestration.options import HelpFormatter
 
 DEFAULT_PORT = 5555  # LMCache's own
 _DEFAULTS = LMCacheConfig(port=DEFAULT_PORT)
@@ -20,13 +21,17 @@ def add_lmcache_command(commands: Any) -> None:
         help="run an LMCache server for the workers of this machine, which `--lmcache ENDPOINT` lets them use",
         description="Start LMCache's multiprocess server in an environment of its own, and start it again when it ends "
         "or hangs. A cluster spec with a part `lmcache` does the same by itself.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
-    parser.add_argument("--memory", type=bytes_option, default=_DEFAULTS.memory_bytes, metavar="SIZE", help="shared")
+    parser.add_argument("--memory", type=positive_bytes, default=_DEFAULTS.memory_bytes, metavar="SIZE", help="shared")
     parser.add_argument(
-        "--chunk-tokens", type=int, default=_DEFAULTS.chunk_tokens, metavar="N", help="length of what KV is kept in"
+        "--chunk-tokens",
+        type=whole_number(1, 65536),
+        default=_DEFAULTS.chunk_tokens,
+        metavar="N",
+        help="length of what KV is kept in",
     )
-    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="at 127.0.0.1; 0 takes a free one")
+    parser.add_argument("--port", type=PORT, default=DEFAULT_PORT, help="at 127.0.0.1; 0 takes a free one")
     parser.add_argument(
         "--backend",
         action="append",

@@ -4,6 +4,9 @@ follow vLLM.
 
 import argparse
 import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -18,12 +21,14 @@ from splitserve.config import (
     PLACEMENT_POLICIES,
     EngineConfig,
     RouterConfig,
+    SettingsError,
 )
 from splitserve.errors import ConfigError
 from splitserve.logs import LOG_LEVELS
 from splitserve.orchestration.expansion import API_KEY_VARIABLE, SECRET_VARIABLE
+from splitserve.orchestration.option_types import COUNT, PORT, address, bytes_option, finite_number, whole_number
 from splitserve.orchestration.shorthand import simple_spec
-from splitserve.orchestration.sizes import format_bytes, parse_bytes
+from splitserve.orchestration.sizes import format_bytes
 from splitserve.orchestration.spec import (
     ClusterSpec,
     DevicesSpec,
@@ -31,6 +36,7 @@ from splitserve.orchestration.spec import (
     RouterSpec,
     SecretRef,
     SecretsSpec,
+    SpecError,
 )
 from splitserve.orchestration.spec_conversion import convert_spec
 
@@ -39,26 +45,36 @@ _ENGINE_DEFAULTS: dict[str, Any] = {
 }
 _ROUTER_DEFAULTS: dict[str, Any] = {field.name: field.default for field in msgspec.structs.fields(RouterConfig)}
 
+_FLAGS = {
+    "model.path": "PATH",
+    "memory.kv": "--kv-memory",
+    "memory.host": "--host-kv-memory",
+    "memory.disk": "--disk-kv-size",
+    "memory.gpu_utilization": "--gpu-memory-utilization",
+    "router.host": "--host",
+    "router.port": "--port",
+    "network.host": "--worker-host",
+    "network.interface": "--interface",
+    "secrets.shared.file": "--secret-file",
+    "secrets.api_key.file": "--api-key-file",
+    "connector.verify_kv": "--verify-kv",
+    "lmcache.endpoint": "--lmcache",
+    "pools": "--prefill, --decode, --mixed",
+    "name": "--name",
+}
+"""Options by their places in a spec, where field names don't tell."""
 _SPEC_GROUPS = ("workers", "endpoint", "engine", "KV memory", "KV beyond a worker's own memory")
-
-
-def bytes_option(text: str) -> int:
-    """:func:`parse_bytes` for argparse."""
-    try:
-        return parse_bytes(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def add_worker_options(parser: argparse.ArgumentParser, num_prefill: int = 0, num_decode: int = 0) -> None:
     group = parser.add_argument_group("workers")
-    group.add_argument("--prefill", type=int, default=num_prefill, metavar="P", help="number of prefill workers")
-    group.add_argument("--decode", type=int, default=num_decode, metavar="D", help="number of decode workers")
-    group.add_argument("--mixed", type=int, default=0, metavar="N", help="number of workers that do both phases")
+    group.add_argument("--prefill", type=COUNT, default=num_prefill, metavar="P", help="number of prefill workers")
+    group.add_argument("--decode", type=COUNT, default=num_decode, metavar="D", help="number of decode workers")
+    group.add_argument("--mixed", type=COUNT, default=0, metavar="N", help="number of workers that do both phases")
     for pool in ("prefill", "decode"):
         group.add_argument(
             f"--{pool}-tp",
-            type=int,
+            type=whole_number(0, 64),
             default=0,
             metavar="N",
             help=f"--tensor-parallel-size of the {pool} workers; 0: as for all",
@@ -88,8 +104,8 @@ def add_worker_options(parser: argparse.ArgumentParser, num_prefill: int = 0, nu
 
 def add_router_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("endpoint")
-    group.add_argument("--host", default=_ROUTER_DEFAULTS["host"], help="address to bind")
-    group.add_argument("--port", type=int, default=_ROUTER_DEFAULTS["port"], help="port to bind; 0 takes a free one")
+    group.add_argument("--host", type=address, default=_ROUTER_DEFAULTS["host"], help="address to bind")
+    group.add_argument("--port", type=PORT, default=_ROUTER_DEFAULTS["port"], help="port to bind; 0 takes a free one")
     group.add_argument("--served-model-name", default="", metavar="ID", help="model id; empty: the directory's name")
     group.add_argument(
         "--api-key-file",
@@ -224,7 +240,7 @@ def _add_kv_options(group: _EngineGroup) -> None:
     group.add(
         "--gpu-memory-utilization",
         field="gpu_memory_utilization",
-        type=float,
+        type=finite_number,
         metavar="SHARE",
         help="of a GPU's memory that a worker takes in all, unless --kv-memory is given",
     )
@@ -293,7 +309,7 @@ def _add_tier_options(group: _EngineGroup) -> None:
     group.add(
         "--kv-load-seconds",
         field="kv_load_seconds",
-        type=float,
+        type=finite_number,
         metavar="S",
         help="how long a request waits for its KV to come up again before it computes it",
     )
@@ -327,8 +343,13 @@ def cluster_spec(options: argparse.Namespace) -> ClusterSpec:
         return _called(options.name, read_spec(options.spec))
     if not options.model:
         raise ConfigError("what is to be served? Give the path of a checkpoint, or --spec FILE")
+    with errors_in_options(options):
+        return _called(options.name, _spec_of_options(options))
+
+
+def _spec_of_options(options: argparse.Namespace) -> ClusterSpec:
     engine = {name: getattr(options, name) for name in _ENGINE_DEFAULTS if hasattr(options, name)}
-    spec = simple_spec(
+    return simple_spec(
         EngineConfig(model=options.model, **engine),
         num_prefill=options.prefill,
         num_decode=options.decode,
@@ -340,7 +361,35 @@ def cluster_spec(options: argparse.Namespace) -> ClusterSpec:
         secrets=SecretsSpec(shared=_file(options.secret_file), api_key=_file(options.api_key_file)),
         devices=DevicesSpec(share=options.share_gpus),
     )
-    return _called(options.name, spec)
+
+
+@contextmanager
+def errors_in_options(options: argparse.Namespace) -> Iterator[None]:
+    """Errors about places in a spec name the options that they come from, or the file."""
+    try:
+        yield
+    except SettingsError as error:
+        raise _named((flag_of(field, options), text) for field, text in error.problems) from None
+    except SpecError as error:
+        if options.spec:
+            raise ConfigError("\n".join(f"{options.spec}: {place}: {text}" for place, text in error.problems)) from None
+        raise _named((flag_of(place, options), text) for place, text in error.problems) from None
+
+
+def _named(problems: Iterable[tuple[str, str]]) -> ConfigError:
+    return ConfigError("\n".join(dict.fromkeys(f"{name}: {text}" for name, text in problems)))
+
+
+def flag_of(place: str, options: argparse.Namespace) -> str:
+    """The option that sets what is at ``place`` of a spec, or a field of :class:`EngineConfig`; else ``place``."""
+    name = re.sub(r"^pools\[\d+\]\.", "", place)
+    if name in _FLAGS:
+        return _FLAGS[name]
+    parser: argparse.ArgumentParser = options.spec_parser
+    for action in parser._actions:
+        if action.dest == name.removeprefix("engine.").removeprefix("model.") and action.option_strings:
+            return action.option_strings[0]
+    return place
 
 
 def _called(name: str, spec: ClusterSpec) -> ClusterSpec:

@@ -23,6 +23,7 @@ from splitserve.orchestration.control import AnyReply, AnyRequest, Stop, decode_
 from splitserve.orchestration.host import ChildProgress
 from splitserve.orchestration.local_host import ENTRIES, Entries
 from splitserve.orchestration.ray_names import NAMESPACE, SOME_MEMORY_BYTES, controller_name, memory_key
+from splitserve.orchestration.requirements import pip_arguments
 from splitserve.orchestration.spec import ClusterSpec
 from splitserve.orchestration.spec_conversion import convert_spec
 
@@ -39,10 +40,9 @@ def connect(address: str, *, with_code: bool = False) -> None:
 
     Raises :class:`ConfigError` if Ray isn't installed or doesn't answer.
     """
-    try:
-        import ray
-    except ImportError:
-        raise ConfigError("Ray is not installed: pip install 'splitserve[ray]'") from None
+    check_ray_is_installed()
+    import ray
+
     if address.startswith("ray://"):
         raise ConfigError(f"{address} is Ray Client's; give the address of the cluster itself, like HOST:6379, or auto")
     if ray.is_initialized():
@@ -63,6 +63,17 @@ def connect(address: str, *, with_code: bool = False) -> None:
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"no Ray cluster answers at {address}: {reason}") from error
+
+
+def check_ray_is_installed() -> None:
+    """Raise :class:`ConfigError` that says how to install Ray where it can't be imported."""
+    try:
+        import ray  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"Ray can't be imported ({error}): pip install {pip_arguments('ray')}, or pip install '.[ray]' in a clone "
+            "of Splitserve; without --ray a cluster runs on this machine alone"
+        ) from None
 
 
 def disconnect() -> None:

@@ -4,7 +4,7 @@ from splitserve.cores import available_cores
 from splitserve.errors import ConfigError
 from splitserve.orchestration.client import Say
 from splitserve.orchestration.display import print_progress
-from splitserve.orchestration.ray_client import RayClient, connect, disconnect, start_on_ray
+from splitserve.orchestration.ray_client import RayClient, check_ray_is_installed, connect, disconnect, start_on_ray
 from splitserve.orchestration.ray_head import RayHead, authenticate, has_started, is_running, start_head, stop_head
 from splitserve.orchestration.shared_memory import remove_abandoned
 from splitserve.orchestration.spec import ClusterSpec
@@ -15,6 +15,7 @@ LOCAL = "local"
 
 def up_on_ray(spec: ClusterSpec, folder: StateFolder, address: str, log_level: str, *, restart: bool) -> str:
     """Start the cluster on the Ray cluster at ``address``; returns its URL. Raises :class:`SplitserveError`."""
+    check_ray_is_installed()
     folder.claim()
     heads: list[RayHead] = []
 
@@ -41,10 +42,12 @@ def up_on_ray(spec: ClusterSpec, folder: StateFolder, address: str, log_level: s
             folder.write(Record(name=folder.name, ray=_gcs_address(address)))
         url = start_on_ray(spec, address, log_level, restart=restart, show=print_progress)
     except BaseException:
-        for head in heads:
-            disconnect()
-            stop_head(head)
-        folder.remove()
+        try:
+            for head in heads:
+                disconnect()
+                stop_head(head)
+        finally:
+            folder.remove()
         raise
     folder.release()
     return url

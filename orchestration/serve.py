@@ -16,7 +16,7 @@ from splitserve.orchestration.control_socket import ControlServer
 from splitserve.orchestration.display import print_progress
 from splitserve.orchestration.host import ChildProgress
 from splitserve.orchestration.launcher import LaunchInterruptedError, LocalCluster, stop_on_signals
-from splitserve.orchestration.spec import ClusterSpec, check_model_directory
+from splitserve.orchestration.spec import ClusterSpec
 from splitserve.orchestration.state_folder import NameTakenError, Record, StateFolder
 
 FOLDER_VARIABLE = "SPLITSERVE_CLUSTER_FOLDER"  # in the environment of every process of a cluster
@@ -64,7 +64,6 @@ def run_cluster(
 
     ``announce`` is called when the cluster is ready. Raises :class:`SplitserveError` if the start fails.
     """
-    check_model_directory(spec.model.path)
     if folder is not None:
         spec = msgspec.structs.replace(spec, name=folder.name)
     environment = {} if folder is None else {FOLDER_VARIABLE: str(folder.path)}

@@ -89,7 +89,10 @@ def _pool(engine: EngineConfig, role: Role, count: int, num_ranks: int) -> PoolS
         device=engine.device,  # type: ignore[arg-type]  # checked by EngineConfig
         dtype=engine.dtype,  # type: ignore[arg-type]
         memory=MemorySpec(
-            kv=engine.kv_memory_bytes, host=engine.host_kv_memory_bytes, gpu_utilization=engine.gpu_memory_utilization
+            kv=engine.kv_memory_bytes,
+            host=engine.host_kv_memory_bytes,
+            disk=engine.disk_kv_bytes,
+            gpu_utilization=engine.gpu_memory_utilization,
         ),
         threads=engine.threads,
     )

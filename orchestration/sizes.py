@@ -2,6 +2,7 @@
 
 import re
 
+from splitserve.config import MAX_MEMORY_BYTES
 from splitserve.errors import ConfigError
 
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -12,13 +13,16 @@ def parse_bytes(text: str) -> int:
     """Bytes of ``4096``, ``512MiB`` (powers of 1024), ``2GB`` (powers of 1000) or ``1.5g`` (1024, as
     ``docker`` has it).
 
-    Raises :class:`ConfigError` for anything else.
+    Raises :class:`ConfigError` for anything else, and for more than :data:`MAX_MEMORY_BYTES`.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None or (match["binary"] and not match["unit"]):
         raise ConfigError(f"{text!r} is not an amount of memory; write it like 512MiB, 2GB, 1.5g or 1073741824")
     decimal = bool(match["byte"]) and not match["binary"]
-    return int(float(match["number"]) * (1000 if decimal else 1024) ** _POWERS[match["unit"].lower()])
+    num_bytes = float(match["number"]) * (1000 if decimal else 1024) ** _POWERS[match["unit"].lower()]
+    if num_bytes > MAX_MEMORY_BYTES:
+        raise ConfigError(f"{text!r} is more than the {MAX_MEMORY_BYTES} bytes allowed")
+    return int(num_bytes)
 
 
 def format_bytes(num_bytes: float) -> str:

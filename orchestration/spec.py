@@ -6,8 +6,7 @@ variable or a file), never values. Whatever can't work is refused with the place
 """
 
 import typing
-from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -19,7 +18,6 @@ from splitserve.config import (
     DEVICES,
     DTYPES,
     KV_CACHE_DTYPES,
-    PLACEMENT_POLICIES,
     EngineConfig,
     LMCacheConfig,
     ProtocolConfig,
@@ -27,7 +25,6 @@ from splitserve.config import (
 )
 from splitserve.errors import CheckpointError, ConfigError
 from splitserve.orchestration.sizes import parse_bytes
-from splitserve.request import Role
 
 Name: TypeAlias = Annotated[str, Meta(pattern="^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
 Positive: TypeAlias = Annotated[int, Meta(ge=1)]
@@ -48,12 +45,8 @@ _ELSEWHERE = frozenset(
     {
         *("model", "served_model_name", "load_format", "max_model_len", "seed", "verify_kv"),
         *("dtype", "device", "threads", "kv_memory_bytes", "gpu_memory_utilization", "tensor_parallel_size"),
-        *("host_kv_memory_bytes", "lmcache_endpoint"),
+        *("host_kv_memory_bytes", "disk_kv_bytes", "lmcache_endpoint"),
     }
-)
-# What a process gets from its launcher; a document that sets them would contradict it.
-MANAGED_VARIABLES = frozenset(
-    {"SPLITSERVE_SECRET", "SPLITSERVE_API_KEY", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "UCX_TLS", "UCX_NET_DEVICES"}
 )
 
 
@@ -93,6 +86,9 @@ class MemorySpec(Part, frozen=True, kw_only=True):
     host: Annotated[
         int | str, Meta(description="Of the machine's own, for KV beyond that: bytes, or like 16GiB; 0: none.")
     ] = 0
+    disk: Annotated[
+        int | str, Meta(description="Of files in engine.disk_kv_dir, for each worker: bytes, or like 64GiB, at most.")
+    ] = _DEFAULTS["disk_kv_bytes"]
     gpu_utilization: Annotated[
         float, Meta(gt=0, le=1, description="Share of a GPU's memory that a worker takes in all, unless kv is given.")
     ] = _DEFAULTS["gpu_memory_utilization"]
@@ -166,7 +162,7 @@ class PoolSpec(Part, frozen=True, kw_only=True):
 class RouterSpec(Part, frozen=True, kw_only=True):
     """The HTTP endpoint and how requests are placed."""
 
-    host: Annotated[str, Meta(description="Address to bind.")] = _ROUTER["host"]
+    host: Annotated[str, Meta(min_length=1, description="Address to bind.")] = _ROUTER["host"]
     port: Annotated[int, Meta(ge=0, lt=2**16, description="Port to bind; 0 takes a free one.")] = _ROUTER["port"]
     policy: Annotated[str, Meta(description="How requests are placed.")] = _ROUTER["policy"]
     max_requests_in_flight: Annotated[int, Meta(ge=1, description="Beyond that clients get 429.")] = _ROUTER[
@@ -222,7 +218,7 @@ class DevicesSpec(Part, frozen=True, kw_only=True):
 
 
 class ClusterSpec(Part, frozen=True, kw_only=True):
-    """A cluster that serves one model. Raises :class:`ConfigError` with every contradiction that it finds."""
+    """A cluster that serves one model; :func:`.spec_conversion.convert_spec` refuses one that can't work."""
 
     name: Annotated[Name, Meta(description="Of the cluster: what `splitserve status --name` takes.")] = "default"
     model: ModelSpec
@@ -238,11 +234,6 @@ class ClusterSpec(Part, frozen=True, kw_only=True):
     protocol: Annotated[ProtocolSettings, Meta(description="Time-outs and bounds of the hand-over.")] = (
         ProtocolSettings()
     )
-
-    def __post_init__(self) -> None:
-        problems = list(_contradictions(self))
-        if problems:
-            raise SpecError(problems)
 
     @property
     def num_workers(self) -> int:
@@ -261,7 +252,7 @@ class ClusterSpec(Part, frozen=True, kw_only=True):
         raise ConfigError(f"there is no pool {name!r}; the pools are {', '.join(pool.name for pool in self.pools)}")
 
     def protocol_config(self) -> ProtocolConfig:
-        return ProtocolConfig(**_set_fields(self.protocol))
+        return ProtocolConfig(**set_fields(self.protocol))
 
     def engine_config(self, pool: PoolSpec) -> EngineConfig:
         """The engine's settings in ``pool``, without what differs between its workers."""
@@ -275,12 +266,13 @@ class ClusterSpec(Part, frozen=True, kw_only=True):
             "dtype": pool.dtype,
             "device": pool.device,
             "threads": pool.threads,
-            "kv_memory_bytes": _num_bytes(pool.memory.kv),
-            "host_kv_memory_bytes": _num_bytes(pool.memory.host),
+            "kv_memory_bytes": num_bytes_of(pool.memory.kv),
+            "host_kv_memory_bytes": num_bytes_of(pool.memory.host),
+            "disk_kv_bytes": num_bytes_of(pool.memory.disk),
             "gpu_memory_utilization": pool.memory.gpu_utilization,
             "lmcache_endpoint": self.lmcache.endpoint if self.lmcache and pool.lmcache else "",
-            **_set_fields(self.engine),
-            **_set_fields(pool.engine),
+            **set_fields(self.engine),
+            **set_fields(pool.engine),
         }
         if "tensor_parallel_size" in _DEFAULTS:
             values["tensor_parallel_size"] = pool.tensor_parallel_size
@@ -288,7 +280,7 @@ class ClusterSpec(Part, frozen=True, kw_only=True):
 
     def give_back_seconds(self) -> float:
         """That a worker may take at its end to give back the largest host tier there is: pinned pages go slowly."""
-        return max((_num_bytes(pool.memory.host) for pool in self.pools), default=0) / _GIVEN_BACK_BYTES_PER_SECOND
+        return max((num_bytes_of(pool.memory.host) for pool in self.pools), default=0) / _GIVEN_BACK_BYTES_PER_SECOND
 
     def lmcache_config(self) -> LMCacheConfig | None:
         """Of the LMCache server that is to be started; None if there is to be none, or one is there already."""
@@ -296,7 +288,7 @@ class ClusterSpec(Part, frozen=True, kw_only=True):
         if lmcache is None or lmcache.endpoint or not any(pool.lmcache for pool in self.pools):
             return None
         return LMCacheConfig(
-            memory_bytes=_num_bytes(lmcache.memory),
+            memory_bytes=num_bytes_of(lmcache.memory),
             chunk_tokens=lmcache.chunk_tokens,
             port=lmcache.port,
             backends=tuple(msgspec.json.encode(backend).decode() for backend in lmcache.backends),
@@ -313,11 +305,15 @@ class ClusterSpec(Part, frozen=True, kw_only=True):
 
 
 class SpecError(ConfigError):
-    """A cluster spec that can't work. ``problems`` are pairs of the place in the document and what is wrong there."""
+    """A cluster spec that can't work. ``problems`` are pairs of the place in the document and what is wrong there.
 
-    def __init__(self, problems: list[tuple[str, str]]) -> None:
+    ``repaired``: the spec with other values where some are wrong, for further checks; None if there is no making one.
+    """
+
+    def __init__(self, problems: list[tuple[str, str]], repaired: ClusterSpec | None = None) -> None:
         super().__init__("; ".join(f"{place}: {text}" if place else text for place, text in problems))
         self.problems = problems
+        self.repaired = repaired
 
 
 def check_model_directory(model: str) -> None:
@@ -335,117 +331,9 @@ def check_model_directory(model: str) -> None:
         )
 
 
-def _set_fields(settings: Struct) -> dict[str, Any]:
+def set_fields(settings: Struct) -> dict[str, Any]:
     return {name: value for name, value in msgspec.structs.asdict(settings).items() if value is not UNSET}
 
 
-def _num_bytes(size: int | str) -> int:
+def num_bytes_of(size: int | str) -> int:
     return parse_bytes(size) if isinstance(size, str) else size
-
-
-def _contradictions(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
-    """Places in the document and what can't be there."""
-    for name, number in Counter(pool.name for pool in spec.pools).items():
-        if number > 1:
-            yield "pools", f"{number} pools are called {name}; give each a name of its own"
-    yield from _missing_roles(spec)
-    for index, pool in enumerate(spec.pools):
-        yield from ((f"pools[{index}]{place}", text) for place, text in _pool_problems(spec, pool))
-    yield from _disagreements(spec)
-    if spec.network.host and spec.network.interface:
-        yield "network", "host and interface are both set; keep one"
-    yield from ((f"lmcache{place}", text) for place, text in _lmcache_problems(spec))
-    if spec.router.policy not in PLACEMENT_POLICIES:
-        yield "router.policy", f"is {spec.router.policy!r}; choose one of {', '.join(PLACEMENT_POLICIES)}"
-    if spec.connector.transports and not {"tcp", "all"} & set(spec.connector.transports):
-        yield "connector.transports", "add tcp: UCX needs it to set connections up"
-    for name in SecretsSpec.__struct_fields__:
-        reference: SecretRef | None = getattr(spec.secrets, name)
-        if reference is not None and bool(reference.env) == bool(reference.file):
-            yield f"secrets.{name}", "give one of env (a variable's name) and file (a path)"
-
-
-def _lmcache_problems(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
-    lmcache = spec.lmcache
-    if lmcache is None:
-        return
-    if lmcache.endpoint and lmcache != LMCacheSpec(endpoint=lmcache.endpoint):
-        yield "", "endpoint is that of a server that runs already: leave the other settings to it"
-    if lmcache.endpoint and "://" not in lmcache.endpoint:
-        yield ".endpoint", f"{lmcache.endpoint!r} is no address; write it like tcp://127.0.0.1:5555"
-    try:
-        if _num_bytes(lmcache.memory) < 1 << 20:
-            yield ".memory", f"{lmcache.memory} is less than 1 MiB"
-    except ConfigError as error:
-        yield ".memory", str(error)
-    for number, backend in enumerate(lmcache.backends):
-        if not isinstance(backend.get("type"), str):
-            yield f".backends[{number}]", "has no type; LMCache knows fs (files), resp (Redis) and others"
-    for pool in spec.pools:
-        block_size = _set_fields(pool.engine).get("block_size") or _set_fields(spec.engine).get("block_size") or 0
-        if block_size and not lmcache.endpoint and lmcache.chunk_tokens % block_size:
-            yield ".chunk_tokens", f"{lmcache.chunk_tokens} isn't a multiple of the block size {block_size}"
-
-
-def _missing_roles(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
-    numbers = Counter({role.value: 0 for role in Role})
-    for pool in spec.pools:
-        numbers[pool.role] += pool.count
-    if not spec.num_workers:
-        yield "pools", "no workers: raise the count of a pool"
-    elif numbers["prefill"] and not numbers["decode"]:
-        yield (
-            "pools",
-            f"{numbers['prefill']} prefill and no decode worker: nobody would generate; add a decode pool "
-            "(--decode N), or use mixed workers, which do both (--mixed N)",
-        )
-    elif numbers["decode"] and not numbers["prefill"]:
-        yield (
-            "pools",
-            f"{numbers['decode']} decode and no prefill worker: nobody would compute prompts; add a prefill pool "
-            "(--prefill N), or use mixed workers, which do both (--mixed N)",
-        )
-
-
-def _pool_problems(spec: ClusterSpec, pool: PoolSpec) -> Iterator[tuple[str, str]]:
-    for name in sorted(MANAGED_VARIABLES & pool.environment.keys()):
-        yield ".environment", f"{name} follows from other parts of the spec; leave it out"
-    for place in ("kv", "host"):
-        try:
-            _num_bytes(getattr(pool.memory, place))
-        except ConfigError as error:
-            yield f".memory.{place}", str(error)
-            return
-    try:
-        engine = spec.engine_config(pool)
-    except ConfigError as error:
-        yield "", str(error)
-        return
-    if pool.placement.transfer_cores and pool.placement.num_transfer_cores is not None:
-        yield ".placement", "transfer_cores and num_transfer_cores are both set; keep one"
-    if engine.keep_cores_awake and not pool.placement.pin:
-        yield ".placement.pin", "is off, but keep_cores_awake keeps workers on some cores; leave one of them out"
-
-
-def _disagreements(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
-    """Settings that all pools must share, since they shape the KV blocks that they exchange."""
-    first = spec.pools[0]
-    expected = shared_settings(spec, first)
-    for index, pool in enumerate(spec.pools[1:], 1):
-        for name, value in shared_settings(spec, pool).items():
-            if value != expected[name]:
-                yield (
-                    f"pools[{index}].{name}",
-                    f"{pool.name} has {value or 'none'} and {first.name} has {expected[name] or 'none'}; "
-                    "workers that exchange KV must agree",
-                )
-
-
-def shared_settings(spec: ClusterSpec, pool: PoolSpec) -> dict[str, Any]:
-    """What shapes KV blocks, by place: workers that exchange KV have the same."""
-    engine = {**_set_fields(spec.engine), **_set_fields(pool.engine)}
-    return {
-        "dtype": pool.dtype,
-        "engine.block_size": engine.get("block_size", 0),
-        "engine.kv_cache_dtype": engine.get("kv_cache_dtype", "auto"),
-    }

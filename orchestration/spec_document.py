@@ -5,17 +5,22 @@ Reading is strict: unknown and repeated keys are refused, nothing is guessed. Ev
 """
 
 import json
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import yaml
 
 from splitserve.errors import ConfigError
+from splitserve.orchestration.small_files import read_small_file
 from splitserve.orchestration.spec import ClusterSpec, SpecError
-from splitserve.orchestration.spec_conversion import STEP, convert_spec
+from splitserve.orchestration.spec_conversion import STEP, convert_spec, may_follow
 
-MAX_DOCUMENT_BYTES = 1 << 20
+MAX_DOCUMENT_BYTES = 256 << 10
+MAX_NODES = 5_000
+MAX_DEPTH = 32
+MAX_SCALAR_CHARACTERS = 4096
+"""Bounds of a document with its aliases written out: an alias of an alias of an alias may stand for billions."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -27,32 +32,40 @@ class _Loader(yaml.SafeLoader):
     }
 
 
-def read_spec(path: str) -> ClusterSpec:
-    """The spec in the file at ``path``. Raises :class:`ConfigError` with all that is wrong, one problem a line."""
-    try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"can't read {path}: {error.strerror or error}") from error
-    if len(data) > MAX_DOCUMENT_BYTES:
-        raise ConfigError(f"{path} has {len(data)} bytes; a cluster spec has at most {MAX_DOCUMENT_BYTES}")
-    return parse_spec(data, path)
+Problems = list[tuple[str, str]]
+"""Places in the document, and what is wrong there."""
 
 
-def parse_spec(text: str | bytes, source: str = "spec") -> ClusterSpec:
+def read_spec(path: str, further: Callable[[ClusterSpec], Problems] | None = None) -> ClusterSpec:
+    """The spec in the file at ``path``. Raises :class:`ConfigError` with all that is wrong, one problem a line.
+
+    ``further`` looks for problems beyond the document itself; it is asked even if the document has some.
+    """
+    return parse_spec(read_small_file(path, MAX_DOCUMENT_BYTES), path, further)
+
+
+def parse_spec(
+    text: str | bytes, source: str = "spec", further: Callable[[ClusterSpec], Problems] | None = None
+) -> ClusterSpec:
     """Like :func:`read_spec`, of a document's text; ``source`` is its name in errors."""
-    root: yaml.Node | None = None
+    _check_extent(text, source)
+    root = _compose(text, source)
+    problems = _repeated_keys(root, "")
+    spec: ClusterSpec | None
     try:
-        root = _compose(text, source)
-        problems = _repeated_keys(root, "")
-        if problems:
-            raise _located(problems, root, source)
-        return convert_spec(yaml.load(text, _Loader))  # noqa: S506 - it is a safe loader
-    except RecursionError:
-        raise ConfigError(f"{source}: an alias that contains itself, or lists in lists without end") from None
+        spec = convert_spec(yaml.load(text, _Loader))  # noqa: S506 - it is a safe loader
     except SpecError as error:
-        raise _located(error.problems, root, source) from None
+        problems += error.problems
+        spec = error.repaired
     except (yaml.YAMLError, ValueError) as error:  # a tag that its value doesn't fit
         raise ConfigError(f"{source}: {' '.join(str(error).split())}") from None
+    if further is not None and spec is not None:
+        known = [place for place, _ in problems]
+        problems += [each for each in further(spec) if not may_follow(each[0], known)]
+    if problems:
+        raise _located(problems, root, source)
+    assert spec is not None
+    return spec
 
 
 def to_yaml(spec: ClusterSpec) -> str:
@@ -71,6 +84,52 @@ def json_schema() -> dict[str, Any]:
 def schema_text() -> str:
     """:func:`json_schema` as it is shipped in ``docs/cluster-spec.schema.json``."""
     return json.dumps(json_schema(), indent=2, sort_keys=True) + "\n"
+
+
+def _check_extent(text: str | bytes, source: str) -> None:
+    """Raise :class:`ConfigError` for more than fits the bounds, before anything is made of it.
+
+    An alias counts as what it stands for: nodes and depth are those of the document written out.
+    """
+    sizes: dict[str, tuple[int, int]] = {}  # by anchor: nodes and levels
+    opened: list[list[Any]] = [["", 0, 0]]  # of collections that are open: anchor, nodes, levels below
+    try:
+        for event in yaml.parse(text, _Loader):
+            line = _line(event)
+            if isinstance(event, yaml.CollectionStartEvent):
+                opened.append([event.anchor, 1, 1])
+            elif isinstance(event, yaml.AliasEvent) and event.anchor in [anchor for anchor, _, _ in opened]:
+                raise ConfigError(f"{source}:{line}: the alias {event.anchor} contains itself")
+            elif isinstance(event, yaml.AliasEvent) and event.anchor not in sizes:
+                return  # composing says that there is no such anchor
+            elif isinstance(event, yaml.AliasEvent):
+                _add(opened[-1], *sizes[event.anchor or ""])
+            elif isinstance(event, yaml.ScalarEvent):
+                if len(event.value) > MAX_SCALAR_CHARACTERS:
+                    raise ConfigError(f"{source}:{line}: a value has at most {MAX_SCALAR_CHARACTERS} characters")
+                _add(opened[-1], 1, 0)
+                sizes |= {event.anchor: (1, 0)} if event.anchor else {}
+            elif isinstance(event, yaml.CollectionEndEvent):
+                anchor, nodes, levels = opened.pop()
+                _add(opened[-1], nodes, levels)
+                sizes |= {anchor: (nodes, levels)} if anchor else {}
+            if sum(nodes for _, nodes, _ in opened) > MAX_NODES:
+                raise ConfigError(
+                    f"{source}:{line}: a cluster spec has at most {MAX_NODES} values, aliases written out"
+                )
+            if len(opened) - 1 + opened[-1][2] > MAX_DEPTH:
+                raise ConfigError(f"{source}:{line}: a cluster spec has at most {MAX_DEPTH} levels")
+    except yaml.YAMLError:
+        return  # composing says what is wrong
+
+
+def _line(event: yaml.Event) -> int:
+    return event.start_mark.line + 1 if event.start_mark else 1
+
+
+def _add(collection: list[Any], nodes: int, levels: int) -> None:
+    collection[1] += nodes
+    collection[2] = max(collection[2], levels + 1 if levels else 0)
 
 
 def _compose(text: str | bytes, source: str) -> yaml.Node | None:
@@ -105,11 +164,10 @@ def _repeated_keys(node: yaml.Node | None, place: str) -> list[tuple[str, str]]:
 
 
 def _located(problems: list[tuple[str, str]], root: yaml.Node | None, source: str) -> ConfigError:
-    lines = [
-        f"{source}:{_line_of(root, place)}: {place}{': ' if place else ''}{text}"
-        for place, text in dict(problems).items()
-    ]
-    return ConfigError("\n".join(lines))
+    """One error with all problems, in the order of their lines."""
+    lines = sorted((_line_of(root, place), place, text) for place, text in dict.fromkeys(problems))
+    shown = [f"{source}:{line}: {place}{': ' if place else ''}{text}" for line, place, text in lines]
+    return ConfigError("\n".join(shown))
 
 
 def _line_of(node: yaml.Node | None, place: str) -> int:

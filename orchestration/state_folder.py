@@ -141,6 +141,14 @@ class StateFolder:
         except (OSError, msgspec.DecodeError):
             return None
 
+    def discard(self) -> None:
+        """Forget a cluster that this process has claimed and that didn't start; only its logs stay."""
+        if self._lock_fd is None:
+            return
+        for path in (self.socket, self.path / _RECORD, self.path / "lock"):
+            path.unlink(missing_ok=True)
+        self.release()
+
     def remove(self) -> None:
         """Nothing is left of it; harmless when nothing was there."""
         shutil.rmtree(self.path, ignore_errors=True)

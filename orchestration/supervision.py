@@ -18,7 +18,8 @@ import msgspec
 
 from splitserve.errors import ConfigError
 from splitserve.orchestration.restarts import RestartPolicy
-from splitserve.orchestration.spec import ClusterSpec, PoolSpec, shared_settings
+from splitserve.orchestration.spec import ClusterSpec, PoolSpec
+from splitserve.orchestration.spec_contradictions import shared_settings
 
 KILL_GRACE_SECONDS = 10.0  # beyond the time that a draining worker gives itself, and that its host tier takes
 MAX_WORKERS_PER_POOL = 4096

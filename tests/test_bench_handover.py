@@ -43,7 +43,7 @@ def test_ranks_with_fewer_heads_than_ranks_share_them() -> None:
 @pytest.mark.slow
 def test_whole_hand_overs_of_a_cluster(tmp_path: Path) -> None:
     argv = ["--served", "--device", "cpu", "--shape", "tiny", "--dtype", "float32", "--prompt-tokens", "150"]
-    argv += ["--block-size", "16", "--chunk-tokens", "64", "--kv-memory-mib", "64", "--repeats", "3"]
+    argv += ["--block-size", "16", "--chunk-tokens", "64", "--kv-memory", "64MiB", "--repeats", "3"]
     argv += ["--tp", "1:2"]
     assert main([*argv, "--save", "--result-dir", str(tmp_path)]) == 0
     (file,) = tmp_path.glob("handover-*.json")
@@ -70,7 +70,7 @@ def test_one_rank_alone_reads_between_two_gpus() -> None:
     [
         (["--served", "--naive"], "--naive isn't for --served"),
         (["--served", "--path", "layers"], "--path isn't for --served"),
-        (["--served", "--split-mib", "4"], "--split-mib isn't for --served"),
+        (["--served", "--split-size", "4MiB"], "--split-size isn't for --served"),
         (["--naive", "--tp", "2:1"], "--naive is measured for the pair 1:1"),
     ],
 )

@@ -11,7 +11,7 @@ from splitserve.benchmarks.stats import RequestRecord
 
 @pytest.mark.slow
 def test_three_arrangements(tmp_path: Path) -> None:
-    argv = ["--device", "cpu", "--dtype", "float32", "--kv-memory-mib", "64", "--seconds", "2", "--stream-rate", "3"]
+    argv = ["--device", "cpu", "--dtype", "float32", "--kv-memory", "64MiB", "--seconds", "2", "--stream-rate", "3"]
     argv += ["--stream-output-len", "16", "--prompt-rate", "2", "--prompt-input-len", "200", "--max-num-seqs", "16"]
     assert main([*argv, "--save", "--result-dir", str(tmp_path)]) == 0
     (file,) = tmp_path.glob("isolation-*.json")

@@ -10,7 +10,7 @@ from splitserve.benchmarks import tier_copies, tier_soak, tiers
 
 
 def test_whole_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--shape", "tiny", "--dtype", "float32", "--kv-memory-mib", "3", "--host-kv-memory-mib", "32"]
+    sizes = ["--shape", "tiny", "--dtype", "float32", "--kv-memory", "3MiB", "--host-kv-memory", "32MiB"]
     load = ["--users", "3", "--turns", "3", "--rounds", "1", "--fresh-requests", "2", "--fresh-tokens", "40"]
     assert tiers.main([*sizes, *load, "--result-dir", str(tmp_path)]) == 0
     [path] = tmp_path.iterdir()
@@ -23,7 +23,7 @@ def test_whole_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.slow
 def test_the_parts_that_ask_for_single_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--shape", "tiny", "--dtype", "float32", "--kv-memory-mib", "3", "--host-kv-memory-mib", "32"]
+    sizes = ["--shape", "tiny", "--dtype", "float32", "--kv-memory", "3MiB", "--host-kv-memory", "32MiB"]
     load = ["--parts", "fits", "hits", "pace", "--rounds", "1", "--fresh-requests", "2", "--fresh-tokens", "40"]
     single = ["--hit-tokens", "256", "--hit-rounds", "1", "--pace-streams", "2", "--pace-tokens", "128"]
     dirs = ["--disk-kv-dir", str(tmp_path / "kv"), "--result-dir", str(tmp_path / "results")]
@@ -42,9 +42,9 @@ def test_the_parts_that_ask_for_single_prompts(tmp_path: Path, capsys: pytest.Ca
 def test_the_part_with_lmcache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also that a worker is replaced in the middle, and that the answers are the same."""
     python_with_lmcache()
-    sizes = ["--shape", "tiny", "--dtype", "float32", "--kv-memory-mib", "3", "--parts", "shared"]
+    sizes = ["--shape", "tiny", "--dtype", "float32", "--kv-memory", "3MiB", "--parts", "shared"]
     load = ["--users", "3", "--turns", "4", "--rounds", "1", "--fresh-requests", "2", "--fresh-tokens", "64"]
-    lmcache = ["--lmcache-memory-mib", "32", "--lmcache-chunk-tokens", "32"]
+    lmcache = ["--lmcache-memory", "32MiB", "--lmcache-chunk-tokens", "32"]
     assert tiers.main([*sizes, *load, *lmcache, "--result-dir", str(tmp_path)]) == 0
     [path] = tmp_path.iterdir()
     result = json.loads(path.read_text())["shared"]
@@ -65,7 +65,7 @@ def test_soak(tmp_path: Path) -> None:
 
 
 def test_copies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--device", "cpu", "--block-kib", "64", "512", "--mib", "8", "--rounds", "2"]
+    sizes = ["--device", "cpu", "--block-memory", "64KiB", "512KiB", "--memory", "8MiB", "--rounds", "2"]
     assert tier_copies.main([*sizes, "--result-dir", str(tmp_path)]) == 0
     [path] = tmp_path.iterdir()
     results = json.loads(path.read_text())["results"]

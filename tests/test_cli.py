@@ -135,7 +135,7 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
 def test_a_negative_number_of_lines_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["logs", "-n", "-4"])
-    assert "-4 is negative" in capsys.readouterr().err
+    assert "must be a whole number between 0 and 2147483648, got '-4'" in capsys.readouterr().err
 
 
 def test_help_shows_defaults_that_say_something(capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,11 +152,20 @@ def test_help_shows_defaults_that_say_something(capsys: pytest.CaptureFixture[st
         ([], "--prefill P --decode D"),
         (["--prefill", "1"], "no decode worker.*--decode N"),
         (["--decode", "2"], "no prefill worker.*--prefill N"),
-        (["--prefill", "-1", "--decode", "1"], "--prefill is -1"),
-        (["--mixed", "1", "--port", "70000"], "router.port: must be a whole number <= 65535"),
-        (["--mixed", "1", "--block-size", "-1"], "block_size is -1"),
-        (["--mixed", "1", "--max-prefill-tokens-beside-decode", "-1"], "beside_decode is -1"),
-        (["--mixed", "1", "--max-batched-tokens", "4"], r"max_num_batched_tokens \(4\)"),
+        (["--mixed", "1", "--block-size", "-1"], "--block-size: must be between 0 and 4096, got -1"),
+        (["--mixed", "1", "--max-prefill-tokens-beside-decode", "-1"], "--max-prefill-tokens-beside-decode: must be"),
+        (["--mixed", "1", "--max-batched-tokens", "4"], r"--max-batched-tokens: \(4\) is smaller than max_num_seqs"),
+        (["--mixed", "1", "--max-num-seqs", "10000000"], "--max-num-seqs: must be between 1 and 65536, got 10000000"),
+        (["--mixed", "1", "--threads", "100000"], "--threads: must be between 0 and 4096, got 100000"),
+        (["--mixed", "1", "--read-threads", "100000"], "--read-threads: must be between 0 and 256, got 100000"),
+        (["--mixed", "1", "--max-model-len", "1"], "--max-model-len: must be at least 2"),
+        (["--mixed", "1", "--kv-load-seconds", "0"], "--kv-load-seconds: must be more than 0 and at most 86400, got 0"),
+        (["--mixed", "1", "--kv-load-seconds", "1e300"], "--kv-load-seconds: must be more than 0 and at most 86400"),
+        (["--mixed", "1", "--seed", "9" * 30], "--seed: must be between 0 and 9223372036854775807"),
+        (
+            ["--mixed", "1", "--gpu-memory-utilization", "1.5"],
+            r"memory-utilization: must be in \(0, 1\], got 1.5",
+        ),
     ],
 )
 def test_nonsense_is_refused_with_a_remedy(arguments: list[str], message: str) -> None:
@@ -184,7 +193,7 @@ def test_errors_are_one_line_and_status_2(capsys: pytest.CaptureFixture[str], tm
     assert "write it like 512MiB" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         cli.main(["bench", "nothing"])
-    assert "invalid choice: 'nothing'" in capsys.readouterr().err
+    assert "there is no 'nothing'; choose one of serve, handover" in capsys.readouterr().err
 
 
 def test_bench_hands_over_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:

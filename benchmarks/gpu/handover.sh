@@ -33,7 +33,7 @@ fi
 
 if has transfer; then
   mark "transfer: threads, split sizes, poll intervals, on one prompt of 4096 tokens"
-  timeout 100 $C bench handover --device cuda --prompt-tokens 4096 --threads 1 2 3 4 6 8 --split-mib 8 64 --repeats 20 --save --result-dir $OUT 2>&1 | tee $OUT/threads.log | sed -n '/^prompt/,$p'
+  timeout 100 $C bench handover --device cuda --prompt-tokens 4096 --threads 1 2 3 4 6 8 --split-size 8MiB 64MiB --repeats 20 --save --result-dir $OUT 2>&1 | tee $OUT/threads.log | sed -n '/^prompt/,$p'
   for us in 20 100 300; do timeout 60 $C bench handover --device cuda --prompt-tokens 4096 --threads 4 --poll-us $us --repeats 20 --save --result-dir $OUT 2>&1 | sed -n '/^prompt/,$p' | sed "s/^/poll $us us: /"; done
   mark "transfer: prompt lengths, block sizes, fresh and shuffled, and the naive arm"
   timeout 150 $C bench handover --device cuda --prompt-tokens 512 1024 4096 8192 --block-size 16 32 64 128 --naive --repeats 15 --save --result-dir $OUT 2>&1 | sed -n '/^prompt/,$p'
@@ -51,7 +51,7 @@ fi
 
 if has served; then
   mark "served: first token to decode ready, with and without overlap"
-  timeout 200 $C bench handover --served --device cuda --prompt-tokens 1024 4096 8192 --chunk-tokens 2048 --kv-memory-mib 16384 --repeats 60 --save --result-dir $OUT 2>&1 | tail -30
+  timeout 200 $C bench handover --served --device cuda --prompt-tokens 1024 4096 8192 --chunk-tokens 2048 --kv-memory 16384MiB --repeats 60 --save --result-dir $OUT 2>&1 | tail -30
 fi
 
 if has chaos; then

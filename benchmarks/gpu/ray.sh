@@ -31,6 +31,6 @@ fi
 
 if has served; then
   mark "served: hand-overs on Ray and without"
-  timeout 300 $C bench handover --served --device cuda --ray local --prompt-tokens 1024 4096 8192 --chunk-tokens 2048 --kv-memory-mib 16384 --repeats 30 --save --result-dir $OUT 2>&1 | tail -40
+  timeout 300 $C bench handover --served --device cuda --ray local --prompt-tokens 1024 4096 8192 --chunk-tokens 2048 --kv-memory 16384MiB --repeats 30 --save --result-dir $OUT 2>&1 | tail -40
 fi
 rm -rf "$SPLITSERVE_STATE_DIR"

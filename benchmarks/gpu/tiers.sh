@@ -19,15 +19,15 @@ fi
 
 if has copies; then
   mark "copies: blocks of 512 KiB to 8 MiB (an 8 MiB block is 64 tokens of Llama-3.1-8B); goals: shares >= 0.90, both_ratio >= 1.5"
-  timeout 100 $C bench tier-copies --device cuda --mib 4096 --block-kib 512 2048 8192 --rounds 7 --result-dir $OUT 2>&1 | show 12
+  timeout 100 $C bench tier-copies --device cuda --memory 4096MiB --block-memory 512KiB 2048KiB 8192KiB --rounds 7 --result-dir $OUT 2>&1 | show 12
   mark "copies: small blocks, by copy engine and by kernel"
-  timeout 60 $C bench tier-copies --device cuda --mib 512 --block-kib 16 64 256 --rounds 5 --result-dir $OUT 2>&1 | show 12
+  timeout 60 $C bench tier-copies --device cuda --memory 512MiB --block-memory 16KiB 64KiB 256KiB --rounds 5 --result-dir $OUT 2>&1 | show 12
 fi
 
 if has served; then
   mark "served: goals: hits >= 7 times as soon at 4096 tokens and >= 12 at 32768; ITL beside loads <= 1.05; without reuse and where all fits >= 0.99"
   timeout 200 $C bench tiers --shape llama-3.1-8b --device cuda --dtype bfloat16 --load-format dummy --threads 0 \
-    --kv-memory-mib 5120 --host-kv-memory-mib 28672 --parts hits pace no_reuse fits --hit-tokens 4096 32768 --hit-rounds 2 \
+    --kv-memory 5120MiB --host-kv-memory 28672MiB --parts hits pace no_reuse fits --hit-tokens 4096 32768 --hit-rounds 2 \
     --pace-streams 16 --pace-tokens 4096 --pace-rounds 30 --fresh-requests 16 --fresh-tokens 1024 --output-tokens 16 --rounds 8 --result-dir $OUT 2>&1 | show 40
 fi
 nvidia-smi --query-compute-apps=pid --format=csv | head -3

@@ -1,5 +1,8 @@
 """Settings of every process. Frozen; defaults are written here once; they travel to child processes as JSON."""
 
+import math
+from collections.abc import Iterator
+
 import msgspec
 
 from splitserve.errors import ConfigError
@@ -13,6 +16,45 @@ DISK_KV_BACKENDS = ("posix", "gds")
 KEEP_POLICIES = ("all", "second-use", "prompt")
 PLACEMENT_POLICIES = ("least-loaded",)  # those of splitserve.router.placement
 SECRETS = ("secret", "api_key")
+MAX_MEMORY_BYTES = 1 << 60
+MAX_TOKENS = 1 << 24
+MAX_SECONDS = 86400.0
+MIN_MODEL_LEN = 2
+"""A token of the prompt and one of the answer."""
+_CHOICES = {
+    "dtype": DTYPES,
+    "device": DEVICES,
+    "load_format": ("auto", "dummy"),
+    "attention_backend": ATTENTION_BACKENDS,
+    "disk_kv_backend": DISK_KV_BACKENDS,
+    "kv_keep": KEEP_POLICIES,
+    "kv_cache_dtype": KV_CACHE_DTYPES,
+}
+_RANGES = {
+    "block_size": (0, 4096),
+    "kv_memory_bytes": (0, MAX_MEMORY_BYTES),
+    "host_kv_memory_bytes": (0, MAX_MEMORY_BYTES),
+    "disk_kv_bytes": (0, MAX_MEMORY_BYTES),
+    "max_model_len": (0, MAX_TOKENS),
+    "max_num_batched_tokens": (0, MAX_TOKENS),
+    "max_num_prefill_tokens_beside_decode": (0, MAX_TOKENS),
+    "tail_chunk_tokens": (0, MAX_TOKENS),
+    "max_num_seqs": (1, 65536),
+    "threads": (0, 4096),
+    "read_threads": (0, 256),
+    "tensor_parallel_size": (1, 64),
+    "seed": (0, 2**63 - 1),
+}
+"""Bounds of whole numbers that hold on every machine; :func:`machine_problems` has those of one machine."""
+_MIN_READ_THREADS = 4  # may always be asked for: they wait for the transport more than they compute
+
+
+class SettingsError(ConfigError):
+    """Settings that can't work. ``problems`` are pairs of a field and what is wrong with it."""
+
+    def __init__(self, problems: list[tuple[str, str]]) -> None:
+        super().__init__("; ".join(f"{field} {text}" for field, text in problems))
+        self.problems = problems
 
 
 class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,52 +167,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_events: bool = False
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype is {self.dtype!r}; choose one of {', '.join(DTYPES)}")
-        if self.device not in DEVICES:
-            raise ConfigError(f"device is {self.device!r}; choose one of {', '.join(DEVICES)}")
-        if self.load_format not in ("auto", "dummy"):
-            raise ConfigError(f"load_format is {self.load_format!r}; choose auto or dummy")
-        if self.attention_backend not in ATTENTION_BACKENDS:
-            raise ConfigError(
-                f"attention_backend is {self.attention_backend!r}; choose one of {', '.join(ATTENTION_BACKENDS)}"
-            )
-        if self.disk_kv_backend not in DISK_KV_BACKENDS:
-            raise ConfigError(
-                f"disk_kv_backend is {self.disk_kv_backend!r}; choose one of {', '.join(DISK_KV_BACKENDS)}"
-            )
-        if self.kv_keep not in KEEP_POLICIES:
-            raise ConfigError(f"kv_keep is {self.kv_keep!r}; choose one of {', '.join(KEEP_POLICIES)}")
-        if self.kv_load_seconds <= 0:
-            raise ConfigError(f"kv_load_seconds is {self.kv_load_seconds}; it must be positive")
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise ConfigError(f"kv_cache_dtype is {self.kv_cache_dtype!r}; choose auto or fp8")
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be in (0, 1]")
-        for name in ("max_num_seqs", "tensor_parallel_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        optional = (
-            "kv_memory_bytes",
-            "host_kv_memory_bytes",
-            "disk_kv_bytes",
-            "max_model_len",
-            "threads",
-            "read_threads",
-        )
-        for name in (*DeviceDefaults.__struct_fields__, *optional):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must not be negative")
-        if self.verify_kv and self.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"verify_kv compares blocks of workers of one rank, but tensor_parallel_size is "
-                f"{self.tensor_parallel_size}; leave one of them out"
-            )
-        if 0 < self.max_num_batched_tokens < self.max_num_seqs:
-            raise ConfigError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) is smaller than max_num_seqs "
-                f"({self.max_num_seqs}): a step could not hold one token of each running sequence"
-            )
+        problems = list(_engine_problems(self))
+        if problems:
+            raise SettingsError(problems)
 
     def on(self, device: str) -> "EngineConfig":
         """With all that depends on the device decided for "cpu" or "cuda"."""
@@ -184,6 +183,64 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             max_num_prefill_tokens_beside_decode=min(beside or max_tokens, max_tokens),
             tail_chunk_tokens=self.tail_chunk_tokens or defaults.tail_chunk_tokens,
         )
+
+
+def _engine_problems(engine: EngineConfig) -> Iterator[tuple[str, str]]:
+    """Fields, and what is wrong with them on any machine."""
+    for field, choices in _CHOICES.items():
+        if getattr(engine, field) not in choices:
+            yield field, f"is {getattr(engine, field)!r}; choose one of {', '.join(choices)}"
+    for field, (least, most) in _RANGES.items():
+        if not least <= getattr(engine, field) <= most:
+            yield field, f"must be between {least} and {most}, got {getattr(engine, field)}"
+    if 0 < engine.max_model_len < MIN_MODEL_LEN:
+        yield "max_model_len", f"must be at least {MIN_MODEL_LEN} (a token in, a token out), got {engine.max_model_len}"
+    if not 0.0 < engine.kv_load_seconds <= MAX_SECONDS:
+        yield "kv_load_seconds", f"must be more than 0 and at most {MAX_SECONDS:g}, got {engine.kv_load_seconds}"
+    if not 0.0 < engine.gpu_memory_utilization <= 1.0:
+        yield "gpu_memory_utilization", f"must be in (0, 1], got {engine.gpu_memory_utilization}"
+    if engine.verify_kv and engine.tensor_parallel_size > 1:
+        yield (
+            "verify_kv",
+            f"compares blocks of workers of one rank, but tensor_parallel_size is {engine.tensor_parallel_size}; "
+            "leave one of them out",
+        )
+    if 0 < engine.max_num_batched_tokens < engine.max_num_seqs:
+        yield (
+            "max_num_batched_tokens",
+            f"({engine.max_num_batched_tokens}) is smaller than max_num_seqs ({engine.max_num_seqs}): a step could not "
+            "hold one token of each running sequence",
+        )
+
+
+def machine_problems(engine: EngineConfig, num_cpus: int) -> Iterator[tuple[str, str]]:
+    """Fields, and what is wrong with them on a machine with ``num_cpus`` hardware threads."""
+    for field, most in (("threads", num_cpus), ("read_threads", max(num_cpus, _MIN_READ_THREADS))):
+        if getattr(engine, field) > most:
+            yield (
+                field,
+                f"must be between 0 and {most} on this machine ({num_cpus} hardware threads), got "
+                f"{getattr(engine, field)}; 0 lets it decide",
+            )
+
+
+def protocol_problems(protocol: ProtocolConfig) -> Iterator[tuple[str, str]]:
+    """Fields, and what is wrong with them."""
+    for field in ProtocolConfig.__struct_fields__:
+        value = getattr(protocol, field)
+        most = MAX_SECONDS if field.endswith("_seconds") else math.inf
+        least_is_allowed = field in _MAY_BE_ZERO
+        if not (math.isfinite(value) and (value >= 0 if least_is_allowed else value > 0) and value <= most):
+            bounds = "at least 0" if least_is_allowed else "more than 0"
+            yield field, f"must be {bounds}{'' if most == math.inf else f' and at most {most:g}'}, got {value}"
+    for shorter, longer in (("renew_interval_seconds", "lease_seconds"), ("heartbeat_seconds", "dead_after_seconds")):
+        if not getattr(protocol, shorter) < getattr(protocol, longer):
+            yield shorter, f"must be less than {longer} ({getattr(protocol, longer)}), got {getattr(protocol, shorter)}"
+
+
+_MAY_BE_ZERO = frozenset(
+    {"drain_seconds", "no_worker_wait_seconds", "tombstone_seconds", "host_offer_after_seconds", "offer_resend_seconds"}
+)
 
 
 class Confidential(msgspec.Struct, frozen=True, kw_only=True):
