@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# KV hand-over between two or more GPUs: benchmarks/gpu/handover.sh [smoke|transfer|served|chaos|isolation]...; the first three take 7 minutes.
+# KV hand-over between two or more GPUs: benchmarks/gpu/handover.sh [smoke|transfer|served|chaos|isolation]...; the first three take less than 9 minutes.
 # smoke: does memory travel, by what, how fast; transfer: threads, splits, block sizes, pairs of ranks; served: latency
 # through a cluster; chaos: workers that die on GPUs; isolation: ITL beside prompts, against mixed workers.
 set -o pipefail

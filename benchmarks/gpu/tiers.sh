@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# KV in pinned host memory on one GPU: benchmarks/gpu/tiers.sh [copies|served]...; all of it takes 3 minutes.
+# KV in pinned host memory on one GPU: benchmarks/gpu/tiers.sh [copies|served]...; all of it takes less than 4 minutes.
 # copies: scattered blocks against one plain copy, both directions at once;
 # served: two workers side by side, with and without a host tier: hits, paces beside loads, misses, what fits. Llama-3.1-8B's shape, random weights.
 set -o pipefail
