@@ -85,7 +85,7 @@ def copy_bandwidth(device: torch.device) -> float:
     source = torch.empty(size, dtype=torch.uint8, device=device).fill_(1)
     target = torch.empty_like(source)
     calls = [lambda: target.copy_(source)]
-    # Not in a graph: there a copy engine would do it, at two thirds of the speed.
+    # Not in a graph: there a copy engine would do it, more slowly.
     return 2 * size / (eager_seconds(calls) if device.type == "cuda" else seconds_per_call(calls, device))
 
 
