@@ -119,7 +119,9 @@ def isolation_load(run: Run) -> str:
 def isolation(runs: Sequence[Run]) -> Section:
     rows = []
     for run in of_bench(runs, "isolation"):
+        assert run.option("--seconds") == "12", f"{run.path.name}: the text below says 12 s"
         for result in run.content["results"]:
+            assert result["kept_up"], f"{run.path.name}: figures of an arrangement that fell behind aren't comparable"
             found = result["all"]
             figures = [
                 number(found[name][which])
@@ -232,10 +234,10 @@ def served(runs: Sequence[Run]) -> Section:
     rows.sort(key=lambda row: (row[0] == "chunks", int(row[1]), row[3], row[2]))
     headers = ["mode", "prompt", "place", "run", "cores", "last chunk", "first token to decode ready p50 ms", "p99"]
     text = (
-        "`bench handover --served`: a running 1P1D cluster on two GPUs, one request at a time (idle), chunks of "
-        "2048, 30 requests each, greedy; only the time of the prefill comes from requests without a temperature, "
-        "which are sampled. Exposed is what decode waited for blocks after it knew of the last ones; its share is"
-        " of the prefill."
+        "`bench handover --served`: a running 1P1D cluster on two GPUs, one request at a time (idle), chunks of 2048, "
+        "30 requests each, greedy; in runs up to 1123T052825 the time of the prefill comes from requests without a "
+        "temperature, which are sampled. Exposed is what decode waited for blocks after it knew of the last ones; its "
+        "share is of the prefill."
     )
     headers += ["exposed p50 ms", "p99", "prefill ms", "exposed share", "commit"]
     return Section("Whole hand-overs", text, headers, rows)
