@@ -4,6 +4,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ _MAX_GRAPH_CALLS = 400
 _GRAPH_SECONDS = 2e-3  # of one replay: far above the clock's resolution and the cost of a replay
 _COPY_BYTES = 1 << 32
 _CPU_COPY_BYTES = 64 << 20
+_READ_ROW = 8192  # elements
 _CHUNK = 1 << 24  # elements that are compared at a time, in float64
 
 
@@ -83,8 +85,23 @@ def copy_bandwidth(device: torch.device) -> float:
     source = torch.empty(size, dtype=torch.uint8, device=device).fill_(1)
     target = torch.empty_like(source)
     calls = [lambda: target.copy_(source)]
-    # Not in a graph: there a copy engine would do it, at two thirds of the speed.
+    # Not in a graph: there a copy engine would do it, more slowly.
     return 2 * size / (eager_seconds(calls) if device.type == "cuda" else seconds_per_call(calls, device))
+
+
+def read_bandwidth(device: torch.device) -> float:
+    """Measure bytes read per second by the fastest of a sum, a sum of each row and a matrix-vector product.
+
+    Each writes next to nothing; which one comes nearest to what the memory can do depends on the device.
+    """
+    size = _COPY_BYTES if device.type == "cuda" else _CPU_COPY_BYTES
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # products of narrow rows are slow on CPUs
+    matrix = torch.ones(size // _READ_ROW // dtype.itemsize, _READ_ROW, dtype=dtype, device=device)
+    vector = torch.ones(_READ_ROW, dtype=dtype, device=device)
+    words = matrix.view(torch.float32)
+    ways: list[Callable[[], object]] = [words.sum, lambda: words.sum(dim=1), lambda: matrix @ vector]
+    time_calls = eager_seconds if device.type == "cuda" else partial(seconds_per_call, device=device)
+    return matrix.nbytes / min(time_calls([way]) for way in ways)
 
 
 def gemm_rate(device: torch.device, dtype: torch.dtype) -> float:

@@ -1,9 +1,10 @@
 """``splitserve bench engine``: decode steps and prefills of one GPU, as shares of what this GPU can do.
 
 Weights are random at the true shape. The ceilings are measured in the same run: a large device-to-device copy (bytes
-read and written) and a large bf16 matrix product. A decode step's floor is the time to read weights and KV once at the
-copy's bandwidth; a prefill's share is its floating-point operations over its time and the product's rate. Steps are
-launched as a worker does it: the next one while the last one runs, its tokens looked up on the device.
+read and written), the fastest of several operations that only read, and a large bf16 matrix product. A decode step's
+floors are the times to read weights and KV once at the copy's and at the read bandwidth; a prefill's share is its
+floating-point operations over its time and the product's rate (:mod:`.step_costs`). Steps are greedy and launched as a
+worker does it: the next one while the last one runs, its tokens looked up on the device.
 """
 
 import argparse
@@ -11,54 +12,37 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from splitserve.benchmarks.arguments import not_negative, positive
-from splitserve.benchmarks.kernel_times import busy_share, by_kernel, device_spans
+from splitserve.benchmarks.device_timing import read_bandwidth
+from splitserve.benchmarks.kernel_times import Span, by_kernel, device_spans
 from splitserve.benchmarks.report import add_result_options, keep_result, table
+from splitserve.benchmarks.step_costs import (
+    Ceilings,
+    DecodeFigure,
+    PrefillFigure,
+    decode_bytes,
+    decode_figure,
+    prefill_figure,
+    prefill_flops,
+)
 from splitserve.errors import ConfigError
 from splitserve.kernels.registry import select_kernels
 from splitserve.models.config import ModelConfig
 from splitserve.models.cuda_runner import MAX_TOKENS_ALONE, CudaRunner, MixedSize, PendingStep
 from splitserve.models.demo import SHAPES, shape_config
 from splitserve.models.loader import load_model
-from splitserve.models.shard import expected_shapes
 from splitserve.orchestration.command_parser import CommandParser
 from splitserve.step import UNKNOWN_TOKEN, SampleSpec, ScheduledChunk, StepPlan
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _KV_RESERVE_BYTES = 12 << 30  # for activations of the longest prefill, graphs and workspaces
 _WARM_UP_STEPS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Ceilings:
-    copy_bytes_per_second: float
-    gemm_flops_per_second: float
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeFigure:
-    """``floor_share``: floor / wall time. ``busy_share``: of wall time in which a kernel or a copy ran."""
-
-    batch: int
-    context: int
-    step_ms: float
-    floor_ms: float
-    floor_share: float
-    busy_share: float
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillFigure:
-    tokens: int
-    ms: float
-    tokens_per_second: float
-    gemm_share: float
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ceilings = measure_ceilings()
     print(
         f"copy {ceilings.copy_bytes_per_second / 1e12:.3f} TB/s, "
+        f"read {ceilings.read_bytes_per_second / 1e12:.3f} TB/s, "
         f"bf16 product {ceilings.gemm_flops_per_second / 1e12:.1f} TFLOP/s",
         flush=True,
     )
@@ -98,10 +83,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure_ceilings() -> Ceilings:
-    """Copy bandwidth (read + write) and bf16 GEMM rate of the current device."""
+    """Measure copy bandwidth (read + write), read bandwidth and bf16 GEMM rate of the current device."""
     left, right = (torch.randn(8192, 8192, device="cuda").to(torch.bfloat16) for _ in range(2))
     gemm_seconds = _median_seconds(lambda: left @ right)
-    return Ceilings(_copy_rate(), 2 * 8192**3 / gemm_seconds)
+    device = torch.device("cuda", torch.cuda.current_device())
+    return Ceilings(_copy_rate(), read_bandwidth(device), 2 * 8192**3 / gemm_seconds)
 
 
 def _copy_rate() -> float:
@@ -132,7 +118,7 @@ def _measure(shape: str, ceilings: Ceilings, arguments: argparse.Namespace) -> d
         for context in arguments.context
         if (figure := bench.decode(batch, context)) is not None
     ]
-    headers = ["batch", "context", "step ms", "floor ms", "floor share", "busy share"]
+    headers = ["batch", "context", "step ms", "copy floor ms", "share", "read floor ms", "share", "busy share"]
     print(table([list(asdict(figure).values()) for figure in decode], headers), flush=True)
     prefill = [bench.prefill(tokens) for tokens in arguments.prefill]
     headers = ["tokens", "ms", "tokens/s", "GEMM share"]
@@ -171,7 +157,6 @@ class EngineBench:
         self._block_size = arguments.block_size
         shape = (config.num_layers, config.num_kv_heads, 2, self._block_size, config.head_dim)
         block_elements = torch.Size(shape).numel()
-        self._token_bytes = block_elements // self._block_size * dtype.itemsize
         free, _ = torch.cuda.mem_get_info()
         cases = [batch * (context + 64) for batch in arguments.batch for context in arguments.context]
         prompts = [arguments.prefix + num_tokens for num_tokens in arguments.prefill]
@@ -183,21 +168,13 @@ class EngineBench:
             model, kv_cache, max_num_seqs=max([*arguments.batch, 1]), max_model_len=longest
         )
         self._order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
-        self._weight_bytes = self._weight_elements() * dtype.itemsize
+        self._itemsize = dtype.itemsize
         sizes = sorted(set(arguments.batch))
         self.capture_seconds = 0.0
         if sizes and not arguments.enforce_eager:
             self.capture_seconds = self._runner.capture(sizes)
             if short := [MixedSize(0, tokens) for tokens in arguments.prefill if tokens <= MAX_TOKENS_ALONE]:
                 self.capture_seconds += self._runner.capture_mixed(short)
-
-    def _weight_elements(self) -> int:
-        """What a step reads of the weights: all but the embedding, unless that is the head too."""
-        shapes = expected_shapes(self._config)
-        total = sum(torch.Size(shape).numel() for shape in shapes.values())
-        if not self._config.tie_word_embeddings:
-            total -= self._config.vocab_size * self._config.hidden_size
-        return total
 
     def describe(self) -> str:
         backends = ", ".join(f"{operation} {backend}" for operation, backend in self.backends.items())
@@ -224,9 +201,9 @@ class EngineBench:
         tables = [self._order[index * per_sequence : (index + 1) * per_sequence] for index in range(batch)]
         self._steps(tables, first, _WARM_UP_STEPS)
         seconds = self._steps(tables, first + _WARM_UP_STEPS, self._arguments.steps) / self._arguments.steps
-        floor = (self._weight_bytes + batch * context * self._token_bytes) / self._ceilings.copy_bytes_per_second
-        busy = self._profile(f"decode {batch}x{context}", lambda: self._steps(tables, first, 10), 10)
-        return DecodeFigure(batch, context, 1e3 * seconds, 1e3 * floor, floor / seconds, busy)
+        spans = self._profile(f"decode {batch}x{context}", lambda: self._steps(tables, first, 10), 10)
+        num_bytes = decode_bytes(self._config, batch, context, self._itemsize)
+        return decode_figure(batch, context, num_bytes, seconds, spans=spans, ceilings=self._ceilings)
 
     def _steps(self, tables: list[list[int]], first: int, count: int) -> float:
         """Seconds of ``count`` decode steps, each launched while the one before runs."""
@@ -266,26 +243,16 @@ class EngineBench:
             seconds.append(time.perf_counter() - started)
         median = statistics.median(seconds[1:])
         self._profile(f"prefill {num_tokens}", lambda: runner.run(plan), 1)
-        rate = self._prefill_flops(num_tokens) / median
-        return PrefillFigure(num_tokens, 1e3 * median, num_tokens / median, rate / self._ceilings.gemm_flops_per_second)
-
-    def _prefill_flops(self, num_tokens: int) -> float:
-        """Products of all layers, causal attention, the head for one row."""
-        config = self._config
-        head = config.vocab_size * config.hidden_size
-        body = self._weight_elements() - head
-        seen = num_tokens * (num_tokens + 2 * self._arguments.prefix)  # keys of all tokens, twice
-        attention = 2 * config.num_layers * config.num_heads * config.head_dim * seen
-        return float(2 * body * num_tokens + attention + 2 * head)
+        return prefill_figure(num_tokens, prefill_flops(self._config, num_tokens, prefix), median, self._ceilings)
 
     # ---- where the time goes ----
 
-    def _profile(self, case: str, run: Callable[[], object], count: int) -> float:
-        """Share of wall time in which the device did something; with ``--profile`` the kernels of ``case``, too."""
+    def _profile(self, case: str, run: Callable[[], object], count: int) -> list[Span]:
+        """Return what the device did in ``run``; with ``--profile`` note the kernels of ``case``, too."""
         spans = device_spans(run)
         if self._arguments.profile:
             self.profiles[case] = by_kernel(spans, count)
-        return busy_share(spans)
+        return spans
 
 
 def random_kv(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -5,10 +5,11 @@
 
 Each arm runs with the next step launched late, just in time, and early, as soon as the one before it runs.
 
-The worker is a real one whose device is a clock (:mod:`.paced_worker`): its steps take 6.5 ms, as those of 64
-sequences of an 8B model on an H200 do. ``--streams`` requests run at once. Figures: the share of time in which the
-device had work, how long it waited for the next step, processor time of the worker's loop per step and of the router
-per token, and the gaps between tokens as the client saw them. Processor times are what a busy machine disturbs least.
+The worker is a real one whose device is a clock (:mod:`.paced_worker`): its steps take 6.5 ms by default, as those of
+64 sequences of an 8B model on an H200 (``benchmarks/results``). ``--streams`` requests run at once. Figures: the share
+of time in which the device had work, how long it waited for the next step, processor time of the worker's loop per step
+and of the router per token, and the gaps between tokens as the client saw them. Processor times are what a busy machine
+disturbs least.
 In a second run of the direct arm ``--newcomers`` short requests come one after the other, at any time of a step; "join"
 is how long each took to its first token.
 """

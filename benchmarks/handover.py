@@ -87,13 +87,22 @@ def measure(arm: Arm, sinks: Sinks, layout: LayoutRecord, repeats: int) -> dict[
         alone.append(float(sinks.first("copy", arm.local, arm.remote)))
         path = "+".join(sorted({timing.path for timing in timings}))
     num_bytes = len(arm.local) * block_bytes(layout)
-    read_seconds, copy_seconds = statistics.median(reads), statistics.median(copies)
     return {
         "prompt_tokens": arm.num_tokens,
         "block_size": layout.block_size,
         "pool": arm.pool,
         "bytes_per_rank": num_bytes,
         "path": path,
+        **read_figures(num_bytes, reads, copies, alone),
+    }
+
+
+def read_figures(
+    num_bytes: int, reads: Sequence[float], copies: Sequence[float], alone: Sequence[float]
+) -> dict[str, float]:
+    """Reduce the seconds of reads, of copies by all ranks and of copies by one alone, all in turn, to medians."""
+    read_seconds, copy_seconds = statistics.median(reads), statistics.median(copies)
+    return {
         "handover_ms": read_seconds * 1e3,
         "handover_p99_ms": sorted(reads)[max(0, -(-99 * len(reads) // 100) - 1)] * 1e3,
         "handover_gb_per_second": num_bytes / read_seconds / 1e9,

@@ -90,8 +90,12 @@ async def request(url: str, model: str, prompt: Sequence[int]) -> dict[str, Any]
 
 
 def first_token_seconds(url: str, model: str, prompt: Sequence[int]) -> float:
-    body = {"model": model, "prompt": list(prompt), "max_tokens": 2, "ignore_eos": True, "return_token_ids": True}
-    [record] = asyncio.run(run_load(Endpoint(url), [body | {"stream": True}], [0.0]))
+    """Time to first token of a greedy request, as the client sees it. Raises :class:`SplitserveError` if it failed."""
+    body = {
+        "model": model, "prompt": list(prompt), "max_tokens": 2, "temperature": 0, "ignore_eos": True, "stream": True,
+        "return_token_ids": True,
+    }  # fmt: skip
+    [record] = asyncio.run(run_load(Endpoint(url), [body], [0.0]))
     if record.error:
         raise SplitserveError(f"a request failed: {record.error}")
     return record.ttft_seconds
@@ -139,12 +143,15 @@ def measure(url: str, model: str, num_tokens: int, mode: str, options: argparse.
     prompts = [[chosen.randrange(10, 1000) for _ in range(num_tokens)] for _ in range(options.repeats + NUM_WARMUPS)]
     routes = [asyncio.run(request(url, model, prompt)) for prompt in prompts][NUM_WARMUPS:]
     prefill = statistics.median(first_token_seconds(url, model, prompt) for prompt in prompts[:5])
+    return {"prompt_tokens": num_tokens, "mode": mode, **figures_of(routes, prefill)}
+
+
+def figures_of(routes: Sequence[dict[str, Any]], prefill: float) -> dict[str, Any]:
+    """Reduce what the router said of each request to percentiles; ``prefill``: median seconds to the first token."""
     handovers = [route["handover"] for route in routes]
     latencies = [route["handover_seconds"] * 1e3 for route in routes]
     exposed = [handover["exposed_seconds"] * 1e3 for handover in handovers]
     return {
-        "prompt_tokens": num_tokens,
-        "mode": mode,
         "transport": handovers[0]["transport"],
         "bytes": handovers[0]["bytes"],
         "gb_per_second": statistics.median(handover["bytes"] / handover["seconds"] for handover in handovers) / 1e9,

@@ -73,7 +73,7 @@ def seconds_of(record: RequestRecord) -> dict[str, float]:
 def measure(
     clusters: dict[str, LocalCluster], num_tokens: int, vocab_size: int, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Alternate the clusters; medians in milliseconds and the ratio of the TTFTs, pair by pair."""
+    """Ask the clusters in turn; see :func:`figures_of`."""
     chosen = random.Random(options.seed + num_tokens)
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in clusters}
     for repeat in range(options.repeats + 1):
@@ -82,6 +82,11 @@ def measure(
             sample = seconds_of(one_request(cluster, prompt))
             if repeat:  # the first pair warms up
                 samples[name].append(sample)
+    return figures_of(num_tokens, samples)
+
+
+def figures_of(num_tokens: int, samples: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """Reduce :func:`seconds_of` each request, by cluster, to medians in milliseconds; the ratio is that of pairs."""
     result: dict[str, Any] = {"prompt_tokens": num_tokens}
     for name, rows in samples.items():
         for figure in ("ttft", "second", "step"):

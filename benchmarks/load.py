@@ -1,8 +1,7 @@
 """An open-loop client of OpenAI's streaming completions: each request goes out when it is due, whatever came
 back so far.
 
-aiohttp rather than httpx: a token costs the client a few microseconds, not a hundred, which counts when the
-client shares cores with what it measures.
+aiohttp rather than httpx: a token costs the client less, which counts when it shares cores with what it measures.
 """
 
 import asyncio

@@ -19,6 +19,8 @@ from splitserve.benchmarks.arguments import writable_directory
 from splitserve.cores import usable_cpus
 
 RESULTS_DIRECTORY = Path(__file__).resolve().parent / "results"
+COMMIT_VARIABLE = "SPLITSERVE_COMMIT"  # names the commit of a copy without git
+UNKNOWN_COMMIT = "unknown"
 _ARCHIVED_COMMIT = RESULTS_DIRECTORY.parent / "COMMIT"  # filled in by git archive
 _PACKAGES = (
     "torch",
@@ -118,15 +120,16 @@ def _cell(value: object) -> str:
 
 
 def _commit() -> str:
-    """The checkout's commit, marked where files differ from it; of what ``git archive`` made, the one that it is of.
-    Empty elsewhere."""
+    """Return the commit of this code: $SPLITSERVE_COMMIT, else the checkout's, marked where files differ from it, else
+    that of an archive (``git archive``), else :data:`UNKNOWN_COMMIT`."""
+    if given := os.environ.get(COMMIT_VARIABLE, "").strip():
+        return given
     folder = str(RESULTS_DIRECTORY.parent)
-    commit = _output("git", "-C", folder, "rev-parse", "--short=12", "HEAD")
-    if not commit and _ARCHIVED_COMMIT.is_file():
-        archived = _ARCHIVED_COMMIT.read_text(encoding="utf-8").strip()
-        return "" if archived.startswith("$") else archived
-    changed = _output("git", "-C", folder, "status", "--porcelain", "--untracked-files=no") if commit else ""
-    return f"{commit}+changes" if changed else commit
+    if commit := _output("git", "-C", folder, "rev-parse", "--short=12", "HEAD"):
+        changed = _output("git", "-C", folder, "status", "--porcelain", "--untracked-files=no")
+        return f"{commit}+changes" if changed else commit
+    archived = _ARCHIVED_COMMIT.read_text(encoding="utf-8").strip() if _ARCHIVED_COMMIT.is_file() else ""
+    return UNKNOWN_COMMIT if not archived or archived.startswith("$") else archived
 
 
 def _cpu_model() -> str:

@@ -1,7 +1,6 @@
-"""The best of two: Triton's decode kernel, FlashInfer's FlashAttention 3 for longer chunks (measured on an H200).
+"""A backend for each phase: Triton's decode kernel, FlashInfer's FlashAttention 3 for longer chunks.
 
-Per layer at batch 64 and context 1k Triton's decode took 64 us, FlashInfer's 77; for an 8k prompt Triton's kernel took
-1.76 ms, FlashInfer's 1.21 (``splitserve bench engine --profile`` with one backend and the other).
+``splitserve bench kernels`` compares the backends on a GPU; ``benchmarks/results`` has one run.
 """
 
 from dataclasses import dataclass

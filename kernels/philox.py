@@ -51,7 +51,7 @@ def words_of_ids(ids: Tensor, seed: int, choice: int, position: int) -> Tensor:
 
 
 def words_of_range(count: int, seed: int, choice: int, position: int, device: torch.device) -> Tensor:
-    """``words_of_ids(arange(count), ...)``, four times as fast since each counter is used for four ids."""
+    """Return ``words_of_ids(arange(count), ...)``; each counter is computed once for its four ids."""
     counters = torch.arange((count + 3) // 4, device=device)
     words = philox4x32((counters, position & _MASK, choice & _MASK, position >> 32), split_key(seed))
     return torch.stack([_as_tensor(word, counters) for word in words], dim=1).flatten()[:count]

@@ -2,7 +2,7 @@
 
 The kernel's device reads the one and writes the other, whoever's they are: its own, a peer's that is mapped, pinned
 memory of the host. For rows that copy engines are slow with: of tens of kilobytes between GPUs, since a copy engine
-takes each row for itself, and of small blocks from the host, since it takes a few microseconds for each copy. A bounded
+takes each row for itself, and of small blocks from the host, since each copy has a cost of its own. A bounded
 number of programs keeps enough bytes under way for the link, and leaves the rest of the device to the steps that run
 beside. Offsets are in 64 bits.
 

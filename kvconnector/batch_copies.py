@@ -1,7 +1,7 @@
 """Many copies between addresses in memory of GPUs, queued by one call of the driver.
 
-One by one, copies of a few megabytes leave the link between two GPUs idle a quarter of the time; in a batch the driver
-lets them overlap.
+One by one, copies of a few megabytes leave the link between two GPUs idle in between; in a batch the driver lets them
+overlap.
 """
 
 import ctypes
@@ -54,7 +54,7 @@ class BlockPieces(NamedTuple):
     def of(self, local: Sequence[int], remote: Sequence[int]) -> Copies:
         """From blocks ``remote`` of theirs to ``local`` of ours. Neighbours on both sides are one copy.
 
-        In plain Python: of a few blocks, by a thread that has just woken, that is several times as fast as with numpy.
+        In plain Python, which for a few blocks costs less than numpy.
         """
         targets, sources, heights = [], [], []
         for into, out_of, count in runs(local, remote):

@@ -28,14 +28,14 @@ logger = logging.getLogger(__name__)
 
 MAX_KERNEL_BLOCK_BYTES = 2 << 20
 """Copy engines are at their full speed with larger pieces: nothing is measured then. With smaller ones the host can't
-post them as fast, least of all in both directions at once (H200, 512 KiB: 76% of a plain copy, 2 MiB: 92%)."""
+post them as fast, least of all in both directions at once (``tier-copies`` in benchmarks/results)."""
 KERNEL_GAIN = 1.1
 """A kernel takes multiprocessors from the steps beside it: it has to be faster by that much."""
 PIECE_BYTES = 32 << 20
 MAX_BYTES_UNDER_WAY = 2 * PIECE_BYTES
 """The few numbers that a step beside copies moves wait for no more than that; and the link never rests."""
 NEAR_END_BYTES = 512 << 20
-"""Some 10 ms by PCIe: what a step that waits for a load, and whoever comes after it, may have to wait for."""
+"""The longest rest of a load that a step, and whatever follows it, may have to wait for."""
 MEASURED_BYTES = 64 << 20
 MEASURED_ROUNDS = 5
 

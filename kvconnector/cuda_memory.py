@@ -29,8 +29,8 @@ def make_context_current(device: torch.device) -> None:
 
 
 def check_ipc_capable(memory: torch.Tensor) -> None:
-    """Raise :class:`ConfigError` if other processes can't map ``memory``: UCX would then fall back to copies over the
-    host, a hundred times slower, and say nothing."""
+    """Raise :class:`ConfigError` if other processes can't map ``memory``: UCX would then fall back to slow copies
+    over the host without a word."""
     capable = ctypes.c_int(0)
     driver = ctypes.CDLL("libcuda.so.1")
     status = driver.cuPointerGetAttribute(

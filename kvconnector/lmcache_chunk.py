@@ -67,7 +67,7 @@ def checksum(block: Bytes) -> bytes:
     and of the bytes after the last whole page.
 
     Against accidents, not against attackers: a page that is older, another's, or in another place shows in its own sum,
-    words that changed places within their page show in those of their places. A CRC-32 takes four times as long.
+    words that changed places within their page show in those of their places.
     """
     whole = len(block) // _PAGE_BYTES * _PAGE_BYTES
     words = block[:whole].view(np.uint64).reshape(-1, _PAGE_WORDS)

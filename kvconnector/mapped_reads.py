@@ -35,7 +35,7 @@ _SURELY_BUSY = 0.9
 _FASTER = 1.1
 _FIRST_BLOCKS = 4
 _GROWTH = 4
-"""While some blocks are under way, the copies of so many times as many are made and queued: some 3 us a block."""
+"""While some blocks are under way, the copies of so many times as many are made and queued."""
 
 
 class Blocks(NamedTuple):

@@ -139,7 +139,7 @@ def _bind(address: int, num_bytes: int, node: int) -> bool:
 
 
 def pages_by_node(address: int, num_bytes: int) -> dict[int, int]:
-    """Pages by node, each one looked at, which takes a quarter of a microsecond; empty where the platform can't say."""
+    """Count pages by node, looking at each one; empty where the platform can't say."""
     numbers = _syscall_numbers()
     if numbers is None:
         return {}

@@ -84,6 +84,6 @@ class OwnerThread(ABC):
 
 
 def wait_precisely() -> None:
-    """Linux lets short waits of a thread take 50 us longer than asked for, unless the thread says otherwise."""
+    """Lower the timer slack of this thread: Linux's default lets waits take 50 us longer than asked for."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _TIMER_SLACK_NS, 0, 0, 0)

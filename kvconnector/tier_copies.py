@@ -190,8 +190,8 @@ class _CopyThread:
             logger.error("what is in the tier can't be removed, and can't be trusted: %s", error)
 
     def _copy_of(self, store: AnyStore) -> Callable[[Any], int]:
-        """What carries out a command, and returns how many of its blocks are right. It's chosen once: to ask an object
-        for a Protocol takes 0.1 ms after a pause."""
+        """What carries out a command, and returns how many of its blocks are right. It's chosen once: asking an
+        object for a Protocol is slow."""
         if isinstance(store, SharedStore):
             return store.load_chain if self._is_load else store.store_chain
         if self._is_load and isinstance(store, GatedStore):

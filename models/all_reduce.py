@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 CAPACITY_BYTES = 4 << 20
 FLAGLESS_CAPACITY_BYTES = 1 << 20
-TRIAL_SPINS = 1 << 24  # looks at a flag, a microsecond or less each
+TRIAL_SPINS = 1 << 24  # looks at a flag
 _WARM_UP_CALLS = 2
 _CALLS_PER_GRAPH = 20
 _REPLAYS = 5

@@ -19,9 +19,9 @@ from splitserve.orchestration.expansion import API_KEY_VARIABLE, SECRET_VARIABLE
 from splitserve.orchestration.host import ChildExited, ChildProgress, Event
 from splitserve.orchestration.shared_memory import SharedMemoryFolder
 
-# Threads of an OpenMP pool spin before they sleep. libgomp's default of 300,000 turns held a core for 8 ms after each
-# parallel region (measured on a 2.6 GHz server core), long enough to slow the neighbours of an idle worker. This is
-# about half a millisecond: longer than the gaps between the operations of a step, whose time it leaves as it was.
+# Threads of an OpenMP pool spin before they sleep. libgomp's default of 300,000 turns holds a core for so long
+# after each parallel region that it slows the neighbours of an idle worker. A fifteenth of it is still longer than the
+# gaps between the operations of a step.
 _OPENMP_SPIN_TURNS = "20000"
 
 

@@ -1,13 +1,13 @@
 """Cores that don't go to sleep while a worker has something to do, for machines that serve and do nothing else.
 
-A core that sleeps takes a while to wake up, in a virtual machine tens of microseconds, and a token passes a dozen
-threads and processes that have waited for it. So a program beside the worker has a process for each of its cores, which
+A core that sleeps takes a while to wake up (``splitserve bench awake-cores``), and a token passes a dozen threads and
+processes that have waited for it. So a program beside the worker has a process for each of its cores, which
 spins where nobody else has anything to run (SCHED_IDLE): others of the same session, or container, get the core at
 once. They are stopped when the worker has been idle for a while, and die with it. The worker is kept on those cores,
 which aren't all that there are: see :func:`splitserve.cores.awake_cpus`.
 
 Who spins yields all the time. A thread that has had more than its share of a core may have to let others run first, and
-those would have a whole slice, milliseconds.
+those would have a whole slice.
 
 As a program: its arguments are its parent's process id and the hardware threads.
 """
@@ -34,7 +34,7 @@ START_TIMEOUT_SECONDS = 30.0
 END_SECONDS = 3.0
 _STARTED = "awake"
 _TURNS = 1000
-"""Between two yields, some 25 us: yielding all the time would put off who is to have the core."""
+"""Between two yields: yielding all the time would delay the thread that is to have the core."""
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 

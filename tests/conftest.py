@@ -31,11 +31,32 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Lanes(config, log)
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Note the versions that run, commit and PyTorch among them, as properties of the JUnit file if there is one."""
+    for plugin in session.config.pluginmanager.get_plugins():
+        if hasattr(plugin, "add_global_property"):
+            from splitserve.benchmarks.report import machine, versions
+
+            for name, value in {**versions(), "gpus": "; ".join(machine()["gpus"])}.items():
+                plugin.add_global_property(name, value)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not os.environ.get("SPLITSERVE_SLOW_TESTS"):
         for item in items:
             if item.get_closest_marker("slow"):
                 item.add_marker(pytest.mark.skip(reason="slow; others are much like it: make slow-test"))
+    for marker, needed, reason in (("gpu", 1, "needs a GPU"), ("gpu2", 2, "needs two GPUs")):
+        marked = [item for item in items if item.get_closest_marker(marker)]
+        if marked and _num_gpus() < needed:
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 @pytest.fixture(scope="session")

@@ -13,11 +13,10 @@ from splitserve.kernels.api import AttentionShape, PagedAttention, PagedBatch
 from splitserve.kernels.attention import ReferencePagedAttention
 from splitserve.kernels.registry import Target, backends, select_kernels
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.on_gpu]
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 # Without a GPU: those that run on CPU, and Triton's under its interpreter.
 BACKENDS = [
     name
@@ -81,7 +80,7 @@ def test_contexts_at_the_edges_of_tiles(backend: str, dtype: torch.dtype) -> Non
             assert_right(attention, shape, lengths)
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_long_mixed_batches(backend: str, dtype: torch.dtype) -> None:
@@ -92,7 +91,7 @@ def test_long_mixed_batches(backend: str, dtype: torch.dtype) -> None:
         assert_right(attention, shape, lengths)
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("batch_size", [1, 3, 64])
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "reference"])
 def test_a_captured_decode_step_follows_its_plan(backend: str, batch_size: int) -> None:

@@ -26,10 +26,13 @@ def test_an_archive_of_a_commit_names_it(tmp_path: Path, monkeypatch: pytest.Mon
     git("commit", "-q", "-m", "all")
     git("archive", "-o", "all.tar", "HEAD")
     subprocess.run(["tar", "xf", "all.tar", "benchmarks/COMMIT"], cwd=tmp_path, check=True)
+    monkeypatch.delenv("SPLITSERVE_COMMIT", raising=False)
     monkeypatch.setattr(report, "_output", lambda *_command: "")  # outside of a checkout
     monkeypatch.setattr(report, "_ARCHIVED_COMMIT", tmp_path / "benchmarks/COMMIT")
     assert report.versions()["commit"] == git("rev-parse", "--short", "HEAD")
     monkeypatch.setattr(report, "_ARCHIVED_COMMIT", tmp_path / "copy")
-    assert report.versions()["commit"] == "", "a copy of a checkout, about which nothing is known"
+    assert report.versions()["commit"] == "unknown", "a copy of a checkout, about which nothing is known"
     monkeypatch.setattr(report, "_ARCHIVED_COMMIT", tmp_path / "none")
-    assert report.versions()["commit"] == ""
+    assert report.versions()["commit"] == "unknown"
+    monkeypatch.setenv("SPLITSERVE_COMMIT", "e79c62a")
+    assert report.versions()["commit"] == "e79c62a", "told by who made the copy"

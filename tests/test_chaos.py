@@ -34,6 +34,7 @@ def test_a_short_storm_changes_no_answer_and_leaves_nothing(transport: str) -> N
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     assert "ok   all requests complete with the quiet run's tokens" in done.stdout
+    assert "ok   answers repeat on a quiet system" in done.stdout and "0 answers differ by near-ties" in done.stdout
 
 
 def test_sigterm_in_a_storm_leaves_no_frozen_worker() -> None:

@@ -235,12 +235,14 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TRITON = pytest.mark.skipif(
     DEVICE.type == "cuda" and torch.cuda.get_device_capability() < (9, 0), reason="needs FP8 units"
 )
+FP8_UNITS = pytest.mark.skipif(fp8_unavailable_reason(DEVICE, torch.bfloat16) is not None, reason="needs FP8 units")
 
 
 def rand(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
+@pytest.mark.on_gpu
 @TRITON
 @pytest.mark.parametrize(("rows", "columns", "group"), [(1, 128, 128), (3, 256, 128), (5, 200, 200), (2, 96, 128)])
 def test_rows_are_quantised_by_their_largest_element(rows: int, columns: int, group: int) -> None:
@@ -261,6 +263,7 @@ def test_rows_are_quantised_by_their_largest_element(rows: int, columns: int, gr
     assert not bool(zeros.float().any()) and bool(scales.isfinite().all())
 
 
+@pytest.mark.on_gpu
 @TRITON
 @pytest.mark.parametrize(("rows", "outputs", "columns"), [(1, 48, 128), (17, 40, 256), (3, 130, 384)])
 def test_block_products(rows: int, outputs: int, columns: int) -> None:
@@ -278,7 +281,8 @@ def test_block_products(rows: int, outputs: int, columns: int) -> None:
     torch.testing.assert_close(actual, left @ right.T, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.skipif(fp8_unavailable_reason(DEVICE, torch.bfloat16) is not None, reason="needs a GPU with FP8 units")
+@pytest.mark.gpu
+@FP8_UNITS
 @pytest.mark.parametrize("group", [GROUP, 512])
 @pytest.mark.parametrize("rows", [1, 3, 64, 300])
 def test_products_on_a_gpu_are_near_the_dequantised_ones(group: int, rows: int) -> None:
@@ -314,10 +318,7 @@ def test_products_on_a_gpu_are_near_the_dequantised_ones(group: int, rows: int) 
         pytest.param("cpu", marks=pytest.mark.slow),
         pytest.param(
             "cuda",
-            marks=pytest.mark.skipif(
-                fp8_unavailable_reason(DEVICE, torch.bfloat16) is not None or torch.cuda.device_count() < 2,
-                reason="needs two GPUs with FP8 units",
-            ),
+            marks=[pytest.mark.gpu2, FP8_UNITS],
         ),
     ],
 )

@@ -138,6 +138,7 @@ def test_a_hand_over_moves_it_as_it_is(tiny_qwen3: Path) -> None:
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.on_gpu
 def test_triton_attention_reads_it() -> None:
     """A decode token and a chunk over FP8 blocks: what the same kernel makes of the same numbers, converted before."""
     pytest.importorskip("triton")

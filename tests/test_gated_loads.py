@@ -30,11 +30,10 @@ from test_mapped_reads import HostDriver
 from test_mixed_steps import HostRunner
 from waiting import PATIENCE_SECONDS
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.on_gpu]
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
-NEEDS_GPU = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 WITHOUT_GPU = pytest.mark.skipif(ON_GPU, reason="under Triton's interpreter; other tests are for GPUs")
 NUM_LAYERS, BLOCK_SIZE, NUM_BLOCKS = 8, 16, 32
 HEAD_DIM = 64 if ON_GPU else 16
@@ -390,7 +389,7 @@ class OnGpu:
         return list(output.token_ids)
 
 
-@NEEDS_GPU
+@pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["triton", ""])
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 def test_a_step_that_waits_on_the_device_gives_the_right_token(checkpoint: Path, graphs: bool, backend: str) -> None:
@@ -415,7 +414,7 @@ def test_a_step_that_waits_on_the_device_gives_the_right_token(checkpoint: Path,
     on_gpu.store.close()
 
 
-@NEEDS_GPU
+@pytest.mark.gpu
 @pytest.mark.parametrize("missing", LoadGates(NUM_LAYERS).first_layers)
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 def test_a_missing_wait_would_be_seen(

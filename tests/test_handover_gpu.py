@@ -29,9 +29,7 @@ from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.shorthand import simple_spec
 from splitserve.request import Party
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = pytest.mark.gpu2
 
 WAIT_SECONDS = 30.0
 MIB = 1 << 20

@@ -12,7 +12,7 @@ from torch import Tensor
 from splitserve.kernels import kv_copy
 from splitserve.kernels.registry import select_kernels
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.on_gpu]
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
@@ -100,7 +100,7 @@ def test_what_doesnt_fit_is_refused(backend: ModuleType, ids: Tensor, first_head
     assert not memory.any()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_offsets_beyond_32_bits_and_pinned_memory(backend: ModuleType) -> None:
     """KV memory of more than 2**31 elements of 8 bytes; the buffer on the host."""
     shape = (2300, 32, 8, 2, 64, 128)

@@ -24,7 +24,7 @@ from splitserve.kernels.api import AttentionShape, PagedBatch, SamplingBatch  # 
 from splitserve.kernels.attention import ReferencePagedAttention  # noqa: E402
 from splitserve.kernels.triton_attention import TritonPagedAttention  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.on_gpu]
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 # The interpreter rounds casts to bfloat16 towards zero and mixes up its matrix products.

@@ -17,7 +17,7 @@ from splitserve.models.loader import load_model
 from splitserve.models.runner import ModelRunner
 from splitserve.step import SampleSpec, ScheduledChunk, StepPlan
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.on_gpu]
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
@@ -98,7 +98,7 @@ def test_filled_up_steps(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> N
         torch.testing.assert_close(kv_caches[1], kv_caches[0], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_graphs_of_mixed_steps_give_the_tokens_of_eager_ones(checkpoint: Path, dtype: torch.dtype) -> None:
     config = load_model_config(checkpoint)

@@ -24,12 +24,11 @@ from splitserve.models.loader import load_model
 from splitserve.models.runner import ModelRunner
 from splitserve.step import SampleSpec, ScheduledChunk, StepPlan
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.on_gpu]
 
 ON_GPU = torch.cuda.is_available()
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda", 0) if ON_GPU else CPU
-needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 BLOCK_SIZE = 16
 # Triton's interpreter rounds casts to bfloat16 towards zero.
 DTYPES = [torch.bfloat16, torch.float16] if ON_GPU else [torch.float16]
@@ -153,7 +152,7 @@ def test_logits(checkpoint: Path, backend: str, dtype: torch.dtype) -> None:
     assert 0 < rms(logits - exact) <= bound < 0.1 * rms(exact)
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("graph_size", [len(PROMPT_LENGTHS), len(PROMPT_LENGTHS) + 2])

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from splitserve.benchmarks.handover import devices, layout_of
 from splitserve.benchmarks.handover_ranks import RankPlace, two_workers
@@ -67,7 +66,7 @@ def test_host_memory_is_read_by_tcp() -> None:
 
 
 @pytest.mark.usefixtures("namespaces")
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.gpu2
 def test_gpu_memory_is_read_by_a_named_fallback_and_shouted_about() -> None:
     link = read_all("cuda", MemoryKind.VRAM)
     assert "cuda_ipc" not in link.transport

@@ -21,9 +21,7 @@ from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.shorthand import simple_spec
 from waiting import PATIENCE_SECONDS
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = pytest.mark.gpu2
 
 PROMPTS = [[300 + (7 * index + 3 * i) % 900 for i in range(length)] for index, length in enumerate((1, 17, 64, 300))]
 

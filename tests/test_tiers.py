@@ -30,7 +30,6 @@ from splitserve.prefill.sequence import BlockManager, Sequence
 from splitserve.request import Party, RequestKey, SamplingParams
 
 LAYOUT = LayoutRecord("m", "w", "float32", 16, 2, 2, 8)
-NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 HASHES = [bytes([n]) * 16 for n in range(40)]
 
 
@@ -332,7 +331,7 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_blocks_come_back_as_they_were(device: str) -> None:
     memory = KVMemory(LAYOUT, 8, torch.device(device))
     tier, store, description, served, own = host_tier(memory, 5 * memory.block_bytes)
@@ -351,7 +350,7 @@ def test_blocks_come_back_as_they_were(device: str) -> None:
     store.close()
 
 
-@NEEDS_GPU
+@pytest.mark.gpu
 @pytest.mark.parametrize("way", ["engine", "kernel"])
 @pytest.mark.parametrize("num_tokens", [16, 1024])  # blocks of 4 KiB, and of 256 KiB
 def test_both_ways_and_both_directions_at_once_on_cuda(way: str, num_tokens: int) -> None:

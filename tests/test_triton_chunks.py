@@ -22,7 +22,7 @@ from splitserve.kernels import triton_plans  # noqa: E402
 from splitserve.kernels.triton_attention import TritonPagedAttention  # noqa: E402
 from splitserve.kernels.triton_plans import CONTEXT_TILE, QUERY_TILE, UNSPLIT_TILES, chunk_arrays  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.on_gpu]
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 # The interpreter rounds casts to bfloat16 towards zero.
@@ -212,7 +212,7 @@ def test_parts_of_a_context_in_fp8() -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("num_decodes", [0, 4])
 def test_a_captured_step_follows_its_plan(num_decodes: int) -> None:

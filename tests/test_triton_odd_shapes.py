@@ -14,7 +14,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 from splitserve.kernels import reference, sampling, triton_ops, triton_sampling  # noqa: E402
 from splitserve.kernels.api import AttentionShape, SamplingBatch  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.on_gpu]
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 # The interpreter rounds casts to bfloat16 towards zero.

@@ -146,6 +146,7 @@ def test_wrong_options(options: list[str], capsys: pytest.CaptureFixture[str]) -
     assert options[0] in capsys.readouterr().err
 
 
+@pytest.mark.on_gpu
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("is_shard", [False, True])
 @pytest.mark.parametrize("operation", OPERATIONS)

@@ -85,7 +85,7 @@ def test_who_asks_for_digests_is_not_held_up(monkeypatch: pytest.MonkeyPatch) ->
     assert asker([0, 1, 2]) == [b"\0", b"\1", b"\2"]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_digests_of_blocks_on_a_gpu_are_those_of_their_bytes() -> None:
     on_host = KVMemory(LAYOUT, 3)
     on_host.blocks.copy_(torch.randn(on_host.blocks.shape))

@@ -93,8 +93,8 @@ DEVICE_DEFAULTS = {
     "cpu": DeviceDefaults(
         block_size=16, max_num_batched_tokens=512, max_num_prefill_tokens_beside_decode=0, tail_chunk_tokens=64
     ),
-    # 320 prompt tokens beside up to 64 that decode fill three tiles of 128 rows of a GEMM. A last chunk of 1024 is read
-    # in half a millisecond over NVLink; one of 512 costs 8192 tokens' prefill another 5 ms (see benchmarks/results/).
+    # 320 prompt tokens beside up to 64 that decode fill three tiles of 128 rows of a GEMM. The last
+    # chunk: benchmarks/results/README.md compares 512 and 1024 tokens.
     "cuda": DeviceDefaults(
         block_size=64, max_num_batched_tokens=8192, max_num_prefill_tokens_beside_decode=320, tail_chunk_tokens=1024
     ),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # the command line needs the rules alone, and fast
     import zmq
 
 MIN_SECRET_CHARACTERS = 16
-_SCRYPT_COST = 2**14  # about 50 ms: whoever records a handshake has to pay it for each secret that he tries
+_SCRYPT_COST = 2**14  # slow on purpose: recorded handshakes can't be tried against many secrets
 
 
 def is_loopback(host: str) -> bool:

@@ -21,4 +21,4 @@ def from_bytes(data: bytes) -> TokenIds:
 def highest(token_ids: TokenIds) -> int:
     """Of at least one. A negative one counts as 2**31 or more, so that one pass finds whatever is out of bounds."""
     numbers = np.asarray(token_ids, dtype=np.int32).view(np.uint32)
-    return int(numbers[numbers.argmax()])  # max() takes twice as long after a pause
+    return int(numbers[numbers.argmax()])
