@@ -169,6 +169,7 @@ class InstantWorker:
         self._requests = self._context.socket(zmq.ROUTER)
         self._security.protect_bound(self._requests)
         self._requests.setsockopt(zmq.LINGER, 0)
+        self._requests.setsockopt(zmq.SNDHWM, 0)  # no limit: beyond it a ROUTER socket drops messages silently
         self._requests.bind(f"tcp://{self.options.host}:*")
         self.endpoint = self._requests.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self._membership = self._context.socket(zmq.DEALER)

@@ -75,14 +75,19 @@ class Endpoint:
 
 
 async def run_load(
-    endpoint: Endpoint, bodies: Sequence[dict[str, Any]], due_seconds: Sequence[float], max_concurrency: int = 0
+    endpoint: Endpoint,
+    bodies: Sequence[dict[str, Any]],
+    due_seconds: Sequence[float],
+    max_concurrency: int = 0,
+    records: list[RequestRecord] | None = None,
 ) -> list[RequestRecord]:
     """Send ``bodies`` at ``due_seconds`` from now; a record each, in order. Failures are recorded, never raised.
 
     ``max_concurrency`` above 0 bounds the requests in flight (then it is no open loop any more); the wait for
-    a place counts as dispatch lag.
+    a place counts as dispatch lag. ``records``, one per body, are filled while the load runs; by default new ones.
     """
-    records = [RequestRecord(due_seconds=due) for due in due_seconds]
+    if records is None:
+        records = [RequestRecord(due_seconds=due) for due in due_seconds]
     encoded = [msgspec.json.encode(body) for body in bodies]  # ahead of time: not part of anybody's latency
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),

@@ -26,6 +26,7 @@ import time
 from array import array
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,8 @@ _STAGE_BLOCK_SIZE = 64  # as on GPUs
 _CHAT_PATH = "/v1/chat/completions"
 _WARMUP_REQUESTS = 50
 _READY_SECONDS = 30
+_REQUEST_SECONDS = 60.0
+_STREAM_LIMIT_BYTES = 16 << 20
 _CHAT = "The prefill worker computes the prompt, the decode worker goes on from the first token. "
 
 
@@ -131,7 +134,7 @@ def _cells(row: dict[str, Any]) -> list[object]:
         row["arm"],
         f"{row['rate']:g}",
         row["requests"],
-        *(row[which][share] for which in ("first_ms", "last_ms") for share in ("p50", "p99")),
+        *(row[which].get(share, "-") for which in ("first_ms", "last_ms") for share in ("p50", "p99")),
         *((added["p50"], added["p99"]) if added else ("", "")),
         row["router_cpu_ms"],
     ]
@@ -401,8 +404,12 @@ class HttpPool:
     async def post(self, path: str, body: bytes, arm: Arm) -> None:
         head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
         start = time.perf_counter()
-        status, first = await self._exchange(head.encode() + body)
-        if status != 200:
+        try:
+            async with asyncio.timeout(_REQUEST_SECONDS):
+                status, first = await self._exchange(head.encode() + body)
+        except (TimeoutError, OSError, asyncio.IncompleteReadError):
+            status = 0
+        if status != HTTPStatus.OK:
             arm.num_failed += 1
             return
         arm.first_seconds.append(first - start)
@@ -410,7 +417,10 @@ class HttpPool:
 
     async def _exchange(self, request: bytes) -> tuple[int, float]:
         """Status, and when the head of the answer was there; returns at the answer's end."""
-        reader, writer = self._idle.pop() if self._idle else await asyncio.open_connection(*self._address)
+        if self._idle:
+            reader, writer = self._idle.pop()
+        else:
+            reader, writer = await asyncio.open_connection(*self._address, limit=_STREAM_LIMIT_BYTES)
         writer.write(request)
         head = await reader.readuntil(b"\r\n\r\n")
         first = time.perf_counter()
@@ -436,6 +446,7 @@ class DirectClient:
         self._context = zmq.Context()
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, 0)  # an open loop: a request goes out however many wait
         socket.connect(worker.endpoint)
         self._socket = LoopSocket(socket, self._on_frames)
 
@@ -447,7 +458,12 @@ class DirectClient:
         start = time.perf_counter()
         self._waiting[request_id] = (start, arm, done)
         self._socket.send([encode(Envelope(self._party, self._worker, body))])
-        await done
+        try:
+            async with asyncio.timeout(_REQUEST_SECONDS):
+                await done
+        except TimeoutError:
+            del self._waiting[request_id]
+            arm.num_failed += 1
 
     def _on_frames(self, frames: list[bytes]) -> None:
         body = decode(frames[0]).body
@@ -455,6 +471,8 @@ class DirectClient:
         if not isinstance(body, StepTokens):
             return
         for delta in body.deltas:
+            if delta.key.request_id not in self._waiting:  # given up
+                continue
             start, arm, done = self._waiting[delta.key.request_id]
             if delta.position == 0:
                 arm.first_seconds.append(now - start)

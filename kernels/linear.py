@@ -15,6 +15,11 @@ from splitserve.kernels.api import RmsNorm, SiluMul
 # the one for a single row is slow for more.
 _LAYOUT_ROWS = 128
 
+# oneDNN generates code for each number of rows of each weight shape and keeps it: about 0.55 MB on AVX-512, for ever.
+# So numbers of rows beyond _EXACT_ROWS are rounded up to one of _ROW_COUNTS_PER_OCTAVE between powers of two.
+_EXACT_ROWS = 32
+_ROW_COUNTS_PER_OCTAVE = 16
+
 
 class UnfusedLinear(ABC):
     """All around the product in operations of their own; subclasses may do better. See :class:`kernels.api.Linear`."""
@@ -62,7 +67,7 @@ class PlainLinear(UnfusedLinear):
 class OneDnnLinear(UnfusedLinear):
     """A copy of the weight, [out_features, in_features], in oneDNN's blocked layout. CPU, float32 or bfloat16.
 
-    See :class:`kernels.api.Linear`.
+    Rows are padded to :func:`padded_rows`, which bounds the memory of generated code. See :class:`kernels.api.Linear`.
     """
 
     def __init__(self, weight: Tensor, *, rms_norm: RmsNorm, silu_mul: SiluMul) -> None:
@@ -70,8 +75,23 @@ class OneDnnLinear(UnfusedLinear):
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _LAYOUT_ROWS)
 
     def __call__(self, x: Tensor) -> Tensor:
+        num_rows = x.shape[0]
+        padding = padded_rows(num_rows) - num_rows
+        if padding:
+            x = torch.nn.functional.pad(x, (0, 0, 0, padding))
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")
-        return out
+        return out[:num_rows] if padding else out
+
+
+def padded_rows(num_rows: int) -> int:
+    """Return the number of rows that a product of ``num_rows`` is computed with: at most a sixteenth more.
+
+    Numbers up to 2,048 are padded to one of 128 values, each further octave adds 16.
+    """
+    if num_rows <= _EXACT_ROWS:
+        return num_rows
+    step: int = 2 ** ((num_rows - 1).bit_length() - 1) // _ROW_COUNTS_PER_OCTAVE
+    return -(-num_rows // step) * step
 
 
 def onednn_unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -49,6 +49,7 @@ BENCHES = {
     "tensor-parallel": ("splitserve.benchmarks.tensor_parallel", "decode steps of several ranks against those of one"),
     "tiers": ("splitserve.benchmarks.tiers", "chats with and without a host tier, and prompts that share nothing"),
     "tier-copies": ("splitserve.benchmarks.tier_copies", "KV blocks to and from host memory, against a plain copy"),
+    "soak": ("splitserve.benchmarks.soak", "resident memory of each process under many requests of random lengths"),
     "tier-soak": ("splitserve.benchmarks.tier_soak", "requests on tiers far too small, and damaged: right tokens"),
     "engine-cpu": ("splitserve.benchmarks.engine_vs_transformers", "the engine on CPU against transformers"),
 }

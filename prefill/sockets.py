@@ -34,6 +34,9 @@ class WorkerSockets:
         self._server = self._socket(zmq.ROUTER)
         self._security.protect_bound(self._server)
         self._server.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        # No limit: tokens aren't repeated, and a router that is held up for a while must find all of them. What can be
+        # waiting is bounded by the requests that are here; a connection that ends takes its queue with it.
+        self._server.setsockopt(zmq.SNDHWM, 0)
         self._server.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer that dials anew keeps its identity
         self._publishers: list[zmq.Socket[bytes]] = []
         self._host = host
@@ -84,8 +87,10 @@ class WorkerSockets:
         yield from self._receive_dialled(self._membership)
 
     def send(self, to: Party, body: Body) -> None:
-        """Send to a dialled peer, or to somebody who has sent to us. Undeliverable messages are counted: all are
-        repeatable."""
+        """Send to a dialled peer, or to a router or peer that has sent to us; count what can't be delivered.
+
+        To a router nothing is lost while its connection lasts. Messages to a dialled peer are dropped beyond
+        :data:`HIGH_WATER_MARK`: leases and deadlines stand for them."""
         data = encode(Envelope(self.me, to, body))
         try:
             if to in self._peers:

@@ -1,5 +1,6 @@
 """Norm, rotation, activation, KV write, linear: each against a naive oracle written out here, over odd shapes."""
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -83,7 +84,9 @@ def test_kv_write_touches_its_slots_and_nothing_else(dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [linear.PlainLinear, linear.OneDnnLinear])
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 3, 5), (7, 33, 17), (130, 128, 200), (2, 64, 1)])
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"), [(1, 3, 5), (7, 33, 17), (33, 24, 8), (130, 128, 200), (2, 64, 1)]
+)
 def test_linear(kind: type, dtype: torch.dtype, rows: int, inputs: int, outputs: int) -> None:
     if kind is linear.OneDnnLinear and (reason := linear.onednn_unavailable_reason(CPU, dtype)):
         pytest.skip(reason)
@@ -121,6 +124,28 @@ def test_packing_keeps_no_hold_on_the_plain_weight() -> None:
     before = packed(torch.eye(8))
     weight.zero_()
     assert torch.equal(packed(torch.eye(8)), before) and bool(before.any())
+
+
+def test_memory_does_not_grow_with_the_numbers_of_rows_seen() -> None:
+    if reason := linear.onednn_unavailable_reason(CPU, torch.float32):
+        pytest.skip(reason)
+    packed = linear.OneDnnLinear(random(64, 64), rms_norm=reference.rms_norm, silu_mul=reference.silu_mul)
+    padded = {linear.padded_rows(rows) for rows in range(1, 385)}
+    for rows in sorted(padded, reverse=True):
+        packed(torch.ones(rows, 64))
+    before = psutil.Process().memory_info().rss
+    for rows in range(1, 385):
+        assert packed(torch.ones(rows, 64)).shape == (rows, 64)
+    grown = psutil.Process().memory_info().rss - before
+    assert grown < 16 << 20, f"{len(padded)} numbers of rows are enough, yet {grown >> 20} MiB more for the others"
+
+
+def test_padding_costs_a_sixteenth_at_most_and_leaves_few_numbers_of_rows() -> None:
+    assert [linear.padded_rows(rows) for rows in (1, 17, 32, 33, 64, 65, 512, 513, 2048)] == [
+        1, 17, 32, 34, 64, 68, 512, 544, 2048,
+    ]  # fmt: skip
+    assert all(rows <= linear.padded_rows(rows) <= rows * 17 / 16 for rows in range(1, 5000))
+    assert len({linear.padded_rows(rows) for rows in range(1, 2049)}) == 128
 
 
 def test_selection_names_a_backend_for_each_operation() -> None:

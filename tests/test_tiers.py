@@ -390,7 +390,9 @@ def test_too_little_host_memory_says_so() -> None:
         host_tier(memory, memory.block_bytes - 1)
     with pytest.raises(ConfigError, match="can't be had"):
         host_tier(memory, 1 << 60)
-    with pytest.raises(ConfigError, match=r"KV memory of \d+\.\d GiB can't be had; lower --kv-memory"):
+    with pytest.raises(
+        ConfigError, match=r"cannot allocate \d+\.\d GiB of KV memory: \d+\.\d GiB are available; lower"
+    ):
         KVMemory(LAYOUT, (1 << 60) // memory.block_bytes)
 
 

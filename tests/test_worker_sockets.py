@@ -6,10 +6,11 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from splitserve.messages import Abort, Body, PeerRef, Release
+from splitserve.messages import Abort, Body, Envelope, PeerRef, Release, StepTokens, TokenDelta
 from splitserve.prefill.loop import Waker
 from splitserve.prefill.sockets import WorkerSockets
 from splitserve.request import Party, RequestKey
+from splitserve.wire import decode, encode
 from waiting import PATIENCE_SECONDS
 
 NOWHERE = "tcp://127.0.0.1:9"
@@ -48,6 +49,26 @@ def test_a_peer_that_dials_again_is_heard(pair: tuple[WorkerSockets, WorkerSocke
         one.dial(PeerRef(other.me, other.endpoint))
         one.send(other.me, Release(RequestKey("r", attempt), True))
         assert hears(other, Release(RequestKey("r", attempt), True)), f"the dial number {attempt} was ignored"
+
+
+def test_a_router_that_is_held_up_finds_every_token(pair: tuple[WorkerSockets, WorkerSockets]) -> None:
+    """More messages than any queue or TCP buffer on the way holds by itself."""
+    worker, _ = pair
+    router, num_messages = Party("router", 9), 25_000
+    token_ids = list(range(500))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as link:
+        link.setsockopt(zmq.LINGER, 0)
+        link.setsockopt(zmq.RCVHWM, 1)
+        link.connect(worker.endpoint)
+        link.send(encode(Envelope(router, worker.me, Abort(RequestKey("r")))))
+        assert hears(worker, Abort(RequestKey("r")))
+        for position in range(num_messages):
+            worker.send(router, StepTokens([TokenDelta(RequestKey("r"), position, token_ids)]))
+        assert worker.num_undeliverable == 0
+        for position in range(num_messages):
+            assert link.poll(1000 * PATIENCE_SECONDS), f"message {position} is lost"
+            body = decode(link.recv()).body
+            assert isinstance(body, StepTokens) and body.deltas[0].position == position
 
 
 @pytest.mark.parametrize("endpoint", ["", "nonsense", "tcp://", "carrier-pigeon://x"])
