@@ -32,6 +32,7 @@ _PACKAGES = (
     "pyzmq",
     "uvicorn",
     "aiohttp",
+    "ray",
 )
 
 

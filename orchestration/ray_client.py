@@ -60,6 +60,11 @@ def connect(address: str, *, with_code: bool = False) -> None:
             logging_level=logging.ERROR,
             configure_logging=False,
         )
+    except ray.exceptions.AuthenticationError as error:
+        raise ConfigError(
+            f"the Ray cluster at {address} wants a token, and the one that is set here, if any, isn't it: set "
+            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to a file with the cluster's token"
+        ) from error
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"no Ray cluster answers at {address}: {reason}") from error

@@ -122,6 +122,7 @@ class RayChild:
         match event.stage:
             case "placed":
                 self.node_id, self.place = event.detail["node"], event.detail["place"]
+                self._emit(ChildProgress(self.name, event.stage, event.detail))
                 if self._uses_lmcache:
                     self._emit(ChildProgress(self.name, LMCACHE, {"server": server_on(self.node_id)}))
             case "started":
