@@ -35,7 +35,7 @@ from splitserve.orchestration.spec_document import parse_spec
 
 NAME = "bench"
 SETTLE_SECONDS = 180.0
-POLL_SECONDS = 3.0  # each look at the cluster is a command that joins Ray, and takes a core for a while
+POLL_SECONDS = 6.0  # each look at the cluster is a command that joins Ray, and takes a core for a while
 ORPHAN_SECONDS = 120.0  # for Ray to end what it runs on a machine that it has given up
 
 SPEC = """

@@ -60,14 +60,30 @@ def connect(address: str, *, with_code: bool = False) -> None:
             logging_level=logging.ERROR,
             configure_logging=False,
         )
-    except ray.exceptions.AuthenticationError as error:
-        raise ConfigError(
-            f"the Ray cluster at {address} wants a token, and the one that is set here, if any, isn't it: set "
-            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to a file with the cluster's token"
-        ) from error
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except (ConnectionError, RuntimeError, ValueError, OSError, ray.exceptions.AuthenticationError) as error:
+        if _lacks_its_token(address):
+            raise ConfigError(
+                f"the Ray cluster at {address} requires a token, and none or another one is set here: set "
+                "RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file with the cluster's token"
+            ) from error
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"no Ray cluster answers at {address}: {reason}") from error
+
+
+def _lacks_its_token(address: str) -> bool:
+    """Return whether the head refuses this process's token, or the lack of one: joining it only says "failed"."""
+    from ray._raylet import GcsClient
+    from ray.exceptions import AuthenticationError, RayError
+
+    if not address.rpartition(":")[2].isdigit():
+        return False
+    try:
+        GcsClient(address=address)
+    except AuthenticationError:
+        return True
+    except (RayError, RuntimeError, ValueError, OSError):
+        return False
+    return False
 
 
 def disconnect() -> None:

@@ -1,8 +1,8 @@
 """Ray's health checks: how long a dead machine goes unnoticed, and the settings that we recommend.
 
-Ray's head asks each node's raylet after every ``period_ms`` whether it is alive. After ``failure_threshold`` failures in
-a row the node counts as dead. A raylet that was killed refuses the connection at once; a machine without power or
-network lets each check run into ``timeout_ms``.
+Ray's head checks each node's raylet every ``period_ms``. After ``failure_threshold`` failures in a row the node counts
+as dead. A raylet that was killed refuses the connection at once; a machine without power or network lets each check run
+into ``timeout_ms``.
 """
 
 import contextlib
@@ -59,8 +59,10 @@ def _recommended() -> HealthChecks:
 
 
 def ask_head() -> Any:
-    """Have a task on the head's node read the settings; returns what :func:`answer_of` takes. The head alone knows them:
-    they come from the environment that it was started in, which its node's processes inherit."""
+    """Have a task on the head's node read the settings; returns a reference for :func:`answer_of`.
+
+    Only the head has them: they come from the environment that it was started in, which its node's processes inherit.
+    """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -73,7 +75,7 @@ def ask_head() -> Any:
 
 
 def answer_of(asked: Any) -> HealthChecks | None:
-    """None if the head couldn't be asked: it may not be able to import what we bring."""
+    """Wait for the settings; None if the head couldn't run the task, for lack of our environment, say."""
     import ray
 
     if asked is None:

@@ -47,7 +47,7 @@ class Worker:
     wanted: bool = True
     policy: RestartPolicy = field(default_factory=RestartPolicy)
     ready_since: float | None = None
-    times: StartTimes = StartTimes()
+    times: StartTimes = field(default_factory=StartTimes)
     kill_at: float = float("inf")
     num_restarts: int = 0
     last_words: str = ""
