@@ -8,6 +8,7 @@ The machines are network namespaces of this one (see :mod:`.ray_machines`); KV c
 import argparse
 import asyncio
 import json
+import os
 import secrets
 import tempfile
 import threading
@@ -29,6 +30,7 @@ from splitserve.errors import SplitserveError
 from splitserve.logs import set_up_logging
 from splitserve.models.demo import write_demo_model
 from splitserve.orchestration.launcher import LocalCluster
+from splitserve.orchestration.ray_head import NODE_SETTINGS
 from splitserve.orchestration.ray_health import RECOMMENDED
 from splitserve.orchestration.ray_names import CLUSTER_VARIABLE
 from splitserve.orchestration.spec_document import parse_spec
@@ -240,7 +242,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--streams", type=positive, default=3, help="requests under way at any time")
     parser.add_argument("--cases", type=positive, default=12, help="different requests")
     parser.add_argument("--short", action="store_true", help="only the start and the deaths")
-    parser.add_argument("--ray-defaults", action="store_true", help="leave Ray's health checks as Ray has them")
+    parser.add_argument("--ray-defaults", action="store_true", help="none of the settings of docs/ray.md")
     add_result_options(parser)
     return parser
 
@@ -265,8 +267,8 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="splitserve-bench-") as directory:
         model = str(write_demo_model(Path(directory) / "model"))
         cases = make_cases("tiny", options.cases, 0)
-        checks = {} if options.ray_defaults else RECOMMENDED
-        environment = {"SPLITSERVE_STATE_DIR": f"{directory}/state", **checks}
+        settings = {} if options.ray_defaults else NODE_SETTINGS | RECOMMENDED
+        environment = {"SPLITSERVE_STATE_DIR": f"{directory}/state", **settings}
         with Machines(options.cpus, environment) as machines:
             live(machines, options, model, cases, life)
     print(table([[name, f"{seconds:.1f}"] for name, seconds in life.seconds.items()], ["step", "s"]))
@@ -274,6 +276,6 @@ def main(argv: Sequence[str]) -> int:
     print(f"{life.num_requests} requests, {life.num_moved} of them continued by another worker")
     for problem in life.problems:
         print(f"FAIL {problem}")
-    data = {"options": vars(options), "ray": dict(RECOMMENDED if not options.ray_defaults else {}), **asdict(life)}
+    data = {"options": vars(options), "ray_settings": settings, "load_average": os.getloadavg(), **asdict(life)}
     keep_result("cluster", argv, data, options)
     return 1 if life.problems else 0
