@@ -72,13 +72,13 @@ def connect(address: str, *, with_code: bool = False) -> None:
 
 def _lacks_its_token(address: str) -> bool:
     """Return whether the head refuses this process's token, or the lack of one: joining it only says "failed"."""
-    from ray._raylet import GcsClient
+    import ray
     from ray.exceptions import AuthenticationError, RayError
 
     if not address.rpartition(":")[2].isdigit():
         return False
     try:
-        GcsClient(address=address)
+        ray._raylet.GcsClient(address=address)
     except AuthenticationError:
         return True
     except (RayError, RuntimeError, ValueError, OSError):
