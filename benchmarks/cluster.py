@@ -1,5 +1,6 @@
 """Clusters on several machines: time to answer, the same tokens as on one machine, and a life under load that loses no
-request: a machine dies, another one joins, a pool is scaled, all workers are upgraded one by one, all is removed.
+request: Ray dies on one machine, another one loses its network, one joins, a pool is scaled, all workers are upgraded
+one by one, all is removed.
 
 The machines are network namespaces of this one (see :mod:`.ray_machines`); KV crosses between them over TCP.
 """
@@ -7,13 +8,14 @@ The machines are network namespaces of this one (see :mod:`.ray_machines`); KV c
 import argparse
 import asyncio
 import json
+import os
 import secrets
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +24,22 @@ import psutil
 from splitserve.benchmarks.arguments import positive
 from splitserve.benchmarks.chaos_load import Answer, Case, Streams, ask_all, make_cases
 from splitserve.benchmarks.ray_machines import Machine, Machines
+from splitserve.benchmarks.recovery_times import Recovery, lost_and_back, recoveries
 from splitserve.benchmarks.report import add_result_options, keep_result, table
 from splitserve.errors import SplitserveError
 from splitserve.logs import set_up_logging
 from splitserve.models.demo import write_demo_model
 from splitserve.orchestration.command_parser import CommandParser
 from splitserve.orchestration.launcher import LocalCluster
+from splitserve.orchestration.ray_head import NODE_SETTINGS
+from splitserve.orchestration.ray_health import RECOMMENDED
 from splitserve.orchestration.ray_names import CLUSTER_VARIABLE
 from splitserve.orchestration.spec_document import parse_spec
 
 NAME = "bench"
 SETTLE_SECONDS = 180.0
+POLL_SECONDS = 6.0  # each look at the cluster is a command that joins Ray, and takes a core for a while
+ORPHAN_SECONDS = 120.0  # for Ray to end what it runs on a machine that it has given up
 
 SPEC = """
 name: bench
@@ -47,9 +54,11 @@ router: {{host: {host}, port: 0}}
 
 @dataclass
 class Life:
-    """What happened. ``seconds`` by step; ``problems``: requests without their tokens, and what was left over."""
+    """What happened. ``seconds`` by step; ``recovered``: by death, the workers that it took; ``problems``: requests
+    without their tokens, and what was left over."""
 
     seconds: dict[str, float] = field(default_factory=dict)
+    recovered: dict[str, list[Recovery]] = field(default_factory=dict)
     num_requests: int = 0
     num_moved: int = 0
     problems: list[str] = field(default_factory=list)
@@ -134,7 +143,7 @@ class Control:
         while not condition(status := self.status()):
             if time.monotonic() > deadline:
                 raise SplitserveError(f"the cluster didn't settle: {status}")
-            time.sleep(0.2)
+            time.sleep(POLL_SECONDS)
         return status
 
 
@@ -165,22 +174,46 @@ def live(machines: Machines, options: argparse.Namespace, model: str, cases: lis
     load = Load(url, cases, expected, options.streams, life)
     load.start()
     time.sleep(3.0)
-    with life.step("a machine dies; all its workers are back elsewhere"):
-        victim = machines.machines[-1]
-        machines.kill(victim)
-        control.wait_until(lambda status: not is_whole(status))
-        control.wait_until(is_whole)
-    with life.step("another machine joins"):
-        newcomer = machines.add()
-    with life.step("a pool is scaled"):
-        control("scale", "gen", str(options.pairs + 1), "--name", NAME)
-    check_newcomer(control.status(), newcomer, life)
-    with life.step("all workers are upgraded"):
-        control("upgrade", "--name", NAME)
+    lose_machine(machines, control, "raylet killed", machines.kill_raylet, life)
+    lose_machine(machines, control, "network cut", machines.cut_off, life)
+    if not options.short:
+        grow(machines, control, options.pairs, life)
     load.finish()
     with life.step("down"):
         control("down", "--name", NAME)
     life.problems += [f"pid {pid} was left over" for pid in leftover_pids()]
+
+
+def lose_machine(machines: Machines, control: Control, death: str, kill: Callable[[Machine], None], life: Life) -> None:
+    """Until its workers are back elsewhere, and nothing of the cluster runs on it any more once it's reachable."""
+    victim = machines.machines[-1]
+    names = {worker["name"] for worker in control.status()["workers"] if worker["place"] == victim.address}
+    died_at = time.time()
+    with life.step(f"{death}: all its workers are back elsewhere, and it was seen"):
+        kill(victim)
+        status = control.wait_until(lambda status: lost_and_back(status, names, died_at) and is_whole(status))
+    life.recovered[death] = recoveries(status, names, died_at)
+    if any(worker["place"] == victim.address for worker in status["workers"]):
+        life.problems.append(f"{death}: a worker is still said to run on {victim.address}")
+    machines.reconnect(victim)
+    with life.step(f"{death}: the machine has ended what it ran"):
+        deadline = time.monotonic() + ORPHAN_SECONDS
+        while left := leftover_pids() & machines.pids_in(victim):
+            if time.monotonic() > deadline:
+                life.problems.append(f"{death}: {len(left)} processes of the cluster still run on the lost machine")
+                break
+            time.sleep(0.1)
+    machines.kill(victim)
+
+
+def grow(machines: Machines, control: Control, pairs: int, life: Life) -> None:
+    with life.step("another machine joins"):
+        newcomer = machines.add()
+    with life.step("a pool is scaled"):
+        control("scale", "gen", str(pairs + 1), "--name", NAME)
+    check_newcomer(control.status(), newcomer, life)
+    with life.step("all workers are upgraded"):
+        control("upgrade", "--name", NAME)
 
 
 def check_newcomer(status: dict[str, Any], newcomer: Machine, life: Life) -> None:
@@ -188,12 +221,13 @@ def check_newcomer(status: dict[str, Any], newcomer: Machine, life: Life) -> Non
         life.problems.append(f"the machine that joined ({newcomer.address}) got no worker")
 
 
-def leftover_pids() -> list[int]:
-    found = []
+def leftover_pids() -> set[int]:
+    """Processes of the cluster that run."""
+    found = set()
     for process in psutil.process_iter():
         try:
             if process.environ().get(CLUSTER_VARIABLE) == NAME and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
+                found.add(process.pid)
         except psutil.Error:
             continue
     return found
@@ -208,8 +242,23 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--cpus", type=positive, default=6, help="that Ray shall count on each machine")
     parser.add_argument("--streams", type=positive, default=3, help="requests under way at any time")
     parser.add_argument("--cases", type=positive, default=12, help="different requests")
+    parser.add_argument("--short", action="store_true", help="only the start and the deaths")
+    parser.add_argument("--ray-defaults", action="store_true", help="none of the settings of docs/ray.md")
     add_result_options(parser)
     return parser
+
+
+def recovery_table(recovered: dict[str, list[Recovery]]) -> str:
+    rows = [
+        [
+            death,
+            each.worker,
+            *(f"{s:.1f}" for s in (each.detection, each.delay, each.assignment, each.start, each.total)),
+        ]
+        for death, workers in recovered.items()
+        for each in workers
+    ]
+    return table(rows, ["death", "worker", "detection s", "delay s", "node assignment s", "start s", "total s"])
 
 
 def main(argv: Sequence[str]) -> int:
@@ -219,13 +268,15 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="splitserve-bench-") as directory:
         model = str(write_demo_model(Path(directory) / "model"))
         cases = make_cases("tiny", options.cases, 0)
-        environment = {"SPLITSERVE_STATE_DIR": f"{directory}/state"}
+        settings = {} if options.ray_defaults else NODE_SETTINGS | RECOMMENDED
+        environment = {"SPLITSERVE_STATE_DIR": f"{directory}/state", **settings}
         with Machines(options.cpus, environment) as machines:
             live(machines, options, model, cases, life)
     print(table([[name, f"{seconds:.1f}"] for name, seconds in life.seconds.items()], ["step", "s"]))
+    print(recovery_table(life.recovered))
     print(f"{life.num_requests} requests, {life.num_moved} of them continued by another worker")
     for problem in life.problems:
         print(f"FAIL {problem}")
-    data = {"options": vars(options), **vars(life)}
+    data = {"options": vars(options), "ray_settings": settings, "load_average": os.getloadavg(), **asdict(life)}
     keep_result("cluster", argv, data, options)
     return 1 if life.problems else 0

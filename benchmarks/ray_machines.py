@@ -95,15 +95,31 @@ class Machines:
 
     def kill(self, machine: Machine) -> None:
         """As if its power was cut."""
-        pids = subprocess.run(["ip", "netns", "pids", machine.namespace], capture_output=True, text=True, check=False)
-        for pid in pids.stdout.split():
+        for pid in _pids_in(machine):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
         self.machines.remove(machine)
         with contextlib.suppress(MachinesError):
             _ip("link", "del", f"{machine.namespace}o")
         with contextlib.suppress(MachinesError):
             _ip("netns", "del", machine.namespace)
+
+    def pids_in(self, machine: Machine) -> set[int]:
+        """All processes on the machine."""
+        return set(_pids_in(machine))
+
+    def kill_raylet(self, machine: Machine) -> None:
+        """Ray's process alone dies; the machine and its network live on."""
+        for pid in _pids_in(machine):
+            if _program_of(pid) == "raylet":
+                os.kill(pid, signal.SIGKILL)
+
+    def cut_off(self, machine: Machine) -> None:
+        """Nothing leaves or reaches it any more, without a word to either side; all its processes go on."""
+        _ip("link", "set", f"{machine.namespace}o", "down")
+
+    def reconnect(self, machine: Machine) -> None:
+        _ip("link", "set", f"{machine.namespace}o", "up")
 
     def run(self, machine: Machine, arguments: Sequence[str], timeout_seconds: float = 180.0) -> str:
         """Output of ``splitserve`` with these arguments there. Raises :class:`MachinesError` if it fails."""
@@ -145,6 +161,19 @@ class Machines:
             if process.poll() is not None or time.monotonic() > deadline:
                 raise MachinesError(f"Ray didn't start: {log_path.read_text(errors='replace')[-2000:]}")
             time.sleep(0.05)
+
+
+def _pids_in(machine: Machine) -> list[int]:
+    found = subprocess.run(["ip", "netns", "pids", machine.namespace], capture_output=True, text=True, check=False)
+    return [int(pid) for pid in found.stdout.split()]
+
+
+def _program_of(pid: int) -> str:
+    """ "" if it has just ended."""
+    try:
+        return Path(os.readlink(f"/proc/{pid}/exe")).name
+    except OSError:
+        return ""
 
 
 def _ip(*arguments: str) -> None:

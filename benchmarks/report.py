@@ -34,6 +34,7 @@ _PACKAGES = (
     "pyzmq",
     "uvicorn",
     "aiohttp",
+    "ray",
 )
 
 

@@ -301,6 +301,8 @@ class Cluster:
         self._add_child(child)
         with self._changed:
             self._supervisor.on_started(worker.name)
+            if child.pid:
+                self._supervisor.on_placed(worker.name, time.monotonic())
 
     def _add_child(self, child: Child) -> None:
         with self._changed:
@@ -365,6 +367,9 @@ class Cluster:
                 with self._changed:
                     actions = self._supervisor.on_ready(progress.name, time.monotonic())
                     self._changed.notify_all()
+            case "placed" if progress.name in self._supervisor.workers:
+                with self._changed:
+                    self._supervisor.on_placed(progress.name, time.monotonic())
             case "ready" if is_lmcache(progress.name):
                 self._lmcache.on_ready(progress.name, time.monotonic())
             case "lmcache":

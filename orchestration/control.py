@@ -10,6 +10,7 @@ from typing import TypeAlias
 import msgspec
 
 from splitserve.errors import ConfigError, WireError
+from splitserve.orchestration.restarts import StartTimes
 from splitserve.orchestration.spec import ClusterSpec
 from splitserve.orchestration.spec_conversion import convert_spec
 
@@ -61,7 +62,8 @@ class Refused(Reply, frozen=True):
 class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The router or a worker. ``phase`` is that of :mod:`.supervision`; ``seconds_ready`` is None unless it is ready.
 
-    ``place`` says where it runs, for people; ``last_words`` how its predecessor ended.
+    ``place`` says where it runs, for people; ``last_words`` how its predecessor ended; ``times`` are those of its last
+    start, in seconds since 1970 by the clock of the cluster's launcher.
     """
 
     name: str
@@ -75,6 +77,7 @@ class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     seconds_ready: float | None = None
     wanted: bool = True
     last_words: str = ""
+    times: StartTimes = StartTimes()
 
 
 class UpgradeStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -19,8 +19,8 @@ def print_progress(event: ChildProgress) -> None:
 
 def _describe(stage: str, detail: dict[str, str]) -> str | None:
     match stage, detail:
-        case ("membership" | "lmcache" | "error", _):
-            return None  # of no use to people; an error ends the start and is shown there
+        case ("membership" | "lmcache" | "error" | "placed", _):
+            return None  # of no use to people; an error ends the start and is shown there, a place in the plan
         case "plan", {"text": text}:
             return f"placed     {text}"
         case "placement", {"remote_bytes": remote}:

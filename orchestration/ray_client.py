@@ -60,7 +60,12 @@ def connect(address: str, *, with_code: bool = False) -> None:
             logging_level=logging.ERROR,
             configure_logging=False,
         )
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except (ConnectionError, RuntimeError, ValueError, OSError, ray.exceptions.AuthenticationError) as error:
+        if _lacks_its_token(address):
+            raise ConfigError(
+                f"the Ray cluster at {address} requires a token, and none or another one is set here: set "
+                "RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file with the cluster's token"
+            ) from error
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"no Ray cluster answers at {address}: {reason}") from error
 
@@ -74,6 +79,22 @@ def check_ray_is_installed() -> None:
             f"Ray can't be imported ({error}): pip install {pip_arguments('ray')}, or pip install '.[ray]' in a clone "
             "of Splitserve; without --ray a cluster runs on this machine alone"
         ) from None
+
+
+def _lacks_its_token(address: str) -> bool:
+    """Return whether the head refuses this process's token, or the lack of one: joining it only says "failed"."""
+    import ray
+    from ray.exceptions import AuthenticationError, RayError
+
+    if not address.rpartition(":")[2].isdigit():
+        return False
+    try:
+        ray._raylet.GcsClient(address=address)
+    except AuthenticationError:
+        return True
+    except (RayError, RuntimeError, ValueError, OSError):
+        return False
+    return False
 
 
 def disconnect() -> None:

@@ -1,16 +1,23 @@
 """``up`` on Ray, and the client of a cluster there: what the commands do around :mod:`.ray_client`."""
 
+import logging
+from typing import Any
+
 from splitserve.cores import available_cores
 from splitserve.errors import ConfigError
 from splitserve.orchestration.client import Say
 from splitserve.orchestration.display import print_progress
+from splitserve.orchestration.ray_access import OPEN_TO_ANYBODY, accepts_strangers
 from splitserve.orchestration.ray_client import RayClient, check_ray_is_installed, connect, disconnect, start_on_ray
 from splitserve.orchestration.ray_head import RayHead, authenticate, has_started, is_running, start_head, stop_head
+from splitserve.orchestration.ray_health import answer_of, ask_head
 from splitserve.orchestration.shared_memory import remove_abandoned
 from splitserve.orchestration.spec import ClusterSpec
 from splitserve.orchestration.state_folder import Record, StateFolder
 
 LOCAL = "local"
+
+_log = logging.getLogger(__name__)
 
 
 def up_on_ray(spec: ClusterSpec, folder: StateFolder, address: str, log_level: str, *, restart: bool) -> str:
@@ -38,9 +45,13 @@ def up_on_ray(spec: ClusterSpec, folder: StateFolder, address: str, log_level: s
             wanted = sum(pool.count * max(pool.threads, 1) for pool in spec.pools) + 1
             address = start_head(max(available_cores(), wanted), print, note).address
         connect(address, with_code=True)
+        health = None
         if not heads:
             folder.write(Record(name=folder.name, ray=_gcs_address(address)))
+            health = ask_head()
+            _warn_if_open()
         url = start_on_ray(spec, address, log_level, restart=restart, show=print_progress)
+        _warn_of_late_detection(health)
     except BaseException:
         try:
             for head in heads:
@@ -92,6 +103,21 @@ def _head_of(record: Record | None) -> RayHead | None:
     if record is None or not record.head_pid:
         return None
     return RayHead(record.ray, record.head_pid, record.head_start_seconds, record.head_folder)
+
+
+def _warn_if_open() -> None:
+    """Of the cluster that this process has joined."""
+    import ray
+
+    address = str(ray.get_runtime_context().gcs_address)
+    if accepts_strangers(address):
+        _log.warning("%s", OPEN_TO_ANYBODY.format(address=address))
+
+
+def _warn_of_late_detection(asked: Any) -> None:
+    checks = answer_of(asked)
+    if checks is not None and checks.advice():
+        _log.warning("%s", checks.advice())
 
 
 def _gcs_address(address: str) -> str:

@@ -31,7 +31,7 @@ _TEMP_PREFIX = "splitserve-ray-"
 _LOG = "start.log"
 # Ray would kill workers, again and again, while other programs fill the machine's memory; and let whatever else runs go
 # before them, which tokens would wait for.
-_DEFAULTS = {"RAY_memory_monitor_refresh_ms": "0", "RAY_worker_niceness": "0"}
+NODE_SETTINGS = {"RAY_memory_monitor_refresh_ms": "0", "RAY_worker_niceness": "0"}
 
 
 class RayHeadError(SplitserveError):
@@ -81,7 +81,7 @@ def start_head(num_cpus: int, say: Callable[[str], None], note: Callable[[RayHea
             stdout=log,
             stderr=log,
             start_new_session=True,
-            env={**_DEFAULTS, **os.environ, ADDRESS_VARIABLE: LOOPBACK, HEAD_VARIABLE: folder},
+            env={**NODE_SETTINGS, **os.environ, ADDRESS_VARIABLE: LOOPBACK, HEAD_VARIABLE: folder},
         )
     head = RayHead(f"127.0.0.1:{port}", process.pid, psutil.Process(process.pid).create_time(), folder)
     note(head)

@@ -38,6 +38,7 @@ from splitserve.orchestration.spec import ClusterSpec, PoolSpec
 CALL_SECONDS = 5.0
 FINISH_SECONDS = 15.0
 AGENT_THREADS = 8
+UNAVAILABLE_SECONDS = 0.1  # between questions to an agent that can't be reached, each of which fails at once
 
 _log = logging.getLogger(__name__)
 
@@ -109,7 +110,8 @@ class RayChild:
             try:
                 data = ray.get(self.agent.events.remote(num_seen))
             except ray.exceptions.ActorUnavailableError:
-                continue  # its node doesn't answer at the moment; Ray decides what that means
+                self._ended.wait(UNAVAILABLE_SECONDS)  # its node doesn't answer; Ray decides what that means
+                continue
             except (ray.exceptions.RayError, ValueError) as error:
                 where = f" on {self.place}" if self.node_id else ""
                 self._end(-signal.SIGKILL, f"{self.name}{where} was lost: {_first_line(error)}")
@@ -122,6 +124,7 @@ class RayChild:
         match event.stage:
             case "placed":
                 self.node_id, self.place = event.detail["node"], event.detail["place"]
+                self._emit(ChildProgress(self.name, event.stage, event.detail))
                 if self._uses_lmcache:
                     self._emit(ChildProgress(self.name, LMCACHE, {"server": server_on(self.node_id)}))
             case "started":

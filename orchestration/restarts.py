@@ -7,10 +7,30 @@ each time twice as long, with jitter, so that several don't come back in step; i
 import random
 from dataclasses import dataclass, field
 
+import msgspec
+
 SOON_SECONDS = 10.0
 FIRST_BACKOFF_SECONDS = 0.5
 MAX_BACKOFF_SECONDS = 30.0
 MAX_QUICK_DEATHS = 12
+
+
+class StartTimes(msgspec.Struct, frozen=True):
+    """Steps of a worker's last start, in seconds of one clock; None: not reached.
+
+    From ``lost_at`` to ``asked_at`` the restart policy waits, to ``placed_at`` a node is found and a process started on
+    it, to ``ready_at`` the worker loads its model.
+    """
+
+    lost_at: float | None = None  # the end of its predecessor was noticed; None at a first start
+    asked_at: float | None = None  # the host was asked to start it
+    placed_at: float | None = None  # a process of it runs on its node
+    ready_at: float | None = None  # it takes requests
+
+    def moved(self, seconds: float) -> "StartTimes":
+        """The same steps on a clock that is ``seconds`` ahead."""
+        times = (self.lost_at, self.asked_at, self.placed_at, self.ready_at)
+        return StartTimes(*(None if at is None else at + seconds for at in times))
 
 
 @dataclass(slots=True)

@@ -1,5 +1,6 @@
 """How a cluster is, for those who ask: made of what its supervisor knows and of the processes that run."""
 
+import time
 from collections.abc import Mapping
 
 from splitserve import __version__
@@ -13,7 +14,7 @@ ROUTER = "router"
 def cluster_status(
     state: str, url: str, supervisor: Supervisor, children: Mapping[str, Child], now: float
 ) -> ClusterStatus:
-    """``children`` by name, the router among them."""
+    """``children`` by name, the router among them; ``now`` on the monotonic clock, as all times of ``supervisor``."""
     counts = {pool.name: 0 for pool in supervisor.spec.pools}
     for worker in supervisor.workers.values():
         counts[worker.pool.name] += worker.wanted
@@ -50,6 +51,7 @@ def _worker_status(worker: Worker, child: Child | None, now: float) -> ProcessSt
         seconds_ready=None if worker.ready_since is None else now - worker.ready_since,
         wanted=worker.wanted,
         last_words=worker.last_words,
+        times=worker.times.moved(time.time() - now),
     )
 
 

@@ -17,7 +17,7 @@ from enum import StrEnum
 import msgspec
 
 from splitserve.errors import ConfigError
-from splitserve.orchestration.restarts import RestartPolicy
+from splitserve.orchestration.restarts import RestartPolicy, StartTimes
 from splitserve.orchestration.spec import ClusterSpec, PoolSpec
 from splitserve.orchestration.spec_contradictions import shared_settings
 
@@ -48,6 +48,7 @@ class Worker:
     wanted: bool = True
     policy: RestartPolicy = field(default_factory=RestartPolicy)
     ready_since: float | None = None
+    times: StartTimes = field(default_factory=StartTimes)
     kill_at: float = float("inf")
     num_restarts: int = 0
     last_words: str = ""
@@ -197,10 +198,17 @@ class Supervisor:
         worker = self.workers[name]
         worker.phase, worker.ready_since = Phase.STARTING, None
 
+    def on_placed(self, name: str, now: float) -> None:
+        """A process of it runs; before :meth:`on_ready`."""
+        worker = self.workers[name]
+        if worker.phase is Phase.STARTING:
+            worker.times = msgspec.structs.replace(worker.times, placed_at=now)
+
     def on_ready(self, name: str, now: float) -> list[Action]:
         worker = self.workers[name]
         if worker.phase is Phase.STARTING:
             worker.phase, worker.ready_since = Phase.READY, now
+            worker.times = msgspec.structs.replace(worker.times, ready_at=now)
         return self._advance_upgrade(now)
 
     def on_leaving(self, name: str) -> None:
@@ -213,7 +221,7 @@ class Supervisor:
         """It has ended, or couldn't be started (``returncode`` not 0). What becomes of it shows in :attr:`workers`."""
         worker = self.workers[name]
         seconds_ready = None if worker.ready_since is None else now - worker.ready_since
-        worker.last_words = words
+        worker.last_words, worker.times = words, StartTimes(lost_at=now)
         worker.phase, worker.ready_since, worker.kill_at = Phase.WAITING, None, float("inf")
         delay_seconds: float | None = None
         if worker.wanted and (self._restart or self._is_turn_of(name)):
@@ -231,6 +239,7 @@ class Supervisor:
         for worker in self.workers.values():
             if worker.phase is Phase.WAITING and worker.due_at <= now:
                 worker.due_at = float("inf")  # until the launcher says what came of it
+                worker.times = StartTimes(worker.times.lost_at, asked_at=now)
                 actions.append(Start(worker))
             elif worker.phase is Phase.LEAVING and worker.kill_at <= now:
                 worker.kill_at = float("inf")

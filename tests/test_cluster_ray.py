@@ -22,11 +22,13 @@ from cluster_load import bodies, right_tokens, steady_load
 from command_line import command, splitserve
 from lmcache_server import python_with_lmcache, segments_of
 from serving import complete_all, wait_until_quiet
+from splitserve.benchmarks.recovery_times import recoveries
 from splitserve.errors import ConfigError
 from splitserve.orchestration.client import ClusterClient, follow, log_lines, status_of
 from splitserve.orchestration.cluster import LaunchError
 from splitserve.orchestration.control import ClusterStatus, DrainWorker, Refused, Scale, UpgradeCluster, accepted
 from splitserve.orchestration.launcher import LocalCluster
+from splitserve.orchestration.ray_access import accepts_strangers
 from splitserve.orchestration.ray_client import RayClient, connect, start_on_ray
 from splitserve.orchestration.ray_commands import client_on_ray, up_on_ray
 from splitserve.orchestration.ray_host import groups_of
@@ -136,10 +138,13 @@ def settle(client: RayClient, counts: dict[str, int]) -> ClusterStatus:
 
 @pytest.mark.usefixtures("left_alone")
 def test_a_life_under_load_on_two_and_on_four_nodes(
-    raylets: Cluster, tiny_qwen3: Path, tmp_path: Path, state: Path
+    raylets: Cluster, tiny_qwen3: Path, tmp_path: Path, state: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     spec = write_spec(tmp_path / "spec.yaml", tiny_qwen3, "life")
     url = up_on_ray(read_spec(spec), StateFolder("life"), raylets.address, "info", restart=True)
+    warnings = [record.getMessage() for record in caplog.records if record.name.endswith("ray_commands")]
+    assert accepts_strangers(raylets.address) and "has no authentication" in warnings[0]
+    assert "notices a machine without power or network after up to" in warnings[1]
     client = client_on_ray("life", raylets.address)
     home, other = raylets.list_all_nodes()
     assert raylet_above(status_of(client).router.pid) == raylet_of(home), "the router is where `up` was run"
@@ -154,6 +159,7 @@ def test_a_life_under_load_on_two_and_on_four_nodes(
         status = settle(client, {"fill": 2, "gen": 4})
         assert [places(status, raylets)[node.node_id, "gen"] for node in newcomers] == [1, 1], "they had nobody"
 
+        died_at = time.time()
         raylets.remove_node(other, allow_graceful=False)
         wait_until(lambda: any(worker.phase != "ready" for worker in status_of(client).workers), "a worker is missed")
         status = settle(client, {"fill": 2, "gen": 4})
@@ -161,6 +167,10 @@ def test_a_life_under_load_on_two_and_on_four_nodes(
         # Others may have been started again, too: UCX has been seen to abort in a reader whose source died.
         lost = [worker for worker in status.workers if "was lost" in worker.last_words]
         assert sorted(worker.pool for worker in lost) == ["fill", "gen"] and all(each.num_restarts for each in lost)
+        names = [worker.name for worker in lost]
+        ways_back = recoveries(msgspec.to_builtins(status), names, died_at)
+        assert [each.worker for each in ways_back] == sorted(names, key=lambda name: ready_at(status, name))
+        assert all(min(each.detection, each.delay, each.assignment, each.start) >= 0 for each in ways_back)
 
         for pool in ("fill", "gen"):
             accepted(client.ask(Scale(pool, 1)))
@@ -182,6 +192,10 @@ def test_a_life_under_load_on_two_and_on_four_nodes(
     assert said == ["life: all processes have ended"]
     assert not processes_of("life") and not client.leftovers() and not state.exists()
     wait_until(is_idle, "nothing is reserved on any node")
+
+
+def ready_at(status: ClusterStatus, name: str) -> float:
+    return next(worker.times.ready_at or 0.0 for worker in status.workers if worker.name == name)
 
 
 def is_upgraded(status: ClusterStatus) -> bool:

@@ -12,6 +12,7 @@ import pytest
 
 from cluster_load import right_tokens
 from command_line import command, splitserve
+from splitserve.orchestration.ray_access import accepts_strangers
 from splitserve.orchestration.ray_names import HEAD_VARIABLE
 from waiting import PATIENCE_SECONDS
 
@@ -57,6 +58,9 @@ def test_a_cluster_whose_ray_head_was_killed(spec: str, state: Path, tiny_qwen3:
     folders = shared_memory_of(processes)
     assert len(processes) > 5, "Ray's, their agents, a router and two workers"
     assert len(folders) == 2 and all(folder.is_dir() for folder in folders)
+    assert not accepts_strangers(record["ray"])
+    refusal = splitserve("status", "--ray", record["ray"], "--name", "elsewhere", status=2)
+    assert "requires a token" in refusal and "RAY_AUTH_TOKEN_PATH" in refusal
     assert {process.nice() for process in processes} == {os.nice(0)}, "workers give way to others"
     os.kill(record["head_pid"], signal.SIGKILL)
     assert "the Ray head that was started for it has ended" in splitserve("down")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from splitserve.config import EngineConfig
 from splitserve.errors import ConfigError
-from splitserve.orchestration.restarts import MAX_QUICK_DEATHS
+from splitserve.orchestration.restarts import MAX_QUICK_DEATHS, StartTimes
 from splitserve.orchestration.shorthand import simple_spec
 from splitserve.orchestration.spec import ClusterSpec, DevicesSpec, ObjectivesSpec, PoolSpec
 from splitserve.orchestration.supervision import (
@@ -123,6 +123,26 @@ def test_all_workers_start_and_get_ready() -> None:
     assert machine.supervisor.names(Phase.READY) == frozenset()
     machine.ready()
     assert machine.supervisor.names(Phase.READY) == frozenset(machine.names)
+
+
+def test_the_steps_of_a_start_are_timed() -> None:
+    machine = Machine(spec_of(prefill=1, decode=1))
+    worker = machine.supervisor.workers["decode-0"]
+    assert worker.times == StartTimes(asked_at=0.0)
+    machine.wait(2.0)
+    machine.supervisor.on_placed("decode-0", machine.now)
+    machine.wait(3.0)
+    machine.ready()
+    assert worker.times == StartTimes(asked_at=0.0, placed_at=2.0, ready_at=5.0)
+    machine.wait(95.0)
+    machine.supervisor.on_placed("decode-0", machine.now)  # late news of a worker that is ready
+    machine.exit("decode-0", -9)
+    assert worker.times == StartTimes(lost_at=100.0, asked_at=100.0), "one that had served comes back at once"
+    machine.exit("decode-0", -9)
+    assert worker.times == StartTimes(lost_at=100.0) and worker.due_at > 100.0
+    machine.wait(10.0)
+    assert worker.times == StartTimes(lost_at=100.0, asked_at=110.0)
+    assert worker.times.moved(1000.0) == StartTimes(lost_at=1100.0, asked_at=1110.0)
 
 
 def test_a_pool_grows_and_shrinks() -> None:
