@@ -399,10 +399,11 @@ class HttpPool:
 
     async def get(self, path: str) -> int:
         """The status of a GET."""
-        return (await self._exchange(f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode()))[0]
+        return (await self._exchange(f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode()))[0]
 
     async def post(self, path: str, body: bytes, arm: Arm) -> None:
-        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        head += f"content-length: {len(body)}\r\n\r\n"
         start = time.perf_counter()
         try:
             async with asyncio.timeout(_REQUEST_SECONDS):

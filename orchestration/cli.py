@@ -36,6 +36,7 @@ BENCHES = {
         "splitserve.benchmarks.isolation",
         "gaps between tokens while prompts of others arrive, P/D or mixed",
     ),
+    "attacks": ("splitserve.benchmarks.attacks", "hostile HTTP clients beside a stream: its gaps, the router's memory"),
     "router": ("splitserve.benchmarks.router_overhead", "what the router adds to a worker that answers at once"),
     "chaos": ("splitserve.benchmarks.chaos", "kills, freezes and drains under load: right tokens, nothing left over"),
     "engine-loop": ("splitserve.benchmarks.engine_loop", "what the host adds to a GPU's steps, with a clock for a GPU"),

@@ -20,8 +20,10 @@ from splitserve.router.answers import GenerationResponse, Prompt
 from splitserve.router.api_error import ApiError
 from splitserve.router.body import BodyReader
 from splitserve.router.cluster_report import cluster_report
+from splitserve.router.content_type import check_json
 from splitserve.router.dispatcher import Dispatcher
 from splitserve.router.formats import ChatFormat, CompletionFormat, Format
+from splitserve.router.local_origin import RequireLocal
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.openapi import openapi_document
 from splitserve.router.placement import Disaggregated, NoWorker, RequestShape
@@ -106,6 +108,7 @@ class Api:
 
     async def profile(self, request: Request) -> Response:
         """Let the workers record their next steps; answers when they have."""
+        check_json(request)
         body = parse_profile_request(await self._bodies.read(request))
         reports = await self._dispatcher.profiles.take(body.num_steps, body.timeout_seconds)
         if not reports:
@@ -113,6 +116,7 @@ class Api:
         return JSONResponse({"workers": reports})
 
     async def _read(self, request: Request, model: type[RequestModel]) -> RequestModel:
+        check_json(request)
         body = parse(model, await self._bodies.read(request))
         self._check_model(body.model)
         return body
@@ -142,12 +146,15 @@ class Api:
         return {"id": self.model_id, "object": "model", "created": self._created, "owned_by": "splitserve"}
 
 
-def create_app(api: Api, metrics: RouterMetrics, api_key: str = "") -> ASGIApp:
-    """The ASGI application: routes, errors in OpenAI's shape, request counts; ``api_key`` is for /v1 and /admin."""
-    document = openapi_document(api.model_id, wants_key=bool(api_key))
+def create_app(api: Api, metrics: RouterMetrics, api_key: str = "", *, local_only: bool = False) -> ASGIApp:
+    """The ASGI application: routes, errors in OpenAI's shape, request counts.
+
+    ``api_key`` is for /v1 and /admin. With ``local_only`` requests have to be meant for a loopback host.
+    """
+    document = msgspec.json.encode(openapi_document(api.model_id, wants_key=bool(api_key)))
 
     async def openapi(_request: Request) -> Response:
-        return JSONResponse(document)
+        return Response(document, media_type="application/json")
 
     posts: list[tuple[str, Handler]] = [
         ("/v1/completions", api.completions),
@@ -175,7 +182,8 @@ def create_app(api: Api, metrics: RouterMetrics, api_key: str = "") -> ASGIApp:
     # Plain routes: FastAPI's own would parse and validate, which is done here. The document is written by hand.
     app = FastAPI(title="Splitserve", version=__version__, openapi_url=None, routes=routes, exception_handlers=on_error)
     paths = frozenset(path for path, _ in posts + gets)
-    return CountRequests(RequireKey(app, api_key) if api_key else app, metrics, paths)
+    guarded: ASGIApp = RequireKey(app, api_key) if api_key else app
+    return CountRequests(RequireLocal(guarded) if local_only else guarded, metrics, paths)
 
 
 async def _on_api_error(_request: Request, error: Exception) -> Response:

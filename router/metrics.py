@@ -56,6 +56,12 @@ class RouterMetrics:
             ("endpoint", "status"),
             registry=registry,
         )
+        self.connections_refused = Counter(
+            "splitserve_connections_refused",
+            "HTTP connections refused before a request was complete, or cut for another one, by reason",
+            ("reason",),
+            registry=registry,
+        )
         self.requests_finished = Counter(
             "splitserve_requests_finished",
             "Requests that ended: where they were meant to run, where they ran, and why it ended so",

@@ -20,8 +20,9 @@ _ERRORS = {
     400: "The request can't be served as it is; `param` names the field at fault",
     401: "The API key is missing or wrong",
     404: "No such model, or no such path",
-    408: "The body took too long",
+    408: "The headers or the body took too long",
     413: "The body is too large",
+    415: "The body isn't application/json",
     429: "Too many requests are in flight",
     502: "A worker gave the request up",
     503: "No worker can take the request now",
@@ -32,7 +33,7 @@ _ERRORS = {
 def openapi_document(model_id: str, *, wants_key: bool) -> Json:
     """The whole document, as a value for JSON."""
     keyed = (401,) if wants_key else ()
-    generation_errors = (400, *keyed, 404, 408, 413, 429, 502, 503, 504)
+    generation_errors = (400, *keyed, 404, 408, 413, 415, 429, 502, 503, 504)
     paths: Json = {
         "/v1/completions": {"post": _generation("Continue prompts", "Completion", generation_errors)},
         "/v1/chat/completions": {"post": _generation("Answer a chat", "ChatCompletion", generation_errors)},

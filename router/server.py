@@ -17,6 +17,7 @@ import uvloop
 from splitserve.config import RouterConfig
 from splitserve.errors import ConfigError
 from splitserve.router.app import Api, create_app
+from splitserve.router.connections import Connections, HttpConfig
 from splitserve.router.dispatcher import Dispatcher
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.preparation import Preparation
@@ -28,7 +29,6 @@ log = logging.getLogger(__name__)
 Progress = Callable[[str, dict[str, str]], None]
 
 _BACKLOG = 2048
-_KEEP_ALIVE_SECONDS = 75
 _SHUTDOWN_SECONDS = 2
 
 
@@ -65,11 +65,13 @@ async def _serve(config: RouterConfig, progress: Progress, listener: socket.sock
     preparation = Preparation(tokenizer)
     try:
         progress("membership", {"endpoint": dispatcher.fleet.endpoint})
-        app = create_app(Api(config.served_model_name, dispatcher, preparation, metrics), metrics, config.api_key)
+        api = Api(config.served_model_name, dispatcher, preparation, metrics)
+        local_only = is_loopback(config.host) and not config.api_key
+        app = create_app(api, metrics, config.api_key, local_only=local_only)
         server = _HttpServer(
-            uvicorn.Config(
+            HttpConfig(
                 app,
-                http="httptools",
+                Connections(config.http, config.max_requests_in_flight, metrics),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -77,7 +79,6 @@ async def _serve(config: RouterConfig, progress: Progress, listener: socket.sock
                 server_header=False,
                 proxy_headers=False,
                 backlog=_BACKLOG,
-                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
             ),
             on_started=lambda: progress("listening", {"url": _url(listener)}),

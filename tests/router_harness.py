@@ -89,12 +89,17 @@ class RouterProcess:
         assert event == name
         return fields
 
-    def request(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], Any]:
-        """Status, headers and decoded JSON (text, where it is none) of one request on a connection of its own."""
+    def request(
+        self, method: str, path: str, body: Any = None, **headers: str | None
+    ) -> tuple[int, dict[str, str], Any]:
+        """Status, headers and decoded JSON (text, where it is none) of one request on a connection of its own. A body
+        is sent as JSON, unless ``headers`` say otherwise; None leaves one out."""
         connection = http.client.HTTPConnection(*self.address, timeout=PATIENCE_SECONDS)
         try:
             data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-            connection.request(method, path, data, headers)
+            kind = {} if body is None else {"Content-Type": "application/json"}
+            given = {name: value for name, value in (kind | headers).items() if value is not None}
+            connection.request(method, path, data, given)
             response = connection.getresponse()
             text = response.read()
             found = {name.lower(): value for name, value in response.getheaders()}

@@ -29,7 +29,7 @@ from waiting import PATIENCE_SECONDS, wait_until
 
 NUM_REQUESTS = int(os.environ.get("SPLITSERVE_FUZZ_REQUESTS", "600"))
 SEED = int(os.environ.get("SPLITSERVE_FUZZ_SEED", "0"))
-ANSWERS = {200, 400, 404, 405, 408, 413, 429, 503, 504}
+ANSWERS = {200, 400, 404, 405, 408, 413, 415, 429, 503, 504}
 MAX_MODEL_LEN = 256
 HOSTILE_VALUES: list[Any] = [None, True, False, 0, 1, -1, 2**31, 2**63, 2**64, 10**40, 0.5, -0.0, 1e308, 5e-324]
 HOSTILE_VALUES += [float("nan"), float("inf"), "", "\x00", "\ud800", "\U0010ffff", "x" * 3000, "<|im_end|>", "refuse"]
@@ -222,7 +222,7 @@ def test_no_body_gives_an_internal_error(router: RouterProcess) -> None:
 def test_oversized_bodies_are_refused(router: RouterProcess, chunked: bool) -> None:
     """The answer may come before the body is sent, and the connection be cut under it: never a 200, never a hang."""
     body = b'{"model": "tiny", "prompt": "' + b"a" * (17 << 20) + b'"}'
-    headers = {"Transfer-Encoding": "chunked"} if chunked else {}
+    headers = {"Content-Type": "application/json"} | ({"Transfer-Encoding": "chunked"} if chunked else {})
     try:
         status, _ = post(router, "/v1/completions", body, headers, chunked=chunked)
     except (BrokenPipeError, ConnectionResetError):
@@ -232,7 +232,7 @@ def test_oversized_bodies_are_refused(router: RouterProcess, chunked: bool) -> N
 
 def test_many_large_bodies_at_once_are_bounded(router: RouterProcess) -> None:
     """Each is under the limit and never ends; beyond the memory for all of them there is an answer."""
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (16 << 20)
+    head = HEAD + b"Content-Length: %d\r\n\r\n" % (16 << 20)
     held = []
     resident = psutil.Process(router.process.pid).memory_info().rss
     answers: list[bytes] = []
@@ -257,14 +257,16 @@ def test_many_large_bodies_at_once_are_bounded(router: RouterProcess) -> None:
 
 # ---- below HTTP ----
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 BODY = b'{"model": "tiny", "prompt": "a", "max_tokens": 200, "stream": true}'
 RAW: list[Callable[[random.Random], bytes]] = [
     lambda rng: rng.randbytes(rng.randrange(2000)),
     lambda _: b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-    lambda rng: b"GET /" + rng.randbytes(50).replace(b"\r", b"").replace(b"\n", b"") + b" HTTP/1.1\r\nHost: x\r\n\r\n",
-    lambda _: b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
-    lambda rng: b"GET /v1/models/%00%ff%c0%ae/../" + b"%" * rng.randrange(5) + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+    lambda rng: (
+        b"GET /" + rng.randbytes(50).replace(b"\r", b"").replace(b"\n", b"") + b" HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    ),
+    lambda _: b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    lambda rng: b"GET /v1/models/%00%ff%c0%ae/../" + b"%" * rng.randrange(5) + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
     lambda _: b"GET / HTTP/1.1\r\n" + b"".join(b"H%d: x\r\n" % i for i in range(3000)) + b"\r\n",
     lambda _: HEAD + b"Content-Length: 10\r\nContent-Length: 20\r\n\r\n" + BODY,
     lambda _: HEAD + b"Content-Length: -1\r\n\r\n" + BODY,
@@ -275,11 +277,11 @@ RAW: list[Callable[[random.Random], bytes]] = [
     lambda _: HEAD + b"Content-Length: 500\r\n\r\n" + BODY,  # and no more
     lambda _: HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY,  # and away, in the middle of the stream
     lambda _: (HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY) * 5,
-    lambda _: b"DELETE /v1/models HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n\r\n",
+    lambda _: b"DELETE /v1/models HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\n\r\n",
     lambda _: b"OPTIONS * HTTP/1.1\r\n\r\n",
-    lambda _: b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\n",
+    lambda _: b"CONNECT x:1 HTTP/1.1\r\nHost: localhost\r\n\r\n",
     lambda _: b"GET /health HTTP/0.9\r\n\r\n",
-    lambda _: b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n",
+    lambda _: b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n",
 ]
 
 

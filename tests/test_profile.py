@@ -189,7 +189,7 @@ class TestRecorder:
 
 
 def post(url: str, body: Any, key: str = "") -> tuple[int, Any]:
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     request = urllib.request.Request(f"{url}/admin/profile", json.dumps(body).encode(), headers, method="POST")
     try:
         with urllib.request.urlopen(request, timeout=60) as response:

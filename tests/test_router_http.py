@@ -404,6 +404,9 @@ def test_curl(router):
         {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "stream": True}
     )
     command = ["curl", "-sS", "-N", router.url + "/v1/chat/completions", "-d", body]
+    refusal = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS).stdout
+    assert "-H 'Content-Type: application/json'" in refusal and "x-www-form-urlencoded" in refusal
+    command += ["-H", "Content-Type: application/json"]
     text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS).stdout
     assert sse(text)[0]["choices"][0]["delta"]["role"] == "assistant"
 

@@ -296,6 +296,18 @@ class LMCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     environment: str = ""
 
 
+class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds of the router's HTTP connections (:mod:`splitserve.router.connections`)."""
+
+    max_header_bytes: int = 64 * 1024  # of a request line with its headers, and of the trailers after a body
+    max_headers: int = 256  # likewise
+    header_seconds: float = 20.0  # from a request's first byte, or a new connection, to the end of its headers
+    keep_alive_seconds: int = 75  # between requests
+    linger_seconds: float = 2.0  # for a client to read why it was refused
+    max_pipelined: int = 16  # requests that wait on one connection for the answer to another one
+    max_connections: int = 8192
+
+
 class RouterConfig(Confidential, frozen=True, kw_only=True):
     """The router process. A port 0 takes a free one. ``max_requests_in_flight`` bounds what it admits (429 beyond).
 
@@ -316,5 +328,6 @@ class RouterConfig(Confidential, frozen=True, kw_only=True):
     tpot_objective_seconds: float = 0.0
     on_awake_cores: bool = False
     protocol: ProtocolConfig = ProtocolConfig()
+    http: HttpLimits = HttpLimits()
     secret: str = ""
     api_key: str = ""
