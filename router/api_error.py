@@ -7,6 +7,8 @@ import msgspec
 from splitserve.router.request_state import Failure, FailureReason
 
 RETRY_AFTER_SECONDS = 1
+MAX_MESSAGE_CHARS = 2000
+MAX_PARAM_CHARS = 200
 
 _TYPES = {
     400: "invalid_request_error",
@@ -21,14 +23,21 @@ _TYPES = {
 }
 
 
+def clipped(text: str, max_chars: int) -> str:
+    """``text``, cut where it's longer: names and values in messages come from clients and files."""
+    return text if len(text) <= max_chars else f"{text[:max_chars]}... ({len(text)} characters)"
+
+
 class ApiError(Exception):
-    """An answer other than 200. ``param`` names the request's field at fault."""
+    """An answer other than 200. ``param`` names the request's field at fault. Both texts are cut where they are long,
+    since they may repeat what the client sent."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        message = clipped(message, MAX_MESSAGE_CHARS)
         super().__init__(message)
         self.status = status
         self.message = message
-        self.param = param
+        self.param = None if param is None else clipped(param, MAX_PARAM_CHARS)
         self.code = code
 
     def body(self) -> dict[str, Any]:

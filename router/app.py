@@ -5,7 +5,7 @@ import hashlib
 import hmac
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import msgspec
 from fastapi import FastAPI
@@ -28,26 +28,32 @@ from splitserve.router.metrics import RouterMetrics
 from splitserve.router.openapi import openapi_document
 from splitserve.router.placement import Disaggregated, NoWorker, RequestShape
 from splitserve.router.preparation import Preparation, check_not_empty
-from splitserve.router.profiles import parse_profile_request
-from splitserve.router.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest, parse
+from splitserve.router.profiles import MAX_PROFILE_BODY_BYTES, parse_profile_request
+from splitserve.router.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest, RequestModel
 
 _KEYED_PATHS = ("/v1/", "/admin/")
 _CLOSED_TRANSPORT = "the handler is closed"  # what uvloop says between a connection's reset and its report of it
 
 Handler: TypeAlias = Callable[[Request], Coroutine[Any, Any, Response]]
-RequestModel = TypeVar("RequestModel", bound=GenerationRequest)
 
 
 class Api:
     """The endpoints' handlers, for one model."""
 
-    def __init__(self, model_id: str, dispatcher: Dispatcher, preparation: Preparation, metrics: RouterMetrics) -> None:
+    def __init__(
+        self,
+        model_id: str,
+        dispatcher: Dispatcher,
+        preparation: Preparation,
+        metrics: RouterMetrics,
+        bodies: BodyReader,
+    ) -> None:
         self.model_id = model_id
         self._dispatcher = dispatcher
         self._preparation = preparation
         self._metrics = metrics
         self._created = int(time.time())
-        self._bodies = BodyReader()
+        self._bodies = bodies
 
     async def completions(self, request: Request) -> Response:
         arrived_at = asyncio.get_running_loop().time()
@@ -109,7 +115,8 @@ class Api:
     async def profile(self, request: Request) -> Response:
         """Let the workers record their next steps; answers when they have."""
         check_json(request)
-        body = parse_profile_request(await self._bodies.read(request))
+        async with self._bodies.read(request, MAX_PROFILE_BODY_BYTES) as content:
+            body = parse_profile_request(content)
         reports = await self._dispatcher.profiles.take(body.num_steps, body.timeout_seconds)
         if not reports:
             raise ApiError(503, "no worker is ready: try again", code="no_worker")
@@ -117,7 +124,7 @@ class Api:
 
     async def _read(self, request: Request, model: type[RequestModel]) -> RequestModel:
         check_json(request)
-        body = parse(model, await self._bodies.read(request))
+        body = await self._bodies.parse(request, model)
         self._check_model(body.model)
         return body
 

@@ -10,10 +10,12 @@ from typing import TypeVar
 from splitserve.request import SamplingParams
 from splitserve.router.answers import Prompt
 from splitserve.router.api_error import ApiError
+from splitserve.router.chat_template import ChatTemplateError
 from splitserve.router.choice import Choice
 from splitserve.router.dispatcher import Limits
+from splitserve.router.renderer import Renderer, RendererBusyError
 from splitserve.router.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
-from splitserve.router.tokenizer import ChatTemplateError, ModelTokenizer
+from splitserve.router.tokenizer import ModelTokenizer
 from splitserve.token_ids import TokenIds, highest
 
 # Tokenising so few characters costs no more than a hop to the pool and back.
@@ -29,8 +31,9 @@ Result = TypeVar("Result")
 class Preparation:
     """Prepares prompts for one model. Methods raise :class:`ApiError` 400 that names the field at fault."""
 
-    def __init__(self, tokenizer: ModelTokenizer) -> None:
+    def __init__(self, tokenizer: ModelTokenizer, renderer: Renderer) -> None:
         self._tokenizer = tokenizer
+        self._renderer = renderer
         self._pool = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
 
     def close(self) -> None:
@@ -49,17 +52,17 @@ class Preparation:
         return prompts
 
     async def chat(self, request: ChatCompletionRequest, limits: Limits) -> list[Prompt]:
-        messages = [message.for_template() for message in request.messages]
-        num_chars = sum(len(message["content"]) for message in messages)
+        try:
+            text = await self._renderer.render([message.for_template() for message in request.messages])
+        except ChatTemplateError as error:
+            raise ApiError(400, str(error), param="messages", code="chat_template_failed") from None
+        except RendererBusyError as error:
+            raise ApiError(503, str(error), code="overloaded") from None
 
-        def render_and_encode() -> TokenIds:
-            text = self._tokenizer.render_chat(messages)
+        def encode() -> TokenIds:
             return self._encode(text, limits.max_model_len, "messages", add_special_tokens=False)
 
-        try:
-            token_ids = await self._run(render_and_encode, num_chars)
-        except ChatTemplateError as error:
-            raise ApiError(400, str(error), param="messages") from None
+        token_ids = await self._run(encode, len(text))
         room = _room(len(token_ids), limits.max_model_len, "messages")
         if len(token_ids) < limits.common_model_len:
             # Up to where every worker can go on, so that the load isn't all the largest one's.
@@ -83,7 +86,7 @@ class Preparation:
         tokenizer for many seconds."""
         far_too_many = 2 * (max_model_len + CUT_WORD_TOKENS)
         head = text[: HEAD_CHARS_PER_TOKEN * far_too_many]
-        if len(head) < len(text) and len(self._tokenizer.encode(head, add_special_tokens=False)) > far_too_many:
+        if len(head) < len(text) and self._tokenizer.count(head) > far_too_many:
             message = f"{param} has far more tokens than the context length of {max_model_len} allows"
             raise ApiError(400, message, param=param, code="context_length_exceeded")
         return array("i", self._tokenizer.encode(text, add_special_tokens=add_special_tokens))

@@ -15,6 +15,7 @@ from splitserve.router.membership import WorkerState
 
 MAX_STEPS = 100_000
 MAX_SECONDS = 600.0
+MAX_PROFILE_BODY_BYTES = 4096
 REPORT_SECONDS = 60.0
 """How long a worker may take to write and read its trace."""
 

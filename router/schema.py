@@ -4,13 +4,13 @@ What isn't supported yet is refused by name when it's given a value that would c
 the value is the neutral one that clients like to send. Unknown fields are refused too: nothing is silently ignored.
 """
 
-import contextlib
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from splitserve.router.api_error import ApiError
+from splitserve.router.body_shape import check_shape, check_values
 from splitserve.router.token_prompt import take_token_ids
 from splitserve.token_ids import TokenIds
 
@@ -18,6 +18,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_PROMPTS = 1024
+MAX_MESSAGES = 2048
+MAX_PARTS = 1024
 MAX_ISSUES = 100  # each of them costs time and memory: a body with more is refused without looking at any
 
 # Parameters of OpenAI's API, or of other servers of it, that we know but don't support, with the values besides null
@@ -130,8 +132,7 @@ def _prompt_kind(value: Any) -> str:
     return "token_lists" if isinstance(first, list) else "strings" if isinstance(first, str) else "tokens"
 
 
-# One issue tells as much as a million, which took minutes.
-_FAIL_FAST = Field(fail_fast=True)
+# Lists fail fast: one issue tells as much as a million, which took minutes.
 # An empty prompt is refused with an error code of its own, so only the schema that clients see has these bounds.
 _TEXT = Field(json_schema_extra={"minLength": 1})
 _LIST = Field(fail_fast=True, json_schema_extra={"minItems": 1})
@@ -166,7 +167,7 @@ class ChatMessage(_Strict):
     """One message. The fields after ``name`` are those that a client sends back from an answer; they must be empty."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], _FAIL_FAST]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)]
     name: str | None = None
     refusal: None = None
     audio: None = None
@@ -182,22 +183,41 @@ class ChatMessage(_Strict):
 
 
 class ChatCompletionRequest(GenerationRequest):
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
 
 
+_ANY_FIELDS = pydantic.TypeAdapter(dict[str, Any])
 RequestModel = TypeVar("RequestModel", bound=GenerationRequest)
 
 
 def parse(model: type[RequestModel], body: bytes) -> RequestModel:
-    """The body as ``model``. Raises :class:`ApiError` 400 that names the first field at fault."""
-    if model is CompletionRequest and (taken := take_token_ids(body)) is not None:
-        token_ids, rest = taken
-        with contextlib.suppress(ApiError):  # it is said of the whole body
-            request = _parse_whole(model, rest)
-            request.prompt = token_ids  # type: ignore[attr-defined]
-            return request
-    return _parse_whole(model, body)
+    """The body as ``model``. Raises :class:`ApiError` 400 that names the first field at fault.
+
+    Holds the interpreter for a time in proportion to the body's structure: :func:`parse_checked` bounds that first.
+    """
+    token_ids, rest = _take_prompt(model, body)
+    return _with_prompt(_parse_whole(model, rest), token_ids)
+
+
+def parse_checked(model: type[RequestModel], body: bytes) -> RequestModel:
+    """:func:`parse` for a large body, whose structure is counted before anything is built from it."""
+    shape = check_shape(body)
+    token_ids, rest = _take_prompt(model, body)
+    check_values(shape if token_ids is None else check_shape(rest))
+    return _with_prompt(_parse_whole(model, rest), token_ids)
+
+
+def _take_prompt(model: type[RequestModel], body: bytes) -> tuple[TokenIds | None, bytes]:
+    """The prompt, if it's one list of token ids, and the body with a stand-in for it."""
+    taken = take_token_ids(body) if model is CompletionRequest else None
+    return (None, body) if taken is None else taken
+
+
+def _with_prompt(request: RequestModel, token_ids: TokenIds | None) -> RequestModel:
+    if token_ids is not None:
+        request.prompt = token_ids  # type: ignore[attr-defined]
+    return request
 
 
 def _parse_whole(model: type[RequestModel], body: bytes) -> RequestModel:
@@ -223,7 +243,7 @@ def _retry_without_neutral(model: type[RequestModel], body: bytes, error: pydant
             raise ApiError(400, f"{name} is not supported yet", param=name, code="unsupported_parameter")
     if not extras:
         raise _as_api_error(issues)
-    fields = pydantic.TypeAdapter(dict[str, Any]).validate_json(body)
+    fields = _ANY_FIELDS.validate_json(body)
     kept = {name: value for name, value in fields.items() if name not in extras}
     try:
         return model.model_validate(kept)

@@ -17,10 +17,12 @@ import uvloop
 from splitserve.config import RouterConfig
 from splitserve.errors import ConfigError
 from splitserve.router.app import Api, create_app
+from splitserve.router.body import BodyReader
 from splitserve.router.connections import Connections, HttpConfig
 from splitserve.router.dispatcher import Dispatcher
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.preparation import Preparation
+from splitserve.router.renderer import Renderer
 from splitserve.router.tokenizer import ModelTokenizer
 from splitserve.security import is_loopback
 
@@ -62,10 +64,13 @@ def _allow_many_files() -> None:
 async def _serve(config: RouterConfig, progress: Progress, listener: socket.socket, tokenizer: ModelTokenizer) -> None:
     metrics = RouterMetrics()
     dispatcher = Dispatcher(config, metrics)
-    preparation = Preparation(tokenizer)
+    renderer = Renderer(tokenizer.chat_template)
+    preparation = Preparation(tokenizer, renderer)
+    bodies = BodyReader(config.max_body_mib << 20)
     try:
+        await renderer.start()
         progress("membership", {"endpoint": dispatcher.fleet.endpoint})
-        api = Api(config.served_model_name, dispatcher, preparation, metrics)
+        api = Api(config.served_model_name, dispatcher, preparation, metrics, bodies)
         local_only = is_loopback(config.host) and not config.api_key
         app = create_app(api, metrics, config.api_key, local_only=local_only)
         server = _HttpServer(
@@ -98,7 +103,9 @@ async def _serve(config: RouterConfig, progress: Progress, listener: socket.sock
         await server.serve(sockets=[listener])
     finally:
         dispatcher.close()
+        bodies.close()
         preparation.close()
+        renderer.close()
 
 
 class _HttpServer(uvicorn.Server):

@@ -17,6 +17,7 @@ from splitserve.messages import DecodeRequest, LocalRequest, PrefillRequest
 from splitserve.request import Role
 from splitserve.router.dispatcher import Limits
 from splitserve.router.preparation import Preparation
+from splitserve.router.renderer import Renderer
 from splitserve.router.schema import CompletionRequest
 from splitserve.router.tokenizer import ModelTokenizer
 from waiting import PATIENCE_SECONDS, wait_until
@@ -305,7 +306,7 @@ def test_long_texts_of_few_tokens_are_not_refused(tmp_path):
     tokenizer = write_model_dir(tmp_path)
     tokenizer.add_tokens([word])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    preparation = Preparation(ModelTokenizer(tmp_path))
+    preparation = Preparation(ModelTokenizer(tmp_path), Renderer(None))
     request = CompletionRequest(model="tiny", prompt=word * 500)
     prompts = asyncio.run(preparation.completion(request, Limits(1024, 1024, 1000)))
     preparation.close()

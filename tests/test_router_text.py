@@ -1,5 +1,6 @@
 """Detokenisation, stop strings, and the tokenizer's files."""
 
+import asyncio
 import json
 
 import pytest
@@ -9,9 +10,17 @@ from hypothesis import strategies as st
 from router_harness import EOS, write_model_dir
 from splitserve.errors import CheckpointError
 from splitserve.request import FinishReason
+from splitserve.router.chat_template import ChatTemplate, ChatTemplateError
 from splitserve.router.choice import Choice
+from splitserve.router.renderer import Renderer
 from splitserve.router.text import Detokenizer, StopStrings
-from splitserve.router.tokenizer import ChatTemplateError, ModelTokenizer
+from splitserve.router.tokenizer import ModelTokenizer
+
+
+def render_chat(model, messages):
+    """As a rendering process does."""
+    found = model.chat_template
+    return ChatTemplate(found.source, found.special_tokens, 1000).render(messages)
 
 
 @pytest.fixture(scope="module")
@@ -116,12 +125,12 @@ def test_a_stop_string_completed_by_the_last_flush_counts(tokenizer):
 
 def test_chat_template_and_end_tokens(model_dir, tokenizer):
     model = ModelTokenizer(model_dir)
-    prompt = model.render_chat([{"role": "user", "content": "hé"}])
+    prompt = render_chat(model, [{"role": "user", "content": "hé"}])
     assert prompt == "<|im_start|>user\nhé<|im_end|>\n<|im_start|>assistant\n"
     assert model.encode(prompt, add_special_tokens=False)[0] == tokenizer.token_to_id("<|im_start|>")
     assert model.eos_token_ids == (tokenizer.token_to_id(EOS),)
     with pytest.raises(ChatTemplateError, match="refused by template"):
-        model.render_chat([{"role": "user", "content": "refuse"}])
+        render_chat(model, [{"role": "user", "content": "refuse"}])
 
 
 def test_template_files_helpers_and_sandbox(tmp_path):
@@ -137,11 +146,11 @@ def test_template_files_helpers_and_sandbox(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": {"content": "<s>"}}))
     model = ModelTokenizer(tmp_path)
     assert model.eos_token_ids == (7,)
-    assert model.render_chat([{"a": "é"}, {"b": 1}]) == '<s>{"a": "é"}{"b": 1}!4'
+    assert render_chat(model, [{"a": "é"}, {"b": 1}]) == '<s>{"a": "é"}{"b": 1}!4'
     for attack in ("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ none + 1 }}", "{{ messages[9].x }}"):
         (tmp_path / "chat_template.jinja").write_text(attack)
         with pytest.raises(ChatTemplateError):
-            ModelTokenizer(tmp_path).render_chat([])
+            render_chat(ModelTokenizer(tmp_path), [])
 
 
 def test_bos_is_added_to_prompts_as_the_post_processor_says(tmp_path):
@@ -163,8 +172,8 @@ def test_unusable_files_are_named(tmp_path):
         ModelTokenizer(tmp_path)
     write_model_dir(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
-    with pytest.raises(CheckpointError, match="can't be compiled"):
-        ModelTokenizer(tmp_path)
+    with pytest.raises(ChatTemplateError, match="can't be compiled"):
+        render_chat(ModelTokenizer(tmp_path), [])
     (tmp_path / "tokenizer_config.json").write_text("[]")
     with pytest.raises(CheckpointError, match="JSON object"):
         ModelTokenizer(tmp_path)
@@ -173,5 +182,6 @@ def test_unusable_files_are_named(tmp_path):
 def test_a_model_without_a_template_says_so(tmp_path):
     write_model_dir(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
+    renderer = Renderer(ModelTokenizer(tmp_path).chat_template)
     with pytest.raises(ChatTemplateError, match="/v1/completions"):
-        ModelTokenizer(tmp_path).render_chat([])
+        asyncio.run(renderer.render([]))

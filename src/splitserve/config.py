@@ -309,7 +309,8 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouterConfig(Confidential, frozen=True, kw_only=True):
-    """The router process. A port 0 takes a free one. ``max_requests_in_flight`` bounds what it admits (429 beyond).
+    """The router process. A port 0 takes a free one. ``max_requests_in_flight`` bounds what it admits (429 beyond),
+    ``max_body_mib`` a request's body (413): parsing one MiB of text can hold the event loop for 10 ms.
 
     Objectives are what an answer should take, 0 for none: the router counts the requests that met them.
     ``on_awake_cores`` keeps it on half of its machine's cores, as ``keep_cores_awake`` keeps workers there.
@@ -324,6 +325,7 @@ class RouterConfig(Confidential, frozen=True, kw_only=True):
     membership_port: int = 0
     policy: str = "least-loaded"
     max_requests_in_flight: int = 1024
+    max_body_mib: int = 4
     ttft_objective_seconds: float = 0.0
     tpot_objective_seconds: float = 0.0
     on_awake_cores: bool = False
