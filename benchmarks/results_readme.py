@@ -158,6 +158,7 @@ def figure_rows(runs: Sequence[Run]) -> list[list[str]]:
 
 def conditions(runs: Sequence[Run]) -> str:
     """What holds for all runs, as the files tell it."""
+    runs = [run for run in runs if run.gpus != "none"]
     torch = " and ".join(sorted({run.torch for run in runs}))
     gpus = " and ".join(sorted({run.gpus.partition(" x ")[2] for run in runs}))
     unmarked = sum(not run.commit for run in runs)
