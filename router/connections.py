@@ -31,7 +31,7 @@ from splitserve.router.metrics import RouterMetrics
 log = logging.getLogger(__name__)
 
 _SHARE_OF_DESCRIPTORS = 0.5
-"""The others are for workers (seven each: membership, link, its monitor, KV events), log files and the like."""
+"""The others are for workers (about six each: membership, link, its monitor, KV events), log files and the like."""
 _LOG_INTERVAL_SECONDS = 1.0
 
 
