@@ -31,7 +31,8 @@ from splitserve.router.metrics import RouterMetrics
 log = logging.getLogger(__name__)
 
 _SHARE_OF_DESCRIPTORS = 0.5
-"""The others are for workers (seven each: membership, link, its monitor, KV events), log files and the like."""
+"""The others are for workers (about six each: membership, link, its monitor, KV events), log files and the like."""
+_MIN_CONNECTIONS = 8192
 _LOG_INTERVAL_SECONDS = 1.0
 
 
@@ -44,7 +45,7 @@ class Connections:
         """Those that no whole request is being answered on, the longest waiting first."""
         self._metrics = metrics
         num_descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = max(limits.max_connections, 2 * max_requests_in_flight)
+        wanted = limits.max_connections or max(_MIN_CONNECTIONS, 2 * max_requests_in_flight)
         self.max_connections = min(wanted, int(num_descriptors * _SHARE_OF_DESCRIPTORS))
         self._next_log_at = 0.0
 

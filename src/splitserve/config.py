@@ -305,7 +305,7 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
     keep_alive_seconds: int = 75  # between requests
     linger_seconds: float = 2.0  # for a client to read why it was refused
     max_pipelined: int = 16  # requests that wait on one connection for the answer to another one
-    max_connections: int = 8192
+    max_connections: int = 0  # 0: 8192, or twice as many as requests in flight, if that is more
 
 
 class RouterConfig(Confidential, frozen=True, kw_only=True):
