@@ -4,16 +4,23 @@ No torch here: headers are read with the standard library, so that a process wit
 """
 
 import hashlib
-import json
+import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from splitserve.errors import CheckpointError
+from splitserve.model_files import MAX_CONFIG_BYTES, MAX_INDEX_BYTES, parse_json, read_bounded, read_json_object, shown
 
 _PREFIX_BYTES = 8  # the header's length
-_HEADER_LIMIT_BYTES = 100 * 1024 * 1024  # the format's own limit
+_HEADER_LIMIT_BYTES = 16 * 1024 * 1024  # the format allows 100 MB; a thousand tensors take 0.1 MB
+_MAX_FILES = 4096
+_MAX_TENSORS = 1 << 18
+_MAX_DIMENSIONS = 8
+_MAX_NAME_CHARS = 512
+_ITEM_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8}
+_ITEM_BITS |= {"BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8}  # of other types the size isn't checked
 _HASH_WHOLE_BELOW_BYTES = 32 * 1024 * 1024
 _NUM_SAMPLES = 64
 _SAMPLE_BYTES = 64 * 1024
@@ -39,21 +46,31 @@ def weight_files(directory: Path) -> list[Path]:
 
     With an index, exactly the files that it names. Raises :class:`CheckpointError` if there are none or one is missing.
     """
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise CheckpointError(f"{index} isn't a safetensors index: {error!r}") from error
-        files = [directory / name for name in names]
-    else:
+    try:
+        files = [directory / name for name in _indexed_names(directory / "model.safetensors.index.json")]
+    except FileNotFoundError:
         files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise CheckpointError(f"{directory} holds no *.safetensors file; other weight formats aren't supported")
+    if len(files) > _MAX_FILES:
+        raise CheckpointError(f"{directory} has {len(files)} weight files; at most {_MAX_FILES} are supported")
     for file in files:
         if not file.is_file():
             raise CheckpointError(f"{file} is named by the index but missing: download the checkpoint again")
     return files
+
+
+def _indexed_names(index: Path) -> list[str]:
+    """Names of the files in a safetensors index, sorted. Raises :class:`CheckpointError`, FileNotFoundError."""
+    by_tensor = read_json_object(index, MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(by_tensor, dict):
+        raise CheckpointError(f"{index} isn't a safetensors index: weight_map is {shown(by_tensor)}, not an object")
+    for name in by_tensor.values():
+        if not isinstance(name, str) or not name.endswith(".safetensors") or "/" in name or "\0" in name:
+            raise CheckpointError(
+                f"{index}: weight_map has {shown(name)}; names of *.safetensors files beside it are needed"
+            )
+    return sorted(set(by_tensor.values()))
 
 
 def read_records(directory: Path) -> dict[str, TensorRecord]:
@@ -67,11 +84,10 @@ def read_records(directory: Path) -> dict[str, TensorRecord]:
                 continue
             if name in records:
                 raise CheckpointError(f"tensor {name} is in both {records[name].file.name} and {file.name}")
-            try:
-                offset = first + entry["data_offsets"][0]
-                records[name] = TensorRecord(name, file, entry["dtype"], tuple(entry["shape"]), offset)
-            except (KeyError, TypeError, IndexError) as error:
-                raise CheckpointError(f"{file}: the header's entry of {name} is malformed") from error
+            begin, _ = entry["data_offsets"]
+            records[name] = TensorRecord(name, file, entry["dtype"], tuple(entry["shape"]), first + begin)
+        if len(records) > _MAX_TENSORS:
+            raise CheckpointError(f"{directory} has more than {_MAX_TENSORS} tensors, the most that is supported")
     return records
 
 
@@ -85,7 +101,7 @@ def weights_version(path: str | Path, load_format: str = "auto") -> str:
     directory = Path(path)
     digest = hashlib.blake2b(digest_size=16)
     try:
-        digest.update((directory / "config.json").read_bytes())
+        digest.update(read_bounded(directory / "config.json", MAX_CONFIG_BYTES))
         if load_format == "dummy":
             digest.update(b"dummy")
             return digest.hexdigest()
@@ -122,15 +138,38 @@ def _read_header(file: Path) -> tuple[dict[str, Any], bytes]:
         with file.open("rb") as stream:
             prefix = stream.read(_PREFIX_BYTES)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == _PREFIX_BYTES else 0
-            if not 0 < length <= min(_HEADER_LIMIT_BYTES, size - _PREFIX_BYTES):
+            if not 0 < length <= size - _PREFIX_BYTES:
                 raise CheckpointError(f"{file} is no complete safetensors file: its header length is wrong")
+            if length > _HEADER_LIMIT_BYTES:
+                limit = _HEADER_LIMIT_BYTES
+                raise CheckpointError(f"{file}: the header has {length} bytes; at most {limit} are supported")
             raw = stream.read(length)
-        header = json.loads(raw)
-        places = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
-        if not all(0 <= begin <= end for begin, end in places):
-            raise ValueError("a tensor ends before it begins")
-        if _PREFIX_BYTES + length + max((end for _, end in places), default=0) != size:
-            raise CheckpointError(f"{file} is truncated or has bytes too many: download it again")
-    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file} is no readable safetensors file: {error!r}") from error
+    except OSError as error:
+        raise CheckpointError(f"{file} is no readable safetensors file: {error}") from error
+    header = parse_json(raw, file)
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{file} is no readable safetensors file: its header is a {type(header).__name__}")
+    for name, entry in header.items():
+        if name != "__metadata__" and not _is_tensor(name, entry):
+            raise CheckpointError(f"{file}: the header's entry of {shown(name)} is malformed: {shown(entry)}")
+    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    if _PREFIX_BYTES + length + max(ends, default=0) != size:
+        raise CheckpointError(f"{file} is truncated or has bytes too many: download it again")
     return header, raw
+
+
+def _is_tensor(name: str, entry: Any) -> bool:
+    """Return whether a header's entry has a type, a shape and a place, and they agree."""
+    if not isinstance(entry, dict) or len(name) > _MAX_NAME_CHARS:
+        return False
+    dtype, shape, place = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(dtype, str) or not (_are_sizes(shape) and _are_sizes(place)):
+        return False
+    if len(shape) > _MAX_DIMENSIONS or len(place) != 2 or place[0] > place[1]:
+        return False
+    bits = _ITEM_BITS.get(dtype)
+    return bits is None or math.prod(shape) * bits == (place[1] - place[0]) * 8
+
+
+def _are_sizes(values: Any) -> TypeGuard[list[int]]:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**48 for value in values)

@@ -1,10 +1,10 @@
 """The files of a checkpoint as the doctor looks at them: all that can be known without loading it."""
 
-import json
 from collections.abc import Collection
 from pathlib import Path
 
 from splitserve.errors import CheckpointError
+from splitserve.model_files import MAX_TOKENIZER_BYTES, parse_json, read_text
 from splitserve.models.checkpoint import read_records, weight_files, weights_version
 from splitserve.models.config import load_model_config
 from splitserve.models.shard import expected_shapes
@@ -42,8 +42,8 @@ def _check_directory(directory: Path) -> None:
     load_model_config(directory)
     tokenizer = directory / "tokenizer.json"
     try:
-        json.loads(tokenizer.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        parse_json(read_text(tokenizer, MAX_TOKENIZER_BYTES), tokenizer)
+    except FileNotFoundError as error:
         raise CheckpointError(f"{tokenizer} can't be read: {error}") from error
 
 

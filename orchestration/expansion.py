@@ -78,6 +78,7 @@ def router_config(spec: ClusterSpec, secrets: Secrets, host: str, ports: RouterP
         port=ports.http or spec.router.port,
         policy=spec.router.policy,
         max_requests_in_flight=spec.router.max_requests_in_flight,
+        max_body_mib=spec.router.max_body_mib,
         on_awake_cores=any(spec.engine_config(pool).keep_cores_awake for pool in spec.pools),
         membership_host=host,
         membership_port=ports.membership,

@@ -115,6 +115,13 @@ def add_router_options(parser: argparse.ArgumentParser) -> None:
         f"empty: ${API_KEY_VARIABLE}, else none",
     )
     group.add_argument(
+        "--max-body-mib",
+        type=int,
+        default=_ROUTER_DEFAULTS["max_body_mib"],
+        metavar="MIB",
+        help="largest body of a request; parsing one MiB can hold all streams for 10 ms",
+    )
+    group.add_argument(
         "--policy", choices=PLACEMENT_POLICIES, default=_ROUTER_DEFAULTS["policy"], help="how requests are placed"
     )
 
@@ -356,7 +363,9 @@ def _spec_of_options(options: argparse.Namespace) -> ClusterSpec:
         num_mixed=options.mixed,
         prefill_tp=options.prefill_tp,
         decode_tp=options.decode_tp,
-        router=RouterSpec(host=options.host, port=options.port, policy=options.policy),
+        router=RouterSpec(
+            host=options.host, port=options.port, policy=options.policy, max_body_mib=options.max_body_mib
+        ),
         network=NetworkSpec(host=options.worker_host, interface=options.interface, ip_version=6 if options.ipv6 else 4),
         secrets=SecretsSpec(shared=_file(options.secret_file), api_key=_file(options.api_key_file)),
         devices=DevicesSpec(share=options.share_gpus),

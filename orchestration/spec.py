@@ -33,6 +33,7 @@ NotNegative: TypeAlias = Annotated[int, Meta(ge=0)]
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in msgspec.structs.fields(EngineConfig)}
 _ROUTER: dict[str, Any] = {field.name: field.default for field in msgspec.structs.fields(RouterConfig)}
 _LMCACHE: dict[str, Any] = {field.name: field.default for field in msgspec.structs.fields(LMCacheConfig)}
+MAX_BODY_MIB = 64
 _GIVEN_BACK_BYTES_PER_SECOND = 4 << 30  # 8 GiB of small pages took 1.3 s
 _CHOICES = {
     "dtype": DTYPES,
@@ -168,6 +169,9 @@ class RouterSpec(Part, frozen=True, kw_only=True):
     max_requests_in_flight: Annotated[int, Meta(ge=1, description="Beyond that clients get 429.")] = _ROUTER[
         "max_requests_in_flight"
     ]
+    max_body_mib: Annotated[int, Meta(ge=1, le=MAX_BODY_MIB, description="Beyond that a request's body gets 413.")] = (
+        _ROUTER["max_body_mib"]
+    )
     nodes: NodeSpec = NodeSpec()
 
 

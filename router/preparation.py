@@ -20,7 +20,8 @@ from splitserve.token_ids import TokenIds, highest
 
 # Tokenising so few characters costs no more than a hop to the pool and back.
 MAX_INLINE_CHARS = 512
-HEAD_CHARS_PER_TOKEN = 8  # a text with more, for each token of twice the context, is looked at in part first
+CHARS_PER_TOKEN = 8  # a text with more, for each token of the context, is counted in pieces first
+PIECE_CHARS = 1 << 16
 CUT_WORD_TOKENS = 512  # more than a word that is cut in two can have too many
 DEFAULT_COMPLETION_TOKENS = 16
 _TOKENIZER_THREADS = 2
@@ -82,14 +83,22 @@ class Preparation:
         )
 
     def _encode(self, text: str, max_model_len: int, param: str, *, add_special_tokens: bool) -> TokenIds:
-        """Token ids of a text. One that is hopelessly long is refused by its beginning alone: others would wait for the
-        tokenizer for many seconds."""
-        far_too_many = 2 * (max_model_len + CUT_WORD_TOKENS)
-        head = text[: HEAD_CHARS_PER_TOKEN * far_too_many]
-        if len(head) < len(text) and self._tokenizer.count(head) > far_too_many:
-            message = f"{param} has far more tokens than the context length of {max_model_len} allows"
-            raise ApiError(400, message, param=param, code="context_length_exceeded")
-        return array("i", self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        """Token ids of a text. One that is hopelessly long is refused by its beginning alone: tokenising it would
+        take the tokenizer from others for many seconds, and its tokens take memory."""
+        if len(text) > CHARS_PER_TOKEN * (max_model_len + CUT_WORD_TOKENS):
+            self._refuse_hopeless(text, max_model_len, param)
+        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        _room(len(encoding), max_model_len, param)  # a list of millions would hold the interpreter
+        return array("i", encoding.ids)
+
+    def _refuse_hopeless(self, text: str, max_model_len: int, param: str) -> None:
+        room = 2 * max_model_len
+        for begin in range(0, len(text), PIECE_CHARS):
+            num_tokens = len(self._tokenizer.encode(text[begin : begin + PIECE_CHARS], add_special_tokens=False))
+            room -= max(0, num_tokens - CUT_WORD_TOKENS)
+            if room < 0:
+                message = f"{param} has far more tokens than the context length of {max_model_len} allows"
+                raise ApiError(400, message, param=param, code="context_length_exceeded")
 
     async def _run(self, work: Callable[[], Result], num_chars: int) -> Result:
         if num_chars <= MAX_INLINE_CHARS:

@@ -92,7 +92,7 @@ def _receive(connection: socket.socket) -> bytes:
     data = bytearray()
     needed = LENGTH.size
     while len(data) < needed:
-        piece = connection.recv(_RECEIVE_BYTES)
+        piece = connection.recv(min(_RECEIVE_BYTES, needed - len(data)))
         if not piece:
             return b""
         data += piece

@@ -39,15 +39,9 @@ class ModelTokenizer:
         self.chat_template = _chat_template(model_dir, config, self._special_tokens)
         self.eos_token_ids = self._find_eos_token_ids(model_dir)
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of ``text``. ``add_special_tokens`` lets the post-processor add what it adds (a BOS, if any)."""
-        return self._encode(text, add_special_tokens).ids
-
-    def count(self, text: str) -> int:
-        """The number of tokens of ``text``, special ones not added. Makes no list, which would hold the interpreter."""
-        return len(self._encode(text, add_special_tokens=False))
-
-    def _encode(self, text: str, add_special_tokens: bool) -> Encoding:
+    def encode(self, text: str, add_special_tokens: bool) -> Encoding:
+        """Tokens of ``text``: ``ids`` makes a list of them, ``len`` counts them without one. ``add_special_tokens``
+        lets the post-processor add what it adds (a BOS, if any)."""
         # The batch call is the one that releases the GIL; "fast" leaves out offsets, which are of no use here.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 

@@ -76,7 +76,7 @@ def test_defaults(tmp_path: Path) -> None:
     [
         ({"architectures": ["GemmaForCausalLM"]}, r"GemmaForCausalLM.*LlamaForCausalLM, Qwen3ForCausalLM"),
         ({"architectures": None}, "architectures is"),
-        ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \(gptq\)"),
+        ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \('gptq'\)"),
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
@@ -104,5 +104,5 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config.json can't be read"):
         load_model_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(CheckpointError, match="a JSON object is needed"):
+    with pytest.raises(CheckpointError, match="must hold a JSON object"):
         load_model_config(tmp_path)

@@ -127,7 +127,7 @@ def test_chat_template_and_end_tokens(model_dir, tokenizer):
     model = ModelTokenizer(model_dir)
     prompt = render_chat(model, [{"role": "user", "content": "hé"}])
     assert prompt == "<|im_start|>user\nhé<|im_end|>\n<|im_start|>assistant\n"
-    assert model.encode(prompt, add_special_tokens=False)[0] == tokenizer.token_to_id("<|im_start|>")
+    assert model.encode(prompt, add_special_tokens=False).ids[0] == tokenizer.token_to_id("<|im_start|>")
     assert model.eos_token_ids == (tokenizer.token_to_id(EOS),)
     with pytest.raises(ChatTemplateError, match="refused by template"):
         render_chat(model, [{"role": "user", "content": "refuse"}])
@@ -161,7 +161,7 @@ def test_bos_is_added_to_prompts_as_the_post_processor_says(tmp_path):
     raw.post_processor = processors.TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 0)])
     raw.save(str(tmp_path / "tokenizer.json"))
     model = ModelTokenizer(tmp_path)
-    assert model.encode("a", add_special_tokens=True) == [0, *model.encode("a", add_special_tokens=False)]
+    assert model.encode("a", add_special_tokens=True).ids == [0, *model.encode("a", add_special_tokens=False).ids]
 
 
 def test_unusable_files_are_named(tmp_path):
