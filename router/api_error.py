@@ -21,10 +21,20 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """An answer other than 200. ``param`` names the request's field at fault."""
+    """An answer other than 200. ``param`` names the request's field at fault; ``retry_after_seconds`` goes with 429 and
+    503."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_seconds: int = RETRY_AFTER_SECONDS,
+    ) -> None:
         super().__init__(message)
+        self._retry_after_seconds = retry_after_seconds
         self.status = status
         self.message = message
         self.param = param
@@ -38,7 +48,7 @@ class ApiError(Exception):
         return msgspec.json.encode(self.body())
 
     def headers(self) -> dict[str, str]:
-        return {"retry-after": str(RETRY_AFTER_SECONDS)} if self.status in (429, 503) else {}
+        return {"retry-after": str(self._retry_after_seconds)} if self.status in (429, 503) else {}
 
 
 _STATUS_BY_REASON = {

@@ -109,6 +109,7 @@ class Fleet:
         self._socket = LoopSocket(socket, self._on_membership_frames)
         self._tick_seconds = min(_MAX_TICK_SECONDS, protocol.dead_after_seconds / 4)
         self._last_tick = self._loop.time()
+        self._mend_due_at = 0.0
         self._timer = self._loop.call_later(self._tick_seconds, self._tick)
 
     def send(self, worker: Party, body: Body) -> bool:
@@ -216,6 +217,19 @@ class Fleet:
             return str(error)
         return None
 
+    def _dial_anew(self, now: float) -> None:
+        """Replace links that don't come up: a worker that is registered but never ready would be missing for ever."""
+        for record in self.membership.records():
+            link, party = self._links.get(record.info.party), record.info.party
+            if record.state is not WorkerState.CONNECTING:
+                continue
+            if link is not None and now - link.dialled_at <= self._dead_after_seconds:
+                continue
+            log.warning("worker %s: no link to %s yet; dialling anew", party, record.info.endpoint)
+            if link is not None:
+                link.close()
+            self._dial(party)
+
     def _on_link_up(self, link: WorkerLink) -> None:
         self.membership.link_up(link.party)
         self._on_ready(link.party)
@@ -306,4 +320,8 @@ class Fleet:
         self._last_tick = now
         for worker in self.membership.expire(now):
             self._end_link(worker, f"sent no heartbeat for {self._dead_after_seconds:g} s")
+        self._dial_anew(now)
+        if now >= self._mend_due_at and not self.membership.is_connected():
+            self._mend_due_at = now + self._dead_after_seconds
+            self.mend_links()
         self._timer = self._loop.call_later(self._tick_seconds, self._tick)

@@ -159,6 +159,7 @@ class WorkerLink:
     ) -> None:
         self.info = info
         self.party = info.party
+        self.dialled_at = asyncio.get_running_loop().time()
         self._router = router
         self._on_up = on_up
         self._on_down = on_down

@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from router_harness import RouterProcess, Workers, write_model_dir
-from splitserve.benchmarks.instant_worker import DEFAULT_LAYOUT, InstantWorker
+from splitserve.benchmarks.instant_worker import DEFAULT_LAYOUT, InstantWorker, WorkerOptions, default_script
 from splitserve.benchmarks.paced_worker import PacedRunner, build_loop
 from splitserve.config import ProtocolConfig
 from splitserve.errors import HandshakeError
@@ -20,7 +20,10 @@ from splitserve.messages import (
     Draining,
     Envelope,
     Heartbeat,
+    Introduce,
     Leave,
+    PeerLink,
+    PeerRef,
     Register,
     Registered,
     RegisterRefused,
@@ -229,10 +232,12 @@ def test_a_worker_that_is_refused_for_now_asks_again_for_a_while(membership: "tu
 
 
 class Relay:
-    """Forwards TCP connections to ``address``; :meth:`cut` ends those that there are."""
+    """Forwards TCP connections to ``address``; :meth:`cut` ends those that there are. The first ``num_mute`` are only
+    accepted."""
 
-    def __init__(self, address: tuple[str, int]) -> None:
+    def __init__(self, address: tuple[str, int], num_mute: int = 0) -> None:
         self._address = address
+        self._num_mute = num_mute
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self._sockets: list[socket.socket] = []
@@ -242,8 +247,11 @@ class Relay:
         with suppress(OSError):
             while True:
                 ours, _ = self._listener.accept()
+                self._sockets.append(ours)
+                if len(self._sockets) <= self._num_mute:
+                    continue
                 theirs = socket.create_connection(self._address)
-                self._sockets += [ours, theirs]
+                self._sockets.append(theirs)
                 for source, sink in ((ours, theirs), (theirs, ours)):
                     threading.Thread(target=self._copy, args=(source, sink), daemon=True).start()
 
@@ -267,8 +275,7 @@ class Relay:
 
 def test_a_worker_whose_connection_breaks_registers_anew_at_once(model_dir: Path) -> None:
     router = RouterProcess(model_dir)
-    host, port = router.membership.removeprefix("tcp://").split(":")
-    relay = Relay((host, int(port)))
+    relay = Relay(address_of(router.membership))
     worker = Loop(relay.endpoint)
     name = 'splitserve_worker_prompt_tokens_total{role="mixed",worker="paced-0"}'
     try:
@@ -282,4 +289,54 @@ def test_a_worker_whose_connection_breaks_registers_anew_at_once(model_dir: Path
     finally:
         worker.close()
         relay.close()
+        router.stop()
+
+
+# ---- links that don't come up by themselves ----
+
+
+def address_of(endpoint: str) -> tuple[str, int]:
+    host, port = endpoint.removeprefix("tcp://").split(":")
+    return host, int(port)
+
+
+def test_a_link_that_leads_nowhere_is_dialled_anew(model_dir: Path) -> None:
+    """ZMQ itself would wait for 30 s: as long as a launcher waits for its router to be ready."""
+    router = RouterProcess(model_dir, protocol=ProtocolConfig(dead_after_seconds=1.0))
+    worker = InstantWorker(router.membership, default_script(), WorkerOptions(engine_id="m0", vocab_size=400))
+    relay = Relay(address_of(worker.endpoint), num_mute=1)
+    worker.endpoint = relay.endpoint
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    try:
+        assert worker.registered.wait(PATIENCE_SECONDS)
+        assert router.request("GET", "/ready")[0] == 503
+        wait_until(lambda: router.request("GET", "/ready")[0] == 200, "it is registered, but never ready", 20.0)
+        assert router.post("/v1/completions", **PROMPT)[0] == 200
+    finally:
+        worker.stop()
+        thread.join(PATIENCE_SECONDS)
+        relay.close()
+        log = router.stop()[2]
+    assert f"no link to {relay.endpoint} yet; dialling anew" in log
+
+
+def test_a_decode_worker_that_failed_to_connect_is_told_again_without_a_request(model_dir: Path) -> None:
+    router = RouterProcess(model_dir, protocol=ProtocolConfig(dead_after_seconds=1.0))
+    workers = Workers(router.membership)
+    try:
+        prefill = workers.start("p0", Role.PREFILL)
+        decode = workers.start("d0", Role.DECODE)
+        decode.load = WorkerLoad()
+        wait_until(lambda: router.metric('splitserve_worker_ready{role="decode",worker="d0"}') == 1)
+        introduction = Introduce(PeerRef(prefill.party, prefill.endpoint))
+        wait_until(lambda: introduction in decode.received)
+
+        def is_told_again() -> bool:
+            decode.say(Heartbeat(WorkerLoad(), [PeerLink("p0", "", 0.0, "a probe read didn't complete")]))
+            return decode.received.count(introduction) >= 3
+
+        wait_until(is_told_again)
+    finally:
+        workers.close()
         router.stop()

@@ -89,9 +89,12 @@ class Stream:
 
     def read_until(self, part):
         while part not in self.text:
-            data = self.socket.recv(65536)
-            assert data, f"the stream ended without {part!r}: {self.text}"
-            self.text += data.decode()
+            self.read_more()
+
+    def read_more(self):
+        data = self.socket.recv(65536)
+        assert data, f"the stream ended: {self.text}"
+        self.text += data.decode()
 
     def error(self):
         self.read_until("[DONE]")
