@@ -9,6 +9,7 @@ import contextlib
 import heapq
 import itertools
 import os
+import queue
 import secrets
 import threading
 import time
@@ -162,6 +163,7 @@ class InstantWorker:
         self.keep_record = True
         self._script = script
         self._stopping = threading.Event()
+        self._to_say: queue.SimpleQueue[Body] = queue.SimpleQueue()
         self._say_leave = True
         self.refusal = ""
         self._context = zmq.Context()
@@ -175,10 +177,13 @@ class InstantWorker:
         self._membership = self._context.socket(zmq.DEALER)
         self._security.protect_connecting(self._membership)
         self._membership.setsockopt(zmq.LINGER, 100)
-        self._membership.setsockopt(zmq.IDENTITY, f"{self.party.engine_id}@{self.party.incarnation}".encode())
         self._membership.connect(membership)
         self._outbox: list[tuple[float, int, bytes, bytes]] = []
         self._order = itertools.count()
+
+    def say(self, body: Body) -> None:
+        """Tell membership soon. From any thread."""
+        self._to_say.put(body)
 
     def stop(self, leave: bool = True) -> None:
         """End ``run`` soon; without ``leave`` as a process that dies would, by closing the sockets."""
@@ -198,6 +203,8 @@ class InstantWorker:
                     self._tell(Heartbeat(self.load))
                     next_heartbeat = now + self.options.heartbeat_seconds
                 self._send_due(now)
+                while not self._to_say.empty():
+                    self._tell(self._to_say.get())
                 ready = dict(poller.poll(self._wait_ms(now, next_heartbeat)))
                 if self._membership in ready:
                     self._on_membership()

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from splitserve.benchmarks.stats import percentiles_ms
-from splitserve.config import EngineConfig, WorkerConfig
+from splitserve.config import EngineConfig, ProtocolConfig, WorkerConfig
 from splitserve.decode.build import build_core
 from splitserve.kvconnector.inproc import InprocConnector, InprocRegistry
 from splitserve.kvconnector.memory import KVMemory
@@ -150,10 +150,17 @@ def build_loop(
     vocab_size: int = 1000,
     check_device: Callable[[], None] = always_works,
     late_launch: bool = True,
+    protocol: ProtocolConfig | None = None,
 ) -> tuple[WorkerLoop, PeerRef]:
     """The engine loop around ``runner``, and where it listens."""
     engine = EngineConfig(model="paced", block_size=64, max_num_seqs=max_num_seqs).on("cuda")
-    config = WorkerConfig(engine_id=ENGINE_ID, role=Role.MIXED, engine=engine, membership=membership)
+    config = WorkerConfig(
+        engine_id=ENGINE_ID,
+        role=Role.MIXED,
+        engine=engine,
+        membership=membership,
+        protocol=protocol or ProtocolConfig(),
+    )
     me = Party(ENGINE_ID, secrets.randbits(63))
     waker = Waker()
     memory = KVMemory(_LAYOUT, _NUM_BLOCKS)

@@ -23,7 +23,7 @@ from splitserve.decode.ranks import RankError, Ranks
 from splitserve.decode.served import Progress, ServedModel, device_of, load_served_model
 from splitserve.decode.start_clock import StartClock
 from splitserve.decode.team import Team, start_team
-from splitserve.errors import ConfigError, HandshakeError
+from splitserve.errors import ConfigError
 from splitserve.kvconnector.connector import KVConnector
 from splitserve.kvconnector.digest import FirstDigests, digests_of, no_digests
 from splitserve.kvconnector.memory import KVMemory
@@ -250,11 +250,9 @@ def _run(loop: WorkerLoop, config: WorkerConfig, clock: StartClock, on_ready: Ca
     signal.signal(signal.SIGINT, lambda *_: loop.stop())
     while not loop.registered and not loop.stopping:
         loop.run_once()
-        if loop.refusal:
-            loop.stop()
-    if loop.refusal:
-        loop.run()  # which ends at once, and closes what it owns
-        raise HandshakeError(f"the router refuses {config.engine_id}: {loop.refusal}")
+    if loop.stopping:
+        loop.run()  # which ends at once, closes what it owns, and raises what there is to raise
+        return
     # What the start allocated lives as long as the process: a full pass of the collector over it would stall a step.
     gc.collect()
     gc.freeze()

@@ -145,7 +145,8 @@ def check_secret(report: ClusterReport, fits: bool | None = None) -> Check:
                 "secret_mismatch",
                 f"the secret that is set here doesn't open {report.membership}: a worker that is started here with it "
                 "can't join",
-                f"set the secret of the router on {report.machine} here, too (--secret-file, SPLITSERVE_SECRET)",
+                f"set the secret of the router on {report.machine} here, too (--secret-file, SPLITSERVE_SECRET); if "
+                "none is configured there, it has drawn one that others can't have: configure one, and start it again",
             )
         )
     return check("secret", "side channels want one" if report.has_secret else "none is set", problems)

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from secrets import token_hex
 
 import msgspec
 
@@ -15,6 +16,7 @@ from splitserve.request import Role
 SECRET_VARIABLE = "SPLITSERVE_SECRET"  # noqa: S105 - a variable's name
 API_KEY_VARIABLE = "SPLITSERVE_API_KEY"
 MAX_SECRET_BYTES = 4096
+RANDOM_SECRET_BYTES = 32
 
 
 class Secrets(Confidential, frozen=True, kw_only=True):
@@ -22,6 +24,14 @@ class Secrets(Confidential, frozen=True, kw_only=True):
 
     secret: str = ""
     api_key: str = ""
+
+    def with_some_secret(self) -> "Secrets":
+        """With a random one where none is configured: for processes that get theirs from one launcher."""
+        return self if self.secret else msgspec.structs.replace(self, secret=random_secret())
+
+
+def random_secret() -> str:
+    return token_hex(RANDOM_SECRET_BYTES)
 
 
 def read_secret(path: str, variable: str) -> str:

@@ -85,9 +85,10 @@ class LocalHost:
 
     def prepare(self, spec: ClusterSpec) -> None:
         remove_abandoned()
-        self._secrets = resolve_secrets(spec)
+        configured = resolve_secrets(spec)
         self._address = own_address(spec.network, LOOPBACK)
-        check_exposure(self._address, self._secrets.secret)
+        check_exposure(self._address, configured.secret)  # before one is drawn, which nobody elsewhere could know
+        self._secrets = configured.with_some_secret()
         gpus = list_gpus({**os.environ, **self._environment})
         check_enough_gpus(spec, gpus)
         self._gpus = GpuAssignment(gpus, spec.devices.share)

@@ -23,6 +23,8 @@ from splitserve.orchestration.addresses import own_address, reachable_url
 from splitserve.orchestration.core_plan import WorkerPlan, plan_workers, wanted_place
 from splitserve.orchestration.expansion import (
     RouterPorts,
+    Secrets,
+    read_secret,
     resolve_secrets,
     router_config,
     worker_config,
@@ -35,9 +37,9 @@ from splitserve.orchestration.local_host import Entries
 from splitserve.orchestration.log_files import read_log
 from splitserve.orchestration.process import ChildProcess
 from splitserve.orchestration.ray_lmcache import endpoint_on, port_on
-from splitserve.orchestration.ray_names import ADDRESS_VARIABLE, CLUSTER_VARIABLE
+from splitserve.orchestration.ray_names import ADDRESS_VARIABLE, CLUSTER_VARIABLE, HEAD_SECRET, HEAD_VARIABLE
 from splitserve.orchestration.shared_memory import remove_abandoned
-from splitserve.orchestration.spec import PoolSpec, check_model_directory
+from splitserve.orchestration.spec import ClusterSpec, PoolSpec, check_model_directory
 from splitserve.orchestration.spec_conversion import convert_spec
 from splitserve.orchestration.topology import read_topology
 from splitserve.security import check_exposure
@@ -122,7 +124,7 @@ class Agent:
         spec = convert_spec(order.spec)
         remove_abandoned()
         check_model_directory(spec.model.path)
-        secrets = resolve_secrets(spec)
+        secrets = _secrets(spec)
         address = own_address(spec.network, _node_address())
         check_exposure(address, secrets.secret)
         gpus = os.environ.get(VISIBLE, "") if order.device == "cuda" else ""
@@ -218,3 +220,11 @@ def _package_root() -> str:
     import splitserve
 
     return str(Path(splitserve.__file__).parent.parent)
+
+
+def _secrets(spec: ClusterSpec) -> Secrets:
+    """As configured. All of a head that was started for the cluster is on one machine: its folder has a secret."""
+    configured, folder = resolve_secrets(spec), os.environ.get(HEAD_VARIABLE, "")
+    if configured.secret or not folder:
+        return configured
+    return msgspec.structs.replace(configured, secret=read_secret(str(Path(folder) / HEAD_SECRET), ""))

@@ -6,7 +6,6 @@ ended by its process id; ``ray stop`` would end every Ray on the machine.
 
 import contextlib
 import os
-import secrets
 import shutil
 import signal
 import socket
@@ -22,7 +21,8 @@ import psutil
 
 from splitserve.errors import SplitserveError
 from splitserve.orchestration.addresses import LOOPBACK
-from splitserve.orchestration.ray_names import ADDRESS_VARIABLE, HEAD_VARIABLE
+from splitserve.orchestration.expansion import random_secret
+from splitserve.orchestration.ray_names import ADDRESS_VARIABLE, HEAD_SECRET, HEAD_VARIABLE
 
 START_SECONDS = 60.0
 STOP_SECONDS = 5.0
@@ -40,8 +40,9 @@ class RayHeadError(SplitserveError):
 
 @dataclass(frozen=True, slots=True)
 class RayHead:
-    """``start_seconds`` tells the process apart from a later one of the same id; ``folder`` holds its session, and the
-    token without which nobody else on the machine can use it."""
+    """``start_seconds`` tells the process apart from a later one of the same id; ``folder`` holds its session, the
+    token without which nobody else on the machine can use it, and a shared secret for a cluster that configures none.
+    """
 
     address: str
     pid: int
@@ -63,9 +64,10 @@ def start_head(num_cpus: int, say: Callable[[str], None], note: Callable[[RayHea
     :class:`RayHeadError`.
     """
     folder = tempfile.mkdtemp(prefix=_TEMP_PREFIX)  # short: Ray's sockets lie in it
-    token = Path(folder) / "token"
-    token.touch(mode=0o600)
-    token.write_text(secrets.token_hex(32))
+    for name in ("token", HEAD_SECRET):
+        path = Path(folder) / name
+        path.touch(mode=0o600)
+        path.write_text(random_secret())
     authenticate(folder)
     port = _free_port()
     command = [

@@ -6,6 +6,7 @@ NAMESPACE = "splitserve"
 CLUSTER_VARIABLE = "SPLITSERVE_RAY_CLUSTER"  # in the environment of every process of a cluster
 ADDRESS_VARIABLE = "SPLITSERVE_RAY_NODE_ADDRESS"  # of a node: where its processes are reached, if not at Ray's address
 HEAD_VARIABLE = "SPLITSERVE_RAY_HEAD"  # the folder of the head that was started for the cluster
+HEAD_SECRET = "secret"  # noqa: S105 - a file's name in that folder
 
 
 # Reserved for an actor that takes no processor. Ray has one that takes nothing at all placed by any node, which may not

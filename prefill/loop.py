@@ -1,6 +1,7 @@
 """The engine loop of every worker: receive, handle results, schedule, launch, send. Decisions are the core's."""
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ import msgspec
 import psutil
 
 from splitserve.config import WorkerConfig
-from splitserve.errors import DeviceLostError
+from splitserve.errors import DeviceLostError, HandshakeError
 from splitserve.kvconnector.connector import KVConnector
 from splitserve.kvconnector.tier_copies import Copies, TierCopies
 from splitserve.messages import (
@@ -52,6 +53,8 @@ logger = logging.getLogger(__name__)
 REGISTER_INTERVAL_SECONDS = 5.0
 COMPLAINT_INTERVAL_SECONDS = 5.0
 STOP_SECONDS = 1.0
+REFUSED_PERIODS = 2.0
+"""Times ``dead_after_seconds`` that a worker is refused for now until it counts as refused for good."""
 _PIPE_BYTES = 4096
 
 
@@ -128,7 +131,9 @@ class WorkerLoop:
         self._drain_requested = False
         self._stopping = False
         self._registered = False
+        self._token = ""
         self._refusal = ""
+        self._refused_since = math.inf
         self._complaint_due_at = time.monotonic() + COMPLAINT_INTERVAL_SECONDS
         self._heartbeat_due_at = 0.0
         self._register_due_at = 0.0
@@ -162,13 +167,9 @@ class WorkerLoop:
         """Whether membership has accepted this worker."""
         return self._registered
 
-    @property
-    def refusal(self) -> str:
-        """Why membership doesn't take this worker, in its words; "" unless it said so."""
-        return self._refusal
-
     def run(self) -> None:
-        """Serve until :meth:`stop`. Raises :class:`DeviceLostError` when no step can run any more."""
+        """Serve until :meth:`stop`. Raises :class:`DeviceLostError` when no step can run any more, and
+        :class:`HandshakeError` when membership refuses this worker for good."""
         try:
             while not self._stopping:
                 self.run_once()
@@ -199,7 +200,7 @@ class WorkerLoop:
                 self._core.handle(envelope, now)
         self._cores.note(not self._core.is_idle, now)
         for envelope in self._sockets.receive_membership():
-            self._on_membership(envelope)
+            self._on_membership(envelope, now)
         for event in self._connector.events():
             self._core.handle_connector_event(event, now)
         for copied in self._copies.results():
@@ -214,13 +215,22 @@ class WorkerLoop:
         self._keep_membership(now)
         self._end_drain(now)
 
-    def _on_membership(self, envelope: Envelope) -> None:
+    def _on_membership(self, envelope: Envelope, now: float) -> None:
         if envelope.to != self._info.party:
             return
         if isinstance(envelope.body, RegisterRefused):
-            self._refusal = envelope.body.reason
+            self._on_refused(envelope.body, now)
         elif isinstance(envelope.body, Registered):
-            self._registered, self._refusal = True, ""
+            self._registered, self._token = True, envelope.body.token
+            self._refusal, self._refused_since = "", math.inf
+
+    def _on_refused(self, refused: RegisterRefused, now: float) -> None:
+        """Ask again, unless that is of no use: then the worker ends, and its launcher starts another incarnation."""
+        self._registered, self._refusal = False, refused.reason
+        self._refused_since = min(self._refused_since, now)
+        has_waited = now - self._refused_since > REFUSED_PERIODS * self._config.protocol.dead_after_seconds
+        if (refused.for_good or has_waited) and self._error is None:
+            self.end_with(HandshakeError(f"the router refuses {self._config.engine_id}: {refused.reason}"))
 
     def _on_profile(self, sender: Party, body: Profile) -> None:
         why_not = self._profiler.begin(body.num_steps, body.timeout_seconds)
@@ -315,10 +325,12 @@ class WorkerLoop:
                     logger.error("%s", description)
 
     def _keep_membership(self, now: float) -> None:
+        if self._sockets.has_new_membership_connection():
+            self._register_due_at = now
         if now >= self._register_due_at and not self._drain.has_begun:  # repeated: membership may have restarted
             interval = REGISTER_INTERVAL_SECONDS if self._registered else self._config.protocol.heartbeat_seconds
             self._register_due_at = now + interval
-            self._sockets.send_membership(Register(info=self._info))
+            self._sockets.send_membership(Register(info=self._info, token=self._token))
         if now >= self._complaint_due_at:
             self._complaint_due_at = now + COMPLAINT_INTERVAL_SECONDS
             self._complain()

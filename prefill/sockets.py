@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 MAX_KNOWN_SENDERS = 4096
 MESSAGES_PER_ROUND = 256
 HIGH_WATER_MARK = 10_000
+_MEMBERSHIP_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
 class WorkerSockets:
@@ -42,13 +43,12 @@ class WorkerSockets:
         self._host = host
         self.endpoint = self._bind(self._server)
         self._membership_endpoint = membership
-        self._membership = self._dial(membership)
-        self._failed_handshakes = self._membership.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+        self._membership = self._dial_membership()
         self._senders: OrderedDict[Party, bytes] = OrderedDict()
         self._peers: dict[Party, zmq.Socket[bytes]] = {}
         self._poller = zmq.Poller()
         self._poller.register(self._server, zmq.POLLIN)
-        self._poller.register(self._membership, zmq.POLLIN)
+        self._watch_membership()
         self._readable: set[object] = set()  # sockets and descriptors that the last wait found something on
         self.num_undeliverable = 0
         self.num_malformed = 0
@@ -108,14 +108,27 @@ class WorkerSockets:
         except zmq.Again:
             self.num_undeliverable += 1
 
+    def has_new_membership_connection(self) -> bool:
+        """Whether a connection to membership came about since the last call: to membership it is a stranger's."""
+        if self._membership_monitor not in self._readable:
+            return False
+        is_connected = False
+        while self._membership_monitor.poll(0):
+            event = int.from_bytes(self._membership_monitor.recv_multipart()[0][:2], "little")
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                is_connected, self._membership_gave_up = True, False
+            else:
+                self._membership_gave_up = True
+        return is_connected
+
     def revive_membership(self) -> None:
         """Begin anew where ZMQ has given up for good: one end has a secret, and the other has none."""
-        if self._failed_handshakes.poll(0):
+        if self._membership_gave_up:
             self._poller.unregister(self._membership)
+            self._poller.unregister(self._membership_monitor)
             self._close_membership(linger_seconds=0.0)
-            self._membership = self._dial(self._membership_endpoint)
-            self._failed_handshakes = self._membership.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
-            self._poller.register(self._membership, zmq.POLLIN)
+            self._membership = self._dial_membership()
+            self._watch_membership()
 
     def dial(self, peer: PeerRef) -> None:
         """Connect to a peer. One with an endpoint that can't be is as good as one that never answers."""
@@ -146,9 +159,20 @@ class WorkerSockets:
         self._security.close()
         self._context.term()
 
+    def _dial_membership(self) -> "zmq.Socket[bytes]":
+        """Without an identity of ours: membership names its connections itself."""
+        socket = self._dialling_socket()
+        self._membership_monitor = socket.get_monitor_socket(_MEMBERSHIP_EVENTS)
+        self._membership_gave_up = False
+        return self._connect(socket, self._membership_endpoint)
+
+    def _watch_membership(self) -> None:
+        self._poller.register(self._membership, zmq.POLLIN)
+        self._poller.register(self._membership_monitor, zmq.POLLIN)
+
     def _close_membership(self, linger_seconds: float) -> None:
         self._membership.disable_monitor()
-        self._failed_handshakes.close(linger=0)
+        self._membership_monitor.close(linger=0)
         self._membership.close(linger=int(linger_seconds * 1000))
 
     def _receive_bound(self) -> Iterator[Envelope]:
@@ -212,10 +236,18 @@ class WorkerSockets:
             ) from error
 
     def _dial(self, endpoint: str) -> "zmq.Socket[bytes]":
+        socket = self._dialling_socket()
+        socket.setsockopt(zmq.IDENTITY, str(self.me).encode())
+        return self._connect(socket, endpoint)
+
+    def _dialling_socket(self) -> "zmq.Socket[bytes]":
         socket = self._socket(zmq.DEALER)
         socket.setsockopt(zmq.IPV6, 1)  # dials IPv4, too
         self._security.protect_connecting(socket)
-        socket.setsockopt(zmq.IDENTITY, str(self.me).encode())
+        return socket
+
+    @staticmethod
+    def _connect(socket: "zmq.Socket[bytes]", endpoint: str) -> "zmq.Socket[bytes]":
         try:
             socket.connect(endpoint)
         except zmq.ZMQError:

@@ -3,11 +3,14 @@
 A failure before the first byte is an HTTP error; after it, an error event in the stream, then ``[DONE]``. The
 response's head waits for the first token, so that most failures still get a status. A client that disconnects cancels
 its requests, streamed or not.
+
+A stream that has nothing to send for a while gets comments, so that nobody takes its connection for dead: once it has
+begun, or while a request waits for a worker in place of one that was lost.
 """
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +25,7 @@ from splitserve.router.formats import DONE_EVENT, Format, Usage, send_json, sse_
 from splitserve.router.inbox import Inbox
 from splitserve.router.outcome import route
 from splitserve.router.request_state import NOTHING, Update
+from splitserve.router.waiting_room import ClientGoneError
 from splitserve.token_ids import TokenIds
 
 
@@ -37,11 +41,33 @@ class Prompt:
 READ_GRACE_SECONDS = 5.0
 """Beyond a request's deadline: a client that reads more slowly would keep its places for ever."""
 
+KEEP_ALIVE = b": keep-alive\n\n"
+
 log = logging.getLogger(__name__)
 
 
-class _Disconnected(Exception):
-    """The client closed its connection."""
+class _Pulse:
+    """Asks for a comment whenever ``seconds`` have gone by in which nothing was sent; 0 never does."""
+
+    def __init__(self, seconds: float, on_silence: Callable[[], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._seconds = seconds
+        self._on_silence = on_silence
+        self._has_sent = False
+        self._timer = self._loop.call_later(seconds, self._beat) if seconds else None
+
+    def note_sent(self) -> None:
+        self._has_sent = True
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _beat(self) -> None:
+        if not self._has_sent:
+            self._on_silence()
+        self._has_sent = False
+        self._timer = self._loop.call_later(self._seconds, self._beat)
 
 
 class GenerationResponse(Response):
@@ -70,14 +96,16 @@ class GenerationResponse(Response):
         self._generations: list[Generation] = []
         self._num_open = len(prompts)
         self._gone = False
+        self._is_silent = False  # a comment is due
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(self._watch_client(receive))
+        self._watcher = watcher
         end = self._arrived_at + self._dispatcher.deadline_seconds + READ_GRACE_SECONDS
         try:
             async with asyncio.timeout_at(end):
                 await (self._send_stream(send) if self._stream else self._send_whole(send))
-        except _Disconnected:
+        except ClientGoneError:
             pass
         except TimeoutError:  # the server closes the connection of an answer that isn't complete
             log.warning("a client doesn't read its answer: given up")
@@ -95,17 +123,23 @@ class GenerationResponse(Response):
         self._gone = True
         self._inbox.put(0, NOTHING)
 
-    def _submit(self) -> None:
+    async def _submit(self) -> None:
         for index, prompt in enumerate(self._prompts):
-            self._generations.append(
-                self._dispatcher.submit(index, prompt.token_ids, prompt.sampling, self._inbox, self._arrived_at)
+            generation = await self._dispatcher.submit_in_time(
+                index,
+                prompt.token_ids,
+                prompt.sampling,
+                self._inbox,
+                self._arrived_at,
+                watch_client=lambda: self._watcher,
             )
+            self._generations.append(generation)
 
     async def _next_pieces(self) -> tuple[list[tuple[int, Piece]], ApiError | None]:
         """New pieces of open choices, in order, and the error that follows them if a request failed."""
         updates = await self._inbox.take()
         if self._gone:
-            raise _Disconnected
+            raise ClientGoneError
         pieces: list[tuple[int, Piece]] = []
         for index, update in updates:
             if update.failure is not None:
@@ -128,7 +162,7 @@ class GenerationResponse(Response):
     # ---- one JSON object ----
 
     async def _send_whole(self, send: Send) -> None:
-        self._submit()
+        await self._submit()
         texts: list[list[str]] = [[] for _ in self._prompts]
         token_ids: list[list[int]] = [[] for _ in self._prompts]
         while self._num_open:
@@ -148,7 +182,24 @@ class GenerationResponse(Response):
     # ---- server-sent events ----
 
     async def _send_stream(self, send: Send) -> None:
-        self._submit()
+        await self._submit()
+        pulse = _Pulse(self._dispatcher.config.protocol.stream_keep_alive_seconds, self._on_silence)
+        try:
+            await self._send_events(send, pulse)
+        finally:
+            pulse.stop()
+
+    def _on_silence(self) -> None:
+        self._is_silent = True
+        self._inbox.put(0, NOTHING)
+
+    def _comment(self, *, started: bool) -> bytes:
+        """What a stream gets that has no tokens to send: a comment, if one is due."""
+        is_due = self._is_silent and (started or any(each.is_stranded for each in self._generations))
+        self._is_silent = False
+        return KEEP_ALIVE if is_due else b""
+
+    async def _send_events(self, send: Send, pulse: _Pulse) -> None:
         started = False
         opened: set[int] = set()
         while True:
@@ -156,6 +207,8 @@ class GenerationResponse(Response):
             if error is not None and not (started or pieces):
                 raise error
             events = b"".join([self._events(index, piece, opened) for index, piece in pieces])
+            if not events and error is None:
+                events = self._comment(started=started)
             if events and not started:
                 await send(_STREAM_START)
                 started = True
@@ -163,6 +216,7 @@ class GenerationResponse(Response):
                 break
             if events:
                 await send({"type": "http.response.body", "body": events, "more_body": True})
+                pulse.note_sent()
         if error is not None:
             events += sse_event(error.body())
         elif self._include_usage:

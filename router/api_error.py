@@ -29,12 +29,21 @@ def clipped(text: str, max_chars: int) -> str:
 
 
 class ApiError(Exception):
-    """An answer other than 200. ``param`` names the request's field at fault. Both texts are cut where they are long,
-    since they may repeat what the client sent."""
+    """An answer other than 200. ``param`` names the request's field at fault; ``retry_after_seconds`` goes with 429 and
+    503. The texts are cut where they are long, since they may repeat what the client sent."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_seconds: int = RETRY_AFTER_SECONDS,
+    ) -> None:
         message = clipped(message, MAX_MESSAGE_CHARS)
         super().__init__(message)
+        self._retry_after_seconds = retry_after_seconds
         self.status = status
         self.message = message
         self.param = None if param is None else clipped(param, MAX_PARAM_CHARS)
@@ -48,7 +57,7 @@ class ApiError(Exception):
         return msgspec.json.encode(self.body())
 
     def headers(self) -> dict[str, str]:
-        return {"retry-after": str(RETRY_AFTER_SECONDS)} if self.status in (429, 503) else {}
+        return {"retry-after": str(self._retry_after_seconds)} if self.status in (429, 503) else {}
 
 
 _STATUS_BY_REASON = {

@@ -21,7 +21,7 @@ from splitserve.router.api_error import ApiError
 from splitserve.router.body import BodyReader
 from splitserve.router.cluster_report import cluster_report
 from splitserve.router.content_type import check_json
-from splitserve.router.dispatcher import Dispatcher
+from splitserve.router.dispatcher import Dispatcher, Limits
 from splitserve.router.formats import ChatFormat, CompletionFormat, Format
 from splitserve.router.local_origin import RequireLocal
 from splitserve.router.metrics import RouterMetrics
@@ -30,6 +30,7 @@ from splitserve.router.placement import Disaggregated, NoWorker, RequestShape
 from splitserve.router.preparation import Preparation, check_not_empty
 from splitserve.router.profiles import MAX_PROFILE_BODY_BYTES, parse_profile_request
 from splitserve.router.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest, RequestModel
+from splitserve.router.waiting_room import ClientGoneError
 
 _KEYED_PATHS = ("/v1/", "/admin/")
 _CLOSED_TRANSPORT = "the handler is closed"  # what uvloop says between a connection's reset and its report of it
@@ -59,7 +60,7 @@ class Api:
         arrived_at = asyncio.get_running_loop().time()
         body = await self._read(request, CompletionRequest)
         check_not_empty(body)
-        limits = self._dispatcher.limits()
+        limits = await self._limits(request, arrived_at)
         count = len(body.prompts())
         self._dispatcher.admit(count, "prompt")
         try:
@@ -72,7 +73,7 @@ class Api:
     async def chat_completions(self, request: Request) -> Response:
         arrived_at = asyncio.get_running_loop().time()
         body = await self._read(request, ChatCompletionRequest)
-        limits = self._dispatcher.limits()
+        limits = await self._limits(request, arrived_at)
         self._dispatcher.admit(1)
         try:
             prompts = await self._preparation.chat(body, limits)
@@ -128,6 +129,22 @@ class Api:
         self._check_model(body.model)
         return body
 
+    async def _limits(self, request: Request, arrived_at: float) -> Limits:
+        """Those of the workers that are there, or come soon. Raises :class:`ApiError` 503."""
+        watchers: list[asyncio.Task[None]] = []
+
+        def watch_client() -> asyncio.Task[None]:
+            watchers.append(asyncio.create_task(_until_disconnected(request)))
+            return watchers[-1]
+
+        try:
+            return await self._dispatcher.limits(arrived_at, watch_client)
+        except ClientGoneError:
+            raise ClientDisconnect from None
+        finally:
+            for watcher in watchers:
+                watcher.cancel()
+
     def _answer(
         self, kind: type[Format], body: GenerationRequest, prompts: list[Prompt], arrived_at: float
     ) -> GenerationResponse:
@@ -151,6 +168,12 @@ class Api:
 
     def _model_card(self) -> dict[str, Any]:
         return {"id": self.model_id, "object": "model", "created": self._created, "owned_by": "splitserve"}
+
+
+async def _until_disconnected(request: Request) -> None:
+    """For a request whose body has been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def create_app(api: Api, metrics: RouterMetrics, api_key: str = "", *, local_only: bool = False) -> ASGIApp:

@@ -12,8 +12,9 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from splitserve.bounded import ExpiringMap
 from splitserve.config import RouterConfig
@@ -52,9 +53,14 @@ from splitserve.router.placement import (
 from splitserve.router.prefix_view import MIN_GAIN_BLOCKS, PrefixMatch, PromptHashes, helper_of
 from splitserve.router.profiles import Profiles
 from splitserve.router.request_state import NOTHING, Failure, FailureReason, Phase, RequestState, Update
+from splitserve.router.waiting_room import WaitingRoom, no_worker
 from splitserve.token_ids import TokenIds
 
 log = logging.getLogger(__name__)
+
+MAX_SHARE_OF_DEADLINE_WAITED = 0.25
+WatchClient: TypeAlias = Callable[[], asyncio.Future[None]]
+"""Starts looking whether a client has gone; the future is done when it has."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +83,7 @@ class Generation:
     retry: asyncio.TimerHandle | None = None
     num_waits: int = 0
     stranded_at: float = 0.0
+    is_fallback: bool = False  # the first attempt is local only because there was no pair
 
     @property
     def shape(self) -> RequestShape:
@@ -86,6 +93,11 @@ class Generation:
             num_output_tokens=len(self.state.delivered_ids),
         )
 
+    @property
+    def is_stranded(self) -> bool:
+        """Whether its worker was lost, and no other one can go on."""
+        return bool(self.stranded_at) and not self.state.ended
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -94,10 +106,6 @@ class Limits:
     max_model_len: int
     common_model_len: int
     vocab_size: int
-
-
-def _no_worker(reason: str) -> ApiError:
-    return ApiError(503, f"{reason}: try again", code="no_worker")
 
 
 class Dispatcher:
@@ -114,7 +122,11 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
         self._closing = False
         self._objectives = Objectives(config.ttft_objective_seconds, config.tpot_objective_seconds)
-        self._no_worker_wait_seconds = config.protocol.no_worker_wait_seconds
+        # of new requests; those whose worker was lost wait until their deadline
+        self._wait_seconds = min(
+            config.protocol.no_worker_wait_seconds, MAX_SHARE_OF_DEADLINE_WAITED * self.deadline_seconds
+        )
+        self._waiting_room = WaitingRoom(config.protocol.max_requests_waiting, metrics)
         self._jitter = random.Random()
         # attempts that a lost worker may still be at work on, should it be heard again
         self._orphans: ExpiringMap[Party, list[RequestKey]] = ExpiringMap(
@@ -158,35 +170,70 @@ class Dispatcher:
         """What each worker has of the prompt. Nobody needs to know it of the only one, and hashing takes a while."""
         return self.fleet.prefixes.matches(prompt) if len(self.fleet.membership.records()) > 1 else {}
 
-    def limits(self) -> Limits:
-        """What prompts must keep. Raises :class:`ApiError` 503 while no request could be placed."""
+    async def limits(self, arrived_at: float, watch_client: WatchClient) -> Limits:
+        """What prompts must keep, once a request could be placed. Raises as :meth:`WaitingRoom.until` does."""
+        return await self._waiting_room.until(self._limits, arrived_at + self._wait_seconds, watch_client)
+
+    def _limits(self) -> Limits | NoWorker:
         lengths = context_limits(self.fleet.membership.snapshot(self._loop.time()))
         vocab_size = self.fleet.membership.vocab_size()
-        if lengths is None or vocab_size is None:
+        if self._closing or lengths is None or vocab_size is None:
             placement = self.place(RequestShape(num_prompt_tokens=1, max_tokens=1))
-            raise _no_worker(placement.reason if isinstance(placement, NoWorker) else "no worker is ready")
+            return placement if isinstance(placement, NoWorker) else NoWorker("no worker is ready")
         return Limits(*lengths, vocab_size)
 
     def submit(
         self, index: int, token_ids: TokenIds, sampling: SamplingParams, inbox: Inbox, arrived_at: float
     ) -> Generation:
         """Place a prompt and send it off; updates come to ``inbox``. Raises :class:`ApiError` 503 without a worker."""
+        generation = self._generation(index, token_ids, sampling, inbox, arrived_at)
+        placement = self._first_placement(generation)
+        if isinstance(placement, NoWorker):
+            raise no_worker(placement.reason)
+        return self._begin(generation, placement)
+
+    async def submit_in_time(
+        self,
+        index: int,
+        token_ids: TokenIds,
+        sampling: SamplingParams,
+        inbox: Inbox,
+        arrived_at: float,
+        *,
+        watch_client: WatchClient,
+    ) -> Generation:
+        """:meth:`submit`, once there is a worker. Raises as :meth:`WaitingRoom.until` does."""
+        generation = self._generation(index, token_ids, sampling, inbox, arrived_at)
+        placement: Placed = await self._waiting_room.until(
+            lambda: self._first_placement(generation), arrived_at + self._wait_seconds, watch_client
+        )
+        return self._begin(generation, placement)
+
+    @staticmethod
+    def _generation(
+        index: int, token_ids: TokenIds, sampling: SamplingParams, inbox: Inbox, arrived_at: float
+    ) -> Generation:
         state = RequestState(secrets.token_hex(12), sampling.max_tokens)
-        generation = Generation(index, token_ids, sampling, inbox, arrived_at, state, PromptHashes(token_ids))
+        return Generation(index, token_ids, sampling, inbox, arrived_at, state, PromptHashes(token_ids))
+
+    def _first_placement(self, generation: Generation) -> Placement:
+        """Where the policy wants it; without a pair, decode alone can help, though nobody planned it so."""
         placement = self.place(generation.shape, generation.hashes)
-        fallback = None
-        if isinstance(placement, NoWorker):  # no pair: a decode worker alone can help, though nobody planned it so
-            fallback = None if self._closing else self._local_placement(generation)
-            if fallback is None:
-                raise _no_worker(placement.reason)
-            placement = fallback
+        if not isinstance(placement, NoWorker) or self._closing:
+            return placement
+        fallback = self._local_placement(generation)
+        generation.is_fallback = fallback is not None
+        return placement if fallback is None else fallback
+
+    def _begin(self, generation: Generation, placement: Placed) -> Generation:
+        state = generation.state
         self._active[state.request_id] = generation
-        self._metrics.prompt_tokens.inc(len(token_ids))
+        self._metrics.prompt_tokens.inc(len(generation.token_ids))
         generation.deadline = self._loop.call_at(
-            arrived_at + self.deadline_seconds, self._on_deadline, state.request_id
+            generation.arrived_at + self.deadline_seconds, self._on_deadline, state.request_id
         )
         self._start_attempt(generation, placement)
-        state.was_disaggregated |= fallback is not None
+        state.was_disaggregated |= generation.is_fallback
         return generation
 
     def _local_placement(self, generation: Generation) -> Local | None:
@@ -204,6 +251,7 @@ class Dispatcher:
         if self._closing:
             return
         self._closing = True
+        self._waiting_room.close()
         failure = Failure(FailureReason.SHUTDOWN, "the router is shutting down")
         for generation in list(self._active.values()):
             self._apply(generation, generation.state.fail(failure))
@@ -228,15 +276,15 @@ class Dispatcher:
         """An attempt has failed: begin the next one where the ladder says, wait for workers, or fail the request."""
         state, now = generation.state, self._loop.time()
         last = state.history[-1]
-        step = next_step(self._snapshot(generation.hashes), generation.shape, self._policy, state.history)
+        snapshot = self._snapshot(generation.hashes)
+        step = next_step(snapshot, generation.shape, self._policy, state.history)
         if not isinstance(step.placement, NoWorker):
             self._metrics.ladder_steps.labels(step.rung, last.failure.reason).inc()
             log.info("request %s goes on (%s): %s", state.key, step.rung, last.failure.message)
             self._start_attempt(generation, step.placement)
             return
-        generation.stranded_at = generation.stranded_at or now
-        waited_seconds = now - generation.stranded_at
-        if may_wait(state.history) and waited_seconds < self._no_worker_wait_seconds:
+        if may_wait(snapshot, state.history):  # until the deadline
+            generation.stranded_at = generation.stranded_at or now
             delay = backoff_seconds(generation.num_waits, self._jitter)
             generation.num_waits += 1
             generation.retry = self._loop.call_later(delay, self._retry, state.request_id)
@@ -318,6 +366,7 @@ class Dispatcher:
         """Requests that wait for a worker needn't wait longer. What it did before it was lost, others have done."""
         for key in self._orphans.pop(worker, self._loop.time()) or ():
             self.fleet.send(worker, Abort(key))
+        self._waiting_room.call()
         for generation in list(self._active.values()):
             if generation.state.placement is None and generation.retry is not None:
                 generation.retry.cancel()
@@ -327,6 +376,8 @@ class Dispatcher:
         generation = self._active.get(request_id)
         if generation is not None:
             message = f"the request took longer than {self.deadline_seconds:g} s"
+            if generation.is_stranded:
+                message += f": no worker came that could go on; {generation.state.history[-1].failure.message}"
             self._apply(generation, generation.state.fail(Failure(FailureReason.DEADLINE, message)))
 
     def _apply(self, generation: Generation, update: Update) -> None:

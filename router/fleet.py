@@ -109,6 +109,7 @@ class Fleet:
         self._socket = LoopSocket(socket, self._on_membership_frames)
         self._tick_seconds = min(_MAX_TICK_SECONDS, protocol.dead_after_seconds / 4)
         self._last_tick = self._loop.time()
+        self._mend_due_at = 0.0
         self._timer = self._loop.call_later(self._tick_seconds, self._tick)
 
     def send(self, worker: Party, body: Body) -> bool:
@@ -147,20 +148,21 @@ class Fleet:
         sender, body = envelope.sender, envelope.body
         if isinstance(body, Register):
             self._on_register(identity, sender, body)
+        elif not isinstance(body, Heartbeat | Draining | Leave):
+            self.drop_stale(type(body).__name__, "on the membership socket", sender)
+        elif not self.membership.speaks_for(identity, sender):
+            self.drop_stale(type(body).__name__, "from a connection that hasn't registered it", sender)
         elif isinstance(body, Heartbeat):
             self._on_heartbeat(sender, body)
         elif isinstance(body, Draining):
             if self.membership.drain(sender):
                 log.info("worker %s drains", sender)
-        elif isinstance(body, Leave):
-            if self.membership.leave(sender):
-                why = f"has ended: {body.error}" if body.error else "has left"
-                self._end_link(sender, why, in_order=not body.error)
-        else:
-            self.drop_stale(type(body).__name__, "on the membership socket", sender)
+        elif self.membership.leave(sender):
+            why = f"has ended: {body.error}" if body.error else "has left"
+            self._end_link(sender, why, in_order=not body.error)
 
     def _on_register(self, identity: bytes, sender: Party, body: Register) -> None:
-        registration = self.membership.register(sender, body.info, self._loop.time())
+        registration = self.membership.register(sender, body.info, self._loop.time(), identity, body.token)
         refusal = registration.refusal
         if registration.replaced is not None:
             self._end_link(registration.replaced, "was replaced by a new incarnation")
@@ -170,19 +172,18 @@ class Fleet:
             self.turned_away.refuse(body.info, refusal, self._loop.time())
             self._metrics.workers_refused.inc()
             self._refusal_log.write(self._loop.time(), f"refused worker {sender}: {refusal}")
-            self._socket.send([identity, encode(Envelope(self.party, sender, RegisterRefused(refusal)))])
+            answer = RegisterRefused(refusal, registration.for_good)
+            self._socket.send([identity, encode(Envelope(self.party, sender, answer))])
             return
         self.turned_away.forgive(sender.engine_id)
         if registration.must_dial:
             log.info("worker %s (%s) registered from %s", sender, body.info.role, body.info.endpoint)
-        self._socket.send([identity, encode(Envelope(self.party, sender, Registered()))])
+        self._socket.send([identity, encode(Envelope(self.party, sender, Registered(registration.token)))])
 
     def _on_heartbeat(self, sender: Party, body: Heartbeat) -> None:
         clock_offset_seconds = body.clock_seconds - time.time() if body.clock_seconds else None
         before = self.membership.heartbeat(sender, body.load, self._loop.time(), body.links, clock_offset_seconds)
-        if before is None:
-            self.drop_stale("heartbeat", "of a worker that isn't registered", sender)
-        elif before is WorkerState.LOST:
+        if before is WorkerState.LOST:
             log.info("worker %s is heard again", sender)
             self._dial(sender)
 
@@ -215,6 +216,19 @@ class Fleet:
             self.membership.forget(worker)  # it may register again, once it can be dialled
             return str(error)
         return None
+
+    def _dial_anew(self, now: float) -> None:
+        """Replace links that don't come up: a worker that is registered but never ready would be missing for ever."""
+        for record in self.membership.records():
+            link, party = self._links.get(record.info.party), record.info.party
+            if record.state is not WorkerState.CONNECTING:
+                continue
+            if link is not None and now - link.dialled_at <= self._dead_after_seconds:
+                continue
+            log.warning("worker %s: no link to %s yet; dialling anew", party, record.info.endpoint)
+            if link is not None:
+                link.close()
+            self._dial(party)
 
     def _on_link_up(self, link: WorkerLink) -> None:
         self.membership.link_up(link.party)
@@ -306,4 +320,8 @@ class Fleet:
         self._last_tick = now
         for worker in self.membership.expire(now):
             self._end_link(worker, f"sent no heartbeat for {self._dead_after_seconds:g} s")
+        self._dial_anew(now)
+        if now >= self._mend_due_at and not self.membership.is_connected():
+            self._mend_due_at = now + self._dead_after_seconds
+            self.mend_links()
         self._timer = self._loop.call_later(self._tick_seconds, self._tick)

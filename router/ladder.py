@@ -77,9 +77,12 @@ def local_placement(workers: Sequence[WorkerView], shape: RequestShape, preferre
     return None if best is None else Local(best.party)
 
 
-def may_wait(history: Sequence[FailedAttempt]) -> bool:
-    """Whether time may bring help where there's none now: a worker that was lost comes back, or is replaced."""
-    return len(history) < MAX_ATTEMPTS and history[-1].failure.reason is FailureReason.WORKER_LOST
+def may_wait(snapshot: Snapshot, history: Sequence[FailedAttempt]) -> bool:
+    """Whether time may bring help where there's none now: a worker that was lost comes back, or is replaced. Those that
+    are here and failed this request won't help it later."""
+    was_lost = history[-1].failure.reason is FailureReason.WORKER_LOST
+    is_alone = all(worker.role is Role.PREFILL for worker in snapshot.workers)
+    return len(history) < MAX_ATTEMPTS and (was_lost or is_alone)
 
 
 def backoff_seconds(num_tries: int, chosen: random.Random) -> float:

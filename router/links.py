@@ -84,11 +84,13 @@ class LoopSocket:
 def bind_router_socket(
     context: "zmq.Context[zmq.Socket[bytes]]", host: str, security: SocketSecurity, port: int = 0
 ) -> "tuple[zmq.Socket[bytes], str]":
-    """A ROUTER socket on ``port`` (0: a free one) of ``host``, and its endpoint. Raises :class:`ConfigError`."""
+    """A ROUTER socket on ``port`` (0: a free one) of ``host``, and its endpoint. Raises :class:`ConfigError`.
+
+    It names its connections itself, and none takes the name of another one (no ROUTER_HANDOVER): membership believes a
+    connection by its name.
+    """
     socket = new_socket(context, zmq.ROUTER)
     security.protect_bound(socket)
-    # A worker that reconnects before its old connection was seen to end must not be shut out.
-    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
     address = f"[{host}]" if ":" in host else host
     try:
         socket.setsockopt(zmq.IPV6, int(":" in host))
@@ -157,6 +159,7 @@ class WorkerLink:
     ) -> None:
         self.info = info
         self.party = info.party
+        self.dialled_at = asyncio.get_running_loop().time()
         self._router = router
         self._on_up = on_up
         self._on_down = on_down

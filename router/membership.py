@@ -9,9 +9,13 @@ A draining worker gets no new requests; those that it has go on.
 
 A worker leaves the table when it says Leave, when a new incarnation of it registers, or when it has been LOST for
 ``forget_after_seconds``. A replaced incarnation never comes back, however late its messages are.
+
+Believed about a worker is the connection that registered it. Another connection takes its place only with the token
+that the first one was given; a new incarnation replaces only one that is LOST. So a forged message moves no worker.
 """
 
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
@@ -24,6 +28,7 @@ from splitserve.router.placement import NO_LOAD, Disaggregated, Placed, RequestS
 
 MAX_WORKERS = 4096
 MAX_REPLACED_INCARNATIONS = 4096
+_TOKEN_BYTES = 16
 
 
 class WorkerState(StrEnum):
@@ -42,6 +47,8 @@ class WorkerRecord:
 
     info: WorkerInfo
     last_heard: float
+    connection: bytes = b""  # which speaks for it, as the membership socket names its connections
+    token: str = ""  # proves that another connection is the same worker's
     state: WorkerState = WorkerState.CONNECTING
     load: WorkerLoad = NO_LOAD
     links: Sequence[PeerLink] = ()
@@ -72,24 +79,35 @@ class WorkerRecord:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """Answer to a Register. ``refusal`` says why not; ``must_dial`` that it has no link yet (or not any more);
-    ``replaced`` is the incarnation that this one supersedes."""
+    """Answer to a Register. ``refusal`` says why not, and ``for_good`` that this won't change; ``must_dial`` that the
+    worker has no link (any more); ``replaced`` is the incarnation that it supersedes; ``token``: see
+    :class:`splitserve.messages.Registered`."""
 
     refusal: str | None = None
+    for_good: bool = True
     must_dial: bool = False
     replaced: Party | None = None
+    token: str = ""
 
 
 class Membership:
-    def __init__(self, dead_after_seconds: float, forget_after_seconds: float) -> None:
+    def __init__(
+        self,
+        dead_after_seconds: float,
+        forget_after_seconds: float,
+        new_token: Callable[[], str] = lambda: secrets.token_hex(_TOKEN_BYTES),
+    ) -> None:
         self._dead_after_seconds = dead_after_seconds
         self._forget_after_seconds = forget_after_seconds
+        self._new_token = new_token
         self._records: dict[str, WorkerRecord] = {}
         self._replaced: dict[Party, None] = {}  # in order of arrival
 
     # ---- what happened ----
 
-    def register(self, sender: Party, info: WorkerInfo, now: float) -> Registration:
+    def register(
+        self, sender: Party, info: WorkerInfo, now: float, connection: bytes = b"", token: str = ""
+    ) -> Registration:
         """Take a worker in, or say why not. Registering twice is harmless."""
         if info.party != sender:
             return Registration(refusal=f"it registers {info.party} but is {sender}")
@@ -100,16 +118,20 @@ class Membership:
             return Registration(refusal=f"there are {MAX_WORKERS} workers already")
         if (mismatch := self._mismatch(info)) is not None:
             return Registration(refusal=mismatch)
+        if known is not None and (holder := _holder(known, sender, connection, token)) is not None:
+            return Registration(refusal=holder, for_good=False)
         if known is not None and known.info.party == sender:
             was_lost = known.state is WorkerState.LOST
             known.state = WorkerState.CONNECTING if was_lost else known.state
-            known.last_heard = now
-            return Registration(must_dial=was_lost)
-        self._records[sender.engine_id] = WorkerRecord(info, now)
+            known.last_heard, known.connection = now, connection
+            return Registration(must_dial=was_lost, token=known.token)
+        record = self._records[sender.engine_id] = WorkerRecord(
+            info, now, connection=connection, token=self._new_token()
+        )
         if known is None:
-            return Registration(must_dial=True)
+            return Registration(must_dial=True, token=record.token)
         self._mark_replaced(known.info.party)
-        return Registration(must_dial=True, replaced=known.info.party)
+        return Registration(must_dial=True, replaced=known.info.party, token=record.token)
 
     def heartbeat(
         self,
@@ -201,6 +223,11 @@ class Membership:
         record = self._records.get(party.engine_id)
         return record if record is not None and record.info.party == party else None
 
+    def speaks_for(self, connection: bytes, party: Party) -> bool:
+        """Whether ``connection`` is the one that registered exactly this incarnation."""
+        record = self.get(party)
+        return record is not None and record.connection == connection
+
     def records(self) -> list[WorkerRecord]:
         return list(self._records.values())
 
@@ -245,6 +272,15 @@ class Membership:
         self._replaced[party] = None
         if len(self._replaced) > MAX_REPLACED_INCARNATIONS:
             del self._replaced[next(iter(self._replaced))]
+
+
+def _holder(known: WorkerRecord, sender: Party, connection: bytes, token: str) -> str | None:
+    """Why ``connection`` can't register ``sender`` while ``known`` is there; None if it can."""
+    if known.info.party != sender:
+        alive = known.state is not WorkerState.LOST
+        return f"another process is registered as {sender.engine_id} and alive: give it another name" if alive else None
+    is_same = connection == known.connection or secrets.compare_digest(token.encode(), known.token.encode())
+    return None if is_same else "another connection registered this incarnation, and this one doesn't show its token"
 
 
 @dataclass(slots=True)

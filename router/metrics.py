@@ -71,6 +71,9 @@ class RouterMetrics:
         self.requests_in_flight = Gauge(
             "splitserve_requests_in_flight", "Requests that were admitted and haven't ended", registry=registry
         )
+        self.requests_waiting = Gauge(
+            "splitserve_requests_waiting", "New requests that wait because no worker can take them", registry=registry
+        )
         self.ttft_seconds = _histogram(registry, "ttft", "Arrival of an HTTP request to its first token", _TTFT_BUCKETS)
         self.itl_seconds = _histogram(registry, "itl", "Time between deliveries of tokens of a request", _ITL_BUCKETS)
         self.e2e_seconds = _histogram(

@@ -43,6 +43,7 @@ class _Handler(BaseHTTPRequestHandler):
 def run_router(config: RouterConfig, progress: Progress) -> None:
     server = HTTPServer((config.host, config.port), _Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
+    progress("secret", {"secret": config.secret})
     progress("membership", {"endpoint": "tcp://127.0.0.1:1"})
     progress("listening", {"url": f"http://{config.host}:{server.server_port}"})
     wait_for_sigterm()
@@ -68,6 +69,7 @@ def run_worker(config: WorkerConfig, progress: Progress) -> None:
                 signal.signal(number, signal.SIG_IGN)
             progress("ready", {})
             time.sleep(600)
+    progress("secret", {"secret": config.secret})
     progress("weights", {"seconds": "0.1", "bytes": "1024"})
     environment = {name: value for name, value in os.environ.items() if name.endswith("_NUM_THREADS")}
     progress("environment", {"variables": json.dumps(environment), "membership": config.membership})

@@ -22,7 +22,7 @@ from splitserve.messages import (
     WorkerInfo,
 )
 from splitserve.request import Party, RequestKey, Role, SamplingParams
-from splitserve.router.ladder import MAX_ATTEMPTS, backoff_seconds, next_step
+from splitserve.router.ladder import backoff_seconds, may_wait, next_step
 from splitserve.router.membership import Charge, Membership, WorkerState
 from splitserve.router.placement import Disaggregated, NoWorker, Placed, RequestShape, least_loaded
 from splitserve.router.request_state import Failure, FailureReason, Phase, RequestState, Update
@@ -150,6 +150,8 @@ class SimRouter:
             self.sim.after(self.sim.random.uniform(0.0, 0.3), lambda: self.apply(request, request.state.cancel()))
 
     def on_deadline(self, request: SimRequest) -> None:
+        since = request.stranded_at
+        request.was_helpless = since is not None and not any(able for time, able in self._able_at if time >= since)
         self.apply(request, request.state.fail(Failure(FailureReason.DEADLINE, "the request took too long")))
 
     def start_attempt(self, request: SimRequest, placement: Placed) -> None:
@@ -182,19 +184,18 @@ class SimRouter:
         state, now = request.state, self.sim.now
         if state.ended:
             return
-        step = next_step(self.membership.snapshot(now), request.shape, least_loaded, state.history)
+        snapshot = self.membership.snapshot(now)
+        step = next_step(snapshot, request.shape, least_loaded, state.history)
         if not isinstance(step.placement, NoWorker):
             self.start_attempt(request, step.placement)
             return
         request.stranded_at = now if request.stranded_at is None else request.stranded_at
-        waited = now - request.stranded_at
-        if len(state.history) < MAX_ATTEMPTS and waited < self.sim.protocol.no_worker_wait_seconds:
+        if may_wait(snapshot, state.history):  # until the deadline
             request.num_waits += 1
             timer = request.retry = object()
             delay = backoff_seconds(request.num_waits - 1, self.sim.random)
             self.sim.after(delay, lambda: self.on_retry(request, timer))
             return
-        request.was_helpless = not any(able for time, able in self._able_at if time >= request.stranded_at)
         self.apply(request, state.fail(Failure(state.history[-1].failure.reason, step.placement.reason)))
 
     def on_retry(self, request: SimRequest, timer: object) -> None:

@@ -8,6 +8,7 @@ import random
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -25,34 +26,37 @@ from splitserve.orchestration.host import ChildProgress
 from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.shorthand import simple_spec
 from splitserve.request import Party, Role
+from splitserve.security import SocketSecurity
 from splitserve.wire import MAX_MESSAGE_BYTES, decode, encode
 from waiting import PATIENCE_SECONDS, wait_until
 
 NUM_MESSAGES = int(os.environ.get("SPLITSERVE_FUZZ_MESSAGES", "6000")) // 4
 SEED = int(os.environ.get("SPLITSERVE_FUZZ_SEED", "0"))
 PATIENCE_MS = round(1000 * PATIENCE_SECONDS)
+SECRET = "known to those who attack"
 NOWHERE = "tcp://127.0.0.1:9"
 ZMTP_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
 
 
-def dealer(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> "zmq.Socket[bytes]":
+def dealer(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, security: SocketSecurity) -> "zmq.Socket[bytes]":
     opened = context.socket(zmq.DEALER)
+    security.protect_connecting(opened)
     opened.setsockopt(zmq.LINGER, 2000)
     opened.setsockopt(zmq.SNDTIMEO, PATIENCE_MS)
     opened.connect(endpoint)
     return opened
 
 
-def throw_messages(endpoint: str, me: Party, count: int, seed: int) -> None:
+def throw_messages(endpoint: str, me: Party, count: int, seed: int, secret: str = "") -> None:
     """From several connections that come and go: single frames, frames too many, none but empty ones, huge ones."""
     rng = random.Random(seed)
     fuzzer = MessageFuzzer(rng, me, deadline_seconds=2.0)
-    with zmq.Context() as context:
-        sockets = [dealer(context, endpoint) for _ in range(4)]
+    with zmq.Context() as context, closing(SocketSecurity(context, secret)) as security:
+        sockets = [dealer(context, endpoint, security) for _ in range(4)]
         for index in range(count):
             if rng.random() < 0.01:
                 sockets.pop(0).close()
-                sockets.append(dealer(context, endpoint))
+                sockets.append(dealer(context, endpoint, security))
             frames = [fuzzer.message()]
             match rng.randrange(20):
                 case 0:
@@ -86,6 +90,7 @@ def throw_bytes(endpoint: str, count: int, seed: int) -> None:
 
 @pytest.fixture(scope="module")
 def cluster(tiny_qwen3: Path) -> Iterator[tuple[LocalCluster, dict[str, str]]]:
+    """Its secret is known to those who attack it."""
     endpoints: dict[str, str] = {}
 
     def note(progress: ChildProgress) -> None:
@@ -94,13 +99,19 @@ def cluster(tiny_qwen3: Path) -> Iterator[tuple[LocalCluster, dict[str, str]]]:
 
     engine = EngineConfig(model=str(tiny_qwen3), kv_memory_bytes=8 << 20, threads=1)
     spec = simple_spec(engine, num_prefill=1, num_decode=1, port=0)
-    with LocalCluster(spec, log_level="error", show=note) as running:
-        yield running, endpoints
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPLITSERVE_SECRET", SECRET)
+        with LocalCluster(spec, log_level="error", show=note) as running:
+            yield running, endpoints
 
 
 def who_listens(endpoint: str) -> Party:
     """A worker names itself to anybody who greets it."""
-    with zmq.Context() as context, dealer(context, endpoint) as socket_:
+    with (
+        zmq.Context() as context,
+        closing(SocketSecurity(context, SECRET)) as security,
+        dealer(context, endpoint, security) as socket_,
+    ):
         layout = LayoutRecord("other", "w", "float32", 1, 1, 1, 1)
         socket_.send(encode(Envelope(Party("curious", 1), None, PeerHello(layout))))
         assert socket_.poll(PATIENCE_MS)
@@ -125,7 +136,7 @@ def test_nothing_on_a_workers_socket_ends_it(
     for index, (name, endpoint) in enumerate(endpoints.items()):
         me = who_listens(endpoint)
         assert me.engine_id == name
-        throw_messages(endpoint, me, NUM_MESSAGES, SEED + index)
+        throw_messages(endpoint, me, NUM_MESSAGES, SEED + index, SECRET)
         throw_bytes(endpoint, 40, SEED + index)
         assert who_listens(endpoint) == me
     assert completion(running) == expected and running.pids == pids
@@ -183,7 +194,7 @@ def test_a_flood_of_registrations_is_refused_in_words_and_passes(model_dir: Path
         workers.start("good", Role.MIXED)
         wait_until(lambda: router.request("GET", "/ready")[0] == 200)
         psutil.Process(router.process.pid).rlimit(psutil.RLIMIT_NOFILE, (200, 200))
-        with zmq.Context() as context, dealer(context, router.membership) as flood:
+        with zmq.Context() as context, dealer(context, router.membership, SocketSecurity(context, "")) as flood:
             for index in range(300):
                 me = Party(f"fake-{index}", 1)
                 info = WorkerInfo(me, Role.MIXED, NOWHERE, 1, DEFAULT_LAYOUT, 64, 8, 1024, 400)

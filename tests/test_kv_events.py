@@ -7,6 +7,7 @@ import urllib.request
 from pathlib import Path
 
 import msgspec
+import pytest
 import zmq
 
 from serving import complete_all, wait_until_quiet
@@ -19,14 +20,16 @@ from test_end_to_end import BLOCK_SIZE, body, cluster
 from test_tiers_end_to_end import BLOCK_BYTES
 from waiting import wait_until
 
+SECRET = "a secret of sixteen characters"
 PROMPTS = [[300 + (7 * user + position) % 1000 for position in range(6 * BLOCK_SIZE)] for user in range(12)]
 
 
 class Subscriber:
     """Follows one worker as the document says."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> None:
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", security: SocketSecurity, endpoint: str) -> None:
         self.socket = context.socket(zmq.SUB)
+        security.protect_connecting(self.socket)
         self.socket.connect(endpoint)
         self.socket.subscribe(b"kv")
         self.found: dict[str, set[bytes]] | None = None
@@ -67,20 +70,22 @@ def chain(root: bytes, tokens: list[int]) -> list[bytes]:
     return hashes[1:]
 
 
-def test_events_add_up_to_what_a_worker_holds(tiny_qwen3: Path) -> None:
+def test_events_add_up_to_what_a_worker_holds(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPLITSERVE_SECRET", SECRET)
     tiers = {"kv_memory_bytes": 24 * BLOCK_BYTES, "host_kv_memory_bytes": 60 * BLOCK_BYTES, "max_model_len": 256}
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    security = SocketSecurity(context, SECRET)
     with cluster(tiny_qwen3, "mixed", **tiers, kv_events=True) as running:
         with urllib.request.urlopen(f"{running.url}/metrics") as page:
             [endpoint] = re.findall(r'kv_events_endpoint="(tcp://[^"]+)"', page.read().decode())
-        first = Subscriber(context, endpoint)
+        first = Subscriber(context, security, endpoint)
         wait_until(lambda: first.numbers() == {}, "nothing is held before the first request")
         answers = complete_all(running.url, [body(tiny_qwen3, prompt) for prompt in PROMPTS], at_once=False)
         assert all(answer["status"] == 200 for answer in answers)
         [load] = wait_until_quiet(running.url).values()
         there = {"device": load["blocks_cached"], "host": load["tier_blocks"]}
         wait_until(lambda: first.numbers() == there, lambda: f"events add up to {first.numbers()}, there are {there}")
-        second = Subscriber(context, endpoint)
+        second = Subscriber(context, security, endpoint)
         wait_until(lambda: second.numbers() == there, lambda: f"told {second.numbers()}, there are {there}")
         assert first.found is not None and first.batch is not None
         assert first.found == second.found, "what the events add up to isn't what is there"
@@ -92,12 +97,11 @@ def test_events_add_up_to_what_a_worker_holds(tiny_qwen3: Path) -> None:
 
 
 def test_subscribers_need_the_shared_secret() -> None:
-    secret = "a secret of sixteen characters"
-    sockets = WorkerSockets(Party("w", 1), "127.0.0.1", "tcp://127.0.0.1:1", secret)
+    sockets = WorkerSockets(Party("w", 1), "127.0.0.1", "tcp://127.0.0.1:1", SECRET)
     publisher, endpoint = sockets.bind_publisher()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     stranger, friend = context.socket(zmq.SUB), context.socket(zmq.SUB)
-    security = SocketSecurity(context, secret)
+    security = SocketSecurity(context, SECRET)
     security.protect_connecting(friend)
     for socket in (stranger, friend):
         socket.connect(endpoint)

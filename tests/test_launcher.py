@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -90,6 +91,26 @@ def test_children_get_thread_counts_and_membership(make_cluster, events: list[Ch
     [event] = [event for event in events if event.stage == "environment"]
     assert event.detail["membership"] == "tcp://127.0.0.1:1"
     assert json.loads(event.detail["variables"])["OMP_NUM_THREADS"] == "5"
+
+
+def test_a_cluster_without_a_secret_draws_one(
+    make_cluster, events: list[ChildProgress], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = []
+    for _ in range(2):
+        events.clear()
+        with make_cluster(num_prefill=1, num_decode=1) as cluster:
+            (secret,) = {event.detail["secret"] for event in events if event.stage == "secret"}
+            drawn.append(secret)
+            for pid in cluster.pids.values():
+                process = psutil.Process(pid)
+                assert secret not in "".join([*process.cmdline(), *process.environ().values()])
+    assert len(set(drawn)) == 2 and all(re.fullmatch("[0-9a-f]{64}", secret) for secret in drawn)
+    events.clear()
+    monkeypatch.setenv("SPLITSERVE_SECRET", "one that is configured")
+    with make_cluster(num_mixed=1):
+        pass
+    assert {event.detail["secret"] for event in events if event.stage == "secret"} == {"one that is configured"}
 
 
 def test_a_worker_that_cannot_be_started(make_cluster, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,9 +90,12 @@ class Stream:
 
     def read_until(self, part):
         while part not in self.text:
-            data = self.socket.recv(65536)
-            assert data, f"the stream ended without {part!r}: {self.text}"
-            self.text += data.decode()
+            self.read_more()
+
+    def read_more(self):
+        data = self.socket.recv(65536)
+        assert data, f"the stream ended: {self.text}"
+        self.text += data.decode()
 
     def error(self):
         self.read_until("[DONE]")
@@ -100,7 +103,7 @@ class Stream:
         return json.loads(lines[0].removeprefix("data: "))["error"]
 
 
-IMPATIENT = ProtocolConfig(no_worker_wait_seconds=0.3)
+IMPATIENT = ProtocolConfig(no_worker_wait_seconds=0.3, request_deadline_seconds=8.0)
 
 
 def test_a_stream_whose_worker_process_is_killed_ends_with_an_error_event(serve):
@@ -117,12 +120,12 @@ def test_a_stream_whose_worker_process_is_killed_ends_with_an_error_event(serve)
         decode.kill()
         decode.wait()
     error = stream.error()
-    assert error["code"] == "worker_lost" and "d0" in error["message"]
+    assert error["code"] == "deadline" and "d0" in error["message"], "nobody came in its place"
     wait_until(lambda: router.request("GET", "/ready")[0] == 503)
     status, _, answer = router.post("/v1/completions", **PROMPT)
     assert status == 503 and "no decode worker" in answer["error"]["message"]
     assert not aborts(prefill)  # its part was over
-    name = 'splitserve_requests_finished_total{actual="failed",intended="disaggregated",reason="worker_lost"}'
+    name = 'splitserve_requests_finished_total{actual="failed",intended="disaggregated",reason="deadline"}'
     assert router.metric(name) == 1
     wait_until(lambda: router.metric("splitserve_requests_in_flight") == 0)
 
@@ -197,17 +200,15 @@ def test_a_prefill_worker_may_leave_once_decode_is_at_work(serve):
 
 
 def test_a_silent_worker_is_dead_after_the_limit_and_used_again_when_heard(serve):
-    router, workers = serve(protocol=ProtocolConfig(dead_after_seconds=3.0, no_worker_wait_seconds=0.3))
+    router, workers = serve(protocol=ProtocolConfig(dead_after_seconds=3.0, request_deadline_seconds=6.0))
     worker = workers.start("m0", Role.MIXED, lambda body: [], heartbeat_seconds=3600)
     ready(router)
     status, _, answer = router.post("/v1/completions", **PROMPT)
-    assert status == 503 and "no heartbeat" in answer["error"]["message"]
+    assert status == 504 and "no heartbeat" in answer["error"]["message"]
     assert router.request("GET", "/ready")[0] == 503
     assert router.metric('splitserve_worker_ready{role="mixed",worker="m0"}') == 0
-    with zmq.Context() as context, context.socket(zmq.DEALER) as again:
-        again.connect(router.membership)
-        again.send(encode(Envelope(worker.party, None, Heartbeat(WorkerLoad(steps=7)))))
-        ready(router)
+    worker.say(Heartbeat(WorkerLoad(steps=7)))
+    ready(router)
     wait_until(lambda: router.metric('splitserve_worker_steps_total{role="mixed",worker="m0"}') == 7)
 
 
@@ -216,26 +217,24 @@ def test_a_worker_that_leaves_in_order_is_not_lost(serve, error: str, num_lost: 
     router, workers = serve()
     worker = workers.start("m0", Role.MIXED)
     ready(router)
-    with zmq.Context() as context, context.socket(zmq.DEALER) as its_socket:
-        its_socket.connect(router.membership)
-        its_socket.send(encode(Envelope(worker.party, None, Leave(error))))
-        wait_until(lambda: router.request("GET", "/ready")[0] == 503)
+    worker.say(Leave(error))
+    wait_until(lambda: router.request("GET", "/ready")[0] == 503)
     assert router.metric("splitserve_workers_lost_total") == num_lost
 
 
-def test_a_new_incarnation_replaces_the_old_one(serve):
-    router, workers = serve()
-    workers.start("m0", Role.MIXED, SLOW)
+def test_a_new_incarnation_replaces_one_that_fell_silent(serve):
+    router, workers = serve(protocol=ProtocolConfig(dead_after_seconds=1.0))
+    workers.start("m0", Role.MIXED, SLOW, heartbeat_seconds=3600)
     ready(router)
-    stream = Stream(router, max_tokens=12)
+    stream = Stream(router, max_tokens=100)
     stream.read_until("[50]")
+    wait_until(lambda: router.metric("splitserve_workers_lost_total") == 1)
     new = workers.start("m0", Role.MIXED)
     stream.read_until("[DONE]")
     assert "error" not in stream.text and new.requests[0].output_ids, "its stream goes on with the new one"
     ready(router)
     assert router.post("/v1/completions", **PROMPT)[0] == 200
-    assert new.requests  # and the old one's heartbeats change nothing
-    assert router.metric("splitserve_stale_messages_total") >= 0
+    assert new.requests
 
 
 def test_decode_workers_learn_of_prefill_workers_before_the_first_request(serve):

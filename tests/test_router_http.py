@@ -13,6 +13,7 @@ import pytest
 import splitserve.router.server
 from router_harness import EOS, RouterProcess, Workers, write_model_dir
 from splitserve.benchmarks.instant_worker import default_script
+from splitserve.config import ProtocolConfig
 from splitserve.messages import DecodeRequest, LocalRequest, PrefillRequest
 from splitserve.request import Role
 from splitserve.router.dispatcher import Limits
@@ -413,7 +414,7 @@ def test_curl(router):
 
 
 def test_mixed_workers_get_local_requests(model):
-    router = RouterProcess(model[0])
+    router = RouterProcess(model[0], protocol=ProtocolConfig(no_worker_wait_seconds=0.2))
     workers = Workers(router.membership)
     try:
         assert router.request("GET", "/ready")[::2] == (503, {"status": "not ready", "reason": "no worker is ready"})

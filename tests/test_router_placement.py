@@ -193,6 +193,7 @@ def test_a_worker_is_used_once_its_link_is_up_and_lost_when_silent():
 def test_a_new_incarnation_replaces_the_old_one_for_good():
     members, old, new = table(), info(incarnation=1), info(incarnation=2)
     register(members, old)
+    assert members.lose(old.party)
     registration = register(members, new)
     assert registration.replaced == old.party and registration.must_dial
     assert register(members, old).refusal is not None
@@ -210,6 +211,7 @@ def test_workers_that_serve_something_else_are_refused_in_words():
     assert "vocab_size: 51 against worker a's 50" in register(members, info("b", vocab_size=51)).refusal
     assert "but is" in members.register(Party("x", 1), info("b"), 0.0).refusal
     # Once nobody of the old kind is left, another model may be served; a worker may change itself too.
+    assert members.lose(Party("a", 1))
     assert register(members, info("a", incarnation=2, layout=other)).refusal is None
     assert members.leave(Party("a", 2)) and not members.leave(Party("a", 2))
     assert register(members, info("b", vocab_size=51)).refusal is None

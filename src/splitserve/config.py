@@ -72,9 +72,11 @@ class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
     tombstone_seconds: float = 60.0
     drain_seconds: float = 30.0
     no_worker_wait_seconds: float = 10.0
+    stream_keep_alive_seconds: float = 5.0
     max_tombstones: int = 4096
     max_parked: int = 1024
     max_requests: int = 4096
+    max_requests_waiting: int = 256
     max_peers: int = 256
     max_reads_in_flight_per_request: int = 2
     max_blocks_per_read: int = 256

@@ -18,7 +18,7 @@ class WireError(SplitserveError):
 
 
 class HandshakeError(SplitserveError):
-    """Two workers whose KV memory cannot be exchanged."""
+    """Two workers whose KV memory cannot be exchanged, or a worker that membership refuses for good."""
 
 
 class DeviceLostError(SplitserveError):

@@ -23,7 +23,7 @@ from splitserve.request import FinishReason, Party, RequestKey, Role, SamplingPa
 from splitserve.token_ids import TokenIds
 from splitserve.wire_numbers import BlockHash, Count, Digest, NonNegative, Seconds, Size, TokenId, Unsigned
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 MAX_RANKS = 64
 MAX_CPUS = 4096
 MAX_DEVICES = 256
@@ -32,6 +32,7 @@ MAX_LINKS = 4096
 MAX_HASHES = 1 << 16
 MAX_TIERS = 16
 MAX_TIER_NAME = 32
+MAX_TOKEN = 64
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -149,15 +150,24 @@ class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Register(Message, frozen=True):
+    """``token`` is that of the last Registered, "" before the first."""
+
     info: WorkerInfo
+    token: Annotated[str, msgspec.Meta(max_length=MAX_TOKEN)] = ""
 
 
 class Registered(Message, frozen=True):
-    pass
+    """Membership believes the connection on which this travels about the worker. ``token`` lets the worker register
+    from another connection, should this one break."""
+
+    token: Annotated[str, msgspec.Meta(max_length=MAX_TOKEN)] = ""
 
 
 class RegisterRefused(Message, frozen=True):
+    """``for_good``: asking again is of no use to this incarnation."""
+
     reason: str
+    for_good: bool = True
 
 
 class PeerLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
