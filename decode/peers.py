@@ -148,6 +148,12 @@ class PeerTable:
         )
         return min(due, default=float("inf"))
 
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless each engine has one incarnation here, and the table its bound."""
+        names = [party.engine_id for party in self._peers]
+        assert len(set(names)) == len(names), "two incarnations of one engine are peers"
+        assert len(names) <= self._state.protocol.max_peers, f"{len(names)} peers are known, more than allowed"
+
     def _has_room(self) -> bool:
         """Whether one peer more can be kept, if need be in place of the one that failed first."""
         if len(self._peers) >= self._state.protocol.max_peers:

@@ -263,10 +263,10 @@ class SimRouter:
             else:
                 expected = expected_output(request.prompt, request.sampling)
                 expected = expected if is_complete else expected[: len(request.output)]
-                assert request.output == expected, f"{request_id}: {request.output} instead of {expected}"
+                assert request.output == expected, f"{request_id}: wrong tokens, {request.output} instead of {expected}"
             failure = request.state.failure
             may_fail = request.was_helpless or self.sim.faults.step_error > 0
-            assert failure is None or may_fail, f"{request_id} failed: {failure and failure.message}"
+            assert failure is None or may_fail, f"{request_id} failed without need: {failure and failure.message}"
         for record in self.membership.records():
             counts = (record.num_requests, record.prefill_tokens, record.context_tokens)
             assert counts == (0, 0, 0), f"{record.info.party} is still charged {counts}"

@@ -210,6 +210,9 @@ class SimWorker:
     def launch(self, plan: StepPlan) -> None:
         """The step's KV is written at some moment before the step is over; a step that fails may write anything."""
         random = self.sim.random
+        for chunk in plan.chunks:
+            end, room = chunk.start + len(chunk.token_ids), len(chunk.block_ids) * BLOCK_SIZE
+            assert end <= room, f"a step writes {end} tokens to blocks for {room}"
         taken = self.stamp([block_id for chunk in plan.chunks for block_id in chunk.block_ids])
         garbage = random.getrandbits(50) if random.random() < self.sim.faults.step_error else 0
         seconds = random.uniform(0.001, self.sim.faults.step_seconds)
