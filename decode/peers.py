@@ -63,6 +63,9 @@ class PeerTable:
     def get(self, party: Party) -> Peer | None:
         return self._peers.get(party)
 
+    def peers(self) -> list[Peer]:
+        return list(self._peers.values())
+
     def __len__(self) -> int:
         return len(self._peers)
 
