@@ -191,6 +191,11 @@ class DecodeCore(PrefillCore):
     def links(self) -> list[PeerLink]:
         return self.peers.links()
 
+    def check_invariants(self) -> None:
+        super().check_invariants()
+        self.sink.check_invariants()
+        self.peers.check_invariants()
+
     def _queues(self) -> tuple[list[Sequence], list[Sequence]]:
         prefill = self._decode_scheduler.prefill
         return [*self.sink.waiting, *prefill.waiting, *prefill.active], list(self._decode_scheduler.running)

@@ -63,6 +63,9 @@ class PeerTable:
     def get(self, party: Party) -> Peer | None:
         return self._peers.get(party)
 
+    def peers(self) -> list[Peer]:
+        return list(self._peers.values())
+
     def __len__(self) -> int:
         return len(self._peers)
 
@@ -147,6 +150,12 @@ class PeerTable:
             min(peer.hello_due_at, peer.give_up_at) for peer in self._peers.values() if peer.state is PeerState.GREETED
         )
         return min(due, default=float("inf"))
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless each engine has one incarnation here, and the table its bound."""
+        names = [party.engine_id for party in self._peers]
+        assert len(set(names)) == len(names), "two incarnations of one engine are peers"
+        assert len(names) <= self._state.protocol.max_peers, f"{len(names)} peers are known, more than allowed"
 
     def _has_room(self) -> bool:
         """Whether one peer more can be kept, if need be in place of the one that failed first."""

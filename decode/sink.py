@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from splitserve.decode.peers import PeerState, PeerTable
 from splitserve.handover import ReadResult, SinkHandover, SinkState
+from splitserve.kvconnector.block_pool import BlockState
 from splitserve.messages import MAX_HASHES, DecodeRequest, HandoverReport, Offer, PeerRef, Release, Withdrawn
 from splitserve.prefill.effects import Incident, StartRead
 from splitserve.prefill.engine_state import EngineState
@@ -180,6 +181,22 @@ class SinkSide:
     def waiting(self) -> list[Sequence]:
         """Requests whose KV isn't here yet."""
         return [incoming.sequence for incoming in self._incoming.values()]
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless grants are all or nothing, and each read in flight is waited for by a hand-over
+        that lives or keeps its blocks in quarantine."""
+        for incoming in self._waiting:
+            held = incoming.sequence.block_ids
+            assert not held, f"{incoming.sequence.key} waits for room, but holds {len(held)} blocks"
+        in_flight = {
+            read_id: incoming
+            for incoming in self._incoming.values()
+            for read_id in (incoming.handover.reads_in_flight if incoming.handover else ())
+        }
+        assert in_flight == self._reads, "the reads in flight aren't those of the hand-overs"
+        for read_id, read in self._quarantined_reads.items():
+            states = {self._state.blocks.pool.state(block_id) for block_id in read.local_blocks}
+            assert states <= {BlockState.QUARANTINED}, f"read {read_id} goes on in blocks that aren't quarantined"
 
     # ---- inside ----
 

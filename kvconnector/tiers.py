@@ -490,5 +490,7 @@ class Tiers:
             assert tier.index.num_in_use == len(in_use), f"slots of {tier.name} are in use that no copy touches"
             stores = sum(not command.is_load for command in copies)
             assert stores == tier.num_stores_in_flight, f"the count of stores to {tier.name} is off"
+        loads = {copy_id for copy_id, copy in self._copies.items() if copy.is_load}
+        assert loads == self._loads.keys(), "a load counts as over before it is, or as in flight after its end"
         chains = [copy for copy in self._copies.values() if isinstance(copy, ChainCopy) and not copy.is_load]
         assert len(chains) == self.shared.num_stores_in_flight, "the count of stores to the shared tier is off"

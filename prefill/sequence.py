@@ -321,7 +321,7 @@ class BlockManager:
 
     def give_back(self, sequence: Sequence) -> None:
         """Drop the sequence's references. Nothing may touch its blocks any more."""
-        assert not sequence.is_touched
+        assert not sequence.is_touched, f"{sequence.key} gives blocks back that a step or a load still touches"
         self.pool.release(sequence.block_ids)
         self.tiers.release_slots(sequence.host_slots)
         sequence.block_ids = []

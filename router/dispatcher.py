@@ -409,13 +409,13 @@ class Dispatcher:
     def _note_tokens(self, generation: Generation, count: int) -> None:
         now = self._loop.time()
         self._metrics.output_tokens.inc(count)
+        if generation.charge is not None:
+            generation.charge.first_token_out()  # of each attempt: a retry computes the prompt again
         if generation.last_token_at:
             self._metrics.itl_seconds.observe(now - generation.last_token_at)
         else:
             generation.first_token_at = now
             self._metrics.ttft_seconds.observe(now - generation.arrived_at)
-            if generation.charge is not None:
-                generation.charge.first_token_out()
         generation.last_token_at, generation.last_token_clock = now, time.perf_counter()
 
     def _note_handover(self, generation: Generation, update: Update) -> None:

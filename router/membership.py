@@ -249,11 +249,12 @@ class Membership:
 
     def check_invariants(self) -> None:
         for engine_id, record in self._records.items():
-            assert record.info.party.engine_id == engine_id
-            assert record.info.party not in self._replaced
-            assert min(record.num_requests, record.prefill_tokens, record.context_tokens) >= 0
-        assert len(self._records) <= MAX_WORKERS
-        assert len(self._replaced) <= MAX_REPLACED_INCARNATIONS
+            party, counts = record.info.party, (record.num_requests, record.prefill_tokens, record.context_tokens)
+            assert party.engine_id == engine_id, f"{party} is known as {engine_id}"
+            assert party not in self._replaced, f"{party} is known although another one took its place"
+            assert min(counts) >= 0, f"{party} is charged {counts}, less than nothing"
+        assert len(self._records) <= MAX_WORKERS, f"{len(self._records)} workers are known"
+        assert len(self._replaced) <= MAX_REPLACED_INCARNATIONS, f"{len(self._replaced)} incarnations are remembered"
 
     def _mismatch(self, info: WorkerInfo) -> str | None:
         """How ``info`` differs from the workers that are here: the first one set the model; None if it doesn't."""

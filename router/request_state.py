@@ -154,11 +154,12 @@ class TokenSequence:
         self.finish_reason = None
 
     def check_invariants(self) -> None:
-        assert len(self.output_ids) <= self.max_tokens
-        assert all(position > len(self.output_ids) for position in self._held)
-        assert len(self._held) <= MAX_HELD_TOKENS
-        assert self.end is None or len(self.output_ids) <= self.end
-        assert (self.end is None) == (self.finish_reason is None)
+        num_tokens, end = len(self.output_ids), self.end
+        assert num_tokens <= self.max_tokens, f"{num_tokens} tokens of a request for {self.max_tokens} were delivered"
+        assert all(position > num_tokens for position in self._held), "tokens are held that could be delivered"
+        assert len(self._held) <= MAX_HELD_TOKENS, f"{len(self._held)} tokens are held"
+        assert end is None or num_tokens <= end, f"{num_tokens} tokens were delivered, which end at {end}"
+        assert (end is None) == (self.finish_reason is None), "an end without a reason, or a reason without an end"
 
 
 class RequestState:
@@ -259,11 +260,12 @@ class RequestState:
     def check_invariants(self) -> None:
         for sequence in self.sequences:
             sequence.check_invariants()
-        assert not (self.ended and self._at_work)
-        assert (self.phase is Phase.FAILED) == (self.failure is not None)
-        assert set(self._at_work) <= set(self.placement.parties if self.placement is not None else ())
-        if self.phase is Phase.WAITING:
-            assert not any(sequence.output_ids for sequence in self.sequences)
+        parties = self.placement.parties if self.placement is not None else ()
+        assert not (self.ended and self._at_work), "workers are at work on a request that has ended"
+        assert (self.phase is Phase.FAILED) == (self.failure is not None), "a failure without a reason, or the reverse"
+        assert set(self._at_work) <= set(parties), "a worker is at work that has no part in the attempt"
+        has_tokens = any(sequence.output_ids for sequence in self.sequences)
+        assert not (self.phase is Phase.WAITING and has_tokens), "a request with tokens waits for its first one"
 
     def _is_current(self, sender: Party, key: RequestKey) -> bool:
         if self.ended or self.placement is None:

@@ -146,7 +146,7 @@ class Workers:
     def start(
         self, engine_id: str, role: Role, script: Script | None = None, *, wait: bool = True, **options: Any
     ) -> InstantWorker:
-        worker = InstantWorker(
+        worker = options.pop("kind", InstantWorker)(
             self._membership,
             script or default_script(),
             WorkerOptions(engine_id=engine_id, role=role, vocab_size=options.pop("vocab_size", 400), **options),

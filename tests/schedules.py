@@ -35,8 +35,11 @@ SHAPES = (
     Shape(prefill=2, decode=2, prefill_blocks=12),
     Shape(decode=2, num_blocks=40, prefill_blocks=14, tier_slots=60),
     Shape(prefill=2, decode=2, num_blocks=16, prefill_blocks=12, tier_slots=12),
+    Shape(prefill=2, decode=1, num_blocks=16, prefill_blocks=11, tier_slots=4),
+    Shape(decode=2, num_blocks=16, prefill_blocks=11),
 )
 LONG_WAITS = {"dead_after_seconds": 30.0, "lease_seconds": 30.0, "request_deadline_seconds": 300.0}
+EXPIRING_LEASES = {"lease_seconds": 0.4, "renew_interval_seconds": 0.3, "host_offer_after_seconds": 0.05}
 SHORT_LEASES = {"lease_seconds": 1.0, "renew_interval_seconds": 0.3}
 
 
@@ -120,8 +123,9 @@ def random_schedule(seed: int) -> Schedule:
         copy_error=sometimes(0.0, 0.3),
         copy_late=sometimes(0.0, 0.3),
         copy_seconds=sometimes(0.05, 0.5),
+        lies=sometimes(0.0, 0.3),
     )
-    protocol = chosen.choice([{}, {}, SHORT_LEASES, LONG_WAITS])
+    protocol = chosen.choice([{}, {}, SHORT_LEASES, EXPIRING_LEASES, LONG_WAITS])
     return Schedule(
         seed=seed,
         faults=faults,

@@ -60,7 +60,8 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     are followed by a restart at the same address. ``damage`` is the probability that a block arrives with other bytes,
     against which digests are verified. ``clocks`` is how far the workers' clocks are apart. With
     ``rounding`` no two workers draw the same token: a client must see one stream all the same.
-    Copies between device and tiers fail with ``copy_error``, and end too late with ``copy_late``.
+    Copies between device and tiers fail with ``copy_error``, and end too late with ``copy_late``. ``lies`` is the
+    probability that an offer is wrong: see :class:`simulated_lies.Liar`.
     """
 
     drop: float = 0.0
@@ -87,6 +88,7 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     copy_error: float = 0.0
     copy_late: float = 0.0
     copy_seconds: float = 0.05
+    lies: float = 0.0
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

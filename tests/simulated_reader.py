@@ -61,6 +61,8 @@ class SimReader:
         sim, faults = self._sim, self._sim.faults
         under_way = {block_id for other in self._reads.values() for block_id in other.local_blocks}
         assert not under_way & set(command.local_blocks), "two reads write to one block"
+        num_readable = sim.workers[str(command.peer)].num_readable
+        assert all(0 <= block < num_readable for block in command.remote_blocks), "a read of a block that isn't there"
         self._reads[command.read_id] = command
         self._joins[command.read_id] = ReadJoin(self._worker.num_ranks)
         self._landing.add(command.read_id)

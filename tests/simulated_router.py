@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from simulator import Simulator
 
 TICK_SECONDS = 0.25
+MAX_ATTEMPTS_ALLOWED = 8
 LINK_SECONDS = 0.2  # the longest time that a link takes to come up
 
 
@@ -48,6 +49,7 @@ class SimRequest:
     retry: object = None  # the timer that is pending
     attempt_began_at: float = 0.0
     was_helpless: bool = False
+    heard: dict[tuple[RequestKey, int], int] = field(default_factory=dict)  # tokens, by attempt and position
 
     @property
     def shape(self) -> RequestShape:
@@ -156,6 +158,8 @@ class SimRouter:
 
     def start_attempt(self, request: SimRequest, placement: Placed) -> None:
         request.state.begin(placement)
+        num_attempts = request.state.num_attempts
+        assert num_attempts <= MAX_ATTEMPTS_ALLOWED, f"{request.state.request_id} begins attempt {num_attempts}"
         request.attempt_began_at = self.sim.now
         request.stranded_at, request.num_waits, request.retry = None, 0, None
         request.charge = self.membership.charge(placement, request.shape)
@@ -221,6 +225,15 @@ class SimRouter:
             assert not had_ended, "a message after the end was taken in"
             assert news.key == current and sender in workers, f"a message of {news.key} was taken in for {current}"
             self.apply(request, update)
+            if isinstance(news, TokenDelta):
+                self.compare(request, news)
+
+    def compare(self, request: SimRequest, news: TokenDelta) -> None:
+        """Workers that contradict each other end the request: one of them computed something else."""
+        for position, token in enumerate(news.token_ids, start=news.position):
+            first = request.heard.setdefault((news.key, position), token)
+            is_noticed = request.state.phase is Phase.FAILED
+            assert first == token or is_noticed, f"{news.key} goes on with tokens {first} and {token} at {position}"
 
     def apply(self, request: SimRequest, update: Update) -> None:
         request.output += update.token_ids
@@ -259,15 +272,17 @@ class SimRouter:
         for request_id, request in self.requests.items():
             assert request.state.ended, f"{request_id} never ended"
             is_complete = request.state.phase is Phase.FINISHED
-            if self.sim.faults.rounding:
+            was_deceived = request_id in self.sim.liar.deceived
+            if self.sim.faults.rounding or was_deceived:
                 assert not is_complete or len(request.output) == request.sampling.max_tokens, f"{request_id}: too short"
             else:
                 expected = expected_output(request.prompt, request.sampling)
                 expected = expected if is_complete else expected[: len(request.output)]
-                assert request.output == expected, f"{request_id}: {request.output} instead of {expected}"
+                assert request.output == expected, f"{request_id}: wrong tokens, {request.output} instead of {expected}"
             failure = request.state.failure
             may_fail = request.was_helpless or self.sim.faults.step_error > 0
-            assert failure is None or may_fail, f"{request_id} failed: {failure and failure.message}"
+            may_fail |= was_deceived and failure is not None and failure.reason is FailureReason.CONTRADICTION
+            assert failure is None or may_fail, f"{request_id} failed without need: {failure and failure.message}"
         for record in self.membership.records():
             counts = (record.num_requests, record.prefill_tokens, record.context_tokens)
             assert counts == (0, 0, 0), f"{record.info.party} is still charged {counts}"

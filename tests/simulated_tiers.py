@@ -34,7 +34,8 @@ class SharedServer:
     def keep(self, copy: ChainCopy, contents: list[list[int] | None]) -> None:
         """What is there already stays as it is."""
         assert copy.first_block % self.chunk == 0 and len(contents) % self.chunk == 0, "a piece of a chunk"
-        assert len(copy.token_ids) == (copy.first_block + len(contents)) * BLOCK_SIZE
+        num_tokens = (copy.first_block + len(contents)) * BLOCK_SIZE
+        assert len(copy.token_ids) == num_tokens, f"{len(copy.token_ids)} tokens for the content of {num_tokens}"
         for start in range(0, len(contents), self.chunk):
             blocks = [None if block is None else list(block) for block in contents[start : start + self.chunk]]
             self.chunks.setdefault(copy.hashes[start + self.chunk - 1], blocks)
@@ -89,7 +90,8 @@ class SimTiers:
                 assert hashes <= known, "evicted without having been stored"
                 known -= hashes
         contents = {event.tier: set(event.hashes) for event in blocks.contents()}
-        assert {tier: known for tier, known in self.found.items() if known} == contents
+        found = {tier: known for tier, known in self.found.items() if known}
+        assert found == contents, f"events say {found}, but the tiers hold {contents}"
 
     def content(self, slot: int) -> list[int]:
         """What a peer reads from a slot: nothing was ever written to some of them."""

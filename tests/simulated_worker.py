@@ -1,7 +1,7 @@
 """One worker of the simulator: its production core, its memory, its device; the loop's part is played here."""
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,9 @@ from simulated_reader import SimReader
 from simulated_tiers import SimTiers
 from splitserve.config import EngineConfig, WorkerConfig
 from splitserve.decode.build import build_core
-from splitserve.handover import ReadResult
+from splitserve.decode.core import DecodeCore
+from splitserve.decode.peers import PeerState
+from splitserve.handover import ReadResult, SinkHandover
 from splitserve.kvconnector.block_pool import BlockState
 from splitserve.kvconnector.connector import PeerConnected
 from splitserve.kvconnector.digest import no_digests
@@ -73,6 +75,7 @@ class SimWorker:
         self.device_free_at = 0.0
         self.last_drawn: list[int | None] = []  # by the step launched last, once it has drawn
         self.known: set[RequestKey] = set()  # requests that were ever here
+        self.num_effects: Counter[type] = Counter()  # by kind
 
     @property
     def clock(self) -> float:
@@ -85,6 +88,28 @@ class SimWorker:
             self.sim.at(self.frozen_until, action)
             return False
         return self.alive
+
+    # ---- what must hold at any time ----
+
+    def check_peers(self) -> None:
+        """The connector is connected to the peers of the table, as far as that was asked for, and to no others."""
+        peers = self.core.peers.peers() if isinstance(self.core, DecodeCore) else ()
+        num_open = sum(peer.state in (PeerState.CONNECTING, PeerState.READY) for peer in peers)
+        connects, disconnects = self.num_effects[Connect], self.num_effects[Disconnect]
+        assert connects == disconnects + num_open, (
+            f"connects don't equal disconnects plus current peers: {connects}, {disconnects}, {num_open}"
+        )
+        dials, hang_ups = self.num_effects[Dial], self.num_effects[HangUp]
+        assert dials == hang_ups + len(peers), f"dials don't equal hang-ups plus peers: {dials}, {hang_ups}, {peers}"
+
+    def changed_blocks(self, result: ReadResult) -> tuple[SinkHandover, list[int]] | None:
+        """The hand-over of a read, with the indices of its blocks whose generations aren't those that were offered."""
+        incoming = self.core.sink._reads.get(result.read_id) if isinstance(self.core, DecodeCore) else None
+        if incoming is None or incoming.handover is None:
+            return None
+        read = incoming.handover.reads_in_flight[result.read_id]
+        pairs = enumerate(zip(read.remote, result.generations, strict=False), start=read.first_index)
+        return incoming.handover, [index for index, (block, found) in pairs if block.generation != found]
 
     # ---- the engine loop ----
 
@@ -107,9 +132,15 @@ class SimWorker:
             assert any(isinstance(body, Withdrawn) for body in answers), f"{grant.key} is over, but was granted anew"
 
     def on_connector_event(self, event: ReadResult | PeerConnected) -> None:
-        if self.can_run(lambda: self.on_connector_event(event)):
-            self.core.handle_connector_event(event, self.clock)
-            self.settle()
+        if not self.can_run(lambda: self.on_connector_event(event)):
+            return
+        changed = self.changed_blocks(event) if isinstance(event, ReadResult) else None
+        self.core.handle_connector_event(event, self.clock)
+        if changed is not None:
+            handover, indices = changed
+            used = [index for index in indices if handover.is_verified(index)]
+            assert not used, f"blocks {used} of {handover.key} count as verified, but their generations changed"
+        self.settle()
 
     def settle(self) -> None:
         """What the engine loop does after every event."""
@@ -123,6 +154,7 @@ class SimWorker:
             if plan is None:
                 break
         self.core.check_invariants()
+        self.check_peers()
         self.below.follow_events()
         self.known |= self.core.state.sequences.keys()
         if self.drain_clock.is_over(self.core.is_idle, self.clock):
@@ -147,6 +179,7 @@ class SimWorker:
 
     def perform(self) -> None:
         for effect in self.core.take_effects():
+            self.num_effects[type(effect)] += 1
             match effect:
                 case Send(to, body):
                     self.sim.send(self.party, to, body)
@@ -185,6 +218,10 @@ class SimWorker:
             [self.digests[block_id, generation]] = self.digest_blocks([block_id])
             self.settle()
 
+    @property
+    def num_readable(self) -> int:
+        return self.num_blocks + len(self.below.generations)
+
     def readable(self, block_id: int) -> list[int]:
         """What a peer reads: a block, or a slot of the host tier, which are numbered on."""
         if block_id < self.num_blocks:
@@ -210,6 +247,9 @@ class SimWorker:
     def launch(self, plan: StepPlan) -> None:
         """The step's KV is written at some moment before the step is over; a step that fails may write anything."""
         random = self.sim.random
+        for chunk in plan.chunks:
+            end, room = chunk.start + len(chunk.token_ids), len(chunk.block_ids) * BLOCK_SIZE
+            assert end <= room, f"a step writes {end} tokens to blocks for {room}"
         taken = self.stamp([block_id for chunk in plan.chunks for block_id in chunk.block_ids])
         garbage = random.getrandbits(50) if random.random() < self.sim.faults.step_error else 0
         seconds = random.uniform(0.001, self.sim.faults.step_seconds)

@@ -9,6 +9,7 @@ import itertools
 import random
 from collections.abc import Callable
 
+from simulated_lies import Liar
 from simulated_model import (
     BLOCK_SIZE,
     LAYOUT,
@@ -26,7 +27,7 @@ from simulated_tiers import SharedServer
 from simulated_worker import SimWorker
 from splitserve.config import ProtocolConfig
 from splitserve.kvconnector.block_pool import BlockState
-from splitserve.messages import Body, Envelope
+from splitserve.messages import Body, Envelope, Offer
 from splitserve.request import Party, Role
 
 __all__ = [
@@ -62,6 +63,7 @@ class Simulator:
         self._link_busy_until: dict[tuple[Party, Party], float] = {}
         self._unsent_since: dict[Party, float] = {}  # what the dead had said, but not sent yet
         self.router = SimRouter(self)
+        self.liar = Liar(self)
         self.tier_slots = shape.tier_slots
         self.shared = SharedServer(self.random, shape.shared_chunk)
         for name, role, num_blocks in shape.workers():
@@ -88,6 +90,8 @@ class Simulator:
         ]
 
     def send(self, sender: Party, to: Party, body: Body) -> None:
+        if self.faults.lies and isinstance(body, Offer):
+            body = self.liar.twist(sender, body)
         self._events.append((self.now, sender, to, body))
         envelope, sent_at = Envelope(sender, to, body), self.now
         if ROUTER in (sender, to):  # one connection, which keeps the order
@@ -205,6 +209,7 @@ class Simulator:
         for worker in (worker for worker in self.workers.values() if worker.alive):
             pool = worker.core.state.blocks.pool
             worker.core.tick(worker.clock)
+            worker.check_peers()
             assert pool.count(BlockState.REFERENCED) == 0, f"{worker.party}: blocks are still referenced"
             assert pool.count(BlockState.QUARANTINED) == 0, f"{worker.party}: blocks are still quarantined"
             assert worker.core.state.blocks.tiers.is_idle, f"{worker.party}: copies are still under way"

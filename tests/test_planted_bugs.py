@@ -5,29 +5,33 @@ So the checks of test_simulation.py can fail, and for the reasons that they're m
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as ListLike
 from typing import Any
 
 import pytest
 
-from schedules import LONG_WAITS, SHORT_LEASES, Schedule, run_schedule
+from planted import HANDOVERS_FAILED, WRONG_TOKENS, Plant, find
+from schedules import LONG_WAITS, SHORT_LEASES, Schedule, random_schedule, run_schedule
 from simulated_worker import SimWorker
 from simulator import Faults, Shape, Simulator
 from splitserve.bounded import ExpiringMap
+from splitserve.decode.peers import PeerState, PeerTable
 from splitserve.decode.sink import SinkSide
 from splitserve.handover import Offer, ReadResult, SinkActions, SinkHandover, SourceHandover
 from splitserve.kvconnector.block_pool import BlockPool
+from splitserve.kvconnector.connector import PeerConnected
 from splitserve.kvconnector.joining import ReadJoin
-from splitserve.messages import Envelope, Grant, OfferAck
+from splitserve.messages import Envelope, Grant, OfferAck, OfferedBlock, PeerWelcome
 from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.engine_state import Tombstone
 from splitserve.prefill.sequence import BlockManager, Sequence
 from splitserve.prefill.source import SourceSide
 from splitserve.request import Party, RequestKey
-from splitserve.router.placement import Placed
-from splitserve.router.request_state import RequestState, TokenSequence
+from splitserve.router.ladder import Step, next_step
+from splitserve.router.placement import Placed, Policy, RequestShape, Snapshot
+from splitserve.router.request_state import FailedAttempt, FailureReason, RequestState, TokenSequence
 from splitserve.step import ScheduledChunk, StepPlan
 
-Plant = Callable[[pytest.MonkeyPatch], None]
 NUM_SCHEDULES = 300  # within which each must be found
 
 
@@ -343,7 +347,105 @@ def heard_after_the_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RequestState, "_is_current", is_current)
 
 
-# ---- and the schedules that must find them ----
+# ---- what random schedules find ----
+
+
+def last_generation_unchecked(patch: pytest.MonkeyPatch) -> None:
+    believe_generations(patch, lambda peer, blocks: [index == len(blocks) - 1 for index in range(len(blocks))])
+
+
+def slot_generations_unchecked(patch: pytest.MonkeyPatch) -> None:
+    num_device_blocks: dict[Party, int] = {}
+    original = PeerTable.on_welcome
+
+    def on_welcome(self: PeerTable, welcome: PeerWelcome, sender: Party, now: float) -> None:
+        num_device_blocks[sender] = welcome.ranks[0].region.num_blocks
+        original(self, welcome, sender, now)
+
+    patch.setattr(PeerTable, "on_welcome", on_welcome)
+    believe_generations(patch, lambda peer, blocks: [block.block_id >= num_device_blocks[peer] for block in blocks])
+
+
+def believe_generations(
+    patch: pytest.MonkeyPatch, is_believed: Callable[[Party, ListLike[OfferedBlock]], list[bool]]
+) -> None:
+    original = SinkHandover.on_read_result
+
+    def believe(self: SinkHandover, result: ReadResult, now: float) -> None:
+        read = self.reads_in_flight.get(result.read_id)
+        if read is not None and result.error is None:
+            pairs = zip(is_believed(self.peer, read.remote), read.remote, result.generations, strict=True)
+            generations = [block.generation if believed else found for believed, block, found in pairs]
+            result = dataclasses.replace(result, generations=generations)
+        original(self, result, now)
+
+    patch.setattr(SinkHandover, "on_read_result", believe)
+
+
+def other_tokens_believed(patch: pytest.MonkeyPatch) -> None:
+    """The router keeps what it has, and ignores what contradicts it."""
+    original = TokenSequence._merge
+
+    def merge(self: TokenSequence, position: int, token_ids: ListLike[int]) -> None:
+        known = dict(enumerate(self.output_ids)) | self._held
+        original(self, position, [known.get(index, token) for index, token in enumerate(token_ids, start=position)])
+
+    patch.setattr(TokenSequence, "_merge", merge)
+
+
+def block_numbers_unchecked(patch: pytest.MonkeyPatch) -> None:
+    original = SinkHandover.on_offer
+
+    def on_offer(self: SinkHandover, offer: Offer, num_peer_blocks: int, now: float, **options: Any) -> None:
+        original(self, offer, num_peer_blocks + 1000, now, **options)
+
+    patch.setattr(SinkHandover, "on_offer", on_offer)
+
+
+def attempts_without_end(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("splitserve.router.ladder.MAX_ATTEMPTS", 1000)
+    patch.setattr("splitserve.router.ladder.MAX_HANDOVERS", 1000)
+    original = next_step
+
+    def shun_nobody(snapshot: Snapshot, shape: RequestShape, policy: Policy, history: list[FailedAttempt]) -> Step:
+        return original(snapshot, shape, policy, [excused(attempt) for attempt in history])
+
+    def excused(attempt: FailedAttempt) -> FailedAttempt:
+        failure = dataclasses.replace(attempt.failure, reason=FailureReason.WORKER_LOST)
+        return dataclasses.replace(attempt, failure=failure)
+
+    patch.setattr("simulated_router.next_step", shun_nobody)
+
+
+def late_connections_revive_failed_peers(patch: pytest.MonkeyPatch) -> None:
+    original = PeerTable.on_connected
+
+    def on_connected(self: PeerTable, event: PeerConnected) -> None:
+        peer = self.get(event.peer)
+        if peer is not None and peer.state is PeerState.FAILED and event.error is None:
+            peer.state, peer.link = PeerState.READY, event.link
+        original(self, event)
+
+    patch.setattr(PeerTable, "on_connected", on_connected)
+
+
+def connecting_peers_fail_without_disconnect(patch: pytest.MonkeyPatch) -> None:
+    original = PeerTable.fail
+
+    def fail(self: PeerTable, party: Party, reason: str) -> None:
+        peer = self.get(party)
+        if peer is not None and peer.state is PeerState.CONNECTING:
+            peer.state, peer.failure = PeerState.FAILED, reason
+        original(self, party, reason)
+
+    patch.setattr(PeerTable, "fail", fail)
+
+
+# ---- and the schedules that must find them, with the words of the check that does ----
+
+PUBLISHED = "is shared or published; a read can't be writing to it"
+FREED_IN_STEP = "was freed under a step"
+FAILED = "failed without need"
 
 LITTLE_MEMORY = Shape(num_blocks=16)
 TWO_DECODE = Shape(decode=2, num_blocks=16)
@@ -379,54 +481,71 @@ FALSE_STARTS = {"faults": Faults(kills=3, read_error=0.2, rounding=True, step_se
 
 
 @pytest.mark.parametrize(
-    ("plant", "options"),
+    ("plant", "options", "words"),
     [
-        (generations_unchecked, EXPIRING),
-        (generation_kept_when_taken, EXPIRING),
-        (published_before_verified, SLOW_READS),
-        (published_before_computed, QUIET),
-        (partial_block_published, INTERRUPTED),
-        (digests_unchecked, DAMAGE),
-        (no_quarantine, BAD_READS),
-        (quarantine_ends_with_the_deadline, LATE_READS),
-        (offered_before_the_step_completed, QUIET),
-        (offers_sent_once, LOSSY),
-        (offered_with_the_step_before, LONG_PROMPTS),
-        (completed_on_one_rank, LONG_PROMPTS),
-        (read_over_on_one_rank, SLOW_READS),
-        (generations_of_one_rank, EXPIRING),
-        (blocks_given_back_during_a_step, ABORTS),
-        (blocks_given_back_between_two_steps, INTERRUPTED),
-        (blocks_kept_for_ever, QUIET),
-        (freed_when_acknowledged, SLOW_READS | {"shape": LITTLE_MEMORY}),
-        (lease_by_the_other_clock, QUIET),
-        (grant_not_all_or_nothing, {"shape": LITTLE_MEMORY, "num_requests": 24}),
-        (attempts_unnumbered, BAD_READS),
-        (old_attempts_heard, DEATHS),
-        (other_incarnations_served, DEATHS),
-        (tombstones_forgotten, LOSSY),
-        (delivered_without_deduplication, QUIET),
-        (retried_from_the_prompt, FALSE_STARTS),
-        (heard_after_the_end, ABORTS),
+        (generations_unchecked, EXPIRING, WRONG_TOKENS),
+        (generation_kept_when_taken, EXPIRING, WRONG_TOKENS),
+        (published_before_verified, SLOW_READS, PUBLISHED),
+        (published_before_computed, QUIET, PUBLISHED),
+        (partial_block_published, INTERRUPTED, WRONG_TOKENS),
+        (digests_unchecked, DAMAGE, WRONG_TOKENS),
+        (no_quarantine, BAD_READS, "blocks that aren't quarantined"),
+        (quarantine_ends_with_the_deadline, LATE_READS, "aren't those of the hand-overs"),
+        (offered_before_the_step_completed, QUIET, WRONG_TOKENS),
+        (offers_sent_once, LOSSY, HANDOVERS_FAILED),
+        (offered_with_the_step_before, LONG_PROMPTS, WRONG_TOKENS),
+        (completed_on_one_rank, LONG_PROMPTS, WRONG_TOKENS),
+        (read_over_on_one_rank, SLOW_READS, "was freed under a read"),
+        (generations_of_one_rank, EXPIRING, WRONG_TOKENS),
+        (blocks_given_back_during_a_step, ABORTS, FREED_IN_STEP),
+        (blocks_given_back_between_two_steps, INTERRUPTED, FREED_IN_STEP),
+        (blocks_kept_for_ever, QUIET, "blocks are still referenced"),
+        (freed_when_acknowledged, SLOW_READS | {"shape": LITTLE_MEMORY}, HANDOVERS_FAILED),
+        (lease_by_the_other_clock, QUIET, HANDOVERS_FAILED),
+        (grant_not_all_or_nothing, {"shape": LITTLE_MEMORY, "num_requests": 24}, "waits for room, but holds"),
+        (attempts_unnumbered, BAD_READS, FAILED),
+        (old_attempts_heard, DEATHS, "was taken in for"),
+        (other_incarnations_served, DEATHS, "took in a stale"),
+        (tombstones_forgotten, LOSSY, "was granted anew"),
+        (delivered_without_deduplication, QUIET, "were delivered"),
+        (retried_from_the_prompt, FALSE_STARTS, FAILED),
+        (heard_after_the_end, ABORTS, "after the end was taken in"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_planted_bug_is_found(plant: Plant, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_bug_is_found(
+    plant: Plant, options: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plant(monkeypatch)
-    for schedule in schedules(NUM_SCHEDULES, **options):
-        try:
-            sim = run_schedule(schedule)
-        except (AssertionError, KeyError, IndexError):
-            return
-        if are_handovers_sure(schedule) and sim.num_handover_failures:
-            return
-    pytest.fail(f"{NUM_SCHEDULES} schedules didn't notice")
+    find(schedules(NUM_SCHEDULES, **options), words, are_handovers_sure)
 
 
 def are_handovers_sure(schedule: Schedule) -> bool:
-    """Whether nothing that can make a hand-over fail is in a schedule: see test_simulation.py."""
+    """Return whether a schedule has nothing that can make a hand-over fail: see test_simulation.py."""
     faults = schedule.faults
     return faults in (Faults(), SLOW_READS["faults"]) or (faults == LOSSY["faults"] and schedule.protocol == LONG_WAITS)
+
+
+CHANGED = "count as verified, but their generations changed"
+CONNECTS = "connects don't equal disconnects plus current peers"
+
+
+@pytest.mark.parametrize(
+    ("plant", "words"),
+    [
+        (last_generation_unchecked, CHANGED),
+        (slot_generations_unchecked, CHANGED),
+        (other_tokens_believed, "goes on with tokens"),
+        (block_numbers_unchecked, "a read of a block that isn't there"),
+        (attempts_without_end, "begins attempt 9"),
+        (late_connections_revive_failed_peers, CONNECTS),
+        (connecting_peers_fail_without_disconnect, CONNECTS),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_random_schedules_find_a_planted_bug(plant: Plant, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    find(map(random_schedule, range(NUM_SCHEDULES)), words)
 
 
 @pytest.mark.parametrize("options", [QUIET, SLOW_READS, LOSSY, {"shape": LITTLE_MEMORY, "num_requests": 24}])

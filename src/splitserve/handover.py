@@ -399,6 +399,10 @@ class SinkHandover:
         """Verified prompt blocks without a gap from ``first_block`` on."""
         return self._offered.num_verified
 
+    def is_verified(self, index: int) -> bool:
+        """Whether the block was read and verified; ``index`` counts from ``first_block``."""
+        return self._offered.is_verified(index)
+
     @property
     def last_offer_seen(self) -> bool:
         return self._last_offer_seen

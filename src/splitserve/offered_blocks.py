@@ -76,6 +76,9 @@ class OfferedBlocks:
         while self.num_verified < len(self._is_verified) and self._is_verified[self.num_verified]:
             self.num_verified += 1
 
+    def is_verified(self, index: int) -> bool:
+        return self._is_verified[index]
+
     def discard(self, read: DiscardedRead) -> None:
         self._discarded.append(read)
         self._find_moved()

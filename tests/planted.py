@@ -1,0 +1,42 @@
+"""Finds planted bugs: by the words of a check, and by nothing else. Not a test module."""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import pytest
+
+from schedules import Schedule, run_schedule
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+HANDOVERS_FAILED = "hand-overs failed without a fault"
+WRONG_TOKENS = "wrong tokens"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a planted bug was found by, and how fast."""
+
+    text: str
+    num_schedules: int
+    seconds: float
+
+
+def find(
+    schedules: Iterable[Schedule], words: str, is_handover_sure: Callable[[Schedule], bool] = lambda schedule: False
+) -> Finding:
+    """Run schedules until a check fails, which must say ``words``.
+
+    Where ``is_handover_sure``, each hand-over that begins must end well. An error that isn't a check's own (KeyError,
+    IndexError) goes through: a bug that ends in a crash of its own was not found by an invariant.
+    """
+    started, number = time.process_time(), 0
+    for number, schedule in enumerate(schedules, start=1):
+        try:
+            sim = run_schedule(schedule)
+            if is_handover_sure(schedule):
+                assert not sim.num_handover_failures, f"{sim.num_handover_failures} {HANDOVERS_FAILED}"
+        except AssertionError as error:
+            assert words in str(error), f"found by another check, {str(error)!r}, instead of {words!r}"
+            return Finding(str(error), number, time.process_time() - started)
+    pytest.fail(f"{number} schedules didn't find it")
