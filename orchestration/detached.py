@@ -18,7 +18,7 @@ from splitserve.errors import SplitserveError
 from splitserve.logs import set_up_logging
 from splitserve.orchestration.child import StatusPipe
 from splitserve.orchestration.host import ChildProgress
-from splitserve.orchestration.launcher import LaunchError, LocalCluster
+from splitserve.orchestration.launcher import LaunchError, LaunchInterruptedError, LocalCluster
 from splitserve.orchestration.process import open_log, progress_of
 from splitserve.orchestration.serve import run_cluster
 from splitserve.orchestration.spec import ClusterSpec
@@ -118,6 +118,10 @@ def main() -> int:
             announce=announce,
             log_folder=folder.logs,
         )
+    except LaunchInterruptedError as error:
+        folder.remove()
+        status.report("error", {"message": str(error)})
+        return 1
     except SplitserveError as error:
         folder.discard()
         status.report("error", {"message": f"{error} (logs: {folder.logs})"})

@@ -52,7 +52,7 @@ from splitserve.orchestration.expansion import (
     resolve_secrets,
 )
 from splitserve.orchestration.launcher import LocalCluster
-from splitserve.orchestration.options import cluster_spec
+from splitserve.orchestration.options import cluster_spec, flag_of
 from splitserve.orchestration.shorthand import simple_spec
 from splitserve.orchestration.spec import ClusterSpec, PoolSpec
 from splitserve.orchestration.state_folder import known_clusters
@@ -179,7 +179,7 @@ def _this_machine(options: argparse.Namespace, diagnosis: Diagnosis) -> Iterator
     yield check_port(host, port, port_user(host, port), asked_for=asked_for)
     if spec is not None:
         yield look_at_model(spec.model.path, spec.model.load_format)
-        plan = list(spec_checks(spec, facts))
+        plan = list(spec_checks(spec, facts, str if options.spec else lambda place: flag_of(place, options)))
         yield from plan
         if any(each.name == "plan" and each.problems for each in plan):
             yield skipped("probe", "the plan above can't be started")

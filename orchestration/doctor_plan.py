@@ -1,6 +1,6 @@
 """What of a cluster spec can't be started on this machine, as the doctor sees it without starting anything."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from splitserve.cores import usable_cpus
 from splitserve.errors import ConfigError
@@ -16,12 +16,12 @@ from splitserve.orchestration.start_checks import Machine, address_problems, cap
 _CHECKED_BY_ITSELF = ("model.path", "router.host", "router.port")
 
 
-def spec_checks(spec: ClusterSpec, facts: MachineFacts) -> Iterator[Check]:
-    """The plan, and the cores of those workers that are on CPU."""
+def spec_checks(spec: ClusterSpec, facts: MachineFacts, name: Callable[[str], str] = str) -> Iterator[Check]:
+    """The plan, and the cores of those workers that are on CPU. ``name``: of a place in the spec, for the user."""
     gpus: list[Gpu] = [] if isinstance(facts.gpus, str) else list(facts.gpus)
     machine = Machine(len(usable_cpus()), facts.memory_bytes, tuple(gpus))
     problems = [*file_problems(spec), *capacity_problems(spec, machine), *address_problems(spec)]
-    yield check_plan(f"{place}: {text}" for place, text in problems if place not in _CHECKED_BY_ITSELF)
+    yield check_plan(f"{name(place)}: {text}" for place, text in problems if place not in _CHECKED_BY_ITSELF)
     on_cpu = {name: pool for name, pool in worker_names(spec).items() if device_of(pool.device, gpus) == "cpu"}
     if not on_cpu:
         yield skipped("cores", "workers are on GPUs")

@@ -4,6 +4,7 @@ The code travels as the driver's ``runtime_env``: nodes need the environment (Py
 """
 
 import contextlib
+import importlib.util
 import logging
 import os
 import socket
@@ -71,14 +72,15 @@ def connect(address: str, *, with_code: bool = False) -> None:
 
 
 def check_ray_is_installed() -> None:
-    """Raise :class:`ConfigError` that says how to install Ray where it can't be imported."""
-    try:
-        import ray  # noqa: F401
-    except ImportError as error:
+    """Raise :class:`ConfigError` that says how to install Ray where it isn't.
+
+    Ray isn't imported: it reads how to authenticate at its import, and that may not be known yet.
+    """
+    if importlib.util.find_spec("ray") is None:
         raise ConfigError(
-            f"Ray can't be imported ({error}): pip install {pip_arguments('ray')}, or pip install '.[ray]' in a clone "
+            f"Ray is not installed: pip install {pip_arguments('ray')}, or pip install '.[ray]' in a clone "
             "of Splitserve; without --ray a cluster runs on this machine alone"
-        ) from None
+        )
 
 
 def _lacks_its_token(address: str) -> bool:

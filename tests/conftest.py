@@ -102,5 +102,5 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     root = tmp_path / "state"
     monkeypatch.setenv("SPLITSERVE_STATE_DIR", str(root))
     yield root
-    for folder in root.glob("*"):
-        splitserve("down", "--name", folder.name)
+    for lock in root.glob("*/lock"):
+        splitserve("down", "--name", lock.parent.name)

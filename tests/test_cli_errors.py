@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from command_line import command, splitserve
+from command_line import splitserve
 from splitserve.config import machine_problems
 from splitserve.errors import ConfigError
 from splitserve.models.demo import write_demo_model
@@ -314,16 +314,13 @@ def test_a_demo_model_has_the_modes_that_the_umask_leaves(tmp_path: Path) -> Non
 # ---- clusters that don't start ----
 
 
-def test_up_on_ray_without_ray_says_how_to_install_it(tiny_qwen3: Path, tmp_path: Path, state: Path) -> None:
-    (tmp_path / "hidden" / "ray").mkdir(parents=True)
-    (tmp_path / "hidden" / "ray" / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'ray'\")\n")
-    environment = os.environ | {"PYTHONPATH": str(tmp_path / "hidden"), "SPLITSERVE_STATE_DIR": str(state)}
+def test_up_on_ray_without_ray_says_how_to_install_it(tiny_qwen3: Path, state: Path) -> None:
+    program = "import sys\nsys.modules['ray'] = None\nfrom splitserve.orchestration import cli\nsys.exit(cli.main())"
     arguments = ["up", "--ray", "local", str(tiny_qwen3), "--mixed", "1"]
-    done = subprocess.run(
-        command(*arguments), env=environment, capture_output=True, text=True, timeout=100, check=False
-    )
+    whole = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(whole, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 2
-    assert done.stderr.startswith("splitserve: error: Ray can't be imported (No module named 'ray'): pip install 'ray")
+    assert done.stderr.startswith("splitserve: error: Ray is not installed: pip install 'ray")
     assert "pip install '.[ray]' in a clone" in done.stderr and done.stderr.count("\n") == 1
     assert not state.exists()
 

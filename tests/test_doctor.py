@@ -173,7 +173,12 @@ def test_this_machine_and_what_it_prints(running: Running, tiny_qwen3: Path) -> 
     assert "Nothing is wrong with this machine." in done.stdout
     assert re.search(r"^ok +hand-over +33 blocks, .* by nixl/\w+ in", done.stdout, re.MULTILINE)
     assert re.search(r"^ok +model files .*tensors in 1 file$", done.stdout, re.MULTILINE)
-    assert {line.split()[0] for line in done.stdout.splitlines() if line[:1].isalpha()} <= {"ok", "skipped", "Nothing"}
+    assert {line.split()[0] for line in done.stdout.splitlines() if line[:1].isalpha()} <= {
+        "splitserve",
+        "ok",
+        "skipped",
+        "Nothing",
+    }
 
 
 # ---- planted around the running cluster ----
@@ -325,9 +330,9 @@ def test_nobody_there(running: Running) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["-tp", "3"], "pool mixed: 8 attention heads"),
+        (["-tp", "3"], "--tensor-parallel-size: 8 attention heads"),
         (["--kv-memory", "900TB"], "this machine has"),
-        (["--host-kv-memory", "900TB"], "lower --kv-memory or --host-kv-memory"),
+        (["--host-kv-memory", "900TB"], "--host-kv-memory: takes most of the"),
     ],
 )
 def test_a_model_or_memory_that_does_not_fit(
