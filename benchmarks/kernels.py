@@ -9,6 +9,7 @@ over that answer's own (or a tenth of the largest difference over its root mean 
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -29,7 +30,16 @@ from splitserve.models.demo import SHAPES, shape_config
 from splitserve.orchestration.command_parser import CommandParser
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_ROWS = (1, 8, 16, 64, 256, 1024, 8192)
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "cuda": {
+        "shape": ["llama-3.1-8b", "qwen3-8b"],
+        "rows": [1, 8, 16, 64, 256, 1024, 8192],
+        "context": 1024,
+        "block_size": 64,
+        "dtype": "bfloat16",
+    },
+    "cpu": {"shape": ["tiny"], "rows": [1, 16, 64], "context": 256, "block_size": 16, "dtype": "float32"},
+}
 _HEADERS = ["operation", "rows", "backend", "us", "floor share", "bound", "speed of reference", "error"]
 
 
@@ -94,22 +104,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = CommandParser(prog="splitserve bench kernels", description=__doc__)
-    parser.add_argument("--shape", nargs="+", default=["llama-3.1-8b", "qwen3-8b"], choices=sorted(SHAPES))
-    parser.add_argument("--rows", type=positive, nargs="+", default=list(_ROWS), help="tokens of a step")
+    parser.add_argument(
+        "--shape", nargs="+", choices=sorted(SHAPES), help="default: llama-3.1-8b and qwen3-8b; on a CPU tiny"
+    )
+    parser.add_argument(
+        "--rows", type=positive, nargs="+", help="tokens of a step; default: 1 to 8192, on a CPU 1, 16 and 64"
+    )
     parser.add_argument("--operation", nargs="+", default=list(OPERATIONS), choices=OPERATIONS)
-    parser.add_argument("--context", type=positive, default=1024, metavar="TOKENS", help="of sequences that decode")
-    parser.add_argument("--block-size", type=positive, default=64, metavar="TOKENS")
-    parser.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES))
+    parser.add_argument(
+        "--context", type=positive, metavar="TOKENS", help="of sequences that decode; default: 1024, on a CPU 256"
+    )
+    parser.add_argument("--block-size", type=positive, metavar="TOKENS", help="default: 64, on a CPU 16")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), help="default: bfloat16, on a CPU float32")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     add_result_options(parser, always=True)
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    for name, value in _DEFAULTS[options.device].items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    return options
 
 
 def the_device(name: str) -> torch.device:
     if name == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError("there is no CUDA device here; on a CPU try --device cpu --shape qwen3-0.6b --dtype float32")
+        raise ConfigError("there is no CUDA device here; on a CPU try --device cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
 

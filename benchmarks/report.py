@@ -1,4 +1,4 @@
-"""What every bench says of itself: command, versions, machine; as JSON under ``benchmarks/results/`` and as a table."""
+"""What every bench says of itself: command, versions, machine; as JSON and as a table."""
 
 import argparse
 import datetime
@@ -18,10 +18,11 @@ from splitserve import __version__
 from splitserve.benchmarks.arguments import writable_directory
 from splitserve.cores import usable_cpus
 
-RESULTS_DIRECTORY = Path(__file__).resolve().parent / "results"
+_PACKAGE_FOLDER = Path(__file__).resolve().parent
+RESULTS_DIRECTORY = _PACKAGE_FOLDER / "results"  # of a checkout: the kept ones
 COMMIT_VARIABLE = "SPLITSERVE_COMMIT"  # names the commit of a copy without git
 UNKNOWN_COMMIT = "unknown"
-_ARCHIVED_COMMIT = RESULTS_DIRECTORY.parent / "COMMIT"  # filled in by git archive
+_ARCHIVED_COMMIT = _PACKAGE_FOLDER / "COMMIT"  # filled in by git archive
 _PACKAGES = (
     "torch",
     "triton",
@@ -38,6 +39,14 @@ _PACKAGES = (
 )
 
 
+def results_directory() -> Path:
+    """Return where results go unless the user says otherwise: ``benchmarks/results`` of a checkout or an unpacked
+    source archive, ``splitserve-results`` in the current directory where Splitserve is installed."""
+    if _is_source_tree():
+        return _PACKAGE_FOLDER / "results"
+    return Path.cwd() / "splitserve-results"
+
+
 def add_result_options(parser: argparse.ArgumentParser, *, always: bool = False) -> None:
     """Where the result goes; unless it's kept ``always``, also whether."""
     if not always:
@@ -48,7 +57,7 @@ def add_result_options(parser: argparse.ArgumentParser, *, always: bool = False)
         type=writable_directory,
         default="",
         metavar="DIR",
-        help="of the JSON; empty: benchmarks/results",
+        help="of the JSON; empty: benchmarks/results of a checkout, else ./splitserve-results",
     )
 
 
@@ -62,7 +71,7 @@ def write_result(name: str, argv: Sequence[str], data: dict[str, Any], directory
     """Write ``data`` with command, versions and machine to ``<directory>/<name>-<UTC time>.json``; returns the path.
 
     ``argv`` are the arguments of ``splitserve bench <name>``; an empty ``directory`` means
-    :data:`RESULTS_DIRECTORY`.
+    :func:`results_directory`.
     """
     now = datetime.datetime.now(datetime.UTC)
     result = {
@@ -73,7 +82,7 @@ def write_result(name: str, argv: Sequence[str], data: dict[str, Any], directory
         "machine": machine(),
         **data,
     }
-    folder = Path(directory) if directory else RESULTS_DIRECTORY
+    folder = Path(directory) if directory else results_directory()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}-{now:%Y%m%dT%H%M%S}-{os.getpid()}.json"
     path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
@@ -120,13 +129,19 @@ def _cell(value: object) -> str:
     return f"{value:,.2f}" if isinstance(value, float) else str(value)
 
 
+def _is_source_tree() -> bool:
+    return (_PACKAGE_FOLDER.parent / "pyproject.toml").is_file()
+
+
 def _commit() -> str:
     """Return the commit of this code: $SPLITSERVE_COMMIT, else the checkout's, marked where files differ from it, else
     that of an archive (``git archive``), else :data:`UNKNOWN_COMMIT`."""
     if given := os.environ.get(COMMIT_VARIABLE, "").strip():
         return given
-    folder = str(RESULTS_DIRECTORY.parent)
-    if commit := _output("git", "-C", folder, "rev-parse", "--short=12", "HEAD"):
+    folder, commit = str(_PACKAGE_FOLDER), ""
+    if _is_source_tree():  # else a repository around it is another project's
+        commit = _output("git", "-C", folder, "rev-parse", "--short=12", "HEAD")
+    if commit:
         changed = _output("git", "-C", folder, "status", "--porcelain", "--untracked-files=no")
         return f"{commit}+changes" if changed else commit
     archived = _ARCHIVED_COMMIT.read_text(encoding="utf-8").strip() if _ARCHIVED_COMMIT.is_file() else ""

@@ -7,13 +7,14 @@ from pathlib import Path
 
 from splitserve.block_hash import shard_root
 from splitserve.config import EngineConfig
-from splitserve.kvconnector.disk_tier import DISK, DiskFullError, disk_tier, keep_common
+from splitserve.kvconnector.disk_tier import DISK, disk_tier, keep_common
 from splitserve.kvconnector.host_tier import host_tier
 from splitserve.kvconnector.lmcache import lmcache_tier
 from splitserve.kvconnector.load_gates import LoadGates
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.numa_memory import HostMemory
 from splitserve.kvconnector.shared_tier import NO_SHARED_TIER, SharedTier
+from splitserve.kvconnector.slot_folder import DiskFullError
 from splitserve.kvconnector.tier_copies import AnyStore
 from splitserve.kvconnector.tiers import Tier
 from splitserve.memory_records import HostTierMemory

@@ -7,134 +7,30 @@ slots; a block that isn't in all of them is in none.
 """
 
 import contextlib
-import errno
-import fcntl
-import hashlib
 import os
 import re
 import shutil
-import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from splitserve.errors import ConfigError
 from splitserve.kvconnector.host_tier import host_store
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.nixl_files import FileAgent, FileRange, FileTransferError
 from splitserve.kvconnector.numa_memory import HostMemory, node_of_device
+from splitserve.kvconnector.slot_folder import HEADER_BYTES, Bytes, Header, SlotFolder, private_folder
 from splitserve.kvconnector.tier_copies import PartialCopyError, TierStore
 from splitserve.kvconnector.tier_index import TierIndex
 from splitserve.kvconnector.tiers import Tier
 
 DISK = "disk"
-HEADER_BYTES = 4096
 MAX_COPY_BYTES = 32 << 20
 MAX_BLOCKS_PER_COPY = 64
 LOCK_SECONDS = 10.0
 """How long a rank waits for the one before it, which may end a little later than its worker."""
-_LOCK_POLL_SECONDS = 0.05
-_MAGIC = b"SPLITKV1"
-_FIELDS = struct.Struct("<8s16s16sQ16s")  # magic, root hash, block's hash, bytes of the block, checksum
-
-
-Bytes = npt.NDArray[np.uint8]
-
-
-class Header(NamedTuple):
-    """``root``: :func:`splitserve.block_hash.shard_root`; ``checksum``: of all of these and the block's bytes."""
-
-    root: bytes
-    block_hash: bytes
-    num_bytes: int
-    checksum: bytes
-
-    @classmethod
-    def of(cls, root: bytes, block_hash: bytes, data: Bytes) -> "Header":
-        digest = hashlib.blake2b(root + block_hash + len(data).to_bytes(8, "little"), digest_size=16)
-        digest.update(data)  # type: ignore[arg-type]  # an array is a buffer
-        return cls(root, block_hash, len(data), digest.digest())
-
-    @classmethod
-    def parse(cls, data: bytes) -> "Header | None":
-        """None for what isn't one."""
-        if len(data) < _FIELDS.size:
-            return None
-        magic, *fields = _FIELDS.unpack(data[: _FIELDS.size])
-        return cls(*fields) if magic == _MAGIC else None
-
-    def encode(self) -> bytes:
-        return _FIELDS.pack(_MAGIC, *self).ljust(HEADER_BYTES, b"\0")
-
-
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-
-
-class DiskFullError(ConfigError):
-    """No room for a folder."""
-
-
-class SlotFolder:
-    """The files of one rank. Raises :class:`ConfigError` where it can't write, or another process uses the folder
-    and still does so after ``lock_seconds``."""
-
-    def __init__(self, path: Path, root: bytes, num_slots: int, block_bytes: int, *, lock_seconds: float = 0.0) -> None:
-        self.path = path
-        self._root = root
-        self._num_slots = num_slots
-        self._file_bytes = HEADER_BYTES + block_bytes
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            kind = DiskFullError if error.errno in _FULL else ConfigError
-            raise kind(f"--disk-kv-dir: can't write to {path}: {error.strerror}") from error
-        if not _has_locked(self._lock, lock_seconds):
-            os.close(self._lock)
-            raise ConfigError(f"--disk-kv-dir: another process uses {path}; give each cluster its own")
-
-    def slot(self, number: int) -> Path:
-        return self.path / f"{number:08d}.kv"
-
-    def contents(self) -> list[tuple[bytes, int]]:
-        """Hash and slot of every whole file, least recently used first. All other files are removed, and of two with
-        the same content the older one."""
-        found: dict[bytes, tuple[int, int]] = {}
-        for path in self._files():
-            header = self._header(path)
-            number = int(path.stem) if path.stem.isdigit() else self._num_slots
-            if header is None or header.root != self._root or number >= self._num_slots:
-                path.unlink(missing_ok=True)
-                continue
-            this, other = (path.stat().st_mtime_ns, number), found.get(header.block_hash)
-            if other is not None:
-                self.slot(min(this, other)[1]).unlink(missing_ok=True)
-            found[header.block_hash] = this if other is None else max(this, other)
-        return [(block_hash, number) for block_hash, (_, number) in sorted(found.items(), key=lambda item: item[1])]
-
-    def clear(self) -> None:
-        for path in self._files():
-            path.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        os.close(self._lock)
-
-    def _files(self) -> Iterator[Path]:
-        for pattern in ("*.kv", "*.kv.new"):
-            yield from self.path.glob(pattern)
-
-    def _header(self, path: Path) -> Header | None:
-        try:
-            if path.suffix != ".kv" or path.stat().st_size != self._file_bytes:
-                return None
-            with path.open("rb") as file:
-                return Header.parse(file.read(HEADER_BYTES))
-        except OSError:
-            return None
 
 
 class _Lane:
@@ -182,9 +78,9 @@ class DiskStore:
         self, memory: KVMemory, folder: SlotFolder, root: bytes, max_blocks: int, backend: str = "posix"
     ) -> None:
         self._folder = folder
-        self._open_flags = os.O_CLOEXEC | (os.O_DIRECT if backend == "gds" else 0)  # what cuFile wants
+        self._open_flags = os.O_DIRECT if backend == "gds" else 0  # what cuFile wants
         self._root = root
-        self._file_bytes = HEADER_BYTES + memory.block_bytes
+        self._file_bytes = HEADER_BYTES + memory.block_bytes  # of a slot
         self._down = _Lane("disk-down", memory, max_blocks, backend)
         self._up = _Lane("disk-up", memory, max_blocks, backend)
 
@@ -194,41 +90,43 @@ class DiskStore:
         for number, block_hash in enumerate(hashes):
             header = Header.of(self._root, block_hash, lane.data(number))
             lane.header(number)[:] = np.frombuffer(header.encode(), dtype=np.uint8)
-        paths = [self._folder.slot(slot) for slot in slots]
-        new_paths = [path.with_name(f"{path.name}.new") for path in paths]
+        names = [self._folder.slot(slot) for slot in slots]
+        new_names = [f"{name}.new" for name in names]
         try:
             with contextlib.ExitStack() as stack:
-                flags = os.O_CREAT | os.O_RDWR | os.O_TRUNC | self._open_flags
-                files = [_opened(stack, path, flags) for path in new_paths]
+                files = []
+                for name in new_names:
+                    files.append(self._folder.create(name, self._open_flags))
+                    stack.callback(os.close, files[-1])
                 for file in files:
                     os.posix_fallocate(file, 0, self._file_bytes)  # a full disk shows here, in words
                 lane.files.write(lane.ranges(files))
                 for file in files:
                     _mark_used(file)
-            for new_path, path in zip(new_paths, paths, strict=True):
-                new_path.replace(path)
+            for new_name, name in zip(new_names, names, strict=True):
+                self._folder.rename(new_name, name)
         except FileTransferError:
             lane.renew()
             raise
         finally:
-            for path in new_paths:
-                path.unlink(missing_ok=True)
+            for name in new_names:
+                self._folder.remove(name)
 
     def load(self, block_ids: Sequence[int], slots: Sequence[int], hashes: Sequence[bytes]) -> None:
-        lane, paths = self._up, [self._folder.slot(slot) for slot in slots]
+        lane, names = self._up, [self._folder.slot(slot) for slot in slots]
         with contextlib.ExitStack() as stack:
             files: list[int] = []
             problem = ""
-            for path in paths:
+            for name in names:
                 try:
-                    files.append(_opened(stack, path, os.O_RDONLY | self._open_flags))
-                    if os.fstat(files[-1]).st_size != self._file_bytes:
-                        problem = f"{path} is cut off"
+                    files.append(self._folder.open(name, os.O_RDONLY | os.O_NONBLOCK | self._open_flags))
+                    stack.callback(os.close, files[-1])
+                    problem = self._folder.check(files[-1])
                 except OSError as error:
-                    problem = f"{path}: {error.strerror}"
+                    problem = f"can't be opened: {error.strerror}"
                 if problem:
                     break
-            num_whole = len(files) if not problem else paths.index(path)
+            num_whole = len(files) if not problem else names.index(name)
             if num_whole:
                 try:
                     lane.files.read(lane.ranges(files[:num_whole]))
@@ -239,9 +137,10 @@ class DiskStore:
                     _mark_used(file)
         num_good = self._num_right(hashes[:num_whole])
         lane.device.load(block_ids[:num_good], range(num_good), hashes[:num_good])
-        if num_good < len(paths):
-            paths[num_good].unlink(missing_ok=True)
-            raise PartialCopyError(num_good, problem if num_good == num_whole else f"{paths[num_good]} is damaged")
+        if num_good < len(names):
+            self._folder.remove(names[num_good])
+            problem = problem if num_good == num_whole else "is damaged"
+            raise PartialCopyError(num_good, f"{self._folder.path / names[num_good]} {problem}")
 
     def _num_right(self, hashes: Sequence[bytes]) -> int:
         """Staged blocks up to the first whose header or checksum is wrong."""
@@ -281,6 +180,8 @@ def disk_tier(
             f"--disk-kv-size is {num_bytes} bytes, less than one KV block of {num_ranks * memory.block_bytes}"
         )
     lock_seconds = LOCK_SECONDS if rank else 0.0
+    if rank:
+        os.close(private_folder(path))  # rank 0's, in which this rank's is
     folder = SlotFolder(rank_folder(path, rank), root, num_slots, memory.block_bytes, lock_seconds=lock_seconds)
     if rank == 0:
         _remove_other_ranks(path, num_ranks)
@@ -309,25 +210,6 @@ def _remove_other_ranks(folder: Path, num_ranks: int) -> None:
         number = re.fullmatch(r"rank-(\d+)", path.name)
         if number is not None and int(number[1]) >= num_ranks:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _has_locked(file: int, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(_LOCK_POLL_SECONDS)
-        else:
-            return True
-
-
-def _opened(stack: contextlib.ExitStack, path: Path, flags: int) -> int:
-    file = os.open(path, flags, 0o600)
-    stack.callback(os.close, file)
-    return file
 
 
 def _mark_used(file: int) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +20,8 @@ from splitserve.logs import set_up_logging
 from splitserve.orchestration.child import StatusPipe
 from splitserve.orchestration.host import ChildProgress
 from splitserve.orchestration.launcher import LaunchError, LaunchInterruptedError, LocalCluster
-from splitserve.orchestration.process import open_log, progress_of
+from splitserve.orchestration.log_files import keep_short, open_log
+from splitserve.orchestration.process import progress_of
 from splitserve.orchestration.serve import run_cluster
 from splitserve.orchestration.spec import ClusterSpec
 from splitserve.orchestration.spec_conversion import convert_spec
@@ -109,6 +111,7 @@ def main() -> int:
     folder = StateFolder(path.name, path.parent)
     try:
         folder.claim()
+        keep_short(folder.logs / "launcher.log", threading.Event())  # as long as this process
         exit_status = run_cluster(
             convert_spec(order.spec),
             folder,

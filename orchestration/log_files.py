@@ -1,7 +1,15 @@
-"""Reading logs that grow meanwhile."""
+"""Log files of processes without a terminal: opened, kept short while they are written, read."""
 
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
+MAX_LOG_BYTES = 16 << 20
+LOG_CHECK_SECONDS = 5.0
 _BYTES_PER_LINE = 400  # more than most have; what is cut off was asked for in vain
 
 
@@ -24,3 +32,40 @@ def read_log(path: Path, num_lines: int, offset: int) -> tuple[str, int]:
     lines = data[:end].decode(errors="replace").splitlines(keepends=True)
     chosen = lines if offset >= 0 else lines[max(0, len(lines) - num_lines) :]
     return "".join(chosen), start + end
+
+
+@contextmanager
+def open_log(path: Path | None) -> Iterator[IO[bytes] | None]:
+    """Open a log file to append to, begun anew when it has become long; None for no path."""
+    if path is None:
+        yield None
+        return
+    begin_anew_if_long(path)
+    with path.open("ab") as log:
+        yield log
+
+
+def begin_anew_if_long(path: Path) -> None:
+    """Move what a log of more than :data:`MAX_LOG_BYTES` holds to ``*.1``, in place of what was there.
+
+    Those who have it open to append go on at its start. What they write in the moment between is lost.
+    """
+    with suppress(FileNotFoundError), path.open("r+b") as log:
+        if os.fstat(log.fileno()).st_size <= MAX_LOG_BYTES:
+            return
+        old = path.with_name(f"{path.name}.1")
+        with old.open("wb") as copy:
+            shutil.copyfileobj(log, copy)
+            copy.write(log.read())  # what came meanwhile
+            log.truncate(0)
+
+
+def keep_short(path: Path, ended: threading.Event) -> None:
+    """Start a thread that keeps a log from growing without end, until ``ended`` is set."""
+
+    def watch() -> None:
+        while not ended.wait(LOG_CHECK_SECONDS):
+            with suppress(OSError):  # a full disk, say: the next time may do
+                begin_anew_if_long(path)
+
+    threading.Thread(target=watch, name=f"log-{path.stem}", daemon=True).start()

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Literal
 
@@ -17,6 +16,7 @@ from splitserve.config import LMCacheConfig, RouterConfig, WorkerConfig
 from splitserve.orchestration.child import Config, Order, Progress
 from splitserve.orchestration.expansion import API_KEY_VARIABLE, SECRET_VARIABLE
 from splitserve.orchestration.host import ChildExited, ChildProgress, Event
+from splitserve.orchestration.log_files import keep_short, open_log
 from splitserve.orchestration.shared_memory import SharedMemoryFolder
 
 # Threads of an OpenMP pool spin before they sleep. libgomp's default of 300,000 turns holds a core for so long
@@ -46,24 +46,11 @@ def child_environment(threads: int, base: Mapping[str, str]) -> dict[str, str]:
 
 _log = logging.getLogger(__name__)
 
-MAX_LOG_BYTES = 16 << 20
 _KINDS: dict[type[Config], Literal["router", "worker", "lmcache"]] = {
     RouterConfig: "router",
     WorkerConfig: "worker",
     LMCacheConfig: "lmcache",
 }
-
-
-@contextmanager
-def open_log(path: Path | None) -> Iterator[IO[bytes] | None]:
-    """A log file to append to, begun anew when it has become long (the one before is kept as ``*.1``)."""
-    if path is None:
-        yield None
-        return
-    if path.exists() and path.stat().st_size > MAX_LOG_BYTES:
-        path.replace(path.with_name(f"{path.name}.1"))
-    with path.open("ab") as log:
-        yield log
 
 
 def progress_of(status: IO[bytes]) -> Iterator[Progress]:
@@ -78,7 +65,7 @@ def progress_of(status: IO[bytes]) -> Iterator[Progress]:
 class ChildProcess:
     """A running child of this process. ``emit`` gets its progress and, last, its exit, on another thread.
 
-    What it logs goes to the end of ``log_file``; None: to where this process's own output goes.
+    What it logs goes to the end of ``log_file``, which is kept short; None: to where this process's own output goes.
     """
 
     def __init__(
@@ -130,6 +117,9 @@ class ChildProcess:
             raise
         finally:
             os.close(write_fd)
+        self._ended = threading.Event()
+        if log_file is not None:
+            keep_short(log_file, self._ended)
         self._send_order(order)
         self._reader = threading.Thread(target=self._read_status, args=(read_fd,), name=f"status-{name}", daemon=True)
         self._reader.start()
@@ -193,4 +183,6 @@ class ChildProcess:
                 if progress.stage == "error":
                     self.error_message = progress.detail["message"]
                 self._emit(ChildProgress(self.name, progress.stage, progress.detail))
-        self._emit(ChildExited(self.name, self._popen.wait()))
+        returncode = self._popen.wait()
+        self._ended.set()
+        self._emit(ChildExited(self.name, returncode))

@@ -7,6 +7,7 @@ has left them.
 
 import logging
 import threading
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 import msgspec
@@ -18,7 +19,7 @@ from splitserve.orchestration.cluster import Cluster
 from splitserve.orchestration.control import Refused, decode_request, encode
 from splitserve.orchestration.host import ChildProgress, Memory
 from splitserve.orchestration.local_host import Entries
-from splitserve.orchestration.log_files import read_log
+from splitserve.orchestration.log_files import MAX_LOG_BYTES, read_log
 from splitserve.orchestration.ray_host import CALL_SECONDS, RayHost
 from splitserve.orchestration.spec_conversion import convert_spec
 from splitserve.orchestration.status import ROUTER
@@ -148,6 +149,6 @@ def _logs_folder() -> Path:
 
 
 def _file_handler(path: Path) -> logging.Handler:
-    handler = logging.FileHandler(path)
+    handler = RotatingFileHandler(path, maxBytes=MAX_LOG_BYTES, backupCount=1)
     handler.setFormatter(logging.getLogger().handlers[0].formatter)
     return handler

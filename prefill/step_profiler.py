@@ -9,6 +9,7 @@ The trace is written and read on a thread of its own, since it may be large.
 
 import logging
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from splitserve.step import StepOutput, StepPlan
 logger = logging.getLogger(__name__)
 
 MAX_SETTLING_STEPS = 10  # beginning to record holds the first steps up: they don't count for how busy the device was
+MAX_TRACES = 10  # of one worker: a trace may have hundreds of megabytes
 NOT_ENABLED = "this worker was started without --profile-dir"
 
 
@@ -191,6 +193,7 @@ class StepProfiler:
             self._directory.mkdir(parents=True, exist_ok=True)
             recording.export_chrome_trace(str(path))
             busy = read_busy(path, settled_ns)
+            remove_old_traces(self._directory, self._name)
         except Exception as error:
             self._report_error("no trace", error)
             return
@@ -206,6 +209,15 @@ class StepProfiler:
         with self._lock:
             self._state = ProfilerState.IDLE
         self._wake()
+
+
+def remove_old_traces(directory: Path, name: str) -> None:
+    """Remove all traces of the worker's files ``name`` but the :data:`MAX_TRACES` written last, whoever wrote them."""
+    pattern = re.compile(rf"{re.escape(name)}-\d{{8}}T\d{{6}}-\d+\.pt\.trace\.json")
+    traces = [path for path in directory.iterdir() if pattern.fullmatch(path.name)]
+    traces.sort(key=lambda path: path.lstat().st_mtime_ns)
+    for path in traces[:-MAX_TRACES]:
+        path.unlink(missing_ok=True)
 
 
 class ProfiledRunner:

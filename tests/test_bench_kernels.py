@@ -36,6 +36,13 @@ def test_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "onednn" in capsys.readouterr().out
 
 
+def test_defaults_are_small_on_a_cpu() -> None:
+    on_cpu, on_gpu = kernels._parse(["--device", "cpu"]), kernels._parse([])
+    assert (on_cpu.shape, on_cpu.rows, on_cpu.context, on_cpu.dtype) == (["tiny"], [1, 16, 64], 256, "float32")
+    assert on_gpu.shape == ["llama-3.1-8b", "qwen3-8b"] and max(on_gpu.rows) == 8192 and on_gpu.dtype == "bfloat16"
+    assert kernels._parse(["--device", "cpu", "--rows", "4"]).rows == [4]
+
+
 def test_every_operation_has_cases() -> None:
     target = Target(shape_config("tiny"), torch.float32, CPU, 4, 9)
     reference = select_kernels(CPU, torch.float32)

@@ -1,6 +1,8 @@
-"""What a result says of the code that it was measured with."""
+"""Where results go, and what a result says of the code that it was measured with."""
 
+import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from splitserve.benchmarks import report
 
 def test_an_archive_of_a_commit_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As ``git archive`` makes it, from a repository with our attributes."""
-    root = report.RESULTS_DIRECTORY.parent.parent
+    root = report.results_directory().parent.parent
 
     def git(*command: str) -> str:
         identity = ("-c", "user.name=t", "-c", "user.email=t@example.org")
@@ -36,3 +38,20 @@ def test_an_archive_of_a_commit_names_it(tmp_path: Path, monkeypatch: pytest.Mon
     assert report.versions()["commit"] == "unknown"
     monkeypatch.setenv("SPLITSERVE_COMMIT", "e79c62a")
     assert report.versions()["commit"] == "e79c62a", "told by who made the copy"
+
+
+def test_an_installed_package_keeps_results_out_of_itself(tmp_path: Path) -> None:
+    """The package as a wheel installs it, below another project's repository: files of its own, no pyproject.toml."""
+    root, site, here = report.results_directory().parent.parent, tmp_path / "site-packages", tmp_path / "here"
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    here.mkdir()
+    for module in ("__init__.py", "cores.py", "benchmarks/report.py", "benchmarks/arguments.py"):
+        (site / "splitserve" / module).parent.mkdir(parents=True, exist_ok=True)
+        (site / "splitserve" / module).write_bytes((root / "src/splitserve" / module).read_bytes())
+    script = "from splitserve.benchmarks.report import write_result; print(write_result('x', [], {}))"
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(site)!r}); {script}"]
+    done = subprocess.run(command, cwd=here, check=True, capture_output=True, text=True)
+    path = Path(done.stdout.strip())
+    assert path.parent == here / "splitserve-results"
+    assert json.loads(path.read_text())["versions"]["commit"] == "unknown"
+    assert not list(site.rglob("*.json"))

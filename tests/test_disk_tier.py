@@ -18,16 +18,9 @@ from splitserve.block_hash import shard_root
 from splitserve.config import EngineConfig
 from splitserve.errors import ConfigError
 from splitserve.kvconnector import disk_tier as module
-from splitserve.kvconnector.disk_tier import (
-    HEADER_BYTES,
-    DiskStore,
-    Header,
-    SlotFolder,
-    disk_tier,
-    keep_common,
-    rank_folder,
-)
+from splitserve.kvconnector.disk_tier import DiskStore, disk_tier, keep_common, rank_folder
 from splitserve.kvconnector.memory import KVMemory
+from splitserve.kvconnector.slot_folder import HEADER_BYTES, Header, SlotFolder
 from splitserve.kvconnector.tier_copies import PartialCopyError, TierStore
 from splitserve.kvconnector.tiers import Tier
 from splitserve.memory_records import LayoutRecord
@@ -248,6 +241,66 @@ def test_a_folder_belongs_to_one_process(tmp_path: Path) -> None:
         SlotFolder(tmp_path / "file" / "x", ROOT, 1, 64)
     with pytest.raises(ConfigError, match="less than one KV block"):
         disk_tier(KVMemory(LAYOUT, 1), tmp_path, 100, ROOT)
+
+
+def test_a_folder_is_private_to_its_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "kv" / "decode-0"
+    with store_in(folder):
+        assert [path.stat().st_mode & 0o777 for path in (folder.parent, folder, folder / "lock")] == [
+            0o700, 0o700, 0o600,
+        ]  # fmt: skip
+    folder.chmod(0o777)
+    SlotFolder(folder, ROOT, 1, 64).close()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
+    with pytest.raises(
+        ConfigError, match=r"decode-0 belongs to user \d+, this process to user \d+; choose a directory"
+    ):
+        SlotFolder(folder, ROOT, 1, 64)
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    target, outside = tmp_path / "elsewhere", tmp_path / "precious"
+    target.mkdir()
+    outside.write_bytes(b"precious")
+    folder = tmp_path / "kv"
+    folder.symlink_to(target)
+    with pytest.raises(ConfigError, match=r"kv is a link; remove it"):
+        SlotFolder(folder, ROOT, 1, 64)
+    assert not list(target.iterdir())
+    folder.unlink()
+    folder.mkdir()
+    (folder / "lock").symlink_to(tmp_path / "new")
+    with pytest.raises(ConfigError, match="can't write to"):
+        SlotFolder(folder, ROOT, 1, 64)
+    assert not (tmp_path / "new").exists()
+    (folder / "lock").unlink()
+    with store_in(folder) as (memory, store, _):
+        before = filled(memory)
+        store.store([5], [2], [HASHES[5]])
+        (folder / "00000002.kv").rename(tmp_path / "taken")
+        (folder / "00000002.kv").symlink_to(tmp_path / "taken")
+        with pytest.raises(PartialCopyError, match=r"00000002.kv can't be opened"):
+            store.load([0], [2], [HASHES[5]])
+        (folder / "00000000.kv.new").symlink_to(outside)  # where the next copy writes
+        (folder / "00000001.kv.new").hardlink_to(outside)
+        store.store([3, 4], [0, 1], [HASHES[3], HASHES[4]])
+        assert outside.read_bytes() == b"precious"
+        (folder / "00000004.kv").symlink_to(folder / "00000001.kv")
+    with store_in(folder) as (memory, store, found):
+        assert set(found) == {HASHES[3], HASHES[4]}
+        store.load([0], [1], [HASHES[4]])
+        assert torch.equal(memory.blocks[0], before[4])
+    assert not (folder / "00000004.kv").is_symlink()
+
+
+def test_a_folder_that_is_replaced_meanwhile_is_not_used(tmp_path: Path) -> None:
+    with store_in(tmp_path / "kv") as (memory, store, _):
+        filled(memory)
+        (tmp_path / "kv").rename(tmp_path / "old")
+        (tmp_path / "kv").mkdir()
+        store.store([0], [0], [HASHES[0]])
+        assert not list((tmp_path / "kv").iterdir()) and (tmp_path / "old" / "00000000.kv").is_file()
 
 
 def test_a_backend_that_nixl_lacks_is_named(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from serving import complete_all, wait_until_quiet
 from splitserve.block_hash import extend_hashes, root_hash, shard_root
 from splitserve.config import EngineConfig
 from splitserve.errors import SplitserveError
-from splitserve.kvconnector.disk_tier import Header
+from splitserve.kvconnector.slot_folder import Header
 from splitserve.memory_records import LayoutRecord
 from splitserve.models.checkpoint import weights_version
 from splitserve.orchestration.launcher import LocalCluster
