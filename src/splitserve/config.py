@@ -47,7 +47,7 @@ _RANGES = {
 }
 """Bounds of whole numbers that hold on every machine; :func:`machine_problems` has those of one machine."""
 MAX_THREADS_PER_CPU = 2
-"""Threads of a worker for each hardware thread of its machine: more than one is slow, which the doctor says, but runs."""
+"""Threads of a worker for each hardware thread: more than one is slow, which the doctor says, but runs."""
 
 
 class SettingsError(ConfigError):
