@@ -85,7 +85,7 @@ def _up(options: argparse.Namespace) -> int:
     set_up_logging("up", options.log_level)
     spec = _at_home_anywhere(cluster_spec(options))
     folder = StateFolder(spec.name)
-    if not options.ray:
+    if options.ray in ("", "local"):  # other machines aren't looked at from here
         with errors_in_options(options):
             check_start(spec)
     _say(f"splitserve {__version__}: {spec.served_model_name} on {spec.describe()}")

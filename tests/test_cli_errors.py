@@ -89,10 +89,10 @@ def test_errors_come_first_and_usage_is_one_line(
 
 
 def test_numbers_are_bounded_by_the_machine() -> None:
-    engine = parse_spec("model: {path: m}\npools: [{name: a, role: mixed, threads: 3}]\nengine: {read_threads: 5}")
+    engine = parse_spec("model: {path: m}\npools: [{name: a, role: mixed, threads: 5}]\nengine: {read_threads: 5}")
     problems = dict(machine_problems(engine.engine_config(engine.pools[0]), num_cpus=2))
     assert problems["threads"] == (
-        "must be between 0 and 2 on this machine (2 hardware threads), got 3; 0 lets it decide"
+        "must be between 0 and 4 on this machine (2 hardware threads), got 5; 0 lets it decide"
     )
     assert problems["read_threads"].startswith("must be between 0 and 4 on this machine")
     assert not list(machine_problems(engine.engine_config(engine.pools[0]), num_cpus=8))
@@ -119,7 +119,7 @@ GPU = Gpu(0, "GPU-1", "0000:01:00.0", "H200", 139 << 30)
         (["--mixed", "2", "--kv-memory", "13GiB"], "pools[0].memory.kv", "takes most of the 26.00 GiB"),
         (["--mixed", "1", "--host-kv-memory", "100TiB"], "pools[0].memory.host", "this machine has 24.00 GiB"),
         (["--mixed", "1", "--max-batched-tokens", "16000000"], "engine.max_num_batched_tokens", "must be at most "),
-        (["--mixed", "1", "--threads", "3"], "pools[0].threads", "must be between 0 and 2 on this machine"),
+        (["--mixed", "1", "--threads", "5"], "pools[0].threads", "must be between 0 and 4 on this machine"),
         (["--mixed", "1", "--device", "cuda"], "pools", "1 GPUs are needed"),
         (["--mixed", "1", "--disk-kv-dir", "/proc/kv"], "engine.disk_kv_dir", "can't write to /proc/kv"),
         (["--mixed", "1", "--profile-dir", "/dev/null/x"], "engine.profile_dir", "can't write to /dev/null/x"),

@@ -46,7 +46,8 @@ _RANGES = {
     "seed": (0, 2**63 - 1),
 }
 """Bounds of whole numbers that hold on every machine; :func:`machine_problems` has those of one machine."""
-_MIN_READ_THREADS = 4  # may always be asked for: they wait for the transport more than they compute
+MAX_THREADS_PER_CPU = 2
+"""Threads of a worker for each hardware thread: more than one is slow, which the doctor says, but runs."""
 
 
 class SettingsError(ConfigError):
@@ -217,7 +218,8 @@ def _engine_problems(engine: EngineConfig) -> Iterator[tuple[str, str]]:
 
 def machine_problems(engine: EngineConfig, num_cpus: int) -> Iterator[tuple[str, str]]:
     """Fields, and what is wrong with them on a machine with ``num_cpus`` hardware threads."""
-    for field, most in (("threads", num_cpus), ("read_threads", max(num_cpus, _MIN_READ_THREADS))):
+    most = MAX_THREADS_PER_CPU * num_cpus
+    for field in ("threads", "read_threads"):
         if getattr(engine, field) > most:
             yield (
                 field,
