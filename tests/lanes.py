@@ -11,6 +11,7 @@ BESIDE_OTHERS = {
     "test_control",
     "test_fuzz_http",
     "test_host_offers_simulation",
+    "test_hostile_checkpoints",
     "test_kernels_gather",
     "test_kernels_sampling",
     "test_kernels_triton",
