@@ -20,7 +20,10 @@ from splitserve.token_ids import TokenIds, highest
 
 # Tokenising so few characters costs no more than a hop to the pool and back.
 MAX_INLINE_CHARS = 512
-CHARS_PER_TOKEN = 8  # a text with more, for each token of the context, is counted in pieces first
+# A text with more, for each token of the context, is counted in pieces first: the tokens of a whole one are freed at
+# once, which holds the interpreter.
+ASCII_CHARS_PER_TOKEN = 6
+OTHER_CHARS_PER_TOKEN = 2
 PIECE_CHARS = 1 << 16
 CUT_WORD_TOKENS = 512  # more than a word that is cut in two can have too many
 DEFAULT_COMPLETION_TOKENS = 16
@@ -85,7 +88,8 @@ class Preparation:
     def _encode(self, text: str, max_model_len: int, param: str, *, add_special_tokens: bool) -> TokenIds:
         """Token ids of a text. One that is hopelessly long is refused by its beginning alone: tokenising it would
         take the tokenizer from others for many seconds, and its tokens take memory."""
-        if len(text) > CHARS_PER_TOKEN * (max_model_len + CUT_WORD_TOKENS):
+        chars_per_token = ASCII_CHARS_PER_TOKEN if text.isascii() else OTHER_CHARS_PER_TOKEN
+        if len(text) > chars_per_token * (max_model_len + CUT_WORD_TOKENS):
             self._refuse_hopeless(text, max_model_len, param)
         encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         _room(len(encoding), max_model_len, param)  # a list of millions would hold the interpreter

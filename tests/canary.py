@@ -118,6 +118,7 @@ def guarded_router(model_dir: Path, **settings: object) -> Iterator[tuple[Router
         with paced_worker(router.membership):
             wait_until(lambda: router.request("GET", "/ready")[0] == 200)
             canary = Canary(router.address)
+            time.sleep(1.0)  # the worker makes all of its replies at first
             yield router, canary
             canary.close()
     finally:

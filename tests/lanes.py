@@ -14,6 +14,7 @@ BESIDE_OTHERS = {
     "test_host_offers_simulation",
     "test_http_attacks",
     "test_http_connections",
+    "test_hostile_checkpoints",
     "test_kernels_gather",
     "test_kernels_sampling",
     "test_kernels_triton",

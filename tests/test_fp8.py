@@ -196,7 +196,7 @@ def test_dummy_weights_come_in_the_declared_format(checkpoints: tuple[Path, Path
     [
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"weight_block_size is \[64, 64\]; .*\[128, 128\]"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2'; only 'e4m3'"),
-        ({"quant_method": "awq"}, r"quantization_config \(awq\) isn't supported"),
+        ({"quant_method": "awq"}, r"quantization_config \('awq'\) isn't supported"),
     ],
 )
 def test_other_formats_are_refused(tiny_llama: Path, tmp_path: Path, settings: dict[str, object], message: str) -> None:
