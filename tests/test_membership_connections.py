@@ -273,7 +273,10 @@ class Relay:
         self.cut()
 
 
-def test_a_worker_whose_connection_breaks_registers_anew_at_once(model_dir: Path) -> None:
+def test_a_worker_whose_connection_breaks_registers_anew_at_once(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("splitserve.prefill.loop.REGISTER_INTERVAL_SECONDS", 3600.0)
     router = RouterProcess(model_dir)
     relay = Relay(address_of(router.membership))
     worker = Loop(relay.endpoint)
