@@ -40,6 +40,7 @@ SHAPES = (
 )
 LONG_WAITS = {"dead_after_seconds": 30.0, "lease_seconds": 30.0, "request_deadline_seconds": 300.0}
 EXPIRING_LEASES = {"lease_seconds": 0.4, "renew_interval_seconds": 0.3, "host_offer_after_seconds": 0.05}
+IMPATIENT_READS = {"read_deadline_seconds": 0.2}  # a peer is given up while others still read, and greeted anew
 SHORT_LEASES = {"lease_seconds": 1.0, "renew_interval_seconds": 0.3}
 
 
@@ -125,7 +126,7 @@ def random_schedule(seed: int) -> Schedule:
         copy_seconds=sometimes(0.05, 0.5),
         lies=sometimes(0.0, 0.3),
     )
-    protocol = chosen.choice([{}, {}, SHORT_LEASES, EXPIRING_LEASES, LONG_WAITS])
+    protocol = chosen.choice([{}, {}, SHORT_LEASES, EXPIRING_LEASES, IMPATIENT_READS, LONG_WAITS])
     return Schedule(
         seed=seed,
         faults=faults,

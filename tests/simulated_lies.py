@@ -45,13 +45,13 @@ class Liar:
     def _other_block(self, sender: Party, true_block: OfferedBlock) -> OfferedBlock:
         """One that isn't there, or has another content, or no longer has its content."""
         chosen, source = self._sim.random, self._sim.workers[str(sender)]
-        readable = range(source.num_readable)
-        # Generations grow: a larger one never becomes the offered one.
-        others = [block_id for block_id in readable if source.generation(block_id) > true_block.generation]
-        slots = [block_id for block_id in others if block_id >= source.num_blocks]
-        wrong_ids = [chosen.choice(each) for each in (others, slots) if each]
-        wrong_ids.append(len(readable) + chosen.randrange(3))
+        blocks, slots = range(source.num_blocks), range(source.num_blocks, source.num_readable)
+        # Generations grow: a larger one never becomes the offered one. Those of blocks and slots are far apart.
+        others = [block_id for block_id in blocks if source.generation(block_id) > true_block.generation]
+        others = others if true_block.block_id in blocks else list(blocks)
+        beyond = source.num_readable + chosen.randrange(3)
+        wrong_ids = [chosen.choice(each) for each in (others, slots, slots, [beyond]) if each]
         lies = [msgspec.structs.replace(true_block, block_id=block_id) for block_id in wrong_ids]
         past = (true_block.generation - 1) & GENERATION_MASK
         lies.append(msgspec.structs.replace(true_block, generation=past))
-        return chosen.choice(lies)
+        return chosen.choice([lie for lie in lies if lie.block_id != true_block.block_id or lie.generation == past])
