@@ -26,6 +26,8 @@ BESIDE_OTHERS = {
     "test_model_reading",
     "test_model_runner",
     "test_planted_bugs",
+    "test_planted_in_random_schedules",
+    "test_planted_router_bugs",
     "test_ranks",
     "test_router_faults",
     "test_router_http",

@@ -11,6 +11,7 @@ from schedules import Schedule, run_schedule
 Plant = Callable[[pytest.MonkeyPatch], None]
 HANDOVERS_FAILED = "hand-overs failed without a fault"
 WRONG_TOKENS = "wrong tokens"
+CHANGED = "count as verified, but their generations changed"
 
 
 @dataclass(frozen=True)

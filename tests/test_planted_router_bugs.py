@@ -182,19 +182,16 @@ PLANTS: dict[Plant, tuple[Scenario, str]] = {
     ),
     replaced_incarnations_return: (scenarios.a_new_incarnation_takes_requests_over_for_good, "took its place"),
     draining_workers_get_requests: (scenarios.a_draining_worker_gets_no_requests, "drains"),
-    heartbeats_are_not_noted: (scenarios.a_worker_whose_heartbeats_come_stays, "although its heartbeats come"),
+    heartbeats_are_not_noted: (scenarios.a_worker_whose_heartbeats_come_is_not_silent, "although its heartbeats come"),
 }
 
 
-NEED_SILENCE = (
-    scenarios.a_worker_that_returns_hears_what_others_have_done_meanwhile,
-    scenarios.a_worker_whose_heartbeats_come_stays,
-)
+NEEDS_SILENCE = scenarios.a_worker_that_returns_hears_what_others_have_done_meanwhile
 
 
 def run(scenario: Scenario) -> None:
     async def play() -> None:
-        router = LiveRouter(dead_after_seconds=1.5 if scenario in NEED_SILENCE else 60.0)
+        router = LiveRouter(dead_after_seconds=1.5 if scenario is NEEDS_SILENCE else 60.0)
         try:
             await scenario(router)
         finally:
