@@ -87,7 +87,8 @@ def _measure(arguments: argparse.Namespace, rank: int) -> list[Measured]:
     finally:
         for other in others:
             other.kill()
-            other.wait()
+            with other:  # waits for its end, and closes its standard input
+                pass
 
 
 def _start(arguments: argparse.Namespace, rank: int, port: int) -> "subprocess.Popen[bytes]":

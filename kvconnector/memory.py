@@ -85,6 +85,9 @@ def anonymous_memory(num_bytes: int) -> mmap.mmap:
     return buffer
 
 
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
 def _populated_later(num_bytes: int) -> torch.Tensor:
     """Return zeroed host memory, uint8 ``[num_bytes]``, whose pages a thread allocates from now on."""
     available = psutil.virtual_memory().available
@@ -102,12 +105,11 @@ def populate(memory: torch.Tensor) -> int:
 
     Others may use the memory meanwhile. Where the kernel can't do that, pages are allocated when they are touched.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
     num_bytes = memory.numel()
     for start in range(0, num_bytes, POPULATE_CHUNK_BYTES):
         address = ctypes.c_void_p(memory.data_ptr() + start)
         size = ctypes.c_size_t(min(POPULATE_CHUNK_BYTES, num_bytes - start))
-        if libc.madvise(address, size, ctypes.c_int(_MADV_POPULATE_WRITE)):
+        if _libc.madvise(address, size, ctypes.c_int(_MADV_POPULATE_WRITE)):
             logger.debug("KV memory is allocated as it is used: errno %d", ctypes.get_errno())
             return start
     return num_bytes

@@ -127,7 +127,10 @@ class Renderer:
     async def _replace(self, ended: "_Child") -> None:
         """Reap ``ended`` and start another process, as often as that takes."""
         assert self._template is not None
-        status = await asyncio.get_running_loop().run_in_executor(None, ended.process.wait)
+        try:
+            status = await asyncio.get_running_loop().run_in_executor(None, ended.process.wait)
+        finally:  # it was killed: this takes no time
+            ended.process.wait()
         log.warning("a process that renders chat templates ended with status %d: starting another one", status)
         if not ended.ready.done() or ended.ready.exception() is not None:
             await asyncio.sleep(RESTART_SECONDS)
@@ -211,6 +214,7 @@ class _Child(asyncio.Protocol):
     def _fail(self, message: str) -> None:
         if not self._reply.done():
             self._reply.set_exception(ChatTemplateError(message))
+            self._reply.exception()  # else asyncio logs it where no request waits for it any more
 
 
 def _ignore(_child: _Child) -> None:

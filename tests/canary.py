@@ -47,7 +47,7 @@ class Canary:
     def __init__(self, address: tuple[str, int]) -> None:
         self._connection = http.client.HTTPConnection(*address, timeout=PATIENCE_SECONDS)
         body = {"model": "tiny", "prompt": [5], "max_tokens": _NUM_TOKENS, "stream": True, "ignore_eos": True}
-        self._connection.request("POST", "/v1/completions", json.dumps(body))
+        self._connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         self._response = self._connection.getresponse()
         assert self._response.status == 200, self._response.read()
         self.reset()

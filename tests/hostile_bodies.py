@@ -11,7 +11,8 @@ BODY_BYTES = 16 * MIB - 256
 
 
 def post(path: str, body: bytes) -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 

@@ -83,8 +83,8 @@ class RouterProcess:
         assert self.process.stdout is not None and self.process.stderr is not None
         line = self.process.stdout.readline()
         if not line:
-            self.process.wait()
-            raise RuntimeError(self.process.stderr.read())
+            with self.process:
+                raise RuntimeError(self.process.stderr.read())
         event, fields = json.loads(line)
         assert event == name
         return fields

@@ -6,7 +6,7 @@ Each scenario is a coroutine on a router of its own; the words of its checks say
 import asyncio
 from collections.abc import Sequence
 
-from live_router import LiveRouter, aborted, until
+from live_router import LiveRouter, WorkerByHand, aborted, until
 from splitserve.benchmarks.instant_worker import InstantWorker, Reply, Request, default_script
 from splitserve.messages import (
     Body,
@@ -20,7 +20,7 @@ from splitserve.messages import (
     StepTokens,
     TokenDelta,
 )
-from splitserve.request import Role
+from splitserve.request import Party, Role
 from splitserve.router.membership import WorkerState
 from splitserve.router.placement import Local, NoWorker, RequestShape
 from splitserve.router.request_state import Phase
@@ -205,12 +205,27 @@ async def a_new_incarnation_takes_requests_over_for_good(router: LiveRouter) -> 
     old = await router.start_by_hand("m0", incarnation=1)
     request = router.submit()
     await until(old.received, "the request at the old incarnation")
+    old.stop_listening()
+    await until(lambda: router.state(old.party) is WorkerState.LOST, "the loss of the old incarnation")
     new = await router.start_by_hand("m0", incarnation=2)
-    assert request.state.num_attempts == 2, f"the request still waits for {old.party}, which was replaced"
     await until(new.received, "the request at the new incarnation")
+    assert request.state.num_attempts == 2
+    new.stop_listening()
+    await until(lambda: router.state(new.party) is WorkerState.LOST, "the loss of the new incarnation")
     old.answers()
     old.register()
     answers: list[Body] = []
     await until(lambda: answers.extend(old.answers()) or answers, "an answer to the old incarnation")
     assert isinstance(answers[0], RegisterRefused), f"{old.party} is back, though {new.party} took its place"
     router.record(new.party)
+
+
+async def a_live_worker_keeps_its_place(router: LiveRouter) -> None:
+    alive = await router.start_by_hand("m0", incarnation=1)
+    other = WorkerByHand(router.fleet.endpoint, Party("m0", 2))
+    router.by_hand.append(other)
+    other.register()
+    answers: list[Body] = []
+    await until(lambda: answers.extend(other.answers()) or answers, "an answer to the other incarnation")
+    assert isinstance(answers[0], RegisterRefused), f"{other.party} has the place of {alive.party}, which is alive"
+    router.record(alive.party)

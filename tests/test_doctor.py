@@ -33,7 +33,7 @@ from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.process import ChildProcess
 from splitserve.orchestration.shorthand import simple_spec
 from splitserve.request import Role
-from waiting import wait_until
+from waiting import PATIENCE_SECONDS, wait_until
 
 SECRET, API_KEY = "of-this-cluster-" * 2, "key-of-the-endpoint"
 PROTOCOL = ProtocolConfig(heartbeat_seconds=0.3, dead_after_seconds=6.0)
@@ -140,6 +140,7 @@ def another_worker(
             with suppress(ProcessLookupError):  # a worker that was refused has ended
                 os.kill(child.pid, number)
         wait_until(lambda: any(isinstance(event, ChildExited) for event in list(events.queue)), "it doesn't end")
+        assert child.join(PATIENCE_SECONDS)
         wait_until(lambda: not is_registered(running, "prefill-x"), "it stays in the report")
 
 

@@ -308,6 +308,8 @@ def test_no_bytes_harm_the_server(router: RouterProcess) -> None:
         if rng.random() < 0.5:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.close()
+    for connection in held:
+        connection.close()
     assert router.request("GET", "/health")[0] == 200
     for connection in held:
         connection.close()

@@ -247,6 +247,7 @@ def test_renderings_are_right_in_any_order_and_after_a_kill():
                 await asyncio.sleep(0.05)
         finally:
             renderer.close()
+            await asyncio.sleep(0.05)  # for the callbacks of closed connections
 
     asyncio.run(run())
 

@@ -15,9 +15,9 @@ from live_router import LiveRouter
 from planted import Plant
 from splitserve.messages import Abort, Body
 from splitserve.request import Party
+from splitserve.router import membership
 from splitserve.router.breaker import Breaker
 from splitserve.router.dispatcher import Dispatcher, Generation
-from splitserve.router.fleet import Fleet
 from splitserve.router.membership import Membership, WorkerState
 from splitserve.router.placement import Placed, Snapshot
 from splitserve.router.request_state import Failure, RequestState, Update
@@ -119,14 +119,8 @@ def breakers_never_close(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Breaker, "on_success", lambda self: None)
 
 
-def replaced_incarnations_keep_their_link(patch: pytest.MonkeyPatch) -> None:
-    original = Fleet._end_link
-
-    def end_link(self: Fleet, worker: Party, why: str, *, in_order: bool = False) -> None:
-        if "replaced" not in why:
-            original(self, worker, why, in_order=in_order)
-
-    patch.setattr(Fleet, "_end_link", end_link)
+def live_workers_are_replaced(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(membership, "_holder", lambda *arguments: None)
 
 
 def replaced_incarnations_return(patch: pytest.MonkeyPatch) -> None:
@@ -176,10 +170,7 @@ PLANTS: dict[Plant, tuple[Scenario, str]] = {
     aborts_name_the_next_attempt: (scenarios.the_survivor_of_a_failed_attempt_is_aborted, "these were aborted"),
     the_messenger_is_blamed: (scenarios.a_failed_handover_is_the_other_sides_fault, "is blamed for"),
     breakers_never_close: (scenarios.a_success_closes_the_breaker, "those before a success too"),
-    replaced_incarnations_keep_their_link: (
-        scenarios.a_new_incarnation_takes_requests_over_for_good,
-        "which was replaced",
-    ),
+    live_workers_are_replaced: (scenarios.a_live_worker_keeps_its_place, "which is alive"),
     replaced_incarnations_return: (scenarios.a_new_incarnation_takes_requests_over_for_good, "took its place"),
     draining_workers_get_requests: (scenarios.a_draining_worker_gets_no_requests, "drains"),
     heartbeats_are_not_noted: (scenarios.a_worker_whose_heartbeats_come_is_not_silent, "although its heartbeats come"),

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 
 import msgspec
 import pytest
@@ -83,6 +84,7 @@ class Stream:
     def __init__(self, router, **fields):
         body = json.dumps({"model": "tiny", "stream": True, "max_tokens": 100} | PROMPT | fields).encode()
         self.socket = socket.create_connection(router.address, timeout=PATIENCE_SECONDS)
+        weakref.finalize(self, self.socket.close)
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         head += f"Content-Length: {len(body)}\r\n\r\n"
         self.socket.sendall(head.encode() + body)
