@@ -69,9 +69,12 @@ class Canary:
         self._connection.close()
 
     def _read(self) -> None:
-        while self._response.readline():
-            now = time.monotonic()
-            self.longest_gap, self.last = max(self.longest_gap, now - self.last), now
+        try:
+            while self._response.readline():
+                now = time.monotonic()
+                self.longest_gap, self.last = max(self.longest_gap, now - self.last), now
+        except (OSError, http.client.HTTPException):
+            return  # its router has ended, or :meth:`close` has cut a chunk in two
 
 
 def send(address: tuple[str, int], request: bytes, seconds: float = PATIENCE_SECONDS) -> str:
