@@ -187,6 +187,7 @@ class ChatCompletionRequest(GenerationRequest):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
 
 
+_MANY_VALUES = 1024
 _ANY_FIELDS = pydantic.TypeAdapter(dict[str, Any])
 RequestModel = TypeVar("RequestModel", bound=GenerationRequest)
 
@@ -203,7 +204,8 @@ def parse(model: type[RequestModel], body: bytes) -> RequestModel:
 def parse_checked(model: type[RequestModel], body: bytes) -> RequestModel:
     """:func:`parse` for a large body, whose structure is counted before anything is built from it."""
     shape = check_shape(body)
-    token_ids, rest = _take_prompt(model, body)
+    has_long_list = shape.num_commas >= _MANY_VALUES  # else the pass over the body that finds it would be in vain
+    token_ids, rest = _take_prompt(model, body) if has_long_list else (None, body)
     check_values(shape if token_ids is None else check_shape(rest))
     return _with_prompt(_parse_whole(model, rest), token_ids)
 
