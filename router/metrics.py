@@ -25,6 +25,8 @@ _LOAD_COUNTERS = frozenset(
         "handover_bytes",
         "handover_failures",
         "stale_messages",
+        "undeliverable_messages",
+        "malformed_messages",
         "kv_mismatches",
         "reads_direct",
         "reads_layers",
