@@ -107,7 +107,7 @@ class RouterMetrics:
         self.workers_lost = _counter(
             registry,
             "workers_lost",
-            "Workers that died, fell silent or were replaced, but not those that left in order",
+            "Workers that died or fell silent, but not those that left in order",
         )
 
     def watch_workers(self, records: Callable[[], list[WorkerRecord]]) -> None:
