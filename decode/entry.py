@@ -184,7 +184,7 @@ def _serve(
     for name, holds in tiers.describe():
         logger.info("KV tier %s: %s", name, holds)
         progress("kv_tier", {"name": name, "holds": holds})
-    core = _make_core(config, me, served, connector, tiers, waker.wake)
+    core = _make_core(config, me, served, connector, tiers=tiers, wake=waker.wake)
     kv_events = KVEventSocket(sockets) if config.engine.kv_events else NoKVEvents()
     place = place_of(config, memory, tiers.host, served.runner.model.kernels.backends)
     progress("placement", {"remote_bytes": str(place.remote_bytes), "machine": place.machine})
@@ -218,6 +218,7 @@ def _make_core(
     me: Party,
     served: ServedModel,
     connector: KVConnector,
+    *,
     tiers: RankTiers,
     wake: Callable[[], None],
 ) -> PrefillCore:
