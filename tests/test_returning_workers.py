@@ -1,12 +1,14 @@
-"""A worker that was cut off for longer than it is remembered, and its successor: one of them serves, never both."""
+"""Workers that come back: one of a name serves, whatever is remembered of it, and ended links leave nothing behind."""
 
 import asyncio
+import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 
 from live_router import LiveRouter, WorkerByHand, until
+from splitserve.errors import ConfigError
 from splitserve.messages import Body, Registered, RegisterRefused
 from splitserve.request import Party
 from splitserve.router.membership import WorkerState
@@ -92,8 +94,31 @@ async def the_successor_comes_first(router: LiveRouter) -> None:
             assert serving(router) == [successor.party]
 
 
-@pytest.mark.parametrize("scenario", [the_cut_off_one_comes_first, the_successor_comes_first])
-def test_one_of_two_incarnations_serves(scenario: Callable[[LiveRouter], Coroutine[Any, Any, None]]) -> None:
+async def its_link_cannot_be_dialled_anew(router: LiveRouter) -> None:
+    """As when sockets are short: it is forgotten, with its link, and may register again."""
+
+    def no_link(*_arguments: Any, **_options: Any) -> None:
+        raise ConfigError("too many open files")
+
+    worker = WorkerByHand(router.fleet.endpoint, Party("w", 1))
+    router.by_hand.append(worker)
+    endpoint = worker.endpoint
+    with socket.create_server(("127.0.0.1", 0)) as mute, pytest.MonkeyPatch.context() as patch:
+        worker.endpoint = f"tcp://127.0.0.1:{mute.getsockname()[1]}"
+        assert isinstance(await answer_to(router, worker), Registered)
+        assert router.state(worker.party) is WorkerState.CONNECTING
+        patch.setattr("splitserve.router.fleet.WorkerLink", no_link)
+        async with Heartbeats(worker):
+            await until(lambda: router.state(worker.party) is None, "the second dial")
+    worker.endpoint = endpoint
+    assert isinstance(await answer_to(router, worker), Registered)
+    await router.until_ready(worker.party)
+
+
+@pytest.mark.parametrize(
+    "scenario", [the_cut_off_one_comes_first, the_successor_comes_first, its_link_cannot_be_dialled_anew]
+)
+def test_a_worker_that_returns(scenario: Callable[[LiveRouter], Coroutine[Any, Any, None]]) -> None:
     async def play() -> None:
         router = LiveRouter(
             heartbeat_seconds=DEAD_AFTER_SECONDS / 10,
