@@ -37,6 +37,7 @@ from splitserve.messages import WorkerInfo, WorkerPlace
 from splitserve.models.cuda_runner import CudaRunner
 from splitserve.models.runner import ModelRunner
 from splitserve.prefill.awake_cores import Cores, kept_awake
+from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.executor import Executor, OverlappedExecutor, StepExecutor
 from splitserve.prefill.kv_event_socket import KVEventSocket, NoKVEvents
 from splitserve.prefill.launch_pace import LaunchPace
@@ -175,7 +176,6 @@ def _serve(
     memory = served.memory
     waker = Waker()
     sockets = WorkerSockets(me, config.host, config.membership, config.secret)
-    verify = config.engine.verify_kv
     with clock.phase("KV tiers"):
         tiers = make_tiers(config.engine, config.engine_id, memory, gates=served.gates)
     with clock.phase("connector"):
@@ -184,18 +184,7 @@ def _serve(
     for name, holds in tiers.describe():
         logger.info("KV tier %s: %s", name, holds)
         progress("kv_tier", {"name": name, "holds": holds})
-    core = build_core(
-        config,
-        me,
-        memory.layout,
-        memory.generations,
-        connector,
-        max_model_len=served.max_model_len,
-        vocab_size=served.vocab_size,
-        leading_digests=FirstDigests(memory, waker.wake) if verify else no_digests,
-        tiers=tiers.tiers,
-        shared_tier=tiers.shared,
-    )
+    core = _make_core(config, me, served, connector, tiers=tiers, wake=waker.wake)
     kv_events = KVEventSocket(sockets) if config.engine.kv_events else NoKVEvents()
     place = place_of(config, memory, tiers.host, served.runner.model.kernels.backends)
     progress("placement", {"remote_bytes": str(place.remote_bytes), "machine": place.machine})
@@ -222,6 +211,30 @@ def _serve(
     _run(loop, config, clock, lambda detail: progress("ready", {"endpoint": sockets.endpoint, **detail}))
     logger.info("stopped")
     logger.debug("last load: %s", msgspec.json.encode(core.load()).decode())
+
+
+def _make_core(
+    config: WorkerConfig,
+    me: Party,
+    served: ServedModel,
+    connector: KVConnector,
+    *,
+    tiers: RankTiers,
+    wake: Callable[[], None],
+) -> PrefillCore:
+    memory = served.memory
+    return build_core(
+        config,
+        me,
+        memory.layout,
+        memory.generations,
+        connector,
+        max_model_len=served.max_model_len,
+        vocab_size=served.vocab_size,
+        leading_digests=FirstDigests(memory, wake) if config.engine.verify_kv else no_digests,
+        tiers=tiers.tiers,
+        shared_tier=tiers.shared,
+    )
 
 
 def _worker_info(

@@ -25,6 +25,7 @@ from splitserve.messages import (
     Registered,
     RegisterRefused,
     WorkerInfo,
+    WorkerLoad,
 )
 from splitserve.prefill.awake_cores import Cores, SleepyCores
 from splitserve.prefill.core import PrefillCore
@@ -337,11 +338,19 @@ class WorkerLoop:
         if now >= self._heartbeat_due_at or self._core.has_news:
             self._core.has_news = False
             self._heartbeat_due_at = now + self._config.protocol.heartbeat_seconds
-            load = msgspec.structs.replace(self._core.load(), resident_bytes=_resident_bytes(self._pids))
-            heartbeat = Heartbeat(load=load, links=self._core.links(), clock_seconds=time.time())
+            heartbeat = Heartbeat(load=self._load(), links=self._core.links(), clock_seconds=time.time())
             self._sockets.send_membership(heartbeat)
             if self._drain.has_begun:  # after the heartbeat, which makes a lost worker a candidate again
                 self._sockets.send_membership(Draining())
+
+    def _load(self) -> WorkerLoad:
+        """Return the core's load with the counts that the process and its sockets keep."""
+        return msgspec.structs.replace(
+            self._core.load(),
+            resident_bytes=_resident_bytes(self._pids),
+            undeliverable_messages=self._sockets.num_undeliverable,
+            malformed_messages=self._sockets.num_malformed,
+        )
 
     def _complain(self) -> None:
         """Say it where somebody looks for the reason that no request comes here."""

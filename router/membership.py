@@ -80,13 +80,11 @@ class WorkerRecord:
 @dataclass(frozen=True, slots=True)
 class Registration:
     """Answer to a Register. ``refusal`` says why not, and ``for_good`` that this won't change; ``must_dial`` that the
-    worker has no link (any more); ``replaced`` is the incarnation that it supersedes; ``token``: see
-    :class:`splitserve.messages.Registered`."""
+    worker has no link (any more); ``token``: see :class:`splitserve.messages.Registered`."""
 
     refusal: str | None = None
     for_good: bool = True
     must_dial: bool = False
-    replaced: Party | None = None
     token: str = ""
 
 
@@ -128,10 +126,9 @@ class Membership:
         record = self._records[sender.engine_id] = WorkerRecord(
             info, now, connection=connection, token=self._new_token()
         )
-        if known is None:
-            return Registration(must_dial=True, token=record.token)
-        self._mark_replaced(known.info.party)
-        return Registration(must_dial=True, replaced=known.info.party, token=record.token)
+        if known is not None:  # LOST: its link has ended
+            self._mark_replaced(known.info.party)
+        return Registration(must_dial=True, token=record.token)
 
     def heartbeat(
         self,

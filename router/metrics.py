@@ -25,6 +25,8 @@ _LOAD_COUNTERS = frozenset(
         "handover_bytes",
         "handover_failures",
         "stale_messages",
+        "undeliverable_messages",
+        "malformed_messages",
         "kv_mismatches",
         "reads_direct",
         "reads_layers",
@@ -105,7 +107,7 @@ class RouterMetrics:
         self.workers_lost = _counter(
             registry,
             "workers_lost",
-            "Workers that died, fell silent or were replaced, but not those that left in order",
+            "Workers that died or fell silent, but not those that left in order",
         )
 
     def watch_workers(self, records: Callable[[], list[WorkerRecord]]) -> None:

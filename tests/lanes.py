@@ -7,6 +7,7 @@ BESIDE_OTHERS = {
     "test_attention_backends",
     "test_bench_tensor_parallel",
     "test_block_pool",
+    "test_ci_run",
     "test_cluster_spec",
     "test_control",
     "test_fuzz_http",

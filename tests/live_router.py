@@ -71,6 +71,7 @@ class LiveRouter:
         return record
 
     def state(self, party: Party) -> WorkerState | None:
+        self.fleet.check_invariants()
         record = self.fleet.membership.get(party)
         return None if record is None else record.state
 

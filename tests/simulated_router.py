@@ -81,8 +81,6 @@ class SimRouter:
         )
         registration = self.membership.register(worker.party, info, self.sim.now)
         assert registration.refusal is None, registration.refusal
-        if registration.replaced is not None:
-            self.on_lost(registration.replaced)
         self.dial(worker)
         self.heartbeat(worker)
 

@@ -72,11 +72,11 @@ def test_a_live_worker_is_not_replaced_and_a_lost_one_is() -> None:
     members, _ = registered()
     newer = info(2)
     refused = members.register(newer.party, newer, 1.0, b"two")
-    assert refused.refusal is not None and not refused.for_good and refused.replaced is None
+    assert refused.refusal is not None and not refused.for_good
     assert members.get(info().party) is not None and members.speaks_for(b"one", info().party)
     members.lose(info().party)
     taken = members.register(newer.party, newer, 2.0, b"two")
-    assert taken.refusal is None and taken.replaced == info().party
+    assert taken.refusal is None and taken.must_dial and members.get(info().party) is None
     gone = members.register(info().party, info(), 3.0, b"one")
     assert gone.refusal is not None and gone.for_good
 

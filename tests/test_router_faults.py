@@ -209,9 +209,11 @@ def test_a_silent_worker_is_dead_after_the_limit_and_used_again_when_heard(serve
     assert status == 504 and "no heartbeat" in answer["error"]["message"]
     assert router.request("GET", "/ready")[0] == 503
     assert router.metric('splitserve_worker_ready{role="mixed",worker="m0"}') == 0
-    worker.say(Heartbeat(WorkerLoad(steps=7)))
+    worker.say(Heartbeat(WorkerLoad(steps=7, undeliverable_messages=8, malformed_messages=9)))
     ready(router)
     wait_until(lambda: router.metric('splitserve_worker_steps_total{role="mixed",worker="m0"}') == 7)
+    assert router.metric('splitserve_worker_undeliverable_messages_total{role="mixed",worker="m0"}') == 8
+    assert router.metric('splitserve_worker_malformed_messages_total{role="mixed",worker="m0"}') == 9
 
 
 @pytest.mark.parametrize(("error", "num_lost"), [("", 0), ("mixed-0 rank 1 was ended by SIGKILL", 1)])

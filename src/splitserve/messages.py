@@ -23,7 +23,7 @@ from splitserve.request import FinishReason, Party, RequestKey, Role, SamplingPa
 from splitserve.token_ids import TokenIds
 from splitserve.wire_numbers import BlockHash, Count, Digest, NonNegative, Seconds, Size, TokenId, Unsigned
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 MAX_RANKS = 64
 MAX_CPUS = 4096
 MAX_DEVICES = 256
@@ -126,6 +126,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     handover_bytes: Count = 0
     handover_failures: Count = 0
     stale_messages: Count = 0
+    undeliverable_messages: Count = 0
+    malformed_messages: Count = 0
     resident_bytes: Count = 0
     requests_tracked: Count = 0
     peers_ready: Count = 0
