@@ -21,7 +21,7 @@ import numpy as np
 
 from splitserve.benchmarks.stats import percentiles_ms
 from splitserve.config import EngineConfig, ProtocolConfig, WorkerConfig
-from splitserve.decode.build import build_core
+from splitserve.decode.build import BlockMemory, ModelBounds, build_core
 from splitserve.kvconnector.inproc import InprocConnector, InprocRegistry
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.memory_records import LayoutRecord
@@ -165,15 +165,8 @@ def build_loop(
     waker = Waker()
     memory = KVMemory(_LAYOUT, _NUM_BLOCKS)
     connector = InprocConnector(me, memory, waker.wake, InprocRegistry())
-    core = build_core(
-        config,
-        me,
-        _LAYOUT,
-        np.zeros(_NUM_BLOCKS, dtype=np.uint64),
-        connector,
-        max_model_len=MAX_MODEL_LEN,
-        vocab_size=vocab_size,
-    )
+    blocks = BlockMemory(_LAYOUT, np.zeros(_NUM_BLOCKS, dtype=np.uint64))
+    core = build_core(config, me, blocks, connector, ModelBounds(MAX_MODEL_LEN, vocab_size))
     sockets = WorkerSockets(me, config.host, membership)
     info = WorkerInfo(
         party=me,

@@ -15,7 +15,7 @@ import torch
 
 from splitserve.config import EngineConfig, SettingsError, WorkerConfig, machine_problems
 from splitserve.cores import usable_cpus
-from splitserve.decode.build import build_core
+from splitserve.decode.build import BlockMemory, ModelBounds, build_core
 from splitserve.decode.kv_tiers import RankTiers, make_tiers
 from splitserve.decode.place import place_of
 from splitserve.decode.ranked_runner import RankedCudaRunner, RankedRunner
@@ -184,18 +184,14 @@ def _serve(
     for name, holds in tiers.describe():
         logger.info("KV tier %s: %s", name, holds)
         progress("kv_tier", {"name": name, "holds": holds})
-    core = build_core(
-        config,
-        me,
+    blocks = BlockMemory(
         memory.layout,
         memory.generations,
-        connector,
-        max_model_len=served.max_model_len,
-        vocab_size=served.vocab_size,
         leading_digests=FirstDigests(memory, waker.wake) if verify else no_digests,
         tiers=tiers.tiers,
         shared_tier=tiers.shared,
     )
+    core = build_core(config, me, blocks, connector, ModelBounds(served.max_model_len, served.vocab_size))
     kv_events = KVEventSocket(sockets) if config.engine.kv_events else NoKVEvents()
     place = place_of(config, memory, tiers.host, served.runner.model.kernels.backends)
     progress("placement", {"remote_bytes": str(place.remote_bytes), "machine": place.machine})

@@ -27,7 +27,7 @@ from splitserve.messages import (
     WorkerInfo,
 )
 from splitserve.prefill.awake_cores import Cores, SleepyCores
-from splitserve.prefill.core import PrefillCore
+from splitserve.prefill.core import EngineCore
 from splitserve.prefill.drain import Drain
 from splitserve.prefill.effects import (
     Connect,
@@ -95,7 +95,7 @@ class WorkerLoop:
     def __init__(
         self,
         config: WorkerConfig,
-        core: PrefillCore,
+        core: EngineCore,
         connector: KVConnector,
         executor: Executor,
         *,
@@ -334,8 +334,7 @@ class WorkerLoop:
         if now >= self._complaint_due_at:
             self._complaint_due_at = now + COMPLAINT_INTERVAL_SECONDS
             self._complain()
-        if now >= self._heartbeat_due_at or self._core.has_news:
-            self._core.has_news = False
+        if self._core.take_news() or now >= self._heartbeat_due_at:
             self._heartbeat_due_at = now + self._config.protocol.heartbeat_seconds
             load = msgspec.structs.replace(self._core.load(), resident_bytes=_resident_bytes(self._pids))
             heartbeat = Heartbeat(load=load, links=self._core.links(), clock_seconds=time.time())

@@ -15,8 +15,9 @@ from simulator import Faults, Shape
 from splitserve.kvconnector.tier_index import TierIndex
 from splitserve.kvconnector.tiers import BlockLoad, Tiers
 from splitserve.messages import PrefixGrant
+from splitserve.prefill.block_manager import BlockManager, HeldPrefix
 from splitserve.prefill.prefix_source import PrefixSource
-from splitserve.prefill.sequence import BlockManager, HeldPrefix, Sequence
+from splitserve.prefill.sequence import Sequence
 from splitserve.request import Party
 
 SHAPES = [
