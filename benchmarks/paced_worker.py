@@ -27,12 +27,12 @@ from splitserve.kvconnector.memory import KVMemory
 from splitserve.memory_records import LayoutRecord
 from splitserve.messages import PeerRef, WorkerInfo
 from splitserve.orchestration.command_parser import CommandParser
-from splitserve.prefill.executor import LaunchingRunner, OverlappedExecutor, always_works
+from splitserve.prefill.executor import OverlappedExecutor, always_works
 from splitserve.prefill.launch_pace import LaunchPace
 from splitserve.prefill.loop import Waker, WorkerLoop
 from splitserve.prefill.sockets import WorkerSockets
 from splitserve.request import Party, Role
-from splitserve.step import StepOutput, StepPlan
+from splitserve.step import LaunchingRunner, StepOutput, StepPlan
 
 ENGINE_ID = "paced-0"
 MAX_MODEL_LEN = 8192

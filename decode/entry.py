@@ -18,7 +18,7 @@ from splitserve.cores import usable_cpus
 from splitserve.decode.build import BlockMemory, ModelBounds, build_core
 from splitserve.decode.kv_tiers import RankTiers, make_tiers
 from splitserve.decode.place import place_of
-from splitserve.decode.ranked_runner import RankedCudaRunner, RankedRunner
+from splitserve.decode.ranked_runner import RankedLauncher, RankedRunner
 from splitserve.decode.ranks import RankError, Ranks
 from splitserve.decode.served import Progress, ServedModel, device_of, load_served_model
 from splitserve.decode.start_clock import StartClock
@@ -34,7 +34,6 @@ from splitserve.kvconnector.read_settings import ReadSettings
 from splitserve.kvconnector.tier_copies import Copies, TierCopies
 from splitserve.memory_records import HostTierMemory
 from splitserve.messages import WorkerInfo, WorkerPlace
-from splitserve.models.cuda_runner import CudaRunner
 from splitserve.models.runner import ModelRunner
 from splitserve.prefill.awake_cores import Cores, kept_awake
 from splitserve.prefill.executor import Executor, OverlappedExecutor, StepExecutor
@@ -95,9 +94,7 @@ def run_worker(config: WorkerConfig, progress: Progress) -> None:
         served = load_served_model(config.engine, device, team.group, progress, clock)
         team.wait_until_ready()
         pace = LaunchPace() if config.engine.late_launch else None
-        make_executor = functools.partial(_make_executor, served.runner, pace)
-        if team.ranks is not None:
-            make_executor = functools.partial(_make_ranked_executor, served.runner, pace, team.ranks)
+        make_executor = functools.partial(_make_executor, served.runner, team.ranks, pace)
         watch = on_rank_failure.watch
         _serve(config, me, served, make_executor, progress, team=team, clock=clock, watch=watch, cores=cores)
 
@@ -122,28 +119,20 @@ class _EndWithRank:
 
 
 def _make_executor(
-    runner: ModelRunner, pace: LaunchPace | None, wake: Callable[[], None], profiler: StepProfiler | None
-) -> Executor:
-    if isinstance(runner, CudaRunner):
-        launching = runner if profiler is None else ProfiledLaunchingRunner(runner, profiler)
-        return OverlappedExecutor(launching, wake, lambda: torch.cuda.synchronize(runner.model.device), pace)
-    return StepExecutor(runner if profiler is None else ProfiledRunner(runner, profiler), wake)
-
-
-def _make_ranked_executor(
     runner: ModelRunner,
+    ranks: Ranks | None,
     pace: LaunchPace | None,
-    ranks: Ranks,
     wake: Callable[[], None],
     profiler: StepProfiler | None,
 ) -> Executor:
-    """The profiler hears of rank 0, which is this process."""
-    if isinstance(runner, CudaRunner):
-        launching = RankedCudaRunner(runner, ranks)
-        profiled = launching if profiler is None else ProfiledLaunchingRunner(launching, profiler)
-        return OverlappedExecutor(profiled, wake, ranks.check, pace)
-    ranked = RankedRunner(runner, ranks)
-    return StepExecutor(ranked if profiler is None else ProfiledRunner(ranked, profiler), wake, ranks.check)
+    """Return the executor of all ranks' steps. The profiler hears of rank 0, which is this process."""
+    check_device = runner.check_device if ranks is None else ranks.check
+    if runner.launcher is None:
+        running = runner if ranks is None else RankedRunner(runner, ranks)
+        return StepExecutor(running if profiler is None else ProfiledRunner(running, profiler), wake, check_device)
+    launching = runner.launcher if ranks is None else RankedLauncher(runner.launcher, ranks)
+    profiled = launching if profiler is None else ProfiledLaunchingRunner(launching, profiler)
+    return OverlappedExecutor(profiled, wake, check_device, pace)
 
 
 def _make_profiler(config: WorkerConfig, device: torch.device, wake: Callable[[], None]) -> StepProfiler | None:

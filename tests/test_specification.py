@@ -17,6 +17,7 @@ from core_driver import Worker
 from recorded_transitions import MACHINES, Transitions, record_transitions
 from splitserve import messages
 from splitserve.config import ProtocolConfig
+from splitserve.prefill.stage import NEXT_STAGES, Stage
 from splitserve.request import Party, Role
 
 PAGE = (Path(__file__).parent.parent / "docs" / "handover.md").read_text(encoding="utf-8")
@@ -60,6 +61,11 @@ def test_transitions(machine: type[Enum], seen: Transitions) -> None:
     """What the page allows and what production code does under faults is the same: no more, and no less."""
     written = {(row["state"].strip("`"), to) for row in states_of(machine) for to in names(row["next"])}
     assert written == seen[machine.__name__]
+
+
+def test_stages_are_those_of_the_table_in_the_code(seen: Transitions) -> None:
+    allowed = {(stage.value, after.value) for stage, stages in NEXT_STAGES.items() for after in stages}
+    assert allowed == seen[Stage.__name__]
 
 
 def test_messages_and_their_fields() -> None:

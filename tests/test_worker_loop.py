@@ -12,9 +12,9 @@ from splitserve.benchmarks.engine_loop import DirectRouter
 from splitserve.benchmarks.paced_worker import PacedRunner, build_loop
 from splitserve.errors import DeviceLostError
 from splitserve.messages import FailureCode, Leave, LocalRequest, RequestFailed, StepTokens
-from splitserve.prefill.executor import LaunchedStep, LaunchingRunner, always_works
+from splitserve.prefill.executor import always_works
 from splitserve.request import FinishReason, RequestKey, SamplingParams
-from splitserve.step import UNKNOWN_TOKEN, StepOutput, StepPlan
+from splitserve.step import UNKNOWN_TOKEN, LaunchedStep, LaunchingRunner, StepOutput, StepPlan
 from waiting import PATIENCE_SECONDS
 
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
