@@ -39,10 +39,12 @@ from splitserve.prefill.awake_cores import Cores, kept_awake
 from splitserve.prefill.executor import Executor, OverlappedExecutor, StepExecutor
 from splitserve.prefill.kv_event_socket import KVEventSocket, NoKVEvents
 from splitserve.prefill.launch_pace import LaunchPace
-from splitserve.prefill.loop import Waker, WorkerLoop
+from splitserve.prefill.loop import WorkerIO, WorkerLoop
+from splitserve.prefill.membership_client import MembershipClient
 from splitserve.prefill.pinning import pin_threads
 from splitserve.prefill.sockets import WorkerSockets
-from splitserve.prefill.step_profiler import ProfiledLaunchingRunner, ProfiledRunner, StepProfiler
+from splitserve.prefill.step_profiler import NoProfiler, ProfiledLaunchingRunner, ProfiledRunner, StepProfiler
+from splitserve.prefill.waker import Waker
 from splitserve.request import Party, Role
 from splitserve.security import check_exposure, is_loopback
 
@@ -187,21 +189,9 @@ def _serve(
     info = _worker_info(config, me, served, place, endpoint=sockets.endpoint, kv_events_endpoint=kv_events.endpoint)
     profiler = _make_profiler(config, memory.blocks.device, waker.wake)
     executor = make_executor(waker.wake, profiler)
-    loop = WorkerLoop(
-        config,
-        core,
-        connector,
-        executor,
-        sockets=sockets,
-        waker=waker,
-        info=info,
-        profiler=profiler,
-        copies=copies,
-        kv_events=kv_events,
-        cores=cores,
-        rank_pids=team.pids,
-        explain=None if team.ranks is None else team.ranks.explain,
-    )
+    io = WorkerIO(sockets, waker, connector, executor, copies, profiler or NoProfiler(), kv_events, cores)
+    membership = MembershipClient(config, info, sockets, team.pids)
+    loop = WorkerLoop(config, core, io, membership, None if team.ranks is None else team.ranks.explain)
     pin_threads(config.placement)
     watch(loop)
     _run(loop, config, clock, lambda detail: progress("ready", {"endpoint": sockets.endpoint, **detail}))

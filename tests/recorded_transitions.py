@@ -27,12 +27,15 @@ OWNERS = (
     (Sequence, "stage"),
 )
 POOL_METHODS = ("allocate", "reference", "release", "quarantine", "lift_quarantine", "publish", "clear_prefix_index")
+LATE_COPIES = Faults(copy_late=0.4, copy_seconds=0.4)
+TIERED = Shape(prefill=0, decode=0, mixed=2, num_blocks=12, tier_slots=40)
 SCHEDULES: ListLike[Schedule] = (
     *(random_schedule(seed) for seed in range(200)),
     *(Schedule(seed=seed, faults=Faults(step_error=0.5)) for seed in range(10)),
     *(Schedule(seed=seed, faults=Faults(damage=0.1)) for seed in range(5)),
     *(Schedule(seed=seed, shape=Shape(num_blocks=16), num_requests=24) for seed in range(4)),
     *(Schedule(seed=seed, faults=Faults(partitions=2, read_seconds=1.0), protocol=SHORT_LEASES) for seed in range(20)),
+    *(Schedule(seed=seed, faults=LATE_COPIES, shape=TIERED, num_requests=20) for seed in range(10)),
 )
 
 
