@@ -35,13 +35,14 @@ from splitserve.kvconnector.tier_copies import Copies, TierCopies
 from splitserve.memory_records import HostTierMemory
 from splitserve.messages import WorkerInfo, WorkerPlace
 from splitserve.models.runner import ModelRunner
-from splitserve.prefill.awake_cores import Cores, kept_awake
+from splitserve.prefill.awake_cores import kept_awake
 from splitserve.prefill.executor import Executor, OverlappedExecutor, StepExecutor
 from splitserve.prefill.kv_event_socket import KVEventSocket, NoKVEvents
 from splitserve.prefill.launch_pace import LaunchPace
 from splitserve.prefill.loop import WorkerIO, WorkerLoop
 from splitserve.prefill.membership_client import MembershipClient
 from splitserve.prefill.pinning import pin_threads
+from splitserve.prefill.sleepy_cores import Cores
 from splitserve.prefill.sockets import WorkerSockets
 from splitserve.prefill.step_profiler import NoProfiler, ProfiledLaunchingRunner, ProfiledRunner, StepProfiler
 from splitserve.prefill.waker import Waker

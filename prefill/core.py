@@ -117,8 +117,11 @@ class EngineCore:
         self.state.counters.steps += 1
         prefilling = Stage.PREFILLING
         for (sequence, chunk), token_id in zip(step, output.token_ids, strict=True):
-            self._complete(sequence, chunk)
-            if sequence.has_ended or _lacks_its_load(sequence, chunk):
+            sequence.on_completed(chunk)
+            if sequence.has_ended:
+                self._give_back_untouched(sequence)
+                continue
+            if _lacks_its_load(sequence, chunk):
                 continue
             if chunk.start < sequence.num_prompt_tokens:
                 self._count_prompt_tokens(sequence, chunk)
@@ -132,15 +135,11 @@ class EngineCore:
 
     def _fail(self, step: list[Planned], error: str, now: float) -> None:
         for sequence, chunk in step:
-            self._complete(sequence, chunk)
-            if not sequence.has_ended and not _lacks_its_load(sequence, chunk):
+            sequence.on_completed(chunk)
+            if sequence.has_ended:
+                self._give_back_untouched(sequence)
+            elif not _lacks_its_load(sequence, chunk):
                 self._requests.fail(sequence, FailureCode.INTERNAL, error, now)
-
-    def _complete(self, sequence: Sequence, chunk: ScheduledChunk) -> None:
-        """The step no longer touches the sequence's blocks."""
-        sequence.on_completed(chunk)
-        if sequence.has_ended:
-            self._give_back_untouched(sequence)
 
     def _give_back_untouched(self, sequence: Sequence) -> None:
         """Give the blocks of a sequence back whose end had to wait for what touched them."""

@@ -10,7 +10,6 @@ from splitserve.errors import DeviceLostError
 from splitserve.kvconnector.connector import KVConnector
 from splitserve.kvconnector.tier_copies import Copies
 from splitserve.messages import Leave, Profile, Profiled
-from splitserve.prefill.awake_cores import Cores, SleepyCores
 from splitserve.prefill.core import EngineCore
 from splitserve.prefill.drain import Drain
 from splitserve.prefill.effects import (
@@ -28,6 +27,7 @@ from splitserve.prefill.effects import (
 from splitserve.prefill.executor import Executor, StepFailure
 from splitserve.prefill.kv_event_socket import NoKVEvents, PublishesKVEvents
 from splitserve.prefill.membership_client import MembershipClient
+from splitserve.prefill.sleepy_cores import Cores, SleepyCores
 from splitserve.prefill.sockets import WorkerSockets
 from splitserve.prefill.step_profiler import NoProfiler, Profiler
 from splitserve.prefill.step_times import StepTimes

@@ -21,21 +21,6 @@ class LaunchedChunks:
     drawing_chunk: int | None = None  # index of its chunk in the last of the steps, if that draws the token after them
     is_gated: bool = False  # the only step waits on the device for the sequence's load, or did when it was launched
 
-    def add(self, chunk: ScheduledChunk, index: int) -> None:
-        """Add the chunk with number ``index`` of a step that is launched now."""
-        self.num_steps += 1
-        self.num_tokens += len(chunk.token_ids)
-        self.drawing_chunk = None if chunk.sample is None else index
-        self.is_gated = bool(chunk.gates)
-
-    def remove(self, chunk: ScheduledChunk) -> None:
-        """Remove the chunk of a step that has completed."""
-        self.num_steps -= 1
-        self.num_tokens -= len(chunk.token_ids)
-        if not self.num_steps:
-            self.drawing_chunk = None
-            self.is_gated = False
-
     def check_invariants(self) -> None:
         assert 0 <= self.num_steps <= MAX_STEPS_UNDER_WAY, f"{self.num_steps} steps in flight"
         assert self.num_tokens >= self.num_steps, f"{self.num_tokens} tokens in {self.num_steps} steps"
@@ -146,14 +131,22 @@ class Sequence:
 
     def on_launched(self, chunk: ScheduledChunk, index: int) -> None:
         """Note that a step is launched whose chunk number ``index`` is this sequence's ``chunk``."""
-        self.launched.add(chunk, index)
+        launched = self.launched
+        launched.num_steps += 1
+        launched.num_tokens += len(chunk.token_ids)
+        launched.drawing_chunk = None if chunk.sample is None else index
         if chunk.gates:
             assert self.load is not None
-            self.load.holds_step = True
+            launched.is_gated = self.load.holds_step = True
 
     def on_completed(self, chunk: ScheduledChunk) -> None:
         """Note that the step with ``chunk`` has completed."""
-        self.launched.remove(chunk)
+        launched = self.launched
+        launched.num_steps -= 1
+        launched.num_tokens -= len(chunk.token_ids)
+        if not launched.num_steps:
+            launched.drawing_chunk = None
+            launched.is_gated = False
 
     def check_invariants(self, block_size: int) -> None:
         """Raise AssertionError unless its fields agree with each other and with its stage."""

@@ -29,7 +29,7 @@ from splitserve.prefill.stage import Stage
 from splitserve.request import Party, RequestKey
 from splitserve.router.placement import Placed
 from splitserve.router.request_state import RequestState, TokenSequence
-from splitserve.step import ScheduledChunk, StepPlan
+from splitserve.step import StepPlan
 
 NUM_SCHEDULES = 300  # within which each must be found
 
@@ -124,14 +124,13 @@ def blocks_given_back_during_a_step(patch: pytest.MonkeyPatch) -> None:
 def blocks_given_back_between_two_steps(patch: pytest.MonkeyPatch) -> None:
     """When the first of two steps under way is over: the second one still writes."""
 
-    def complete(self: EngineCore, sequence: Sequence, chunk: ScheduledChunk) -> None:
-        sequence.on_completed(chunk)
+    def give_back(self: EngineCore, sequence: Sequence) -> None:
         if sequence.stage is Stage.RELEASED and sequence.block_ids:
             launched, sequence.launched = sequence.launched, LaunchedChunks()
             self.state.blocks.give_back(sequence)
             sequence.launched = launched
 
-    patch.setattr(EngineCore, "_complete", complete)
+    patch.setattr(EngineCore, "_give_back_untouched", give_back)
 
 
 def offered_with_the_step_before(patch: pytest.MonkeyPatch) -> None:
