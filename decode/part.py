@@ -95,8 +95,10 @@ class SinkPart(Part):
     # ---- hand-overs ----
 
     def _on_ready(self, sequence: Sequence, first_token: int, report: HandoverReport) -> None:
-        """KV is here and verified. The first token came with it: decode starts with a decode step. Of what a peer's
-        host tier had, the last block is missing, unless it's full: it is computed here."""
+        """Let a sequence decode: its KV is verified, and its first token came with it.
+
+        A peer's host tier has full blocks only: what follows them is computed here.
+        """
         self._state.counters.prefix_hit_tokens += sequence.num_cached_tokens
         delta = TokenDelta(
             key=sequence.key,
@@ -113,14 +115,14 @@ class SinkPart(Part):
             self._scheduler.add_admitted(sequence)
 
     def _on_prefix_read(self, sequence: Sequence) -> None:
-        """What a peer had of it is here, and it goes on; or it holds nothing, and is the next one to begin."""
+        """Go on with the prefix that a peer had; a sequence that holds nothing is the next one to begin."""
         if sequence.block_ids:
             self._scheduler.add_admitted(sequence)
         else:
             self._scheduler.add(sequence, first=True)
 
     def _on_failed(self, sequence: Sequence, reason: str, now: float) -> None:
-        """The router decides what comes next; what was verified stays in the prefix index."""
+        """End the attempt. The router decides what comes next; verified blocks stay in the prefix index."""
         self._requests.fail(sequence, FailureCode.HANDOVER, reason, now)
 
     # ---- sequences that it owns ----

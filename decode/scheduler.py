@@ -47,7 +47,7 @@ class DecodeScheduler:
         return planned
 
     def take_preempted(self) -> list[Sequence]:
-        """Return those that lost their blocks to others since the last call, the one that is to begin first last."""
+        """Return the sequences that lost their blocks since the last call, last the one that is to begin first."""
         preempted, self._preempted = self._preempted, []
         return preempted
 

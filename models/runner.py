@@ -65,12 +65,12 @@ class ModelRunner:
 
     @property
     def launcher(self) -> LaunchingRunner | None:
-        """This runner, if its device runs launched steps by itself; None if steps run on the thread that asks."""
+        """Return this runner if its device runs launched steps by itself; None if steps run on the calling thread."""
         return None
 
     @property
     def depends_on_sizes(self) -> bool:
-        """Whether kernels are chosen or compiled for a step's sizes, so that a start has to run each kind of size."""
+        """Return whether kernels are chosen or compiled for a step's sizes: a start then runs each kind of size."""
         return False
 
     def check_device(self) -> None:

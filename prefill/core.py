@@ -41,7 +41,7 @@ class EngineCore:
     # ---- messages and events ----
 
     def handle(self, envelope: Envelope, now: float) -> None:
-        """Process one message. One that isn't meant for this incarnation, or for no worker, is counted and dropped."""
+        """Process one message. One for another incarnation, or not for a worker, is counted and dropped."""
         handler = self._handlers.get(type(envelope.body))
         if handler is None or (envelope.to is not None and envelope.to != self.state.me):
             self.state.counters.stale_messages += 1
@@ -55,7 +55,7 @@ class EngineCore:
         self.state.flush_deltas()
 
     def handle_copy_result(self, result: AnyResult, now: float) -> None:
-        """A copy between the device and a tier is over, or nearly, or a tier comes or goes."""
+        """Take the news of a tier: a copy is over, or nearly, or the tier comes or goes."""
         load = self.state.blocks.tiers.on_result(result)
         if load is None:
             return
@@ -68,7 +68,7 @@ class EngineCore:
         self._take_outcomes(now)
 
     def drain(self) -> None:
-        """Refuse requests from now on. Those that are here go on, and their peers go on reading."""
+        """Reject requests from now on. Those that are here go on, and their peers go on reading."""
         self.state.is_draining = True
         for part in self.parts:
             part.drain()
@@ -76,8 +76,11 @@ class EngineCore:
     # ---- steps ----
 
     def plan_step(self, now: float) -> StepPlan | None:
-        """The next step, or None if nothing can run. The caller launches it and calls :meth:`commit_step` or
-        :meth:`fail_step`, in the order of the plans. One step may be planned while another is under way."""
+        """Return the next step, or None if nothing can run.
+
+        The caller launches it and calls :meth:`commit_step` or :meth:`fail_step`, in the order of the plans. One step
+        may be planned while another is in flight.
+        """
         if len(self._steps) == MAX_STEPS_UNDER_WAY:
             assert self._outcomes, "a third step before the first one is committed"
             return None
@@ -95,17 +98,17 @@ class EngineCore:
         return StepPlan([chunk for _, chunk in step])
 
     def commit_step(self, output: StepOutput, now: float) -> None:
-        """The step has completed on the device: its KV is written, its tokens are drawn."""
+        """Take the results of the oldest step: its KV is written, its tokens are drawn."""
         self._outcomes.append(output)
         self._take_outcomes(now)
 
     def fail_step(self, error: str, now: float) -> None:
-        """The step failed: its requests end with its error. Nothing it wrote was published."""
+        """End the requests of the oldest step with its error. Nothing that it wrote was published."""
         self._outcomes.append(error)
         self._take_outcomes(now)
 
     def _take_outcomes(self, now: float) -> None:
-        """In the steps' order. What comes of a step that waited for a load counts when the load has ended."""
+        """Apply outcomes in the steps' order. Those of a step that waited for a load count when the load has ended."""
         while self._outcomes and not any(_awaits_load(*planned) for planned in self._steps[0]):
             step, outcome = self._steps.popleft(), self._outcomes.popleft()
             if isinstance(outcome, StepOutput):
@@ -199,7 +202,7 @@ class EngineCore:
         tiers.start_stores()
 
     def next_deadline(self) -> float:
-        """When :meth:`tick` has something to do, if nothing happens before."""
+        """Return the time at which :meth:`tick` has something to do, if nothing happens before."""
         parts = (part.next_deadline() for part in self.parts)
         return min(self._requests.next_deadline(), self.state.blocks.tiers.next_deadline(), *parts)
 
@@ -210,7 +213,7 @@ class EngineCore:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is under way: no request, no hand-over, no step. Reads that were given up don't count."""
+        """Return whether no request, hand-over or step is in flight. Reads that were given up don't count."""
         return not (self.state.sequences or self._steps or any(part.num_live for part in self.parts))
 
     def take_news(self) -> bool:
@@ -219,11 +222,11 @@ class EngineCore:
         return has_news
 
     def links(self) -> list[PeerLink]:
-        """How KV comes here, by peer."""
+        """Return how KV comes here, by peer."""
         return [link for part in self.parts for link in part.links()]
 
     def load(self) -> WorkerLoad:
-        """Load and counters for the heartbeat."""
+        """Return load and counters for the heartbeat."""
         return load_of(self.state, self.scheduler, self.parts)
 
     def check_invariants(self) -> None:
@@ -252,10 +255,10 @@ class EngineCore:
 
 
 def _awaits_load(sequence: Sequence, chunk: ScheduledChunk) -> bool:
-    """Whether it isn't known yet what the chunk was computed from."""
+    """Return whether the content that the chunk was computed from isn't known yet."""
     return bool(chunk.gates) and sequence.load is not None
 
 
 def _lacks_its_load(sequence: Sequence, chunk: ScheduledChunk) -> bool:
-    """Whether what the chunk was computed from didn't come: it is computed again, from what did."""
+    """Return whether the load that the chunk was computed from brought less: the rest is computed again."""
     return bool(chunk.gates) and sequence.num_computed < chunk.start

@@ -73,7 +73,7 @@ class DecodePolicy(Protocol):
         """Return a chunk of one token for each of at most ``budget`` sequences."""
 
     def take_preempted(self) -> list[Sequence]:
-        """Return those that lost their blocks to others since the last call, the one that is to begin first last."""
+        """Return the sequences that lost their blocks since the last call, last the one that is to begin first."""
 
 
 class StepScheduler:

@@ -32,7 +32,7 @@ from splitserve.request import Party, RequestKey
 
 
 class SourcePart(Part):
-    """A request computes only once both its :class:`PrefillRequest` and decode's :class:`Grant` are here."""
+    """Prefill's side of hand-overs: a prompt is computed once both its request and decode's grant are here."""
 
     def __init__(self, requests: Requests, served: ServedMemory, leading_digests: LeadingDigests) -> None:
         self._requests = requests
@@ -88,7 +88,7 @@ class SourcePart(Part):
         )
 
     def on_request(self, request: PrefillRequest, sender: Party, now: float) -> None:
-        """A prompt is to be computed for a decode worker, once that grants it."""
+        """Accept a prompt, which is computed once its decode worker grants it."""
         sequence = self._requests.accept(request, sender, now, decodes_here=False)
         if sequence is None:
             return
@@ -168,13 +168,13 @@ class SourcePart(Part):
             self._offer(sequence, handover, now)
 
     def on_token(self, sequence: Sequence, token_id: int, now: float) -> None:
-        """The first token is drawn: offer the rest, and keep the blocks until decode releases them."""
+        """Offer the rest, with the first token, and keep the blocks until decode releases them."""
         sequence.enter(Stage.OFFERED)
         self._first_tokens[sequence.key] = token_id
         self._offer(sequence, self._handovers[sequence.key], now)
 
     def on_end(self, sequence: Sequence, reason: str, now: float, *, attempt_over: bool) -> None:
-        """The request ends here. What was offered stays until decode releases it or its lease runs out."""
+        """Withdraw the hand-over. What was offered stays until decode releases it or its lease runs out."""
         self._ungranted.pop(sequence.key, None)
         self._stop_offering(sequence.key)
         handover = self._handovers.get(sequence.key)
@@ -189,7 +189,7 @@ class SourcePart(Part):
             del self._handovers[sequence.key]
 
     def before_plan(self, now: float) -> None:
-        """Where the next prompt lacks blocks, offer others from the host tier in place of the device."""
+        """Make room where the next prompt lacks blocks: offer others from the host tier in place of the device."""
         if self._host_offers.is_on and self._handovers:
             shortage = self._scheduler.shortage()
             for handover in self._host_offers.make_room(self._handovers.values(), shortage, now):

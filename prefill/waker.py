@@ -1,4 +1,4 @@
-"""How other threads and signal handlers end the engine loop's wait."""
+"""Wake-ups of the engine loop by other threads and signal handlers."""
 
 import os
 
