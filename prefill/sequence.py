@@ -183,6 +183,6 @@ class Sequence:
 
 
 _WITHOUT_BLOCKS = frozenset({Stage.NEW, Stage.UNGRANTED, Stage.UNADMITTED})
-_WITH_BLOCKS = frozenset({Stage.PULLING, Stage.PREFILLING, Stage.DECODING, Stage.OFFERED})
+_WITH_BLOCKS = frozenset({Stage.PULLING, Stage.PREFILLING, Stage.DECODING})
 _WITHOUT_STEPS = _WITHOUT_BLOCKS | {Stage.PULLING, Stage.QUEUED, Stage.OFFERED}
 _ON_OFFER = frozenset({Stage.OFFERED, Stage.ENDED, Stage.RELEASED})
