@@ -50,7 +50,7 @@ from splitserve.kvconnector.tiers import CopyCommand, CopyResult, Tier, Tiers
 from splitserve.messages import Envelope, LocalRequest, PeerRef, StepTokens
 from splitserve.models.demo_tokenizer import QWEN_TOKENS, train_tokenizer
 from splitserve.orchestration.command_parser import CommandParser
-from splitserve.prefill.sequence import BlockManager
+from splitserve.prefill.block_manager import BlockManager
 from splitserve.prefill.sequence import Sequence as Request
 from splitserve.request import Party, RequestKey, SamplingParams
 from splitserve.router.links import LoopSocket

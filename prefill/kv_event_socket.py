@@ -10,7 +10,7 @@ import msgspec
 import zmq
 
 from splitserve.kv_event_batch import TOPIC, KVEvent, KVEventBatch
-from splitserve.prefill.sequence import BlockManager
+from splitserve.prefill.block_manager import BlockManager
 from splitserve.prefill.sockets import WorkerSockets
 
 logger = logging.getLogger(__name__)

@@ -276,7 +276,7 @@ class Relay:
 def test_a_worker_whose_connection_breaks_registers_anew_at_once(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("splitserve.prefill.loop.REGISTER_INTERVAL_SECONDS", 3600.0)
+    monkeypatch.setattr("splitserve.prefill.membership_client.REGISTER_INTERVAL_SECONDS", 3600.0)
     router = RouterProcess(model_dir)
     relay = Relay(address_of(router.membership))
     worker = Loop(relay.endpoint)

@@ -15,8 +15,9 @@ from simulator import Faults, Shape
 from splitserve.kvconnector.tier_index import TierIndex
 from splitserve.kvconnector.tiers import BlockLoad, Tiers
 from splitserve.messages import PrefixGrant
+from splitserve.prefill.block_manager import BlockManager, HeldPrefix
 from splitserve.prefill.prefix_source import PrefixSource
-from splitserve.prefill.sequence import BlockManager, HeldPrefix, Sequence
+from splitserve.prefill.sequence import Sequence
 from splitserve.request import Party
 
 SHAPES = [
@@ -262,7 +263,7 @@ PLANTS: dict[Plant, tuple[Faults, str]] = {
     slots_of_peers_are_not_pinned: (Faults(read_seconds=0.3), "slots are held that nobody explains"),
     slots_keep_their_generation: (Faults(read_seconds=0.3), WRONG_TOKENS),
     device_does_not_wait_for_loads: (Faults(copy_seconds=0.4), WRONG_TOKENS),
-    token_of_a_failed_load_counts: (Faults(copy_error=0.3), WRONG_TOKENS),
+    token_of_a_failed_load_counts: (Faults(copy_error=0.3), "which is offered, isn't computed"),
     waiting_steps_hold_no_blocks: (Faults(abort=0.6, copy_seconds=0.4), "was freed under a step"),
     loads_of_waiting_steps_are_given_up: (Faults(copy_late=0.5), "that a step or a load still touches"),
 }

@@ -25,7 +25,7 @@ from splitserve.messages import (
 )
 from splitserve.prefill.executor import LaunchedStep, LaunchingRunner, always_works
 from splitserve.request import FinishReason, Party, RequestKey, SamplingParams
-from splitserve.step import UNKNOWN_TOKEN, StepOutput, StepPlan
+from splitserve.step import UNKNOWN_TOKEN, LaunchedStep, LaunchingRunner, StepOutput, StepPlan
 from splitserve.wire import encode
 from waiting import PATIENCE_SECONDS, wait_until
 
