@@ -16,11 +16,16 @@ from planted import Plant
 from splitserve.messages import Abort, Body
 from splitserve.request import Party
 from splitserve.router import membership
+from splitserve.router.active_request import ActiveRequest
+from splitserve.router.attempts import Attempts
 from splitserve.router.breaker import Breaker
-from splitserve.router.dispatcher import Dispatcher, Generation
+from splitserve.router.core_effects import Send
 from splitserve.router.membership import Membership, WorkerState
+from splitserve.router.orphans import Orphans
 from splitserve.router.placement import Placed, Snapshot
 from splitserve.router.request_state import Failure, RequestState, Update
+from splitserve.router.request_table import RequestTable
+from splitserve.router.settlement import Settlement
 
 Scenario = Callable[[LiveRouter], Awaitable[None]]
 
@@ -29,33 +34,26 @@ Scenario = Callable[[LiveRouter], Awaitable[None]]
 
 
 def retries_get_the_whole_deadline(patch: pytest.MonkeyPatch) -> None:
-    original = Dispatcher._messages
+    original = Attempts.messages
 
-    def messages(self: Dispatcher, generation: Generation, placement: Placed) -> list[tuple[Party, Body]]:
-        sent = original(self, generation, placement)
-        return [(party, msgspec.structs.replace(body, deadline_seconds=self.deadline_seconds)) for party, body in sent]
+    def messages(self: Attempts, request: ActiveRequest, placement: Placed, now: float) -> list[tuple[Party, Body]]:
+        return original(self, request, placement, request.arrived_at)
 
-    patch.setattr(Dispatcher, "_messages", messages)
+    patch.setattr(Attempts, "messages", messages)
 
 
 def orphans_are_not_aborted(patch: pytest.MonkeyPatch) -> None:
-    original = Dispatcher._on_worker_ready
-
-    def on_worker_ready(self: Dispatcher, worker: Party) -> None:
-        self._orphans.pop(worker, 0.0)
-        original(self, worker)
-
-    patch.setattr(Dispatcher, "_on_worker_ready", on_worker_ready)
+    patch.setattr(Orphans, "take", lambda self, worker, now: [])
 
 
 def charges_of_failed_attempts_stay(patch: pytest.MonkeyPatch) -> None:
-    original = Dispatcher._end_attempt
+    original = Settlement.on_attempt_failed
 
-    def end_attempt(self: Dispatcher, generation: Generation) -> None:
-        generation.charge = None
-        original(self, generation)
+    def on_attempt_failed(self: Settlement, request: ActiveRequest, now: float) -> None:
+        request.charge = None
+        original(self, request, now)
 
-    patch.setattr(Dispatcher, "_end_attempt", end_attempt)
+    patch.setattr(Settlement, "on_attempt_failed", on_attempt_failed)
 
 
 def lost_workers_are_ready_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -75,37 +73,37 @@ def lost_workers_are_ready_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def retries_start_over(patch: pytest.MonkeyPatch) -> None:
-    original = Dispatcher._messages
+    original = Attempts.messages
 
-    def messages(self: Dispatcher, generation: Generation, placement: Placed) -> list[tuple[Party, Body]]:
-        sent = original(self, generation, placement)
+    def messages(self: Attempts, request: ActiveRequest, placement: Placed, now: float) -> list[tuple[Party, Body]]:
+        sent = original(self, request, placement, now)
         return [(party, msgspec.structs.replace(body, output_ids=[])) for party, body in sent]
 
-    patch.setattr(Dispatcher, "_messages", messages)
+    patch.setattr(Attempts, "messages", messages)
 
 
 def only_the_first_attempt_has_a_first_token(patch: pytest.MonkeyPatch) -> None:
-    original = Dispatcher._note_tokens
+    original = Settlement.on_tokens
 
-    def note_tokens(self: Dispatcher, generation: Generation, count: int) -> None:
-        charge = generation.charge
-        if generation.last_token_at:
-            generation.charge = None
-        original(self, generation, count)
-        generation.charge = charge
+    def on_tokens(self: Settlement, request: ActiveRequest, count: int, now: float) -> None:
+        charge = request.charge
+        if request.last_token_at:
+            request.charge = None
+        original(self, request, count, now)
+        request.charge = charge
 
-    patch.setattr(Dispatcher, "_note_tokens", note_tokens)
+    patch.setattr(Settlement, "on_tokens", on_tokens)
 
 
 def aborts_name_the_next_attempt(patch: pytest.MonkeyPatch) -> None:
-    original = Dispatcher._apply
+    original = RequestTable.apply
 
-    def apply(self: Dispatcher, generation: Generation, update: Update) -> None:
-        original(self, generation, msgspec.structs.replace(update, aborts=()) if update.retry else update)
+    def apply(self: RequestTable, request: ActiveRequest, update: Update, now: float) -> None:
+        original(self, request, msgspec.structs.replace(update, aborts=()) if update.retry else update, now)
         for worker in update.aborts if update.retry else ():
-            self.fleet.send(worker, Abort(generation.state.key))
+            self._outbox.put(Send(worker, Abort(request.state.key)))
 
-    patch.setattr(Dispatcher, "_apply", apply)
+    patch.setattr(RequestTable, "apply", apply)
 
 
 def the_messenger_is_blamed(patch: pytest.MonkeyPatch) -> None:
