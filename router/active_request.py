@@ -58,3 +58,5 @@ class ActiveRequest:
         assert is_placed == (self.charge is not None), (
             f"{self.request_id} is charged without an attempt, or the reverse"
         )
+        if self.charge is not None and state.num_attempt_tokens > 0:
+            assert not self.charge.is_prefilling, f"{self.request_id} is charged for a prompt that has been computed"

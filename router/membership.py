@@ -347,6 +347,10 @@ class Charge:
             self.decode.context_tokens -= self.num_prompt_tokens
         self._count_request(-1)
 
+    @property
+    def is_prefilling(self) -> bool:
+        return self._prefilling
+
     def by_record(self) -> Iterator[tuple[WorkerRecord, Charges]]:
         """Yield what this charge adds to the counts of each of its workers now."""
         for record in self._distinct_records():

@@ -7,53 +7,19 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import msgspec
 import pytest
 
+import core_plants as plants
 import router_scenarios as scenarios
 from live_router import LiveRouter
 from planted import Plant
-from splitserve.messages import Abort, Body
 from splitserve.request import Party
 from splitserve.router import membership
-from splitserve.router.active_request import ActiveRequest
-from splitserve.router.attempts import Attempts
 from splitserve.router.breaker import Breaker
-from splitserve.router.core_effects import Send
 from splitserve.router.membership import Membership, WorkerState
-from splitserve.router.orphans import Orphans
-from splitserve.router.placement import Placed, Snapshot
-from splitserve.router.request_state import Failure, RequestState, Update
-from splitserve.router.request_table import RequestTable
-from splitserve.router.settlement import Settlement
+from splitserve.router.request_state import Failure, RequestState
 
 Scenario = Callable[[LiveRouter], Awaitable[None]]
-
-
-# ---- survivors of earlier tests ----
-
-
-def retries_get_the_whole_deadline(patch: pytest.MonkeyPatch) -> None:
-    original = Attempts.messages
-
-    def messages(self: Attempts, request: ActiveRequest, placement: Placed, now: float) -> list[tuple[Party, Body]]:
-        return original(self, request, placement, request.arrived_at)
-
-    patch.setattr(Attempts, "messages", messages)
-
-
-def orphans_are_not_aborted(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Orphans, "take", lambda self, worker, now: [])
-
-
-def charges_of_failed_attempts_stay(patch: pytest.MonkeyPatch) -> None:
-    original = Settlement.on_attempt_failed
-
-    def on_attempt_failed(self: Settlement, request: ActiveRequest, now: float) -> None:
-        request.charge = None
-        original(self, request, now)
-
-    patch.setattr(Settlement, "on_attempt_failed", on_attempt_failed)
 
 
 def lost_workers_are_ready_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -67,43 +33,6 @@ def lost_workers_are_ready_at_once(patch: pytest.MonkeyPatch) -> None:
         return before
 
     patch.setattr(Membership, "heartbeat", heartbeat)
-
-
-# ---- others ----
-
-
-def retries_start_over(patch: pytest.MonkeyPatch) -> None:
-    original = Attempts.messages
-
-    def messages(self: Attempts, request: ActiveRequest, placement: Placed, now: float) -> list[tuple[Party, Body]]:
-        sent = original(self, request, placement, now)
-        return [(party, msgspec.structs.replace(body, output_ids=[])) for party, body in sent]
-
-    patch.setattr(Attempts, "messages", messages)
-
-
-def only_the_first_attempt_has_a_first_token(patch: pytest.MonkeyPatch) -> None:
-    original = Settlement.on_tokens
-
-    def on_tokens(self: Settlement, request: ActiveRequest, count: int, now: float) -> None:
-        charge = request.charge
-        if request.last_token_at:
-            request.charge = None
-        original(self, request, count, now)
-        request.charge = charge
-
-    patch.setattr(Settlement, "on_tokens", on_tokens)
-
-
-def aborts_name_the_next_attempt(patch: pytest.MonkeyPatch) -> None:
-    original = RequestTable.apply
-
-    def apply(self: RequestTable, request: ActiveRequest, update: Update, now: float) -> None:
-        original(self, request, msgspec.structs.replace(update, aborts=()) if update.retry else update, now)
-        for worker in update.aborts if update.retry else ():
-            self._outbox.put(Send(worker, Abort(request.state.key)))
-
-    patch.setattr(RequestTable, "apply", apply)
 
 
 def the_messenger_is_blamed(patch: pytest.MonkeyPatch) -> None:
@@ -125,16 +54,6 @@ def replaced_incarnations_return(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Membership, "_mark_replaced", lambda self, party: None)
 
 
-def draining_workers_get_requests(patch: pytest.MonkeyPatch) -> None:
-    original = Membership.snapshot
-
-    def snapshot(self: Membership, *arguments: Any) -> Snapshot:
-        draining = [record.view() for record in self.records() if record.state is WorkerState.DRAINING]
-        return Snapshot((*original(self, *arguments).workers, *draining))
-
-    patch.setattr(Membership, "snapshot", snapshot)
-
-
 def heartbeats_are_not_noted(patch: pytest.MonkeyPatch) -> None:
     original = Membership.heartbeat
 
@@ -150,27 +69,33 @@ def heartbeats_are_not_noted(patch: pytest.MonkeyPatch) -> None:
 
 
 PLANTS: dict[Plant, tuple[Scenario, str]] = {
-    retries_get_the_whole_deadline: (scenarios.a_retry_gets_what_is_left_of_the_deadline, "more than what was left"),
-    orphans_are_not_aborted: (
+    plants.retries_get_the_whole_deadline: (
+        scenarios.a_retry_gets_what_is_left_of_the_deadline,
+        "more than what was left",
+    ),
+    plants.orphans_are_not_aborted: (
         scenarios.a_worker_that_returns_hears_what_others_have_done_meanwhile,
         "is back, and wasn't told to abort",
     ),
-    charges_of_failed_attempts_stay: (scenarios.a_failed_attempt_is_charged_to_nobody, "is still charged"),
+    plants.charges_of_failed_attempts_stay: (scenarios.a_failed_attempt_is_charged_to_nobody, "is still charged"),
     lost_workers_are_ready_at_once: (
         scenarios.a_lost_worker_is_ready_with_its_link_and_not_before,
         "is ready without its link",
     ),
-    retries_start_over: (scenarios.a_retry_goes_on_after_the_delivered_tokens, "instead of the delivered tokens"),
-    only_the_first_attempt_has_a_first_token: (
+    plants.retries_start_over: (
+        scenarios.a_retry_goes_on_after_the_delivered_tokens,
+        "instead of the delivered tokens",
+    ),
+    plants.only_the_first_attempt_has_a_first_token: (
         scenarios.a_retried_prompt_is_computed_once_its_tokens_flow,
         "prompt tokens that it has computed",
     ),
-    aborts_name_the_next_attempt: (scenarios.the_survivor_of_a_failed_attempt_is_aborted, "these were aborted"),
+    plants.aborts_name_the_next_attempt: (scenarios.the_survivor_of_a_failed_attempt_is_aborted, "these were aborted"),
     the_messenger_is_blamed: (scenarios.a_failed_handover_is_the_other_sides_fault, "is blamed for"),
     breakers_never_close: (scenarios.a_success_closes_the_breaker, "those before a success too"),
     live_workers_are_replaced: (scenarios.a_live_worker_keeps_its_place, "which is alive"),
     replaced_incarnations_return: (scenarios.a_new_incarnation_takes_requests_over_for_good, "took its place"),
-    draining_workers_get_requests: (scenarios.a_draining_worker_gets_no_requests, "drains"),
+    plants.draining_workers_get_requests: (scenarios.a_draining_worker_gets_no_requests, "drains"),
     heartbeats_are_not_noted: (scenarios.a_worker_whose_heartbeats_come_is_not_silent, "although its heartbeats come"),
 }
 
