@@ -160,6 +160,16 @@ def failed_attempts_count_as_ends(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Settlement, "on_attempt_failed", on_attempt_failed)
 
 
+def ended_requests_stay(patch: pytest.MonkeyPatch) -> None:
+    original = RequestTable._retire
+
+    def retire(self: RequestTable, request: ActiveRequest, now: float) -> None:
+        original(self, request, now)
+        self._requests[request.request_id] = request
+
+    patch.setattr(RequestTable, "_retire", retire)
+
+
 # ---- waiting ----
 
 

@@ -32,6 +32,7 @@ class SimClient:
         self.was_helpless = False  # it failed, and there was no worker that could have gone on
         self.was_unsent = False  # a worker's link didn't take it
         self._num_questions = 0
+        self._leaves_after_seconds: float | None = None  # from the begin on
 
     @property
     def is_done(self) -> bool:
@@ -40,6 +41,14 @@ class SimClient:
         return self.has_left or self.is_rejected
 
     # ---- what it does ----
+
+    def leave_some_time(self) -> None:
+        """Mostly while its request runs; else soon, wherever the request is then."""
+        seconds = self._sim.random.uniform(0.0, 0.3)
+        if self._sim.random.random() < 0.75:
+            self._leaves_after_seconds = seconds
+        else:
+            self._sim.after(seconds, self.leave)
 
     def ask(self) -> None:
         if not self.has_left:
@@ -82,6 +91,8 @@ class SimClient:
         assert not self.has_left, f"{self.request_id} begins, but its client has left"
         assert not self.has_begun, f"{self.request_id} begins twice"
         self.has_begun = True
+        if self._leaves_after_seconds is not None:
+            self._sim.after(self._leaves_after_seconds, self.leave)
 
     def on_refused(self, refused_id: str) -> None:
         assert not self.has_left, f"{self.request_id} is refused, but its client has left"
@@ -91,6 +102,7 @@ class SimClient:
 
     def on_update(self, update: Update) -> None:
         assert self.has_begun and self.request is not None, f"news of {self.request_id}, which hasn't begun"
+        self.request.state.check_invariants()
         self.output += update.token_ids
         if update.ended:
             self._router.core.admission.release(1)

@@ -134,7 +134,7 @@ class SimRouter:
         sampling = SamplingParams(max_tokens=max_tokens, seed=self.sim.random.getrandbits(32))
         client = self.clients[request_id] = SimClient(self, request_id, prompt, sampling)
         if self.sim.random.random() < self.sim.faults.abort:
-            self.sim.after(self.sim.random.uniform(0.0, 0.3), client.leave)
+            client.leave_some_time()
         client.ask()
 
     def on_message(self, sender: Party, body: Body) -> None:

@@ -52,6 +52,7 @@ NEED_NOT_WAIT = "waits, although"
         (plants.each_token_ends_the_prefill, QUIET, ADD_UP),
         (plants.only_the_first_attempt_has_a_first_token, DEATHS, "charged for a prompt that has been computed"),
         (plants.failed_attempts_count_as_ends, BAD_READS, "were counted"),
+        (plants.ended_requests_stay, QUIET, "has ended, and is still active"),
         (plants.retries_have_no_timer, LAST_ONE_DIES, TIMERS),
         (plants.timers_outlive_their_requests, QUIET, TIMERS),
         (plants.the_waiting_room_is_not_served, CROWD, NEED_NOT_WAIT),
