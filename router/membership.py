@@ -15,7 +15,7 @@ that the first one was given; a new incarnation replaces only one that is LOST. 
 """
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
@@ -36,6 +36,29 @@ class WorkerState(StrEnum):
     READY = "ready"
     DRAINING = "draining"
     LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Charges:
+    """Counts of a router's attempts in flight at one worker: see :class:`WorkerView`."""
+
+    num_requests: int = 0
+    prefill_tokens: int = 0
+    context_tokens: int = 0
+
+    def __add__(self, other: "Charges") -> "Charges":
+        return Charges(
+            self.num_requests + other.num_requests,
+            self.prefill_tokens + other.prefill_tokens,
+            self.context_tokens + other.context_tokens,
+        )
+
+    @property
+    def is_negative(self) -> bool:
+        return min(self.num_requests, self.prefill_tokens, self.context_tokens) < 0
+
+    def __str__(self) -> str:
+        return f"{self.num_requests} requests, {self.prefill_tokens} prompt and {self.context_tokens} context tokens"
 
 
 @dataclass(slots=True)
@@ -59,6 +82,10 @@ class WorkerRecord:
     context_tokens: int = 0
     num_placed: int = 0
     breaker: Breaker = field(default_factory=Breaker)
+
+    @property
+    def charges(self) -> Charges:
+        return Charges(self.num_requests, self.prefill_tokens, self.context_tokens)
 
     def view(self, prefix_match_tokens: int = 0) -> WorkerView:
         info = self.info
@@ -246,10 +273,10 @@ class Membership:
 
     def check_invariants(self) -> None:
         for engine_id, record in self._records.items():
-            party, counts = record.info.party, (record.num_requests, record.prefill_tokens, record.context_tokens)
+            party, charges = record.info.party, record.charges
             assert party.engine_id == engine_id, f"{party} is known as {engine_id}"
             assert party not in self._replaced, f"{party} is known although another one took its place"
-            assert min(counts) >= 0, f"{party} is charged {counts}, less than nothing"
+            assert not charges.is_negative, f"{party} is charged {charges}, less than nothing"
         assert len(self._records) <= MAX_WORKERS, f"{len(self._records)} workers are known"
         assert len(self._replaced) <= MAX_REPLACED_INCARNATIONS, f"{len(self._replaced)} incarnations are remembered"
 
@@ -316,6 +343,17 @@ class Charge:
         if self.decode is not None:
             self.decode.context_tokens -= self.num_prompt_tokens
         self._count_request(-1)
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self._prefilling
+
+    def by_record(self) -> Iterator[tuple[WorkerRecord, Charges]]:
+        """Yield what this charge adds to the counts of each of its workers now."""
+        for record in self._distinct_records():
+            prefill_tokens = self.num_prompt_tokens if self._prefilling and record is self.prefill else 0
+            context_tokens = self.num_prompt_tokens if self._decoding and record is self.decode else 0
+            yield record, Charges(int(self._decoding), prefill_tokens, context_tokens)
 
     def _count_request(self, change: int) -> None:
         for record in self._distinct_records():

@@ -113,6 +113,10 @@ class RouterMetrics:
     def watch_workers(self, records: Callable[[], list[WorkerRecord]]) -> None:
         self.registry.register(_WorkerCollector(records))
 
+    def watch_requests(self, num_admitted: Callable[[], int], num_waiting: Callable[[], int]) -> None:
+        self.requests_in_flight.set_function(num_admitted)
+        self.requests_waiting.set_function(num_waiting)
+
     def render(self) -> bytes:
         return generate_latest(self.registry)
 

@@ -79,7 +79,9 @@ class SimTiers:
     def follow_events(self) -> None:
         """Whoever adds up the events knows what can be found."""
         blocks = self.worker.core.state.blocks
-        for event in blocks.tiers.events.take():
+        events = blocks.tiers.events.take()
+        self.worker.sim.router.on_kv_events(self.worker, events)
+        for event in events:
             known = self.found.setdefault(event.tier, set())
             hashes = set(event.hashes)
             assert len(hashes) == len(event.hashes), "an event names a block twice"

@@ -338,7 +338,7 @@ def retried_from_the_prompt(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RequestState, "delivered_ids", property(lambda self: []))
 
 
-def heard_after_the_end(patch: pytest.MonkeyPatch) -> None:
+def heard_between_attempts(patch: pytest.MonkeyPatch) -> None:
     def is_current(self: RequestState, sender: Party, key: RequestKey) -> bool:
         return key == self.key
 
@@ -349,7 +349,6 @@ def heard_after_the_end(patch: pytest.MonkeyPatch) -> None:
 
 PUBLISHED = "is shared or published; a read can't be writing to it"
 FREED_IN_STEP = "was freed under a step"
-FAILED = "failed without need"
 
 LITTLE_MEMORY = Shape(num_blocks=16)
 TWO_DECODE = Shape(decode=2, num_blocks=16)
@@ -376,6 +375,7 @@ EXPIRING = {
     "num_requests": 24,
 }
 DEATHS = {"faults": Faults(kills=4, freezes=1, step_seconds=0.1, read_seconds=0.3), "shape": TWO_EACH}
+LAST_DECODE_DIES = {"faults": Faults(kills=4, step_seconds=0.1), "num_requests": 16}
 INTERRUPTED = {
     "faults": Faults(abort=0.6, step_seconds=0.1),
     "shape": Shape(prefill=0, decode=0, mixed=1, num_blocks=64),
@@ -407,13 +407,13 @@ FALSE_STARTS = {"faults": Faults(kills=3, read_error=0.2, rounding=True, step_se
         (freed_when_acknowledged, SLOW_READS | {"shape": LITTLE_MEMORY}, HANDOVERS_FAILED),
         (lease_by_the_other_clock, QUIET, HANDOVERS_FAILED),
         (grant_not_all_or_nothing, {"shape": LITTLE_MEMORY, "num_requests": 24}, "waits for room, but holds"),
-        (attempts_unnumbered, BAD_READS, FAILED),
+        (attempts_unnumbered, BAD_READS, "is told to abort"),
         (old_attempts_heard, DEATHS, "was taken in for"),
         (other_incarnations_served, DEATHS, "took in a stale"),
         (tombstones_forgotten, LOSSY, "was granted anew"),
         (delivered_without_deduplication, QUIET, "were delivered"),
-        (retried_from_the_prompt, FALSE_STARTS, FAILED),
-        (heard_after_the_end, ABORTS, "after the end was taken in"),
+        (retried_from_the_prompt, FALSE_STARTS, "instead of the delivered tokens"),
+        (heard_between_attempts, LAST_DECODE_DIES, "was taken in for"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -16,7 +16,7 @@ from splitserve.benchmarks.instant_worker import default_script
 from splitserve.config import ProtocolConfig
 from splitserve.messages import DecodeRequest, LocalRequest, PrefillRequest
 from splitserve.request import Role
-from splitserve.router.dispatcher import Limits
+from splitserve.router.placer import Limits
 from splitserve.router.preparation import Preparation
 from splitserve.router.renderer import Renderer
 from splitserve.router.schema import CompletionRequest

@@ -23,7 +23,7 @@ from splitserve.messages import (
     StepTokens,
     WorkerLoad,
 )
-from splitserve.prefill.executor import LaunchedStep, LaunchingRunner, always_works
+from splitserve.prefill.executor import always_works
 from splitserve.request import FinishReason, Party, RequestKey, SamplingParams
 from splitserve.step import UNKNOWN_TOKEN, LaunchedStep, LaunchingRunner, StepOutput, StepPlan
 from splitserve.wire import encode
