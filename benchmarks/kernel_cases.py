@@ -16,6 +16,8 @@ from torch import Tensor
 from splitserve.kernels.api import AttentionShape, Kernels, Linear, PagedBatch, SamplingBatch
 from splitserve.kernels.tunables import num_copies
 from splitserve.models.config import ModelConfig
+from splitserve.models.declared import stored_weights
+from splitserve.models.layers.weight import Role
 
 Call = Callable[[], Tensor]
 MakeCalls = Callable[[Kernels], list[Call]]
@@ -117,7 +119,8 @@ def _silu_mul(target: Target, rows: int) -> Iterator[Case]:
 def _prepare_qkv(target: Target, rows: int) -> Iterator[Case]:
     config, block_size = target.config, target.block_size
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-    norm = target.normal(heads + kv_heads, head_dim) if config.qk_norm else None
+    has_norms = any(weight.role is Role.HEAD_NORM for weight in stored_weights(config).values())
+    norm = target.normal(heads + kv_heads, head_dim) if has_norms else None
     num_blocks = -(-rows // block_size)
     kv_layer = target.normal(num_blocks, 1, kv_heads, 2, block_size, head_dim)[:, 0]
     shape = AttentionShape(heads, kv_heads, head_dim, block_size, 1, target.dtype, target.device)

@@ -28,11 +28,12 @@ from splitserve.memory_records import LayoutRecord
 from splitserve.models.checkpoint import weights_version
 from splitserve.models.config import ModelConfig, load_model_config
 from splitserve.models.cuda_runner import CudaRunner, mixed_sizes
+from splitserve.models.declared import check_tensor_parallel_size
 from splitserve.models.decoder import DecoderModel
 from splitserve.models.loader import load_model, resolve_dtype
 from splitserve.models.parallel import Collectives
 from splitserve.models.runner import ModelRunner
-from splitserve.models.shard import check_tensor_parallel_size, local_config
+from splitserve.models.shard import local_config
 
 logger = logging.getLogger(__name__)
 

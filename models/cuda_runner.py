@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from splitserve.kernels.api import AttentionPlan, DecodePlan, PagedBatch
-from splitserve.models.decoder import BeforeLayer, DecoderModel, ForwardBatch
+from splitserve.models.decoder import DecoderModel, ForwardBatch
+from splitserve.models.layers.step import BeforeLayer
 from splitserve.models.runner import ModelRunner, NonFiniteLogitsError, sampling_batch
 from splitserve.step import LaunchingRunner, SampleSpec, ScheduledChunk, StepOutput, StepPlan
 

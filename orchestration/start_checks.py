@@ -17,7 +17,7 @@ from splitserve.cores import usable_cpus
 from splitserve.errors import CheckpointError, ConfigError
 from splitserve.models.checkpoint import weight_files
 from splitserve.models.config import ModelConfig, load_model_config
-from splitserve.models.shard import check_tensor_parallel_size
+from splitserve.models.declared import check_tensor_parallel_size
 from splitserve.models.sizes import activation_bytes, kv_token_bytes, logits_bytes
 from splitserve.orchestration.addresses import LOOPBACK, own_address
 from splitserve.orchestration.expansion import read_secret, resolve_shared_secret
