@@ -21,7 +21,7 @@ _LAYOUT_ROWS = 128
 # else is set. Another primitive costs 0.35 ms, so numbers of rows beyond _EXACT_ROWS are rounded up to one of
 # _ROW_COUNTS_PER_OCTAVE between powers of two: most steps find theirs.
 MAX_CACHED_PRIMITIVES = 128
-_CACHE_SETTINGS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+CACHE_SETTINGS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 _EXACT_ROWS = 32
 _ROW_COUNTS_PER_OCTAVE = 16
 
@@ -104,7 +104,7 @@ def bound_primitive_caches() -> None:
 
     The caches read their capacity when the first primitive is made, so call this before. An operator's setting stays.
     """
-    for name in _CACHE_SETTINGS:
+    for name in CACHE_SETTINGS:
         os.environ.setdefault(name, str(MAX_CACHED_PRIMITIVES))
 
 
