@@ -25,8 +25,9 @@ import psutil
 
 from splitserve.benchmarks.arguments import positive, positive_seconds
 from splitserve.benchmarks.attack_http import ATTACKS, Address, newcomer
+from splitserve.benchmarks.bench_children import child_process, next_line, write_router_model
 from splitserve.benchmarks.report import add_result_options, keep_result, table
-from splitserve.benchmarks.router_overhead import MODEL_ID, child_process, next_line, write_router_model
+from splitserve.benchmarks.router_stages import MODEL_ID
 from splitserve.config import HttpLimits, RouterConfig
 from splitserve.errors import ConfigError
 

@@ -36,10 +36,10 @@ import uvloop
 import zmq
 
 from splitserve.benchmarks.arguments import finite, not_negative, positive, positive_seconds
+from splitserve.benchmarks.bench_children import child_process, next_line, write_router_model
 from splitserve.benchmarks.load import Endpoint, run_load
 from splitserve.benchmarks.paced_worker import DeviceReport
 from splitserve.benchmarks.report import add_result_options, keep_result, table
-from splitserve.benchmarks.router_overhead import child_process, next_line, write_router_model
 from splitserve.benchmarks.stats import RequestRecord, percentiles_ms, summarise
 from splitserve.benchmarks.workload import token_prompts
 from splitserve.config import RouterConfig

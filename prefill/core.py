@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from splitserve.handover import ReadResult
 from splitserve.kvconnector.block_pool import BlockState
 from splitserve.kvconnector.connector import PeerConnected
-from splitserve.kvconnector.tiers import AnyResult
+from splitserve.kvconnector.tier_commands import AnyResult
 from splitserve.messages import (
     Abort,
     Envelope,

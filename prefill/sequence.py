@@ -9,7 +9,8 @@ from splitserve.block_hash import extend_hashes
 from splitserve.kv_event_batch import DEVICE, KVEvent
 from splitserve.kvconnector.block_pool import BlockPool
 from splitserve.kvconnector.layout import num_blocks_for
-from splitserve.kvconnector.tiers import BlockLoad, Tiers
+from splitserve.kvconnector.tier_loads import BlockLoad
+from splitserve.kvconnector.tiers import Tiers
 from splitserve.request import Party, RequestKey, SamplingParams
 from splitserve.step import UNKNOWN_TOKEN, SampleSpec, ScheduledChunk
 from splitserve.token_ids import TokenIds
