@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from splitserve.benchmarks.kernel_cases import attended_pairs
 from splitserve.benchmarks.kernel_times import Span, busy_share
+from splitserve.benchmarks.kv_cases import attended_pairs
 from splitserve.models.config import ModelConfig
 from splitserve.models.declared import declare, stored_weights
 from splitserve.models.layers.weight import Role

@@ -15,8 +15,9 @@ from splitserve.kvconnector.connector import KVConnector
 from splitserve.kvconnector.digest import LeadingDigests, no_digests
 from splitserve.kvconnector.kv_events import KVEventLog, KVEvents
 from splitserve.kvconnector.shared_tier import NO_SHARED_TIER, SharedTier
+from splitserve.kvconnector.tier import Tier
 from splitserve.kvconnector.tier_policy import make_policy
-from splitserve.kvconnector.tiers import Tier, Tiers
+from splitserve.kvconnector.tiers import Tiers
 from splitserve.memory_records import LayoutRecord
 from splitserve.prefill.block_manager import BlockManager
 from splitserve.prefill.core import EngineCore

@@ -21,8 +21,8 @@ from splitserve.handover import ReadCommand, ReadPath, ReadResult
 from splitserve.kvconnector.connector import KVConnector, Link, PeerConnected, ServedMemory
 from splitserve.kvconnector.joining import ConnectionJoin, ReadJoin, side_by_side
 from splitserve.kvconnector.shared_tier import ChainCopy, TierState
+from splitserve.kvconnector.tier_commands import AnyCommand, AnyResult, ClearCommand, CopyCommand, CopyResult
 from splitserve.kvconnector.tier_copies import AnyStore, TierCopies
-from splitserve.kvconnector.tiers import AnyCommand, AnyResult, ClearCommand, CopyCommand, CopyResult
 from splitserve.memory_records import RankMemory
 from splitserve.messages import PeerWelcome
 from splitserve.request import Party

@@ -45,6 +45,15 @@ class TierCounts:
         )
 
 
+@dataclass(slots=True)
+class TierCounters:
+    """Totals since start, over all tiers. Names as in :class:`splitserve.messages.WorkerLoad`."""
+
+    tier_stored_blocks: int = 0
+    tier_loaded_blocks: int = 0
+    tier_failures: int = 0
+
+
 def count_lookups(asked: Sequence[TierCounts], found_in: Sequence[TierCounts], num_wanted: int) -> None:
     """Of ``num_wanted`` blocks that a request needs and that aren't on the device; ``asked``: in the order in which
     tiers are. ``found_in``: where the first of the blocks are. Behind them there is a gap: nothing more can be used."""

@@ -9,8 +9,15 @@ from collections.abc import Sequence as ListLike
 
 from splitserve.handover import ReadResult
 from splitserve.kvconnector.connector import PeerConnected
-from splitserve.kvconnector.tiers import AnyResult
-from splitserve.messages import Abort, Envelope, FailureCode, PeerLink, TokenDelta, WorkerLoad
+from splitserve.kvconnector.tier_commands import AnyResult
+from splitserve.messages import (
+    Abort,
+    Envelope,
+    FailureCode,
+    PeerLink,
+    TokenDelta,
+    WorkerLoad,
+)
 from splitserve.prefill.effects import Effect, StartCopy
 from splitserve.prefill.load_report import load_of
 from splitserve.prefill.parts import Handler, Part

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from splitserve.kvconnector.layout import num_blocks_for
-from splitserve.kvconnector.tiers import BlockLoad
+from splitserve.kvconnector.tier_loads import BlockLoad
 from splitserve.prefill.stage import NEXT_STAGES, Stage
 from splitserve.request import Party, RequestKey, SamplingParams
 from splitserve.step import MAX_STEPS_UNDER_WAY, UNKNOWN_TOKEN, SampleSpec, ScheduledChunk

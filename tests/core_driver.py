@@ -9,8 +9,9 @@ from splitserve.handover import ReadResult
 from splitserve.kvconnector.block_pool import BlockState
 from splitserve.kvconnector.connector import PeerConnected
 from splitserve.kvconnector.digest import LeadingDigests, no_digests
+from splitserve.kvconnector.tier import Tier
+from splitserve.kvconnector.tier_commands import CopyCommand, CopyNearsEnd, CopyResult
 from splitserve.kvconnector.tier_index import TierIndex
-from splitserve.kvconnector.tiers import CopyCommand, CopyNearsEnd, CopyResult, Tier
 from splitserve.memory_records import LayoutRecord
 from splitserve.messages import Body, DecodeRequest, Envelope, Grant, PeerRef, PrefillRequest
 from splitserve.prefill.core import EngineCore

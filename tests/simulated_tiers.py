@@ -12,8 +12,9 @@ import numpy as np
 from simulated_model import BLOCK_SIZE
 from splitserve.block_hash import extend_hashes
 from splitserve.kvconnector.shared_tier import ChainCopy, SharedTier, TierState
+from splitserve.kvconnector.tier import Tier
+from splitserve.kvconnector.tier_commands import ClearCommand, CopyCommand, CopyNearsEnd, CopyResult
 from splitserve.kvconnector.tier_index import TierIndex
-from splitserve.kvconnector.tiers import ClearCommand, CopyCommand, CopyNearsEnd, CopyResult, Tier
 
 SHARED = "shared"
 MAX_CHUNKS = 24

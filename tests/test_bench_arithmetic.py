@@ -11,7 +11,8 @@ import torch
 from aiohttp import web
 
 from splitserve.benchmarks import device_timing, handover, handover_served, latency
-from splitserve.benchmarks.kernel_cases import Case, Target, cases
+from splitserve.benchmarks.kernel_case import Case, Target
+from splitserve.benchmarks.kernel_cases import cases
 from splitserve.benchmarks.kernel_times import busy_share, by_kernel
 from splitserve.benchmarks.kernels import Ceilings as KernelCeilings
 from splitserve.benchmarks.load import Endpoint, run_load

@@ -16,7 +16,8 @@ from serving import complete_all, greedy_bodies
 from splitserve.config import EngineConfig
 from splitserve.errors import CheckpointError
 from splitserve.kernels import linear, reference
-from splitserve.kernels.fp8_linear import GROUP, Fp8Weight, fp8_unavailable_reason, select_fp8
+from splitserve.kernels.fp8_linear import fp8_unavailable_reason, select_fp8
+from splitserve.kernels.fp8_weight import GROUP, Fp8Weight
 from splitserve.models import demo
 from splitserve.models.checkpoint import read_records
 from splitserve.models.config import Fp8Format, load_model_config

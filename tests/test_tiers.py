@@ -20,10 +20,12 @@ from splitserve.kvconnector.host_tier import host_tier
 from splitserve.kvconnector.layout import runs
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.numa_memory import HostMemory, node_of_cpus, node_of_device, parse_cpu_list
+from splitserve.kvconnector.tier import Tier
+from splitserve.kvconnector.tier_commands import CopyCommand, CopyResult
 from splitserve.kvconnector.tier_copies import PartialCopyError, TierCopies
 from splitserve.kvconnector.tier_index import TierIndex
 from splitserve.kvconnector.tier_policy import KeepAll, KeepPolicy, KeepPrompts, KeepSecondUse, make_policy
-from splitserve.kvconnector.tiers import CopyCommand, CopyResult, Tier, Tiers
+from splitserve.kvconnector.tiers import Tiers
 from splitserve.memory_records import LayoutRecord
 from splitserve.prefill.block_manager import BlockManager
 from splitserve.prefill.scheduler import PrefillScheduler

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import zmq
 
-from splitserve.benchmarks.engine_loop import DirectRouter
+from splitserve.benchmarks.direct_router import DirectRouter
 from splitserve.benchmarks.paced_worker import PacedRunner, build_loop
 from splitserve.errors import DeviceLostError
 from splitserve.messages import (

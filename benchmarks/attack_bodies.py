@@ -1,13 +1,21 @@
-"""Bodies of requests that cost the router more than they cost their sender. Not a test module.
-
-``ATTACKS``: name -> a function that makes the bytes of one HTTP request, head included.
-"""
+"""Requests whose bodies cost the router more than they cost their sender, by name: :data:`BODIES`."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+
+from splitserve.benchmarks.router_stages import MODEL_ID
 
 MIB = 1 << 20
 BODY_BYTES = 16 * MIB - 256
-"""Just what a body could have before its limit was lowered."""
+"""More than a router takes by default."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostileBody:
+    """A request, and how often it is sent at once."""
+
+    make: Callable[[], bytes]  # the request, head included
+    times: int = 8
 
 
 def post(path: str, body: bytes) -> bytes:
@@ -17,11 +25,12 @@ def post(path: str, body: bytes) -> bytes:
 
 
 def completion(fields: bytes) -> bytes:
-    return post("/v1/completions", b'{"model":"tiny",' + fields + b"}")
+    return post("/v1/completions", b'{"model":"%s",' % MODEL_ID.encode() + fields + b"}")
 
 
 def chat(messages: bytes) -> bytes:
-    return post("/v1/chat/completions", b'{"model":"tiny","max_tokens":1,"messages":' + messages + b"}")
+    start = b'{"model":"%s","max_tokens":1,"messages":' % MODEL_ID.encode()
+    return post("/v1/chat/completions", start + messages + b"}")
 
 
 def prompt(value: bytes) -> bytes:
@@ -50,7 +59,7 @@ def messages(count: int, message: bytes = b'{"role":"user","content":""}') -> by
 
 _PART = b'{"type":"text","text":"a"}'
 _SMALL = 4 * MIB - 256  # what fits into the default limit
-ATTACKS: dict[str, Callable[[], bytes]] = {
+_REQUESTS: dict[str, Callable[[], bytes]] = {
     "900,000 unknown fields": lambda: completion(b'"prompt":"a",' + fields(900_000)),
     "250,000 unknown fields": lambda: completion(b'"prompt":"a",' + fields(250_000)),
     "as many unknown fields as pass": lambda: completion(b'"prompt":"a",' + fields(120)),
@@ -90,3 +99,13 @@ ATTACKS: dict[str, Callable[[], bytes]] = {
     "4 MiB of spaces": lambda: prompt(b" " * _SMALL + b'"a"'),
     "a profile request of 4 MiB": lambda: post("/admin/profile", b"{" + fields(250_000) + b"}"),
 }
+_SLOW = (
+    "brackets, 4 MiB deep",
+    "escaped quotes, 4 MiB",
+    "lists of token ids, 4 MiB",
+    "2 million token ids",
+    "a number of 4 million digits",
+    "one key four times, 1 MiB each",
+    "a profile request of 4 MiB",
+)
+BODIES = {name: HostileBody(make, 1 if name in _SLOW else 8) for name, make in _REQUESTS.items()}
