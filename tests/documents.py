@@ -32,7 +32,7 @@ def shell_lines(text: str) -> Iterator[str]:
 def splitserve_commands(text: str) -> Iterator[list[str]]:
     """Arguments of each command that begins with ``splitserve``, without redirections and comments."""
     for line in shell_lines(text):
-        if line.startswith("splitserve ") and "[" not in line:
+        if line.startswith("splitserve "):
             words = shlex.split(line.split(" > ")[0], comments=True)
             yield [word for word in words[1:] if word != "&"]
 
