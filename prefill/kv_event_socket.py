@@ -1,4 +1,4 @@
-"""Publishes what a worker holds, as it changes: docs/kv-events.md.
+"""Publishes what a worker holds, as it changes: docs/guides/kv-events.md.
 
 A subscriber first gets a snapshot, then what changes. Batches are numbered; who misses one subscribes anew.
 """

@@ -187,7 +187,7 @@ def _links(records: list[WorkerRecord]) -> Iterator[GaugeMetricFamily]:
 
 
 def _tiers(records: list[WorkerRecord]) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-    """Each tier of each worker: docs/kv-tiers.md."""
+    """Each tier of each worker: docs/guides/tiers.md."""
     labels = ("worker", "role", "tier")
     for name in TierLoad.__struct_fields__[1:]:
         kind = GaugeMetricFamily if name in ("slots", "blocks", "available") else CounterMetricFamily

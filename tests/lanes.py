@@ -10,6 +10,7 @@ BESIDE_OTHERS = {
     "test_ci_run",
     "test_cluster_spec",
     "test_control",
+    "test_deploy",
     "test_fuzz_http",
     "test_gpu_tests",
     "test_host_offers_simulation",

@@ -1,4 +1,4 @@
-"""docs/handover.md against the code: states, their transitions, messages with their fields, time-outs.
+"""docs/concepts/handover.md against the code: states, their transitions, messages with their fields, time-outs.
 
 Both lists are made here, one from the page's tables, one from the code; for the transitions the code is run.
 """
@@ -20,14 +20,14 @@ from splitserve.config import ProtocolConfig
 from splitserve.prefill.stage import NEXT_STAGES, Stage
 from splitserve.request import Party, Role
 
-PAGE = (Path(__file__).parent.parent / "docs" / "handover.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parent.parent / "docs" / "concepts" / "handover.md").read_text(encoding="utf-8")
 Rows = list[dict[str, str]]
 
 
 def section(title: str) -> str:
     """The text under the heading that contains ``title``, up to the next heading of any level."""
     match = re.search(rf"^##+ [^\n]*{re.escape(title)}[^\n]*\n(.*?)(?=^##|\Z)", PAGE, re.MULTILINE | re.DOTALL)
-    assert match, f"docs/handover.md has no section {title!r}"
+    assert match, f"docs/concepts/handover.md has no section {title!r}"
     return match[1]
 
 

@@ -130,7 +130,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     NIXL's, one of :data:`DISK_KV_BACKENDS`, moves them. ``kv_keep`` says what goes there, one of
     :data:`KEEP_POLICIES`. A request waits at most ``kv_load_seconds`` for its blocks to come up again, then it computes
     them. ``lmcache_endpoint`` is where an LMCache server of this machine listens, "" for none: what is kept goes there,
-    too, for all workers that use it. With ``kv_events`` the worker publishes what it holds (docs/kv-events.md).
+    too, for all workers that use it. With ``kv_events`` the worker publishes what it holds (docs/guides/kv-events.md).
     """
 
     model: str

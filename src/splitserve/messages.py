@@ -88,7 +88,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TierLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tier of KV below the device. Counters are since start; what they count: docs/kv-tiers.md."""
+    """One tier of KV below the device. Counters are since start; what they count: docs/guides/tiers.md."""
 
     name: Annotated[str, msgspec.Meta(max_length=MAX_TIER_NAME)]
     slots: Count = 0
