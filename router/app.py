@@ -26,10 +26,11 @@ from splitserve.router.formats import ChatFormat, CompletionFormat, Format
 from splitserve.router.local_origin import RequireLocal
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.openapi import openapi_document
+from splitserve.router.parsing import RequestModel
 from splitserve.router.placement import Disaggregated, NoWorker, RequestShape
 from splitserve.router.preparation import Preparation, check_not_empty
 from splitserve.router.profiles import MAX_PROFILE_BODY_BYTES, parse_profile_request
-from splitserve.router.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest, RequestModel
+from splitserve.router.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from splitserve.router.waiting_room import ClientGoneError
 
 _KEYED_PATHS = ("/v1/", "/admin/")

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from splitserve.benchmarks.instant_worker import DEFAULT_LAYOUT
+from splitserve.benchmarks.worker_script import DEFAULT_LAYOUT
 from splitserve.config import RouterConfig
 from splitserve.messages import Body, LocalRequest, WorkerInfo
 from splitserve.request import Party, Role, SamplingParams
