@@ -3,16 +3,9 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from splitserve.benchmarks.results_cells import extent, number, of_bench, percent
 from splitserve.benchmarks.results_runs import Run, cited
-from splitserve.benchmarks.results_sections import (
-    SHAPE,
-    extent,
-    isolation_load,
-    number,
-    of_bench,
-    percent,
-    readings,
-)
+from splitserve.benchmarks.results_sections import SHAPE, isolation_load, readings
 
 Found = Sequence[tuple[Run, dict[str, Any]]]
 ARRANGEMENTS = {"1P1D": "1P1D, 2 GPUs", "mixed": "1 mixed, 1 GPU", "2 mixed": "2 mixed, 2 GPUs"}

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from splitserve.benchmarks import results_more, results_readme, results_sections
 from splitserve.benchmarks.report import RESULTS_DIRECTORY
+from splitserve.benchmarks.results_cells import Section
 from splitserve.benchmarks.results_runs import Run, read_runs
-from splitserve.benchmarks.results_sections import Section
 
 BEGIN = "<!-- figures: made by `python -m splitserve.benchmarks.results_table`, not by hand -->"
 END = "<!-- end of figures -->"

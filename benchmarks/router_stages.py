@@ -18,8 +18,9 @@ from splitserve.messages import Envelope, LocalRequest
 from splitserve.prefill.block_manager import BlockManager
 from splitserve.prefill.sequence import Sequence as Request
 from splitserve.request import Party, RequestKey, SamplingParams
+from splitserve.router.parsing import parse
 from splitserve.router.prefix_view import PrefixView, PromptHashes
-from splitserve.router.schema import CompletionRequest, parse
+from splitserve.router.schema import CompletionRequest
 from splitserve.token_ids import TokenIds
 from splitserve.wire import decode, encode
 

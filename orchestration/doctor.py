@@ -29,7 +29,6 @@ from splitserve.orchestration.doctor_cluster import settled_report, shows_right_
 from splitserve.orchestration.doctor_cluster_checks import (
     check_connections,
     check_integrity,
-    check_transports,
     check_workers,
     cluster_checks,
 )
@@ -45,6 +44,7 @@ from splitserve.orchestration.doctor_model import look_at_model
 from splitserve.orchestration.doctor_plan import spec_checks
 from splitserve.orchestration.doctor_probe import look_by_probe
 from splitserve.orchestration.doctor_report import Check, Diagnosis, Problem, check, skipped
+from splitserve.orchestration.doctor_transport_checks import check_transports
 from splitserve.orchestration.expansion import (
     API_KEY_VARIABLE,
     SECRET_VARIABLE,

@@ -14,10 +14,10 @@ from typing import Any
 
 from splitserve.cluster_report import ClusterReport
 from splitserve.errors import SplitserveError
-from splitserve.orchestration.doctor_cluster_checks import READY
 from splitserve.orchestration.doctor_http import Endpoint
 from splitserve.orchestration.doctor_machine import TorchFacts, ask_torch
 from splitserve.orchestration.doctor_report import Check, Problem, check, skipped
+from splitserve.orchestration.doctor_workers import READY
 from splitserve.orchestration.sizes import format_bytes
 from splitserve.request import Role
 

@@ -26,11 +26,12 @@ from splitserve.router.formats import ChatFormat, CompletionFormat, Format
 from splitserve.router.local_origin import RequireLocal
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.openapi import openapi_document
+from splitserve.router.parsing import RequestModel
 from splitserve.router.placement import Disaggregated, NoWorker, RequestShape
 from splitserve.router.placer import Limits
 from splitserve.router.preparation import Preparation, check_not_empty
 from splitserve.router.profiles import MAX_PROFILE_BODY_BYTES, parse_profile_request
-from splitserve.router.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest, RequestModel
+from splitserve.router.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 
 _KEYED_PATHS = ("/v1/", "/admin/")
 _CLOSED_TRANSPORT = "the handler is closed"  # what uvloop says between a connection's reset and its report of it

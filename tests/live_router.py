@@ -9,7 +9,8 @@ from typing import Any
 import zmq
 
 from router_harness import Workers
-from splitserve.benchmarks.instant_worker import DEFAULT_LAYOUT, InstantWorker
+from splitserve.benchmarks.instant_worker import InstantWorker
+from splitserve.benchmarks.worker_script import DEFAULT_LAYOUT
 from splitserve.config import ProtocolConfig, RouterConfig
 from splitserve.messages import Abort, Body, Envelope, Heartbeat, Register, WorkerInfo, WorkerLoad
 from splitserve.request import Party, Role, SamplingParams

@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from splitserve.benchmarks.instant_worker import InstantWorker, Script, WorkerOptions, default_script
+from splitserve.benchmarks.instant_worker import InstantWorker, WorkerOptions
+from splitserve.benchmarks.worker_script import Script, default_script
 from splitserve.config import RouterConfig
 from splitserve.request import Role
 from waiting import PATIENCE_SECONDS, wait_until

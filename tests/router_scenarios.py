@@ -7,7 +7,8 @@ import asyncio
 from collections.abc import Sequence
 
 from live_router import LiveRouter, WorkerByHand, aborted, until
-from splitserve.benchmarks.instant_worker import InstantWorker, Reply, Request, default_script
+from splitserve.benchmarks.instant_worker import InstantWorker
+from splitserve.benchmarks.worker_script import Reply, Request, default_script
 from splitserve.messages import (
     Body,
     DecodeRequest,

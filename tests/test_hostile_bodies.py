@@ -14,7 +14,8 @@ from splitserve.request import Role
 from splitserve.router import body_shape
 from splitserve.router.api_error import ApiError
 from splitserve.router.body_shape import BodyShape, check_shape
-from splitserve.router.schema import ChatCompletionRequest, CompletionRequest, parse, parse_checked
+from splitserve.router.parsing import parse, parse_checked
+from splitserve.router.schema import ChatCompletionRequest, CompletionRequest
 from waiting import wait_until
 
 TRIES = 8  # the longest gap is asserted of the best: other processes disturb some on a busy machine

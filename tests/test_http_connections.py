@@ -13,7 +13,7 @@ import pytest
 
 from router_harness import RouterProcess, ready, served_router, write_model_dir
 from splitserve.benchmarks.attack_http import CHUNKED, HEALTH, send_all
-from splitserve.benchmarks.instant_worker import default_script
+from splitserve.benchmarks.worker_script import default_script
 from splitserve.config import HttpLimits
 from splitserve.request import Role
 from waiting import PATIENCE_SECONDS, wait_until

@@ -11,8 +11,9 @@ import pytest
 import zmq
 
 from router_harness import RouterProcess, Workers, write_model_dir
-from splitserve.benchmarks.instant_worker import DEFAULT_LAYOUT, InstantWorker, WorkerOptions, default_script
+from splitserve.benchmarks.instant_worker import InstantWorker, WorkerOptions
 from splitserve.benchmarks.paced_worker import PacedRunner, build_loop
+from splitserve.benchmarks.worker_script import DEFAULT_LAYOUT, default_script
 from splitserve.config import ProtocolConfig
 from splitserve.errors import HandshakeError
 from splitserve.messages import (

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from splitserve.benchmarks import results_readme, results_sections, results_table
+from splitserve.benchmarks.results_cells import extent, number, percent
 from splitserve.benchmarks.results_runs import Run, cited, read_runs
-from splitserve.benchmarks.results_sections import extent, number, percent
 
 ROOT = Path(__file__).parents[1]
 SPEED = re.compile(r"\d ?(ms|us|µs|GB/s|TB/s|TFLOP/s|tokens/s)\b|\d%|\btimes (as fast|faster)\b")

@@ -17,7 +17,7 @@ import zmq
 
 from router_harness import RouterProcess, ready, served_router, write_model_dir
 from router_streams import PROMPT, Stream, aborts
-from splitserve.benchmarks.instant_worker import DEFAULT_LAYOUT, Reply, default_script
+from splitserve.benchmarks.worker_script import DEFAULT_LAYOUT, Reply, default_script
 from splitserve.config import ProtocolConfig, RouterConfig
 from splitserve.messages import (
     DecodeRequest,

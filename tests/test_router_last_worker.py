@@ -15,7 +15,7 @@ import pytest
 
 from router_harness import RouterProcess, Workers, ready, served_router, write_model_dir
 from router_streams import PROMPT, Stream, aborts
-from splitserve.benchmarks.instant_worker import Reply, Request, default_script
+from splitserve.benchmarks.worker_script import Reply, Request, default_script
 from splitserve.config import ProtocolConfig
 from splitserve.messages import FailureCode, LocalRequest, RequestFailed
 from splitserve.request import Party, Role

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from splitserve.benchmarks.instant_worker import DEFAULT_LAYOUT
+from splitserve.benchmarks.worker_script import DEFAULT_LAYOUT
 from splitserve.config import PLACEMENT_POLICIES
 from splitserve.errors import ConfigError
 from splitserve.messages import WorkerInfo, WorkerLoad
