@@ -6,7 +6,7 @@ from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 
 from splitserve.decode.peers import PeerState, PeerTable
-from splitserve.handover import ReadResult, SinkHandover, SinkState
+from splitserve.handover import Pull, ReadResult, SinkHandover, SinkState
 from splitserve.kvconnector.block_pool import BlockState
 from splitserve.messages import MAX_HASHES, HandoverReport, Offer, PeerRef, Release, Withdrawn
 from splitserve.prefill.effects import Incident, StartRead
@@ -217,19 +217,16 @@ class SinkSide:
                 return
             local_blocks = local_blocks[: len(hashes)]
             num_tokens = (first_block + len(hashes)) * block_size
-        incoming.handover = SinkHandover(
-            sequence.key,
-            incoming.peer,
+        pull = Pull(
             num_prompt_tokens=num_tokens,
             num_cached_tokens=sequence.num_computed,
             local_blocks=local_blocks,
-            hashes=hashes,
             block_size=block_size,
             block_bytes=self._state.block_bytes,
-            config=self._state.protocol,
-            now=now,
+            hashes=hashes,
             reads_host_tier=self._reads_host_tiers,
         )
+        incoming.handover = SinkHandover(sequence.key, incoming.peer, pull, self._state.protocol, now)
         self._advance(incoming, now)
 
     def _from_peer(self, key: RequestKey, sender: Party) -> Incoming | None:
