@@ -6,26 +6,22 @@ import msgspec
 
 from splitserve.decode.peers import PeerTable
 from splitserve.decode.sink import SinkSide
-from splitserve.handover import ReadResult
-from splitserve.kvconnector.connector import PeerConnected
-from splitserve.messages import (
+from splitserve.engine.parts import Handler, Part
+from splitserve.engine.requests import Requests
+from splitserve.engine.sequence import Sequence
+from splitserve.kvconnector.transfer.connector import PeerConnected
+from splitserve.protocol.handover.reads import ReadResult
+from splitserve.protocol.messages.handover import Offer, PeerRefused, PeerWelcome, Withdrawn
+from splitserve.protocol.messages.membership import PeerLink, WorkerLoad
+from splitserve.protocol.messages.requests import (
     DecodeRequest,
     FailureCode,
     HandoverReport,
     Introduce,
     LocalRequest,
-    Offer,
-    PeerLink,
-    PeerRefused,
-    PeerWelcome,
     TokenDelta,
-    Withdrawn,
-    WorkerLoad,
 )
-from splitserve.prefill.parts import Handler, Part
-from splitserve.prefill.requests import Requests
-from splitserve.prefill.sequence import Sequence
-from splitserve.request import Party
+from splitserve.protocol.request import Party
 
 
 class SinkPart(Part):

@@ -3,13 +3,15 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from splitserve.kvconnector.connector import Link, PeerConnected
-from splitserve.kvconnector.read_plan import num_readable_blocks
-from splitserve.kvconnector.welcome_check import problem_with_memory
-from splitserve.messages import PeerHello, PeerLink, PeerRef, PeerRefused, PeerWelcome
-from splitserve.prefill.effects import Connect, Dial, Disconnect, HangUp
-from splitserve.prefill.engine_state import EngineState
-from splitserve.request import Party
+from splitserve.engine.effects import Connect, Dial, Disconnect, HangUp
+from splitserve.engine.state import EngineState
+from splitserve.kvconnector.transfer.connector import Link, PeerConnected
+from splitserve.kvconnector.transfer.read_plan import num_readable_blocks
+from splitserve.kvconnector.transfer.welcome_check import problem_with_memory
+from splitserve.protocol.messages.handover import PeerHello, PeerRefused, PeerWelcome
+from splitserve.protocol.messages.membership import PeerLink
+from splitserve.protocol.messages.requests import PeerRef
+from splitserve.protocol.request import Party
 
 
 class PeerState(Enum):

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 
-from splitserve.prefill.block_manager import BlockManager
-from splitserve.prefill.scheduling import Planned
-from splitserve.prefill.sequence import Sequence
-from splitserve.prefill.stage import Stage
+from splitserve.engine.block_manager import BlockManager
+from splitserve.engine.scheduling import Planned
+from splitserve.engine.sequence import Sequence
+from splitserve.engine.stage import Stage
 
 
 class DecodeScheduler:

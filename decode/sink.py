@@ -6,14 +6,16 @@ from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 
 from splitserve.decode.peers import PeerState, PeerTable
-from splitserve.handover import Pull, ReadResult, SinkHandover, SinkState
-from splitserve.kvconnector.block_pool import BlockState
-from splitserve.messages import MAX_HASHES, HandoverReport, Offer, PeerRef, Release, Withdrawn
-from splitserve.prefill.effects import Incident, StartRead
-from splitserve.prefill.engine_state import EngineState
-from splitserve.prefill.sequence import Sequence
-from splitserve.prefill.stage import Stage
-from splitserve.request import Party, RequestKey
+from splitserve.engine.effects import Incident, StartRead
+from splitserve.engine.sequence import Sequence
+from splitserve.engine.stage import Stage
+from splitserve.engine.state import EngineState
+from splitserve.kvconnector.blocks.pool import BlockState
+from splitserve.protocol.handover.reads import ReadResult
+from splitserve.protocol.handover.sink import Pull, SinkHandover, SinkState
+from splitserve.protocol.messages.handover import MAX_HASHES, Offer, Release, Withdrawn
+from splitserve.protocol.messages.requests import HandoverReport, PeerRef
+from splitserve.protocol.request import Party, RequestKey
 
 
 @dataclass(slots=True, eq=False)

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from splitserve.kernels import attention, kv_copy, linear, reference, sampling
 from splitserve.kernels.api import Kernels
+from splitserve.kernels.reference import attention, kv_copy, linear, sampling
+from splitserve.kernels.reference import operations as reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,29 +75,29 @@ def _triton(module: str, name: str) -> Candidate:
 
 _CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
     "begin_step": (
-        _triton("triton_ops", "begin_step"),
+        _triton("triton.operations", "begin_step"),
         Candidate("reference", _always, lambda: reference.begin_step),
     ),
-    "rms_norm": (_triton("triton_ops", "rms_norm"), Candidate("reference", _always, lambda: reference.rms_norm)),
+    "rms_norm": (_triton("triton.operations", "rms_norm"), Candidate("reference", _always, lambda: reference.rms_norm)),
     "prepare_qkv": (
-        _triton("triton_ops", "prepare_qkv"),
+        _triton("triton.operations", "prepare_qkv"),
         Candidate("reference", _always, lambda: reference.prepare_qkv),
     ),
-    "silu_mul": (_triton("triton_ops", "silu_mul"), Candidate("reference", _always, lambda: reference.silu_mul)),
-    "sample": (_triton("triton_sampling", "sample"), Candidate("reference", _always, lambda: sampling.sample)),
+    "silu_mul": (_triton("triton.operations", "silu_mul"), Candidate("reference", _always, lambda: reference.silu_mul)),
+    "sample": (_triton("triton.sampling", "sample"), Candidate("reference", _always, lambda: sampling.sample)),
     "pack_linear": (
-        _triton("triton_linear", "TritonLinear"),
+        _triton("triton.linear", "TritonLinear"),
         Candidate("onednn", _onednn_missing, lambda: linear.OneDnnLinear),
         Candidate("reference", _always, lambda: linear.PlainLinear),
     ),
     "make_attention": (
-        Candidate("hybrid", _flashinfer_missing, _load("hybrid_attention", "HybridPagedAttention")),
-        Candidate("flashinfer", _flashinfer_missing, _load("flashinfer_attention", "FlashInferPagedAttention")),
-        _triton("triton_attention", "TritonPagedAttention"),
+        Candidate("hybrid", _flashinfer_missing, _load("flashinfer.hybrid", "HybridPagedAttention")),
+        Candidate("flashinfer", _flashinfer_missing, _load("flashinfer.attention", "FlashInferPagedAttention")),
+        _triton("triton.attention", "TritonPagedAttention"),
         Candidate("reference", _always, lambda: attention.ReferencePagedAttention),
     ),
-    "gather_kv": (_triton("triton_gather", "gather_kv"), Candidate("reference", _always, lambda: kv_copy.gather_kv)),
-    "scatter_kv": (_triton("triton_gather", "scatter_kv"), Candidate("reference", _always, lambda: kv_copy.scatter_kv)),
+    "gather_kv": (_triton("triton.gather", "gather_kv"), Candidate("reference", _always, lambda: kv_copy.gather_kv)),
+    "scatter_kv": (_triton("triton.gather", "scatter_kv"), Candidate("reference", _always, lambda: kv_copy.scatter_kv)),
 }
 
 OPERATIONS = tuple(_CANDIDATES)

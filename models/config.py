@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from splitserve.errors import CheckpointError
-from splitserve.model_files import MAX_CONFIG_BYTES, check_token_id, end_token_ids, few, read_json_object, shown
-from splitserve.models.checkpoint import weights_version
+from splitserve.common.errors import CheckpointError
+from splitserve.common.model_files import MAX_CONFIG_BYTES, check_token_id, end_token_ids, few, read_json_object, shown
 from splitserve.models.families.registry import FAMILIES
+from splitserve.models.weights.checkpoint import weights_version
 
 __all__ = ["ModelConfig", "RopeScaling", "load_model_config", "weights_version"]
 

@@ -2,7 +2,7 @@
 
 import importlib
 
-from splitserve.errors import ConfigError
+from splitserve.common.errors import ConfigError
 from splitserve.models.config import ModelConfig
 from splitserve.models.layers.decoder import Decoder
 from splitserve.models.layers.weight import Units, Weight

@@ -16,7 +16,7 @@ from splitserve.models.layers.decoder import Decoder
 from splitserve.models.layers.residual import Residual
 from splitserve.models.layers.rotary import RotaryEmbedding
 from splitserve.models.layers.step import BeforeLayer, NothingToSample, Step
-from splitserve.models.parallel import Alone, Collectives
+from splitserve.models.parallel.ranks import Alone, Collectives
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class ForwardBatch:
 class DecoderModel:
     """The forward pass. Holds the loaded layers and the chosen kernels; no state of any request.
 
-    ``config``: of this rank's part (:func:`splitserve.models.shard.local_config`).
+    ``config``: of this rank's part (:func:`splitserve.models.weights.shard.local_config`).
     """
 
     def __init__(

@@ -10,11 +10,11 @@ is told apart by its generation, as ever, and read again from the slot.
 import itertools
 from collections.abc import Iterable, Iterator
 
-from splitserve.handover import SourceHandover, SourceState
-from splitserve.messages import OfferedBlock
-from splitserve.prefill.block_manager import Shortage
-from splitserve.prefill.engine_state import EngineState
-from splitserve.prefill.sequence import Sequence
+from splitserve.engine.block_manager import Shortage
+from splitserve.engine.sequence import Sequence
+from splitserve.engine.state import EngineState
+from splitserve.protocol.handover.source import SourceHandover, SourceState
+from splitserve.protocol.messages.handover import OfferedBlock
 
 
 class HostOffers:

@@ -3,11 +3,11 @@
 The same lease, offers and release as those of a hand-over, and the same reader's check of generations.
 """
 
-from splitserve.handover import SourceHandover, SourceState
-from splitserve.messages import Grant, OfferAck, OfferedBlock, PrefixGrant, Release, Withdrawn
-from splitserve.prefill.block_manager import HeldPrefix
-from splitserve.prefill.engine_state import DRAINING_REASON, EngineState
-from splitserve.request import Party, RequestKey
+from splitserve.engine.block_manager import HeldPrefix
+from splitserve.engine.state import DRAINING_REASON, EngineState
+from splitserve.protocol.handover.source import SourceHandover, SourceState
+from splitserve.protocol.messages.handover import Grant, OfferAck, OfferedBlock, PrefixGrant, Release, Withdrawn
+from splitserve.protocol.request import Party, RequestKey
 
 NOTHING_HERE = "nothing of the prefix is here"
 

@@ -3,11 +3,11 @@
 import itertools
 from collections import deque
 
-from splitserve.kvconnector.layout import num_blocks_for
-from splitserve.prefill.block_manager import BlockManager, Shortage
-from splitserve.prefill.scheduling import Planned, StepBudget
-from splitserve.prefill.sequence import Sequence
-from splitserve.prefill.stage import Stage
+from splitserve.engine.block_manager import BlockManager, Shortage
+from splitserve.engine.scheduling import Planned, StepBudget
+from splitserve.engine.sequence import Sequence
+from splitserve.engine.stage import Stage
+from splitserve.kvconnector.layout.shape import num_blocks_for
 
 MAX_LOADS_AHEAD = 8
 """As many of those that wait may have their KV come up, and hold blocks for it."""

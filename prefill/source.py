@@ -3,32 +3,31 @@ read it."""
 
 from collections.abc import Mapping
 
-from splitserve.bounded import ExpiringMap
-from splitserve.handover import SourceHandover, SourceState
-from splitserve.kvconnector.connector import ServedMemory
-from splitserve.kvconnector.digest import LeadingDigests, no_digests
-from splitserve.messages import (
-    FailureCode,
+from splitserve.common.bounded import ExpiringMap
+from splitserve.engine.effects import Incident, Serve
+from splitserve.engine.parts import Handler, Part
+from splitserve.engine.requests import Requests
+from splitserve.engine.sequence import Sequence
+from splitserve.engine.stage import Stage
+from splitserve.engine.state import DRAINING_REASON, Tombstone
+from splitserve.kvconnector.blocks.digest import LeadingDigests, no_digests
+from splitserve.kvconnector.transfer.connector import ServedMemory
+from splitserve.prefill.host_offers import HostOffers
+from splitserve.prefill.prefix_source import PrefixSource
+from splitserve.protocol.handover.source import SourceHandover, SourceState
+from splitserve.protocol.messages.handover import (
     Grant,
     OfferAck,
     OfferedBlock,
     PeerHello,
     PeerRefused,
     PeerWelcome,
-    PrefillRequest,
     PrefixGrant,
     Release,
     Withdrawn,
 )
-from splitserve.prefill.effects import Incident, Serve
-from splitserve.prefill.engine_state import DRAINING_REASON, Tombstone
-from splitserve.prefill.host_offers import HostOffers
-from splitserve.prefill.parts import Handler, Part
-from splitserve.prefill.prefix_source import PrefixSource
-from splitserve.prefill.requests import Requests
-from splitserve.prefill.sequence import Sequence
-from splitserve.prefill.stage import Stage
-from splitserve.request import Party, RequestKey
+from splitserve.protocol.messages.requests import FailureCode, PrefillRequest
+from splitserve.protocol.request import Party, RequestKey
 
 
 class SourcePart(Part):

@@ -14,17 +14,17 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
-from splitserve.config import RouterConfig
-from splitserve.errors import ConfigError
-from splitserve.router.app import Api, create_app
-from splitserve.router.body import BodyReader
-from splitserve.router.connections import Connections, HttpConfig
-from splitserve.router.dispatcher import Dispatcher
-from splitserve.router.metrics import RouterMetrics
-from splitserve.router.preparation import Preparation
-from splitserve.router.renderer import Renderer
-from splitserve.router.tokenizer import ModelTokenizer
-from splitserve.security import is_loopback
+from splitserve.common.errors import ConfigError
+from splitserve.common.security import is_loopback
+from splitserve.protocol.config import RouterConfig
+from splitserve.router.admin.metrics import RouterMetrics
+from splitserve.router.http.app import Api, create_app
+from splitserve.router.http.body import BodyReader
+from splitserve.router.http.connections import Connections, HttpConfig
+from splitserve.router.requests.dispatcher import Dispatcher
+from splitserve.router.text.preparation import Preparation
+from splitserve.router.text.renderer import Renderer
+from splitserve.router.text.tokenizer import ModelTokenizer
 
 log = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from splitserve.orchestration.cli import BENCHES, TUNE, build_parser
-from splitserve.orchestration.option_types import bytes_option
-from splitserve.orchestration.sizes import format_bytes
-from splitserve.orchestration.spec_document import json_schema
-from splitserve.router.openapi import openapi_document
+from splitserve.orchestration.cli.main import BENCHES, TUNE, build_parser
+from splitserve.orchestration.cli.option_types import bytes_option
+from splitserve.orchestration.spec.document import json_schema
+from splitserve.orchestration.spec.sizes import format_bytes
+from splitserve.router.http.openapi import openapi_document
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 COMMAND = "python scripts/reference_pages.py"

@@ -35,7 +35,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Note the versions that run, commit and PyTorch among them, as properties of the JUnit file if there is one."""
     for plugin in session.config.pluginmanager.get_plugins():
         if hasattr(plugin, "add_global_property"):
-            from splitserve.benchmarks.report import machine, versions
+            from splitserve.benchmarks.common.report import machine, versions
 
             for name, value in {**versions(), "gpus": "; ".join(machine()["gpus"])}.items():
                 plugin.add_global_property(name, value)
@@ -62,7 +62,7 @@ def _num_gpus() -> int:
 @pytest.fixture(scope="session")
 def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a Qwen3 checkpoint of about 5 MB, with tokenizer and chat template."""
-    from splitserve.models.demo import write_demo_model
+    from splitserve.models.demo.checkpoint import write_demo_model
 
     return write_demo_model(tmp_path_factory.mktemp("checkpoints") / "tiny-qwen3", architecture="qwen3")
 
@@ -70,7 +70,7 @@ def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a Llama checkpoint of about 5 MB, with llama3 rope scaling, tokenizer and chat template."""
-    from splitserve.models.demo import write_demo_model
+    from splitserve.models.demo.checkpoint import write_demo_model
 
     return write_demo_model(tmp_path_factory.mktemp("checkpoints") / "tiny-llama", architecture="llama")
 
@@ -78,8 +78,8 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def chat_tokens(tiny_qwen3: Path) -> list[list[list[int]]]:
     """Of the chats in test_tiers_end_to_end, by user and turn, from a worker with room for all of them."""
-    from test_end_to_end import cluster
-    from test_tiers_end_to_end import chat
+    from small_clusters import cluster
+    from tier_chats import chat
 
     with cluster(tiny_qwen3, "mixed") as plenty:
         return chat(plenty.url, tiny_qwen3)[0]

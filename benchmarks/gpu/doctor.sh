@@ -6,7 +6,7 @@ C="${SPLITSERVE:-splitserve}"; URL=http://127.0.0.1:8012; STATUS=0
 mark() { echo; echo "=== $* ($(date +%T))"; }
 expect() { [ "$1" = "$2" ] || { echo "FAILED: exit status $1, not $2"; STATUS=1; }; }
 [ -f /tmp/m/config.json ] || python3 -c "
-from splitserve.models.demo import write_demo_config
+from splitserve.models.demo.checkpoint import write_demo_config
 write_demo_config('/tmp/m', shape='llama-3.1-8b')"
 
 mark "this machine"

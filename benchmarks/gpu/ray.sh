@@ -12,7 +12,7 @@ python3 -c "import ray; print('ray', ray.__version__)" || exit 1
 
 if has placed; then
   mark "placed: 1P1D on Ray, random weights"
-  python3 -c "from pathlib import Path; from splitserve.models.demo import write_demo_config; print(write_demo_config(Path('$SPLITSERVE_STATE_DIR/model'), shape='llama-3.1-8b'))"
+  python3 -c "from pathlib import Path; from splitserve.models.demo.checkpoint import write_demo_config; print(write_demo_config(Path('$SPLITSERVE_STATE_DIR/model'), shape='llama-3.1-8b'))"
   cat > $SPLITSERVE_STATE_DIR/spec.yaml <<Y
 name: gpus
 model: {path: $SPLITSERVE_STATE_DIR/model, served_name: demo, load_format: dummy, max_model_len: 8192}

@@ -10,9 +10,9 @@ has() { case " $PARTS " in *" $1 "*) return 0;; esac; return 1; }
 mark() { echo; echo "=== $* ($(date +%T))"; }
 [ -f /tmp/m/config.json ] || python3 -c "
 try:
-    from splitserve.models.demo import write_demo_config as write
+    from splitserve.models.demo.checkpoint import write_demo_config as write
 except ImportError:
-    from splitserve.models.demo import write_demo_model as write
+    from splitserve.models.demo.checkpoint import write_demo_model as write
 write('/tmp/m', shape='llama-3.1-8b')"
 
 start() {  # start NAME OPTIONS...: until /ready says 200

@@ -39,7 +39,8 @@ class GroupedAttention(Layer):
         return self._kv_elements
 
     def load(self, source: WeightSource) -> None:
-        """Take the tensors, with the scales of keys and values folded in (:mod:`splitserve.models.kv_scales`)."""
+        """Take the tensors, with the scales of keys and values folded in
+        (:mod:`splitserve.models.weights.kv_scales`)."""
         scales = source.kv_scales(self._key_scales, self._value_scales)
         query, key = scales.key, 1.0 / scales.key
         if self.head_norms is not None:

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from splitserve.models.layers.weight import Stack, Weight
-from splitserve.models.shard import Shard
+from splitserve.models.weights.shard import Shard
 
 if TYPE_CHECKING:  # the command line reads declarations, and starts without torch
     from torch import Tensor
 
     from splitserve.kernels.api import Linear, NormedLinear, ResidualLinear
-    from splitserve.models.kv_scales import KVScales
+    from splitserve.models.weights.kv_scales import KVScales
 
 
 class WeightSource(Protocol):

@@ -9,7 +9,7 @@ from enum import Enum, auto
 from typing import TypeAlias
 
 from splitserve.models.config import Fp8Format
-from splitserve.models.shard import Part, Shard, head_rows
+from splitserve.models.weights.shard import Part, Shard, head_rows
 
 
 class Role(Enum):

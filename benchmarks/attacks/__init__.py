@@ -1,0 +1,1 @@
+"""Hostile HTTP clients and bodies beside a stream."""

@@ -1,0 +1,1 @@
+"""Faults under load: right tokens, in time, nothing left over."""

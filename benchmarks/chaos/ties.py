@@ -1,0 +1,90 @@
+"""Judges an answer that differs from the quiet run's: a near-tie that rounding decided, or a wrong token.
+
+A GPU adds up in an order that depends on the batch, so two tokens whose scores are almost equal may change places.
+Each token of the answer is compared with what float64 draws after the tokens before it.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from splitserve.benchmarks.chaos.load import Answer
+from splitserve.kernels.api import SamplingBatch
+from splitserve.kernels.reference.sampling import sample
+
+NEAR_TIE_SHARE = 1e-4
+"""How far each logit may be off, as a share of the standard deviation of its row: far above float32's rounding."""
+
+
+class Referee:
+    """The checkpoint at ``path`` in float64, by transformers: none of the code under test but the draws' definition."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+        eos = self._model.generation_config.eos_token_id or ()
+        self._eos_ids = {eos} if isinstance(eos, int) else set(eos)
+
+    def problem(self, body: dict[str, Any], answer: Answer) -> str:
+        """Return why ``answer`` can't be an answer to ``body`` but for near-ties, in words; "" if it can."""
+        if answer.error:
+            return f"failed: {answer.error}"
+        if (answer.prompt_tokens, answer.completion_tokens) != (len(body["prompt"]), len(answer.token_ids)):
+            return "its usage isn't that of its tokens"
+        wrong = self._wrong_token(body, answer.token_ids)
+        return wrong or self._wrong_end(body, answer)
+
+    @torch.inference_mode()
+    def _logits(self, body: dict[str, Any], token_ids: list[int]) -> Tensor:
+        """The logits that each of ``token_ids`` and the one after them are drawn from, float64 [tokens + 1, vocab]."""
+        logits: Tensor = self._model(torch.tensor([body["prompt"] + token_ids])).logits[0]
+        return logits[len(body["prompt"]) - 1 :]
+
+    def _wrong_token(self, body: dict[str, Any], token_ids: list[int]) -> str:
+        logits = self._logits(body, token_ids)
+        drawn = _draw(logits[:-1], body, 0)
+        for index, (token, expected) in enumerate(zip(token_ids, drawn, strict=True)):
+            if token != expected and not _is_near_tie(logits[index], body, index, token, expected):
+                gap = float(logits[index, expected] - logits[index, token])
+                return f"token {index} is {token} instead of {expected}, no near-tie: its logit is {gap:.3g} less"
+        return ""
+
+    def _wrong_end(self, body: dict[str, Any], answer: Answer) -> str:
+        if answer.finish_reason == "length":
+            missing = body["max_tokens"] - len(answer.token_ids)
+            return f"it ended {missing} tokens early" if missing else ""
+        if body.get("stop") or (answer.token_ids and answer.token_ids[-1] in self._eos_ids):
+            return ""
+        row, index = self._logits(body, answer.token_ids)[-1], len(answer.token_ids)
+        [expected] = _draw(row[None], body, index)
+        if expected in self._eos_ids or any(_is_near_tie(row, body, index, token, expected) for token in self._eos_ids):
+            return ""
+        return f"it ended after {index} tokens, where {expected} follows"
+
+
+def _draw(logits: Tensor, body: dict[str, Any], first: int) -> list[int]:
+    """Tokens ``first`` and following of the answer, one from each row of ``logits``."""
+    rows = range(logits.shape[0])
+    batch = SamplingBatch(
+        temperatures=[body["temperature"] for _ in rows],
+        top_ks=[body.get("top_k", 0) for _ in rows],
+        top_ps=[body.get("top_p", 1.0) for _ in rows],
+        seeds=[body.get("seed", 0) for _ in rows],
+        choices=[0 for _ in rows],
+        positions=[len(body["prompt"]) + first + row for row in rows],
+    )
+    tokens: list[int] = sample(logits.clone(), batch).tolist()
+    return tokens
+
+
+def _is_near_tie(row: Tensor, body: dict[str, Any], index: int, token: int, expected: int) -> bool:
+    """Return whether ``token`` is drawn instead of ``expected`` if both logits are off by :data:`NEAR_TIE_SHARE`.
+
+    The draw is made anew, so a token at the threshold of top-k or top-p counts as well.
+    """
+    nudged, off = row.clone(), NEAR_TIE_SHARE * float(row.std())
+    nudged[token] += off
+    nudged[expected] -= off
+    return _draw(nudged[None], body, index) == [token]

@@ -1,0 +1,1 @@
+"""Benches of clusters: start, several machines, recovery."""

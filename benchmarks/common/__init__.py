@@ -1,0 +1,1 @@
+"""Options, reports and statistics that benches share."""

@@ -1,0 +1,40 @@
+"""Types of benches' options, for argparse: what makes no sense is refused before anything is measured."""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from splitserve.orchestration.cli.option_types import finite_number, whole_number
+
+positive = whole_number(1)
+not_negative = whole_number(0)
+
+
+def positive_seconds(text: str) -> float:
+    """Parse a finite number above 0."""
+    number = finite_number(text)
+    if number <= 0:
+        raise argparse.ArgumentTypeError(f"must be more than 0, got {text!r}")
+    return number
+
+
+def finite(text: str) -> float:
+    """Parse a finite number from 0 on."""
+    number = finite_number(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"must be 0 or more, got {text!r}")
+    return number
+
+
+def writable_directory(text: str) -> str:
+    """Return the path of a directory, which is made if need be; "" as it is, since it stands for something else."""
+    if text:
+        try:
+            Path(text).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise argparse.ArgumentTypeError(f"{text} can't be made: {error.strerror}") from error
+        try:
+            tempfile.TemporaryFile(dir=text).close()
+        except OSError as error:
+            raise argparse.ArgumentTypeError(f"{text} can't be written to: {error.strerror}") from error
+    return text

@@ -1,0 +1,147 @@
+"""What happened to each request of a load, and the figures made of it. Pure.
+
+Times are in seconds from the load's start; figures are in milliseconds where their name says so.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from splitserve.common.errors import ConfigError
+
+PERCENTILES = (50, 90, 99)
+BUNCHED_SECONDS = 1e-4  # chunks that arrive closer than this came in one read of the socket
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request as the client saw it.
+
+    ``chunk_seconds`` are the arrivals of the chunks that carried output, ``chunk_tokens`` the number of
+    tokens in each, where the endpoint tells. ``output_tokens`` is the endpoint's own count where it gives one.
+    """
+
+    due_seconds: float
+    sent_seconds: float = 0.0
+    end_seconds: float = 0.0
+    chunk_seconds: list[float] = field(default_factory=list)
+    chunk_tokens: list[int] = field(default_factory=list)
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    finish_reason: str = ""
+    error: str = ""
+
+    @property
+    def ttft_seconds(self) -> float:
+        return self.chunk_seconds[0] - self.sent_seconds
+
+    @property
+    def tpot_seconds(self) -> float:
+        """Mean time per output token after the first; 0 for a single token."""
+        return (self.chunk_seconds[-1] - self.chunk_seconds[0]) / max(1, self.output_tokens - 1)
+
+    @property
+    def itl_seconds(self) -> list[float]:
+        """Gaps between chunks."""
+        return [late - early for early, late in itertools.pairwise(self.chunk_seconds)]
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """A service-level objective: bounds in milliseconds that a request must keep; infinite where there is none."""
+
+    ttft_ms: float = float("inf")
+    tpot_ms: float = float("inf")
+    itl_ms: float = float("inf")  # of the request's longest gap
+
+    def is_met_by(self, record: RequestRecord) -> bool:
+        return (
+            not record.error
+            and record.ttft_seconds * 1e3 <= self.ttft_ms
+            and record.tpot_seconds * 1e3 <= self.tpot_ms
+            and max(record.itl_seconds, default=0.0) * 1e3 <= self.itl_ms
+        )
+
+
+def parse_objective(bounds: Sequence[str]) -> Objective:
+    """An objective from ``ttft:500 tpot:30`` (milliseconds). Raises :class:`ConfigError` that names the bad one."""
+    values: dict[str, float] = {}
+    for bound in bounds:
+        name, _, text = bound.partition(":")
+        try:
+            value = float(text)
+        except ValueError:
+            value = 0.0
+        if name not in ("ttft", "tpot", "itl") or not value > 0:
+            raise ConfigError(f"SLO {bound!r}: write ttft:MS, tpot:MS or itl:MS")
+        values[f"{name}_ms"] = value
+    return Objective(**values)
+
+
+def percentiles_ms(seconds: Sequence[float]) -> dict[str, float]:
+    """Mean, percentiles and maximum in milliseconds; empty for no values."""
+    if not seconds:
+        return {}
+    values = np.asarray(seconds) * 1e3
+    figures = {"mean": float(np.mean(values))}
+    figures |= {f"p{share}": float(np.percentile(values, share)) for share in PERCENTILES}
+    return figures | {"max": float(np.max(values))}
+
+
+def mean_of_longest_tenth_ms(seconds: Sequence[float]) -> float:
+    """What the unlucky tenth of gaps is like: a mean over all hides stalls."""
+    longest = sorted(seconds)[-max(1, len(seconds) // 10) :]
+    return 1e3 * sum(longest) / len(longest) if longest else 0.0
+
+
+def summarise(records: Sequence[RequestRecord], objective: Objective | None) -> dict[str, Any]:
+    """All figures of a load. A failed request has no latency, and misses any objective.
+
+    ``second_token_ms``, after the first, is where a hand-over shows; ``later_itl_ms`` are all gaps but that one.
+    """
+    done = [record for record in records if not record.error]
+    duration = max((record.end_seconds for record in records), default=0.0)
+    gaps = [gap for record in done for gap in record.itl_seconds]
+    per_second = 1.0 / duration if duration else 0.0
+    figures: dict[str, Any] = {
+        "requests": len(records),
+        "completed": len(done),
+        "failed": dict(Counter(record.error for record in records if record.error)),
+        "duration_seconds": duration,
+        "requests_per_second": len(done) * per_second,
+        "input_tokens_per_second": sum(record.input_tokens for record in done) * per_second,
+        "output_tokens_per_second": sum(record.output_tokens for record in done) * per_second,
+        "input_tokens": sum(record.input_tokens for record in done),
+        "cached_input_tokens": sum(record.cached_tokens for record in done),
+        "output_tokens": sum(record.output_tokens for record in done),
+        "ttft_ms": percentiles_ms([record.ttft_seconds for record in done]),
+        "tpot_ms": percentiles_ms([record.tpot_seconds for record in done if record.output_tokens > 1]),
+        "itl_ms": percentiles_ms(gaps),
+        "second_token_ms": percentiles_ms([record.itl_seconds[0] for record in done if len(record.chunk_seconds) > 1]),
+        "later_itl_ms": percentiles_ms([gap for record in done for gap in record.itl_seconds[1:]]),
+        "itl_longest_tenth_mean_ms": mean_of_longest_tenth_ms(gaps),
+        "bunched_gaps_share": sum(gap < BUNCHED_SECONDS for gap in gaps) / max(1, len(gaps)),
+        "e2e_ms": percentiles_ms([record.end_seconds - record.sent_seconds for record in done]),
+        "tokens_per_chunk": _tokens_per_chunk(done),
+        "dispatch_lag_ms": percentiles_ms([record.sent_seconds - record.due_seconds for record in records]),
+    }
+    if objective is not None:
+        num_good = sum(objective.is_met_by(record) for record in records)
+        figures["slo_attainment"] = num_good / max(1, len(records))
+        figures["goodput_requests_per_second"] = num_good * per_second
+    return figures
+
+
+def _tokens_per_chunk(records: Sequence[RequestRecord]) -> dict[str, float]:
+    """Mean, and maximum where the endpoint gives token ids: above 1, gaps between chunks aren't gaps between tokens."""
+    num_chunks = sum(len(record.chunk_seconds) for record in records)
+    if not num_chunks:
+        return {}
+    figures = {"mean": sum(record.output_tokens for record in records) / num_chunks}
+    counts = [count for record in records for count in record.chunk_tokens]
+    return figures | ({"max": float(max(counts))} if counts else {})

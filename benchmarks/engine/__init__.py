@@ -1,0 +1,1 @@
+"""Benches of the engine and its steps, with and without a device."""

@@ -1,0 +1,1 @@
+"""Benches of kernels, and their tuner."""

@@ -1,0 +1,166 @@
+"""What ``splitserve bench kernels`` runs: each operation at the shapes that a model's step has, on random inputs.
+
+A case has several copies of its inputs, together larger than the level-2 cache, which its calls take in turn; what a
+step has only just computed is warm there, so small operations look slower here than they are in a step.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from splitserve.benchmarks.kernels.case import Call, Case, Target
+from splitserve.benchmarks.kernels.kv_cases import MAX_SEQUENCES, attentions, kv_copies
+from splitserve.kernels.api import AttentionShape, Kernels, Linear, SamplingBatch
+from splitserve.models.declared import stored_weights
+from splitserve.models.layers.weight import Role
+
+_POSITIONS = 4096
+
+
+def cases(target: Target, rows: int, operations: Sequence[str]) -> Iterator[Case]:
+    """All of ``operations`` in a step of ``rows`` tokens, made one by one: inputs of large ones are gigabytes."""
+    for operation in operations:
+        yield from _MAKERS[operation](target, rows)
+
+
+def _begin_step(target: Target, rows: int) -> Iterator[Case]:
+    config, device = target.config, target.device
+    shape = AttentionShape(1, config.num_kv_heads, config.head_dim, target.block_size, 1, target.dtype, device)
+    embedding = target.normal(config.vocab_size, config.hidden_size)
+    rotations = target.normal(_POSITIONS, 2, config.head_dim)
+    drawn = torch.zeros(rows, dtype=torch.int64, device=device)
+    num_bytes = 2 * rows * (config.hidden_size + 2 * config.head_dim) * target.dtype.itemsize
+
+    def make_inputs() -> Tensor:
+        blocks = torch.arange(rows, device=device)
+        token_ids, positions = (
+            torch.randint(0, end, (rows,), device=device) for end in (config.vocab_size, _POSITIONS)
+        )
+        return torch.stack((token_ids, positions, blocks, torch.full_like(blocks, -1)))
+
+    inputs = target.copies(num_bytes, make_inputs)
+
+    def make_calls(kernels: Kernels) -> list[Call]:
+        def call(each: Tensor) -> Tensor:
+            return kernels.begin_step(each, drawn, embedding, rotations, shape).hidden
+
+        return [partial(call, each) for each in inputs]
+
+    yield Case("begin_step", f"{config.hidden_size}", rows, num_bytes, 0, make_calls)
+
+
+def _rms_norm(target: Target, rows: int) -> Iterator[Case]:
+    size = target.config.hidden_size
+    weight = target.normal(size)
+    num_bytes = 2 * rows * size * target.dtype.itemsize
+    inputs = target.copies(num_bytes, lambda: target.normal(rows, size))
+
+    def make_calls(kernels: Kernels) -> list[Call]:
+        return [partial(kernels.rms_norm, x, weight, 1e-5) for x in inputs]
+
+    yield Case("rms_norm", f"{size}", rows, num_bytes, 0, make_calls)
+
+
+def _silu_mul(target: Target, rows: int) -> Iterator[Case]:
+    size = target.config.intermediate_size
+    num_bytes = 3 * rows * size * target.dtype.itemsize
+    inputs = target.copies(num_bytes, lambda: target.normal(rows, 2 * size))
+
+    def make_calls(kernels: Kernels) -> list[Call]:
+        return [partial(kernels.silu_mul, x.clone()) for x in inputs]
+
+    yield Case("silu_mul", f"{size}", rows, num_bytes, 0, make_calls)
+
+
+def _prepare_qkv(target: Target, rows: int) -> Iterator[Case]:
+    config, block_size = target.config, target.block_size
+    heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+    has_norms = any(weight.role is Role.HEAD_NORM for weight in stored_weights(config).values())
+    norm = target.normal(heads + kv_heads, head_dim) if has_norms else None
+    num_blocks = -(-rows // block_size)
+    kv_layer = target.normal(num_blocks, 1, kv_heads, 2, block_size, head_dim)[:, 0]
+    shape = AttentionShape(heads, kv_heads, head_dim, block_size, 1, target.dtype, target.device)
+    positions = torch.arange(rows, device=target.device)
+    slots = shape.slots(positions // block_size, positions % block_size)
+    angles = positions.float().unsqueeze(1) * torch.rand(head_dim // 2, device=target.device)
+    cos, sin = angles.cos().to(target.dtype), angles.sin().to(target.dtype)
+    rotation = torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)
+    num_bytes = 2 * rows * (heads + 2 * kv_heads) * head_dim * target.dtype.itemsize
+    inputs = target.copies(num_bytes, lambda: target.normal(1, rows, heads + 2 * kv_heads, head_dim))
+
+    def make_calls(kernels: Kernels) -> list[Call]:
+        prepare = partial(kernels.prepare_qkv, kv_layer=kv_layer, slots=slots)
+        return [partial(prepare, qkv, norm, 1e-6, rotation) for qkv in inputs]
+
+    label = f"{heads}+2*{kv_heads} heads of {head_dim}" + (", norm" if norm is not None else "")
+    yield Case("prepare_qkv", label, rows, num_bytes, 0, make_calls)
+
+
+def _linears(target: Target, rows: int) -> Iterator[Case]:
+    """The products of a layer with what stands around them, and the head."""
+    config = target.config
+    hidden, attended = config.hidden_size, config.num_heads * config.head_dim
+    projected = attended + 2 * config.num_kv_heads * config.head_dim
+    yield _linear(target, rows, "norm", projected, hidden)
+    yield _linear(target, rows, "add", hidden, attended)
+    yield _linear(target, rows, "gated", 2 * config.intermediate_size, hidden)
+    yield _linear(target, rows, "add", hidden, config.intermediate_size)
+    if rows <= MAX_SEQUENCES:
+        yield _linear(target, rows, "norm", config.vocab_size, hidden)
+
+
+def _linear(target: Target, rows: int, variant: str, outputs: int, inputs: int) -> Case:
+    itemsize, read = target.dtype.itemsize, outputs * inputs
+    written = rows * outputs // 2 if variant == "gated" else rows * outputs * (2 if variant == "add" else 1)
+    weights = target.copies(read * itemsize, lambda: target.normal(outputs, inputs, scale=inputs**-0.5))
+    x, norm = target.normal(rows, inputs), target.normal(inputs)
+    residual = target.normal(rows, outputs) if variant == "add" else x
+
+    def make_calls(kernels: Kernels) -> list[Call]:
+        kept = residual.clone()
+
+        def call(linear: Linear) -> Tensor:
+            if variant == "add":
+                linear.add_to(kept, x)
+                return kept
+            if variant == "norm":
+                return linear.after_norm(x, norm, 1e-5)
+            return linear.gated_after_norm(x, norm, 1e-5)
+
+        return [partial(call, kernels.pack_linear(weight)) for weight in weights]
+
+    num_bytes = (read + rows * inputs + written) * itemsize
+    return Case("pack_linear", f"{variant} {inputs}->{outputs}", rows, num_bytes, 2 * rows * read, make_calls)
+
+
+def _samples(target: Target, rows: int) -> Iterator[Case]:
+    if rows <= MAX_SEQUENCES:
+        yield _sample(target, rows, "greedy", 0.0, 1.0)
+        yield _sample(target, rows, "top-p 0.9", 0.8, 0.9)
+
+
+def _sample(target: Target, rows: int, name: str, temperature: float, top_p: float) -> Case:
+    vocab_size = target.config.vocab_size
+    num_bytes = rows * vocab_size * target.dtype.itemsize
+    inputs = target.copies(num_bytes, lambda: target.normal(rows, vocab_size, scale=4.0))
+    batch = SamplingBatch([temperature] * rows, [0] * rows, [top_p] * rows, range(rows), [0] * rows, [1] * rows)
+
+    def make_calls(kernels: Kernels) -> list[Call]:
+        return [partial(kernels.sample, logits, batch) for logits in inputs]
+
+    return Case("sample", f"{name} of {vocab_size}", rows, num_bytes, 0, make_calls, can_be_captured=False)
+
+
+_MAKERS: dict[str, Callable[[Target, int], Iterator[Case]]] = {
+    "begin_step": _begin_step,
+    "rms_norm": _rms_norm,
+    "prepare_qkv": _prepare_qkv,
+    "silu_mul": _silu_mul,
+    "sample": _samples,
+    "pack_linear": _linears,
+    "make_attention": attentions,
+    "gather_kv": partial(kv_copies, "gather_kv"),
+    "scatter_kv": partial(kv_copies, "scatter_kv"),
+}

@@ -1,0 +1,1 @@
+"""Benches of KV: hand-overs and tiers."""

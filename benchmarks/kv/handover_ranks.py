@@ -1,0 +1,291 @@
+"""Ranks of two workers as processes, for ``splitserve bench handover``: one side's KV is read by the other.
+
+Each rank has KV memory of its own on a device of its own, as in production, and the production connector. A block holds
+numbers by which what has landed can be checked.
+"""
+
+import multiprocessing
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+
+from splitserve.kvconnector.layout.memory import KVMemory
+from splitserve.kvconnector.nixl.agent import Agent
+from splitserve.kvconnector.nixl.connector import NixlConnector
+from splitserve.kvconnector.transfer.connector import Link, PeerConnected
+from splitserve.kvconnector.transfer.read_plan import head_spans, heads_of
+from splitserve.kvconnector.transfer.read_settings import ReadSettings
+from splitserve.protocol.handover.reads import ReadCommand, ReadResult
+from splitserve.protocol.memory_records import LayoutRecord, MemoryKind, RankMemory
+from splitserve.protocol.messages.handover import PeerWelcome
+from splitserve.protocol.request import Party
+
+SOURCE = Party("source", 1)
+SINK = Party("sink", 2)
+FIRST_GENERATION = 1000
+PATTERN = 251  # numbers below are exact in every dtype
+EVENT_TIMEOUT_SECONDS = 60.0
+COPIES_IN_A_ROW = 4  # between GPUs: so that those of several ranks, which share links, run at the same time
+START_TIMEOUT_SECONDS = 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Which rank of which worker, where. ``device`` in PyTorch's words."""
+
+    layout: LayoutRecord
+    rank: int
+    num_blocks: int
+    device: str
+
+    def memory(self) -> KVMemory:
+        torch.set_num_threads(1)
+        device = torch.device(self.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        return KVMemory(self.layout, self.num_blocks, device)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What one rank says of a read: seconds from the command to the verified result."""
+
+    seconds: float
+    path: str
+
+
+def _content(place: RankPlace, block_ids: Sequence[int], device: torch.device) -> torch.Tensor:
+    """``[len(block_ids), heads]``: what the source fills each block's heads with."""
+    blocks = torch.tensor(list(block_ids), device=device).unsqueeze(1)
+    heads = torch.tensor(list(heads_of(place.layout, place.rank)), device=device).unsqueeze(0)
+    return (blocks * 7 + heads) % PATTERN
+
+
+def serve_source(place: RankPlace, serve_poll_seconds: float, pipe: Connection) -> None:
+    """A source rank's main: KV with known content, served until the parent hangs up."""
+    memory = place.memory()
+    for first in range(0, place.num_blocks, 64):
+        ids = range(first, min(first + 64, place.num_blocks))
+        content = _content(place, ids, memory.device).to(memory.blocks.dtype)
+        memory.blocks[first : first + len(ids)] = content[:, None, :, None, None, None]
+    memory.generations[:] = FIRST_GENERATION + np.arange(place.num_blocks, dtype=np.uint64)
+    if memory.device.type == "cuda":
+        torch.cuda.synchronize()
+    settings = ReadSettings.of(memory.kind, num_threads=1, serve_poll_seconds=serve_poll_seconds)
+    connector = NixlConnector(SOURCE, memory, lambda: None, rank=place.rank, settings=settings)
+    connector.serve(True)
+    pipe.send(connector.served())
+    pipe.recv()
+    connector.close()
+
+
+class SinkRank:
+    """A rank that reads, in its own process: commands are its methods' names with arguments. ``source_devices``: where
+    what it reads comes from, an even part from each."""
+
+    def __init__(self, place: RankPlace, source_devices: Sequence[str]) -> None:
+        self._place = place
+        self._source_devices = [torch.device(name) for name in source_devices]
+        self._memory = place.memory()
+        self._woken = threading.Event()
+        self._connector: NixlConnector | None = None
+        self._num_reads = 0
+        self._baseline: torch.Tensor | None = None
+        self._sources: list[torch.Tensor] = []
+
+    def connect(self, welcome: PeerWelcome, settings: ReadSettings) -> Link | None:
+        self.close()
+        self._welcome = welcome
+        rank = self._place.rank
+        self._connector = NixlConnector(SINK, self._memory, self._woken.set, rank=rank, settings=settings)
+        self._connector.connect(SOURCE, welcome)
+        event = self._wait()
+        if not isinstance(event, PeerConnected) or event.error:
+            raise RuntimeError(f"the reader couldn't connect: {event}")
+        return event.link
+
+    def read(self, local: Sequence[int], remote: Sequence[int]) -> Timing:
+        assert self._connector is not None
+        self._num_reads += 1
+        started = time.perf_counter()
+        self._connector.read(ReadCommand(self._num_reads, SOURCE, local, remote))
+        result = self._wait()
+        seconds = time.perf_counter() - started
+        if not isinstance(result, ReadResult) or result.error:
+            raise RuntimeError(f"a read failed: {result}")
+        if list(result.generations) != [FIRST_GENERATION + block_id for block_id in remote]:
+            raise RuntimeError("a read returned the wrong generations")
+        return Timing(seconds, str(result.path))
+
+    def check(self, local: Sequence[int], remote: Sequence[int]) -> None:
+        """Raises RuntimeError unless every head of every block is what the source has."""
+        expected = _content(self._place, remote, self._memory.device).to(self._memory.blocks.dtype)
+        for low in range(0, len(local), 64):
+            ids = torch.tensor(list(local[low : low + 64]), device=self._memory.device)
+            landed = self._memory.blocks[ids]
+            if not bool((landed == expected[low : low + 64, None, :, None, None, None]).all()):
+                raise RuntimeError(f"blocks {list(local[low : low + 64])} haven't the source's bytes")
+        self._memory.blocks[list(local)] = 0
+        if self._memory.device.type == "cuda":
+            torch.cuda.synchronize()  # the next read's copies don't wait for this stream
+
+    def copy(self, local: Sequence[int], remote: Sequence[int]) -> float:
+        """Seconds for as many bytes without a connector: a piece from each GPU that is read from, or block by block in
+        host memory."""
+        num_bytes = len(local) * self._memory.block_bytes
+        if self._memory.kind is MemoryKind.VRAM:
+            return self._copy_between_gpus(num_bytes)
+        if self._baseline is None:
+            self._baseline = KVMemory(self._place.layout, self._place.num_blocks).blocks
+        started = time.perf_counter()
+        for mine, theirs in zip(local, remote, strict=True):
+            self._memory.blocks[mine].copy_(self._baseline[theirs])
+        return time.perf_counter() - started
+
+    def _copy_between_gpus(self, num_bytes: int) -> float:
+        part = num_bytes // len(self._source_devices)
+        if not self._sources or self._sources[0].nbytes < part:
+            self._sources = [torch.zeros(part, dtype=torch.uint8, device=device) for device in self._source_devices]
+        here = self._memory.blocks.view(-1).view(torch.uint8)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        for device in (*self._source_devices, self._memory.device):
+            torch.cuda.synchronize(device)
+        start.record()
+        for _ in range(COPIES_IN_A_ROW):
+            for index, source in enumerate(self._sources):
+                here[index * part : (index + 1) * part].copy_(source[:part], non_blocking=True)
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3 / COPIES_IN_A_ROW
+
+    def pieces(self, num_bytes: int, piece_bytes: int, seed: int) -> float:
+        """Seconds to read ``num_bytes`` in shuffled pieces, a descriptor each: what a layout per layer would cost."""
+        agent = Agent(f"pieces-{seed}")
+        ours, theirs = self._memory.region(), self._welcome.ranks[0].region
+        agent.register(ours.kind, ours.blocks_address, ours.num_blocks * ours.block_bytes, ours.device_id)
+        peer = agent.add_remote(self._welcome.ranks[0].metadata)
+        count = num_bytes // piece_bytes
+        rows = []
+        for region in (ours, theirs):
+            places = np.random.default_rng(seed).permutation(region.num_blocks * region.block_bytes // piece_bytes)
+            table = np.empty((count, 3), dtype=np.uint64)
+            table[:, 0] = region.blocks_address + places[:count].astype(np.uint64) * np.uint64(piece_bytes)
+            table[:, 1:] = piece_bytes, region.device_id
+            rows.append(table)
+            seed += 1
+        seconds = []
+        for _ in range(2):  # the first one connects
+            started = time.perf_counter()
+            transfer = agent.read_rows(peer, ours.kind, *rows)
+            while not transfer.is_done():
+                time.sleep(0.00005)
+            seconds.append(time.perf_counter() - started)
+        agent.destroy()
+        return seconds[-1]
+
+    def close(self) -> None:
+        if self._connector is not None:
+            self._connector.close()
+            self._connector = None
+
+    def _wait(self) -> ReadResult | PeerConnected:
+        assert self._connector is not None
+        deadline = time.monotonic() + EVENT_TIMEOUT_SECONDS
+        while time.monotonic() < deadline:
+            self._woken.wait(1.0)
+            self._woken.clear()
+            events = self._connector.events()
+            if events:
+                return events[0]
+        raise RuntimeError(f"no answer from the connector within {EVENT_TIMEOUT_SECONDS:.0f} s")
+
+
+def run_sink(place: RankPlace, source_devices: Sequence[str], pipe: Connection) -> None:
+    """A sink rank's main: carries out commands until told to close."""
+    rank = SinkRank(place, source_devices)
+    pipe.send("ready")
+    while (order := pipe.recv()) is not None:
+        name, arguments = order
+        try:
+            pipe.send(getattr(rank, name)(*arguments))
+        except Exception as error:
+            pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))
+    rank.close()
+
+
+class Sinks:
+    """The reading worker: each call goes to all of its ranks at once."""
+
+    def __init__(self, pipes: Sequence[Connection], welcome: PeerWelcome) -> None:
+        self._pipes = pipes
+        self.welcome = welcome
+
+    def call(self, name: str, *arguments: Any) -> list[Any]:
+        """What each rank answers. Raises RuntimeError if one failed."""
+        for pipe in self._pipes:
+            pipe.send((name, arguments))
+        return [_receive(pipe) for pipe in self._pipes]
+
+    def first(self, name: str, *arguments: Any) -> Any:
+        """Rank 0's answer alone."""
+        self._pipes[0].send((name, arguments))
+        return _receive(self._pipes[0])
+
+
+@contextmanager
+def two_workers(sources: Sequence[RankPlace], sinks: Sequence[RankPlace], serve_poll_seconds: float) -> Iterator[Sinks]:
+    """All ranks of both workers, started; not yet connected."""
+    context = multiprocessing.get_context("spawn")
+    pipes, children = [], []
+    try:
+        for target, places in ((serve_source, sources), (run_sink, sinks)):
+            for place in places:
+                ours, theirs = context.Pipe()
+                extra = serve_poll_seconds if target is serve_source else _read_from(place, sources)
+                child = context.Process(target=target, args=(place, extra, theirs), daemon=True)
+                child.start()
+                theirs.close()
+                pipes.append(ours)
+                children.append(child)
+        answers = [_receive(pipe, START_TIMEOUT_SECONDS) for pipe in pipes]
+        served = answers[: len(sources)]
+        ranks: list[RankMemory] = [memory for each in served for memory in each.ranks]
+        welcome = PeerWelcome(sources[0].layout, served[0].connector, served[0].generations_address, ranks)
+        yield Sinks(pipes[len(sources) :], welcome)
+    finally:
+        for pipe in pipes:
+            _hang_up(pipe)
+        for child in children:
+            child.join(10)
+            if child.is_alive():
+                child.kill()
+
+
+def _read_from(sink: RankPlace, sources: Sequence[RankPlace]) -> list[str]:
+    return [sources[span.rank].device for span in head_spans(sink.layout, sink.rank, sources[0].layout)]
+
+
+def _receive(pipe: Connection, seconds: float = EVENT_TIMEOUT_SECONDS + 30.0) -> Any:
+    if not pipe.poll(seconds):
+        raise RuntimeError(f"a rank's process said nothing for {seconds:.0f} s")
+    try:
+        answer = pipe.recv()
+    except EOFError as error:
+        raise RuntimeError("a rank's process has died") from error
+    if isinstance(answer, RuntimeError):
+        raise answer
+    return answer
+
+
+def _hang_up(pipe: Connection) -> None:
+    try:
+        pipe.send(None)
+    except OSError:
+        return

@@ -1,0 +1,222 @@
+"""``splitserve bench handover --served``: whole hand-overs in a running 1P1D cluster, request by request.
+
+One request at a time, so that nothing but its own hand-over is under way. For each prompt length twice: the whole
+prompt as one chunk, after which all of its blocks have yet to move, and in chunks, whose blocks move while the next
+chunk is computed. Reported are
+
+    handover   from the first token to decode ready, both as the router hears of them
+    exposed    of that, what decode waited for blocks after it knew of the last ones
+    prefill    from the request to the first token, as the client sees it; ``exposed_share`` is of that
+    GB/s       bytes over the time from the first read posted to the last one verified; only where they all move in one
+               go, after one chunk
+
+With ``--ray`` the same again in a cluster on Ray, and what differs: Ray starts and watches the workers, their data
+doesn't pass through it.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from splitserve.benchmarks.common.report import table
+from splitserve.benchmarks.engine.engine_options import switches
+from splitserve.benchmarks.serving.load import Endpoint, run_load
+from splitserve.common.errors import SplitserveError
+from splitserve.models.config import load_model_config
+from splitserve.models.demo.checkpoint import write_demo_config
+from splitserve.orchestration.cluster.launcher import LocalCluster
+from splitserve.orchestration.spec.cluster_spec import ClusterSpec
+from splitserve.orchestration.spec.shorthand import simple_spec
+from splitserve.protocol.config import EngineConfig
+
+NUM_WARMUPS = 3
+OUTPUT_TOKENS = 4
+MODES = ("one chunk", "chunks")
+COMMAND_SECONDS = 180.0
+
+
+def engine_of(options: argparse.Namespace, model: str, device: str, block_size: int, max_tokens: int) -> EngineConfig:
+    """``max_tokens`` per step. A prompt that fits is one chunk, whatever its last one's usual size."""
+    is_one_chunk = max_tokens >= max(options.prompt_tokens)
+    kv_bytes = options.kv_memory
+    return EngineConfig(
+        model=model,
+        device=device,
+        dtype=options.dtype,
+        load_format="dummy",
+        block_size=block_size,
+        kv_memory_bytes=kv_bytes,
+        max_num_seqs=8,
+        max_num_batched_tokens=max_tokens,
+        tail_chunk_tokens=max_tokens if is_one_chunk else EngineConfig(model="").tail_chunk_tokens,
+        max_model_len=max(options.prompt_tokens) + 64,
+        enable_prefix_caching=False,
+        **switches(options),
+    )
+
+
+async def request(url: str, model: str, prompt: Sequence[int]) -> dict[str, Any]:
+    """What the router says of one greedy request's way, as ``splitserve`` in its answer."""
+    body = {
+        "model": model, "prompt": list(prompt), "max_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore_eos": True,
+        "return_route": True,
+    }  # fmt: skip
+    timeout = aiohttp.ClientTimeout(total=300)
+    async with (
+        aiohttp.ClientSession(timeout=timeout) as session,
+        session.post(f"{url}/v1/completions", json=body) as answer,
+    ):
+        decoded = await answer.json()
+    if answer.status != 200:
+        raise SplitserveError(f"a request failed: {decoded}")
+    route: dict[str, Any] = decoded["splitserve"]
+    if route["mode"] != "disaggregated" or route["handover"] is None or not route["handover"]["blocks"]:
+        raise SplitserveError(f"a request wasn't handed over: {route}")
+    return route
+
+
+def first_token_seconds(url: str, model: str, prompt: Sequence[int]) -> float:
+    """Time to first token of a greedy request, as the client sees it. Raises :class:`SplitserveError` if it failed."""
+    body = {
+        "model": model, "prompt": list(prompt), "max_tokens": 2, "temperature": 0, "ignore_eos": True, "stream": True,
+        "return_token_ids": True,
+    }  # fmt: skip
+    [record] = asyncio.run(run_load(Endpoint(url), [body], [0.0]))
+    if record.error:
+        raise SplitserveError(f"a request failed: {record.error}")
+    return record.ttft_seconds
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+@contextmanager
+def running(spec: ClusterSpec, ray: str) -> Iterator[str]:
+    """The URL of a cluster of the spec, on this machine or on the Ray cluster at ``ray``; it ends with the block."""
+    if not ray:
+        with LocalCluster(spec, log_level="warning") as cluster:
+            yield cluster.url
+        return
+    with tempfile.TemporaryDirectory(prefix="splitserve-bench-") as directory:
+        path = Path(directory) / "spec.yaml"
+        path.write_bytes(msgspec.json.encode(msgspec.to_builtins(spec)))
+        run_command(directory, "up", "--ray", ray, "--spec", str(path), "--log-level", "warning")
+        try:
+            yield str(json.loads(run_command(directory, "status", "--json"))["url"])
+        finally:
+            run_command(directory, "down")
+
+
+def run_command(state: str, *arguments: str) -> str:
+    """What ``splitserve`` says, run in a process of its own. Raises :class:`SplitserveError` if it fails."""
+    done = subprocess.run(
+        [sys.executable, "-m", "splitserve.orchestration.cli.main", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_SECONDS,
+        check=False,
+        env={**os.environ, "SPLITSERVE_STATE_DIR": state},
+    )
+    if done.returncode:
+        raise SplitserveError(f"splitserve {' '.join(arguments)}: {done.stdout[-1000:]} {done.stderr[-2000:]}")
+    return done.stdout
+
+
+def measure(url: str, model: str, num_tokens: int, mode: str, options: argparse.Namespace) -> dict[str, Any]:
+    chosen = random.Random(f"{options.seed} {num_tokens}")
+    prompts = [[chosen.randrange(10, 1000) for _ in range(num_tokens)] for _ in range(options.repeats + NUM_WARMUPS)]
+    routes = [asyncio.run(request(url, model, prompt)) for prompt in prompts][NUM_WARMUPS:]
+    prefill = statistics.median(first_token_seconds(url, model, prompt) for prompt in prompts[:5])
+    return {"prompt_tokens": num_tokens, "mode": mode, **figures_of(routes, prefill)}
+
+
+def figures_of(routes: Sequence[dict[str, Any]], prefill: float) -> dict[str, Any]:
+    """Reduce what the router said of each request to percentiles; ``prefill``: median seconds to the first token."""
+    handovers = [route["handover"] for route in routes]
+    latencies = [route["handover_seconds"] * 1e3 for route in routes]
+    exposed = [handover["exposed_seconds"] * 1e3 for handover in handovers]
+    return {
+        "transport": handovers[0]["transport"],
+        "bytes": handovers[0]["bytes"],
+        "gb_per_second": statistics.median(handover["bytes"] / handover["seconds"] for handover in handovers) / 1e9,
+        "reads": statistics.median(handover["reads"] for handover in handovers),
+        "handover_p50_ms": percentile(latencies, 0.5),
+        "handover_p99_ms": percentile(latencies, 0.99),
+        "exposed_p50_ms": percentile(exposed, 0.5),
+        "exposed_p99_ms": percentile(exposed, 0.99),
+        "prefill_ms": prefill * 1e3,
+        "exposed_share": percentile(exposed, 0.5) / (prefill * 1e3),
+    }
+
+
+def run(options: argparse.Namespace, device: str) -> Iterator[dict[str, Any]]:
+    """A cluster per block size, pair of ranks, mode and place, all prompt lengths in each."""
+    with ExitStack() as stack:
+        model = options.model
+        if not model:
+            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="splitserve-bench-"))
+            model = str(write_demo_config(Path(directory) / options.shape, shape=options.shape))
+        longest = load_model_config(model).max_position_embeddings
+        modes = list(zip(MODES, (max(options.prompt_tokens), options.chunk_tokens), strict=True))
+        for block_size, ranks, (mode, max_tokens) in itertools.product(options.block_size, options.tp, modes):
+            engine = engine_of(options, model, device, block_size, min(max_tokens, longest))
+            spec = simple_spec(engine, port=0, num_prefill=1, num_decode=1, prefill_tp=ranks[0], decode_tp=ranks[1])
+            common = {"block_size": block_size, "prefill_tp": ranks[0], "decode_tp": ranks[1]}
+            for ray in ["", options.ray] if options.ray else [""]:
+                with running(spec, ray) as url:
+                    for num_tokens in options.prompt_tokens:
+                        result = measure(url, spec.served_model_name, num_tokens, mode, options)
+                        yield {"place": "Ray" if ray else "local", **common, **result}
+
+
+def summary(results: Sequence[dict[str, Any]]) -> str:
+    """Ray against no Ray, as a table; "" if only one of them was measured."""
+    names = ("block_size", "prefill_tp", "decode_tp", "prompt_tokens", "mode")
+    by_case = {(*(each[name] for name in names), each["place"]): each for each in results}
+    rows = []
+    for (*case, place), ours in by_case.items():
+        without = by_case[(*case, "local")]
+        if place == "Ray":
+            figures = ("handover_p50_ms", "exposed_p50_ms", "prefill_ms", "gb_per_second")
+            ratios = [f"{ours[name] / without[name]:.2f}" for name in figures]
+            rows.append([ours["prompt_tokens"], ours["mode"], ours["transport"], without["transport"], *ratios])
+    headers = ["prompt", "mode", "transport on Ray", "without", "Ray / without: handover", "exposed", "prefill", "GB/s"]
+    return table(rows, headers) if rows else ""
+
+
+HEADERS = [
+    *("prompt", "block", "tp", "mode", "place", "MB", "reads", "GB/s"),
+    *("handover p50 ms", "p99", "exposed p50 ms", "p99", "prefill ms", "share"),
+]
+
+
+def row_of(result: dict[str, Any]) -> list[object]:
+    return [
+        result["prompt_tokens"],
+        result["block_size"],
+        f"{result['prefill_tp']}:{result['decode_tp']}",
+        result["mode"],
+        result["place"],
+        f"{result['bytes'] / 1e6:.0f}",
+        result["reads"],
+        f"{result['gb_per_second']:.1f}" if result["mode"] == MODES[0] else "",
+        *(f"{result[name]:.2f}" for name in ("handover_p50_ms", "handover_p99_ms", "exposed_p50_ms", "exposed_p99_ms")),
+        f"{result['prefill_ms']:.1f}",
+        f"{result['exposed_share']:.1%}",
+    ]

@@ -1,0 +1,1 @@
+"""The router's overhead over a worker that answers at once."""

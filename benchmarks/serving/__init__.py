@@ -1,0 +1,1 @@
+"""Benches of serving over HTTP: load, latency, isolation, soak."""

@@ -1,0 +1,178 @@
+"""``splitserve bench isolation``: what prompts of some users do to the tokens of others.
+
+Two kinds of requests arrive at fixed rates: *streams* with a short prompt and a long answer, and *prompts* with a long
+prompt and a short answer. Each arrangement of workers gets the same requests at the same times over HTTP, one
+arrangement after the other: 1P1D, one mixed worker, two mixed workers. Reported are the gaps between tokens of streams,
+the time to first token of prompts, and whether the arrangement kept up: figures of one that fell behind aren't
+comparable.
+
+With ``--stream-rate 0`` prompts alone arrive, and gaps are those of their own answers.
+"""
+
+import argparse
+import asyncio
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from splitserve.benchmarks.common.arguments import finite, not_negative, positive, positive_seconds
+from splitserve.benchmarks.common.report import add_result_options, keep_result, table
+from splitserve.benchmarks.common.stats import RequestRecord, summarise
+from splitserve.benchmarks.engine.engine_options import add_engine_options, engine_config
+from splitserve.benchmarks.serving.load import Endpoint, run_load
+from splitserve.benchmarks.serving.workload import arrival_seconds, token_prompts
+from splitserve.common.errors import ConfigError, SplitserveError
+from splitserve.models.config import load_model_config
+from splitserve.models.demo.checkpoint import write_demo_config
+from splitserve.orchestration.cli.command_parser import CommandParser
+from splitserve.orchestration.cluster.launcher import LocalCluster
+from splitserve.orchestration.spec.shorthand import simple_spec
+from splitserve.protocol.config import EngineConfig
+
+ARRANGEMENTS: dict[str, dict[str, Any]] = {
+    "1P1D": {"num_prefill": 1, "num_decode": 1},
+    "mixed": {"num_mixed": 1},
+    "2 mixed": {"num_mixed": 2},
+}
+KEPT_UP_SECONDS = 2.0
+"""How much longer than with no load at all the last requests may take in an arrangement that keeps up."""
+_KINDS = ("streams", "prompts")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Bodies in the order of their arrival; ``kinds[i]`` says which of the two the i-th is."""
+
+    bodies: Sequence[dict[str, Any]]
+    due_seconds: Sequence[float]
+    kinds: Sequence[str]
+
+
+def make_load(options: argparse.Namespace, model: str, vocab_size: int) -> Load:
+    entries: list[tuple[float, str, dict[str, Any]]] = []
+    for kind, rate, num_input, num_output in (
+        ("streams", options.stream_rate, options.stream_input_len, options.stream_output_len),
+        ("prompts", options.prompt_rate, options.prompt_input_len, options.prompt_output_len),
+    ):
+        number = int(rate * options.seconds)
+        if not number:
+            continue
+        seed = options.seed + len(entries)
+        prompts = token_prompts(number, num_input, 0, range(10, min(vocab_size, 1000)), seed)
+        for due, prompt in zip(arrival_seconds(number, rate, "poisson", seed), prompts, strict=True):
+            body = {
+                "model": model, "prompt": prompt, "max_tokens": num_output, "temperature": 0, "stream": True,
+                "ignore_eos": True, "return_token_ids": True, "stream_options": {"include_usage": True},
+            }  # fmt: skip
+            entries.append((due, kind, body))
+    if not entries:
+        raise ConfigError("no request arrives: raise --prompt-rate, --stream-rate or --seconds")
+    entries.sort(key=lambda entry: entry[0])
+    return Load([body for _, _, body in entries], [due for due, _, _ in entries], [kind for _, kind, _ in entries])
+
+
+def spec_of(options: argparse.Namespace, model: str, arrangement: str) -> Any:
+    engine = engine_config(
+        options,
+        model,
+        max_num_batched_tokens=options.max_batched_tokens,
+        max_num_seqs=options.max_num_seqs,
+        enable_prefix_caching=False,
+    )
+    return simple_spec(engine, port=0, **ARRANGEMENTS[arrangement])
+
+
+def measure(options: argparse.Namespace, model: str, arrangement: str, vocab_size: int) -> dict[str, Any]:
+    with LocalCluster(spec_of(options, model, arrangement), log_level="warning") as cluster:
+        load = make_load(options, cluster.spec.served_model_name, vocab_size)
+        endpoint = Endpoint(cluster.url)
+        alone = [asyncio.run(run_load(endpoint, [body], [0.0]))[0] for body in _one_of_each(load)]
+        if failed := [record.error for record in alone if record.error]:
+            raise SplitserveError(f"{arrangement}: a first request failed: {failed[0]}")
+        records = asyncio.run(run_load(endpoint, load.bodies, load.due_seconds))
+    return result_of(arrangement, load, records, max(record.end_seconds for record in alone))
+
+
+def _one_of_each(load: Load) -> list[dict[str, Any]]:
+    """Twice: the first one warms up."""
+    return [load.bodies[load.kinds.index(kind)] for kind in _KINDS if kind in load.kinds] * 2
+
+
+def result_of(arrangement: str, load: Load, records: Sequence[RequestRecord], alone: float) -> dict[str, Any]:
+    """``alone``: what a request takes by itself."""
+    behind = max(record.end_seconds for record in records) - load.due_seconds[-1] - alone
+    of_kind = {kind: [r for r, k in zip(records, load.kinds, strict=True) if k == kind] for kind in _KINDS}
+    return {
+        "arrangement": arrangement,
+        "gpus_or_workers": sum(ARRANGEMENTS[arrangement].values()),
+        "kept_up": behind < KEPT_UP_SECONDS + alone,
+        "seconds_behind": behind,
+        "all": summarise(records, None),
+        **{kind: summarise(found, None) for kind, found in of_kind.items() if found},
+    }
+
+
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    with ExitStack() as stack:
+        model = options.model
+        if not model:
+            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="splitserve-bench-"))
+            model = str(write_demo_config(Path(directory) / options.shape, shape=options.shape))
+            options.load_format = "dummy"
+        vocab_size = load_model_config(model).vocab_size
+        for arrangement in options.arrangements:
+            yield measure(options, model, arrangement, vocab_size)
+
+
+HEADERS = ["", "workers", "kept up", "ITL p50 ms", "p99", "max", "2nd token p50", "p99", "later ITL p99"]
+HEADERS += ["TTFT p50 ms", "p99", "tokens/s", "failed"]
+
+
+def row_of(result: dict[str, Any]) -> list[object]:
+    streams = result.get("streams", result["all"])
+    gaps, second, later = (streams[name] for name in ("itl_ms", "second_token_ms", "later_itl_ms"))
+    first = result.get("prompts", result["all"])["ttft_ms"]
+    return [
+        result["arrangement"],
+        result["gpus_or_workers"],
+        "yes" if result["kept_up"] else f"no, {result['seconds_behind']:.1f} s late",
+        *(f"{gaps.get(name, float('nan')):.2f}" for name in ("p50", "p99", "max")),
+        *(f"{second.get(name, float('nan')):.2f}" for name in ("p50", "p99")),
+        f"{later.get('p99', float('nan')):.2f}",
+        *(f"{first.get(name, float('nan')):.1f}" for name in ("p50", "p99")),
+        f"{result['all']['output_tokens_per_second']:.0f}",
+        result["all"]["requests"] - result["all"]["completed"],
+    ]
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = CommandParser(prog="splitserve bench isolation", description=__doc__.partition("\n\n")[0])
+    add_engine_options(parser, shape="tiny", dtype="auto", kv_memory="0")
+    add = parser.add_argument
+    add("--arrangements", nargs="+", choices=list(ARRANGEMENTS), default=list(ARRANGEMENTS))
+    add("--max-batched-tokens", type=not_negative, default=0, metavar="N")
+    add("--max-num-seqs", type=positive, default=EngineConfig(model="").max_num_seqs, metavar="N")
+    add("--seconds", type=positive_seconds, default=20.0, help="in which requests arrive")
+    add("--stream-rate", type=finite, default=2.0, metavar="R", help="per second, of requests with long answers")
+    add("--stream-input-len", type=positive, default=16, metavar="N")
+    add("--stream-output-len", type=positive, default=128, metavar="N")
+    add("--prompt-rate", type=finite, default=1.0, metavar="R", help="per second, of requests with long prompts")
+    add("--prompt-input-len", type=positive, default=1024, metavar="N")
+    add("--prompt-output-len", type=positive, default=4, metavar="N")
+    add("--seed", type=int, default=0)
+    add_result_options(parser)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    options = parser().parse_args(list(argv))
+    results = []
+    for result in run(options):
+        results.append(result)
+        print(" ".join(map(str, row_of(result))), flush=True)  # before anything else can fail
+    print(table([row_of(result) for result in results], HEADERS))
+    keep_result("isolation", argv, {"results": results}, options)
+    return 1 if any(result["all"]["failed"] for result in results) else 0

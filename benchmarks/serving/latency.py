@@ -1,0 +1,125 @@
+"""``splitserve bench latency``: what the hand-over costs one request on an idle system, 1P1D against a mixed worker.
+
+Both clusters run side by side on the same checkpoint, every worker with the same number of threads; requests alternate
+between them, one at a time, so each finds its cluster idle and a noisy machine disturbs both alike. Reported per
+prompt length: TTFT
+of both and their ratio; the second token minus the first; the steps after it; how long decode waited after the
+last offer.
+"""
+
+import argparse
+import asyncio
+import random
+import statistics
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from splitserve.benchmarks.common.arguments import not_negative, positive
+from splitserve.benchmarks.common.report import add_result_options, keep_result, table
+from splitserve.benchmarks.common.stats import RequestRecord
+from splitserve.benchmarks.engine.engine_options import add_engine_options, engine_config, model_of
+from splitserve.benchmarks.serving.load import Endpoint, run_load
+from splitserve.common.errors import SplitserveError
+from splitserve.models.config import load_model_config
+from splitserve.orchestration.cli.command_parser import CommandParser
+from splitserve.orchestration.cluster.launcher import LocalCluster
+from splitserve.orchestration.spec.shorthand import simple_spec
+from splitserve.protocol.config import EngineConfig
+
+OUTPUT_TOKENS = 12
+
+
+def start_cluster(
+    options: argparse.Namespace, model: str, num_prefill: int = 0, num_decode: int = 0, num_mixed: int = 0
+) -> LocalCluster:
+    engine = engine_config(
+        options,
+        model,
+        max_num_batched_tokens=options.max_batched_tokens,
+        tail_chunk_tokens=options.tail_chunk_tokens,
+        enable_prefix_caching=False,
+    )
+    spec = simple_spec(engine, port=0, num_prefill=num_prefill, num_decode=num_decode, num_mixed=num_mixed)
+    return LocalCluster(spec, log_level="warning")
+
+
+def one_request(cluster: LocalCluster, prompt: list[int]) -> RequestRecord:
+    """A single greedy request; its record. Raises :class:`SplitserveError` if it failed."""
+    body = {
+        "model": cluster.spec.served_model_name,
+        "prompt": prompt,
+        "max_tokens": OUTPUT_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,  # random weights draw tokens without text, too
+    }
+    record = asyncio.run(run_load(Endpoint(cluster.url), [body], [0.0]))[0]
+    if record.error:
+        raise SplitserveError(f"a request failed: {record.error}")
+    return record
+
+
+def seconds_of(record: RequestRecord) -> dict[str, float]:
+    """TTFT, second token minus first, and the median of the steps after that."""
+    gaps = record.itl_seconds
+    return {"ttft": record.ttft_seconds, "second": gaps[0], "step": statistics.median(gaps[1:])}
+
+
+def measure(
+    clusters: dict[str, LocalCluster], num_tokens: int, vocab_size: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Ask the clusters in turn; see :func:`figures_of`."""
+    chosen = random.Random(options.seed + num_tokens)
+    samples: dict[str, list[dict[str, float]]] = {name: [] for name in clusters}
+    for repeat in range(options.repeats + 1):
+        prompt = [chosen.randrange(vocab_size) for _ in range(num_tokens)]
+        for name, cluster in clusters.items():
+            sample = seconds_of(one_request(cluster, prompt))
+            if repeat:  # the first pair warms up
+                samples[name].append(sample)
+    return figures_of(num_tokens, samples)
+
+
+def figures_of(num_tokens: int, samples: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """Reduce :func:`seconds_of` each request, by cluster, to medians in milliseconds; the ratio is that of pairs."""
+    result: dict[str, Any] = {"prompt_tokens": num_tokens}
+    for name, rows in samples.items():
+        for figure in ("ttft", "second", "step"):
+            result[f"{name}_{figure}_ms"] = statistics.median(row[figure] for row in rows) * 1e3
+    pairs = zip(samples["1P1D"], samples["mixed"], strict=True)
+    result["ttft_ratio"] = statistics.median(split["ttft"] / mixed["ttft"] for split, mixed in pairs)
+    result["second_beyond_step_ms"] = statistics.median(row["second"] - row["step"] for row in samples["1P1D"]) * 1e3
+    return result
+
+
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    with ExitStack() as stack:
+        model = stack.enter_context(model_of(options))
+        vocab_size = min(load_model_config(model).vocab_size, 2000)
+        clusters = {
+            "mixed": stack.enter_context(start_cluster(options, model, num_mixed=1)),
+            "1P1D": stack.enter_context(start_cluster(options, model, num_prefill=1, num_decode=1)),
+        }
+        return [measure(clusters, num_tokens, vocab_size, options) for num_tokens in options.prompt_tokens]
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = CommandParser(prog="splitserve bench latency", description=__doc__)
+    add_engine_options(parser, shape="qwen3-0.6b", dtype="float32", kv_memory="1GiB")
+    parser.add_argument(
+        "--max-batched-tokens", type=not_negative, default=EngineConfig(model="").max_num_batched_tokens
+    )
+    parser.add_argument("--tail-chunk-tokens", type=not_negative, default=0, help="0: as in production")
+    parser.add_argument("--prompt-tokens", type=positive, nargs="+", default=[128, 512])
+    parser.add_argument("--repeats", type=positive, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    add_result_options(parser)
+    options = parser.parse_args(list(argv))
+    results = run(options)
+    columns = ["mixed_ttft_ms", "1P1D_ttft_ms", "ttft_ratio", "1P1D_second_ms", "1P1D_step_ms", "second_beyond_step_ms"]
+    rows = [[result["prompt_tokens"], *(f"{result[column]:.2f}" for column in columns)] for result in results]
+    print(table(rows, ["prompt", *columns]))
+    keep_result("latency", argv, {"results": results}, options)
+    return 0

@@ -1,0 +1,212 @@
+"""An open-loop client of OpenAI's streaming completions: each request goes out when it is due, whatever came
+back so far.
+
+aiohttp rather than httpx: a token costs the client less, which counts when it shares cores with what it measures.
+"""
+
+import asyncio
+import contextlib
+import gc
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from splitserve.benchmarks.common.stats import RequestRecord
+
+
+class _Choice(msgspec.Struct):
+    text: str = ""
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+PROFILE_SECONDS = 20.0
+"""How long workers may take to run the steps that are to be recorded."""
+
+_decoder = msgspec.json.Decoder(_Chunk)
+
+
+class StreamError(Exception):
+    """The endpoint ended a request with an error, or not as a stream should end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where requests go. ``timeout_seconds`` bounds one request as a whole."""
+
+    base_url: str
+    api_key: str = ""
+    timeout_seconds: float = 600.0
+
+    @property
+    def completions_url(self) -> str:
+        root = self.base_url.rstrip("/")
+        return f"{root}/completions" if root.endswith("/v1") else f"{root}/v1/completions"
+
+    @property
+    def profile_url(self) -> str:
+        """Splitserve's own: workers record their next steps."""
+        return f"{self.base_url.rstrip('/').removesuffix('/v1')}/admin/profile"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
+
+async def run_load(
+    endpoint: Endpoint,
+    bodies: Sequence[dict[str, Any]],
+    due_seconds: Sequence[float],
+    max_concurrency: int = 0,
+    records: list[RequestRecord] | None = None,
+) -> list[RequestRecord]:
+    """Send ``bodies`` at ``due_seconds`` from now; a record each, in order. Failures are recorded, never raised.
+
+    ``max_concurrency`` above 0 bounds the requests in flight (then it is no open loop any more); the wait for
+    a place counts as dispatch lag. ``records``, one per body, are filled while the load runs; by default new ones.
+    """
+    if records is None:
+        records = [RequestRecord(due_seconds=due) for due in due_seconds]
+    encoded = [msgspec.json.encode(body) for body in bodies]  # ahead of time: not part of anybody's latency
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=endpoint.timeout_seconds),
+        headers=endpoint.headers,
+    ) as session:
+        places = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
+        with _no_collections():
+            client = _Client(session, endpoint.completions_url, places, start=time.perf_counter())
+            async with asyncio.TaskGroup() as tasks:
+                for body, record in zip(encoded, records, strict=True):
+                    await asyncio.sleep(max(0.0, client.start + record.due_seconds - time.perf_counter()))
+                    tasks.create_task(client.send(body, record))
+    return records
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """The collector would hold this client up for milliseconds, and that would look like the server's."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+async def take_profile(endpoint: Endpoint, num_steps: int, after_seconds: float) -> dict[str, Any]:
+    """What each worker says of ``num_steps`` of its steps, recorded ``after_seconds`` from now, by engine id.
+
+    Never raises: whatever goes wrong is said under a report's "error".
+    """
+    await asyncio.sleep(after_seconds)
+    try:
+        async with (
+            aiohttp.ClientSession(headers=endpoint.headers) as session,
+            session.post(
+                endpoint.profile_url, json={"num_steps": num_steps, "timeout_seconds": PROFILE_SECONDS}
+            ) as response,
+        ):
+            text = await response.text()
+            if response.status != HTTPStatus.OK:
+                return {"any worker": {"error": f"HTTP {response.status}: {_shorten(text)}"}}
+            workers: dict[str, Any] = msgspec.json.decode(text)["workers"]
+            return workers
+    except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError, KeyError) as error:
+        return {"any worker": {"error": f"{type(error).__name__}: {error}"}}
+
+
+@dataclass(frozen=True, slots=True)
+class _Client:
+    session: aiohttp.ClientSession
+    url: str
+    places: contextlib.AbstractAsyncContextManager[None]
+    start: float  # perf_counter() at the load's start
+
+    async def send(self, body: bytes, record: RequestRecord) -> None:
+        async with self.places:
+            record.sent_seconds = time.perf_counter() - self.start
+            try:
+                await self._exchange(body, record)
+            except (StreamError, msgspec.DecodeError) as error:
+                record.error = str(error)
+            except TimeoutError:
+                record.error = "time-out"
+            except aiohttp.ClientError as error:
+                record.error = f"{type(error).__name__}: {error}"
+            record.end_seconds = time.perf_counter() - self.start
+
+    async def _exchange(self, body: bytes, record: RequestRecord) -> None:
+        headers = {"Content-Type": "application/json"}
+        async with self.session.post(self.url, data=body, headers=headers) as response:
+            if response.status != HTTPStatus.OK:
+                raise StreamError(f"HTTP {response.status}: {_shorten(await response.text())}")
+            await _receive(response.content.iter_any(), record, self.start)
+
+
+async def _receive(network_chunks: AsyncIterator[bytes], record: RequestRecord, start: float) -> None:
+    """Read server-sent events up to ``[DONE]``. Raises :class:`StreamError` for an error event or an early end."""
+    buffer = b""
+    async for data in network_chunks:
+        now = time.perf_counter() - start
+        *lines, buffer = (buffer + data).split(b"\n")
+        for line in lines:
+            if not line.startswith(b"data:"):
+                continue
+            payload = line[5:].strip()
+            if payload == b"[DONE]":
+                return _check_complete(record)
+            _take(_decoder.decode(payload), record, now)
+    raise StreamError("the stream ended without [DONE]")
+
+
+def _take(chunk: _Chunk, record: RequestRecord, now: float) -> None:
+    if chunk.error is not None:
+        raise StreamError(f"error event: {_shorten(msgspec.json.encode(chunk.error).decode())}")
+    if chunk.usage is not None:
+        record.input_tokens = chunk.usage.prompt_tokens
+        record.output_tokens = chunk.usage.completion_tokens
+        details = chunk.usage.prompt_tokens_details
+        record.cached_tokens = (details.cached_tokens or 0) if details else 0
+    for choice in chunk.choices:
+        if choice.finish_reason:
+            record.finish_reason = choice.finish_reason
+        num_tokens = len(choice.token_ids or ())
+        if num_tokens:
+            record.chunk_tokens.append(num_tokens)
+        if num_tokens or choice.text:
+            record.chunk_seconds.append(now)
+
+
+def _check_complete(record: RequestRecord) -> None:
+    if not record.finish_reason:
+        raise StreamError("the stream ended without a finish reason")
+    if not record.output_tokens:  # no usage: count what came
+        record.output_tokens = sum(record.chunk_tokens) or len(record.chunk_seconds)
+    if not record.chunk_seconds:
+        raise StreamError("the stream ended without output")
+
+
+def _shorten(text: str) -> str:
+    return " ".join(text.split())[:200]

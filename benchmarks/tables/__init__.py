@@ -1,0 +1,1 @@
+"""Tables of kept results for the documentation."""

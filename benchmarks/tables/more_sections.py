@@ -1,0 +1,143 @@
+"""More tables of ``benchmarks/results/README.md``: tiers, ranks, cores, faults. Pure."""
+
+from collections.abc import Sequence
+
+from splitserve.benchmarks.tables.cells import Section, awake, commit, link, number, of_bench, percent
+from splitserve.benchmarks.tables.runs import Run
+
+
+def hits(runs: Sequence[Run]) -> Section:
+    rows = [
+        [str(hit["tokens"]), link(run), awake(run), number(hit["without_ttft_ms"]), number(hit["with_ttft_ms"]),
+         number(hit["speedup"]), number(hit["resident_ttft_ms"]), number(hit["load_ms"]), commit(run)]
+        for run in of_bench(runs, "tiers")
+        for hit in run.content.get("hits", [])
+    ]  # fmt: skip
+    rows.sort(key=lambda row: (int(row[0]), row[1]))
+    headers = ["prompt", "run", "cores", "computed, TTFT ms", "found in host memory", "times as soon"]
+    text = (
+        "`bench tiers --parts hits`: one request at a time (idle), greedy, medians; one mixed worker on one GPU "
+        "with a tier of pinned host memory (off by default), another worker without on another GPU."
+    )
+    return Section("Prefixes in host memory", text, [*headers, "found on the device", "copies ms", "commit"], rows)
+
+
+def pace(runs: Sequence[Run]) -> Section:
+    rows = []
+    for run in of_bench(runs, "tiers"):
+        if found := run.content.get("pace"):
+            names = [f"{beside}_itl{p}_ms" for beside in ("quiet", "resident", "loads") for p in ("", "_p99")]
+            share = f"{found['loads_over_quiet'] - 1:+.1%}"
+            resident = f"{found['resident_itl_ms'] / found['quiet_itl_ms'] - 1:+.1%}"
+            cells = [number(found[name]) for name in names]
+            rows.append([link(run), awake(run), *cells, resident, share, str(found["loads"]), commit(run)])
+    headers = ["run", "cores", "mean ITL alone, ms", "p99", "beside prompts found on the device", "p99"]
+    headers += ["beside loads", "p99", "found on the device: mean", "loads: mean", "loads", "commit"]
+    text = (
+        "`bench tiers --parts pace`: 16 streams decode, greedy, while prompts of 4096 tokens arrive one after the"
+        " other that are found in host memory (loads) or on the device."
+    )
+    return Section("Streams beside loads", text, headers, rows)
+
+
+def throughput(runs: Sequence[Run]) -> Section:
+    rows = []
+    for run in of_bench(runs, "tiers"):
+        for part, name in (("no_reuse", "prompts that share nothing"), ("fits", "prompts that stay on the device")):
+            if found := run.content.get(part):
+                rates = [number(found[f"{arm}_requests_per_second"]) for arm in ("without", "with")]
+                ratios = found.get("throughput_ratios", [])
+                spread = f"{min(ratios):.4f} to {max(ratios):.4f}" if ratios else "not kept"
+                row = [name, link(run), awake(run), *rates, f"{found['throughput_ratio']:.4f}", spread, commit(run)]
+                rows.append(row)
+    headers = [
+        "load",
+        "run",
+        "cores",
+        "requests/s without a tier",
+        "with",
+        "median ratio",
+        "of single rounds",
+        "commit",
+    ]
+    text = (
+        "`bench tiers --parts no_reuse fits`: 16 requests at once, 1024 in, 128 out, greedy, 16 rounds by turns; "
+        "what a host tier costs where nothing comes back."
+    )
+    return Section("Throughput with a host tier", text, headers, rows)
+
+
+def tensor_parallel(runs: Sequence[Run]) -> Section:
+    rows = []
+    for run in of_bench(runs, "tensor-parallel"):
+        one, *others = run.content["results"]
+        for case, milliseconds in one["milliseconds"].items():
+            for other in others:
+                ms = other["milliseconds"][case]
+                busy = [percent(each["busy"].get(case, float("nan"))) for each in (one, other)]
+                cells = [case, str(other["ranks"]), number(milliseconds), number(ms), number(milliseconds / ms)]
+                rows.append([*cells, *busy, link(run), commit(run)])
+    headers = ["case", "ranks", "one rank ms", "these ranks ms", "times as fast", "busy, one rank", "rank 0", "run"]
+    text = (
+        "`bench tensor-parallel`: a GPU for each rank, greedy, without HTTP, nothing else on them; `after_us` of "
+        "the kernels in the files is what each adds to the step."
+    )
+    return Section("Several ranks", text, [*headers, "commit"], rows)
+
+
+def all_reduce(runs: Sequence[Run]) -> Section:
+    rows = []
+    for run in of_bench(runs, "all-reduce"):
+        for result in run.content["results"]:
+            times = [number(result["microseconds"][n]) if n in result["microseconds"] else "-" for n in WAYS]
+            rows.append([f"{result['num_bytes'] // 1024} KiB", *times, result["best"], link(run), commit(run)])
+    text = "`bench all-reduce`: sums over 2 ranks, microseconds of one in a CUDA graph, nothing else on the GPUs."
+    return Section("Sums over ranks", text, ["size", *WAYS, "best", "run", "commit"], rows)
+
+
+WAYS = ("nccl", "flagless", "one-shot")
+
+
+def tier_copies(runs: Sequence[Run]) -> Section:
+    rows = [
+        [f"{result['block_kib']:.0f} KiB", *(number(result[name]) for name in ("plain_up_gb_per_s", "up_gb_per_s")),
+         percent(result["up_share"]), number(result["plain_down_gb_per_s"]), number(result["down_gb_per_s"]),
+         percent(result["down_share"]), number(result["both_gb_per_s"]), link(run), commit(run)]
+        for run in of_bench(runs, "tier-copies")
+        for result in run.content["results"]
+    ]  # fmt: skip
+    headers = ["block", "plain copy up GB/s", "blocks up", "share", "plain copy down GB/s", "blocks down", "share"]
+    text = "`bench tier-copies`: scattered blocks between a GPU and pinned host memory by copy engines; idle."
+    return Section("Copies to and from host memory", text, [*headers, "both ways at once", "run", "commit"], rows)
+
+
+def awake_cores(runs: Sequence[Run]) -> Section:
+    rows = []
+    for run in of_bench(runs, "awake-cores"):
+        for name, found in run.content["results"].items():
+            late = [number(found[f"late_{which}_us"]) for which in ("p50", "p99", "p999", "max")]
+            rows.append([name, *late, f"{1e4 * found['held_up_share']:.2f}", link(run), commit(run)])
+    headers = ["cores", "wake up late by p50 us", "p99", "p99.9", "max", "held up per 10,000 turns", "run", "commit"]
+    text = "`bench awake-cores`: threads that sleep and compute, no model; all cores of the machine were idle else."
+    return Section("Cores kept awake", text, headers, rows)
+
+
+def chaos(runs: Sequence[Run]) -> Section:
+    rows = []
+    for run in of_bench(runs, "chaos"):
+        found = run.content
+        wrong = found["checks"]["all requests complete with the quiet run's tokens"]
+        ties = found.get("near_ties", found.get("unstable_cases"))
+        for fault, hit in found["recovery"].items():
+            times = [number(hit[name]) if name in hit else "-" for name in ("p50_ms", "p99_ms")]
+            rows.append(
+                [link(run), str(found["requests"]), "none" if wrong == "ok" else str(len(wrong)), str(ties), fault,
+                 str(hit["faults"]), str(hit["requests"]), *times, commit(run)]
+            )  # fmt: skip
+    headers = ["run", "requests", "wrong answers", "near-ties", "fault", "times", "requests hit", "next token p50 ms"]
+    text = (
+        "`bench chaos`, short form: 2P2D with a small float32 checkpoint on two GPUs, eager steps, 12 streams all"
+        " the time, one of four sampled with a seed. The next token of a frozen worker's stream comes after the "
+        "freeze is detected; a drain is no fault for its requests."
+    )
+    return Section("Workers that die", text, [*headers, "p99", "commit"], rows)

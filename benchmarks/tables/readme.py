@@ -1,0 +1,183 @@
+"""Tables of the README and of docs/benchmarks: best to worst of all kept runs, with conditions and runs. Pure."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from splitserve.benchmarks.tables.cells import extent, number, of_bench, percent
+from splitserve.benchmarks.tables.runs import Run, cited
+from splitserve.benchmarks.tables.sections import SHAPE, isolation_load, readings
+
+Found = Sequence[tuple[Run, dict[str, Any]]]
+ARRANGEMENTS = {"1P1D": "1P1D, 2 GPUs", "mixed": "1 mixed, 1 GPU", "2 mixed": "2 mixed, 2 GPUs"}
+LOADED = (
+    ("TTFT p50", "ttft_ms", "p50"), ("TTFT p99", "ttft_ms", "p99"), ("second token p50", "second_token_ms", "p50"),
+    ("second token p99", "second_token_ms", "p99"), ("ITL p50", "itl_ms", "p50"), ("ITL p99", "itl_ms", "p99"),
+    ("longest gap", "itl_ms", "max"),
+)  # fmt: skip
+BOTH = "with cores kept awake and without"
+HEADERS = ("what", "best to worst", "conditions", "runs, by commit")
+
+
+def loaded_rows(runs: Sequence[Run], *, with_runs: bool = True) -> list[list[str]]:
+    """1P1D against mixed workers, a column per arrangement; the lowest worst figure is bold.
+
+    ``with_runs``: the last row of each load names the runs.
+    """
+    loads: dict[str, dict[str, list[tuple[Run, dict[str, Any]]]]] = {}
+    for run in of_bench(runs, "isolation"):
+        for result in run.content["results"]:
+            found = loads.setdefault(isolation_load(run), {name: [] for name in ARRANGEMENTS})
+            found[result["arrangement"]].append((run, result["all"]))
+    rows = []
+    for load, arrangements in loads.items():
+        for title, name, which in LOADED:
+            columns = [[figures[name][which] for _, figures in found] for found in arrangements.values()]
+            least = min(max(values) for values in columns)
+            cells = [f"**{extent(values)}**" if max(values) == least else extent(values) for values in columns]
+            rows.append([load, title, *cells])
+        if with_runs:
+            rows.append([load, "runs", *(cited(run for run, _ in found) for found in arrangements.values())])
+    return rows
+
+
+def figure(what: str, conditions: str, found: Found, *texts: str) -> list[str]:
+    return [what, "; ".join(texts), conditions, cited(run for run, _ in found)]
+
+
+def values(found: Found, name: str, text: Callable[[float], str] = number, *, high: bool = False) -> str:
+    return extent([each[name] for _, each in found], text, high=high)
+
+
+def step_rows(runs: Sequence[Run]) -> Iterable[list[str]]:
+    every = [
+        (run, phase, each)
+        for run in of_bench(runs, "engine")
+        for phase in ("decode", "prefill")
+        for each in run.content["models"][SHAPE][phase]
+        if phase == "decode" or not run.option("--prefix")
+    ]
+    for batch in (1, 64, 256):
+        found = [(run, each) for run, phase, each in every
+                 if phase == "decode" and (each["batch"], each["context"]) == (batch, 1024)]  # fmt: skip
+        share = values(found, "floor_share", percent, high=True)
+        texts = [f"{values(found, 'step_ms')} ms", f"the copy floor is {share} of it"]
+        reads = [(run, each) for run, each in found if "read_floor_share" in each]
+        if reads:
+            texts.append(f"the read floor {values(reads, 'read_floor_share', percent, high=True)}")
+        yield figure(f"decode step, {batch} x 1024 tokens", "1 GPU, idle, without HTTP", found, *texts)
+    for tokens in (512, 1024, 8192):
+        found = [(run, each) for run, phase, each in every if phase == "prefill" and each["tokens"] == tokens]
+        share = values(found, "gemm_share", percent, high=True)
+        texts = [f"{values(found, 'ms')} ms", f"{share} of the GEMM rate"]
+        yield figure(f"prefill of {tokens} tokens", "1 GPU, idle, without HTTP", found, *texts)
+
+
+def serving_rows(runs: Sequence[Run]) -> Iterable[list[str]]:
+    cases: dict[tuple[str, ...], list[tuple[Run, dict[str, Any]]]] = {}
+    names = ("--request-rate", "--max-concurrency", "--input-len", "--output-len")
+    for run in of_bench(runs, "serve"):
+        cases.setdefault(tuple(run.option(name) for name in names), []).append((run, run.content["figures"]))
+    for (rate, at_once, num_input, num_output), found in cases.items():
+        load = f"{at_once} at once" if rate == "inf" else f"{rate} per second"
+        texts = []
+        if rate != "inf":
+            for name, title, which in (("ttft_ms", "TTFT", ("p50", "p99")), ("itl_ms", "ITL", ("p50", "p99", "max"))):
+                parts = [extent([each[name][p] for _, each in found]) for p in which]
+                texts.append(f"{title} {' / '.join(which)} {' / '.join(parts)} ms")
+        reports = [report for _, each in found for report in each.get("profile", {}).values()]
+        if reports:
+            busy = extent([report["device_busy_share"] for report in reports], percent, high=True)
+            texts.append(f"device busy {busy} of {extent([report['seconds'] for report in reports])} s")
+        what = f"requests of {num_input} in, {num_output} out, {load}"
+        yield figure(what, "1 mixed worker, 1 GPU, loaded" if rate != "1" else "1 mixed worker, 1 GPU", found, *texts)
+
+
+def handover_rows(runs: Sequence[Run]) -> Iterable[list[str]]:
+    for cores in (True, False):
+        found = [(run, each) for run, each in readings(runs) if run.keeps_cores_awake == cores
+                 and (each["prompt_tokens"], each["prefill_tp"], each["decode_tp"]) == (4096, 1, 1)]  # fmt: skip
+        share = values(found, "share_of_copy", percent, high=True)
+        texts = [f"{values(found, 'handover_ms')} ms", f"{share} of a plain copy's rate"]
+        conditions = f"2 GPUs, one reader, idle{', cores kept awake' if cores else ''}"
+        yield figure("KV of 4096 tokens (537 MB) read", conditions, found, *texts)
+    found = [(run, each) for run in of_bench(runs, "handover") if run.is_served for each in run.content["results"]
+             if (each["prompt_tokens"], each["mode"]) == (4096, "one chunk")]  # fmt: skip
+    texts = [f"p50 {values(found, 'handover_p50_ms')} ms", f"p99 {values(found, 'handover_p99_ms')} ms"]
+    conditions = f"1P1D, 2 GPUs, idle; {BOTH}, with Ray and without"
+    yield figure("first token to decode ready, 4096 tokens in one chunk", conditions, found, *texts)
+
+
+def latency_rows(runs: Sequence[Run]) -> Iterable[list[str]]:
+    for tokens in (1024, 4096, 8192):
+        found = [(run, each) for run in of_bench(runs, "latency") for each in run.content["results"]
+                 if each["prompt_tokens"] == tokens]  # fmt: skip
+        texts = [f"TTFT ratio {values(found, 'ttft_ratio')}", f"second token {values(found, '1P1D_second_ms')} ms"]
+        texts.append(f"of a mixed worker {values(found, 'mixed_second_ms')} ms")
+        conditions = f"2 GPUs against 1, idle; {BOTH}; last chunk 512 or 1024"
+        yield figure(f"1P1D against a mixed worker, {tokens} tokens", conditions, found, *texts)
+
+
+def tier_rows(runs: Sequence[Run]) -> Iterable[list[str]]:
+    tiers = of_bench(runs, "tiers")
+    host = "1 GPU, host tier (off by default)"
+    for tokens in (4096, 32768):
+        found = [(run, hit) for run in tiers for hit in run.content.get("hits", []) if hit["tokens"] == tokens]
+        texts = [f"TTFT {values(found, 'with_ttft_ms')} ms", f"computed {values(found, 'without_ttft_ms')} ms"]
+        yield figure(f"{tokens} tokens found in host memory", f"{host}, idle; {BOTH}", found, *texts)
+    paces = [(run, run.content["pace"]) for run in tiers if "pace" in run.content]
+    loads = extent([each["loads_over_quiet"] for _, each in paces])
+    resident = extent([each["resident_itl_ms"] / each["quiet_itl_ms"] for _, each in paces])
+    texts = [f"mean ITL {loads} times that without", f"beside prompts found on the device {resident} times"]
+    yield figure("16 streams beside such prompts of 4096", f"{host}; {BOTH}", paces, *texts)
+    for part, title in (("no_reuse", "share nothing"), ("fits", "stay on the device")):
+        found = [(run, run.content[part]) for run in tiers if part in run.content]
+        ratio = values(found, "throughput_ratio", lambda value: f"{value:.4f}", high=True)
+        what, conditions = f"throughput of prompts that {title}", f"{host}, 16 at once, cores kept awake"
+        yield figure(what, conditions, found, f"{ratio} times that without the tier")
+
+
+def rank_rows(runs: Sequence[Run]) -> Iterable[list[str]]:
+    found = [
+        (run, {"one": one["milliseconds"][case], "two": two["milliseconds"][case]})
+        for run in of_bench(runs, "tensor-parallel")
+        for one, two in [run.content["results"]]
+        for case in one["milliseconds"]
+    ]
+    speedup = extent([each["one"] / each["two"] for _, each in found], high=True)
+    texts = [f"{values(found, 'two')} ms", f"{speedup} times as fast as one rank"]
+    yield figure("two ranks, decode step of 64 x 1024 tokens", "2 GPUs, idle, without HTTP", found, *texts)
+
+
+def user_rows(runs: Sequence[Run]) -> list[list[str]]:
+    """Figures of the benches for users, besides those under load."""
+    return [*handover_rows(runs), *serving_rows(runs)]
+
+
+def developer_rows(runs: Sequence[Run]) -> list[list[str]]:
+    makers = (latency_rows, step_rows, rank_rows, tier_rows)
+    return [row for make in makers for row in make(runs)]
+
+
+def readme_rows(runs: Sequence[Run]) -> list[list[str]]:
+    """A few figures without load, without their runs."""
+    return [row[:-1] for make in (latency_rows, handover_rows) for row in make(runs)]
+
+
+def conditions(runs: Sequence[Run]) -> str:
+    """What holds for all runs, as the files tell it."""
+    runs = [run for run in runs if run.gpus != "none"]
+    torch = " and ".join(sorted({run.torch for run in runs}))
+    gpus = " and ".join(sorted({run.gpus.partition(" x ")[2] for run in runs}))
+    unmarked = sum(not run.commit for run in runs)
+    return (
+        f"All on {gpus}, torch {torch}, bfloat16, random weights in Llama-3.1-8B's shape, greedy; options that are off "
+        "by default are named. Best to worst of all kept runs; a single number is a single run. "
+        f"{unmarked} of {len(runs)} result files name no commit, and are marked so."
+    )
+
+
+RUN_NAMES = "Runs are called by month, day and time, as in the names of their files in `benchmarks/results/`."
+LOADED_CONDITIONS = (
+    "Under load, in milliseconds: requests arrive at random for 12 s, prefix caching is off, 1P1D ran "
+    f"{BOTH} and with a last chunk of 512 or 1024, mixed workers by default. The lowest worst figure of a row is bold."
+)

@@ -1,0 +1,203 @@
+"""Tables of ``benchmarks/results/README.md``: what the kept runs of each bench measured, run by run. Pure."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from splitserve.benchmarks.tables.cells import Section, awake, commit, extent, link, number, of_bench, percent
+from splitserve.benchmarks.tables.runs import Run
+
+SHAPE = "llama-3.1-8b"
+
+
+def all_runs(runs: Sequence[Run], notes: dict[str, str]) -> Section:
+    rows = []
+    for run in runs:
+        note = notes.get(run.label, "")
+        rows.append([link(run), run.bench, commit(run), run.torch, run.gpus, run.unusual, note])
+    headers = ["run", "bench", "commit", "torch", "GPUs of the machine", "options off by default", "note"]
+    return Section("Runs", "", headers, rows)
+
+
+def steps(runs: Sequence[Run]) -> Section:
+    cases: dict[tuple[str, str, int, int], list[tuple[Run, dict[str, Any]]]] = {}
+    for run in of_bench(runs, "engine"):
+        for model, found in run.content["models"].items():
+            for figure in found["decode"]:
+                case = (model, "decode", figure["batch"], figure["context"])
+                cases.setdefault(case, []).append((run, figure))
+            for figure in [] if run.option("--prefix") else found["prefill"]:
+                cases.setdefault((model, "prefill", figure["tokens"], 0), []).append((run, figure))
+    rows = []
+    for (model, phase, size, context), found in sorted(cases.items()):
+        figures = [figure for _, figure in found]
+        labels = ", ".join(link(run) for run, _ in found)
+        if phase == "decode":
+            reads = [figure["read_floor_share"] for figure in figures if "read_floor_share" in figure]
+            shares = [extent([f["floor_share"] for f in figures], percent, high=True)]
+            shares += [extent(reads, percent, high=True) if reads else "not measured", "-"]
+            shares += [extent([f["busy_share"] for f in figures], percent, high=True)]
+            rows.append([model, f"decode {size} x {context}", extent([f["step_ms"] for f in figures]), *shares, labels])
+        else:
+            share = extent([f["gemm_share"] for f in figures], percent, high=True)
+            rows.append([model, f"prefill {size}", extent([f["ms"] for f in figures]), "-", "-", share, "-", labels])
+    headers = ["shape", "case", "ms", "of copy floor", "of read floor", "of GEMM rate", "device busy", "runs"]
+    text = (
+        "`bench engine`: one GPU, nothing else on it, greedy, without HTTP. Shares are of what the same run "
+        "measured: a floor is the time to read weights and KV once, at the bandwidth of a large copy (read and "
+        "written) or of an operation that only reads. Best to worst of the runs."
+    )
+    return Section("Steps on one GPU", text, headers, rows)
+
+
+def serving(runs: Sequence[Run]) -> Section:
+    rows = []
+    for run in of_bench(runs, "serve"):
+        found, rate = run.content["figures"], run.option("--request-rate")
+        load = f"{rate} requests/s" if rate != "inf" else f"{run.option('--max-concurrency')} at once, all the time"
+        lengths = f"{run.option('--input-len')} / {run.option('--output-len')}"
+        reports = found.get("profile", {}).values()
+        busy = [f"{percent(each['device_busy_share'])} of {each['seconds']:.2f} s" for each in reports]
+        ttft, itl = found["ttft_ms"], found["itl_ms"]
+        rows.append(
+            [link(run), load, lengths, *(number(ttft[name]) for name in ("p50", "p99")),
+             *(number(itl[name]) for name in ("p50", "p99", "max")), number(found["output_tokens_per_second"]),
+             ", ".join(busy) or "-", commit(run)]
+        )  # fmt: skip
+    headers = ["run", "load", "tokens in / out", "TTFT p50 ms", "p99", "ITL p50 ms", "p99", "max", "tokens/s"]
+    text = (
+        "`bench serve` from `benchmarks/gpu/serving.sh ttft busy itl`: one mixed worker on one GPU through HTTP, "
+        "greedy, `splitserve serve MODEL --mixed 1 --device cuda --dtype bfloat16 --load-format dummy`."
+    )
+    return Section("One mixed worker", text, [*headers, "device busy", "commit"], rows)
+
+
+def isolation_load(run: Run) -> str:
+    lengths = f"{run.option('--prompt-input-len')} in, {run.option('--prompt-output-len')} out"
+    return f"{run.option('--prompt-rate')} requests/s, {lengths}"
+
+
+def isolation(runs: Sequence[Run]) -> Section:
+    rows = []
+    for run in of_bench(runs, "isolation"):
+        assert run.option("--seconds") == "12", f"{run.path.name}: the text below says 12 s"
+        for result in run.content["results"]:
+            assert result["kept_up"], f"{run.path.name}: figures of an arrangement that fell behind aren't comparable"
+            found = result["all"]
+            figures = [
+                number(found[name][which])
+                for name, names in (
+                    ("ttft_ms", ("p50", "p99")), ("second_token_ms", ("p50", "p99")), ("later_itl_ms", ("p99",)),
+                    ("itl_ms", ("p50", "p99", "max")),
+                )
+                for which in names
+            ]  # fmt: skip
+            chunk = str(run.last_chunk) if result["arrangement"] == "1P1D" else "-"
+            gpus = str(result["gpus_or_workers"])
+            head = [isolation_load(run), result["arrangement"], gpus, link(run), awake(run), chunk]
+            rows.append([*head, *figures, commit(run)])
+    rows.sort(key=lambda row: (row[0], ["1P1D", "mixed", "2 mixed"].index(row[1]), row[3]))
+    headers = ["load", "arrangement", "GPUs", "run", "cores", "last chunk", "TTFT p50 ms", "p99", "2nd token p50 ms"]
+    headers += ["p99", "later ITL p99 ms", "ITL p50 ms", "p99", "max", "commit"]
+    text = (
+        "`bench isolation`: requests arrive for 12 s at random times (Poisson), whether or not earlier ones are "
+        "done; all kept up; greedy, through HTTP, prefix caching off. ITL are all gaps of all requests; the 2nd "
+        "token is the first of them, where 1P1D hands over; later ITL are the others. 1P1D and two mixed workers "
+        "have two GPUs, one mixed worker has one. At 3 requests/s second tokens are 1.6% of all gaps (36 of "
+        "2,268), so p99 of ITL is one of them."
+    )
+    return Section("1P1D against mixed workers, loaded", text, headers, rows)
+
+
+def latency(runs: Sequence[Run]) -> Section:
+    names = ["mixed_ttft_ms", "1P1D_ttft_ms", "ttft_ratio", "mixed_second_ms", "1P1D_second_ms"]
+    names += ["mixed_step_ms", "1P1D_step_ms", "second_beyond_step_ms"]
+    rows = [
+        [str(result["prompt_tokens"]), link(run), awake(run), str(run.last_chunk), *(number(result[n]) for n in names),
+         commit(run)]
+        for run in of_bench(runs, "latency")
+        for result in run.content["results"]
+    ]  # fmt: skip
+    rows.sort(key=lambda row: (int(row[0]), row[1]))
+    headers = ["prompt", "run", "cores", "last chunk", "TTFT mixed ms", "1P1D", "ratio", "2nd token mixed ms", "1P1D"]
+    headers += ["later steps mixed ms", "1P1D", "1P1D's 2nd token beyond its steps, ms", "commit"]
+    text = (
+        "`bench latency`: one request at a time on an idle system, greedy, medians of 9 or 11, prefix caching "
+        "off; 1P1D has two GPUs, the mixed worker one; the clusters take turns. A second mixed worker would be "
+        "idle, so these are its figures as well."
+    )
+    return Section("1P1D against a mixed worker, idle", text, headers, rows)
+
+
+def last_chunk(runs: Sequence[Run], small: str, large: str) -> Section:
+    """The pair of latency runs on one machine that differ in the last chunk alone."""
+    pair = [next(run for run in runs if run.label == label) for label in (small, large)]
+    rows = []
+    for left, right in zip(*(run.content["results"] for run in pair), strict=True):
+        row = [str(left["prompt_tokens"])]
+        for name in ("1P1D_ttft_ms", "1P1D_second_ms", "second_beyond_step_ms"):
+            row += [number(left[name]), number(right[name]), f"{right[name] - left[name]:+.2f}"]
+        rows.append(row)
+    headers = ["prompt", "TTFT at 512, ms", "at 1024", "difference", "2nd token at 512, ms", "at 1024", "difference"]
+    headers += ["beyond a step at 512, ms", "at 1024", "difference"]
+    text = (
+        f"Runs {link(pair[0])} and {link(pair[1])}, one after the other on one machine, idle, greedy, cores kept "
+        "awake, medians of 9. One pair: the scatter between runs isn't known."
+    )
+    return Section("Last chunk: 512 against 1024 tokens", text, headers, rows)
+
+
+def readings(runs: Iterable[Run]) -> list[tuple[Run, dict[str, Any]]]:
+    """Results of KV read from another process."""
+    return [(run, each) for run in of_bench(runs, "handover") if not run.is_served for each in run.content["results"]]
+
+
+def reads(runs: Sequence[Run]) -> Section:
+    cases: dict[tuple[Any, ...], list[tuple[Run, dict[str, Any]]]] = {}
+    for run, result in readings(runs):
+        one = result.get("one_rank", False)
+        pair = (result["prefill_tp"], result["decode_tp"])
+        reader = "one rank" if one else f"{pair[1]} ranks" if max(pair) > 1 else "one"
+        gpus = "2" if one or pair == (1, 1) else str(len(run.content["machine"]["gpus"]))
+        case = (*pair, reader, gpus, result["prompt_tokens"], awake(run), result["path"])
+        cases.setdefault(case, []).append((run, result))
+    rows = []
+    for case, found in sorted(cases.items()):
+        prefill, decode, reader, gpus, tokens, cores, path = case
+        results = [result for _, result in found]
+        names = ("handover_ms", "handover_p99_ms", "share_of_copy")
+        ms, p99, shares = ([result[name] for result in results] for name in names)
+        rows.append(
+            [f"{prefill}:{decode}", reader, gpus, str(tokens), cores, path, extent(ms), number(max(p99)),
+             number(results[0]["bytes_per_rank"] / 1e6), extent(shares, percent, high=True),
+             ", ".join(dict.fromkeys(link(run) for run, _ in found))]
+        )  # fmt: skip
+    headers = ["ranks, prefill:decode", "readers", "GPUs", "prompt", "cores", "path", "median ms", "worst p99 ms"]
+    text = (
+        "`bench handover`: KV read from another process, blocks of 64 tokens, no model running and nothing else "
+        "on these GPUs (idle); best to worst of fresh and shuffled pools in all runs. The share is of what a "
+        "plain copy of as many bytes by the same ranks at once reaches. With more ranks than GPUs ranks share "
+        "them, so some of what they read is on their own GPU or comes over one link."
+    )
+    return Section("Hand-over between GPUs", text, [*headers, "MB per rank", "of a plain copy", "runs"], rows)
+
+
+def served(runs: Sequence[Run]) -> Section:
+    rows = []
+    for run in of_bench(runs, "handover"):
+        for result in run.content["results"] if run.is_served else []:
+            names = ("handover_p50_ms", "handover_p99_ms", "exposed_p50_ms", "exposed_p99_ms", "prefill_ms")
+            rows.append(
+                [result["mode"], str(result["prompt_tokens"]), result["place"], link(run), awake(run),
+                 str(run.last_chunk) if result["mode"] == "chunks" else "-", *(number(result[name]) for name in names),
+                 percent(result["exposed_share"]), commit(run)]
+            )  # fmt: skip
+    rows.sort(key=lambda row: (row[0] == "chunks", int(row[1]), row[3], row[2]))
+    headers = ["mode", "prompt", "place", "run", "cores", "last chunk", "first token to decode ready p50 ms", "p99"]
+    text = (
+        "`bench handover --served`: a running 1P1D cluster on two GPUs, one request at a time (idle), chunks of 2048, "
+        "30 requests each, greedy; in runs up to 1123T052825 the time of the prefill comes from requests without a "
+        "temperature, which are sampled. Exposed is what decode waited for blocks after it knew of the last ones; its "
+        "share is of the prefill."
+    )
+    headers += ["exposed p50 ms", "p99", "prefill ms", "exposed share", "commit"]
+    return Section("Whole hand-overs", text, headers, rows)

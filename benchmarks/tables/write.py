@@ -1,0 +1,137 @@
+"""Writes the tables of the README, ``docs/benchmarks/`` and ``benchmarks/results/README.md`` from the kept results.
+
+``python -m splitserve.benchmarks.tables.write`` writes them anew, between the markers that these files have; with
+``--check`` the exit status tells whether they are up to date. Nothing in them is typed by hand but the notes below.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from splitserve.benchmarks.common.report import RESULTS_DIRECTORY
+from splitserve.benchmarks.tables import more_sections as results_more
+from splitserve.benchmarks.tables import readme as results_readme
+from splitserve.benchmarks.tables import sections as results_sections
+from splitserve.benchmarks.tables.cells import Section
+from splitserve.benchmarks.tables.runs import Run, read_runs
+
+BEGIN = "<!-- figures: made by `python -m splitserve.benchmarks.tables.write`, not by hand -->"
+END = "<!-- end of figures -->"
+README = RESULTS_DIRECTORY.parents[1] / "README.md"
+USERS_PAGE = RESULTS_DIRECTORY.parents[1] / "docs" / "benchmarks" / "index.md"
+DEVELOPERS_PAGE = USERS_PAGE.with_name("developers.md")
+RESULTS_README = RESULTS_DIRECTORY / "README.md"
+TAIL_CHUNK_PAIR = ("1123T052051", "1123T052217")
+OTHER_GPUS_BUSY = "other benches ran on other GPUs of the machine"
+NOTES = {
+    "1121T162929": OTHER_GPUS_BUSY,
+    "1122T085207": OTHER_GPUS_BUSY,
+    "1122T082730": f"older build; {OTHER_GPUS_BUSY}",
+    "1122T142926": f"four GPUs, a rank each as far as they go; {OTHER_GPUS_BUSY}",
+    "1122T171044": "one pair of GPUs with the next",
+    "1122T171101": "same GPUs: large reads went by the transport, its cost measured while the probe was held up",
+    "1122T172503": "rows of all copies in one call of the driver",
+    "1122T172600": "right after it, a call for each copy",
+    "1122T174946": "three arrangements in turn on the same two GPUs, with the next",
+    "1122T181156": "with the next on one machine",
+    "1122T181230": "the build of the day before",
+    "1122T181022": "other benches on the other GPU",
+    "1122T205633": "other benches on the other GPU",
+    "1123T014640": "with the next at the same time on the other GPU",
+    "1123T014720": "with the next on one machine, one after the other",
+    "1123T013452": "the first of five on one machine, with cores kept awake and without by turns",
+    "1123T031829": "half of what 4:2 reads is on the reader's own GPU",
+}
+SECTIONS: Sequence[Callable[[Sequence[Run]], Section]] = (
+    results_sections.isolation,
+    results_sections.latency,
+    lambda runs: results_sections.last_chunk(runs, *TAIL_CHUNK_PAIR),
+    results_sections.served,
+    results_sections.reads,
+    results_sections.steps,
+    results_sections.serving,
+    results_more.tensor_parallel,
+    results_more.all_reduce,
+    results_more.hits,
+    results_more.pace,
+    results_more.throughput,
+    results_more.tier_copies,
+    results_more.awake_cores,
+    results_more.chaos,
+)
+
+
+def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [headers, ["---"] * len(headers), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def results_page(runs: Sequence[Run]) -> str:
+    """The tables of every kept run."""
+    sections = [*(make(runs) for make in SECTIONS), results_sections.all_runs(runs, NOTES)]
+    parts = [
+        f"## {section.title}\n\n" + (f"{section.conditions}\n\n" if section.conditions else "")
+        + markdown(section.headers, section.rows)
+        for section in sections
+    ]  # fmt: skip
+    return "\n\n".join(parts)
+
+
+def loaded_table(runs: Sequence[Run], *, with_runs: bool) -> str:
+    headers = ["load", "", *results_readme.ARRANGEMENTS.values()]
+    return markdown(headers, results_readme.loaded_rows(runs, with_runs=with_runs))
+
+
+def readme_block(runs: Sequence[Run]) -> str:
+    """The README's two tables and their conditions, without the names of runs."""
+    loaded = loaded_table(runs, with_runs=False)
+    rest = markdown(results_readme.HEADERS[:-1], results_readme.readme_rows(runs))
+    return "\n\n".join([results_readme.conditions(runs), results_readme.LOADED_CONDITIONS, loaded, rest])
+
+
+def users_block(runs: Sequence[Run]) -> str:
+    loaded = loaded_table(runs, with_runs=True)
+    rest = markdown(results_readme.HEADERS, results_readme.user_rows(runs))
+    conditions = f"{results_readme.conditions(runs)} {results_readme.RUN_NAMES}"
+    return "\n\n".join([conditions, "### Under load", results_readme.LOADED_CONDITIONS, loaded, "### Others", rest])
+
+
+def developers_block(runs: Sequence[Run]) -> str:
+    rows = markdown(results_readme.HEADERS, results_readme.developer_rows(runs))
+    return f"{results_readme.conditions(runs)} {results_readme.RUN_NAMES}\n\n{rows}"
+
+
+def with_block(text: str, block: str) -> str:
+    """``text`` with ``block`` between its markers."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    assert begin and end, f"no {BEGIN} or no {END}"
+    return f"{before}{BEGIN}\n\n{block}\n\n{END}{after}"
+
+
+def pages(runs: Sequence[Run]) -> dict[Path, str]:
+    """All pages with tables, as they should be."""
+    blocks = {
+        README: readme_block(runs),
+        USERS_PAGE: users_block(runs),
+        DEVELOPERS_PAGE: developers_block(runs),
+        RESULTS_README: results_page(runs),
+    }
+    return {path: with_block(path.read_text(encoding="utf-8"), block) for path, block in blocks.items()}
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m splitserve.benchmarks.tables.write", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a file would change")
+    options = parser.parse_args(list(argv))
+    old = [path for path, text in pages(read_runs()).items() if path.read_text(encoding="utf-8") != text]
+    for path in old:
+        print(f"{path} is out of date" if options.check else f"{path} is written anew")
+        if not options.check:
+            path.write_text(pages(read_runs())[path], encoding="utf-8")
+    return 1 if options.check and old else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Paged attention through FlashInfer."""

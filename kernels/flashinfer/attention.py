@@ -1,0 +1,199 @@
+"""Paged attention through FlashInfer: its tensor-core decode and its FlashAttention 3 (else 2) prefill kernels.
+
+They read our blocks in place: keys and values of one layer are strided views in FlashInfer's "HND" order. A plan's
+numbers travel through a pinned buffer; since a plan may be made while the copy of an earlier one still waits in the
+stream, each wrapper rotates through several such buffers.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from splitserve.kernels.api import AttentionPlan, AttentionShape, DecodePlan, PagedBatch
+from splitserve.kernels.flashinfer.ragged import RaggedPlan, RaggedPrefill, pinned_buffers
+from splitserve.kernels.paged import FlatTables, flat_tables, num_leading_decodes
+from splitserve.kernels.triton.plans import FixedArrays
+
+_WORKSPACE_BYTES = 256 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class FlashInferPlan:
+    """``decode`` serves the first ``num_decodes`` query tokens, ``prefill`` or ``ragged`` the rest; None: not used."""
+
+    num_decodes: int
+    decode: Any
+    prefill: Any
+    ragged: RaggedPlan | None
+
+
+class FlashInferPagedAttention:
+    """Implements :class:`splitserve.kernels.api.PagedAttention`. Raises ValueError for a shape without kernels."""
+
+    def __init__(self, shape: AttentionShape) -> None:
+        if reason := unsupported_reason(shape):
+            raise ValueError(reason)
+        import flashinfer
+
+        self._flashinfer = flashinfer
+        self._shape = shape
+        self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=shape.device)
+        is_hopper = torch.cuda.get_device_capability(shape.device) == (9, 0)
+        self._decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(self._workspace, "HND", use_tensor_cores=True)
+        # The decode parts of a mixed step have been launched before the prefill part overwrites the workspace, but
+        # plans of both live in it at once: so each has its own.
+        self._prefill_workspace = torch.empty_like(self._workspace)
+        self._prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            self._prefill_workspace, "HND", backend="fa3" if is_hopper else "fa2"
+        )
+        self._ragged = RaggedPrefill(flashinfer, shape, self._prefill_workspace) if is_hopper else None
+        self._decode_pinned = pinned_buffers(self._decode)
+        self._prefill_pinned = pinned_buffers(self._prefill)
+
+    # ---- once per step ----
+
+    def plan(self, batch: PagedBatch) -> FlashInferPlan:
+        num_decodes = num_leading_decodes(batch)
+        if num_decodes:
+            few = PagedBatch(
+                batch.query_lens[:num_decodes], batch.context_lens[:num_decodes], batch.block_tables[:num_decodes]
+            )
+            tables = flat_tables(few, self._shape.block_size)
+            plan_decode(self._decode, self._decode_pinned, tables, self._shape)
+        decode = self._decode if num_decodes else None
+        if num_decodes == len(batch.query_lens):
+            return FlashInferPlan(num_decodes, decode, None, None)
+        if self._ragged is not None and self._ragged.serves(batch, num_decodes):
+            return FlashInferPlan(num_decodes, decode, None, self._ragged.plan(batch, num_decodes))
+        self._plan_prefill(batch, num_decodes)
+        return FlashInferPlan(num_decodes, decode, self._prefill, None)
+
+    def _plan_prefill(self, batch: PagedBatch, first: int) -> None:
+        shape = self._shape
+        tables = flat_tables(batch, shape.block_size, first)
+        query_ends = [0, *itertools.accumulate(batch.query_lens[first:])]
+        self._prefill._pin_memory_int_workspace_buffer = next(self._prefill_pinned)
+        self._prefill.plan(
+            torch.tensor(query_ends, dtype=torch.int32),
+            torch.from_numpy(tables.indptr),
+            torch.from_numpy(tables.indices).pin_memory(),
+            _last_block_lens(tables, shape.block_size),
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            shape.block_size,
+            causal=True,
+            q_data_type=shape.dtype,
+            kv_data_type=shape.dtype,
+        )
+
+    def make_decode_plan(self, batch_size: int, max_blocks: int) -> "FlashInferDecodePlan":
+        """See :class:`splitserve.kernels.api.PagedAttention`."""
+        return FlashInferDecodePlan(self._flashinfer, self._shape, self._workspace, batch_size, max_blocks)
+
+    def make_mixed_plan(self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int) -> DecodePlan:
+        """See :class:`splitserve.kernels.api.PagedAttention`."""
+        raise NotImplementedError("CUDA graphs of mixed steps take the triton or the hybrid attention backend")
+
+    # ---- once per layer ----
+
+    def run(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
+        """See :class:`splitserve.kernels.api.PagedAttention`."""
+        keys_values = (kv_layer[:, :, 0], kv_layer[:, :, 1])
+        out = torch.empty_like(query)
+        if isinstance(plan, FlashInferDecodePlan):
+            plan.wrapper.run(query, keys_values, out=out)
+            return out
+        assert isinstance(plan, FlashInferPlan)
+        if plan.decode is not None:
+            plan.decode.run(query[: plan.num_decodes], keys_values, out=out[: plan.num_decodes])
+        if plan.prefill is not None:
+            plan.prefill.run(query[plan.num_decodes :], keys_values, out=out[plan.num_decodes :])
+        if plan.ragged is not None:
+            assert self._ragged is not None
+            self._ragged.run(query[plan.num_decodes :], kv_layer, plan.ragged, out[plan.num_decodes :])
+        return out
+
+
+class FlashInferDecodePlan:
+    """A decode plan whose tensors stay where they are, for CUDA graphs. Implements ``kernels.api.DecodePlan``."""
+
+    def __init__(
+        self, flashinfer: Any, shape: AttentionShape, workspace: Tensor, batch_size: int, max_blocks: int
+    ) -> None:
+        self._shape = shape
+        self._fast_plan = flashinfer.decode.fast_decode_plan
+        self._numbers = FixedArrays((batch_size + 1, batch_size, batch_size * max_blocks), shape.device)
+        indptr, last, indices = self._numbers.arrays
+        self.wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            workspace,
+            "HND",
+            use_cuda_graph=True,
+            use_tensor_cores=True,
+            paged_kv_indptr_buffer=indptr,
+            paged_kv_indices_buffer=indices,
+            paged_kv_last_page_len_buffer=last,
+        )
+        self._pinned = pinned_buffers(self.wrapper)
+        self._is_planned = False
+
+    def update(self, batch: PagedBatch) -> None:
+        """See :class:`splitserve.kernels.api.DecodePlan`."""
+        shape, tables = self._shape, flat_tables(batch, self._shape.block_size)
+        if not self._is_planned:  # the first plan loads the kernels
+            plan_decode(self.wrapper, self._pinned, tables, shape)
+            self._is_planned = True
+            return
+        indptr, _, indices = self._numbers.arrays
+        last_lens = _last_block_lens(tables, shape.block_size)
+        self._numbers.fill((tables.indptr, last_lens.numpy(), tables.indices))
+        self.wrapper._pin_memory_int_workspace_buffer = next(self._pinned)
+        self._fast_plan(
+            self.wrapper,
+            indptr=indptr,
+            indices=indices,
+            last_page_len=last_lens,
+            num_qo_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            page_size=shape.block_size,
+            q_data_type=shape.dtype,
+            kv_data_type=shape.dtype,
+            global_override_indptr_cpu=torch.from_numpy(tables.indptr),
+        )
+
+
+def plan_decode(wrapper: Any, pinned: Iterator[Tensor], tables: FlatTables, shape: AttentionShape) -> None:
+    """A full plan of a decode wrapper; the arrays stay on the host until FlashInfer itself copies them."""
+    wrapper._pin_memory_int_workspace_buffer = next(pinned)
+    wrapper.plan(
+        torch.from_numpy(tables.indptr),
+        torch.from_numpy(tables.indices).pin_memory(),
+        _last_block_lens(tables, shape.block_size),
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        shape.block_size,
+        q_data_type=shape.dtype,
+        kv_data_type=shape.dtype,
+    )
+
+
+def _last_block_lens(tables: FlatTables, block_size: int) -> Tensor:
+    """int32 [S] on the host: tokens in each sequence's last block."""
+    return torch.from_numpy((tables.context_lens - 1) % block_size + 1)
+
+
+def unsupported_reason(shape: AttentionShape) -> str | None:
+    """Why FlashInfer can't serve ``shape``, or None."""
+    if shape.dtype not in (torch.bfloat16, torch.float16):
+        return f"FlashInfer attention takes bfloat16 and float16, not {shape.dtype}; use the triton backend"
+    if shape.head_dim not in (64, 128, 256):
+        return f"FlashInfer attention has no kernel for head_dim {shape.head_dim}; use the triton backend"
+    if shape.num_heads % shape.num_kv_heads:
+        return f"{shape.num_heads} query heads can't share {shape.num_kv_heads} key/value heads"
+    return None

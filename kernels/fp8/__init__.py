@@ -1,0 +1,1 @@
+"""Products with FP8 weights, and attention over KV memory in FP8."""

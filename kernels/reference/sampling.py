@@ -1,0 +1,88 @@
+"""Batched sampling: greedy, temperature, top-k, top-p, with draws that depend on nothing but their key.
+
+A draw is Gumbel-max: the token with the largest ``logit / temperature + gumbel``, where the Gumbel noise of a token is
+a function of (seed, choice, position, token id) (:mod:`splitserve.kernels.reference.philox`). It is an exact draw from
+the softmax, and the same on every worker, in every batch and for every attempt. Noise is computed only for tokens that
+passed the filters.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from splitserve.kernels.api import SamplingBatch
+from splitserve.kernels.reference import philox
+
+NOT_FINITE = -1
+
+
+def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """See :class:`splitserve.kernels.api.Sample`."""
+    best, token_ids = logits.max(dim=-1)  # a NaN anywhere in a row makes its maximum NaN
+    finite = best.isfinite()
+    is_finite = finite.tolist()
+    random_rows = [row for row, heat in enumerate(batch.temperatures) if heat > 0.0 and is_finite[row]]
+    filtered = [row for row in random_rows if batch.top_ks[row] > 0 or batch.top_ps[row] < 1.0]
+    if filtered:
+        token_ids[filtered] = _draw_filtered(_scaled(logits, filtered, batch), filtered, batch)
+    for row in sorted(set(random_rows).difference(filtered)):
+        words = philox.words_of_range(logits.shape[1], *_draw_key(batch, row), logits.device)
+        token_ids[row] = (_scaled(logits, [row], batch)[0] + gumbel(words)).argmax()
+    return token_ids.masked_fill_(~finite, NOT_FINITE)
+
+
+def gumbel(words: Tensor) -> Tensor:
+    """Standard Gumbel noise, float64, from 32-bit words: ``-log(-log(u))`` with u in the middle of 2**-32 steps."""
+    uniform = (words.double() + 0.5) * 2.0**-32
+    return -torch.log(-torch.log(uniform))
+
+
+def _draw_key(batch: SamplingBatch, row: int) -> tuple[int, int, int]:
+    return batch.seeds[row], batch.choices[row], batch.positions[row]
+
+
+def _scaled(logits: Tensor, rows: Sequence[int], batch: SamplingBatch) -> Tensor:
+    temperatures = torch.tensor([batch.temperatures[row] for row in rows], dtype=torch.float64)
+    return logits[list(rows)].double() / temperatures.to(logits.device).unsqueeze(1)
+
+
+def _draw_filtered(scaled: Tensor, rows: Sequence[int], batch: SamplingBatch) -> Tensor:
+    thresholds = keep_thresholds(scaled, [batch.top_ks[row] for row in rows], [batch.top_ps[row] for row in rows])
+    kept = scaled >= thresholds.unsqueeze(1)
+    drawn = []
+    for index, row in enumerate(rows):
+        ids = kept[index].nonzero().squeeze(1)
+        noise = gumbel(philox.words_of_ids(ids, *_draw_key(batch, row)))
+        drawn.append(ids[(scaled[index, ids] + noise).argmax()])
+    return torch.stack(drawn)
+
+
+def keep_thresholds(scaled: Tensor, top_ks: Sequence[int], top_ps: Sequence[float]) -> Tensor:
+    """Per row of ``scaled`` (float64 [R, vocab]): the smallest logit that top-k and then top-p keep, [R].
+
+    Top-k keeps the k largest. Top-p keeps, of what top-k left, the smallest set of largest tokens whose probability
+    reaches p. Ties at the threshold are all kept, so the result doesn't depend on any order.
+    """
+    return torch.stack([_threshold(*row) for row in zip(scaled, top_ks, top_ps, strict=True)])
+
+
+def _threshold(logits: Tensor, top_k: int, top_p: float) -> Tensor:
+    vocab_size = logits.shape[0]
+    if 0 < top_k < vocab_size:
+        candidates = logits.topk(top_k).values
+        log_total = candidates.logsumexp(0)
+    elif top_p < 1.0:
+        # Tokens below (1 - p) / vocab have less than 1 - p together: what reaches p lies above, only that is sorted.
+        log_total = logits.logsumexp(0)
+        possible = logits >= log_total + math.log((1.0 - top_p) / vocab_size)
+        candidates = logits[possible].sort(descending=True).values
+    else:
+        return logits.min()
+    if top_p >= 1.0:
+        return candidates[-1]
+    weights = (candidates - log_total).exp_()
+    mass_before = weights.cumsum(0).sub_(weights)
+    num_kept = (mass_before < top_p).sum().clamp_(min=1)
+    return candidates[num_kept - 1]

@@ -1,0 +1,195 @@
+"""Attention of chunks of several query tokens as Triton kernels: flash attention over blocks.
+
+A program per (item, query head), where an item is a tile of queries and its context or a part of that
+(:func:`splitserve.kernels.triton.plans.chunk_arrays`): a few queries over a long context keep a whole GPU busy only if
+many programs share the context. Parts are joined by their log-sum-exp, in their order, by a second kernel.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from splitserve.kernels.api import AttentionShape
+from splitserve.kernels.triton.launch import overlapped, wait
+from splitserve.kernels.triton.plans import CONTEXT_TILE, QUERY_TILE, ChunkPart
+
+_JOIN_ROWS = 4
+
+
+def run_chunks(shape: AttentionShape, query: Tensor, kv_layer: Tensor, out: Tensor, part: ChunkPart) -> None:
+    """Fills the rows of ``out`` [T, H, D] that are of ``part``, from those of ``query`` [T, H, D]."""
+    num_items, workspace = part.items.shape[1], part.workspace
+    _chunk_kernel[(num_items, shape.num_heads)](
+        query,
+        kv_layer,
+        part.indptr,
+        part.indices,
+        part.items,
+        workspace.partial,
+        workspace.partial_lse,
+        out,
+        math.log2(math.e) / math.sqrt(shape.head_dim),
+        num_items,
+        BLOCK_STRIDE=kv_layer.stride(0),
+        NUM_HEADS=shape.num_heads,
+        GROUP=shape.num_heads // shape.num_kv_heads,
+        BLOCK_SIZE=shape.block_size,
+        HEAD_DIM=shape.head_dim,
+        DIM=triton.next_power_of_2(shape.head_dim),
+        TILE=CONTEXT_TILE,
+        QUERIES=QUERY_TILE,
+        PRECISION="ieee" if shape.dtype == torch.float32 else "tf32",
+        SPLITS=workspace.programs_per_head > 1,
+        num_warps=4,
+        num_stages=2,
+        **overlapped(shape.device),
+    )
+    if part.max_joins:
+        _join_kernel[(workspace.programs_per_head, shape.num_heads)](
+            workspace.partial,
+            workspace.partial_lse,
+            part.joins,
+            out,
+            part.max_joins,
+            NUM_HEADS=shape.num_heads,
+            HEAD_DIM=shape.head_dim,
+            DIM=triton.next_power_of_2(shape.head_dim),
+            QUERIES=QUERY_TILE,
+            ROWS=_JOIN_ROWS,
+            num_warps=4,
+            **overlapped(shape.device),
+        )
+
+
+@triton.jit(do_not_specialize=["num_items"])
+def _chunk_kernel(
+    query_ptr,
+    kv_ptr,
+    indptr_ptr,
+    indices_ptr,
+    items_ptr,
+    partial_ptr,
+    lse_ptr,
+    out_ptr,
+    scale_log2,
+    num_items,
+    BLOCK_STRIDE: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SPLITS: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    item = items_ptr + tl.program_id(0)
+    head = tl.program_id(1)
+    first_row = tl.load(item)
+    start = tl.load(item + num_items)  # position of the first row
+    num_rows = tl.load(item + 2 * num_items)
+    sequence = tl.load(item + 3 * num_items)
+    first = tl.load(item + 4 * num_items)
+    end = tl.load(item + 5 * num_items)
+    slot = tl.load(item + 6 * num_items)
+    wait(OVERLAPPED)
+    if num_rows == 0:
+        return
+    table = indices_ptr + tl.load(indptr_ptr + sequence)
+
+    row = tl.arange(0, QUERIES)
+    column = tl.arange(0, DIM)
+    is_column = column < HEAD_DIM
+    at = (first_row + row).to(tl.int64)[:, None] * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM + column[None, :]
+    mask_rows = (row < num_rows)[:, None] & is_column[None, :]
+    query = tl.load(query_ptr + at, mask=mask_rows, other=0.0)
+    top = tl.full((QUERIES,), float("-inf"), tl.float32)
+    total = tl.zeros((QUERIES,), tl.float32)
+    mixed = tl.zeros((QUERIES, DIM), tl.float32)
+    inner = tl.arange(0, TILE)
+    head_offset = (head // GROUP) * (2 * BLOCK_SIZE * HEAD_DIM)
+    for tile in tl.range(first, end, TILE):
+        token = tile + inner
+        is_token = token < end
+        if BLOCK_SIZE % TILE == 0:
+            block = tl.load(table + tile // BLOCK_SIZE).to(tl.int64)
+            base = block * BLOCK_STRIDE + head_offset + (tile % BLOCK_SIZE + inner) * HEAD_DIM
+        else:
+            block = tl.load(table + token // BLOCK_SIZE, mask=is_token, other=0).to(tl.int64)
+            base = block * BLOCK_STRIDE + head_offset + (token % BLOCK_SIZE) * HEAD_DIM
+        keys_at = kv_ptr + base[:, None] + column[None, :]
+        mask = is_token[:, None] & is_column[None, :]
+        keys = tl.load(keys_at, mask=mask, other=0.0).to(query.dtype)  # they may be in FP8
+        values = tl.load(keys_at + BLOCK_SIZE * HEAD_DIM, mask=mask, other=0.0).to(query.dtype)
+        scores = tl.dot(query, keys.T, input_precision=PRECISION) * scale_log2
+        scores = tl.where(token[None, :] <= (start + row)[:, None], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(weights, 1)
+        mixed = mixed * shrink[:, None]
+        mixed = tl.dot(weights.to(values.dtype), values, mixed, input_precision=PRECISION)
+        top = new_top
+    result = mixed / total[:, None]
+    if SPLITS:
+        if slot >= 0:
+            part_row = (slot.to(tl.int64) * NUM_HEADS + head) * QUERIES + row
+            tl.store(partial_ptr + part_row[:, None] * HEAD_DIM + column[None, :], result, mask=mask_rows)
+            tl.store(lse_ptr + part_row, top + tl.log2(total), mask=row < num_rows)
+        num_rows = tl.where(slot < 0, num_rows, 0)
+    mask_rows = (row < num_rows)[:, None] & is_column[None, :]
+    tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=mask_rows)
+
+
+@triton.jit(do_not_specialize=["max_joins"])
+def _join_kernel(
+    partial_ptr,
+    lse_ptr,
+    joins_ptr,
+    out_ptr,
+    max_joins,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    QUERIES: tl.constexpr,
+    ROWS: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    """Programs take turns at the ``ROWS`` rows each of all tiles that were split, which may be none."""
+    UNITS: tl.constexpr = QUERIES // ROWS
+    head = tl.program_id(1).to(tl.int64)
+    num_units = tl.load(joins_ptr) * UNITS
+    column = tl.arange(0, DIM)
+    is_column = column < HEAD_DIM
+    wait(OVERLAPPED)
+    for unit in tl.range(tl.program_id(0), num_units, tl.num_programs(0)):
+        join = joins_ptr + 1 + unit // UNITS
+        first_row = tl.load(join)
+        num_rows = tl.load(join + max_joins)
+        first_slot = tl.load(join + 2 * max_joins)
+        num_parts = tl.load(join + 3 * max_joins)
+        row = unit % UNITS * ROWS + tl.arange(0, ROWS)
+        is_row = row < num_rows
+        mask = is_row[:, None] & is_column[None, :]
+        top = tl.full((ROWS,), float("-inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        mixed = tl.zeros((ROWS, DIM), tl.float32)
+        for slot in tl.range(first_slot, first_slot + num_parts):
+            at = (slot * NUM_HEADS + head) * QUERIES + row
+            lse = tl.load(lse_ptr + at, mask=is_row, other=0.0)
+            part = tl.load(partial_ptr + at[:, None] * HEAD_DIM + column[None, :], mask=mask, other=0.0)
+            new_top = tl.maximum(top, lse)
+            weight = tl.exp2(lse - new_top)
+            shrink = tl.exp2(top - new_top)
+            total = total * shrink + weight
+            mixed = mixed * shrink[:, None] + part * weight[:, None]
+            top = new_top
+        out_row = (first_row + row).to(tl.int64) * NUM_HEADS + head
+        out = (mixed / total[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + out_row[:, None] * HEAD_DIM + column[None, :], out, mask=mask)

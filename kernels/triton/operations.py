@@ -1,0 +1,344 @@
+"""Norm, query/key/value preparation and activation as Triton kernels; one pass over memory each.
+
+Signatures and shapes are those of :mod:`splitserve.kernels.api`. Offsets that can pass 2**31 elements (KV memory, long
+flat batches) are computed in 64 bits.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from splitserve.kernels.api import AttentionShape, TokenRows
+from splitserve.kernels.triton.launch import overlapped, wait
+
+_SILU_BLOCK = 1024
+_HEADS_PER_PROGRAM = 8
+
+
+def begin_step(inputs: Tensor, drawn: Tensor, embedding: Tensor, rotations: Tensor, shape: AttentionShape) -> TokenRows:
+    """See :class:`splitserve.kernels.api.BeginStep`: one kernel for what takes a dozen otherwise."""
+    num_tokens, hidden_size = inputs.shape[1], embedding.shape[1]
+    device = inputs.device
+    assert inputs.is_contiguous() and drawn.is_contiguous() and embedding.is_contiguous() and rotations.is_contiguous()
+    hidden = torch.empty((num_tokens, hidden_size), dtype=shape.dtype, device=device)
+    rotation = torch.empty((num_tokens, 2, shape.head_dim), dtype=rotations.dtype, device=device)
+    slots = torch.empty((num_tokens, shape.num_kv_heads), dtype=torch.int64, device=device)
+    _begin_step_kernel[(num_tokens,)](
+        inputs,
+        drawn,
+        embedding,
+        rotations,
+        hidden,
+        rotation,
+        slots,
+        num_tokens,
+        HIDDEN=hidden_size,
+        HIDDEN_BLOCK=triton.next_power_of_2(hidden_size),
+        ROTATION=2 * shape.head_dim,
+        ROTATION_BLOCK=triton.next_power_of_2(2 * shape.head_dim),
+        BLOCK_SIZE=shape.block_size,
+        BLOCK_ROWS=shape.rows_per_block * shape.block_size,
+        KV_HEADS=shape.num_kv_heads,
+        KV_HEADS_BLOCK=triton.next_power_of_2(shape.num_kv_heads),
+        num_warps=4,
+        **overlapped(device),
+    )
+    return TokenRows(hidden, (rotation[:, 0], rotation[:, 1]), slots)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _begin_step_kernel(
+    inputs_ptr,
+    drawn_ptr,
+    embedding_ptr,
+    rotations_ptr,
+    hidden_ptr,
+    rotation_ptr,
+    slots_ptr,
+    num_tokens,
+    HIDDEN: tl.constexpr,
+    HIDDEN_BLOCK: tl.constexpr,
+    ROTATION: tl.constexpr,
+    ROTATION_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    KV_HEADS_BLOCK: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    wait(OVERLAPPED)
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(inputs_ptr + row)
+    position = tl.load(inputs_ptr + num_tokens + row)
+    block = tl.load(inputs_ptr + 2 * num_tokens + row)
+    previous = tl.load(inputs_ptr + 3 * num_tokens + row)
+    known = tl.maximum(tl.load(drawn_ptr + tl.maximum(previous, 0)), 0)
+    token = tl.where(previous >= 0, known, token)
+
+    column = tl.arange(0, HIDDEN_BLOCK)
+    embedded = tl.load(embedding_ptr + token * HIDDEN + column, mask=column < HIDDEN)
+    tl.store(hidden_ptr + row * HIDDEN + column, embedded.to(hidden_ptr.dtype.element_ty), mask=column < HIDDEN)
+    column = tl.arange(0, ROTATION_BLOCK)
+    rotation = tl.load(rotations_ptr + position * ROTATION + column, mask=column < ROTATION)
+    tl.store(rotation_ptr + row * ROTATION + column, rotation, mask=column < ROTATION)
+    head = tl.arange(0, KV_HEADS_BLOCK)
+    slot = block * BLOCK_ROWS + position % BLOCK_SIZE + head * (2 * BLOCK_SIZE)
+    tl.store(slots_ptr + row * KV_HEADS + head, slot, mask=head < KV_HEADS)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See :class:`splitserve.kernels.api.RmsNorm`; ``weight`` has ``x``'s last dimension, or its last two."""
+    size = x.shape[-1]
+    rows, weights = x.reshape(-1, size), weight.reshape(-1, size)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _rms_norm_kernel[(rows.shape[0],)](
+        rows,
+        weights,
+        out,
+        rows.stride(0),
+        weights.shape[0],
+        eps,
+        SIZE=size,
+        BLOCK=triton.next_power_of_2(size),
+        num_warps=8 if size > 1024 else 1,
+        **overlapped(x.device),
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["x_stride", "num_weight_rows"])
+def _rms_norm_kernel(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    x_stride,
+    num_weight_rows,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    weight = tl.load(weight_ptr + (row % num_weight_rows) * SIZE + columns, mask=inside, other=0.0)
+    wait(OVERLAPPED)
+    x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0)
+    tl.store(out_ptr + row * SIZE + columns, normalised(x, weight, eps, SIZE), mask=inside)
+
+
+def add_parts(residual: Tensor, parts: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``residual`` [T, N] += the sum of ``parts`` [S, T, N] over S, in their order, in float32, in place. Returns it
+    RMS-normalised by ``weight`` [N] (:class:`splitserve.kernels.api.RmsNorm`)."""
+    num_parts, num_rows, size = parts.shape
+    assert residual.is_contiguous() and parts.is_contiguous() and residual.shape == (num_rows, size)
+    normed = torch.empty_like(residual)
+    _add_parts_kernel[(num_rows,)](
+        residual,
+        parts,
+        weight,
+        normed,
+        num_rows,
+        eps,
+        PARTS=num_parts,
+        SIZE=size,
+        BLOCK=triton.next_power_of_2(size),
+        num_warps=8 if size > 1024 else 1,
+        **overlapped(residual.device),
+    )
+    return normed
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _add_parts_kernel(
+    residual_ptr,
+    parts_ptr,
+    weight_ptr,
+    normed_ptr,
+    num_rows,
+    eps,
+    PARTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
+    wait(OVERLAPPED)
+    at = row * SIZE + columns
+    total = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    total += sum_of_parts(parts_ptr, at, inside, num_rows.to(tl.int64) * SIZE, PARTS)
+    total = total.to(residual_ptr.dtype.element_ty)
+    tl.store(residual_ptr + at, total, mask=inside)
+    tl.store(normed_ptr + at, normalised(total, weight, eps, SIZE), mask=inside)
+
+
+@triton.jit
+def sum_of_parts(parts_ptr, at, inside, stride, PARTS: tl.constexpr):
+    """In float32, in their order. ``stride``: elements from a part to the next one."""
+    total = tl.load(parts_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(parts_ptr + part * stride + at, mask=inside, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+def normalised(x, weight, eps, SIZE: tl.constexpr):
+    """A row of ``SIZE`` elements in its own dtype; those of ``x`` beyond are zero."""
+    wide = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide) / SIZE + eps)
+    normed = (wide * scale).to(x.dtype).to(tl.float32) * weight.to(tl.float32)
+    return normed.to(x.dtype)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """See :class:`splitserve.kernels.api.SiluMul`. Leaves ``gate_up`` as it is."""
+    num_tokens, width = gate_up.shape
+    size = width // 2
+    out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
+    _silu_mul_kernel[(num_tokens, triton.cdiv(size, _SILU_BLOCK))](
+        gate_up, out, gate_up.stride(0), SIZE=size, BLOCK=_SILU_BLOCK, num_warps=4, **overlapped(out.device)
+    )
+    return out
+
+
+@triton.jit
+def _silu_mul_kernel(
+    gate_up_ptr, out_ptr, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAPPED: tl.constexpr
+):
+    wait(OVERLAPPED)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    gate = tl.load(gate_up_ptr + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * row_stride + SIZE + columns, mask=inside, other=0.0)
+    activated = (gate / (1.0 + tl.exp(-gate))).to(up.dtype).to(tl.float32) * up.to(tl.float32)
+    tl.store(out_ptr + row * SIZE + columns, activated.to(up.dtype), mask=inside)
+
+
+def prepare_qkv(
+    qkv: Tensor,
+    qk_norm: Tensor | None,
+    eps: float,
+    rotation: tuple[Tensor, Tensor],
+    *,
+    kv_layer: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """See :class:`splitserve.kernels.api.PrepareQkv`: norm, rotation and KV write in one kernel."""
+    num_parts, num_tokens, num_all_heads, head_dim = qkv.shape
+    num_kv_heads, block_size = kv_layer.shape[1], kv_layer.shape[3]
+    num_heads = num_all_heads - 2 * num_kv_heads
+    cos, sin = rotation
+    assert qkv.is_contiguous() and slots.is_contiguous()
+    assert cos.stride() == sin.stride() and cos.stride(1) == 1
+    assert kv_layer.stride()[1:] == (2 * block_size * head_dim, block_size * head_dim, head_dim, 1)
+    query = torch.empty((num_tokens, num_heads, head_dim), dtype=cos.dtype, device=qkv.device)
+    _prepare_qkv_kernel[(num_tokens, triton.cdiv(num_all_heads, _HEADS_PER_PROGRAM))](
+        qkv,
+        query if qk_norm is None else qk_norm,
+        cos,
+        sin,
+        slots,
+        query,
+        kv_layer,
+        eps,
+        cos.stride(0),
+        num_tokens,
+        NUM_PARTS=num_parts,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        BLOCK_SIZE=block_size,
+        HEAD_DIM=head_dim,
+        HALF=triton.next_power_of_2(head_dim // 2),
+        HAS_NORM=qk_norm is not None,
+        HEADS=_HEADS_PER_PROGRAM,
+        num_warps=4,
+        **overlapped(qkv.device),
+    )
+    return query
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _prepare_qkv_kernel(
+    qkv_ptr,
+    norm_ptr,
+    cos_ptr,
+    sin_ptr,
+    slots_ptr,
+    query_ptr,
+    kv_ptr,
+    eps,
+    angle_stride,
+    num_tokens,
+    NUM_PARTS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HEADS: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    wait(OVERLAPPED)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    num_rotated, num_all = NUM_HEADS + NUM_KV_HEADS, NUM_HEADS + 2 * NUM_KV_HEADS
+    column = tl.arange(0, HALF)
+    middle: tl.constexpr = HEAD_DIM // 2
+    inside = (head[:, None] < num_all) & (column[None, :] < middle)
+    at = (token * num_all + head[:, None]) * HEAD_DIM + column[None, :]
+    part_stride = num_tokens.to(tl.int64) * num_all * HEAD_DIM
+    first = sum_of_parts(qkv_ptr, at, inside, part_stride, NUM_PARTS).to(query_ptr.dtype.element_ty)
+    second = sum_of_parts(qkv_ptr, at + middle, inside, part_stride, NUM_PARTS).to(query_ptr.dtype.element_ty)
+
+    is_rotated = head[:, None] < num_rotated
+    wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
+    if HAS_NORM:
+        squares = tl.sum(wide_first * wide_first + wide_second * wide_second, axis=1)
+        scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        norm = norm_ptr + head[:, None] * HEAD_DIM + column[None, :]
+        weight_first = tl.load(norm, mask=inside & is_rotated, other=0.0)
+        weight_second = tl.load(norm + middle, mask=inside & is_rotated, other=0.0)
+        wide_first = _scaled(wide_first, scale, weight_first, first.dtype)
+        wide_second = _scaled(wide_second, scale, weight_second, first.dtype)
+    angle = token * angle_stride + column
+    cos = tl.load(cos_ptr + angle, mask=column < middle, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + angle + middle, mask=column < middle, other=0.0).to(tl.float32)[None, :]
+    rotated_first = (wide_first * cos - wide_second * sin).to(first.dtype)
+    rotated_second = (wide_second * cos + wide_first * sin).to(first.dtype)
+    first = tl.where(is_rotated, rotated_first, first)
+    second = tl.where(is_rotated, rotated_second, second)
+
+    is_query = head[:, None] < NUM_HEADS
+    target = query_ptr + (token * NUM_HEADS + head[:, None]) * HEAD_DIM + column[None, :]
+    tl.store(target, first, mask=inside & is_query)
+    tl.store(target + middle, second, mask=inside & is_query)
+
+    row, is_kv = _kv_rows(slots_ptr, token, head, NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE)
+    written = kv_ptr + row[:, None] * HEAD_DIM + column[None, :]
+    tl.store(written, first, mask=inside & is_kv[:, None])
+    tl.store(written + middle, second, mask=inside & is_kv[:, None])
+
+
+@triton.jit
+def _kv_rows(slots_ptr, token, head, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Where a token's keys and values go, as rows of HEAD_DIM, and which of ``head`` are such."""
+    num_rotated = NUM_HEADS + NUM_KV_HEADS
+    is_kv = (head >= NUM_HEADS) & (head < num_rotated + NUM_KV_HEADS)
+    is_value = head >= num_rotated
+    kv_head = tl.where(is_value, head - num_rotated, head - NUM_HEADS)
+    row = tl.load(slots_ptr + token * NUM_KV_HEADS + kv_head, mask=is_kv, other=0)
+    return tl.where(is_value, row + BLOCK_SIZE, row), is_kv & (row >= 0)
+
+
+@triton.jit
+def _scaled(wide, scale, weight, narrow: tl.constexpr):
+    """In float32, rounded as the reference rounds: after the scale, and after the weight."""
+    scaled = (wide * scale).to(narrow).to(tl.float32) * weight.to(tl.float32)
+    return scaled.to(narrow).to(tl.float32)

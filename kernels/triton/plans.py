@@ -1,0 +1,203 @@
+"""What Triton's paged attention derives from a batch: for one step, or of fixed size, for CUDA graphs."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from splitserve.kernels.api import AttentionShape, PagedBatch
+from splitserve.kernels.paged import Int32Array, flat_tables
+from splitserve.kernels.tuning.decode_launch import MAX_PARTS, PROGRAMS_PER_DEVICE, DecodeLaunch
+
+QUERY_TILE = 64
+CONTEXT_TILE = 64
+_ALIGNED = 32  # int32 numbers: each array begins a cache line
+UNSPLIT_TILES = 8  # of context: that many are not worth the join of two parts
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePart:
+    """The sequences of one query token each: device arrays as in :class:`FlatTables`, and room for the parts."""
+
+    num_sequences: int
+    indptr: Tensor
+    indices: Tensor
+    context_lens: Tensor
+    launch: DecodeLaunch
+    partial: Tensor  # float32 [S, H, parts, D]
+    partial_lse: Tensor  # float32 [S, H, parts]
+    tickets: Tensor  # int32 [S, G]: parts that have arrived, 0 between launches
+
+
+DecodePartials = tuple[DecodeLaunch, Tensor, Tensor, Tensor]  # the last four of a DecodePart
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkWorkspace:
+    """Room for parts of tiles that are to be joined, for one step after the other."""
+
+    programs_per_head: int  # among which the work of a step's chunks is divided
+    partial: Tensor  # float32 [slots, H, QUERY_TILE, D]
+    partial_lse: Tensor  # float32 [slots, H, QUERY_TILE]: logarithms to base 2
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPart:
+    """Longer chunks, as :func:`chunk_arrays` has them."""
+
+    indptr: Tensor
+    indices: Tensor
+    items: Tensor  # int32 [7, N]
+    joins: Tensor  # int32 [1 + 4 * J]
+    workspace: ChunkWorkspace
+
+    @property
+    def max_joins(self) -> int:
+        return self.joins.shape[0] // 4
+
+
+@dataclass(frozen=True, slots=True)
+class TritonPlan:
+    decode: DecodePart | None
+    chunks: ChunkPart | None
+
+
+class FixedArrays:
+    """Int32 arrays of these sizes on the device that stay where they are, for CUDA graphs; filled by one copy."""
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        padded = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
+        self._starts = list(itertools.accumulate(padded[:-1], initial=0))
+        self._flat = torch.zeros(sum(padded), dtype=torch.int32, device=device)
+        self.arrays = [self._flat[start : start + size] for start, size in zip(self._starts, sizes, strict=True)]
+
+    def fill(self, arrays: Sequence[Int32Array]) -> None:
+        """All of them, in the stream's order; the last one may be shorter, and then its end stays as it is."""
+        packed = np.zeros(self._starts[-1] + len(arrays[-1]), dtype=np.int32)
+        for start, array in zip(self._starts, arrays, strict=True):
+            packed[start : start + len(array)] = array
+        host = torch.from_numpy(packed)
+        if self._flat.is_cuda:
+            host = host.pin_memory()  # kept by its allocator until it was copied
+        self._flat[: len(packed)].copy_(host, non_blocking=True)
+
+
+class TritonDecodePlan:
+    """A plan whose tensors stay where they are, for CUDA graphs. Implements ``kernels.api.DecodePlan``."""
+
+    def __init__(self, shape: AttentionShape, batch_size: int, max_blocks: int, partials: DecodePartials) -> None:
+        self._block_size = shape.block_size
+        self._numbers = FixedArrays((batch_size + 1, batch_size, batch_size * max_blocks), shape.device)
+        indptr, context_lens, indices = self._numbers.arrays
+        self._part = DecodePart(batch_size, indptr, indices, context_lens, *partials)
+        self.fixed = TritonPlan(self._part, None)
+
+    def update(self, batch: PagedBatch) -> None:
+        """See :class:`splitserve.kernels.api.DecodePlan`."""
+        part, tables = self._part, flat_tables(batch, self._block_size)
+        assert len(tables.context_lens) == part.num_sequences and len(tables.indices) <= part.indices.shape[0]
+        self._numbers.fill((tables.indptr, tables.context_lens, tables.indices))
+
+
+class TritonMixedPlan:
+    """As :class:`TritonDecodePlan`, with chunks after the sequences that decode, which may be none; items left over
+    have no rows."""
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        num_decodes: int,
+        num_chunk_tokens: int,
+        num_chunks: int,
+        max_blocks: int,
+        partials: DecodePartials | None,
+        workspace: ChunkWorkspace,
+    ) -> None:
+        self._block_size = shape.block_size
+        num_sequences = num_decodes + num_chunks
+        num_tiles = num_chunk_tokens // QUERY_TILE + num_chunks
+        splits = max_blocks * shape.block_size > UNSPLIT_TILES * CONTEXT_TILE
+        self._num_programs = workspace.programs_per_head if splits else 1
+        num_items, num_joins = num_tiles + self._num_programs - 1, min(num_tiles, self._num_programs - 1)
+        sizes = (num_sequences + 1, num_sequences, 7 * num_items, 1 + 4 * num_joins, num_sequences * max_blocks)
+        self._numbers = FixedArrays(sizes, shape.device)
+        indptr, context_lens, items, joins, indices = self._numbers.arrays
+        decode = DecodePart(num_decodes, indptr, indices, context_lens, *partials) if partials else None
+        chunks = ChunkPart(indptr[num_decodes:], indices, items.view(7, num_items), joins, workspace)
+        self.fixed = TritonPlan(decode, chunks)
+        self._num_decodes, self._num_chunks = num_decodes, num_chunks
+        self._num_items, self._num_joins = num_items, num_joins
+
+    def update(self, batch: PagedBatch) -> None:
+        """See :class:`splitserve.kernels.api.DecodePlan`."""
+        assert len(batch.query_lens) <= self._num_decodes + self._num_chunks
+        tables = flat_tables(batch, self._block_size)
+        items, joins = chunk_arrays(batch, self._num_decodes, self._num_programs, self._num_items, self._num_joins)
+        assert items.shape[1] == self._num_items and joins.shape[0] == 1 + 4 * self._num_joins, "too many chunk tokens"
+        self._numbers.fill((tables.indptr, tables.context_lens, items.ravel(), joins, tables.indices))
+
+
+def chunk_workspace(shape: AttentionShape) -> ChunkWorkspace:
+    """About 35 MB for heads of 128, whatever the chunks; all plans of one attention share it."""
+    programs = max(1, min(MAX_PARTS, PROGRAMS_PER_DEVICE // shape.num_heads))
+    sizes = (2 * programs if programs > 1 else 0, shape.num_heads, QUERY_TILE)  # see chunk_arrays
+    partial = torch.empty((*sizes, shape.head_dim), dtype=torch.float32, device=shape.device)
+    return ChunkWorkspace(programs, partial, torch.empty(sizes, dtype=torch.float32, device=shape.device))
+
+
+def chunk_arrays(
+    batch: PagedBatch, first: int, num_programs: int, num_items: int = 0, num_joins: int = 0
+) -> tuple[Int32Array, Int32Array]:
+    """The work on the sequences from ``first`` on, before which each has one row: (items, joins), both int32.
+
+    A tile of queries is one item, or is split into items by parts of its context: as many as it takes for ``P =
+    num_programs`` items of a step to share the work evenly. ``items`` [7, N], those that take longest first: first
+    query row, its position, rows, sequence, first token, end of the tokens, slot for the result, -1 if it's the only
+    part. ``joins`` [1 + 4 * J]: how many, and of each split tile: first query row, rows, first slot, number of slots,
+    which are in the order of the parts. Every row sees the first token of every part of its tile. For T tiles there are
+    less than T + P items, at most T joins and less than P, less than 2 * P slots. N and J are ``num_items`` and
+    ``num_joins``, with zeros at the end, where those are larger.
+    """
+    tiles = _query_tiles(batch, first)
+    seen = [position // CONTEXT_TILE + 1 for _, position, _, _ in tiles]  # tiles of context that all rows see
+    most = max(UNSPLIT_TILES, -(-sum(seen) // num_programs)) if num_programs > 1 else sum(seen)
+    items: list[tuple[int, ...]] = []
+    joins: list[tuple[int, ...]] = []
+    num_slots = 0
+    for tile, num_tiles in zip(tiles, seen, strict=True):
+        row, position, num_rows, _ = tile
+        num_parts = -(-num_tiles // most)
+        cuts = [num_tiles * part // num_parts * CONTEXT_TILE for part in range(num_parts)] + [position + num_rows]
+        slots = range(num_slots, num_slots + num_parts) if num_parts > 1 else [-1]
+        items += [(*tile, *part) for part in zip(cuts, cuts[1:], slots, strict=False)]
+        if num_parts > 1:
+            joins.append((row, num_rows, num_slots, num_parts))
+            num_slots += num_parts
+    items.sort(key=lambda item: item[4] - item[5])
+    joined = _columns(joins, 4, num_joins)
+    return _columns(items, 7, num_items), np.concatenate((np.array([len(joins)], dtype=np.int32), joined.ravel()))
+
+
+def _query_tiles(batch: PagedBatch, first: int) -> list[tuple[int, int, int, int]]:
+    """First row, its position in the sequence, rows, sequence counted from ``first``."""
+    tiles = []
+    row = first
+    for index, (query_len, context) in enumerate(
+        zip(batch.query_lens[first:], batch.context_lens[first:], strict=True)
+    ):
+        tiles += [
+            (row + offset, context - query_len + offset, min(QUERY_TILE, query_len - offset), index)
+            for offset in range(0, query_len, QUERY_TILE)
+        ]
+        row += query_len
+    return tiles
+
+
+def _columns(rows: Sequence[tuple[int, ...]], width: int, least: int) -> Int32Array:
+    """``rows`` of ``width`` numbers as columns, with zeros after them if they are fewer than ``least``."""
+    columns = np.zeros((width, max(least, len(rows))), dtype=np.int32)
+    columns[:, : len(rows)] = np.array(rows, dtype=np.int32).reshape(-1, width).T
+    return columns

@@ -1,0 +1,302 @@
+"""Tuned launch parameters: JSON files per device, looked up by operation, shape and rows.
+
+A kernel has a frozen dataclass of its launch parameters and a safe default, for what isn't listed::
+
+    launch = tuned(LinearLaunch(), "linear", shape_key(dtype, n=6144, k=4096), rows)
+
+Files are called ``<slug of the device's name>.json``. Those in ``configs/`` are shipped; those in
+:func:`user_directory` win, one (operation, shape) at a time. ``splitserve tune`` writes them
+(:mod:`splitserve.kernels.tuning.tunables` says how an operation takes part), holding :func:`tuner_lock`. A file that
+can't be used is one warning, and kernels take their defaults.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import json
+import logging
+import os
+import re
+import tempfile
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TypeVar
+
+import msgspec
+import torch
+
+SCHEMA_VERSION = 1
+SHIPPED_DIRECTORY = Path(__file__).resolve().parents[1] / "configs"
+DIRECTORY_VARIABLE = "SPLITSERVE_TUNED_DIR"
+
+Param = int | str | bool
+Params = Mapping[str, Param]
+LaunchT = TypeVar("LaunchT")  # a frozen dataclass of launch parameters
+
+_log = logging.getLogger(__name__)
+
+
+class TuningError(Exception):
+    """A file of tuned configurations, or a lock, that can't be used; says what to do."""
+
+
+class TunedEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``params`` are the best that were found for ``max_rows`` rows, and serve all fewer down to the entry before."""
+
+    max_rows: int
+    params: dict[str, Param]
+
+    def __post_init__(self) -> None:
+        if self.max_rows < 1:
+            raise ValueError(f"max_rows is {self.max_rows}; it must be positive")
+
+
+class TunedFile(msgspec.Struct, forbid_unknown_fields=True):
+    """operation -> shape key (:func:`shape_key`) -> entries, ``max_rows`` ascending."""
+
+    version: int
+    device: str
+    operations: dict[str, dict[str, list[TunedEntry]]]
+
+    def __post_init__(self) -> None:
+        for operation, shapes in self.operations.items():
+            for shape, entries in shapes.items():
+                rows = [entry.max_rows for entry in entries]
+                if rows != sorted(set(rows)):
+                    raise ValueError(f"max_rows of {operation} {shape!r} are {rows}; they must ascend")
+
+
+class _Version(msgspec.Struct):
+    version: int
+
+
+def shape_key(dtype: torch.dtype, **sizes: int) -> str:
+    """A shape as the files name it: ``shape_key(torch.bfloat16, n=6144, k=4096)`` is ``bfloat16 n=6144 k=4096``."""
+    return " ".join([str(dtype).removeprefix("torch."), *(f"{name}={size}" for name, size in sizes.items())])
+
+
+def device_slug(device_name: str) -> str:
+    """``NVIDIA H200`` -> ``nvidia-h200``: how a device's file is called."""
+    return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
+
+
+def current_device_name() -> str | None:
+    """Of the current CUDA device; None without one."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def user_directory() -> Path:
+    """``$SPLITSERVE_TUNED_DIR``, else ``splitserve/tuned`` in the user's cache directory (XDG)."""
+    if chosen := os.environ.get(DIRECTORY_VARIABLE):
+        return Path(chosen).expanduser()
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(cache) / "splitserve" / "tuned"
+
+
+# ---- looking up ----
+
+
+class TunedConfigs:
+    """What the files in ``directories`` know of one device; the first directory that lists a shape wins."""
+
+    def __init__(self, device_name: str, directories: Sequence[Path]) -> None:
+        self._table: dict[tuple[str, str], tuple[list[int], list[Params]]] = {}
+        for directory in reversed(directories):
+            self._add(load_or_warn(directory / f"{device_slug(device_name)}.json"))
+
+    def _add(self, file: TunedFile | None) -> None:
+        for operation, shapes in (file.operations if file else {}).items():
+            for shape, entries in shapes.items():
+                params: list[Params] = [MappingProxyType(entry.params) for entry in entries]
+                self._table[operation, shape] = ([entry.max_rows for entry in entries], params)
+
+    def find(self, operation: str, shape: str, rows: int) -> Params | None:
+        """See :func:`config_for`."""
+        if (found := self._table.get((operation, shape))) is None:
+            return None
+        max_rows, params = found
+        index = bisect_left(max_rows, rows)
+        return params[index] if index < len(params) else None
+
+    def entries(self, operation: str, shape: str) -> list[TunedEntry]:
+        """All that is listed for ``shape``, ``max_rows`` ascending."""
+        max_rows, params = self._table.get((operation, shape), ([], []))
+        return [TunedEntry(rows, dict(each)) for rows, each in zip(max_rows, params, strict=True)]
+
+
+_forced: dict[str, Params] = {}
+
+
+def config_for(operation: str, shape: str, rows: int) -> Params | None:
+    """The tuned parameters of ``operation`` for ``shape`` (:func:`shape_key`) and ``rows``, on the current device.
+
+    None: nothing is listed, the caller takes its safe default. Files are read once per process, a call is a look-up
+    in a dict; still, ask where a plan or a layer is made rather than at each launch.
+    """
+    if operation in _forced:
+        return _forced[operation]
+    configs = _configs()
+    return None if configs is None else configs.find(operation, shape, rows)
+
+
+def tuned(default: LaunchT, operation: str, shape: str, rows: int) -> LaunchT:
+    """:func:`config_for` in the form of ``default``, a frozen dataclass; fields that aren't listed keep their default.
+
+    Parameters that ``default`` doesn't have, or of another type, are one warning, and ``default``.
+    """
+    params = config_for(operation, shape, rows)
+    if params is None:
+        return default
+    assert dataclasses.is_dataclass(default) and not isinstance(default, type)
+    for name, value in params.items():
+        if type(value) is not type(getattr(default, name, None)):
+            _warn_of_param(operation, shape, name, value)
+            return default
+    return dataclasses.replace(default, **params)
+
+
+@functools.cache
+def _warn_of_param(operation: str, shape: str, name: str, value: Param) -> None:
+    _log.warning(
+        "tuned configurations of %s, %s, have %s = %r, which it doesn't take: it runs with its defaults; run "
+        "'splitserve tune --operation %s' again",
+        operation, shape, name, value, operation,
+    )  # fmt: skip
+
+
+@functools.cache
+def _configs(device_name: str | None = None) -> TunedConfigs | None:
+    name = device_name or current_device_name()
+    return None if name is None else TunedConfigs(name, [user_directory(), SHIPPED_DIRECTORY])
+
+
+def forget() -> None:
+    """The next :func:`config_for` reads the files again."""
+    _configs.cache_clear()
+
+
+@contextlib.contextmanager
+def forced(operation: str, params: Params) -> Iterator[None]:
+    """Within it :func:`config_for` answers ``params`` for ``operation``, whatever the shape: for tuners and tests."""
+    before = _forced.get(operation)
+    _forced[operation] = params
+    try:
+        yield
+    finally:
+        if before is None:
+            del _forced[operation]
+        else:
+            _forced[operation] = before
+
+
+# ---- files ----
+
+
+def load(path: Path) -> TunedFile | None:
+    """The file at ``path``; None where there is none. Raises :class:`TuningError` if it can't be used."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise TuningError(f"can't read tuned configurations from {path}: {error.strerror}") from error
+    try:
+        version = msgspec.json.decode(content, type=_Version).version
+        if version != SCHEMA_VERSION:
+            raise TuningError(
+                f"tuned configurations in {path} have schema version {version}, this is version {SCHEMA_VERSION}; "
+                "remove the file and run 'splitserve tune' again"
+            )
+        return msgspec.json.decode(content, type=TunedFile)
+    except msgspec.DecodeError as error:
+        raise TuningError(
+            f"tuned configurations in {path} are broken: {error}; mend or remove the file, 'splitserve tune' makes it"
+        ) from error
+
+
+def load_or_warn(path: Path) -> TunedFile | None:
+    """:func:`load`, but what can't be used is a warning and None."""
+    try:
+        return load(path)
+    except TuningError as error:
+        _log.warning("%s. Until then kernels take their defaults", error)
+        return None
+
+
+def record(directory: Path, device_name: str, operation: str, shape: str, entries: Sequence[TunedEntry]) -> Path:
+    """Puts ``entries`` for one shape into the device's file in ``directory``, keeps the rest; returns its path.
+
+    The file is replaced as a whole. Raises :class:`TuningError` rather than overwrite what it can't read.
+    """
+    path = directory / f"{device_slug(device_name)}.json"
+    file = load(path) or TunedFile(SCHEMA_VERSION, device_name, {})
+    ordered = sorted(entries, key=lambda entry: entry.max_rows)
+    file.operations.setdefault(operation, {})[shape] = ordered
+    file.__post_init__()
+    save(path, file)
+    return path
+
+
+def save(path: Path, file: TunedFile) -> None:
+    """Writes ``file`` beside ``path`` and renames it there. Raises :class:`TuningError` where that's impossible."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("wb", dir=path.parent, prefix=f".{path.name}.", delete=False) as temporary:
+            try:
+                temporary.write(_text(file).encode())
+                temporary.flush()
+                os.fsync(temporary.fileno())
+                os.fchmod(temporary.fileno(), 0o644)
+                os.replace(temporary.name, path)
+            except BaseException:
+                os.unlink(temporary.name)
+                raise
+    except OSError as error:
+        raise TuningError(
+            f"can't write {path}: {error.strerror}; set {DIRECTORY_VARIABLE} or --output to a directory you may write"
+        ) from error
+
+
+def _text(file: TunedFile) -> str:
+    """JSON with an entry per line: files that people compare."""
+    operations = []
+    for operation, shapes in sorted(file.operations.items()):
+        blocks = []
+        for shape, entries in sorted(shapes.items()):
+            lines = ",\n".join(f"    {msgspec.json.encode(entry).decode()}" for entry in entries)
+            blocks.append(f"   {json.dumps(shape)}: [\n{lines}\n   ]")
+        operations.append(f"  {json.dumps(operation)}: {{\n" + ",\n".join(blocks) + "\n  }")
+    head = f'{{\n "version": {file.version},\n "device": {json.dumps(file.device)},\n "operations": {{\n'
+    return head + ",\n".join(operations) + "\n }\n}\n"
+
+
+@contextlib.contextmanager
+def tuner_lock(directory: Path | None = None) -> Iterator[None]:
+    """Held by the one tuner that may run; ends with the process at the latest. Raises :class:`TuningError` at once if
+    another holds it, with its pid. ``directory`` None: :func:`user_directory`."""
+    path = (directory or user_directory()) / "tune.lock"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise TuningError(
+            f"can't open the tuners' lock {path}: {error.strerror}; "
+            f"set {DIRECTORY_VARIABLE} to a directory you may write"
+        ) from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+            raise TuningError(
+                f"another tuner runs (pid {holder} holds {path}): two at once would spoil each other's timings; "
+                "wait for it or end it"
+            ) from error
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)

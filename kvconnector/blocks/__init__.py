@@ -1,0 +1,1 @@
+"""KV blocks: states, references, generations, the prefix index, events, digests. Pure."""

@@ -1,0 +1,116 @@
+"""Digests of KV blocks, for ``--verify-kv``: the source's travel with its offers, the reader's are of what landed.
+
+A digest is of a whole block as it is in memory: a read copies whole blocks, and once a block is offered nobody writes
+to it, the unused end of a prompt's last block included.
+"""
+
+import hashlib
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from splitserve.kvconnector.layout.memory import KVMemory
+
+logger = logging.getLogger(__name__)
+
+DIGEST_BYTES = 16
+DIGEST_THREADS = 2
+
+DigestBlocks: TypeAlias = Callable[[Sequence[int]], list[bytes]]
+"""The digest of each of some blocks of this worker, by their ids. Called from several threads."""
+
+LeadingDigests: TypeAlias = Callable[[Sequence[int]], list[bytes]]
+"""The same, but only of the first of the blocks, as many as are known by now; the others become known later."""
+
+
+def no_digests(block_ids: Sequence[int]) -> list[bytes]:
+    """Verification is off: empty ones, which match everything."""
+    return [b""] * len(block_ids)
+
+
+def digests_of(memory: KVMemory) -> DigestBlocks:
+    """BLAKE2b of each block's bytes, which are copied to the host first where they aren't there."""
+    host_bytes = _on_host if memory.blocks.device.type == "cpu" else _Staging(memory)
+
+    def digest_blocks(block_ids: Sequence[int]) -> list[bytes]:
+        return [
+            hashlib.blake2b(host_bytes(memory.blocks[block_id]), digest_size=DIGEST_BYTES).digest()
+            for block_id in block_ids
+        ]
+
+    return digest_blocks
+
+
+def _on_host(block: torch.Tensor) -> Any:
+    return block.view(-1).view(torch.uint8).numpy().data
+
+
+class _Staging:
+    """Blocks of a GPU, copied through pinned memory, a buffer for each thread, in one stream beside the steps'."""
+
+    def __init__(self, memory: KVMemory) -> None:
+        self._block_bytes = memory.block_bytes
+        self._stream = torch.cuda.Stream(memory.blocks.device)  # type: ignore[no-untyped-call]
+        self._of_thread = threading.local()
+
+    def __call__(self, block: torch.Tensor) -> Any:
+        """The bytes of ``block``, until this thread's next call."""
+        if not hasattr(self._of_thread, "buffer"):
+            self._of_thread.buffer = torch.empty(self._block_bytes, dtype=torch.uint8, pin_memory=True)
+            self._of_thread.copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        buffer, copied = self._of_thread.buffer, self._of_thread.copied
+        with torch.cuda.stream(self._stream):
+            buffer.copy_(block.view(-1).view(torch.uint8), non_blocking=True)
+            copied.record(self._stream)
+        copied.synchronize()
+        return buffer.numpy().data
+
+
+class FirstDigests:
+    """:data:`LeadingDigests` of each content as it was when it was first asked for, made on threads of their own.
+
+    So a block that is damaged while it is cached doesn't pass for intact when a later prompt offers it again, and an
+    engine loop that asks is never held up. ``wake`` is called from those threads when more are known.
+    """
+
+    def __init__(self, memory: KVMemory, wake: Callable[[], None]) -> None:
+        self._memory = memory
+        self._wake = wake
+        self._digest_blocks = digests_of(memory)
+        self._known: dict[int, tuple[int, bytes]] = {}  # by block: a generation, the digest of that content
+        self._asked: dict[int, int] = {}  # by block: the generation that was asked for last
+        self._questions: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        for index in range(DIGEST_THREADS):
+            threading.Thread(target=self._answer, name=f"digest-{index}", daemon=True).start()
+
+    def __call__(self, block_ids: Sequence[int]) -> list[bytes]:
+        """On one thread, the engine loop's."""
+        leading: list[bytes] = []
+        all_known = True
+        for block_id in block_ids:
+            generation = int(self._memory.generations[block_id])
+            known = self._known.get(block_id)
+            if known is not None and known[0] == generation:
+                if all_known:
+                    leading.append(known[1])
+                continue
+            all_known = False
+            if self._asked.get(block_id) != generation:
+                self._asked[block_id] = generation
+                self._questions.put((block_id, generation))
+        return leading
+
+    def _answer(self) -> None:
+        while True:
+            block_id, generation = self._questions.get()
+            try:
+                [digest] = self._digest_blocks([block_id])
+            except Exception:
+                logger.exception("no digest of block %d: it will never be offered", block_id)
+                continue
+            self._known[block_id] = generation, digest  # of a content that's gone by now: nobody will ask for it
+            self._wake()

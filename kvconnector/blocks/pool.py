@@ -1,0 +1,246 @@
+"""Who holds which KV block: references, generations, the prefix index and quarantine. No torch, no I/O.
+
+A block is in exactly one state:
+
+    free         nobody holds it, its content is worth nothing
+    cached       nobody holds it, but the prefix index finds it; taken again in LRU order when free blocks run out
+    referenced   its count is the number of holders: sequences, offers under a lease
+    quarantined  nobody holds it, but a read that can't be called back may still write to it
+
+A block's generation names one *content*. It advances when the block is taken, before anything is written to it;
+sharers of a prefix see the same one. It doesn't change when references are dropped.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from splitserve.kvconnector.blocks.kv_events import KVEvents
+from splitserve.protocol.kv_event_batch import DEVICE
+
+GENERATION_MASK = 2**64 - 1
+
+
+class BlockState(Enum):
+    FREE = "free"
+    CACHED = "cached"
+    REFERENCED = "referenced"
+    QUARANTINED = "quarantined"
+
+
+class BlockPool:
+    """Allocator of ``len(generations)`` blocks.
+
+    ``generations``: uint64, one per block, usually in registered host memory so that peers can read it;
+    the pool fills it with ``first_generation``, which should be random per incarnation. ``events`` hears of what the
+    prefix index finds, and no longer.
+    """
+
+    def __init__(
+        self,
+        generations: npt.NDArray[np.uint64],
+        *,
+        first_generation: int,
+        enable_prefix_caching: bool = True,
+        events: KVEvents | None = None,
+    ) -> None:
+        self.num_blocks = len(generations)
+        self._generations = generations
+        self._generations[:] = np.uint64(first_generation & GENERATION_MASK)
+        self._is_free = np.ones(self.num_blocks, dtype=np.bool_)
+        self._num_free = self.num_blocks
+        self._ref_counts = [0] * self.num_blocks
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._quarantined: set[int] = set()
+        self._block_of_hash: dict[bytes, int] = {}
+        self._hash_of_block: dict[int, bytes] = {}
+        self._enable_prefix_caching = enable_prefix_caching
+        self._events = events or KVEvents()
+
+    # ---- taking and giving back ----
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that :meth:`allocate` can hand out now."""
+        return self._num_free + len(self._cached)
+
+    def allocate(self, num_blocks: int, *, after: int | None = None) -> list[int] | None:
+        """Take ``num_blocks`` for new content, each with one reference; None, and nothing taken, if there aren't
+        enough.
+
+        Runs of adjacent blocks come first. ``after`` names the block that the first one had best follow.
+        """
+        if num_blocks > self.num_available:
+            return None
+        num_from_free = min(num_blocks, self._num_free)
+        block_ids = self._pick_free(num_from_free, after)
+        if num_from_free:
+            self._is_free[block_ids] = False
+            self._num_free -= num_from_free
+        if num_from_free < num_blocks:
+            block_ids = sorted(block_ids + self._evict_least_recently_used(num_blocks - num_from_free))
+        for block_id in block_ids:
+            self._ref_counts[block_id] = 1
+        self._generations[block_ids] += np.uint64(1)  # wraps around
+        return block_ids
+
+    def reference(self, block_ids: Iterable[int]) -> None:
+        """Add one holder to blocks that are referenced or cached."""
+        for block_id in block_ids:
+            if self._ref_counts[block_id] == 0:
+                del self._cached[block_id]  # KeyError: the block is free or quarantined, which is a bug of the caller
+            self._ref_counts[block_id] += 1
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Drop one holder. The last block of a sequence becomes the first to be evicted."""
+        for block_id in reversed(block_ids):
+            if self._ref_counts[block_id] < 1:
+                raise AssertionError(f"block {block_id} was released more often than it was referenced")
+            self._ref_counts[block_id] -= 1
+            if self._ref_counts[block_id] == 0:
+                if block_id in self._hash_of_block:
+                    self._cached[block_id] = None
+                else:
+                    self._set_free(block_id)
+
+    def quarantine(self, block_ids: Sequence[int]) -> None:
+        """Drop the only holder of blocks that something in flight may still write to: not free until lifted."""
+        for block_id in block_ids:
+            if self._ref_counts[block_id] != 1 or block_id in self._hash_of_block:
+                raise AssertionError(f"block {block_id} is shared or published; a read can't be writing to it")
+            self._ref_counts[block_id] = 0
+            self._quarantined.add(block_id)
+
+    def lift_quarantine(self, block_ids: Sequence[int]) -> None:
+        """What was in flight is over: the blocks are free."""
+        for block_id in block_ids:
+            self._quarantined.remove(block_id)
+            self._set_free(block_id)
+
+    # ---- prefix index ----
+
+    def publish(self, block_id: int, block_hash: bytes) -> None:
+        """Let others find a full block whose content is complete and verified. The first block of a hash stays."""
+        if self._ref_counts[block_id] < 1:
+            raise AssertionError(f"block {block_id} is published by somebody who doesn't hold it")
+        if (
+            self._enable_prefix_caching
+            and block_hash not in self._block_of_hash
+            and block_id not in self._hash_of_block
+        ):
+            self._block_of_hash[block_hash] = block_id
+            self._hash_of_block[block_id] = block_hash
+            self._events.stored(DEVICE, [block_hash])
+
+    def match(self, hashes: Sequence[bytes]) -> list[int]:
+        """Blocks of the longest known prefix of a chain of hashes. Takes no reference."""
+        block_ids: list[int] = []
+        for block_hash in hashes:
+            block_id = self._block_of_hash.get(block_hash)
+            if block_id is None:
+                break
+            block_ids.append(block_id)
+        return block_ids
+
+    def find(self, block_hash: bytes) -> int | None:
+        """The block with this content, if the index knows one. Takes no reference."""
+        return self._block_of_hash.get(block_hash)
+
+    def num_holders(self, block_id: int) -> int:
+        return self._ref_counts[block_id]
+
+    def num_unheld(self, block_ids: Iterable[int]) -> int:
+        """How many of ``block_ids`` nobody holds: what referencing them takes away from :attr:`num_available`."""
+        return sum(1 for block_id in block_ids if self._ref_counts[block_id] == 0)
+
+    def clear_prefix_index(self) -> None:
+        """Forget every cached prefix; blocks in use stay with their holders."""
+        for block_id in list(self._cached):
+            self._set_free(block_id)
+        self._cached.clear()
+        self._events.evicted(DEVICE, self.hashes())
+        self._block_of_hash.clear()
+        self._hash_of_block.clear()
+
+    # ---- looking at it ----
+
+    def hashes(self) -> list[bytes]:
+        """Everything that the prefix index finds."""
+        return list(self._block_of_hash)
+
+    def generation(self, block_id: int) -> int:
+        return int(self._generations[block_id])
+
+    def state(self, block_id: int) -> BlockState:
+        if self._ref_counts[block_id]:
+            return BlockState.REFERENCED
+        if block_id in self._quarantined:
+            return BlockState.QUARANTINED
+        return BlockState.CACHED if block_id in self._cached else BlockState.FREE
+
+    def count(self, state: BlockState) -> int:
+        if state is BlockState.FREE:
+            return self._num_free
+        if state is BlockState.CACHED:
+            return len(self._cached)
+        if state is BlockState.QUARANTINED:
+            return len(self._quarantined)
+        return self.num_blocks - self._num_free - len(self._cached) - len(self._quarantined)
+
+    def total_references(self) -> int:
+        """Sum of all reference counts: what holders, added up, must explain."""
+        return sum(self._ref_counts)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless every block is in one state and the index points at held or cached blocks."""
+        referenced = {block_id for block_id, count in enumerate(self._ref_counts) if count}
+        free = set(np.flatnonzero(self._is_free).tolist())
+        groups = (free, set(self._cached), referenced, self._quarantined)
+        assert sum(map(len, groups)) == self.num_blocks, "a block is in no state, or in two"
+        assert set().union(*groups) == set(range(self.num_blocks)), "a block is in no state"
+        assert len(free) == self._num_free, "the count of free blocks is off"
+        assert all(count >= 0 for count in self._ref_counts), "a reference count is negative"
+        assert {b: h for h, b in self._block_of_hash.items()} == self._hash_of_block, "the prefix index is torn"
+        assert set(self._cached) <= self._hash_of_block.keys() <= (set(self._cached) | referenced), (
+            "index of free blocks"
+        )
+
+    # ---- inside ----
+
+    def _set_free(self, block_id: int) -> None:
+        self._is_free[block_id] = True
+        self._num_free += 1
+
+    def _evict_least_recently_used(self, count: int) -> list[int]:
+        block_ids = [self._cached.popitem(last=False)[0] for _ in range(count)]
+        hashes = [self._hash_of_block.pop(block_id) for block_id in block_ids]
+        for block_hash in hashes:
+            del self._block_of_hash[block_hash]
+        self._events.evicted(DEVICE, hashes)
+        return block_ids
+
+    def _pick_free(self, num_blocks: int, after: int | None) -> list[int]:
+        if num_blocks == 0:
+            return []
+        if num_blocks == 1:
+            has_neighbour = after is not None and after + 1 < self.num_blocks and self._is_free[after + 1]
+            return [after + 1 if after is not None and has_neighbour else int(self._is_free.argmax())]
+        free_ids = np.flatnonzero(self._is_free)
+        if num_blocks == len(free_ids):
+            return free_ids.tolist()
+        starts = np.flatnonzero(np.diff(free_ids, prepend=-2) != 1)
+        lengths = np.diff(starts, append=len(free_ids))
+        fitting = np.flatnonzero(lengths >= num_blocks)
+        if len(fitting):  # best fit: keep the long runs whole
+            start = starts[fitting[np.argmin(lengths[fitting])]]
+            return free_ids[start : start + num_blocks].tolist()  # type: ignore[no-any-return]
+        longest_first = np.argsort(-lengths, kind="stable")
+        ends = np.cumsum(lengths[longest_first])
+        used = longest_first[: np.searchsorted(ends, num_blocks) + 1]
+        counts = lengths[used]
+        counts[-1] -= ends[len(used) - 1] - num_blocks
+        begins = starts[used] - (np.cumsum(counts) - counts)  # in free_ids, less how many were picked before
+        return free_ids[np.repeat(begins, counts) + np.arange(num_blocks)].tolist()  # type: ignore[no-any-return]

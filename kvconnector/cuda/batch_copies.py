@@ -1,0 +1,184 @@
+"""Many copies between addresses in memory of GPUs, queued by one call of the driver.
+
+One by one, copies of a few megabytes leave the link between two GPUs idle in between; in a batch the driver lets them
+overlap.
+"""
+
+import ctypes
+import logging
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from splitserve.kvconnector.layout.shape import runs
+
+logger = logging.getLogger(__name__)
+
+_UNIFIED = 4  # of CUmemorytype: the address tells where it is
+_IN_STREAM_ORDER = 1  # of CUmemcpySrcAccessOrder
+_IS_POINTER = 1  # of CUmemcpy3DOperandType
+
+
+class Copies(NamedTuple):
+    """Pieces of ``heights[i]`` rows of ``width`` bytes, from ``sources[i]`` to ``targets[i]``; a row begins a pitch (in
+    bytes) after the one before."""
+
+    targets: Sequence[int]
+    sources: Sequence[int]
+    heights: Sequence[int]
+    width: int
+    target_pitch: int
+    source_pitch: int
+
+    @property
+    def is_flat(self) -> bool:
+        """Rows follow each other without gaps."""
+        return self.width == self.target_pitch == self.source_pitch
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.heights) * self.width
+
+
+class BlockPieces(NamedTuple):
+    """A piece of each block on two sides: ``rows`` of ``width`` bytes, evenly over the block. ``target`` and ``source``
+    are the addresses of block 0's; blocks have ``target_bytes`` and ``source_bytes``."""
+
+    target: int
+    source: int
+    target_bytes: int
+    source_bytes: int
+    rows: int
+    width: int
+
+    def of(self, local: Sequence[int], remote: Sequence[int]) -> Copies:
+        """From blocks ``remote`` of theirs to ``local`` of ours. Neighbours on both sides are one copy.
+
+        In plain Python, which for a few blocks costs less than numpy.
+        """
+        targets, sources, heights = [], [], []
+        for into, out_of, count in runs(local, remote):
+            targets.append(self.target + into * self.target_bytes)
+            sources.append(self.source + out_of * self.source_bytes)
+            heights.append(count * self.rows)
+        return Copies(targets, sources, heights, self.width, self.target_pitch, self.source_pitch)
+
+    @property
+    def target_pitch(self) -> int:
+        return self.target_bytes // self.rows
+
+    @property
+    def source_pitch(self) -> int:
+        return self.source_bytes // self.rows
+
+
+class _Attributes(ctypes.Structure):
+    """``CUmemcpyAttributes`` of cuda.h; hints of places are ignored for memory that CUDA allocated."""
+
+    _fields_ = [("order", ctypes.c_uint), ("hints", ctypes.c_uint * 4), ("flags", ctypes.c_uint)]
+
+
+class _Memcpy2D(ctypes.Structure):
+    """``CUDA_MEMCPY2D`` of cuda.h."""
+
+    _fields_ = [
+        ("src_x_in_bytes", ctypes.c_size_t),
+        ("src_y", ctypes.c_size_t),
+        ("src_memory_type", ctypes.c_uint),
+        ("src_host", ctypes.c_void_p),
+        ("src_device", ctypes.c_uint64),
+        ("src_array", ctypes.c_void_p),
+        ("src_pitch", ctypes.c_size_t),
+        ("dst_x_in_bytes", ctypes.c_size_t),
+        ("dst_y", ctypes.c_size_t),
+        ("dst_memory_type", ctypes.c_uint),
+        ("dst_host", ctypes.c_void_p),
+        ("dst_device", ctypes.c_uint64),
+        ("dst_array", ctypes.c_void_p),
+        ("dst_pitch", ctypes.c_size_t),
+        ("width_in_bytes", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    ]
+
+
+class BatchCopier:
+    """``driver``: libcuda, or what has its functions. One from before CUDA 13 has none for batches, and copies one by
+    one."""
+
+    def __init__(self, driver: ctypes.CDLL) -> None:
+        self._driver = driver
+        driver.cuMemcpyAsync.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+        driver.cuMemcpy2DAsync_v2.argtypes = [ctypes.POINTER(_Memcpy2D), ctypes.c_void_p]
+        self._batch = getattr(driver, "cuMemcpyBatchAsync_v2", None)
+        if self._batch is not None:
+            pointers, count = [ctypes.c_void_p] * 3, ctypes.c_size_t
+            attributes = [ctypes.POINTER(_Attributes), ctypes.POINTER(ctypes.c_size_t), count]
+            self._batch.argtypes = [*pointers, count, *attributes, ctypes.c_void_p]
+        self._batch_rows = getattr(driver, "cuMemcpy3DBatchAsync_v2", None)
+        if self._batch_rows is not None:
+            self._batch_rows.argtypes = [ctypes.c_size_t, ctypes.c_void_p, ctypes.c_ulonglong, ctypes.c_void_p]
+        self._attributes = ctypes.byref(_Attributes(order=_IN_STREAM_ORDER)), ctypes.byref(ctypes.c_size_t(0)), 1
+
+    def start(self, copies: Copies, stream: int) -> int:
+        """Queue them on the stream of that handle. Returns CUDA's status: 0 if all are queued, else some may be."""
+        if len(copies.targets) == 0:
+            return 0
+        if copies.is_flat:
+            return self._start_flat(copies, stream)
+        return self._start_rows(copies, stream)
+
+    def _start_flat(self, copies: Copies, stream: int) -> int:
+        targets, sources = array("Q", copies.targets), array("Q", copies.sources)
+        sizes = array("Q", [height * copies.width for height in copies.heights])
+        if self._batch is not None:
+            addresses = (each.buffer_info()[0] for each in (targets, sources, sizes))
+            status = self._batch(*addresses, len(sizes), *self._attributes, stream)
+            if status == 0:
+                return 0
+            self._batch = None
+            _tell_that_it_fails("cuMemcpyBatchAsync", status)
+        for target, source, size in zip(targets, sources, sizes, strict=True):
+            if (status := self._driver.cuMemcpyAsync(target, source, size, stream)) != 0:
+                return int(status)
+        return 0
+
+    def _start_rows(self, copies: Copies, stream: int) -> int:
+        if self._batch_rows is not None:
+            operations = _row_operations(copies)
+            status = self._batch_rows(len(copies.targets), operations.buffer_info()[0], 0, stream)
+            if status == 0:
+                return 0
+            self._batch_rows = None
+            _tell_that_it_fails("cuMemcpy3DBatchAsync", status)
+        return self._start_rows_one_by_one(copies, stream)
+
+    def _start_rows_one_by_one(self, copies: Copies, stream: int) -> int:
+        rows = _Memcpy2D(
+            src_memory_type=_UNIFIED,
+            src_pitch=copies.source_pitch,
+            dst_memory_type=_UNIFIED,
+            dst_pitch=copies.target_pitch,
+            width_in_bytes=copies.width,
+        )
+        copy, pointer = self._driver.cuMemcpy2DAsync_v2, ctypes.byref(rows)
+        for target, source, height in zip(copies.targets, copies.sources, copies.heights, strict=True):
+            rows.dst_device, rows.src_device, rows.height = target, source, height
+            if (status := copy(pointer, stream)) != 0:
+                return int(status)
+        return 0
+
+
+def _row_operations(copies: Copies) -> "array[int]":
+    """An array of ``CUDA_MEMCPY3D_BATCH_OP`` of cuda.h, 14 words each: the operands (pointer, row pitch, no layers, no
+    hint), the extent (width, height, one layer), the order."""
+    words = array("Q")
+    for target, source, height in zip(copies.targets, copies.sources, copies.heights, strict=True):
+        words.extend((_IS_POINTER, source, copies.source_pitch, 0, 0))
+        words.extend((_IS_POINTER, target, copies.target_pitch, 0, 0))
+        words.extend((copies.width, height, 1, _IN_STREAM_ORDER))
+    return words
+
+
+def _tell_that_it_fails(name: str, status: int) -> None:
+    """What it may have queued does no harm: the same bytes come once more."""
+    logger.warning("%s fails (status %d): copies go one by one from now on", name, status)

@@ -1,0 +1,116 @@
+"""What peers' access to a GPU's memory takes: a context on every thread, memory that CUDA IPC can export."""
+
+import ctypes
+import logging
+from pathlib import Path
+
+import torch
+
+from splitserve.common.errors import ConfigError
+from splitserve.protocol.memory_records import MappableMemory
+
+logger = logging.getLogger(__name__)
+
+_IS_LEGACY_CUDA_IPC_CAPABLE = 10  # of CUpointer_attribute, cuda.h
+_LAZY_ENABLE_PEER_ACCESS = 1  # of CUipcMem_flags
+IPC_HANDLE_BYTES = 64
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class _IpcHandle(ctypes.Structure):
+    _fields_ = [("reserved", ctypes.c_ubyte * IPC_HANDLE_BYTES)]
+
+
+def make_context_current(device: torch.device) -> None:
+    """UCX works with the context that is current on the thread that calls it; a new thread has none."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)  # set_device alone may leave the context for later
+
+
+def check_ipc_capable(memory: torch.Tensor) -> None:
+    """Raise :class:`ConfigError` if other processes can't map ``memory``: UCX would then fall back to slow copies
+    over the host without a word."""
+    capable = ctypes.c_int(0)
+    driver = ctypes.CDLL("libcuda.so.1")
+    status = driver.cuPointerGetAttribute(
+        ctypes.byref(capable), _IS_LEGACY_CUDA_IPC_CAPABLE, ctypes.c_void_p(memory.data_ptr())
+    )
+    if status != 0:
+        raise ConfigError(f"CUDA doesn't say whether the KV memory can be shared (cuPointerGetAttribute: {status})")
+    if not capable.value:
+        raise ConfigError(
+            "the KV memory can't be shared with other processes through CUDA IPC: PyTorch allocates expandable "
+            "segments or from a memory pool; take expandable_segments and the backend out of PYTORCH_CUDA_ALLOC_CONF"
+        )
+
+
+def export(*memories: torch.Tensor) -> list[MappableMemory]:
+    """By what other processes can map ``memories``; none of host memory."""
+    exported = []
+    for memory in memories:
+        if memory.is_cuda:
+            with torch.cuda.device(memory.device):  # CUDA knows the allocations of the context that is current
+                exported.append(_export(memory))
+    return exported
+
+
+def _export(memory: torch.Tensor) -> MappableMemory:
+    driver, handle, address = ctypes.CDLL("libcuda.so.1"), _IpcHandle(), memory.data_ptr()
+    status = driver.cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(address))
+    if status != 0:
+        raise ConfigError(f"the KV memory can't be shared with other processes (cuIpcGetMemHandle: {status})")
+    allocation = _allocation_of(driver, address)
+    if allocation is None:
+        raise ConfigError("CUDA doesn't say which allocation the KV memory is in (cuMemGetAddressRange)")
+    return MappableMemory(bytes(handle.reserved), address - allocation[0], own_machine())
+
+
+def own_machine() -> str:
+    """What tells this machine from others, containers or not, until it boots again; "" where it can't be told."""
+    try:
+        return _BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def _allocation_of(driver: ctypes.CDLL, address: int) -> tuple[int, int] | None:
+    """Where the allocation begins that ``address`` is in, and its size in bytes; None if CUDA knows of none."""
+    base, size = ctypes.c_uint64(0), ctypes.c_size_t(0)
+    status = driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+    return (base.value, size.value) if status == 0 else None
+
+
+class PeerMapping:
+    """``num_bytes`` of a peer's GPU memory, mapped until :meth:`close` into the context that is current.
+
+    ``address`` is where they are; 0 if they can't be mapped: those of a peer on another machine, of one that has just
+    died, or of one whose allocation is smaller than that. While a mapping is there, UCX maps the same memory in no time
+    (CUDA counts mappings). UCX keeps none itself (``UCX_CUDA_IPC_CACHE=n``), since it would keep those of dead peers.
+    """
+
+    def __init__(self, memory: MappableMemory, num_bytes: int) -> None:
+        driver = ctypes.CDLL("libcuda.so.1")
+        self._close = driver.cuIpcCloseMemHandle
+        self._close.argtypes = [ctypes.c_uint64]
+        mapped = ctypes.c_uint64(0)
+        driver.cuIpcOpenMemHandle_v2.argtypes = [ctypes.POINTER(ctypes.c_uint64), _IpcHandle, ctypes.c_uint]
+        status = driver.cuIpcOpenMemHandle_v2(
+            ctypes.byref(mapped), _IpcHandle.from_buffer_copy(memory.handle), _LAZY_ENABLE_PEER_ACCESS
+        )
+        self._mapped = mapped.value if status == 0 else 0
+        self.address = 0
+        if status != 0:
+            logger.info("a peer's GPU memory can't be mapped (cuIpcOpenMemHandle: %d)", status)
+            return
+        allocation = _allocation_of(driver, self._mapped)
+        if allocation is None or memory.offset + num_bytes > allocation[0] + allocation[1] - self._mapped:
+            logger.warning("a peer's mapped GPU memory is smaller than it says: %s", allocation)
+            return
+        self.address = self._mapped + memory.offset
+
+    def close(self) -> None:
+        """Nothing reads from it any more. Idempotent."""
+        if self._mapped:
+            self._close(self._mapped)
+            self._mapped = self.address = 0

@@ -1,0 +1,1 @@
+"""The shape of KV memory, its one allocation, and its place on a NUMA node."""

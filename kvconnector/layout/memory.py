@@ -1,0 +1,119 @@
+"""KV memory of one worker: allocated once, never moved."""
+
+import ctypes
+import logging
+import mmap
+import threading
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+import torch
+
+from splitserve.common.errors import ConfigError
+from splitserve.kvconnector.layout.shape import DTYPE_BYTES, block_bytes, block_shape
+from splitserve.protocol.memory_records import LayoutRecord, MemoryKind, MemoryRegion
+
+logger = logging.getLogger(__name__)
+
+POPULATE_CHUNK_BYTES = 16 << 20
+_MADV_POPULATE_WRITE = 23  # <linux/mman.h>, since Linux 5.14: pages are there afterwards, with what they held
+
+TORCH_DTYPES = {name: getattr(torch, name) for name in DTYPE_BYTES}
+
+
+class KVMemory:
+    """The block tensor and its generations.
+
+    ``blocks``: ``[num_blocks, layer, kv_head, 2, token, head_dim]``; ``generations``: uint64 ``[num_blocks]``, on
+    the host.
+    ``device``: where the blocks are; generations are on the host always.
+    CPU memory asks for huge pages: a peer's copy walks pages, and with 4 KiB ones the walk costs as much as the copy.
+    Its pages are allocated on a thread of their own, for the first touch of a gigabyte takes seconds on a virtual
+    machine; a page that is needed sooner is allocated then. More than the machine has available is refused at once.
+    """
+
+    def __init__(self, layout: LayoutRecord, num_blocks: int, device: torch.device | None = None) -> None:
+        if num_blocks < 1:
+            raise ConfigError(f"KV memory is smaller than one block of {block_bytes(layout)} bytes; raise --kv-memory")
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.block_bytes = block_bytes(layout)
+        num_bytes = num_blocks * self.block_bytes
+        try:
+            if device is None or device.type == "cpu":
+                flat = _populated_later(num_bytes)
+            else:
+                flat = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+                flat.zero_()
+        except (OSError, torch.OutOfMemoryError) as error:
+            raise ConfigError(f"cannot allocate {_gib(num_bytes)} of KV memory; lower --kv-memory") from error
+        self.blocks = flat.view(TORCH_DTYPES[layout.dtype]).view(num_blocks, *block_shape(layout))
+        self.generations: npt.NDArray[np.uint64] = np.frombuffer(
+            anonymous_memory(num_blocks * 8), dtype=np.uint64, count=num_blocks
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self.blocks.device
+
+    @property
+    def kind(self) -> MemoryKind:
+        return MemoryKind.VRAM if self.blocks.is_cuda else MemoryKind.DRAM
+
+    def region(self) -> MemoryRegion:
+        """Where the blocks are, for peers that read them."""
+        return MemoryRegion(
+            kind=self.kind,
+            device_id=self.device.index or 0,
+            blocks_address=self.blocks.data_ptr(),
+            num_blocks=self.num_blocks,
+            block_bytes=self.block_bytes,
+        )
+
+    @property
+    def generations_address(self) -> int:
+        return int(self.generations.ctypes.data)
+
+
+def anonymous_memory(num_bytes: int) -> mmap.mmap:
+    """Zeroed host memory, of huge pages where there are any; a page is allocated when it is first touched."""
+    # Not shared, which is the default: shared memory has no huge pages unless the administrator says so.
+    buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        buffer.madvise(mmap.MADV_HUGEPAGE)
+    return buffer
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _populated_later(num_bytes: int) -> torch.Tensor:
+    """Return zeroed host memory, uint8 ``[num_bytes]``, whose pages a thread allocates from now on."""
+    available = psutil.virtual_memory().available
+    if num_bytes > available:
+        raise ConfigError(
+            f"cannot allocate {_gib(num_bytes)} of KV memory: {_gib(available)} are available; lower --kv-memory"
+        )
+    flat = torch.frombuffer(anonymous_memory(num_bytes), dtype=torch.uint8)
+    threading.Thread(target=populate, args=(flat,), name="populate-kv", daemon=True).start()
+    return flat
+
+
+def populate(memory: torch.Tensor) -> int:
+    """Allocate all pages of ``memory``, uint8, page-aligned, and leave what they hold; return the bytes done.
+
+    Others may use the memory meanwhile. Where the kernel can't do that, pages are allocated when they are touched.
+    """
+    num_bytes = memory.numel()
+    for start in range(0, num_bytes, POPULATE_CHUNK_BYTES):
+        address = ctypes.c_void_p(memory.data_ptr() + start)
+        size = ctypes.c_size_t(min(POPULATE_CHUNK_BYTES, num_bytes - start))
+        if _libc.madvise(address, size, ctypes.c_int(_MADV_POPULATE_WRITE)):
+            logger.debug("KV memory is allocated as it is used: errno %d", ctypes.get_errno())
+            return start
+    return num_bytes
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"

@@ -1,0 +1,91 @@
+"""One thread's connection to an LMCache server: a question, its answer, and whether the server is still the same.
+
+ZMQ would connect again by itself, to a server that knows nothing of us any more. Here a connection that is lost stays
+lost, and says so at once.
+"""
+
+import math
+import time
+from typing import Any
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from splitserve.kvconnector.lmcache.wire import Operation, decode_answer, encode_request
+
+_LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+
+
+class LMCacheError(Exception):
+    """The server doesn't do what it should; says what."""
+
+
+class LMCacheLostError(LMCacheError):
+    """The server is gone, hangs, or isn't there yet."""
+
+
+class Connection:
+    """Not thread-safe. ``endpoint`` as ZMQ has it. Close it, or leave that to a ``with``."""
+
+    def __init__(self, endpoint: str, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        self._monitor = self._socket.get_monitor_socket(_LOST)
+        self._number = 0
+        self._is_lost = False
+        self._was_answered = False
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        self._socket.connect(endpoint)
+
+    def __enter__(self) -> "Connection":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def call(self, operation: Operation, *arguments: Any, kind: Any = None, seconds: float) -> Any:
+        """The result, as ``kind``. Raises :class:`LMCacheLostError` if it doesn't come within ``seconds``, or can't
+        come any more, and :class:`LMCacheError` for one that isn't a ``kind``."""
+        self.tell(operation, *arguments)
+        deadline = time.monotonic() + seconds
+        while not self._is_lost:
+            frames = self._receive(deadline - time.monotonic())
+            if frames is None:
+                if time.monotonic() >= deadline:
+                    raise LMCacheLostError(f"no answer to {operation.name.lower()} within {seconds:g} s")
+                continue
+            try:
+                number, result = decode_answer(frames, kind)
+            except msgspec.MsgspecError as error:
+                raise LMCacheError(f"its answer to {operation.name.lower()} isn't understood: {error}") from error
+            self._was_answered = True
+            if number == self._number:
+                return result
+        raise LMCacheLostError("the connection is lost" if self._was_answered else "nobody listens there")
+
+    def tell(self, operation: Operation, *arguments: Any) -> None:
+        """Without waiting for the result."""
+        self._number += 1
+        try:
+            self._socket.send_multipart(encode_request(self._number, operation, arguments), zmq.NOBLOCK)
+        except zmq.Again as error:
+            raise LMCacheLostError("it takes no more requests") from error
+
+    def _receive(self, seconds: float) -> list[bytes] | None:
+        """The next message; None if there is none yet, or the connection is lost: what has come before counts."""
+        ready = dict(self._poller.poll(max(0, math.ceil(seconds * 1e3))))
+        if self._socket in ready:
+            return self._socket.recv_multipart()
+        if self._monitor in ready:
+            event = recv_monitor_message(self._monitor)["event"]
+            self._is_lost |= bool(event & _LOST)
+        return None
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(0)

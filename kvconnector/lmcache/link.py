@@ -1,0 +1,232 @@
+"""What a worker knows of its LMCache server: whether it's there, under which name it knows us, where its memory is.
+
+A thread of its own looks for the server, registers, and greets it every few seconds. An :class:`Epoch` is one
+registration: what belongs to another one is never mixed with it.
+"""
+
+import hashlib
+import logging
+import re
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from splitserve.kvconnector.lmcache.chunk import Bytes, ChunkFormat
+from splitserve.kvconnector.lmcache.connection import Connection, LMCacheError, LMCacheLostError
+from splitserve.kvconnector.lmcache.segment import fault_in, map_segment
+from splitserve.kvconnector.lmcache.wire import Key, Operation, Registered, Registration
+from splitserve.protocol.block_hash import shard_root
+from splitserve.protocol.memory_records import LayoutRecord
+
+logger = logging.getLogger(__name__)
+
+REQUEST_SECONDS = 2.0
+"""Longer than any answer takes that doesn't wait for another server: after that it counts as lost."""
+GREETING_SECONDS = 2.0
+FAULT_IN_SHARE = 0.2
+"""Of the link's time, until all of the server's memory is in this process's page tables."""
+FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.25, 30.0
+"""After an epoch: doubled each time, until one was long. A server that comes and hangs can't hold requests up often."""
+MAX_ABSENT_WAIT_SECONDS = 2.0
+"""While there is no server, which holds nobody up."""
+LONG_EPOCH_SECONDS = 60.0
+SETTLE_POLL_SECONDS = 0.02
+MAX_LEFT = 256
+_DONE = object()
+FORMAT_VERSION = 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Epoch:
+    """``pool``: the server's shared memory, uint8 ``[bytes]``; mapped for as long as somebody holds this."""
+
+    instance_id: int
+    chunk_tokens: int
+    chunks: ChunkFormat
+    pool: Bytes
+    registration: Registration
+
+    @property
+    def model_name(self) -> str:
+        return self.registration.model_name
+
+
+def model_name_of(layout: LayoutRecord, rank: int = 0) -> str:
+    """Under which LMCache keeps the chunks of this rank of a worker: everything is in it that their bytes depend on,
+    token ids excepted."""
+    fields = (FORMAT_VERSION, layout.order, layout.num_layers, layout.num_kv_heads, layout.head_dim)
+    salt = "\x00".join(map(str, fields)).encode() + shard_root(layout, rank)
+    readable = re.sub(r"[^A-Za-z0-9._-]", "-", Path(layout.model).name)[:48]
+    return f"splitserve-{readable}-{hashlib.blake2b(salt, digest_size=16).hexdigest()}"
+
+
+class _Waits:
+    """How long to wait before the next try."""
+
+    def __init__(self) -> None:
+        self._after_epoch = self._absent = FIRST_WAIT_SECONDS
+
+    def next(self, epoch_seconds: float | None) -> float:
+        """After an epoch that took so long, or after a try that began none."""
+        if epoch_seconds is None:
+            seconds, self._absent = self._absent, min(2 * self._absent, MAX_ABSENT_WAIT_SECONDS)
+            return seconds
+        self._absent = FIRST_WAIT_SECONDS
+        if epoch_seconds >= LONG_EPOCH_SECONDS:
+            self._after_epoch = FIRST_WAIT_SECONDS
+        seconds, self._after_epoch = self._after_epoch, min(2 * self._after_epoch, LONGEST_WAIT_SECONDS)
+        return seconds
+
+
+class LMCacheLink:
+    """``tell`` hears of every epoch's beginning, and of its end as None; first of all of the first try's outcome."""
+
+    def __init__(self, endpoint: str, layout: LayoutRecord, block_bytes: int, rank: int = 0) -> None:
+        self.endpoint = endpoint
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._layout = layout
+        self._block_bytes = block_bytes
+        self._root = shard_root(layout, rank)
+        self._model_name = model_name_of(layout, rank)
+        self._epoch: Epoch | None = None
+        self._reason = "it wasn't looked for yet"
+        self._left: deque[tuple[str, Key | None]] = deque(maxlen=MAX_LEFT)
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._is_closing = False
+        self._thread: threading.Thread | None = None
+
+    def open(self, tell: Callable[[Epoch | None], None]) -> None:
+        self._thread = threading.Thread(target=self._run, args=(tell,), name="lmcache-link", daemon=True)
+        self._thread.start()
+
+    @property
+    def epoch(self) -> Epoch:
+        """The present one. Raises :class:`LMCacheLostError` while there is none."""
+        with self._lock:
+            if self._epoch is None:
+                raise LMCacheLostError(self._reason)
+            return self._epoch
+
+    def fail(self, epoch: Epoch, reason: str) -> None:
+        """The server doesn't answer any more, or not as it should: look for it anew."""
+        with self._lock:
+            if self._epoch is not epoch:
+                return
+            self._epoch, self._reason = None, reason
+        self._wake.set()
+
+    def leave(self, request_id: str, locked: Key | None) -> None:
+        """A session whose end the server may not have heard of, and what it holds for it: it's told when it can be."""
+        self._left.append((request_id, locked))
+
+    def close(self, timeout_seconds: float = REQUEST_SECONDS) -> None:
+        self._is_closing = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(timeout_seconds)
+            if self._thread.is_alive():
+                return  # it holds a socket: the process's end closes that
+        self.context.term()
+
+    def _run(self, tell: Callable[[Epoch | None], None]) -> None:
+        waits, is_told, was_ever = _Waits(), False, False
+        while not self._is_closing:
+            started = None
+            try:
+                with Connection(self.endpoint, self.context) as connection:
+                    epoch = self._begin(connection)
+                    self._settle(connection)
+                    logger.info("LMCache at %s %s", self.endpoint, "is back" if was_ever else _describe(epoch))
+                    started, was_ever, is_told = time.monotonic(), True, False
+                    tell(epoch)
+                    self._greet(connection, epoch)
+            except (LMCacheError, OSError) as error:
+                if not (is_told or self._is_closing):
+                    logger.warning("LMCache at %s can't be used: %s; going on without it", self.endpoint, error)
+                    tell(None)
+                is_told = True
+            if not self._is_closing:
+                self._wake.wait(waits.next(None if started is None else time.monotonic() - started))
+                self._wake.clear()
+
+    def _settle(self, connection: Connection) -> None:
+        """End the sessions that were left, now that it knows our chunks again. A server that was started since knows
+        none of them, and doesn't mind.
+
+        Raises :class:`LMCacheError`.
+        """
+        while self._left:
+            request_id, locked = self._left.popleft()  # once: what goes wrong here ends by itself, in a minute
+            if locked is not None:
+                deadline = time.monotonic() + REQUEST_SECONDS
+                operation, kind = Operation.QUERY_PREFETCH_STATUS, int | None
+                while connection.call(operation, request_id, kind=kind, seconds=REQUEST_SECONDS) is None:
+                    if time.monotonic() > deadline:
+                        break  # its locks end by themselves
+                    time.sleep(SETTLE_POLL_SECONDS)
+                connection.call(Operation.FREE_LOOKUP_LOCKS, locked, 1, seconds=REQUEST_SECONDS)
+            connection.call(Operation.END_SESSION, request_id, seconds=REQUEST_SECONDS)
+
+    def _begin(self, connection: Connection) -> Epoch:
+        """Raises :class:`LMCacheError`, or :class:`OSError`."""
+        chunk_tokens = connection.call(Operation.GET_CHUNK_SIZE, kind=int, seconds=REQUEST_SECONDS)
+        block_size = self._layout.block_size
+        if chunk_tokens < block_size or chunk_tokens % block_size:
+            raise LMCacheError(f"its chunks have {chunk_tokens} tokens, not a multiple of our blocks' {block_size}")
+        chunks = ChunkFormat(self._root, chunk_tokens // block_size, self._block_bytes)
+        registration = Registration(
+            instance_id=secrets.randbits(62),
+            model_name=self._model_name,
+            hidden_dim_size=chunks.num_bytes,
+            block_size=block_size,
+        )
+        registered = connection.call(Operation.REGISTER, registration, kind=Registered, seconds=REQUEST_SECONDS)
+        if not registered.shm_name or not registered.pool_size:
+            raise LMCacheError("it has no shared memory (start it with --shm-name NAME and --no-l1-use-lazy)")
+        pool = map_segment(registered.shm_name, registered.pool_size)
+        epoch = Epoch(registration.instance_id, chunk_tokens, chunks, pool, registration)
+        with self._lock:
+            self._epoch = epoch
+        return epoch
+
+    def _greet(self, connection: Connection, epoch: Epoch) -> None:
+        """Until the epoch's end. Raises :class:`LMCacheError` then."""
+        pieces = fault_in(epoch.pool)
+        try:
+            while self._epoch is epoch and not self._is_closing:
+                connection.call(Operation.PING, epoch.instance_id, kind=bool, seconds=REQUEST_SECONDS)
+                self._pause(pieces)
+                self._wake.clear()
+        except LMCacheError as error:
+            self.fail(epoch, str(error))
+        finally:
+            with self._lock:
+                reason, self._epoch = self._reason, None
+            self._wake.clear()
+            try:  # what we left half-done there is over; if it hears us
+                if self._is_closing:
+                    self._settle(connection)
+                connection.call(Operation.UNREGISTER, epoch.instance_id, seconds=REQUEST_SECONDS / 4)
+            except LMCacheError:
+                logger.debug("LMCache at %s didn't hear us leave", self.endpoint)
+        raise LMCacheLostError(reason)
+
+    def _pause(self, pieces: Iterator[None]) -> None:
+        """Until the next greeting, or until it's woken. Raises :class:`LMCacheError`."""
+        deadline, is_done = time.monotonic() + GREETING_SECONDS, False
+        while not self._wake.is_set() and (left := deadline - time.monotonic()) > 0:
+            started = time.monotonic()
+            is_done = is_done or next(pieces, _DONE) is _DONE
+            seconds = (time.monotonic() - started) * (1 / FAULT_IN_SHARE - 1)
+            self._wake.wait(left if is_done else min(left, seconds))
+
+
+def _describe(epoch: Epoch) -> str:
+    return f"is there: chunks of {epoch.chunk_tokens} tokens ({epoch.chunks.num_bytes} bytes), {len(epoch.pool)} bytes"

@@ -1,0 +1,1 @@
+"""Reads over NIXL and UCX: agents, links, readers, files."""

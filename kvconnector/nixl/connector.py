@@ -1,0 +1,211 @@
+"""KV connector over NIXL's UCX backend: decode pulls with READ; no progress thread, nothing spins when idle.
+
+NIXL doesn't lock by default, and a copy between processes of one host happens inside the post itself, with the GIL
+released. So every agent has one thread that owns it: one thread serves (peers read through its agent), and a few read,
+since what one of them posts fills neither the memory bus nor a GPU's link. Only the first one copies through mappings
+of peers' memory, which takes no more. A reading thread has an agent of its own per
+peer: destroying an agent is the only thing that surely stops a posted read, and it must not stop the reads from other
+peers. The engine loop posts nothing itself: it hands commands over, and takes events.
+
+Without NIXL's own progress thread a transfer completes only while *both* sides poll. So a thread polls while its reads
+are in flight, or while peers may be reading from here (:meth:`NixlConnector.serve`), and sleeps otherwise.
+"""
+
+import itertools
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from splitserve.kvconnector.blocks.digest import DigestBlocks, no_digests
+from splitserve.kvconnector.cuda.memory import check_ipc_capable
+from splitserve.kvconnector.layout.memory import KVMemory
+from splitserve.kvconnector.layout.shape import runs
+from splitserve.kvconnector.nixl.peer_access import LocalSide
+from splitserve.kvconnector.nixl.read_thread import Connected, ReadThread
+from splitserve.kvconnector.nixl.server import NixlServer
+from splitserve.kvconnector.transfer.connector import PeerConnected, ServedMemory
+from splitserve.kvconnector.transfer.joining import ConnectionJoin, ReadJoin, one_after_the_other
+from splitserve.kvconnector.transfer.read_choice import ReadShape, choose_path, path_seconds
+from splitserve.kvconnector.transfer.read_cost import ReadCost
+from splitserve.kvconnector.transfer.read_settings import ReadSettings
+from splitserve.protocol.handover.reads import ReadCommand, ReadPath, ReadResult
+from splitserve.protocol.memory_records import HostTierMemory, MemoryKind
+from splitserve.protocol.messages.handover import PeerWelcome
+from splitserve.protocol.request import Party
+
+logger = logging.getLogger(__name__)
+
+Event = ReadResult | PeerConnected
+
+
+class _Peer:
+    """A peer as the connector knows it: the attempt to connect, and what reading from it costs."""
+
+    def __init__(self, attempt: int, num_threads: int) -> None:
+        self.attempt = attempt
+        self.join = ConnectionJoin(num_threads)
+        self.shape: ReadShape | None = None
+        self.cost: ReadCost | None = None
+        self._chosen: dict[int, ReadPath] = {}
+
+    def learn(self, shape: ReadShape | None, cost: ReadCost | None) -> None:
+        """What one thread knows; None: nothing new."""
+        self.shape, self.cost = shape or self.shape, cost or self.cost
+        self._chosen.clear()
+
+    def path(self, command: ReadCommand, wanted: ReadPath | None) -> ReadPath:
+        shape, cost, num_blocks = self.shape, self.cost, len(command.local_blocks)
+        if shape is None or cost is None:
+            return ReadPath.DIRECT
+        if wanted is not None and wanted in path_seconds(shape, cost, num_blocks):
+            return wanted
+        if not shape.is_whole and shape.is_mapped:  # what of the blocks is adjacent decides
+            num_runs = sum(1 for _ in runs(command.local_blocks, command.remote_blocks))
+            return choose_path(shape, cost, num_blocks, num_runs)
+        if num_blocks not in self._chosen:
+            self._chosen[num_blocks] = choose_path(shape, cost, num_blocks)
+        return self._chosen[num_blocks]
+
+
+class NixlConnector:
+    """See :class:`splitserve.kvconnector.transfer.connector.KVConnector`; one rank's, of a tensor-parallel worker.
+
+    ``wake`` is called, from other threads, after events; ``digest_blocks`` for what has landed; ``settings`` None: what
+    suits the memory; ``host`` is a tier that peers may read from, too. Raises :class:`ConfigError` for GPU memory that
+    no other process can map.
+    """
+
+    name = "nixl"
+
+    def __init__(
+        self,
+        me: Party,
+        memory: KVMemory,
+        wake: Callable[[], None],
+        digest_blocks: DigestBlocks = no_digests,
+        *,
+        rank: int = 0,
+        settings: ReadSettings | None = None,
+        host: HostTierMemory | None = None,
+    ) -> None:
+        if memory.kind is MemoryKind.VRAM:
+            check_ipc_capable(memory.blocks)
+        settings = settings or ReadSettings.of(memory.kind)
+        self._memory = memory
+        self._settings = settings
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._events: deque[Event] = deque()
+        self._peers: dict[Party, _Peer] = {}
+        self._num_attempts = 0
+        self._split_reads: dict[int, ReadJoin] = {}
+        name = f"rank-{rank}/{me}"  # agents' names are cut in UCX's log: what tells them apart comes first
+        posting = replace(settings, maps=False, path=None)  # what a thread but the first one does
+        self._server = NixlServer(name, memory, settings, host)
+        self._threads = [
+            ReadThread(
+                f"read-{index}/{name}",
+                LocalSide(memory, rank, posting if index else settings, digest_blocks),
+                partial(self._join_read, index),
+                self._join_connection,
+                measures=not index,
+            )
+            for index in range(settings.num_threads)
+        ]
+        for thread in (self._server, *self._threads):
+            thread.start()
+
+    def served(self) -> ServedMemory:
+        return ServedMemory(self.name, self._memory.generations_address, [self._server.served])
+
+    def connect(self, peer: Party, welcome: PeerWelcome) -> None:
+        self._num_attempts += 1
+        with self._lock:
+            self._peers[peer] = _Peer(self._num_attempts, len(self._threads))
+        for thread in self._threads:
+            thread.submit(partial(thread.connect, self._num_attempts, peer, welcome))
+
+    def disconnect(self, peer: Party) -> None:
+        with self._lock:
+            self._peers.pop(peer, None)
+        for thread in self._threads:
+            thread.submit(partial(thread.disconnect, peer))
+
+    def read(self, command: ReadCommand) -> None:
+        with self._lock:
+            reads = self._reads(command, self._peers.get(command.peer))
+            self._split_reads[command.read_id] = ReadJoin(len(reads))
+        for thread, (part, path) in zip(self._threads, reads, strict=False):
+            thread.submit(partial(thread.read, part, path))
+
+    def serve(self, active: bool) -> None:
+        self._server.submit(lambda: setattr(self._server, "active", active))
+
+    def events(self) -> list[Event]:
+        for thread in (self._server, *self._threads):
+            thread.check()
+        events: list[Event] = []
+        while self._events:
+            events.append(self._events.popleft())
+        return events
+
+    def close(self) -> None:
+        for thread in (*self._threads, self._server):
+            thread.close()
+
+    def _reads(self, command: ReadCommand, peer: _Peer | None) -> list[tuple[ReadCommand, ReadPath]]:
+        """What each thread reads, and by which path; through a mapping the first one alone, since its copies fill the
+        link and threads that queue copies at once hold each other up."""
+        path = ReadPath.DIRECT if peer is None else peer.path(command, self._settings.path)
+        parts = [command] if path.is_through_mapping else self._parts(command)
+        return [(part, path) for part in parts]
+
+    def _parts(self, command: ReadCommand) -> list[ReadCommand]:
+        """A large read in even parts, one per thread; a small one whole."""
+        count = len(command.local_blocks)
+        if count < len(self._threads) or count * self._memory.block_bytes <= self._settings.split_bytes:
+            return [command]
+        bounds = [count * index // len(self._threads) for index in range(len(self._threads) + 1)]
+        return [
+            ReadCommand(command.read_id, command.peer, command.local_blocks[low:high], command.remote_blocks[low:high])
+            for low, high in itertools.pairwise(bounds)
+        ]
+
+    # ---- on the read threads ----
+
+    def _join_connection(self, connected: Connected) -> None:
+        with self._lock:
+            peer = self._peers.get(connected.event.peer)
+            if peer is None or peer.attempt != connected.attempt:
+                return
+            peer.learn(connected.shape, connected.cost)
+            event = peer.join.add(connected.event)
+        if event is not None:
+            _tell(event)
+            self._emit(event)
+
+    def _join_read(self, part: int, result: ReadResult) -> None:
+        with self._lock:
+            results = self._split_reads[result.read_id].add(part, result)
+            if results is None:
+                return
+            del self._split_reads[result.read_id]
+        self._emit(one_after_the_other(results))
+
+    def _emit(self, event: Event) -> None:
+        self._events.append(event)
+        self._wake()
+
+
+def _tell(event: PeerConnected) -> None:
+    """Log how fast reads from a peer are, and why they are slow."""
+    if event.link is None:
+        return
+    speed = event.link.bytes_per_second / 1e9
+    if event.link.problem:
+        logger.error("reads from %s: %s", event.peer, event.link.problem)
+    else:
+        logger.info("reads from %s go by %s, %.1f GB/s per thread", event.peer, event.link.transport, speed)

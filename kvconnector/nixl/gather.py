@@ -1,0 +1,103 @@
+"""The reader's part of :mod:`splitserve.kvconnector.transfer.gather`: asking, waiting for tickets, reading slots."""
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from splitserve.kvconnector.nixl.agent import Agent, Transfer, TransferError
+from splitserve.kvconnector.transfer.gather import GatherDone, GatherRequest, encode
+from splitserve.kvconnector.transfer.read_plan import Rows, region_rows
+from splitserve.protocol.memory_records import GatherMemory, MemoryKind, MemoryRegion
+
+WAIT_SECONDS = 0.25  # then the data is read in another way
+
+
+class GatherReader:
+    """For one peer; ``memories`` by its ranks, ``names`` are those of their agents. At most one :class:`TicketWait` and
+    one :class:`TicketCheck` at a time."""
+
+    def __init__(self, agent: Agent, memories: Mapping[int, GatherMemory], names: Mapping[int, str]) -> None:
+        self._agent = agent
+        self._memories = memories
+        self._names = names
+        self._next_ticket = secrets.randbits(62) | 1  # no other reader's, as far as chance allows
+        self.slot_bytes = min(memory.slots.block_bytes for memory in memories.values())
+        most_slots = max(memory.slots.num_blocks for memory in memories.values())
+        self.seen = np.zeros((2, most_slots), dtype=np.uint64)  # tickets, as last read by the wait and by the check
+        agent.register(MemoryKind.DRAM, int(self.seen.ctypes.data), self.seen.nbytes)
+
+    def request(self, rank: int, block_ids: Sequence[int], first_head: int, num_heads: int) -> int:
+        """The ticket to wait for."""
+        self._next_ticket += 1
+        request = GatherRequest(self._next_ticket, list(block_ids), first_head, num_heads)
+        self._agent.tell(self._names[rank], encode(request))
+        return self._next_ticket
+
+    def wait(self, rank: int, ticket: int) -> "TicketWait":
+        return TicketWait(self, rank, ticket)
+
+    def read(self, rank: int, slot: int, place: MemoryRegion) -> Transfer:
+        """Start reading as many bytes of a slot as ``place``, one piece, has."""
+        slots = self._memories[rank].slots
+        address = slots.blocks_address + slot * slots.block_bytes
+        source = MemoryRegion(slots.kind, slots.device_id, address, 1, place.block_bytes)
+        return self._agent.read_rows(self._names[rank], slots.kind, region_rows(place), region_rows(source))
+
+    def check(self, rank: int, slot: int, ticket: int) -> "TicketCheck":
+        return TicketCheck(self, rank, slot, ticket)
+
+    def done(self, rank: int, ticket: int) -> None:
+        """The slot isn't needed any more."""
+        self._agent.tell(self._names[rank], encode(GatherDone(ticket)))
+
+    def read_tickets(self, rank: int, row: int) -> Transfer:
+        memory, num_bytes = self._memories[rank], self._memories[rank].slots.num_blocks * 8
+        place: Rows = np.array([[self.seen[row].ctypes.data, num_bytes, 0]], dtype=np.uint64)
+        source: Rows = np.array([[memory.tickets_address, num_bytes, 0]], dtype=np.uint64)
+        return self._agent.read_rows(self._names[rank], MemoryKind.DRAM, place, source)
+
+
+class TicketWait:
+    """Over when the ticket is there, in ``slot``; or when it took too long: then ``slot`` is None."""
+
+    due_at = 0.0
+
+    def __init__(self, reader: GatherReader, rank: int, ticket: int) -> None:
+        self._reader = reader
+        self._rank = rank
+        self.ticket = ticket
+        self._transfer: Transfer | None = None
+        self._give_up_at = time.monotonic() + WAIT_SECONDS
+        self.slot: int | None = None
+
+    def is_done(self) -> bool:
+        if self._transfer is None:
+            self._transfer = self._reader.read_tickets(self._rank, 0)
+        if not self._transfer.is_done():
+            return False
+        self._transfer = None
+        found = np.flatnonzero(self._reader.seen[0] == np.uint64(self.ticket))
+        if len(found):
+            self.slot = int(found[0])
+        return self.slot is not None or time.monotonic() >= self._give_up_at
+
+
+class TicketCheck:
+    """After the slot was read: is what was in it still what was asked for?"""
+
+    due_at = 0.0
+
+    def __init__(self, reader: GatherReader, rank: int, slot: int, ticket: int) -> None:
+        self._reader = reader
+        self._slot = slot
+        self._ticket = ticket
+        self._transfer = reader.read_tickets(rank, 1)
+
+    def is_done(self) -> bool:
+        if not self._transfer.is_done():
+            return False
+        if int(self._reader.seen[1][self._slot]) != self._ticket:
+            raise TransferError("the source's slot was taken for something else while it was read")
+        return True

@@ -1,0 +1,191 @@
+"""Reads of a peer's GPU memory through a mapping of it: our GPU copies, and nobody on the other side does anything.
+
+Nothing is posted to a transport, so there is no price per descriptor but that of queueing a copy, and no polling by the
+source. Heads that both sides split differently are rows, a row per layer. Copy engines are slow with those, so a kernel
+may copy them instead.
+"""
+
+import ctypes
+import itertools
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from splitserve.kvconnector.cuda.batch_copies import BatchCopier, BlockPieces, Copies
+from splitserve.kvconnector.cuda.memory import PeerMapping
+from splitserve.kvconnector.layout.memory import KVMemory
+from splitserve.kvconnector.layout.shape import block_bytes
+from splitserve.kvconnector.nixl.agent import TransferError
+from splitserve.kvconnector.transfer.device_copies import OnDevice, Pending
+from splitserve.kvconnector.transfer.read_cost import ReadCost
+from splitserve.kvconnector.transfer.read_plan import HeadSpan
+from splitserve.protocol.handover.reads import ReadPath
+from splitserve.protocol.memory_records import LayoutRecord
+
+if TYPE_CHECKING:  # there may be no Triton
+    from splitserve.kernels.triton.row_copy import RowCopier
+
+logger = logging.getLogger(__name__)
+
+_SURELY_BUSY = 0.9
+"""Of the time that a read should take: nobody looks at it earlier."""
+_FASTER = 1.1
+_FIRST_BLOCKS = 4
+_GROWTH = 4
+"""While some blocks are under way, the copies of so many times as many are made and queued."""
+
+
+class Blocks(NamedTuple):
+    """``layout`` of a rank's blocks, ``address`` of the first one."""
+
+    layout: LayoutRecord
+    address: int
+
+
+def span_pieces(ours: Blocks, theirs: Blocks, span: HeadSpan) -> BlockPieces:
+    """``span``'s heads, a row per layer. Blocks of both sides have as many tokens."""
+    num_layers = ours.layout.num_layers
+    target_bytes, source_bytes = block_bytes(ours.layout), block_bytes(theirs.layout)
+    head_bytes = target_bytes // num_layers // ours.layout.kv_heads_per_rank
+    source_heads = theirs.layout.kv_heads_per_rank
+    assert source_bytes == num_layers * head_bytes * source_heads, "blocks of different sizes"
+    target = ours.address + span.local_head * head_bytes
+    source = theirs.address + span.source_head * head_bytes
+    return BlockPieces(target, source, target_bytes, source_bytes, num_layers, span.num_heads * head_bytes)
+
+
+def _rows_of(span: BlockPieces) -> tuple[int, int, int, int]:
+    """Their number, width and pitches: of ours, of theirs."""
+    return span.rows, span.width, span.target_pitch, span.source_pitch
+
+
+def growing_parts(count: int) -> Iterator[slice]:
+    """Of ``count`` blocks: a few that are soon under way, then more and more at once."""
+    low, size = 0, _FIRST_BLOCKS
+    while low < count:
+        yield slice(low, low + size)
+        low, size = low + size, size * _GROWTH
+
+
+class _UnderWay(OnDevice):
+    """Copies of ``reader`` by ``path`` since ``started``, of ``num_bytes``. Where they are seen to be over sooner than
+    expected, the link is faster than was measured; a look that comes late tells nothing."""
+
+    def __init__(self, reader: "MappedReader", path: ReadPath, started: float, num_bytes: int) -> None:
+        seconds = num_bytes / reader.bytes_per_second[path]
+        super().__init__(reader.stream, due_at=started + _SURELY_BUSY * seconds)
+        self._reader = reader
+        self._path = path
+        self._expected_at = started + seconds
+
+    def is_done(self) -> bool:
+        now = time.monotonic()
+        if now < self.due_at or not super().is_done():
+            return False
+        if now < self._expected_at:
+            self._reader.bytes_per_second[self._path] *= _FASTER
+        return True
+
+
+class MappedReader:
+    """Reads from one peer whose ranks' blocks are mapped: ``mappings`` by rank. Used by one thread, in whose current
+    context they are; it has a stream of its own."""
+
+    def __init__(
+        self, memory: KVMemory, theirs: LayoutRecord, spans: Sequence[HeadSpan], mappings: dict[int, PeerMapping]
+    ) -> None:
+        self._device = memory.device
+        self._address = memory.region().blocks_address
+        self._num_blocks = memory.num_blocks
+        self._probed_address = mappings[spans[0].rank].address
+        ours = Blocks(memory.layout, self._address)
+        self._spans = [span_pieces(ours, Blocks(theirs, mappings[span.rank].address), span) for span in spans]
+        self.stream = torch.cuda.Stream(memory.device)  # type: ignore[no-untyped-call]
+        self.bytes_per_second = {ReadPath.MAPPED: float("inf"), ReadPath.KERNEL: float("inf")}
+        """What this link moves, once somebody has measured it."""
+        self._copier = BatchCopier(ctypes.CDLL("libcuda.so.1"))
+        self._row_copiers: dict[tuple[int, ...], RowCopier] = {}
+
+    def expect(self, cost: ReadCost) -> None:
+        """What this link moves."""
+        for path, link in ((ReadPath.MAPPED, cost.mapped), (ReadPath.KERNEL, cost.kernel)):
+            if link is not None:
+                self.bytes_per_second[path] = link.bytes_per_second
+
+    def read(self, local: Sequence[int], remote: Sequence[int], path: ReadPath = ReadPath.MAPPED) -> Pending:
+        """Start copying what is ours of blocks ``remote`` to blocks ``local``. Raises :class:`TransferError`, and then
+        nothing is under way any more."""
+        return self._read(self._spans, local, remote, path)
+
+    def probe(self, target: int, count: int, size: int) -> Pending:
+        """Start copying ``count`` pieces of ``size`` bytes, none adjacent, of the peer's blocks to ``target`` on."""
+        targets, sources = (range(at, at + 2 * size * count, 2 * size) for at in (target, self._probed_address))
+        return self._by_engines([Copies(targets, sources, [1] * count, size, size, size)])
+
+    def probe_blocks(self, target: int, path: ReadPath, remote: Sequence[int]) -> Pending:
+        """As :meth:`read`, of blocks ``remote``, to ``target`` on."""
+        spans = [span._replace(target=span.target - self._address + target) for span in self._spans]
+        return self._read(spans, range(len(remote)), remote, path)
+
+    def try_kernel(self, target: int) -> bool:
+        """Whether there is a kernel for reading, which is compiled then: tried with a block, to ``target``. Raises what
+        CUDA says of a kernel that reads where it can't: the context is lost with it."""
+        try:
+            self.probe_blocks(target, ReadPath.KERNEL, [0])
+        except TransferError as error:
+            logger.warning("peers' memory is read by copy engines alone: %s", error)
+            return False
+        self.wait()
+        return True
+
+    def wait(self) -> None:
+        """Until no copy is under way."""
+        self.stream.synchronize()
+
+    def _read(
+        self, spans: Sequence[BlockPieces], local: Sequence[int], remote: Sequence[int], path: ReadPath
+    ) -> Pending:
+        if path is ReadPath.KERNEL:
+            return self._by_kernel(spans, local, remote)
+        parts = ((local[part], remote[part]) for part in growing_parts(len(local)))
+        return self._by_engines(span.of(*part) for part in parts for span in spans)
+
+    def _by_kernel(self, spans: Sequence[BlockPieces], local: Sequence[int], remote: Sequence[int]) -> Pending:
+        started, num_bytes = time.monotonic(), 0
+        try:
+            for rows, alike in itertools.groupby(spans, _rows_of):  # nearly always all of them
+                targets, sources, address_bits = [], [], 0
+                for target, source, target_bytes, source_bytes, *_ in alike:
+                    targets += [target + block * target_bytes for block in local]
+                    sources += [source + block * source_bytes for block in remote]
+                    address_bits |= target | source | target_bytes | source_bytes
+                alignment = min(address_bits & -address_bits, 16)
+                self._row_copier(rows, alignment).start(targets, sources)
+                num_bytes += len(targets) * rows[0] * rows[1]
+        except Exception as error:  # of a compiler, or of CUDA
+            self.wait()
+            raise TransferError(f"the kernel for a peer's memory fails: {type(error).__name__}: {error}") from error
+        return _UnderWay(self, ReadPath.KERNEL, started, num_bytes)
+
+    def _row_copier(self, rows: tuple[int, int, int, int], alignment: int) -> "RowCopier":
+        """Made where it's first needed."""
+        from splitserve.kernels.triton.row_copy import RowCopier, Rows
+
+        key = *rows, alignment
+        if key not in self._row_copiers:
+            stream = self.stream if self._device.type == "cuda" else None
+            self._row_copiers[key] = RowCopier(stream, Rows(*rows), alignment)
+        return self._row_copiers[key]
+
+    def _by_engines(self, pieces: Iterable[Copies]) -> Pending:
+        started, num_bytes = time.monotonic(), 0
+        for copies in pieces:
+            status = self._copier.start(copies, self.stream.cuda_stream)
+            if status != 0:
+                self.wait()
+                raise TransferError(f"CUDA doesn't copy from the peer's mapped memory (status {status})")
+            num_bytes += copies.num_bytes
+        return _UnderWay(self, ReadPath.MAPPED, started, num_bytes)

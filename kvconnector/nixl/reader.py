@@ -1,0 +1,140 @@
+"""Reads from one peer through NIXL: an agent, descriptor lists, posting, polling. Used by one thread only.
+
+A read is a generator of things to wait for: its data, copies to their place, and last the generations. Paths of data:
+
+    direct   whole blocks of one rank straight into our blocks; the only path where both sides split heads alike
+    layers   pieces of blocks straight into place, a descriptor per layer
+    staged   whole blocks of a rank into a staging area, and from there the heads that are ours to their place
+    gathered what is ours of many blocks, put together by the source, into a staging area, and from there to its place
+    mapped   what is ours of blocks, copied straight into place by our GPU, through a mapping of the peer's memory
+    kernel   the same, but by a kernel instead of by copy engines
+
+Slots of the peer's host tier have ids after those of its blocks. They are read whole: into our blocks where those are
+in host memory as well, else into pinned memory of ours, and from there to the device.
+"""
+
+import time
+from collections import deque
+from collections.abc import Generator, Sequence
+
+from splitserve.kvconnector.nixl.agent import Transfer, TransferError
+from splitserve.kvconnector.nixl.block_reads import STAGING, BlockReads, Read
+from splitserve.kvconnector.nixl.peer_access import LocalSide, PeerAccess
+from splitserve.kvconnector.transfer.device_copies import Done, Pending
+from splitserve.protocol.handover.reads import ReadCommand, ReadPath, ReadResult
+from splitserve.protocol.messages.handover import PeerWelcome
+
+
+class PeerReader:
+    """Everything for reading from one peer. Raises :class:`HandshakeError` where that can't work."""
+
+    def __init__(self, name: str, local: LocalSide, welcome: PeerWelcome) -> None:
+        self.access = PeerAccess(name, local, welcome)
+        self._data = BlockReads(self.access)
+        self._staging_is_free = True
+        self.active: list[Read] = []
+        self.waiting: deque[tuple[ReadCommand, ReadPath]] = deque()
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.active or self.waiting)
+
+    @property
+    def due_at(self) -> float:
+        """When to look at what is under way, by the monotonic clock; 0.0: at any time."""
+        return 0.0 if self.waiting else min((read.pending.due_at for read in self.active), default=0.0)
+
+    def read(self, command: ReadCommand, path: ReadPath) -> None:
+        """To be posted by the next :meth:`poll`, or when there is room."""
+        self.waiting.append((command, path))
+
+    def _can_not(self, path: ReadPath) -> bool:
+        if path.is_through_mapping:
+            return self.access.mapped is None
+        return path is ReadPath.GATHERED and self.access.gather is None
+
+    def _start_waiting(self) -> None:
+        while (
+            self.waiting
+            and self.access.generations.free_rows
+            and (self._staging_is_free or self.waiting[0][1] not in STAGING)
+        ):
+            command, path = self.waiting.popleft()
+            if self._can_not(path):
+                path = self._data.other_path
+            read = Read(command, path, path, time.monotonic(), Done(), self.access.generations.free_rows.pop())
+            read.steps = self._steps(read)
+            self._staging_is_free = self._staging_is_free and path not in STAGING
+            self.active.append(read)
+
+    def poll(self) -> list[ReadResult]:
+        """Post, and make progress; returns reads that are over."""
+        self._start_waiting()
+        results: list[ReadResult] = []
+        for read in list(self.active):
+            try:
+                result = self._advance(read)
+            except Exception as error:
+                message = str(error) if isinstance(error, TransferError) else f"{type(error).__name__}: {error}"
+                result = self._finish(read, message)
+            if result is not None:
+                self.active.remove(read)
+                results.append(result)
+        return results
+
+    def destroy(self) -> list[ReadResult]:
+        """Stop everything: nothing is written to local blocks after this returns."""
+        over = [ReadResult(read.command.read_id, "disconnected") for read in self.active]
+        over += [ReadResult(command.read_id, "disconnected") for command, _ in self.waiting]
+        self.access.destroy()
+        for read in self.active:
+            read.steps.close()
+        self.active.clear()
+        self.waiting.clear()
+        self.access.wait()
+        return over
+
+    def _advance(self, read: Read) -> ReadResult | None:
+        while read.pending.is_done():
+            following = next(read.steps, None)
+            if following is None:
+                return self._finish(read, None)
+            read.pending = following
+        return None
+
+    def _finish(self, read: Read, error: str | None) -> ReadResult:
+        if isinstance(read.pending, Transfer):
+            read.pending.release()
+        read.steps.close()
+        command = read.command
+        self._staging_is_free = self._staging_is_free or read.uses_staging
+        generations: Sequence[int] = ()
+        digests: Sequence[bytes] = ()
+        if error is None:
+            if self.access.is_whole:  # a block that is put together has other bytes than those that it's made of
+                digests = self.access.local.digest_blocks(command.local_blocks)
+            generations = self.access.generations.landed(command.remote_blocks, read.scratch_row)
+        self.access.generations.free_rows.append(read.scratch_row)
+        seconds = time.monotonic() - read.started_at
+        return ReadResult(command.read_id, error, generations, seconds, digests, read.path)
+
+    # ---- what a read consists of ----
+
+    def _steps(self, read: Read) -> Generator[Pending, None, None]:
+        command = read.command
+        local, remote = command.local_blocks, command.remote_blocks
+        if max(remote, default=0) >= self.access.num_peer_blocks:
+            yield from self._data.read_slots(local, remote)
+            on_device = [pair for pair in zip(local, remote, strict=True) if pair[1] < self.access.num_peer_blocks]
+            local, remote = [pair[0] for pair in on_device], [pair[1] for pair in on_device]
+        checks: list[Transfer] = []
+        try:
+            for pending in self._data.read(read, local, remote) if remote else ():
+                if not checks:  # made while the data is on its way, posted when it is there
+                    checks = self.access.make_checks(command.remote_blocks, read.scratch_row)
+                yield pending
+            for check in checks or self.access.make_checks(command.remote_blocks, read.scratch_row):
+                yield check.post()
+        finally:
+            for check in checks:
+                check.release()

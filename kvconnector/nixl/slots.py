@@ -1,0 +1,82 @@
+"""Reading from a peer's host tier: host memory there; here our blocks, wherever they are. Used by one thread only."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from splitserve.kvconnector.layout.memory import KVMemory
+from splitserve.kvconnector.nixl.agent import HERE, Agent, BlockIds, PreparedList
+from splitserve.kvconnector.transfer.device_copies import Done, Pending
+from splitserve.kvconnector.transfer.read_plan import HeadSpan, region_rows
+from splitserve.kvconnector.transfer.staging import Staging
+from splitserve.protocol.memory_records import HostTierMemory, MemoryKind
+
+LANDING_BYTES = 64 << 20
+
+
+class _Until:
+    """Something that others have to end first."""
+
+    due_at = 0.0
+
+    def __init__(self, is_over: Callable[[], bool]) -> None:
+        self._is_over = is_over
+
+    def is_done(self) -> bool:
+        return self._is_over()
+
+
+class HostSlotReader:
+    """Whole slots of one peer. ``lands_first``: in pinned memory of ours, from where they are copied to the device;
+    None for what our memory needs. Raises what NIXL raises if the peer hasn't registered what it says."""
+
+    def __init__(
+        self, agent: Agent, memory: KVMemory, host: HostTierMemory, remote_name: str, lands_first: bool | None = None
+    ) -> None:
+        self._agent = agent
+        self._memory = memory
+        self._remote = agent.prepare(remote_name, MemoryKind.DRAM, region_rows(host.slots))
+        self._lands_first = memory.kind is MemoryKind.VRAM if lands_first is None else lands_first
+        self._landing: Staging | None = None
+        self._places: PreparedList | None = None
+        self._is_free = True
+
+    def read(self, local_blocks: PreparedList, local: BlockIds, slots: BlockIds) -> Iterator[Pending]:
+        """What a read of ``slots`` into our blocks ``local`` consists of."""
+        if not self._lands_first:
+            yield self._agent.read_prepared(local_blocks, local, self._remote, slots)
+            return
+        yield _Until(lambda: self._is_free)  # one after the other: they share where they land
+        self._is_free = False
+        try:
+            yield from self._read_through(*self._prepared(), local, slots)
+        finally:
+            self._is_free = True
+
+    def wait(self) -> None:
+        """Until no copy is under way."""
+        if self._landing is not None:
+            self._landing.wait()
+
+    def _prepared(self) -> tuple[Staging, PreparedList]:
+        if self._landing is None or self._places is None:
+            half_bytes = max(LANDING_BYTES // 2, self._memory.block_bytes)
+            self._landing = Staging(self._memory, self._memory.layout, half_bytes, on_host=True)
+            region = self._landing.region()
+            self._agent.register(region.kind, region.blocks_address, region.num_bytes)
+            self._places = self._agent.prepare(HERE, region.kind, region_rows(region))
+        return self._landing, self._places
+
+    def _read_through(
+        self, landing: Staging, places: PreparedList, local: BlockIds, slots: BlockIds
+    ) -> Iterator[Pending]:
+        """While one half is copied to the device, the other one is read into."""
+        size, whole = landing.slots_per_half, HeadSpan(0, 0, 0, self._memory.layout.kv_heads_per_rank)
+        copies: list[Pending] = [Done(), Done()]
+        for number, first in enumerate(range(0, len(slots), size)):
+            half, part = number % 2, slots[first : first + size]
+            yield copies[half]
+            into = np.arange(half * size, half * size + len(part), dtype=np.int32)
+            yield self._agent.read_prepared(places, into, self._remote, part)
+            copies[half] = landing.scatter_pieces(half, local[first : first + size].tolist(), whole)
+        yield from copies

@@ -1,0 +1,76 @@
+"""Copies of the tiers of a tensor-parallel worker: every rank has a place for its own heads of each block; rank 0
+decides, and a copy is over when it is on all of them. What one of them hasn't is nowhere."""
+
+from collections.abc import Sequence
+
+from splitserve.kvconnector.ranks.transfers import RankedConnector
+from splitserve.kvconnector.tiers.commands import AnyCommand, AnyResult, ClearCommand, CopyNearsEnd, CopyResult
+from splitserve.kvconnector.tiers.copies import TierCopies
+from splitserve.kvconnector.tiers.shared import TierState
+
+
+class CopyJoin:
+    """What the ranks report of one copy."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._results: list[CopyResult] = []
+
+    def add(self, result: CopyResult) -> CopyResult | None:
+        """The copy's result, once all have reported: as many blocks are good as on the rank with the fewest."""
+        self._results.append(result)
+        if len(self._results) < self._num_ranks:
+            return None
+        error = next((each.error for each in self._results if each.error is not None), None)
+        seconds = max(each.seconds for each in self._results)
+        return CopyResult(result.copy_id, min(each.num_good for each in self._results), error, seconds)
+
+
+class StateJoin:
+    """What the ranks know of the shared tier."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._states: dict[int, TierState] = {}
+
+    def add(self, rank: int, state: TierState) -> TierState:
+        """How it is for all of them: there, once it is for everyone, with the same chunks."""
+        self._states[rank] = state
+        is_same = len(self._states) == self._num_ranks and len(set(self._states.values())) == 1
+        return state if is_same else TierState(state.tier, is_available=False)
+
+
+class RankedCopies:
+    """See :class:`splitserve.kvconnector.tiers.copies.Copies`. Rank 0's; ``local`` carries out its own part."""
+
+    def __init__(self, local: TierCopies, connector: RankedConnector) -> None:
+        self._local = local
+        self._connector = connector
+        self._num_ranks = 1 + connector.num_other_ranks
+        self._joins: dict[int, CopyJoin] = {}
+        self._state = StateJoin(self._num_ranks)
+
+    def start(self, command: AnyCommand) -> None:
+        if not isinstance(command, ClearCommand):
+            self._joins[command.copy_id] = CopyJoin(self._num_ranks)
+        self._connector.copy(command)
+        self._local.start(command)
+
+    def results(self) -> Sequence[AnyResult]:
+        whole: list[AnyResult] = []
+        for rank, result in (*((0, result) for result in self._local.results()), *self._connector.copy_results()):
+            if isinstance(result, CopyNearsEnd):
+                continue  # a step would have to wait on all ranks' devices
+            joined = self._state.add(rank, result) if isinstance(result, TierState) else self._join(result)
+            if joined is not None:
+                whole.append(joined)
+        return whole
+
+    def close(self, timeout_seconds: float) -> None:
+        self._local.close(timeout_seconds)
+
+    def _join(self, result: CopyResult) -> CopyResult | None:
+        joined = self._joins[result.copy_id].add(result)
+        if joined is not None:
+            del self._joins[result.copy_id]
+        return joined

@@ -1,0 +1,366 @@
+"""KV transfers of a tensor-parallel worker: every rank moves its own heads, rank 0 tells the others what to do.
+
+Rank 0's engine loop sees one connector. It hands each command to all ranks, and an event out when all of them have
+reported: a read has succeeded when it has on every rank, and is terminal when nothing of any rank can be written any
+more. Between rank 0 and another rank there is a pipe with msgpack on it, beside that of the steps: reads wait for no
+step.
+"""
+
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from types import MappingProxyType
+
+import msgspec
+
+from splitserve.common.errors import SplitserveError
+from splitserve.kvconnector.tiers.commands import AnyCommand, AnyResult, ClearCommand, CopyCommand, CopyResult
+from splitserve.kvconnector.tiers.copies import AnyStore, TierCopies
+from splitserve.kvconnector.tiers.shared import ChainCopy, TierState
+from splitserve.kvconnector.transfer.connector import KVConnector, Link, PeerConnected, ServedMemory
+from splitserve.kvconnector.transfer.joining import ConnectionJoin, ReadJoin, side_by_side
+from splitserve.protocol.handover.reads import ReadCommand, ReadPath, ReadResult
+from splitserve.protocol.memory_records import RankMemory
+from splitserve.protocol.messages.handover import PeerWelcome
+from splitserve.protocol.request import Party
+
+logger = logging.getLogger(__name__)
+
+START_SECONDS = 120.0
+CHECK_SECONDS = 1.0
+CLOSE_SECONDS = 5.0
+
+
+class RankConnect(msgspec.Struct, frozen=True, tag=True):
+    peer: Party
+    welcome: PeerWelcome
+
+
+class RankDisconnect(msgspec.Struct, frozen=True, tag=True):
+    peer: Party
+
+
+class RankRead(msgspec.Struct, frozen=True, tag=True):
+    read_id: int
+    peer: Party
+    local_blocks: list[int]
+    remote_blocks: list[int]
+
+
+class RankServe(msgspec.Struct, frozen=True, tag=True):
+    active: bool
+
+
+class RankCopy(msgspec.Struct, frozen=True, tag=True):
+    """Of whole blocks, to or from the rank's own slots of a tier."""
+
+    copy_id: int
+    tier: str
+    is_load: bool
+    block_ids: list[int]
+    slots: list[int]
+    hashes: list[bytes]
+
+
+class RankChainCopy(msgspec.Struct, frozen=True, tag=True):
+    """Likewise, to or from the shared tier; see :class:`splitserve.kvconnector.tiers.shared.ChainCopy`."""
+
+    copy_id: int
+    tier: str
+    is_load: bool
+    token_ids: list[int]
+    first_block: int
+    block_ids: list[int]
+    hashes: list[bytes]
+
+
+class RankClear(msgspec.Struct, frozen=True, tag=True):
+    tier: str
+
+
+class RankTierState(msgspec.Struct, frozen=True, tag=True):
+    """How the shared tier is for the rank."""
+
+    tier: str
+    is_available: bool
+    chunk_tokens: int
+
+
+class RankCopyOver(msgspec.Struct, frozen=True, tag=True):
+    copy_id: int
+    num_good: int
+    error: str | None
+    seconds: float
+
+
+class RankEnd(msgspec.Struct, frozen=True, tag=True):
+    """In order: the rank ends its transfers and closes the channel."""
+
+
+class RankConnected(msgspec.Struct, frozen=True, tag=True):
+    peer: Party
+    error: str | None
+    link: Link | None
+
+
+class RankReadOver(msgspec.Struct, frozen=True, tag=True):
+    read_id: int
+    error: str | None
+    generations: list[int]
+    seconds: float
+    path: ReadPath
+
+
+class RankServes(msgspec.Struct, frozen=True, tag=True):
+    """First of all: the memory that peers may read, and the hashes and slots that were ``found`` in its tiers."""
+
+    memory: RankMemory
+    found: dict[str, list[tuple[bytes, int]]] = {}
+
+
+RankCommand = RankConnect | RankDisconnect | RankRead | RankCopy | RankChainCopy | RankClear | RankServe | RankEnd
+RankEvent = RankConnected | RankReadOver | RankCopyOver | RankTierState | RankServes
+
+_encoder = msgspec.msgpack.Encoder()
+_commands = msgspec.msgpack.Decoder(RankCommand)
+_events = msgspec.msgpack.Decoder(RankEvent)
+
+
+class TransferRankError(SplitserveError):
+    """The transfers of another rank have ended: this worker's can't go on."""
+
+
+class RankedConnector:
+    """See :class:`splitserve.kvconnector.transfer.connector.KVConnector`. Rank 0's; ``local`` is its own part.
+
+    ``channels`` lead to :class:`RankTransfers` of ranks 1, 2, ...; ``found`` is what each of them has found in its
+    tiers, by their names. Raises :class:`TransferRankError` if one doesn't say what it serves.
+    """
+
+    def __init__(self, local: KVConnector, channels: Sequence[Connection], wake: Callable[[], None]) -> None:
+        self.name = local.name
+        self._local = local
+        self._channels = channels
+        self._wake = wake
+        self._connecting: dict[Party, ConnectionJoin] = {}
+        self._reads: dict[int, ReadJoin] = {}
+        self._remote_events: deque[tuple[int, ReadResult | PeerConnected]] = deque()
+        self._copy_results: deque[tuple[int, AnyResult]] = deque()
+        self._lost_ranks: list[int] = []
+        self._is_closing = False
+        others = [_first_words(channel, index + 1) for index, channel in enumerate(channels)]
+        self._memories = [*local.served().ranks, *(other.memory for other in others)]
+        self.found = [other.found for other in others]
+        self._threads = [
+            threading.Thread(target=self._listen, args=(index + 1, channel), name=f"rank-{index + 1}", daemon=True)
+            for index, channel in enumerate(channels)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def served(self) -> ServedMemory:
+        return ServedMemory(self.name, self._local.served().generations_address, self._memories)
+
+    def connect(self, peer: Party, welcome: PeerWelcome) -> None:
+        self._connecting[peer] = ConnectionJoin(1 + len(self._channels))
+        self._tell(RankConnect(peer, welcome))
+        self._local.connect(peer, welcome)
+
+    def disconnect(self, peer: Party) -> None:
+        self._connecting.pop(peer, None)
+        self._tell(RankDisconnect(peer))
+        self._local.disconnect(peer)
+
+    def read(self, command: ReadCommand) -> None:
+        self._reads[command.read_id] = ReadJoin(1 + len(self._channels))
+        blocks = list(command.local_blocks), list(command.remote_blocks)
+        self._tell(RankRead(command.read_id, command.peer, *blocks))
+        self._local.read(command)
+
+    @property
+    def num_other_ranks(self) -> int:
+        return len(self._channels)
+
+    def copy(self, command: AnyCommand) -> None:
+        """Let the other ranks do it, too; :meth:`copy_results` says when one has."""
+        match command:
+            case CopyCommand(copy_id, tier, is_load, block_ids, slots, hashes):
+                self._tell(RankCopy(copy_id, tier, is_load, list(block_ids), list(slots), list(hashes)))
+            case ChainCopy(copy_id, tier, is_load, token_ids, first_block, block_ids, hashes):
+                chain = list(token_ids), first_block, list(block_ids), list(hashes)
+                self._tell(RankChainCopy(copy_id, tier, is_load, *chain))
+            case ClearCommand(tier):
+                self._tell(RankClear(tier))
+
+    def copy_results(self) -> list[tuple[int, AnyResult]]:
+        """Of other ranks, since the last call, with their numbers; one from each rank for each copy."""
+        results: list[tuple[int, AnyResult]] = []
+        while self._copy_results:
+            results.append(self._copy_results.popleft())
+        return results
+
+    def serve(self, active: bool) -> None:
+        self._tell(RankServe(active))
+        self._local.serve(active)
+
+    def events(self) -> list[ReadResult | PeerConnected]:
+        """Raises :class:`TransferRankError` once a rank's transfers have ended."""
+        if self._lost_ranks:
+            raise TransferRankError(f"the KV transfers of rank {self._lost_ranks[0]} have ended")
+        whole: list[ReadResult | PeerConnected] = []
+        parts = [(0, event) for event in self._local.events()]
+        while self._remote_events:
+            parts.append(self._remote_events.popleft())
+        for rank, event in parts:
+            joined = self._join(rank, event)
+            if joined is not None:
+                whole.append(joined)
+        return whole
+
+    def close(self) -> None:
+        self._is_closing = True
+        self._tell(RankEnd())
+        self._local.close()
+        for thread in self._threads:
+            thread.join(CLOSE_SECONDS)
+
+    def _join(self, rank: int, event: ReadResult | PeerConnected) -> ReadResult | PeerConnected | None:
+        if isinstance(event, ReadResult):
+            results = self._reads[event.read_id].add(rank, event)
+            if results is None:
+                return None
+            del self._reads[event.read_id]
+            return side_by_side(results)
+        connecting = self._connecting.get(event.peer)
+        connected = connecting.add(event) if connecting is not None else None
+        if connected is not None:
+            del self._connecting[event.peer]
+        return connected
+
+    def _tell(self, command: RankCommand) -> None:
+        data = _encoder.encode(command)
+        for index, channel in enumerate(self._channels):
+            try:
+                channel.send_bytes(data)
+            except OSError:
+                self._lose(index + 1)
+
+    def _listen(self, rank: int, channel: Connection) -> None:
+        while True:
+            try:
+                event = _events.decode(channel.recv_bytes())
+            except (EOFError, OSError):
+                channel.close()
+                self._lose(rank)
+                return
+            if isinstance(event, RankConnected):
+                self._remote_events.append((rank, PeerConnected(event.peer, event.error, event.link)))
+            elif isinstance(event, RankReadOver):
+                result = ReadResult(event.read_id, event.error, event.generations, event.seconds, path=event.path)
+                self._remote_events.append((rank, result))
+            elif isinstance(event, RankCopyOver):
+                over = CopyResult(event.copy_id, event.num_good, event.error, event.seconds)
+                self._copy_results.append((rank, over))
+            elif isinstance(event, RankTierState):
+                self._copy_results.append((rank, TierState(event.tier, event.is_available, event.chunk_tokens)))
+            self._wake()
+
+    def _lose(self, rank: int) -> None:
+        if not self._is_closing and rank not in self._lost_ranks:
+            self._lost_ranks.append(rank)
+            self._wake()
+
+
+def _first_words(channel: Connection, rank: int) -> RankServes:
+    try:
+        event = _events.decode(channel.recv_bytes()) if channel.poll(START_SECONDS) else None
+    except (EOFError, OSError) as error:
+        raise TransferRankError(f"rank {rank} ended before it said what it serves") from error
+    if not isinstance(event, RankServes):
+        raise TransferRankError(f"rank {rank} didn't say within {START_SECONDS:.0f} s what it serves")
+    return event
+
+
+class RankTransfers:
+    """The part of a rank above 0: does what comes through ``channel``, with a connector of its own.
+
+    ``make_connector`` gets the function that the connector calls when it has events; ``stores`` hold this rank's heads
+    of the blocks in tiers, where ``found`` is there already.
+    """
+
+    def __init__(
+        self,
+        make_connector: Callable[[Callable[[], None]], KVConnector],
+        channel: Connection,
+        stores: Mapping[str, AnyStore] = MappingProxyType({}),
+        found: Mapping[str, Sequence[tuple[bytes, int]]] = MappingProxyType({}),
+    ) -> None:
+        self._channel = channel
+        self._sending = threading.Lock()
+        self._has_ended = False
+        self._connector = make_connector(self._pass_events_on)
+        (memory,) = self._connector.served().ranks
+        self._send(RankServes(memory, {name: list(contents) for name, contents in found.items()}))
+        with self._sending:  # a store may have something to tell at once, on a thread of its own
+            self._copies = TierCopies(stores, self._pass_copies_on)
+
+    def run(self) -> None:
+        """Until rank 0 says so, or is gone. Raises what the connector died of."""
+        try:
+            while not self._has_ended:
+                if self._channel.poll(CHECK_SECONDS):
+                    self._carry_out(_commands.decode(self._channel.recv_bytes()))
+                self._pass_events_on()  # raises if a thread of the connector has died
+        except (EOFError, OSError):
+            logger.warning("rank 0 is gone")
+        finally:
+            self._copies.close(CLOSE_SECONDS)
+            self._connector.close()
+            self._channel.close()
+
+    def _carry_out(self, command: RankCommand) -> None:
+        match command:
+            case RankConnect(peer, welcome):
+                self._connector.connect(peer, welcome)
+            case RankDisconnect(peer):
+                self._connector.disconnect(peer)
+            case RankRead(read_id, peer, local_blocks, remote_blocks):
+                self._connector.read(ReadCommand(read_id, peer, local_blocks, remote_blocks))
+            case RankCopy(copy_id, tier, is_load, block_ids, slots, hashes):
+                self._copies.start(CopyCommand(copy_id, tier, is_load, block_ids, slots, hashes))
+            case RankChainCopy(copy_id, tier, is_load, token_ids, first_block, block_ids, hashes):
+                self._copies.start(ChainCopy(copy_id, tier, is_load, token_ids, first_block, block_ids, hashes))
+            case RankClear(tier):
+                self._copies.start(ClearCommand(tier))
+            case RankServe(active):
+                self._connector.serve(active)
+            case RankEnd():
+                self._has_ended = True
+
+    def _pass_events_on(self) -> None:
+        with self._sending:  # in their order
+            for event in self._connector.events():
+                if isinstance(event, PeerConnected):
+                    self._put(RankConnected(event.peer, event.error, event.link))
+                else:
+                    generations = list(event.generations)
+                    self._put(RankReadOver(event.read_id, event.error, generations, event.seconds, event.path))
+
+    def _pass_copies_on(self) -> None:
+        """On a copy's own thread; rank 0 may be gone."""
+        with self._sending, contextlib.suppress(OSError):
+            for result in self._copies.results():
+                if isinstance(result, CopyResult):
+                    self._put(RankCopyOver(result.copy_id, result.num_good, result.error, result.seconds))
+                elif isinstance(result, TierState):
+                    self._put(RankTierState(result.tier, result.is_available, result.chunk_tokens))
+
+    def _send(self, event: RankEvent) -> None:
+        with self._sending:
+            self._put(event)
+
+    def _put(self, event: RankEvent) -> None:
+        self._channel.send_bytes(_encoder.encode(event))

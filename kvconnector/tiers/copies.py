@@ -1,0 +1,233 @@
+"""Carries out the copies that :class:`splitserve.kvconnector.tiers.tiers.Tiers` asks for, on threads beside the engine
+loop.
+
+Each tier has a thread for each direction, so that what a request waits for isn't behind what goes down.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+from splitserve.kvconnector.tiers.commands import (
+    AnyCommand,
+    AnyResult,
+    ClearCommand,
+    CopyCommand,
+    CopyNearsEnd,
+    CopyResult,
+)
+from splitserve.kvconnector.tiers.shared import ChainCopy, TierState
+
+logger = logging.getLogger(__name__)
+
+
+class PartialCopyError(Exception):
+    """A copy that failed after its first ``num_good`` blocks."""
+
+    def __init__(self, num_good: int, message: str) -> None:
+        super().__init__(message)
+        self.num_good = num_good
+
+
+class ToldError(PartialCopyError):
+    """Whose reason is in the log already."""
+
+
+class TierStore(Protocol):
+    """One tier's bytes. A call returns when its copy is complete; :meth:`store` and :meth:`load` may run at once.
+
+    ``block_ids[i]`` of the device belongs to ``slots[i]`` of the tier, whose content is ``hashes[i]``. An exception
+    means that nothing landed for sure, :class:`PartialCopyError` that the first blocks did. After either, nothing
+    touches the blocks any more.
+    """
+
+    def store(self, block_ids: Sequence[int], slots: Sequence[int], hashes: Sequence[bytes]) -> None: ...
+
+    def load(self, block_ids: Sequence[int], slots: Sequence[int], hashes: Sequence[bytes]) -> None: ...
+
+    def clear(self) -> None:
+        """Nothing that was stored so far may be found by another process, either. Called like :meth:`store`."""
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class GatedStore(TierStore, Protocol):
+    """A :class:`TierStore` whose loads steps may wait for on the device."""
+
+    def load_gated(
+        self, copy_id: int, block_ids: Sequence[int], slots: Sequence[int], tell_near_end: Callable[[], None]
+    ) -> None:
+        """As :meth:`load`. Once at most, ``tell_near_end`` is called when a step may be launched that waits for it."""
+
+
+@runtime_checkable
+class SharedStore(Protocol):
+    """The bytes of a tier that several workers share. Calls are like those of :class:`TierStore`; they return how many
+    of the copy's blocks are there now: fewer than all isn't an error."""
+
+    def open(self, tell: Callable[[TierState], None]) -> None:
+        """Look for the tier from now on, and tell how it is whenever that changes."""
+
+    def store_chain(self, copy: ChainCopy) -> int: ...
+
+    def load_chain(self, copy: ChainCopy) -> int: ...
+
+    def clear(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+AnyStore: TypeAlias = TierStore | SharedStore
+
+
+class Copies(Protocol):
+    """What the engine loop needs of whoever carries copies out."""
+
+    def start(self, command: AnyCommand) -> None:
+        """A copy ends in one :class:`CopyResult`, unless :meth:`close` comes first."""
+
+    def results(self) -> Sequence[AnyResult]:
+        """Results since the last call."""
+
+    def close(self, timeout_seconds: float) -> None:
+        """Let the copies under way end; those that wait are dropped."""
+
+
+class TierCopies:
+    """:class:`Copies` of one process. ``stores`` by the names of their tiers; none at all is how tiers are off.
+
+    ``wake`` is called from a thread when results are there."""
+
+    def __init__(self, stores: Mapping[str, AnyStore], wake: Callable[[], None]) -> None:
+        self._stores = dict(stores)
+        self._results: queue.SimpleQueue[AnyResult] = queue.SimpleQueue()
+        self._wake = wake
+        self._workers = {
+            (name, is_load): _CopyThread(name, is_load, store, self._results, wake)
+            for name, store in self._stores.items()
+            for is_load in (False, True)
+        }
+        for store in self._stores.values():
+            if isinstance(store, SharedStore):
+                store.open(self._tell)
+
+    def _tell(self, state: TierState) -> None:
+        self._results.put(state)
+        self._wake()
+
+    def start(self, command: AnyCommand) -> None:
+        """See :class:`Copies`."""
+        is_load = not isinstance(command, ClearCommand) and command.is_load
+        self._workers[command.tier, is_load].put(command)
+
+    def results(self) -> list[AnyResult]:
+        """Results since the last call."""
+        results = []
+        while not self._results.empty():
+            results.append(self._results.get())
+        return results
+
+    def close(self, timeout_seconds: float) -> None:
+        """Let the copies under way end; those that wait are dropped."""
+        for worker in self._workers.values():
+            worker.stop()
+        stopped = [worker.join(timeout_seconds) for worker in self._workers.values()]
+        if all(stopped):  # else a thread still uses its store: the process's end closes it
+            for store in self._stores.values():
+                store.close()
+
+
+def _copy_all(
+    copy: Callable[[Sequence[int], Sequence[int], Sequence[bytes]], None],
+    command: CopyCommand,
+) -> int:
+    copy(command.block_ids, command.slots, command.hashes)
+    return len(command.block_ids)
+
+
+class _CopyThread:
+    """Copies of one tier in one direction, in order. Logs the first of several failures, and their end."""
+
+    def __init__(
+        self,
+        tier: str,
+        is_load: bool,
+        store: AnyStore,
+        results: "queue.SimpleQueue[AnyResult]",
+        wake: Callable[[], None],
+    ) -> None:
+        self._what = f"loads from {tier}" if is_load else f"stores to {tier}"
+        self._store = store
+        self._is_load = is_load
+        self._copy = self._copy_of(store)
+        self._results = results
+        self._wake = wake
+        self._commands: queue.SimpleQueue[AnyCommand | None] = queue.SimpleQueue()
+        self._is_stopping = False
+        self._is_failing = False
+        self._thread = threading.Thread(target=self._run, name=self._what.replace(" ", "-"), daemon=True)
+        self._thread.start()
+
+    def put(self, command: AnyCommand) -> None:
+        self._commands.put(command)
+
+    def stop(self) -> None:
+        self._is_stopping = True
+        self._commands.put(None)
+
+    def join(self, timeout_seconds: float) -> bool:
+        self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (command := self._commands.get()) is not None and not self._is_stopping:
+            if isinstance(command, ClearCommand):
+                self._clear()
+                continue
+            self._tell(self._carry_out(command))
+
+    def _clear(self) -> None:
+        try:
+            self._store.clear()
+        except Exception as error:
+            logger.error("what is in the tier can't be removed, and can't be trusted: %s", error)
+
+    def _copy_of(self, store: AnyStore) -> Callable[[Any], int]:
+        """What carries out a command, and returns how many of its blocks are right. It's chosen once: asking an
+        object for a Protocol is slow."""
+        if isinstance(store, SharedStore):
+            return store.load_chain if self._is_load else store.store_chain
+        if self._is_load and isinstance(store, GatedStore):
+            return partial(self._load_gated, store)
+        return partial(_copy_all, store.load if self._is_load else store.store)
+
+    def _load_gated(self, store: GatedStore, command: CopyCommand) -> int:
+        near_end = CopyNearsEnd(command.copy_id)
+        store.load_gated(command.copy_id, command.block_ids, command.slots, lambda: self._tell(near_end))
+        return len(command.block_ids)
+
+    def _tell(self, result: AnyResult) -> None:
+        self._results.put(result)
+        self._wake()
+
+    def _carry_out(self, command: CopyCommand | ChainCopy) -> CopyResult:
+        started = time.perf_counter()
+        try:
+            num_good = self._copy(command)
+        except Exception as error:  # whatever it is: the blocks are computed, or stay where they are
+            num_good = error.num_good if isinstance(error, PartialCopyError) else 0
+            if not isinstance(error, ToldError):
+                if not self._is_failing:
+                    logger.warning("%s fail: %s: %s", self._what, type(error).__name__, error)
+                self._is_failing = True
+            seconds = time.perf_counter() - started
+            return CopyResult(command.copy_id, num_good, f"{type(error).__name__}: {error}", seconds)
+        if self._is_failing:
+            logger.info("%s work again", self._what)
+        self._is_failing = False
+        return CopyResult(command.copy_id, num_good, None, time.perf_counter() - started)

@@ -1,0 +1,218 @@
+"""The disk tier: a block per file, in a directory of bounded size that the next incarnation of the worker finds again.
+
+A slot is a file, written under another name first: it's there as a whole or not at all. Its first :data:`HEADER_BYTES`
+say what it holds and carry a checksum. A file that is cut off, damaged or of another model is a miss, and is removed.
+Each rank of a worker has a directory of its own (:func:`rank_folder`), with its heads of the same blocks in the same
+slots; a block that isn't in all of them is in none.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from splitserve.common.errors import ConfigError
+from splitserve.kvconnector.layout.memory import KVMemory
+from splitserve.kvconnector.layout.numa_memory import HostMemory, node_of_device
+from splitserve.kvconnector.nixl.files import FileAgent, FileRange, FileTransferError
+from splitserve.kvconnector.tiers.copies import PartialCopyError, TierStore
+from splitserve.kvconnector.tiers.host import host_store
+from splitserve.kvconnector.tiers.index import TierIndex
+from splitserve.kvconnector.tiers.slot_folder import HEADER_BYTES, Bytes, Header, SlotFolder, private_folder
+from splitserve.kvconnector.tiers.tier import Tier
+
+DISK = "disk"
+MAX_COPY_BYTES = 32 << 20
+MAX_BLOCKS_PER_COPY = 64
+LOCK_SECONDS = 10.0
+"""How long a rank waits for the one before it, which may end a little later than its worker."""
+
+
+class _Lane:
+    """Staging for copies in one direction, and what moves it: from and to the device, from and to files."""
+
+    def __init__(self, name: str, memory: KVMemory, num_blocks: int, backend: str) -> None:
+        self._name = name
+        self._backend = backend
+        self._memory = memory
+        self._num_blocks = num_blocks
+        self._make()
+
+    def _make(self) -> None:
+        memory = self._memory
+        self.staging = HostMemory(self._num_blocks * memory.block_bytes, node_of_device(memory.device))
+        self.device = host_store(memory, self.staging)
+        self.headers = HostMemory(self._num_blocks * HEADER_BYTES)
+        self.files = FileAgent(self._name, [self.staging, self.headers], self._backend)
+
+    def renew(self) -> None:
+        """After a failure: what was given up may still move, in memory that its agent keeps."""
+        self.device.close()
+        self._make()
+
+    def data(self, number: int) -> Bytes:
+        """Bytes of staged block ``number``."""
+        size = self._memory.block_bytes
+        return self.staging.bytes[number * size : (number + 1) * size]
+
+    def header(self, number: int) -> Bytes:
+        return self.headers.bytes[number * HEADER_BYTES : (number + 1) * HEADER_BYTES]
+
+    def ranges(self, files: Sequence[int]) -> list[FileRange]:
+        """Staged blocks 0, 1, ... and their headers, each with one of ``files``."""
+        size = self._memory.block_bytes
+        heads = (FileRange(self.headers.address + n * HEADER_BYTES, f, 0, HEADER_BYTES) for n, f in enumerate(files))
+        bodies = (FileRange(self.staging.address + n * size, f, HEADER_BYTES, size) for n, f in enumerate(files))
+        return [*heads, *bodies]
+
+
+class DiskStore:
+    """Carries out copies of the disk tier, with staging of its own for each direction."""
+
+    def __init__(
+        self, memory: KVMemory, folder: SlotFolder, root: bytes, max_blocks: int, backend: str = "posix"
+    ) -> None:
+        self._folder = folder
+        self._open_flags = os.O_DIRECT if backend == "gds" else 0  # what cuFile wants
+        self._root = root
+        self._file_bytes = HEADER_BYTES + memory.block_bytes  # of a slot
+        self._down = _Lane("disk-down", memory, max_blocks, backend)
+        self._up = _Lane("disk-up", memory, max_blocks, backend)
+
+    def store(self, block_ids: Sequence[int], slots: Sequence[int], hashes: Sequence[bytes]) -> None:
+        lane = self._down
+        lane.device.store(block_ids, range(len(block_ids)), hashes)
+        for number, block_hash in enumerate(hashes):
+            header = Header.of(self._root, block_hash, lane.data(number))
+            lane.header(number)[:] = np.frombuffer(header.encode(), dtype=np.uint8)
+        names = [self._folder.slot(slot) for slot in slots]
+        new_names = [f"{name}.new" for name in names]
+        try:
+            with contextlib.ExitStack() as stack:
+                files = []
+                for name in new_names:
+                    files.append(self._folder.create(name, self._open_flags))
+                    stack.callback(os.close, files[-1])
+                for file in files:
+                    os.posix_fallocate(file, 0, self._file_bytes)  # a full disk shows here, in words
+                lane.files.write(lane.ranges(files))
+                for file in files:
+                    _mark_used(file)
+            for new_name, name in zip(new_names, names, strict=True):
+                self._folder.rename(new_name, name)
+        except FileTransferError:
+            lane.renew()
+            raise
+        finally:
+            for name in new_names:
+                self._folder.remove(name)
+
+    def load(self, block_ids: Sequence[int], slots: Sequence[int], hashes: Sequence[bytes]) -> None:
+        lane, names = self._up, [self._folder.slot(slot) for slot in slots]
+        with contextlib.ExitStack() as stack:
+            files: list[int] = []
+            problem = ""
+            for name in names:
+                try:
+                    files.append(self._folder.open(name, os.O_RDONLY | os.O_NONBLOCK | self._open_flags))
+                    stack.callback(os.close, files[-1])
+                    problem = self._folder.check(files[-1])
+                except OSError as error:
+                    problem = f"can't be opened: {error.strerror}"
+                if problem:
+                    break
+            num_whole = len(files) if not problem else names.index(name)
+            if num_whole:
+                try:
+                    lane.files.read(lane.ranges(files[:num_whole]))
+                except FileTransferError:
+                    lane.renew()
+                    raise
+                for file in files[:num_whole]:
+                    _mark_used(file)
+        num_good = self._num_right(hashes[:num_whole])
+        lane.device.load(block_ids[:num_good], range(num_good), hashes[:num_good])
+        if num_good < len(names):
+            self._folder.remove(names[num_good])
+            problem = problem if num_good == num_whole else "is damaged"
+            raise PartialCopyError(num_good, f"{self._folder.path / names[num_good]} {problem}")
+
+    def _num_right(self, hashes: Sequence[bytes]) -> int:
+        """Staged blocks up to the first whose header or checksum is wrong."""
+        lane = self._up
+        for number, block_hash in enumerate(hashes):
+            header = Header.parse(lane.header(number).tobytes())
+            if header != Header.of(self._root, block_hash, lane.data(number)):
+                return number
+        return len(hashes)
+
+    def clear(self) -> None:
+        self._folder.clear()
+
+    def close(self) -> None:
+        self._down.device.close()
+        self._up.device.close()
+        self._folder.close()
+
+
+def rank_folder(folder: Path, rank: int) -> Path:
+    """Where a rank's files are, of a worker whose own are in ``folder``: rank 0's."""
+    return folder / f"rank-{rank}" if rank else folder
+
+
+def disk_tier(
+    memory: KVMemory, path: Path, num_bytes: int, root: bytes, backend: str = "posix", *, rank: int = 0
+) -> tuple[Tier, TierStore, str]:
+    """A tier of at most ``num_bytes`` over all ranks in ``path``, what carries its copies out, and its description; the
+    part of one of the ranks, where there are several.
+
+    What an earlier incarnation left there is in it, where it fits. Raises :class:`ConfigError`.
+    """
+    num_ranks = memory.layout.tensor_parallel_size
+    num_slots = num_bytes // num_ranks // (HEADER_BYTES + memory.block_bytes)
+    if num_slots < 1:
+        raise ConfigError(
+            f"--disk-kv-size is {num_bytes} bytes, less than one KV block of {num_ranks * memory.block_bytes}"
+        )
+    lock_seconds = LOCK_SECONDS if rank else 0.0
+    if rank:
+        os.close(private_folder(path))  # rank 0's, in which this rank's is
+    folder = SlotFolder(rank_folder(path, rank), root, num_slots, memory.block_bytes, lock_seconds=lock_seconds)
+    if rank == 0:
+        _remove_other_ranks(path, num_ranks)
+    index = TierIndex(num_slots)
+    index.adopt(folder.contents())
+    most = max(1, min(MAX_BLOCKS_PER_COPY, MAX_COPY_BYTES // memory.block_bytes))
+    try:
+        store = DiskStore(memory, folder, root, most, backend)
+    except ConfigError:
+        folder.close()
+        raise
+    return Tier(DISK, index, most), store, f"{num_slots} blocks in {path}"
+
+
+def keep_common(index: TierIndex, others: Sequence[Sequence[tuple[bytes, int]]]) -> None:
+    """Forget what isn't in the same slot on each of the ``others``, which have found these hashes and slots."""
+    common = set(index.contents()).intersection(*others)
+    for block_hash, slot in index.contents():
+        if (block_hash, slot) not in common:
+            index.forget(block_hash)
+
+
+def _remove_other_ranks(folder: Path, num_ranks: int) -> None:
+    """What was left when the worker had more ranks."""
+    for path in folder.glob("rank-*"):
+        number = re.fullmatch(r"rank-(\d+)", path.name)
+        if number is not None and int(number[1]) >= num_ranks:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _mark_used(file: int) -> None:
+    """Say when a file was used last, for the next incarnation. The kernel's own stamps share a tick of milliseconds."""
+    now = time.time_ns()
+    os.utime(file, ns=(now, now))

@@ -1,0 +1,176 @@
+"""What a tier below the device holds: which slot has which content, who uses it, what goes next. No I/O, no clock.
+
+A slot is in exactly one state:
+
+    free      its content is worth nothing
+    storing   a copy into it is under way; nobody finds it
+    ready     its hash finds it; the least recently used one goes first when room is needed
+    pinned    ready, and copies out of it are under way, or peers may be reading it: it can't be taken
+    doomed    forgotten while a copy touches it; free when that is over
+
+Slots that peers may read have generations, as blocks of the device have: one advances when its slot is taken for new
+content, before anything is written to it.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from splitserve.kvconnector.blocks.pool import GENERATION_MASK
+
+
+class Place(NamedTuple):
+    """A slot to store into. ``evicted``: the hash whose content it held until now, if any."""
+
+    slot: int
+    evicted: bytes | None
+
+
+class TierIndex:
+    """``num_slots`` places for one block each. ``generations``: uint64 ``[num_slots]``, in memory that peers read and
+    with a start that is random per incarnation; None where no peer reads from here."""
+
+    def __init__(self, num_slots: int, generations: npt.NDArray[np.uint64] | None = None) -> None:
+        self.num_slots = num_slots
+        self._generations = generations
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._ready: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
+        self._storing: dict[bytes, int] = {}
+        self._pins: Counter[int] = Counter()
+        self._doomed: set[int] = set()
+
+    # ---- finding ----
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        """Whether the content can be loaded from here."""
+        return block_hash in self._ready
+
+    def __len__(self) -> int:
+        return len(self._ready)
+
+    def is_storing(self, block_hash: bytes) -> bool:
+        return block_hash in self._storing
+
+    def touch(self, hashes: Sequence[bytes]) -> None:
+        """A request uses this chain: its blocks go last, and among them the end of the chain before its beginning."""
+        for block_hash in reversed(hashes):
+            if block_hash in self._ready:
+                self._ready.move_to_end(block_hash)
+
+    # ---- storing ----
+
+    def begin_store(self, block_hash: bytes) -> Place | None:
+        """A slot for new content: a free one, else that of the least recently used content that nothing reads.
+
+        None if the content is here or on its way already, or if every slot is in use.
+        """
+        if block_hash in self._ready or block_hash in self._storing:
+            return None
+        evicted = None
+        if not self._free:
+            evicted = next((h for h, slot in self._ready.items() if not self._pins[slot]), None)
+            if evicted is None:
+                return None
+            self._free.append(self._ready.pop(evicted))
+        slot = self._free.pop()
+        if self._generations is not None:
+            self._generations[slot] = (int(self._generations[slot]) + 1) & GENERATION_MASK
+        self._storing[block_hash] = slot
+        return Place(slot, evicted)
+
+    def finish_store(self, block_hash: bytes, slot: int, *, is_good: bool) -> bool:
+        """The copy into a slot is over. Whether the content can be found from now on."""
+        if slot in self._doomed:
+            self._doomed.remove(slot)
+            self._free.append(slot)
+            return False
+        assert self._storing[block_hash] == slot, "a store ends in another slot than it began in"
+        del self._storing[block_hash]
+        if is_good:
+            self._ready[block_hash] = slot
+        else:
+            self._free.append(slot)
+        return is_good
+
+    def adopt(self, contents: Sequence[tuple[bytes, int]]) -> None:
+        """Hashes and free slots that hold their contents already, as found at start; least recently used first."""
+        self._ready.update(contents)
+        taken = {slot for _, slot in contents}
+        self._free = [slot for slot in self._free if slot not in taken]
+
+    # ---- loading ----
+
+    @property
+    def is_served(self) -> bool:
+        """Whether peers may read from here."""
+        return self._generations is not None
+
+    def generation(self, slot: int) -> int:
+        assert self._generations is not None, "a slot that no peer reads"
+        return int(self._generations[slot])
+
+    def pin(self, hashes: Iterable[bytes]) -> list[int]:
+        """The slots of contents that are here: they stay until :meth:`unpin`."""
+        slots = [self._ready[block_hash] for block_hash in hashes]
+        self._pins.update(slots)
+        return slots
+
+    def unpin(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            pins = self._pins.pop(slot, 0)
+            assert pins > 0, f"slot {slot} is unpinned more often than it was pinned"
+            if pins > 1:
+                self._pins[slot] = pins - 1
+            elif slot in self._doomed:
+                self._doomed.remove(slot)
+                self._free.append(slot)
+
+    # ---- forgetting ----
+
+    def forget(self, block_hash: bytes) -> bool:
+        """The content is damaged, or lost: nobody finds it any more. Whether anybody could before."""
+        slot = self._ready.pop(block_hash, None)
+        if slot is None:
+            return False
+        if self._pins[slot]:
+            self._doomed.add(slot)
+        else:
+            self._free.append(slot)
+        return True
+
+    def clear(self) -> list[bytes]:
+        """Forget everything, stores under way included. The hashes that could be found until now."""
+        forgotten = list(self._ready)
+        for block_hash in forgotten:
+            self.forget(block_hash)
+        self._doomed.update(self._storing.values())
+        self._storing.clear()
+        return forgotten
+
+    # ---- looking at it ----
+
+    @property
+    def num_in_use(self) -> int:
+        """Slots that a copy touches."""
+        return len(self._storing) + len(self._pins) + sum(1 for slot in self._doomed if slot not in self._pins)
+
+    def hashes(self) -> list[bytes]:
+        """Everything that can be found, least recently used first."""
+        return list(self._ready)
+
+    def contents(self) -> list[tuple[bytes, int]]:
+        """Everything that can be found, with its slot, least recently used first."""
+        return list(self._ready.items())
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless every slot is in one state."""
+        groups = (self._free, list(self._ready.values()), list(self._storing.values()), list(self._doomed))
+        slots = [slot for group in groups for slot in group]
+        assert len(slots) == self.num_slots, "a slot is in no state, or in two"
+        assert set(slots) == set(range(self.num_slots)), "a slot is in no state"
+        assert not self._ready.keys() & self._storing.keys(), "content is stored twice"
+        assert all(count > 0 for count in self._pins.values()), "a slot is pinned by nobody"
+        assert set(self._pins) <= set(self._ready.values()) | self._doomed, "a slot is read that holds nothing"

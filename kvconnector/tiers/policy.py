@@ -1,0 +1,75 @@
+"""Which blocks are worth a place in the tiers below the device. Pure.
+
+A policy hears of every block that becomes complete on the device, and of every one that is used again; it says each
+time whether the tiers should keep it. A tier that has a block already isn't asked to store it again.
+"""
+
+from collections import OrderedDict
+from typing import Protocol
+
+from splitserve.protocol.config import KEEP_POLICIES
+
+MAX_REMEMBERED = 1 << 17
+
+
+class KeepPolicy(Protocol):
+    def on_complete(self, block_hash: bytes, *, is_prompt: bool) -> bool:
+        """Whether to keep a block just computed; ``is_prompt``: all of its tokens are the prompt's."""
+
+    def on_reused(self, block_hash: bytes) -> bool:
+        """Whether to keep a block that another request has just found on the device."""
+
+
+class KeepAll:
+    """Prompts and outputs: a chat's next turn brings both back."""
+
+    def on_complete(self, block_hash: bytes, *, is_prompt: bool) -> bool:
+        del block_hash, is_prompt
+        return True
+
+    def on_reused(self, block_hash: bytes) -> bool:
+        del block_hash
+        return True
+
+
+class KeepPrompts:
+    """What clients sent, and nothing that was generated."""
+
+    def on_complete(self, block_hash: bytes, *, is_prompt: bool) -> bool:
+        del block_hash
+        return is_prompt
+
+    def on_reused(self, block_hash: bytes) -> bool:
+        del block_hash
+        return True
+
+
+class KeepSecondUse:
+    """What was needed twice: found on the device by a second request, or computed a second time.
+
+    Remembers the hashes of the last :data:`MAX_REMEMBERED` blocks.
+    """
+
+    def __init__(self, max_remembered: int = MAX_REMEMBERED) -> None:
+        self._max_remembered = max_remembered
+        self._seen: OrderedDict[bytes, None] = OrderedDict()
+
+    def on_complete(self, block_hash: bytes, *, is_prompt: bool) -> bool:
+        del is_prompt
+        if block_hash in self._seen:
+            self._seen.move_to_end(block_hash)
+            return True
+        self._seen[block_hash] = None
+        if len(self._seen) > self._max_remembered:
+            self._seen.popitem(last=False)
+        return False
+
+    def on_reused(self, block_hash: bytes) -> bool:
+        del block_hash
+        return True
+
+
+def make_policy(name: str) -> KeepPolicy:
+    """The policy of that name, one of :data:`splitserve.protocol.config.KEEP_POLICIES`."""
+    policies: dict[str, type[KeepPolicy]] = dict(zip(KEEP_POLICIES, (KeepAll, KeepSecondUse, KeepPrompts), strict=True))
+    return policies[name]()

@@ -1,0 +1,1 @@
+"""Reads of KV blocks from peers, whatever the transport: interface, plans, costs, staging, gathering."""

@@ -1,0 +1,130 @@
+"""Copies between KV blocks and contiguous memory beside them, on a stream of their own on a GPU."""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from splitserve.kernels.api import GatherKV, ScatterKV
+from splitserve.kernels.reference import kv_copy
+from splitserve.kvconnector.layout.memory import KVMemory
+
+
+class Pending(Protocol):
+    """Something under way. ``due_at``, by the monotonic clock: it won't be done earlier; 0.0: it may be at any time."""
+
+    due_at: float
+
+    def is_done(self) -> bool:
+        """Whether it is over; raises if it failed."""
+
+
+class Done:
+    due_at = 0.0
+
+    def is_done(self) -> bool:
+        return True
+
+
+class OnDevice:
+    """Work that was queued on a stream. Keeps what it reads alive."""
+
+    def __init__(self, stream: torch.cuda.Stream, *inputs: Tensor, due_at: float = 0.0) -> None:
+        self._inputs = inputs
+        self.due_at = due_at
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record(stream)
+
+    def is_done(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+
+def _kernels(device: torch.device) -> tuple[GatherKV, ScatterKV]:
+    if device.type == "cuda":
+        with contextlib.suppress(ImportError):
+            from splitserve.kernels.triton.gather import gather_kv, scatter_kv
+
+            return gather_kv, scatter_kv
+    return kv_copy.gather_kv, kv_copy.scatter_kv
+
+
+class DeviceCopies:
+    """Of one KV memory. Used by one thread."""
+
+    def __init__(self, memory: KVMemory) -> None:
+        self._memory = memory
+        self._gather, self._scatter = _kernels(memory.device)
+        self._stream: torch.cuda.Stream | None = None
+        if memory.device.type == "cuda":
+            self._stream = torch.cuda.Stream(memory.device)  # type: ignore[no-untyped-call]
+
+    def compile(self, num_heads: int) -> None:
+        """Kernels for ``num_heads`` heads, before the first request needs them."""
+        if self._stream is not None:
+            blocks = torch.zeros_like(self._memory.blocks[:1])
+            ids = torch.zeros(1, dtype=torch.int64, device=blocks.device)
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_stream(torch.cuda.default_stream(blocks.device))
+                piece = blocks[:, :, :num_heads].contiguous()
+                self._gather(blocks, ids, 0, piece)
+                self._scatter(piece, ids, 0, blocks)
+            self.wait()
+
+    def gather(self, block_ids: Sequence[int], first_head: int, num_heads: int, flat: Tensor) -> Pending:
+        """Some heads of blocks to the start of ``flat`` (bytes), block by block."""
+        return self._copy(block_ids, first_head, self._pieces(flat, len(block_ids), num_heads), gathers=True)
+
+    def scatter(self, flat: Tensor, block_ids: Sequence[int], first_head: int, num_heads: int) -> Pending:
+        """The other way round."""
+        return self._copy(block_ids, first_head, self._pieces(flat, len(block_ids), num_heads), gathers=False)
+
+    def scatter_part(self, blocks: Tensor, block_ids: Sequence[int], source_head: int, heads: range) -> Pending:
+        """As many heads as ``heads`` of whole ``blocks`` ``[n, layer, head, 2, token, head_dim]``, from ``source_head``
+        on, to ``heads`` of ours."""
+        part = blocks[:, :, source_head : source_head + len(heads)]
+        if self._stream is None:
+            places = self._memory.blocks[:, :, heads.start : heads.stop]
+            for piece, block_id in zip(part, block_ids, strict=True):
+                places[block_id].copy_(piece)
+            return Done()
+        if part.is_contiguous():
+            return self._copy(block_ids, heads.start, part, gathers=False)
+        with torch.cuda.stream(self._stream), torch.inference_mode():
+            ids = self._ids(block_ids)
+            self._memory.blocks[:, :, heads.start : heads.stop].index_copy_(0, ids, part)
+        return OnDevice(self._stream, ids)
+
+    def wait(self) -> None:
+        """Until all copies are over."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _pieces(self, flat: Tensor, count: int, num_heads: int) -> Tensor:
+        """``flat``'s start as ``[count, layer, num_heads, 2, token, head_dim]``."""
+        blocks = self._memory.blocks
+        shape = (count, blocks.shape[1], num_heads, *blocks.shape[3:])
+        num_bytes = torch.Size(shape).numel() * blocks.element_size()
+        return flat[:num_bytes].view(blocks.dtype).view(shape)
+
+    def _copy(self, block_ids: Sequence[int], first_head: int, pieces: Tensor, *, gathers: bool) -> Pending:
+        blocks = self._memory.blocks
+        if self._stream is None:
+            places = blocks[:, :, first_head : first_head + pieces.shape[2]]
+            for piece, block_id in zip(pieces, block_ids, strict=True):
+                if gathers:
+                    piece.copy_(places[block_id])
+                else:
+                    places[block_id].copy_(piece)
+            return Done()
+        with torch.cuda.stream(self._stream), torch.inference_mode():
+            ids = self._ids(block_ids)
+            if gathers:
+                self._gather(blocks, ids, first_head, pieces)
+            else:
+                self._scatter(pieces, ids, first_head, blocks)
+        return OnDevice(self._stream, ids)
+
+    def _ids(self, block_ids: Sequence[int]) -> Tensor:
+        return torch.tensor(block_ids).pin_memory().to(self._memory.device, non_blocking=True)

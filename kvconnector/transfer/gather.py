@@ -1,0 +1,162 @@
+"""Blocks put together at their source: a reader asks for some heads of some blocks, and reads one large piece.
+
+A block is one descriptor, or many where the two sides split the heads otherwise, and each costs time. So the source can
+copy what a reader wants into a *slot* of its own, for the reader to fetch in one piece. As everywhere, nobody writes
+into another worker's memory:
+
+    reader                                source
+    GatherRequest(ticket, blocks) ----->  takes a slot, whose ticket is gone; starts the copy
+    (reads the tickets until its own is there)    sets the slot's ticket, when the copy has completed
+    (reads the slot, then the tickets)
+    GatherDone(ticket) ---------------->  the slot is free, its ticket goes
+
+A ticket names one content of a slot, as a generation does of a block: if it is still there after the slot has been
+read, what was read is what was asked for. It's gone before anything else is written there, whatever becomes of leases
+and messages. That the blocks held what was offered is told, as on every path, by their own generations, read last.
+"""
+
+import logging
+import math
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from splitserve.kvconnector.layout.memory import KVMemory, anonymous_memory
+from splitserve.kvconnector.layout.shape import block_bytes
+from splitserve.kvconnector.transfer.device_copies import DeviceCopies, Pending
+from splitserve.protocol.memory_records import GatherMemory, MemoryRegion
+
+logger = logging.getLogger(__name__)
+
+LEASE_SECONDS = 5.0  # a slot that nobody has said Done for
+WANTED_SECONDS = 0.02  # after a request more are likely
+MAX_WAITING = 256
+FREE = 0  # of a ticket
+
+
+class GatherRequest(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    ticket: int
+    block_ids: list[int]
+    first_head: int
+    num_heads: int
+
+
+class GatherDone(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    ticket: int
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(GatherRequest | GatherDone)
+
+
+def encode(message: GatherRequest | GatherDone) -> bytes:
+    return _encoder.encode(message)
+
+
+@dataclass(slots=True)
+class _Slot:
+    ticket: int = FREE
+    copy: Pending | None = None  # under way
+    expires_at: float = 0.0
+
+
+class GatherSource:
+    """The slots of one rank, and the copies into them. Used by the thread that owns the serving agent.
+
+    ``num_slots`` of ``slot_bytes`` each, where the blocks are.
+    """
+
+    def __init__(self, memory: KVMemory, num_slots: int, slot_bytes: int) -> None:
+        self._memory = memory
+        self._slot_bytes = slot_bytes
+        self._head_bytes = block_bytes(memory.layout) // memory.layout.kv_heads_per_rank
+        self._flat = torch.zeros(num_slots * slot_bytes, dtype=torch.uint8, device=memory.device)
+        self._tickets: npt.NDArray[np.uint64] = np.frombuffer(
+            anonymous_memory(num_slots * 8), dtype=np.uint64, count=num_slots
+        )
+        self._slots = [_Slot() for _ in range(num_slots)]
+        self._waiting: deque[GatherRequest] = deque(maxlen=MAX_WAITING)
+        self._copies = DeviceCopies(memory)
+        self._heard_at = -math.inf
+        self.num_refused = 0
+        if memory.device.type == "cuda":
+            torch.cuda.synchronize(memory.device)  # the zeros are there before anything else is
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """Of the slots, uint8 [N]."""
+        return self._flat
+
+    def region(self) -> GatherMemory:
+        """What readers need to know of the slots."""
+        ours = self._memory.region()
+        slots = MemoryRegion(ours.kind, ours.device_id, self._flat.data_ptr(), len(self._slots), self._slot_bytes)
+        return GatherMemory(slots, int(self._tickets.ctypes.data))
+
+    @property
+    def is_wanted(self) -> bool:
+        """Readers have asked just now: they wait for copies, and for an answer to the next request."""
+        return time.monotonic() < self._heard_at + WANTED_SECONDS
+
+    def prepare(self) -> None:
+        """On the thread that will use it: kernels are there before the first reader asks."""
+        self._copies.compile(self._memory.layout.kv_heads_per_rank)
+
+    def hear(self, message: bytes) -> None:
+        """What a reader says. Nonsense is counted and forgotten: whoever asks for it waits in vain and does without."""
+        self._heard_at = time.monotonic()
+        try:
+            heard = _decoder.decode(message)
+        except msgspec.DecodeError:
+            self.num_refused += 1
+            return
+        if isinstance(heard, GatherDone):
+            for slot in self._slots:
+                if slot.ticket == heard.ticket and slot.copy is None:
+                    slot.expires_at = 0.0
+        elif self._is_possible(heard):
+            self._waiting.append(heard)
+        else:
+            self.num_refused += 1
+
+    def poll(self) -> None:
+        """Publish the tickets of copies that have completed, free what is done or expired, start what waits."""
+        now = time.monotonic()
+        for index, slot in enumerate(self._slots):
+            if slot.copy is not None and slot.copy.is_done():
+                slot.copy = None
+                self._tickets[index] = slot.ticket
+            if slot.copy is None and slot.ticket != FREE and now >= slot.expires_at:
+                slot.ticket = FREE
+                self._tickets[index] = FREE
+        while self._waiting and (free := self._free_slot()) is not None:
+            self._start(self._waiting.popleft(), free, now)
+
+    def wait(self) -> None:
+        """Until no copy is under way."""
+        self._copies.wait()
+
+    def _is_possible(self, request: GatherRequest) -> bool:
+        num_bytes = len(request.block_ids) * request.num_heads * self._head_bytes
+        return (
+            0 < request.ticket < 2**64
+            and 0 < num_bytes <= self._slot_bytes
+            and 0 <= request.first_head < request.first_head + request.num_heads <= self._memory.blocks.shape[2]
+            and all(0 <= block_id < self._memory.num_blocks for block_id in request.block_ids)
+        )
+
+    def _free_slot(self) -> int | None:
+        return next((index for index, slot in enumerate(self._slots) if slot.ticket == FREE), None)
+
+    def _start(self, request: GatherRequest, index: int, now: float) -> None:
+        """The slot's ticket went when it was freed: nobody takes what is written from now on for something else."""
+        assert self._tickets[index] == FREE
+        slot = self._slots[index]
+        slot.ticket, slot.expires_at = request.ticket, now + LEASE_SECONDS
+        flat = self._flat[index * self._slot_bytes :][: self._slot_bytes]
+        slot.copy = self._copies.gather(request.block_ids, request.first_head, request.num_heads, flat)

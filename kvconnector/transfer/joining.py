@@ -1,0 +1,73 @@
+"""One event out of several: a read or a connection whose parts are carried out by several threads, or ranks."""
+
+from collections.abc import Sequence
+
+from splitserve.kvconnector.transfer.connector import PeerConnected
+from splitserve.protocol.handover.reads import ReadResult
+
+NO_GENERATION = -1  # what no block can have been offered with
+
+
+class ConnectionJoin:
+    """A peer is connected once every part is. The link is that of the part that knows one; the worst, of several."""
+
+    def __init__(self, num_parts: int) -> None:
+        self._num_left = num_parts
+        self._events: list[PeerConnected] = []
+
+    def add(self, event: PeerConnected) -> PeerConnected | None:
+        self._events.append(event)
+        self._num_left -= 1
+        if self._num_left:
+            return None
+        error = next((each.error for each in self._events if each.error is not None), None)
+        links = [each.link for each in self._events if each.link is not None]
+        link = min(links, key=lambda each: each.bytes_per_second, default=None)
+        return PeerConnected(event.peer, error, link)
+
+
+class ReadJoin:
+    """A read is terminal once all its parts are: only then nothing can write to its blocks any more."""
+
+    def __init__(self, num_parts: int) -> None:
+        self._results: list[ReadResult | None] = [None] * num_parts
+
+    def add(self, part: int, result: ReadResult) -> list[ReadResult] | None:
+        """All results, in the order of the parts, when this was the last one."""
+        self._results[part] = result
+        results = [each for each in self._results if each is not None]
+        return results if len(results) == len(self._results) else None
+
+
+def one_after_the_other(results: Sequence[ReadResult]) -> ReadResult:
+    """Of parts that read some of the blocks each."""
+    if len(results) == 1:
+        return results[0]
+    return ReadResult(
+        results[0].read_id,
+        _first_error(results),
+        [generation for each in results for generation in each.generations],
+        max(each.seconds for each in results),
+        [digest for each in results for digest in each.digests],
+        results[0].path,
+    )
+
+
+def side_by_side(results: Sequence[ReadResult]) -> ReadResult:
+    """Of ranks that read their heads of all blocks each: what counts is that all of them found the same generations.
+
+    Digests are of the first rank's blocks, as the offered ones are. The path is that of the slowest: each has a
+    link of its own.
+    """
+    generations = [
+        found[0] if len(set(found)) == 1 else NO_GENERATION
+        for found in zip(*(each.generations for each in results), strict=False)
+    ]
+    slowest = max(results, key=lambda each: each.seconds)
+    return ReadResult(
+        results[0].read_id, _first_error(results), generations, slowest.seconds, results[0].digests, slowest.path
+    )
+
+
+def _first_error(results: Sequence[ReadResult]) -> str | None:
+    return next((each.error for each in results if each.error is not None), None)

@@ -1,0 +1,57 @@
+"""Where data lands that has to be taken apart before it is in its place: in two halves, one filled while the other is
+emptied. It belongs to the reads from one peer by one thread."""
+
+from collections.abc import Sequence
+
+import torch
+
+from splitserve.kvconnector.layout.memory import TORCH_DTYPES, KVMemory
+from splitserve.kvconnector.layout.shape import block_bytes, block_shape
+from splitserve.kvconnector.transfer.device_copies import DeviceCopies, Pending
+from splitserve.kvconnector.transfer.read_plan import HeadSpan
+from splitserve.protocol.memory_records import LayoutRecord, MemoryKind, MemoryRegion
+
+
+class Staging:
+    """Two halves of ``half_bytes``, where ``memory`` is, or ``on_host``: pinned, if it's a GPU's. What lands there are
+    whole blocks of ``source``'s ranks, in slots, or pieces that hold the wanted heads only."""
+
+    def __init__(self, memory: KVMemory, source: LayoutRecord, half_bytes: int, *, on_host: bool = False) -> None:
+        self._source = source
+        self.slot_bytes = block_bytes(source)
+        self.slots_per_half = half_bytes // self.slot_bytes
+        self.half_bytes = self.slots_per_half * self.slot_bytes
+        assert self.slots_per_half > 0, "a half has no room for a block"
+        device, is_pinned = ("cpu", memory.device.type == "cuda") if on_host else (memory.device, False)
+        self._flat = torch.zeros(2 * self.half_bytes, dtype=torch.uint8, device=device, pin_memory=is_pinned)
+        self._copies = DeviceCopies(memory)
+        self._kind = MemoryKind.DRAM if on_host else memory.kind
+        if memory.device.type == "cuda":
+            self._copies.compile(min(memory.layout.kv_heads_per_rank, source.kv_heads_per_rank))
+            torch.cuda.synchronize(memory.device)  # the zeros are there before anything else lands
+
+    def region(self) -> MemoryRegion:
+        """Where the slots are, as blocks."""
+        device_id = self._flat.device.index or 0
+        return MemoryRegion(self._kind, device_id, self._flat.data_ptr(), 2 * self.slots_per_half, self.slot_bytes)
+
+    def half(self, half: int, num_bytes: int) -> MemoryRegion:
+        """The start of a half, as one piece."""
+        address = self._flat.data_ptr() + half * self.half_bytes
+        return MemoryRegion(self._kind, self._flat.device.index or 0, address, 1, num_bytes)
+
+    def scatter_blocks(self, half: int, local_blocks: Sequence[int], span: HeadSpan) -> Pending:
+        """Copy ``span``'s heads of the blocks in a half's first slots to their place in ``local_blocks``."""
+        flat = self._flat[half * self.half_bytes :][: len(local_blocks) * self.slot_bytes]
+        blocks = flat.view(TORCH_DTYPES[self._source.dtype]).view(len(local_blocks), *block_shape(self._source))
+        heads = range(span.local_head, span.local_head + span.num_heads)
+        return self._copies.scatter_part(blocks, local_blocks, span.source_head, heads)
+
+    def scatter_pieces(self, half: int, local_blocks: Sequence[int], span: HeadSpan) -> Pending:
+        """Copy pieces, one per block, each with ``span``'s heads alone, to their place."""
+        flat = self._flat[half * self.half_bytes :][: self.half_bytes]
+        return self._copies.scatter(flat, local_blocks, span.local_head, span.num_heads)
+
+    def wait(self) -> None:
+        """Until all copies are over."""
+        self._copies.wait()

@@ -1,0 +1,77 @@
+"""What a peer says of its memory, before anything is made of that: contradictions, numbers beyond all bounds. Pure."""
+
+from splitserve.common.errors import HandshakeError
+from splitserve.kvconnector.layout.shape import block_bytes
+from splitserve.protocol.memory_records import MemoryKind
+from splitserve.protocol.messages.handover import PeerWelcome
+
+MAX_PEER_BLOCKS = 1 << 22  # bounds what a peer's word makes us allocate: 56 bytes per block
+MAX_PEER_SLOTS = 1024
+MAX_METADATA_BYTES = 1 << 20
+_ADDRESS_SPACE_BYTES = 1 << 64
+
+
+def problem_with_memory(welcome: PeerWelcome) -> str | None:
+    """Why what a peer says of its memory contradicts itself, in words, or None."""
+    layout, regions = welcome.layout, [rank.region for rank in welcome.ranks]
+    if len(regions) != layout.tensor_parallel_size:
+        return f"it names the memory of {len(regions)} ranks, but has {layout.tensor_parallel_size}"
+    if layout.tensor_parallel_size > layout.num_kv_heads and layout.tensor_parallel_size % layout.num_kv_heads:
+        return f"its {layout.tensor_parallel_size} ranks can't share {layout.num_kv_heads} KV heads evenly"
+    if layout.tensor_parallel_size <= layout.num_kv_heads and layout.num_kv_heads % layout.tensor_parallel_size:
+        return f"its {layout.num_kv_heads} KV heads can't be split between {layout.tensor_parallel_size} ranks"
+    if len({region.num_blocks for region in regions}) != 1:
+        return f"its ranks have different numbers of blocks: {[region.num_blocks for region in regions]}"
+    if regions[0].num_blocks < 1:
+        return "it registered no blocks"
+    for region in regions:
+        if region.block_bytes != block_bytes(layout):
+            return f"its blocks have {region.block_bytes} bytes; of its layout they would have {block_bytes(layout)}"
+    for host in (rank.host for rank in welcome.ranks if rank.host is not None):
+        if layout.tensor_parallel_size > 1:
+            return "it has several ranks, and a host tier that may be read"
+        if host.slots.kind is not MemoryKind.DRAM or host.slots.block_bytes != block_bytes(layout):
+            return f"its host tier has slots of {host.slots.block_bytes} bytes in {host.slots.kind.words}"
+    if len({region.kind for region in regions}) != 1:
+        return "some of its ranks have their blocks in host memory, others on a GPU"
+    return None
+
+
+def check_welcome(welcome: PeerWelcome, kind: MemoryKind) -> None:
+    """Raise :class:`HandshakeError` for numbers that no peer's memory can have, or that can't be read into
+    memory of ``kind``.
+
+    That is all that can be told from here. Whether the addresses are those that the peer registered is checked by NIXL
+    against the peer's metadata, before it reads a byte.
+    """
+    problem = problem_with_memory(welcome)
+    if problem:
+        raise HandshakeError(f"the peer contradicts itself: {problem}")
+    regions = [rank.region for rank in welcome.ranks]
+    if regions[0].num_blocks > MAX_PEER_BLOCKS:
+        raise HandshakeError(
+            f"the peer claims {regions[0].num_blocks} KV blocks; at most {MAX_PEER_BLOCKS} are accepted"
+        )
+    if regions[0].kind is not kind:
+        theirs, ours = regions[0].kind.words, kind.words
+        raise HandshakeError(f"the peer's KV blocks are in {theirs}, ours in {ours}: both sides need the same --device")
+    named = [(f"blocks of rank {rank}", region.blocks_address, region.num_bytes) for rank, region in enumerate(regions)]
+    for name, address, size in (*named, ("generations", welcome.generations_address, regions[0].num_blocks * 8)):
+        if not 0 < address <= _ADDRESS_SPACE_BYTES - size:
+            raise HandshakeError(f"the peer's {name} can't be {size} bytes at address {address:#x}")
+    for gather in (rank.gather for rank in welcome.ranks if rank.gather is not None):
+        if gather.slots.kind is not kind or not 0 < gather.slots.num_blocks <= MAX_PEER_SLOTS:
+            raise HandshakeError(f"the peer's {gather.slots.num_blocks} slots in {gather.slots.kind.words} can't be")
+        if not 0 < gather.tickets_address <= _ADDRESS_SPACE_BYTES - MAX_PEER_SLOTS * 8:
+            raise HandshakeError(f"the peer's tickets can't be at address {gather.tickets_address:#x}")
+    for host in (rank.host for rank in welcome.ranks if rank.host is not None):
+        if host.slots.num_blocks > MAX_PEER_BLOCKS:
+            raise HandshakeError(
+                f"the peer claims {host.slots.num_blocks} slots; at most {MAX_PEER_BLOCKS} are accepted"
+            )
+        ends = (host.slots.blocks_address + host.slots.num_bytes, host.generations_address + host.slots.num_blocks * 8)
+        if min(host.slots.blocks_address, host.generations_address) < 1 or max(ends) > _ADDRESS_SPACE_BYTES:
+            raise HandshakeError("the peer's host tier can't be at the addresses that it names")
+    for metadata in (rank.metadata for rank in welcome.ranks):
+        if len(metadata) > MAX_METADATA_BYTES:
+            raise HandshakeError(f"the peer's metadata has {len(metadata)} bytes; at most {MAX_METADATA_BYTES}")

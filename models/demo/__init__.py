@@ -1,0 +1,1 @@
+"""Demo checkpoints with random weights, and their tokenizer."""

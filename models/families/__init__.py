@@ -1,0 +1,1 @@
+"""The model families, a file each, and the registry of them."""

@@ -1,0 +1,1 @@
+"""Tensor parallelism: collectives of ranks on CPU and on GPUs."""

@@ -1,0 +1,420 @@
+"""The model runner on a CUDA device: steps are launched, and waited for later.
+
+Everything runs in one stream. A step's numbers go there from pinned memory in one copy, drawn tokens come back in
+another; the host waits for nothing else. A step may be launched while the one before it still runs: a token that is yet
+to be drawn by that one is looked up on the device (:attr:`ScheduledChunk.previous_chunk`).
+
+Steps of decode tokens alone replay a CUDA graph of the next larger size of :func:`batch_sizes`. The rows left over
+repeat the last sequence: they compute and write the same values once more, so no kernel has to know of them. Steps
+with a small prefill, beside decode tokens or alone, may have graphs as well (:func:`mixed_sizes`): launched kernel by
+kernel, such a step takes the host longer than the device. There the rows left over at the end write nothing.
+
+A step may wait on the device for copies into the blocks that it reads (:attr:`ScheduledChunk.gates`), a group of layers
+at a time. Graphs of prefill alone are cut at these groups, and replayed one after the other.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from splitserve.kernels.api import AttentionPlan, DecodePlan, PagedBatch
+from splitserve.models.decoder import DecoderModel, ForwardBatch
+from splitserve.models.layers.step import BeforeLayer
+from splitserve.models.runner.runner import ModelRunner, NonFiniteLogitsError, sampling_batch
+from splitserve.protocol.step import LaunchingRunner, SampleSpec, ScheduledChunk, StepOutput, StepPlan
+
+Int64Array = npt.NDArray[np.int64]
+
+_WARM_UP_RUNS = 2
+_NO_ROW = -1
+_NO_BLOCK = -1
+_GREEDY = SampleSpec(temperature=0.0, top_k=0, top_p=1.0, seed=0, choice=0, position=1)
+MAX_MIXED_CHUNKS = 4  # prefill chunks in a step with a graph
+MAX_TOKENS_ALONE = 512  # more keep a GPU busy for longer than it takes to launch them
+
+
+class Gates(Protocol):
+    """What the runner needs of :class:`splitserve.kvconnector.tiers.load_gates.LoadGates`."""
+
+    @property
+    def first_layers(self) -> Sequence[int]:
+        """Of the groups of layers that are copied one after the other."""
+
+    def event(self, copy_id: int, first_layer: int) -> torch.cuda.Event | None:
+        """Behind the copies of the group that begins there; None if they are over. Blocks until they are queued."""
+
+
+def batch_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes worth a graph of their own: at most an eighth of the rows is left over from 16 on."""
+    sizes = [1, 2, 4, 8, *range(16, 64, 8), *range(64, 256, 16), *range(256, max_num_seqs + 32, 32)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+class MixedSize(NamedTuple):
+    """Sequences that decode, and prefill tokens after them."""
+
+    num_decodes: int
+    num_tokens: int
+
+
+def mixed_sizes(max_num_seqs: int, max_tokens: int, max_tokens_alone: int) -> list[MixedSize]:
+    """Sizes of mixed steps worth a graph: prefill beside decode in quarters of ``max_tokens``, and prefill alone."""
+    tokens = {-(-max_tokens * quarter // 4) for quarter in (1, 2, 3, 4)}
+    decodes = [size for size in (8, 16, 32, 64, 128) if size < max_num_seqs] + [max_num_seqs]
+    alone = {min(size, max_tokens_alone) for size in (64, 128, 256, MAX_TOKENS_ALONE)}
+    sizes = {MixedSize(num_decodes, num_tokens) for num_decodes in decodes for num_tokens in tokens}
+    return sorted(sizes | {MixedSize(0, num_tokens) for num_tokens in alone})
+
+
+@dataclass(frozen=True, slots=True)
+class PendingStep:
+    """A launched step. ``drawn`` int64 [R], pinned, is valid once ``done`` has happened; ``sampled`` [R] are chunks."""
+
+    num_chunks: int
+    sampled: tuple[int, ...]
+    drawn: Tensor
+    done: torch.cuda.Event
+
+    def wait(self) -> StepOutput:
+        """Blocks until the step has completed. Raises :class:`NonFiniteLogitsError`, or what the device reports."""
+        self.done.synchronize()
+        token_ids: list[int | None] = [None] * self.num_chunks
+        drawn = self.drawn.tolist()
+        if failed := tuple(index for index, token in zip(self.sampled, drawn, strict=True) if token < 0):
+            raise NonFiniteLogitsError(failed)
+        for index, token in zip(self.sampled, drawn, strict=True):
+            token_ids[index] = token
+        return StepOutput(token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeGraph:
+    """One captured batch size. ``inputs`` int64 [4, S]: tokens, positions, blocks to write, rows of drawn tokens."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: Tensor
+    plan: DecodePlan
+    logits: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _MixedGraph:
+    """One captured :class:`MixedSize` of S tokens. ``parts``: graphs one after the other, by the first layer of each.
+    ``inputs`` int64 [4 * S + R]: as in :class:`_DecodeGraph`, then the rows to sample; ``logits`` [R, vocab] are shared
+    by all mixed graphs."""
+
+    parts: dict[int, torch.cuda.CUDAGraph]
+    inputs: Tensor
+    plan: DecodePlan
+    logits: Tensor
+
+
+class CudaRunner(ModelRunner):
+    """:class:`ModelRunner` with ``launch``. Call :meth:`capture` once before the first step, unless graphs are off.
+
+    ``gates``: of copies that steps may have to wait for; None if there are none.
+    """
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        kv_cache: Tensor,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        gates: Gates | None = None,
+    ) -> None:
+        super().__init__(model, kv_cache)
+        self._gates = gates
+        self._max_num_seqs = max_num_seqs
+        self._max_blocks = -(-max_model_len // self.block_size)
+        self._stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(model.device))
+        self._drawn = torch.zeros(2 * max_num_seqs, dtype=torch.int64, device=model.device)  # of the last launched step
+        self._row_of_chunk: dict[int, int] = {}  # of the last launched step: where in _drawn
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: dict[int, _DecodeGraph] = {}
+        self._mixed_graphs: dict[MixedSize, _MixedGraph] = {}
+
+    @property
+    def launcher(self) -> LaunchingRunner | None:
+        """See :meth:`ModelRunner.launcher`."""
+        return self
+
+    @property
+    def depends_on_sizes(self) -> bool:
+        """See :meth:`ModelRunner.depends_on_sizes`."""
+        return True
+
+    def check_device(self) -> None:
+        """Raise an error if the device can run no further step."""
+        torch.cuda.synchronize(self.model.device)
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        """See :meth:`ModelRunner.run`."""
+        return self.launch(plan).wait()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Queues the step behind those that were launched before, and returns at once: if it waits for copies on the
+        device, when they are queued, too."""
+        sampled = tuple(index for index, chunk in enumerate(plan.chunks) if chunk.sample is not None)
+        with torch.cuda.stream(self._stream):
+            logits = self._logits(plan.chunks)
+            host = torch.empty(len(sampled), dtype=torch.int64, pin_memory=True)
+            if logits is not None:
+                drawn = self.model.kernels.sample(logits, sampling_batch(plan.chunks))
+                self._drawn[: drawn.shape[0]].copy_(drawn)
+                host.copy_(drawn, non_blocking=True)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(self._stream)
+        self._row_of_chunk = {chunk: row for row, chunk in enumerate(sampled)}
+        return PendingStep(len(plan.chunks), sampled, host, done)
+
+    def _logits(self, chunks: Sequence[ScheduledChunk]) -> Tensor | None:
+        """Float logits [R, vocab] of the chunks that draw, or None if there are none."""
+        gates = [copy_id for chunk in chunks for copy_id in chunk.gates]
+        if (size := self._graph_size(chunks)) is not None:
+            for layer in self._first_layers:
+                self._wait_for_copies(gates, layer)
+            return self._replay(chunks, size)
+        if (mixed := self._mixed_size(chunks)) is not None:
+            return self._replay_mixed(chunks, mixed, gates)
+        return self._eager(chunks, gates)
+
+    # ---- waiting for copies ----
+
+    @property
+    def _first_layers(self) -> Sequence[int]:
+        """Where groups of layers begin that are copied one after the other."""
+        return self._gates.first_layers if self._gates is not None else [0]
+
+    def _wait_for_copies(self, gates: Sequence[int], first_layer: int) -> None:
+        """What follows in the stream reads blocks of the group of layers that begins there. ``gates``: the copies."""
+        for copy_id in gates:
+            assert self._gates is not None, "a step waits for copies, but nobody tells of any"
+            event = self._gates.event(copy_id, first_layer)
+            if event is not None:
+                self._stream.wait_event(event)
+
+    def _waiting(self, gates: Sequence[int]) -> BeforeLayer | None:
+        """What an eager step calls before each layer."""
+        if not gates:
+            return None
+
+        def wait(layer: int) -> None:
+            if layer in self._first_layers:
+                self._wait_for_copies(gates, layer)
+
+        return wait
+
+    # ---- eager ----
+
+    def _eager(self, chunks: Sequence[ScheduledChunk], gates: Sequence[int]) -> Tensor | None:
+        """Any step."""
+        num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
+        flat = np.empty((4, num_tokens), dtype=np.int64)
+        rows = self._flatten(chunks, flat)
+        packed = torch.from_numpy(np.concatenate((flat.ravel(), rows))).pin_memory()
+        on_device = packed.to(self.model.device, non_blocking=True)
+        inputs = on_device[: 4 * num_tokens].view(4, num_tokens)
+        batch = self._forward_batch(inputs, on_device[4 * num_tokens :], self._attention.plan(_paged_batch(chunks)))
+        return self.model.forward(batch, self._kv_layers, self._attention, self._waiting(gates))
+
+    def _flatten(self, chunks: Sequence[ScheduledChunk], out: Int64Array) -> Int64Array:
+        """Fills ``out`` [4, T] as :class:`_DecodeGraph` has it; returns the rows that draw."""
+        rows, first = [], 0
+        for chunk in chunks:
+            end = first + len(chunk.token_ids)
+            positions = np.arange(chunk.start, chunk.start + end - first)
+            out[0, first:end] = chunk.token_ids
+            out[1, first:end] = positions
+            out[2, first:end] = np.asarray(chunk.block_ids)[positions // self.block_size]
+            out[3, first:end] = self._previous_row(chunk)
+            if chunk.sample is not None:
+                rows.append(end - 1)
+            first = end
+        return np.array(rows, dtype=np.int64)
+
+    def _previous_row(self, chunk: ScheduledChunk) -> int:
+        """Where the token that ``chunk`` continues stands. After a failed launch any will do: its sequences end."""
+        if chunk.previous_chunk is None:
+            return _NO_ROW
+        return self._row_of_chunk.get(chunk.previous_chunk, 0)
+
+    def _forward_batch(self, inputs: Tensor, rows: Tensor | None, plan: AttentionPlan) -> ForwardBatch:
+        """``inputs`` [4, T] on the device, as in :class:`_DecodeGraph`."""
+        return ForwardBatch(self.model.begin_step(inputs, self._drawn, self._shape), rows, plan)
+
+    # ---- graphs ----
+
+    def _graph_size(self, chunks: Sequence[ScheduledChunk]) -> int | None:
+        """The captured size that serves these chunks, or None."""
+        if any(len(chunk.token_ids) != 1 or chunk.sample is None for chunk in chunks):
+            return None
+        return min((size for size in self._graphs if size >= len(chunks)), default=None)
+
+    def _replay(self, chunks: Sequence[ScheduledChunk], size: int) -> Tensor:
+        graph = self._graphs[size]
+        self._fill(graph.inputs, graph.plan, chunks, size)
+        graph.graph.replay()
+        return graph.logits[: len(chunks)]
+
+    def _fill(self, inputs: Tensor, plan: DecodePlan, chunks: Sequence[ScheduledChunk], size: int) -> None:
+        padded = [*chunks, *[chunks[-1]] * (size - len(chunks))]
+        numbers = [
+            [chunk.token_ids[0] for chunk in padded],
+            [chunk.start for chunk in padded],
+            [chunk.block_ids[chunk.start // self.block_size] for chunk in padded],
+            [self._previous_row(chunk) for chunk in padded],
+        ]
+        inputs.copy_(torch.tensor(numbers, dtype=torch.int64).pin_memory(), non_blocking=True)
+        plan.update(_paged_batch(padded))
+
+    def _mixed_size(self, chunks: Sequence[ScheduledChunk]) -> MixedSize | None:
+        """The captured size that serves these chunks, or None."""
+        if not self._mixed_graphs:
+            return None
+        num_decodes = _num_leading_decodes(chunks)
+        longer = chunks[num_decodes:]
+        if not 0 < len(longer) <= MAX_MIXED_CHUNKS:
+            return None
+        num_tokens = sum(len(chunk.token_ids) for chunk in longer)
+        fitting = (
+            size
+            for size in self._mixed_graphs
+            if size.num_decodes >= num_decodes
+            and size.num_tokens >= num_tokens
+            and (num_decodes or not size.num_decodes)
+        )
+        return min(fitting, key=sum, default=None)
+
+    def _replay_mixed(self, chunks: Sequence[ScheduledChunk], size: MixedSize, gates: Sequence[int]) -> Tensor:
+        graph = self._mixed_graphs[size]
+        self._fill_mixed(graph.inputs, graph.plan, chunks, size)
+        for first_layer, part in graph.parts.items():
+            self._wait_for_copies(gates, first_layer)
+            part.replay()
+        return graph.logits[: sum(chunk.sample is not None for chunk in chunks)]
+
+    def _fill_mixed(self, inputs: Tensor, plan: DecodePlan, chunks: Sequence[ScheduledChunk], size: MixedSize) -> None:
+        num_decodes = _num_leading_decodes(chunks)
+        decodes, longer = chunks[:num_decodes], chunks[num_decodes:]
+        repeated = [decodes[-1]] * (size.num_decodes - num_decodes) if decodes else []
+        padded = [*decodes, *repeated, *longer]
+        flat = np.zeros((4, sum(size)), dtype=np.int64)
+        flat[2], flat[3] = _NO_BLOCK, _NO_ROW
+        rows = self._flatten(padded, flat)
+        drawing = np.concatenate((rows[:num_decodes], rows[size.num_decodes :]))
+        left_over = inputs.shape[0] - flat.size - len(drawing)
+        packed = np.concatenate((flat.ravel(), drawing, np.zeros(left_over, dtype=np.int64)))
+        inputs.copy_(torch.from_numpy(packed).pin_memory(), non_blocking=True)
+        plan.update(_paged_batch(padded))
+
+    @torch.inference_mode()
+    def capture(self, sizes: Sequence[int] | None = None) -> float:
+        """Captures the graphs of decode steps, largest first, so that the others share its memory. Returns the seconds
+        taken. The first block of the KV memory is written meanwhile."""
+        started = time.perf_counter()
+        with torch.cuda.stream(self._stream):
+            for size in sorted(sizes or batch_sizes(self._max_num_seqs), reverse=True):
+                self._graphs[size] = self._capture_size(size)
+        self._stream.synchronize()
+        return time.perf_counter() - started
+
+    @torch.inference_mode()
+    def capture_mixed(self, sizes: Sequence[MixedSize]) -> float:
+        """Captures graphs of steps with prefill, as :meth:`capture` does. Raises NotImplementedError if the attention
+        backend has no plan for them."""
+        started = time.perf_counter()
+        num_rows = max(size.num_decodes for size in sizes) + MAX_MIXED_CHUNKS
+        logits = torch.empty((num_rows, self.model.config.vocab_size), dtype=self.model.dtype, device=self.model.device)
+        with torch.cuda.stream(self._stream):
+            for size in sorted(sizes, key=sum, reverse=True):
+                self._mixed_graphs[size] = self._capture_mixed_size(size, logits)
+        self._stream.synchronize()
+        return time.perf_counter() - started
+
+    def _capture_size(self, size: int) -> _DecodeGraph:
+        chunks = [ScheduledChunk([0], 0, [0], _GREEDY)] * size
+        inputs = torch.zeros((4, size), dtype=torch.int64, device=self.model.device)
+        plan = self._attention.make_decode_plan(size, self._max_blocks)
+        for _ in range(_WARM_UP_RUNS if not self._graphs else 1):  # compiles kernels, sets libraries up
+            self._fill(inputs, plan, chunks, size)
+            self.model.forward(self._forward_batch(inputs, None, plan), self._kv_layers, self._attention)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            logits = self.model.forward(self._forward_batch(inputs, None, plan), self._kv_layers, self._attention)
+        assert logits is not None
+        return _DecodeGraph(graph, inputs, plan, logits)
+
+    def _capture_mixed_size(self, size: MixedSize, logits: Tensor) -> _MixedGraph:
+        num_tokens, num_rows = sum(size), size.num_decodes + MAX_MIXED_CHUNKS
+        num_blocks = -(-size.num_tokens // self.block_size)
+        chunks = [ScheduledChunk([0], 0, [0], _GREEDY)] * size.num_decodes
+        chunks.append(ScheduledChunk([0] * size.num_tokens, 0, [0] * num_blocks, _GREEDY))
+        inputs = torch.zeros(4 * num_tokens + num_rows, dtype=torch.int64, device=self.model.device)
+        plan = self._attention.make_mixed_plan(*size, MAX_MIXED_CHUNKS, self._max_blocks)
+        logits = logits[:num_rows]
+
+        def run(before_layer: BeforeLayer | None = None) -> None:
+            tokens = inputs[: 4 * num_tokens].view(4, num_tokens)
+            batch = self._forward_batch(tokens, inputs[4 * num_tokens :], plan)
+            result = self.model.forward(batch, self._kv_layers, self._attention, before_layer)
+            assert result is not None
+            logits.copy_(result)
+
+        self._fill_mixed(inputs, plan, chunks, size)
+        run()
+        parts = self._capture_parts(run, self._first_layers if size.num_decodes == 0 else [0])
+        return _MixedGraph(parts, inputs, plan, logits)
+
+    def _capture_parts(
+        self, run: Callable[[BeforeLayer], None], first_layers: Sequence[int]
+    ) -> dict[int, torch.cuda.CUDAGraph]:
+        """``run`` as graphs that begin at these layers, the first one with what comes before all layers. Tensors that
+        outlive a part are those that ``run`` still holds, so no other part takes their memory."""
+        parts: dict[int, torch.cuda.CUDAGraph] = {}
+
+        def begin(layer: int) -> None:
+            parts[layer] = torch.cuda.CUDAGraph()
+            parts[layer].capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+        def before_layer(layer: int) -> None:
+            if layer in first_layers[1:]:
+                end()
+                begin(layer)
+
+        def end() -> None:
+            next(reversed(parts.values())).capture_end()
+
+        torch.cuda.synchronize(self.model.device)
+        torch.cuda.empty_cache()
+        begin(first_layers[0])
+        try:
+            run(before_layer)
+        finally:
+            end()
+        return parts
+
+
+def _num_leading_decodes(chunks: Sequence[ScheduledChunk]) -> int:
+    """Chunks of one token that draw, before the first other one."""
+    for index, chunk in enumerate(chunks):
+        if len(chunk.token_ids) != 1 or chunk.sample is None:
+            return index
+    return len(chunks)
+
+
+def _paged_batch(chunks: Sequence[ScheduledChunk]) -> PagedBatch:
+    return PagedBatch(
+        query_lens=[len(chunk.token_ids) for chunk in chunks],
+        context_lens=[chunk.start + len(chunk.token_ids) for chunk in chunks],
+        block_tables=[chunk.block_ids for chunk in chunks],
+    )

@@ -1,0 +1,133 @@
+"""The model runner: a :class:`StepPlan` in, drawn tokens out. One runner for all roles.
+
+``run`` is: build the step's tensors, forward, sample. Building touches no device memory but its own inputs, so that a
+later split into launch and wait can build the next step while this one runs.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from splitserve.common.errors import SplitserveError
+from splitserve.kernels.api import AttentionShape, PagedBatch, SamplingBatch
+from splitserve.kernels.fp8.kv import FP8
+from splitserve.models.decoder import DecoderModel, ForwardBatch
+from splitserve.protocol.step import LaunchingRunner, ScheduledChunk, StepOutput, StepPlan
+
+
+class NonFiniteLogitsError(SplitserveError):
+    """A step's logits hold NaN or infinity: no token can be drawn. ``chunk_indices`` are the chunks concerned."""
+
+    def __init__(self, chunk_indices: tuple[int, ...]) -> None:
+        self.chunk_indices = chunk_indices
+        super().__init__(
+            f"logits of chunks {list(chunk_indices)} hold no finite maximum: the weights overflow in this dtype "
+            "or the KV memory is damaged; try --dtype float32"
+        )
+
+
+class ModelRunner:
+    """Runs steps of ``model`` over ``kv_cache``.
+
+    ``kv_cache``: contiguous ``[num_blocks, num_layers, num_kv_heads, 2 (K/V), block_size, head_dim]``, on the model's
+    device and of its dtype, or float8_e4m3fn where the model's attention reads that. It belongs to the caller; the
+    runner writes only the slots of scheduled tokens.
+    """
+
+    def __init__(self, model: DecoderModel, kv_cache: Tensor) -> None:
+        config = model.config
+        block_size = kv_cache.shape[4] if kv_cache.dim() == 6 else 0
+        expected = (config.num_layers, config.num_kv_heads, 2, block_size, config.head_dim)
+        if kv_cache.dim() != 6 or kv_cache.shape[1:] != expected or not kv_cache.is_contiguous():
+            raise ValueError(
+                f"kv_cache has shape {list(kv_cache.shape)}; needed is a contiguous "
+                f"[num_blocks, {config.num_layers}, {config.num_kv_heads}, 2, block_size, {config.head_dim}]"
+            )
+        if kv_cache.dtype not in (model.dtype, FP8) or kv_cache.device != model.device:
+            raise ValueError(
+                f"kv_cache is {kv_cache.dtype} on {kv_cache.device}; the model is {model.dtype} on {model.device}"
+            )
+        self.model = model
+        self.kv_cache = kv_cache
+        self.block_size = block_size
+        self._kv_layers = [kv_cache[:, layer] for layer in range(config.num_layers)]
+        self._shape = AttentionShape(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_size=block_size,
+            num_layers=config.num_layers,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        self._attention = model.kernels.make_attention(self._shape)
+
+    @property
+    def launcher(self) -> LaunchingRunner | None:
+        """Return this runner if its device runs launched steps by itself; None if steps run on the calling thread."""
+        return None
+
+    @property
+    def depends_on_sizes(self) -> bool:
+        """Return whether kernels are chosen or compiled for a step's sizes: a start then runs each kind of size."""
+        return False
+
+    def check_device(self) -> None:
+        """Raise an error if the device can run no further step."""
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepOutput:
+        """Computes the step and waits for it. KV of every scheduled token is in ``kv_cache`` when it returns.
+
+        Raises :class:`NonFiniteLogitsError`; then no token of the step may be used.
+        """
+        sampled = [index for index, chunk in enumerate(plan.chunks) if chunk.sample is not None]
+        logits = self.model.forward(self._batch(plan.chunks), self._kv_layers, self._attention)
+        token_ids: list[int | None] = [None] * len(plan.chunks)
+        if logits is None:
+            return StepOutput(token_ids)
+        drawn = self.model.kernels.sample(logits, sampling_batch(plan.chunks)).tolist()
+        if failed := tuple(index for index, token in zip(sampled, drawn, strict=True) if token < 0):
+            raise NonFiniteLogitsError(failed)
+        for index, token in zip(sampled, drawn, strict=True):
+            token_ids[index] = token
+        return StepOutput(token_ids)
+
+    def _batch(self, chunks: Sequence[ScheduledChunk]) -> ForwardBatch:
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slot_blocks: list[int] = []
+        sample_rows: list[int] = []
+        size = self.block_size
+        for chunk in chunks:
+            token_ids.extend(chunk.token_ids)
+            end = chunk.start + len(chunk.token_ids)
+            positions.extend(range(chunk.start, end))
+            slot_blocks.extend(chunk.block_ids[position // size] for position in range(chunk.start, end))
+            if chunk.sample is not None:
+                sample_rows.append(len(token_ids) - 1)
+        paged = PagedBatch(
+            query_lens=[len(chunk.token_ids) for chunk in chunks],
+            context_lens=[chunk.start + len(chunk.token_ids) for chunk in chunks],
+            block_tables=[chunk.block_ids for chunk in chunks],
+        )
+        flat = torch.tensor([token_ids, positions, slot_blocks]).to(self.model.device)
+        return ForwardBatch(
+            tokens=self.model.tokens(flat[0], flat[1], self._shape.slots(flat[2], flat[1] % size)),
+            sample_rows=torch.tensor(sample_rows, dtype=torch.int64, device=self.model.device),
+            attention_plan=self._attention.plan(paged),
+        )
+
+
+def sampling_batch(chunks: Sequence[ScheduledChunk]) -> SamplingBatch:
+    """How the chunks that draw a token want it drawn, in their order."""
+    specs = [chunk.sample for chunk in chunks if chunk.sample is not None]
+    return SamplingBatch(
+        temperatures=[spec.temperature for spec in specs],
+        top_ks=[spec.top_k for spec in specs],
+        top_ps=[spec.top_p for spec in specs],
+        seeds=[spec.seed for spec in specs],
+        choices=[spec.choice for spec in specs],
+        positions=[spec.position for spec in specs],
+    )

@@ -1,0 +1,232 @@
+"""From a checkpoint directory to a :class:`DecoderModel`: names and shapes are checked before anything is loaded.
+
+Load needs no second copy of the model. On CPU weights are read one layer at a time from the memory-mapped files, fused,
+converted and packed; for a GPU several threads read them ahead through small pinned buffers (:mod:`.reading`). A tied
+embedding on CPU stays a view of the file, in the checkpoint's own dtype: the packed LM head holds the only copy in
+memory, and workers of one machine share the file's pages. So a served checkpoint's files must not be modified in place;
+replace them by renaming, as ``splitserve demo-model`` does.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from splitserve.common.errors import CheckpointError
+from splitserve.kernels.api import Kernels, Linear, NormedLinear, ResidualLinear
+from splitserve.kernels.fp8.linear import Pack as PackFp8
+from splitserve.kernels.fp8.linear import select_fp8
+from splitserve.kernels.registry import select_kernels
+from splitserve.models.config import ModelConfig
+from splitserve.models.declared import declare
+from splitserve.models.decoder import DecoderModel
+from splitserve.models.layers.decoder import HEAD_NAME, Decoder, Progress
+from splitserve.models.layers.weight import Stack, Weight
+from splitserve.models.parallel.ranks import Alone, Collectives, RowParallelLinear, VocabParallelHead
+from splitserve.models.weights.checkpoint import TensorRecord, read_records
+from splitserve.models.weights.fp8_scales import FP8, ScaleReader
+from splitserve.models.weights.kv_scales import KVScales, read_kv_scales, scaled_fp8_rows, scaled_rows
+from splitserve.models.weights.reading import (
+    MAX_THREADS,
+    STORED_DTYPES,
+    DummyReader,
+    MappedReader,
+    StagedReader,
+    WeightReader,
+)
+from splitserve.models.weights.shard import Parts, Shard, head_rows, local_config
+
+logger = logging.getLogger(__name__)
+
+# Buffers that are computed today, scales of activations and of KV
+_IGNORED_ENDINGS = (".rotary_emb.inv_freq", ".input_scale", ".k_scale", ".v_scale")
+_TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+    """The dtype to compute in. "auto" is the checkpoint's, but on a CPU without fast arithmetic in it, float32."""
+    dtype = _TORCH_DTYPES[config.dtype if name == "auto" else name]
+    if device.type == "cpu" and name == "auto":
+        fast = dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported()
+        return dtype if fast else torch.float32
+    return dtype
+
+
+def load_model(
+    path: str | Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: str = "auto",
+    kernels: Kernels | None = None,
+    progress: Progress | None = None,
+    group: Collectives | None = None,
+    kv_dtype: torch.dtype | None = None,
+) -> DecoderModel:
+    """Loads the checkpoint at ``path``, or makes random weights of its shape (``load_format`` "dummy").
+
+    With ``group``, this is the part of a rank: its model does what all ranks' models do together. ``kv_dtype``
+    float8_e4m3fn: for KV memory in that, by the checkpoint's scales of keys and values; None: as ``dtype``.
+
+    Raises :class:`CheckpointError` for a missing, misshapen or unexpected tensor, naming it and both shapes, and for
+    files that can't be read.
+    """
+    group = group or Alone()
+    if kernels is None:
+        kernels = select_kernels(device, dtype, head_dim=config.head_dim)
+    records = None if load_format == "dummy" else read_records(Path(path))
+    decoder = declare(config)
+    reader = _make_reader(records, config, decoder, dtype, device, is_part=group.shard.size > 1)
+    pack_fp8, description = select_fp8(
+        device, dtype, pack_linear=kernels.pack_linear, rms_norm=kernels.rms_norm, silu_mul=kernels.silu_mul
+    )
+    if config.fp8 is not None:
+        logger.info("%s", description)
+    kv_records = records if records is not None and kv_dtype == torch.float8_e4m3fn else {}
+    with torch.inference_mode(), closing(reader):
+        reader.announce([tuple(weight.part(group.shard) for weight in stack) for stack in decoder.stacks()])
+        decoder.load(_Source(reader, kernels, pack_fp8, group=group, kv_records=kv_records), progress)
+    return DecoderModel(
+        local_config(config, group.shard.size), decoder, kernels, dtype=dtype, device=device, group=group
+    )
+
+
+def _make_reader(
+    records: Mapping[str, TensorRecord] | None,
+    config: ModelConfig,
+    decoder: Decoder,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    is_part: bool,
+) -> WeightReader:
+    """Return a reader of ``records``, after checks; None: random weights. ``is_part``: one rank's is all it reads."""
+    weights = {weight.name: weight for weight in decoder.weights()}
+    if records is None:
+        return DummyReader(weights, dtype, device, config.fp8)
+    _check_records(records, weights, config)
+    scales = None if config.fp8 is None else ScaleReader(records, config.fp8.block)
+    if device.type == "cpu" and not is_part:
+        return MappedReader(records, dtype, scales)
+    return StagedReader(records, dtype, device, scales, num_threads=MAX_THREADS if device.type == "cuda" else 1)
+
+
+def _check_records(records: Mapping[str, TensorRecord], weights: Mapping[str, Weight], config: ModelConfig) -> None:
+    """Raise :class:`CheckpointError` for a tensor that is missing, unexpected, misshapen or of the wrong type."""
+    expected = {name: weight.shape for name, weight in weights.items()}
+    if config.fp8 is not None:
+        for name, weight in weights.items():
+            if weight.may_be_fp8 and name in records and records[name].dtype == FP8:
+                expected |= weight.scale_shapes(config.fp8)
+    missing = [name for name in expected if name not in records]
+    if missing:
+        raise CheckpointError(f"the checkpoint lacks {_few(missing)}; is config.json of another model?")
+    # A tied head may be stored all the same, and old Llama files carry a buffer that is computed today.
+    unexpected = [name for name in sorted(records) if name not in expected and name != HEAD_NAME]
+    unexpected = [name for name in unexpected if not name.endswith(_IGNORED_ENDINGS)]
+    if unexpected:
+        raise CheckpointError(f"the checkpoint has tensors that its config.json doesn't explain: {_few(unexpected)}")
+    for name, shape in expected.items():
+        _check_record(
+            records[name], shape, may_be_fp8=name in weights and weights[name].may_be_fp8 and bool(config.fp8)
+        )
+
+
+def _check_record(record: TensorRecord, shape: tuple[int, ...], *, may_be_fp8: bool) -> None:
+    if record.shape != shape and not (shape == () and record.shape == (1,)):
+        raise CheckpointError(
+            f"tensor {record.name} in {record.file.name} has shape {list(record.shape)}; config.json needs "
+            f"{list(shape)}"
+        )
+    if record.dtype not in STORED_DTYPES:
+        raise CheckpointError(
+            f"tensor {record.name} is stored as {record.dtype}; supported are {', '.join(STORED_DTYPES)}"
+        )
+    if record.dtype == FP8 and not may_be_fp8:
+        raise CheckpointError(
+            f"tensor {record.name} is stored as {FP8}: only the projections of layers may be, and with a "
+            'quantization_config of the method "fp8" in config.json'
+        )
+
+
+def _few(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
+
+
+class _Source:
+    """One rank's weights, from a reader. See :class:`splitserve.models.layers.layer.WeightSource`."""
+
+    def __init__(
+        self,
+        reader: WeightReader,
+        kernels: Kernels,
+        pack_fp8: PackFp8,
+        *,
+        group: Collectives,
+        kv_records: Mapping[str, TensorRecord],
+    ) -> None:
+        """``kv_records``: the checkpoint, where KV memory is in FP8 and scales of keys and values are to be used."""
+        self._reader = reader
+        self._kernels = kernels
+        self._pack_fp8 = pack_fp8
+        self._group = group
+        self._kv_records = kv_records
+
+    @property
+    def shard(self) -> Shard:
+        return self._group.shard
+
+    def vector(self, weights: Stack, factors: Sequence[float] = ()) -> Tensor:
+        parts = self._parts(weights)
+        vector = self._reader.read(parts)
+        return scaled_rows(vector, _scaled_parts(vector, parts, factors))
+
+    def repeated(self, vectors: Sequence[tuple[Weight, int, float]]) -> Tensor:
+        rows = [self._reader.read(self._parts((weight,))) * factor for weight, _, factor in vectors]
+        return torch.cat([row.expand(count, -1) for row, (_, count, _) in zip(rows, vectors, strict=True)])
+
+    def linear(self, weights: Stack, factors: Sequence[float] = ()) -> Linear:
+        parts = self._parts(weights)
+        if self._reader.is_fp8(parts):
+            quantised = self._reader.read_fp8(parts)
+            return self._pack_fp8(scaled_fp8_rows(quantised, _scaled_parts(quantised.weight, parts, factors)))
+        weight = self._reader.read(parts)
+        return self._kernels.pack_linear(scaled_rows(weight, _scaled_parts(weight, parts, factors)))
+
+    def summed(self, weight: Weight, factor: float = 1.0) -> ResidualLinear:
+        local = self.linear((weight,), (factor,))
+        return local if self.shard.size == 1 else RowParallelLinear(local, self._group)
+
+    def embedding_and_head(self, embedding: Weight, head: Weight) -> tuple[Tensor, NormedLinear]:
+        reader, table_parts, head_parts = self._reader, self._parts((embedding,)), self._parts((head,))
+        if embedding.name != head.name:
+            return reader.read(table_parts, own=True), self._head(reader.read(head_parts), head)
+        if isinstance(reader, MappedReader):
+            lm_head = self._head(reader.read(head_parts), head)
+            return reader.mapped(embedding.name), lm_head
+        table, rows = reader.read(table_parts), head_parts[0].rows
+        return table, self._head(table if rows is None else table[rows.start : rows.stop], head)
+
+    def kv_scales(self, key_names: Sequence[str], value_names: Sequence[str]) -> KVScales:
+        return read_kv_scales(self._kv_records, key_names, value_names)
+
+    def _head(self, rows: Tensor, head: Weight) -> NormedLinear:
+        """``rows``: this rank's, as stored."""
+        missing = head_rows(head.shape[0], self.shard.size) - rows.shape[0]
+        local = self._kernels.pack_linear(F.pad(rows, (0, 0, 0, missing)) if missing else rows)
+        return local if self.shard.size == 1 else VocabParallelHead(local, self._group, head.shape[0])
+
+    def _parts(self, weights: Stack) -> Parts:
+        return tuple(weight.part(self.shard) for weight in weights)
+
+
+def _scaled_parts(weight: Tensor, parts: Parts, factors: Sequence[float]) -> list[tuple[int, float]]:
+    """Return (number of rows, factor) of each part of ``weight``; a part without a range is all of it."""
+    counts = [weight.shape[0] if part.rows is None else len(part.rows) for part in parts]
+    return list(zip(counts, factors, strict=True)) if factors else []

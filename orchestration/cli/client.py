@@ -1,0 +1,211 @@
+"""A running cluster as the commands see it: ask it, read its logs, end it."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+from splitserve.common.errors import ConfigError, SplitserveError
+from splitserve.orchestration.cli.serve import FOLDER_VARIABLE
+from splitserve.orchestration.control.requests import AnyReply, AnyRequest, ClusterStatus, GetStatus, Stop, accepted
+from splitserve.orchestration.control.socket import ask
+from splitserve.orchestration.control.state_folder import StateFolder
+from splitserve.orchestration.hosts.log_files import read_log
+from splitserve.orchestration.hosts.shared_memory import remove_abandoned
+
+POLL_SECONDS = 0.25
+STOP_SECONDS = 120.0  # large host tiers are given back slowly
+PATIENCE_SECONDS = 10.0  # then a worker that has no place to run is spoken of
+ORPHAN_SECONDS = 6.0  # they end by themselves within half of that
+
+Say = Callable[[str], None]
+
+
+class OperationError(SplitserveError):
+    """The cluster began what it was asked for, and didn't get there."""
+
+
+class ClusterClient(Protocol):
+    """Methods raise :class:`ConfigError` if the cluster can't be reached."""
+
+    def ask(self, request: AnyRequest) -> AnyReply: ...
+
+    def down(self, say: Say, *, forget: bool = False) -> None:
+        """End it, dead or alive; nothing of it is left when this returns.
+
+        ``forget``: forget it, at least, if the Ray cluster that it runs on can't be reached.
+        """
+
+    def bring_code(self) -> None:
+        """See to it that processes which start from now on run the code of this command."""
+
+    def log_names(self) -> list[str]:
+        """Processes whose logs there are."""
+
+    def read_log(self, name: str, num_lines: int, offset: int) -> tuple[str, int]:
+        """See :func:`splitserve.orchestration.hosts.log_files.read_log`."""
+
+    def is_alive(self) -> bool: ...
+
+
+class LocalClient:
+    """A cluster on this machine, found by its folder."""
+
+    def __init__(self, folder: StateFolder) -> None:
+        self._folder = folder
+
+    def ask(self, request: AnyRequest) -> AnyReply:
+        if not self._folder.is_claimed():
+            name = self._folder.name
+            raise ConfigError(
+                f"cluster {name} doesn't run any more: `splitserve logs --name {name}` may say why, and `splitserve "
+                f"down --name {name}` removes what is left of it"
+            )
+        return ask(self._folder.socket, request)
+
+    def down(self, say: Say, *, forget: bool = False) -> None:
+        del forget
+        if self._folder.is_claimed():
+            self._stop_launcher()
+            say(f"{self._folder.name}: all processes have ended")
+        else:
+            say(f"{self._folder.name}: its launcher is gone; removing what it has left")
+        for process in self._wait_for_orphans():
+            say(f"  pid {process.pid} was left over: killed")
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+                process.wait(STOP_SECONDS)
+        remove_abandoned()
+        self._folder.remove()
+
+    def bring_code(self) -> None:
+        """Processes of this machine run what is installed here."""
+
+    def log_names(self) -> list[str]:
+        names = sorted(path.stem for path in self._folder.logs.glob("*.log"))
+        if not names:
+            raise ConfigError(f"cluster {self._folder.name} logs to the terminal that it was started from")
+        return names
+
+    def read_log(self, name: str, num_lines: int, offset: int) -> tuple[str, int]:
+        return read_log(self._folder.logs / f"{name}.log", num_lines, offset)
+
+    def is_alive(self) -> bool:
+        return self._folder.is_claimed()
+
+    def _stop_launcher(self) -> None:
+        record = self._folder.read()
+        try:
+            accepted(self.ask(Stop()))
+        except SplitserveError:  # it doesn't listen (any more); a signal says the same
+            if record is not None and record.launcher_pid:
+                with suppress(psutil.NoSuchProcess):
+                    psutil.Process(record.launcher_pid).send_signal(signal.SIGINT)
+        deadline = time.monotonic() + STOP_SECONDS
+        while self._folder.is_claimed():
+            if time.monotonic() > deadline:
+                raise OperationError(
+                    f"cluster {self._folder.name} doesn't end; its launcher is process "
+                    f"{record.launcher_pid if record else 'unknown'}: end that one, then run this command again"
+                )
+            time.sleep(0.05)
+
+    def _wait_for_orphans(self) -> list[psutil.Process]:
+        """Processes of the cluster that are still there after the time that they take to end by themselves."""
+        deadline = time.monotonic() + ORPHAN_SECONDS
+        while (left := processes_of(self._folder.path)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return left
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Running processes that belong to the cluster with this folder, whoever started them."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(FOLDER_VARIABLE) == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:  # gone, or another user's
+            continue
+    return found
+
+
+# ---- operations, followed to their end ----
+
+
+def status_of(client: ClusterClient) -> ClusterStatus:
+    reply = client.ask(GetStatus())
+    accepted(reply)
+    assert isinstance(reply, ClusterStatus)
+    return reply
+
+
+def follow(
+    client: ClusterClient,
+    say: Say,
+    is_over: Callable[[ClusterStatus], bool],
+    wanted: int,
+    timeout_seconds: float = float("inf"),
+) -> ClusterStatus:
+    """Say what changes until ``is_over``, and who is long without a place. ``wanted``: workers that there shall be.
+
+    Raises :class:`OperationError` if one was given up on the way, or if it takes too long.
+    """
+    shown: dict[str, str] = {}
+    words: dict[str, str] = {}
+    began = time.monotonic()
+    placeless: dict[str, float] = {}  # since when, for those that were not spoken of yet
+    while True:
+        status = status_of(client)
+        now = time.monotonic()
+        phases = {worker.name: worker.phase for worker in status.workers}
+        for name, phase in phases.items():
+            if shown.get(name, phase) != phase or (name not in shown and shown):
+                say(f"  {name:<10} {phase}")
+        for name in shown.keys() - phases.keys():
+            say(f"  {name:<10} gone")
+        shown = phases
+        words |= {worker.name: worker.last_words for worker in status.workers if worker.last_words}
+        if is_over(status):
+            return status
+        if sum(status.counts.values()) < wanted:
+            reasons = "; ".join(words.values()) or "splitserve logs may say why"
+            raise OperationError(f"a worker could not be started and was given up: {reasons}")
+        if now - began > timeout_seconds:
+            raise OperationError(f"it took longer than {timeout_seconds:g} s: {_unfinished(status)}")
+        for worker in status.workers:
+            if worker.phase != "starting" or worker.pid:
+                placeless.pop(worker.name, None)
+            elif now - placeless.setdefault(worker.name, now) > PATIENCE_SECONDS:
+                say(f"  {worker.name:<10} still {worker.place}")
+                placeless[worker.name] = float("inf")
+        time.sleep(POLL_SECONDS)
+
+
+def _unfinished(status: ClusterStatus) -> str:
+    states = [f"{worker.name} {worker.phase} ({worker.place or 'no place'})" for worker in status.workers]
+    upgrade = f"; upgrade {status.upgrade.state}" if status.upgrade is not None else ""
+    return f"the cluster is {status.state}, wanted {status.counts}, there are {', '.join(states) or 'none'}{upgrade}"
+
+
+def log_lines(client: ClusterClient, name: str, num_lines: int, *, follow: bool) -> Iterator[str]:
+    """Lines that the process called ``name`` ("": all of them) has logged, each with its name.
+
+    Raises :class:`ConfigError` for a name that has no log.
+    """
+    names = client.log_names()
+    if name and name not in names:
+        raise ConfigError(f"there is no log of {name!r}; there are {', '.join(names)}")
+    offsets = dict.fromkeys([name] if name else names, -1)
+    while True:
+        for each in offsets:
+            text, offsets[each] = client.read_log(each, num_lines, offsets[each])
+            yield from (f"{each}: {line}" for line in text.splitlines())
+        if not follow or not client.is_alive():
+            return
+        time.sleep(POLL_SECONDS)
+        offsets = {each: 0 for each in client.log_names() if not name} | offsets

@@ -1,0 +1,207 @@
+"""``splitserve up | down | status | scale | drain | upgrade | logs``: the commands about running clusters."""
+
+import argparse
+import json
+import os
+from typing import Any
+
+import msgspec
+
+from splitserve import __version__
+from splitserve.common.errors import ConfigError
+from splitserve.orchestration.cli.option_types import COUNT, whole_number
+from splitserve.orchestration.cli.options import (
+    HelpFormatter,
+    add_run_options,
+    add_spec_option,
+    cluster_spec,
+    errors_in_options,
+)
+from splitserve.orchestration.spec.cluster_spec import ClusterSpec
+
+EXIT_FAILED = 1
+DEFAULT_NAME = "default"
+
+
+def add_cluster_commands(commands: Any) -> None:
+    """``commands``: what :meth:`argparse.ArgumentParser.add_subparsers` returned."""
+    up = commands.add_parser(
+        "up",
+        help="start a cluster that goes on without this terminal",
+        description="Start a cluster in the background, on this machine or on Ray; returns when it answers.",
+        formatter_class=HelpFormatter,
+    )
+    up.add_argument(
+        "--ray", default="", metavar="ADDRESS", help="of a Ray cluster (HOST:PORT), auto, or local: start Ray here"
+    )
+    add_spec_option(up)
+    add_run_options(up)
+    up.set_defaults(run=_up)
+    down = _add(commands, "down", "end a cluster and remove everything of it", _down)
+    down.add_argument(
+        "--forget", action="store_true", help="forget a cluster whose Ray cluster can't be reached any more"
+    )
+    status = _add(commands, "status", "show a cluster's processes", _status)
+    status.add_argument("--json", action="store_true", help="for programs")
+    scale = _add(commands, "scale", "change the number of a pool's workers", _scale)
+    scale.add_argument("pool", metavar="POOL")
+    scale.add_argument("count", metavar="N", type=COUNT)
+    drain = _add(commands, "drain", "let a worker finish its requests and leave for good", _drain)
+    drain.add_argument("worker", metavar="WORKER")
+    upgrade = _add(commands, "upgrade", "replace all workers, one by one, without losing a request", _upgrade)
+    upgrade.add_argument("--spec", default="", metavar="FILE", help="new spec; none: the same one, with new code")
+    upgrade.add_argument(
+        "--allow-gap", action="store_true", help="also where a pool's only worker leaves before its successor is there"
+    )
+    for parser in (scale, drain, upgrade):
+        parser.add_argument("--no-wait", action="store_true", help="return when it has begun")
+    logs = _add(commands, "logs", "show what a cluster's processes have logged", _logs)
+    logs.add_argument("worker", nargs="?", default="", metavar="PROCESS", help="router, launcher or a worker")
+    logs.add_argument("-n", "--lines", type=whole_number(0, 2**31), default=100, help="of each process")
+    logs.add_argument("-f", "--follow", action="store_true", help="go on until the cluster ends")
+
+
+def _add(commands: Any, name: str, text: str, run: Any) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    parser.add_argument("--name", default="", help="of the cluster; not needed where there is only one")
+    parser.add_argument(
+        "--ray", default="", metavar="ADDRESS", help="of the Ray cluster; needed where `up` ran on another machine"
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _up(options: argparse.Namespace) -> int:
+    from splitserve.common.logs import set_up_logging
+    from splitserve.orchestration.cli.display import print_progress
+    from splitserve.orchestration.cluster.detached import start_detached
+    from splitserve.orchestration.control.state_folder import StateFolder
+    from splitserve.orchestration.spec.start_checks import check_start
+
+    set_up_logging("up", options.log_level)
+    spec = _at_home_anywhere(cluster_spec(options))
+    folder = StateFolder(spec.name)
+    if options.ray in ("", "local"):  # other machines aren't looked at from here
+        with errors_in_options(options):
+            check_start(spec)
+    _say(f"splitserve {__version__}: {spec.served_model_name} on {spec.describe()}")
+    if options.ray:
+        from splitserve.orchestration.ray.commands import up_on_ray
+
+        url = up_on_ray(spec, folder, options.ray, options.log_level, restart=options.restart)
+    else:
+        url = start_detached(spec, folder, options.log_level, restart=options.restart, show=print_progress)
+    _say(f"Ready: {url}/v1 (model {spec.served_model_name}). `splitserve down --name {spec.name}` ends it.")
+    return 0
+
+
+def _at_home_anywhere(spec: ClusterSpec) -> ClusterSpec:
+    """With absolute paths: the cluster may outlive this folder."""
+    model = msgspec.structs.replace(spec.model, path=os.path.abspath(spec.model.path))
+    return msgspec.structs.replace(spec, model=model)
+
+
+def _client(options: argparse.Namespace) -> Any:
+    from splitserve.orchestration.cli.client import LocalClient
+    from splitserve.orchestration.control.state_folder import choose_cluster
+
+    if options.ray:
+        from splitserve.orchestration.ray.commands import client_on_ray
+
+        return client_on_ray(options.name or DEFAULT_NAME, options.ray)
+    folder = choose_cluster(options.name)
+    record = folder.read()
+    if record is not None and record.ray:
+        from splitserve.orchestration.ray.commands import client_on_ray
+
+        return client_on_ray(folder.name, record.ray)
+    return LocalClient(folder)
+
+
+def _down(options: argparse.Namespace) -> int:
+    _client(options).down(_say, forget=options.forget)
+    return 0
+
+
+def _status(options: argparse.Namespace) -> int:
+    from splitserve.orchestration.cli.client import status_of
+    from splitserve.orchestration.cli.display import describe_status
+
+    status = status_of(_client(options))
+    if options.json:
+        _say(json.dumps(msgspec.to_builtins(status), indent=2))
+    else:
+        _say(describe_status(status))
+    return 0
+
+
+def _scale(options: argparse.Namespace) -> int:
+    from splitserve.orchestration.cli.client import follow, status_of
+    from splitserve.orchestration.control.requests import Scale, accepted
+
+    client = _client(options)
+    before = status_of(client)
+    if options.pool not in before.counts:
+        raise ConfigError(f"there is no pool {options.pool!r}; the pools are {', '.join(before.counts)}")
+    accepted(client.ask(Scale(options.pool, options.count)))
+    if not options.no_wait:
+        wanted = sum((before.counts | {options.pool: options.count}).values())
+        follow(client, _say, lambda status: status.counts[options.pool] == options.count and status.is_settled, wanted)
+        _say(f"{options.pool} has {options.count} worker{'' if options.count == 1 else 's'}")
+    return 0
+
+
+def _drain(options: argparse.Namespace) -> int:
+    from splitserve.orchestration.cli.client import follow
+    from splitserve.orchestration.control.requests import DrainWorker, accepted
+
+    client = _client(options)
+    accepted(client.ask(DrainWorker(options.worker)))
+    if not options.no_wait:
+        follow(client, _say, lambda status: all(each.name != options.worker for each in status.workers), 0)
+        _say(f"{options.worker} has left")
+    return 0
+
+
+def _upgrade(options: argparse.Namespace) -> int:
+    from splitserve.orchestration.cli.client import follow, status_of
+    from splitserve.orchestration.control.requests import UpgradeCluster, accepted
+
+    spec = None
+    if options.spec:
+        from splitserve.orchestration.spec.document import read_spec
+
+        spec = _at_home_anywhere(read_spec(options.spec))
+    client = _client(options)
+    client.bring_code()
+    counts = status_of(client).counts  # before there are successors
+    accepted(client.ask(UpgradeCluster(None if spec is None else msgspec.to_builtins(spec), options.allow_gap)))
+    for pool in () if spec is None else spec.pools:
+        count = counts[pool.name]
+        if pool.count != count:
+            workers = "worker" if count == 1 else "workers"
+            _say(f"  {pool.name:<10} keeps its {count} {workers}; `splitserve scale` changes the number")
+    if options.no_wait:
+        return 0
+    status = follow(client, _say, lambda status: status.upgrade is None or status.upgrade.state != "running", 0)
+    assert status.upgrade is not None
+    if status.upgrade.state == "failed":
+        _say(
+            f"the upgrade failed after {status.upgrade.num_replaced} of {status.upgrade.num_workers} workers and the "
+            f"others stay as they are: {status.upgrade.problem}"
+        )
+        return EXIT_FAILED
+    _say(f"{status.upgrade.num_replaced} workers replaced; they are of revision {status.revision} now")
+    return 0
+
+
+def _logs(options: argparse.Namespace) -> int:
+    from splitserve.orchestration.cli.client import log_lines
+
+    for line in log_lines(_client(options), options.worker, options.lines, follow=options.follow):
+        _say(line)
+    return 0

@@ -1,0 +1,68 @@
+"""Progress of the processes, and a cluster's status, as lines for people."""
+
+from splitserve.orchestration.cluster.host import ChildProgress
+from splitserve.orchestration.control.requests import ClusterStatus, ProcessStatus
+from splitserve.orchestration.spec.sizes import format_bytes
+
+
+def describe_progress(event: ChildProgress) -> str | None:
+    """One line, or None for what is of no interest to people."""
+    text = _describe(event.stage, event.detail)
+    return None if text is None else f"  {event.name:<10} {text}"
+
+
+def print_progress(event: ChildProgress) -> None:
+    line = describe_progress(event)
+    if line is not None:
+        print(line, flush=True)
+
+
+def _describe(stage: str, detail: dict[str, str]) -> str | None:
+    match stage, detail:
+        case ("membership" | "lmcache" | "error" | "placed", _):
+            return None  # of no use to people; an error ends the start and is shown there, a place in the plan
+        case "plan", {"text": text}:
+            return f"placed     {text}"
+        case "placement", {"remote_bytes": remote}:
+            return f"memory     {format_bytes(int(remote))} on other NUMA nodes than planned" if int(remote) else None
+        case "weights", {"seconds": seconds, **more}:
+            size = f"{format_bytes(float(more['bytes']))}, " if "bytes" in more else ""
+            dtype = f"{more['dtype']}, " if "dtype" in more else ""
+            return f"weights    {size}{dtype}{float(seconds):.1f} s"
+        case "listening", {"url": url}:
+            return f"listening  {url}"
+        case "kv_memory", {"blocks": blocks, "bytes": size, "tokens": tokens}:
+            return f"KV memory  {int(blocks):,} blocks, {int(tokens):,} tokens, {format_bytes(float(size))}"
+        case "kv_tier", {"name": name, "holds": holds}:
+            return f"{name} KV".ljust(11) + holds
+        case "ready", {"threads": threads, **more}:
+            after = f", {more['seconds']} s" if "seconds" in more else ""
+            return f"ready      {threads} thread{'' if threads == '1' else 's'}{after}"
+        case _:
+            facts = ", ".join(f"{name} {value}" for name, value in detail.items())
+            return f"{stage:<10} {facts}".rstrip()
+
+
+def describe_status(status: ClusterStatus) -> str:
+    lines = [f"{status.name}: {status.state}, {status.model} at {status.url or 'no address yet'}"]
+    lines += [_describe_process(process, status.revision) for process in (status.router, *status.workers)]
+    if status.upgrade is not None:
+        upgrade = status.upgrade
+        problem = f": {upgrade.problem}" if upgrade.problem else ""
+        lines.append(
+            f"  upgrade {upgrade.state}, {upgrade.num_replaced} of {upgrade.num_workers} workers replaced{problem}"
+        )
+    return "\n".join(lines)
+
+
+def _describe_process(process: ProcessStatus, revision: int) -> str:
+    facts = [
+        f"{process.seconds_ready:.0f} s" if process.seconds_ready is not None else "",
+        f"pid {process.pid}" if process.pid else "",
+        process.place,
+        f"restarted {process.num_restarts} time{'s' * (process.num_restarts > 1)}" if process.num_restarts else "",
+        f"revision {process.revision}" if process.role and process.revision != revision else "",
+        "won't come back" if not process.wanted else "",
+        f"before: {process.last_words}" if process.last_words else "",
+    ]
+    return f"  {process.name:<12} {process.phase:<9} {', '.join(fact for fact in facts if fact)}".rstrip()

@@ -1,0 +1,105 @@
+"""A cluster on this machine from its spec to its end: in the foreground (``splitserve serve``) or detached (``up``)."""
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from splitserve import __version__
+from splitserve.common.cores import available_cores
+from splitserve.common.errors import ConfigError
+from splitserve.orchestration.cli.display import print_progress
+from splitserve.orchestration.cluster.host import ChildProgress
+from splitserve.orchestration.cluster.launcher import LaunchInterruptedError, LocalCluster, stop_on_signals
+from splitserve.orchestration.control.socket import ControlServer
+from splitserve.orchestration.control.state_folder import NameTakenError, Record, StateFolder
+from splitserve.orchestration.spec.cluster_spec import ClusterSpec
+
+FOLDER_VARIABLE = "SPLITSERVE_CLUSTER_FOLDER"  # in the environment of every process of a cluster
+
+_log = logging.getLogger(__name__)
+
+
+def serve(spec: ClusterSpec, log_level: str, *, restart: bool = True) -> int:
+    """Start, show the URL, serve until a signal; returns the exit status. Raises :class:`SplitserveError` if the start
+    fails.
+
+    ``restart``: workers that end are started again.
+    """
+    folder = _claim_any(spec.name)
+
+    def announce(cluster: LocalCluster) -> None:
+        print(f"Ready: {cluster.url}/v1 (model {spec.served_model_name}). Ctrl-C ends it.", flush=True)
+
+    print(
+        f"splitserve {__version__}: {spec.served_model_name} on {spec.describe()}, {available_cores()} cores",
+        flush=True,
+    )
+    try:
+        return run_cluster(spec, folder, log_level, restart=restart, show=print_progress, announce=announce)
+    except LaunchInterruptedError as error:
+        print(f"Stopped: {error}", file=sys.stderr)
+        return 1
+    finally:
+        if folder is not None:
+            folder.remove()
+
+
+def run_cluster(
+    spec: ClusterSpec,
+    folder: StateFolder | None,
+    log_level: str,
+    *,
+    restart: bool,
+    show: Callable[[ChildProgress], None],
+    announce: Callable[[LocalCluster], None],
+    log_folder: Path | None = None,
+) -> int:
+    """Serve until a signal or a request to stop; returns the exit status. ``folder`` is claimed, and gets the control
+    socket.
+
+    ``announce`` is called when the cluster is ready. Raises :class:`SplitserveError` if the start fails.
+    """
+    if folder is not None:
+        spec = msgspec.structs.replace(spec, name=folder.name)
+    environment = {} if folder is None else {FOLDER_VARIABLE: str(folder.path)}
+    cluster = LocalCluster(
+        spec, show=show, log_level=log_level, restart=restart, environment=environment, log_folder=log_folder
+    )
+    with stop_on_signals(cluster), _controlled(cluster, folder), cluster:
+        announce(cluster)
+        return cluster.watch()
+
+
+@contextmanager
+def _controlled(cluster: LocalCluster, folder: StateFolder | None) -> Iterator[None]:
+    """Let the commands ask the cluster."""
+    if folder is None:
+        yield
+        return
+    folder.write(Record(name=folder.name, launcher_pid=os.getpid()))
+    server = ControlServer(folder.socket, cluster.ask)
+    try:
+        yield
+    finally:
+        server.close()
+
+
+def _claim_any(name: str) -> StateFolder | None:
+    """A folder of that name, or of one like it if that is taken; None where there can't be any: it serves all the
+    same."""
+    try:
+        for candidate in (name, f"{name}-{os.getpid()}"):
+            folder = StateFolder(candidate)
+            try:
+                folder.claim()
+            except NameTakenError:
+                continue
+            return folder
+    except ConfigError as error:
+        _log.warning("%s; `splitserve status` and its like won't find this cluster", error)
+    return None

@@ -1,0 +1,1 @@
+"""A cluster of processes: supervision, its loop, its start and end."""

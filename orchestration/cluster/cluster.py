@@ -1,0 +1,386 @@
+"""A cluster of processes: the router first, then all workers at once.
+
+:class:`Cluster` starts them, shows their progress, watches them and ends them, wherever its host runs them
+(:mod:`splitserve.orchestration.hosts.local`, :mod:`splitserve.orchestration.ray.host`). It is one loop over events;
+:mod:`.supervision` decides which workers there shall be. No child outlives a cluster on this machine: they are asked
+with SIGINT, which doesn't wait for requests, killed after :data:`.children.STOP_GRACE_SECONDS` (more with large host
+tiers), and end by themselves if this process dies without a word.
+"""
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import copy
+from functools import partial
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from splitserve.common.errors import SplitserveError
+from splitserve.orchestration.cluster.children import Children
+from splitserve.orchestration.cluster.host import (
+    Asked,
+    Child,
+    ChildExited,
+    ChildProgress,
+    Event,
+    Host,
+    Memory,
+    StopRequested,
+)
+from splitserve.orchestration.cluster.launch_errors import LaunchError, LaunchInterruptedError
+from splitserve.orchestration.cluster.roster import Action, Phase
+from splitserve.orchestration.cluster.router_keeper import RouterKeeper
+from splitserve.orchestration.cluster.start import ClusterStart
+from splitserve.orchestration.cluster.supervision import Supervisor
+from splitserve.orchestration.cluster.worker_keeper import WorkerKeeper
+from splitserve.orchestration.control.requests import (
+    Accepted,
+    AnyReply,
+    AnyRequest,
+    DrainWorker,
+    GetStatus,
+    Refused,
+    Scale,
+    Stop,
+    UpgradeCluster,
+)
+from splitserve.orchestration.control.status import ROUTER, cluster_status
+from splitserve.orchestration.lmcache.keeper import LMCacheKeeper, is_lmcache
+from splitserve.orchestration.spec.cluster_spec import ClusterSpec
+from splitserve.orchestration.spec.expansion import ANY_PORTS
+
+START_TIMEOUT_SECONDS = 900.0
+ROUTER_READY_TIMEOUT_SECONDS = 30.0
+REPLY_TIMEOUT_SECONDS = 30.0
+
+_log = logging.getLogger(__name__)
+
+
+def ignore_progress(_event: ChildProgress) -> None:
+    """For callers that show nothing."""
+
+
+class Cluster:
+    """Use as a context manager (ready inside, gone after), or ``start``, ``watch``, ``stop``.
+
+    Start it from a thread that outlives it; in the main thread the kernel guards against orphans, too. Workers are
+    started again while :meth:`watch` runs, unless ``restart`` is off. The router's end is the cluster's, unless
+    ``restart_router`` is on.
+    """
+
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        host: Host,
+        *,
+        show: Callable[[ChildProgress], None] = ignore_progress,
+        restart: bool = True,
+        restart_router: bool = False,
+    ) -> None:
+        self.spec = spec
+        self.state = "starting"
+        self._host = host
+        self._show = show
+        self._events: SimpleQueue[Event] = SimpleQueue()
+        self._children = Children(lambda: self.state == "starting")
+        self._supervisor = Supervisor(spec, restart=restart, has_room=host.has_room)
+        self._router = RouterKeeper(restart_router)
+        self._lmcache = LMCacheKeeper()
+        self._workers = WorkerKeeper(
+            self._supervisor, self._children, host, emit=self._events.put, on_gone=self._lmcache.leave
+        )
+        self._remembered: Memory | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        _type: type[BaseException] | None,
+        _error: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    # ---- from any thread ----
+
+    @property
+    def url(self) -> str:
+        """Of the endpoint; "" until the router listens."""
+        return self._router.url
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids by name (``router``, ``prefill-0``, ...)."""
+        return self._children.pids()
+
+    @property
+    def ready(self) -> frozenset[str]:
+        """Workers that said that they are ready, and have neither ended nor been sent away since."""
+        with self._children.changed:
+            return self._supervisor.names(Phase.READY)
+
+    def wait_ready(self, name: str, timeout_seconds: float) -> bool:
+        """Wait until a worker is ready; False if that takes longer."""
+        with self._children.changed:
+            return self._children.changed.wait_for(lambda: name in self._supervisor.names(Phase.READY), timeout_seconds)
+
+    def send_signal(self, name: str, signal_number: int) -> None:
+        """To a process that is running; nothing if it has just ended. Raises :class:`KeyError` for an unknown name."""
+        with self._children.changed:
+            self._children.by_name[name].send_signal(signal_number)
+            if name != ROUTER and signal_number in (signal.SIGTERM, signal.SIGKILL):
+                self._supervisor.on_leaving(name)
+
+    def restart(self, name: str) -> None:
+        """Ask a worker to drain; :meth:`watch` starts it again when it has ended."""
+        self.send_signal(name, signal.SIGTERM)
+
+    def request_stop(self, reason: str) -> None:
+        """Make :meth:`start` or :meth:`watch` return; safe in a signal handler and from any thread."""
+        self._events.put(StopRequested(reason))
+
+    def ask(self, request: AnyRequest) -> AnyReply:
+        """Have the thread that watches the cluster answer a request. Not from that thread."""
+        replies: SimpleQueue[AnyReply] = SimpleQueue()
+        self._events.put(Asked(request, replies.put))
+        try:
+            return replies.get(timeout=REPLY_TIMEOUT_SECONDS)
+        except Empty:
+            return Refused(f"the cluster didn't answer within {REPLY_TIMEOUT_SECONDS:g} s; it may be ending")
+
+    # ---- start, watch, stop ----
+
+    def start(self) -> None:
+        """Return when every worker is ready and the router says so; on any failure everything is stopped.
+
+        Raises :class:`LaunchError`, or :class:`LaunchInterruptedError` after :meth:`request_stop`.
+        """
+        deadline = time.monotonic() + START_TIMEOUT_SECONDS
+        start = ClusterStart(self._events, self._children, self._note_progress, self._reply, self._not_ready)
+        try:
+            self._host.prepare(self.spec)
+            self._children.add(self._host.start_router(self.spec, ANY_PORTS, self._events.put))
+            start.wait(lambda: self._router.membership != "", "the router's membership endpoint", deadline)
+            self._supervisor.want_all(time.monotonic())
+            self._do_what_is_due()
+            start.wait(lambda: self._all_ready() and self.url != "", "all workers", deadline)
+            start.wait_for_router(self.url, time.monotonic() + ROUTER_READY_TIMEOUT_SECONDS)
+            self.state = "serving"
+        except BaseException:
+            self.stop()
+            raise
+
+    def come_back(self, memory: Memory, adopt: Callable[[Callable[[Event], None]], Mapping[str, Child]]) -> None:
+        """Instead of :meth:`start`: go on where another launcher was lost. ``adopt`` gives the processes that it has
+        left running, by name; they tell their progress from the beginning.
+
+        Raises :class:`LaunchError` if there is no getting a router.
+        """
+        self._router.recall(memory.membership, memory.url)
+        children = adopt(self._events.put)
+        now = time.monotonic()
+        with self._children.changed:
+            servers = self._lmcache.adopt(children)
+            self._supervisor.restore(memory.snapshot, children.keys() - {ROUTER} - servers, now)
+            if not memory.snapshot.workers:
+                self._supervisor.want_all(now)  # it was lost before it could want any
+        for child in children.values():
+            self._children.add(child)
+        if ROUTER not in children:
+            self._router.due_at = now
+        deadline = now + START_TIMEOUT_SECONDS
+        while not self._router.is_listening:
+            self._do_what_is_due(with_workers=False)
+            self._handle(self._next_event(min(deadline, self._router.due_at)))
+            if time.monotonic() > deadline:
+                raise LaunchError("gave up waiting for the router")
+        self.state = "serving"
+        self._do_what_is_due()
+
+    def watch(self) -> int:
+        """Serve until :meth:`request_stop`; returns the exit status: 1 if the router died or no worker is left."""
+        while True:
+            match event := self._next_event():
+                case StopRequested(reason):
+                    _log.info("%s: stopping", reason)
+                    return 0
+                case _:
+                    self._handle(event)
+            if ROUTER not in self._children.by_name and not self._router.is_due_some_time:
+                _log.error("the router is gone: stopping")
+                return 1
+            if not self._supervisor.workers:
+                _log.error("no worker is left: stopping")
+                return 1
+            self._do_what_is_due()
+
+    @contextmanager
+    def supervised(self) -> Iterator[None]:
+        """:meth:`watch` in a thread of its own, for a caller with something else to do.
+
+        Raises :class:`LaunchError` at the end if the cluster had ended by itself.
+        """
+        statuses: list[int] = []
+        watcher = threading.Thread(target=lambda: statuses.append(self.watch()), name="watch", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            self.request_stop("the supervision's end")
+            watcher.join()
+        if statuses != [0]:
+            raise LaunchError("the cluster ended by itself: its log says why")
+
+    def stop(self) -> None:
+        """End every child in the time that the module's docstring says, by force if need be. Idempotent."""
+        self.state = "stopping"
+        workers = self._supervisor.workers.values()
+        give_back_seconds = max((worker.spec.give_back_seconds() for worker in workers), default=0.0)
+        self._children.end_all(give_back_seconds)
+        with self._children.changed:
+            self._children.by_name.clear()
+            self._supervisor.workers.clear()
+        self._host.close()
+
+    # ---- workers ----
+
+    def _do_what_is_due(self, *, with_workers: bool = True) -> None:
+        now = time.monotonic()
+        if self._router.due_at <= now:
+            self._start_router_again()
+        if not with_workers:
+            return
+        self._keep_lmcache()
+        self._workers.poll(self._router.membership)
+        self._remember()
+
+    def _handle(self, event: Event | None) -> None:
+        match event:
+            case ChildExited(name, returncode):
+                words = self._children.take_leave(name, returncode)
+                if name == ROUTER:
+                    self._on_router_exit()
+                elif is_lmcache(name):
+                    self._host.release(name)
+                    self._lmcache.on_exit(name, time.monotonic())
+                else:
+                    self._workers.on_exit(name, returncode, words)
+            case ChildProgress() as progress:
+                self._note_progress(progress)
+            case Asked(request, answer):
+                answer(self._reply(request))
+            case StopRequested(reason):
+                raise LaunchInterruptedError(f"{reason} before the cluster was ready")
+
+    def _next_event(self, until: float | None = None) -> Event | None:
+        """The next event; None when something is due (``until``, if that is given) before one comes."""
+        due = (self._supervisor.next_due(), self._router.due_at, self._lmcache.next_due())
+        due_at = min(due) if until is None else until
+        try:
+            return self._events.get(timeout=None if due_at == float("inf") else max(0.0, due_at - time.monotonic()))
+        except Empty:
+            return None
+
+    def _note_progress(self, progress: ChildProgress) -> None:
+        actions: list[Action] = []
+        match progress.stage:
+            case "ready" if progress.name in self._supervisor.workers:
+                actions = self._workers.on_ready(progress.name)
+            case "placed" if progress.name in self._supervisor.workers:
+                self._workers.on_placed(progress.name)
+            case "ready" if is_lmcache(progress.name):
+                self._lmcache.on_ready(progress.name, time.monotonic())
+            case "lmcache":
+                self._lmcache.use(progress.name, progress.detail["server"], time.monotonic())
+                self._keep_lmcache()
+            case "membership":
+                self._on_membership(progress.detail["endpoint"])
+            case "listening":
+                self._router.on_listening(progress.detail["url"], time.monotonic())
+        self._show(progress)
+        self._workers.perform(actions)
+        self._remember()
+
+    def _remember(self) -> None:
+        """Should another launcher have to go on."""
+        snapshot = self._supervisor.snapshot()
+        memory = Memory(snapshot, self._router.membership, self.url)
+        if memory != self._remembered:
+            self._host.remember(memory)
+            snapshot = msgspec.structs.replace(snapshot, upgrade=copy(snapshot.upgrade))
+            self._remembered = Memory(snapshot, self._router.membership, self.url)
+
+    # ---- the router ----
+
+    def _start_router_again(self) -> None:
+        """At the same place, so that workers and clients find it."""
+        self._router.due_at = float("inf")
+        error = self._children.try_start(
+            lambda: self._host.start_router(self.spec, self._router.ports, self._events.put)
+        )
+        if error is not None:
+            _log.error("the router can't be started: %s", error)
+            self._on_router_exit()
+
+    def _on_router_exit(self) -> None:
+        """Another one shall take its place, unless its end is the cluster's."""
+        now = time.monotonic()
+        self._router.on_exit(now)
+        if self._router.is_due_some_time:
+            _log.warning("the router is started again in %.1f s", self._router.due_at - now)
+
+    def _on_membership(self, endpoint: str) -> None:
+        """Workers that were told of another place have to be told anew: they are replaced."""
+        if not self._router.on_membership(endpoint):
+            return
+        for name, child in list(self._children.by_name.items()):
+            if name in self._supervisor.workers:
+                _log.warning("membership has moved to %s: %s is started again", endpoint, name)
+                child.kill()
+
+    # ---- LMCache ----
+
+    def _keep_lmcache(self) -> None:
+        """Workers do without a server until it's there, and whenever it isn't."""
+        running = self._children.by_name
+        for name in self._lmcache.take_unused(running):
+            _log.info("%s has no worker any more: it is ended", name)
+            running[name].send_signal(signal.SIGINT)
+        for name in self._lmcache.take_due(time.monotonic(), running):
+            spec = self._supervisor.spec
+            error = self._children.start(name, partial(self._host.start_lmcache, name, spec, self._events.put))
+            if error is not None:
+                self._lmcache.on_exit(name, time.monotonic())
+
+    # ---- the start ----
+
+    def _all_ready(self) -> bool:
+        return len(self._supervisor.names(Phase.READY)) == len(self._supervisor.workers)
+
+    def _not_ready(self) -> list[str]:
+        return sorted(self._supervisor.workers.keys() - self.ready) or [ROUTER]
+
+    # ---- requests ----
+
+    def _reply(self, request: AnyRequest) -> AnyReply:
+        """Carry a request out, as far as that is done at once."""
+        try:
+            match request:
+                case GetStatus():
+                    children = self._children.by_name
+                    return cluster_status(self.state, self.url, self._supervisor, children, time.monotonic())
+                case Stop():
+                    self.request_stop("splitserve down")
+                case Scale() | DrainWorker() | UpgradeCluster():
+                    self._workers.carry_out(request)
+        except SplitserveError as error:
+            return Refused(str(error))
+        return Accepted()

@@ -1,0 +1,215 @@
+"""Which workers a cluster shall have, which it has, and what follows of the difference. Pure: time is an argument.
+
+    WAITING --Start--> STARTING --ready--> READY --Drain--> LEAVING --exit--> gone, or WAITING again
+       ^                   |                 |
+       '------ exit -------'------ exit -----'
+
+The launcher tells what happened and carries out the actions. Scaling, draining and upgrades only change what is wanted,
+so that a worker that dies in the middle of one is no special case. Each worker keeps the spec that it was started with:
+one that dies is started again as it was, whatever an upgrade is doing to the others.
+"""
+
+import random
+from collections.abc import Callable, Collection
+
+import msgspec
+
+from splitserve.common.errors import ConfigError
+from splitserve.orchestration.cluster.restarts import StartTimes
+from splitserve.orchestration.cluster.rolling_upgrade import RollingUpgrade, Upgrade
+from splitserve.orchestration.cluster.roster import MAX_WORKERS_PER_POOL, Action, Phase, Roster, Worker
+from splitserve.orchestration.spec.cluster_spec import ClusterSpec, PoolSpec
+
+
+class KnownWorker(msgspec.Struct, frozen=True):
+    """Worker of a :class:`Snapshot`. ``is_leaving``: it was asked to go."""
+
+    name: str
+    revision: int
+    wanted: bool
+    is_leaving: bool
+    num_restarts: int
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """State with which another supervisor goes on. ``specs``: those of living revisions."""
+
+    revision: int
+    spec: ClusterSpec
+    specs: dict[int, ClusterSpec]
+    workers: list[KnownWorker]
+    upgrade: Upgrade | None
+
+
+class Supervisor:
+    """``has_room(pool)`` says whether the machines can take one more worker of the pool now."""
+
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        *,
+        restart: bool = True,
+        has_room: Callable[[PoolSpec], bool] = lambda _pool: True,
+        chosen: random.Random | None = None,
+    ) -> None:
+        self._roster = Roster(spec)
+        self._upgrades = RollingUpgrade(self._roster, has_room)
+        self._restart = restart
+        self._chosen = chosen or random.Random()
+
+    @property
+    def spec(self) -> ClusterSpec:
+        """The spec that new workers are started with."""
+        return self._roster.spec
+
+    @property
+    def revision(self) -> int:
+        """The number of :attr:`spec`: it counts the specs of the cluster."""
+        return self._roster.revision
+
+    @property
+    def workers(self) -> dict[str, Worker]:
+        """Workers by name."""
+        return self._roster.workers
+
+    @property
+    def upgrade(self) -> Upgrade | None:
+        """The last upgrade; None before the first."""
+        return self._upgrades.upgrade
+
+    # ---- what is wanted ----
+
+    def want_all(self, now: float) -> None:
+        """Want the workers that the spec counts."""
+        for pool in self.spec.pools:
+            for _ in range(pool.count):
+                self._roster.add(pool, now)
+
+    def scale(self, pool_name: str, count: int, now: float) -> list[Action]:
+        """Add workers, or have the youngest of the pool leave. Raises :class:`ConfigError`."""
+        pool = self.spec.pool(pool_name)
+        if not 0 <= count <= MAX_WORKERS_PER_POOL:
+            raise ConfigError(f"{count} workers can't be: say 0 to {MAX_WORKERS_PER_POOL}")
+        self._upgrades.refuse_during_upgrade()
+        present = self._roster.wanted(pool_name)
+        others = {worker.pool.role for worker in self.workers.values() if worker.wanted and worker not in present}
+        if count == 0 and present and not _can_serve(others):
+            raise ConfigError(f"without {pool_name} nobody could serve; use `splitserve down` to end the cluster")
+        for _ in range(count - len(present)):
+            self._roster.add(pool, now)
+        return self._roster.dismiss(present[count:], now)
+
+    def drain(self, name: str, now: float) -> list[Action]:
+        """Have a worker finish its requests and leave for good. Raises :class:`ConfigError`."""
+        worker = self.workers.get(name)
+        if worker is None or not worker.wanted:
+            known = ", ".join(sorted(worker.name for worker in self.workers.values() if worker.wanted))
+            raise ConfigError(f"there is no worker {name!r} to drain; there are {known}")
+        self._upgrades.refuse_during_upgrade()
+        remaining = {other.pool.role for other in self.workers.values() if other.wanted and other is not worker}
+        if not _can_serve(remaining):
+            raise ConfigError(f"without {name} nobody could serve; scale {worker.pool.name} up first")
+        return self._roster.dismiss([worker], now)
+
+    def begin_upgrade(self, spec: ClusterSpec, now: float, *, allow_gap: bool = False) -> list[Action]:
+        """Replace all workers, one by one, by ones of ``spec`` (which may be the present one, to get new code).
+
+        Raises :class:`ConfigError` for a change that no rolling upgrade can make, and without ``allow_gap`` where the
+        only worker of a pool would have to leave before its successor is there.
+        """
+        return self._upgrades.begin(spec, now, allow_gap=allow_gap)
+
+    # ---- what happened ----
+
+    def on_started(self, name: str) -> None:
+        worker = self.workers[name]
+        worker.phase, worker.ready_since = Phase.STARTING, None
+
+    def on_placed(self, name: str, now: float) -> None:
+        """Note that a process of the worker runs; before :meth:`on_ready`."""
+        worker = self.workers[name]
+        if worker.phase is Phase.STARTING:
+            worker.times = msgspec.structs.replace(worker.times, placed_at=now)
+
+    def on_ready(self, name: str, now: float) -> list[Action]:
+        worker = self.workers[name]
+        if worker.phase is Phase.STARTING:
+            worker.phase, worker.ready_since = Phase.READY, now
+            worker.times = msgspec.structs.replace(worker.times, ready_at=now)
+        return self._upgrades.advance(now)
+
+    def on_leaving(self, name: str) -> None:
+        """Note that a signal asked the worker to go: it's no longer ready, but wanted as before."""
+        worker = self.workers[name]
+        if worker.phase is not Phase.WAITING:
+            worker.phase = Phase.LEAVING
+
+    def on_exit(self, name: str, returncode: int, words: str, now: float) -> list[Action]:
+        """Note that a worker ended, or couldn't be started (``returncode`` not 0); :attr:`workers` shows the rest."""
+        worker = self.workers[name]
+        seconds_ready = None if worker.ready_since is None else now - worker.ready_since
+        worker.last_words, worker.times = words, StartTimes(lost_at=now)
+        worker.phase, worker.ready_since, worker.kill_at = Phase.WAITING, None, float("inf")
+        delay_seconds: float | None = None
+        if worker.wanted and (self._restart or self._upgrades.is_turn_of(name)):
+            delay_seconds = worker.policy.on_death(seconds_ready, self._chosen) if returncode else 0.0
+        if delay_seconds is None:
+            del self.workers[name]
+        else:
+            worker.due_at = now + delay_seconds
+            worker.num_restarts += 1
+        return self._upgrades.advance(now, just_ended=name, failed=returncode != 0)
+
+    def poll(self, now: float) -> list[Action]:
+        """Return the starts and kills that are due."""
+        return self._roster.poll(now)
+
+    def next_due(self) -> float:
+        """Return when :meth:`poll` may have something to do although nothing happens."""
+        return self._roster.next_due()
+
+    # ---- what is known ----
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(
+            revision=self.revision,
+            spec=self.spec,
+            specs={worker.revision: worker.spec for worker in self.workers.values()},
+            workers=[
+                KnownWorker(
+                    worker.name, worker.revision, worker.wanted, worker.phase is Phase.LEAVING, worker.num_restarts
+                )
+                for worker in self.workers.values()
+            ],
+            upgrade=self.upgrade,
+        )
+
+    def restore(self, snapshot: Snapshot, running: Collection[str], now: float) -> None:
+        """Go on from ``snapshot``. Workers that are ``running`` count as starting until they are heard of again; the
+        others are started anew, if they are wanted."""
+        self._roster.spec, self._roster.revision = snapshot.spec, snapshot.revision
+        self._upgrades.upgrade = snapshot.upgrade
+        for known in snapshot.workers:
+            if known.name not in running and not known.wanted:
+                continue
+            spec = snapshot.specs[known.revision]
+            pool = next(pool for pool in spec.pools if known.name.rpartition("-")[0] == pool.name)
+            worker = Worker(known.name, spec, pool, known.revision, now, wanted=known.wanted)
+            worker.num_restarts = known.num_restarts
+            if known.name in running:
+                worker.phase, worker.due_at = Phase.STARTING, float("inf")
+                if known.is_leaving:
+                    self._roster.ask_to_leave(worker, now)  # it knows already: a second signal would end it at once
+            self.workers[known.name] = worker
+
+    def names(self, phase: Phase) -> frozenset[str]:
+        """Return the names of the workers in a phase."""
+        return self._roster.names(phase)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError for a worker whose state contradicts itself."""
+        self._roster.check_invariants()
+
+
+def _can_serve(roles: Collection[str]) -> bool:
+    return "mixed" in roles or {"prefill", "decode"} <= set(roles)

@@ -1,0 +1,1 @@
+"""Control of a running cluster: requests, their socket, its state folder, its status."""

@@ -1,0 +1,189 @@
+"""Where a running cluster keeps what the commands need to find it: a folder per cluster, for its user alone.
+
+    ROOT/NAME/lock           held by the cluster's launcher for as long as it lives; says whether the rest is still true
+    ROOT/NAME/cluster.json   what and where it is (:class:`Record`)
+    ROOT/NAME/control.sock   requests (see :mod:`.socket`)
+    ROOT/NAME/logs/*.log     of a cluster without a terminal
+
+ROOT is ``$SPLITSERVE_STATE_DIR``, else ``$XDG_STATE_HOME/splitserve``, else ``~/.local/state/splitserve``.
+"""
+
+import fcntl
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from splitserve.common.errors import ConfigError
+
+_ROOT_VARIABLE = "SPLITSERVE_STATE_DIR"
+_RECORD = "cluster.json"
+
+
+class NameTakenError(ConfigError):
+    """A cluster of that name is running."""
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``ray`` is the address of the Ray cluster that it runs on; "" for one on this machine. ``head_pid`` is the Ray
+    head that was started for it in ``head_folder``, at ``head_start_seconds`` (Unix time); 0: none was."""
+
+    name: str
+    launcher_pid: int = 0
+    ray: str = ""
+    head_pid: int = 0
+    head_start_seconds: float = 0.0
+    head_folder: str = ""
+
+
+def state_root() -> Path:
+    chosen = os.environ.get(_ROOT_VARIABLE)
+    if chosen:
+        return Path(chosen)
+    base = os.environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "splitserve"
+
+
+class StateFolder:
+    """One cluster's folder. A launcher claims it; commands look into it."""
+
+    def __init__(self, name: str, root: Path | None = None) -> None:
+        self.name = name
+        self.path = (root or state_root()) / name
+        self._lock_fd: int | None = None
+
+    @property
+    def socket(self) -> Path:
+        return self.path / "control.sock"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def claim(self) -> None:
+        """Make the folder this process's own, until :meth:`remove` or the process's end.
+
+        Raises :class:`ConfigError` if a cluster of that name is running, or the folder can't be made.
+        """
+        while self._lock_fd is None:
+            lock_fd = self._open_lock()
+            try:
+                fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(lock_fd)
+                raise NameTakenError(
+                    f"a cluster called {self.name} is running already: choose another --name, or end it first "
+                    f"(splitserve down --name {self.name})"
+                ) from None
+            if self._is_lock(lock_fd):
+                self._lock_fd = lock_fd
+            else:  # whoever had it before has just removed it
+                os.close(lock_fd)
+        record = self.read()
+        if record is not None and record.ray:
+            self.release()
+            raise NameTakenError(
+                f"a cluster called {self.name} is on Ray at {record.ray}: choose another --name, or end it first "
+                f"(splitserve down --name {self.name})"
+            )
+        for left_over in (self.socket, self.path / _RECORD):
+            left_over.unlink(missing_ok=True)
+
+    def _open_lock(self) -> int:
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.path.chmod(0o700)
+            return os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(
+                f"can't keep the cluster's state in {self.path}: {error.strerror or error}; set {_ROOT_VARIABLE} to a "
+                "folder that you may write to"
+            ) from error
+
+    def _is_lock(self, lock_fd: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(lock_fd), (self.path / "lock").stat())
+        except OSError:
+            return False
+
+    def is_claimed(self) -> bool:
+        """Whether a launcher lives that has claimed it."""
+        try:
+            lock_fd = os.open(self.path / "lock", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(lock_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(lock_fd)
+        return False
+
+    def release(self) -> None:
+        """Give the claim up and leave what is there."""
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+    def write(self, record: Record) -> None:
+        """Atomically."""
+        draft = self.path / f"{_RECORD}.new"
+        draft.write_bytes(msgspec.json.encode(record))
+        draft.replace(self.path / _RECORD)
+
+    def read(self) -> Record | None:
+        """None if there is no record, or none that this version can read."""
+        try:
+            return msgspec.json.decode((self.path / _RECORD).read_bytes(), type=Record)
+        except (OSError, msgspec.DecodeError):
+            return None
+
+    def discard(self) -> None:
+        """Forget a cluster that this process has claimed and that didn't start; only its logs stay."""
+        if self._lock_fd is None:
+            return
+        for path in (self.socket, self.path / _RECORD, self.path / "lock"):
+            path.unlink(missing_ok=True)
+        self.release()
+
+    def remove(self) -> None:
+        """Nothing is left of it; harmless when nothing was there."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.release()
+        with suppress(OSError):  # others have clusters, too
+            self.path.parent.rmdir()
+
+
+def known_clusters() -> list[StateFolder]:
+    """Folders under the root, whether or not their clusters live."""
+    try:
+        names = sorted(entry.name for entry in state_root().iterdir() if (entry / "lock").exists())
+    except OSError:
+        return []
+    return [StateFolder(name) for name in names]
+
+
+def choose_cluster(name: str) -> StateFolder:
+    """The folder of the cluster that a command is about: the only one, where no name is given.
+
+    Raises :class:`ConfigError` that lists the names.
+    """
+    known = known_clusters()
+    if name:
+        chosen = [folder for folder in known if folder.name == name]
+    else:
+        chosen = [folder for folder in known if folder.is_claimed() or _is_on_ray(folder)] or known
+    if len(chosen) == 1:
+        return chosen[0]
+    names = ", ".join(folder.name for folder in known)
+    if not known:
+        raise ConfigError(f"no cluster is known in {state_root()}: start one with splitserve up, or say --ray ADDRESS")
+    raise ConfigError(f"there is no cluster called {name}; there are {names}" if name else f"which one? --name {names}")
+
+
+def _is_on_ray(folder: StateFolder) -> bool:
+    record = folder.read()
+    return record is not None and bool(record.ray)

@@ -1,0 +1,66 @@
+"""How a cluster is, for those who ask: made of what its supervisor knows and of the processes that run."""
+
+import time
+from collections.abc import Mapping
+
+from splitserve import __version__
+from splitserve.orchestration.cluster.host import Child
+from splitserve.orchestration.cluster.rolling_upgrade import Upgrade
+from splitserve.orchestration.cluster.roster import Phase, Worker
+from splitserve.orchestration.cluster.supervision import Supervisor
+from splitserve.orchestration.control.requests import ClusterStatus, ProcessStatus, UpgradeStatus
+
+ROUTER = "router"
+
+
+def cluster_status(
+    state: str, url: str, supervisor: Supervisor, children: Mapping[str, Child], now: float
+) -> ClusterStatus:
+    """``children`` by name, the router among them; ``now`` on the monotonic clock, as all times of ``supervisor``."""
+    counts = {pool.name: 0 for pool in supervisor.spec.pools}
+    for worker in supervisor.workers.values():
+        counts[worker.pool.name] += worker.wanted
+    router = children.get(ROUTER)
+    return ClusterStatus(
+        name=supervisor.spec.name,
+        version=__version__,
+        state=state,
+        model=supervisor.spec.served_model_name,
+        url=url,
+        revision=supervisor.revision,
+        counts=counts,
+        router=ProcessStatus(
+            name=ROUTER,
+            phase=Phase.READY if url else Phase.STARTING,
+            pid=router.pid if router else 0,
+            place=router.place if router else "",
+        ),
+        workers=[_worker_status(worker, children.get(worker.name), now) for worker in supervisor.workers.values()],
+        upgrade=None if supervisor.upgrade is None else _upgrade_status(supervisor.upgrade),
+    )
+
+
+def _worker_status(worker: Worker, child: Child | None, now: float) -> ProcessStatus:
+    return ProcessStatus(
+        name=worker.name,
+        pool=worker.pool.name,
+        role=worker.pool.role,
+        phase=worker.phase,
+        pid=child.pid if child else 0,
+        place=child.place if child else "",
+        revision=worker.revision,
+        num_restarts=worker.num_restarts,
+        seconds_ready=None if worker.ready_since is None else now - worker.ready_since,
+        wanted=worker.wanted,
+        last_words=worker.last_words,
+        times=worker.times.moved(time.time() - now),
+    )
+
+
+def _upgrade_status(upgrade: Upgrade) -> UpgradeStatus:
+    return UpgradeStatus(
+        state=upgrade.state,
+        num_replaced=upgrade.num_replaced,
+        num_workers=upgrade.num_workers,
+        problem=upgrade.problem,
+    )

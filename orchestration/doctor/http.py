@@ -1,0 +1,79 @@
+"""The endpoint of a cluster as the doctor asks it."""
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import urlsplit
+
+from splitserve.common.errors import ConfigError, SplitserveError
+
+
+class UnreachableError(SplitserveError):
+    """Nobody answers there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    status: int
+    body: bytes
+
+    def json(self) -> Any:
+        """None if it isn't JSON."""
+        try:
+            return json.loads(self.body)
+        except ValueError:
+            return None
+
+    def words(self) -> str:
+        """What it says, for people."""
+        value = self.json()
+        if isinstance(value, dict):
+            error = value.get("error")
+            said = error.get("message") if isinstance(error, dict) else value.get("reason") or value.get("status")
+            if said:
+                return str(said)
+        return self.body[:200].decode(errors="replace")
+
+
+class Endpoint:
+    """Goes past any proxy of the environment. Methods raise :class:`UnreachableError` if nobody answers, and
+    :class:`ConfigError` if the key is wrong or missing."""
+
+    def __init__(self, url: str, api_key: str = "", timeout_seconds: float = 10.0) -> None:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"{url!r} is no URL of an endpoint; write it like http://127.0.0.1:8000")
+        self.url = f"{parts.scheme}://{parts.netloc}"
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._timeout_seconds = timeout_seconds
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def get(self, path: str) -> Answer:
+        request = urllib.request.Request(self.url + path, headers=self._headers)  # noqa: S310 - http or https
+        return self._ask(request, self._timeout_seconds)
+
+    def post(self, path: str, body: dict[str, Any], timeout_seconds: float) -> Answer:
+        headers = {**self._headers, "Content-Type": "application/json"}
+        data = json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, headers, method="POST")  # noqa: S310
+        return self._ask(request, timeout_seconds)
+
+    def _ask(self, request: urllib.request.Request, timeout_seconds: float) -> Answer:
+        try:
+            with self._opener.open(request, timeout=timeout_seconds) as response:
+                answer = Answer(response.status, response.read())
+        except urllib.error.HTTPError as error:
+            answer = Answer(error.code, error.read())
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            raise UnreachableError(f"{request.full_url} gives no answer: {reason}") from error
+        if answer.status == HTTPStatus.UNAUTHORIZED:
+            raise ConfigError(
+                f"{self.url} wants another API key: say --api-key-file PATH, or set SPLITSERVE_API_KEY "
+                f"({answer.words()})"
+            )
+        return answer

@@ -1,0 +1,65 @@
+"""The files of a checkpoint as the doctor looks at them: all that can be known without loading it."""
+
+from collections.abc import Collection
+from pathlib import Path
+
+from splitserve.common.errors import CheckpointError
+from splitserve.common.model_files import MAX_TOKENIZER_BYTES, parse_json, read_text
+from splitserve.models.config import load_model_config
+from splitserve.models.declared import stored_weights
+from splitserve.models.weights.checkpoint import read_records, weight_files, weights_version
+from splitserve.orchestration.doctor.report import Check, Problem, check, few
+from splitserve.orchestration.spec.cluster_spec import check_model_directory
+
+DUMMY = "dummy"
+
+
+def look_at_model(path: str, load_format: str = "auto", served_versions: Collection[str] = ()) -> Check:
+    """config.json, tokenizer, every weight file's header and size, every tensor's name and shape.
+
+    ``served_versions``: identities of the weights that running workers have of this checkpoint.
+    """
+    try:
+        if load_format == DUMMY or (served_versions and weights_version(path, DUMMY) in served_versions):
+            _check_directory(Path(path))
+            return check("model files", f"{path}: random weights of its shape")
+        text = f"{path}: {_read_weights(Path(path))}"
+        if not served_versions or weights_version(path) in served_versions:
+            return check("model files", text)
+    except CheckpointError as error:
+        advice = (
+            "download the checkpoint again (config.json, every *.safetensors file, tokenizer.json), or correct PATH"
+        )
+        return check("model files", path, [Problem("missing_weights", str(error), advice)])
+    advice = "put the old files back, or start the cluster again: a worker that restarts with these would be refused"
+    changed = "the files are not those that the workers have loaded"
+    return check("model files", text, [Problem("changed_weights", changed, advice)])
+
+
+def _check_directory(directory: Path) -> None:
+    """All but the weights. Raises :class:`CheckpointError`."""
+    check_model_directory(str(directory))
+    load_model_config(directory)
+    tokenizer = directory / "tokenizer.json"
+    try:
+        parse_json(read_text(tokenizer, MAX_TOKENIZER_BYTES), tokenizer)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{tokenizer} can't be read: {error}") from error
+
+
+def _read_weights(directory: Path) -> str:
+    """What there is. Raises :class:`CheckpointError`."""
+    _check_directory(directory)
+    files = weight_files(directory)
+    records = read_records(directory)
+    expected = stored_weights(load_model_config(directory))
+    missing = [name for name in expected if name not in records]
+    if missing:
+        raise CheckpointError(f"{directory} lacks {len(missing)} tensors that config.json asks for: {few(missing)}")
+    for name, weight in expected.items():
+        if records[name].shape != weight.shape:
+            found = list(records[name].shape)
+            raise CheckpointError(
+                f"{records[name].file}: {name} has shape {found}; config.json asks for {list(weight.shape)}"
+            )
+    return f"{len(records)} tensors in {len(files)} file{'' if len(files) == 1 else 's'}"

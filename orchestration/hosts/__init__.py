@@ -1,0 +1,1 @@
+"""Processes on one machine: children, cores, GPUs, addresses, logs."""

@@ -1,0 +1,189 @@
+"""Main of a child process: ``python -m splitserve.orchestration.hosts.child``. It is started by :mod:`.process`
+alone.
+
+Contract with the parent:
+
+- the first line of standard input is an :class:`Order` as JSON. The pipe then stays open: its end means that
+  the parent is gone, however it died, and ends this process too;
+- the status pipe carries :class:`Progress` as JSON lines. Stage ``error`` says in one line why the process ends;
+- SIGINT ends it in order, now. SIGTERM ends it in order, a worker once it has drained. Exit status: 0 after a signal,
+  2 for an error that the user can mend, 1 for any other.
+"""
+
+import ctypes
+import gc
+import importlib
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection
+from io import FileIO
+from typing import Literal
+
+import msgspec
+
+from splitserve.common.cores import awake_cpus, usable_cpus
+from splitserve.common.errors import ConfigError, SplitserveError
+from splitserve.common.logs import set_up_logging
+from splitserve.orchestration.hosts.affinity import bind_process
+from splitserve.orchestration.hosts.shared_memory import hold_folder
+from splitserve.protocol.config import LMCacheConfig, RouterConfig, WorkerConfig
+
+ORPHAN_GRACE_SECONDS = 3.0
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+_log = logging.getLogger(__name__)
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """What a child shall run: ``entry`` (``module:function``), called with its config and a callable for progress.
+
+    ``shared_memory`` is a folder to remove at the end, in case the parent is gone by then.
+    ``parent_death_signal`` asks the kernel, too, to end the child with the *thread* of the parent that started it.
+    """
+
+    name: str
+    kind: Literal["router", "worker", "lmcache"]
+    entry: str
+    config: msgspec.Raw
+    status_fd: int
+    log_level: str = "info"
+    shared_memory: str = ""
+    parent_death_signal: bool = True
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """A step that a child has made; ``detail`` is for people and for the launcher."""
+
+    stage: str
+    detail: dict[str, str]
+
+
+Config = RouterConfig | WorkerConfig | LMCacheConfig
+Entry = Callable[[Config, Callable[[str, dict[str, str]], None]], None]
+
+
+class StatusPipe:
+    """Writes progress to the parent. A parent that is gone is not this class's business: the life line sees to it."""
+
+    def __init__(self, fd: int) -> None:
+        os.set_inheritable(fd, False)  # its end must mean our end, whatever we start
+        self._file = os.fdopen(fd, "wb", buffering=0)
+        self._lock = threading.Lock()
+
+    def report(self, stage: str, detail: dict[str, str]) -> None:
+        with self._lock:
+            if self._file.closed:
+                return
+            try:
+                self._file.write(msgspec.json.encode(Progress(stage, detail)) + b"\n")
+            except BrokenPipeError:
+                _log.warning("progress %r has no reader any more", stage)
+
+    def close(self) -> None:
+        """Nobody needs to hear more."""
+        with self._lock:
+            self._file.close()
+
+
+def config_of(order: Order) -> Config:
+    if order.kind == "router":
+        return msgspec.json.decode(order.config, type=RouterConfig)
+    if order.kind == "lmcache":
+        return msgspec.json.decode(order.config, type=LMCacheConfig)
+    return msgspec.json.decode(order.config, type=WorkerConfig)
+
+
+def stays_awake(config: Config) -> bool:
+    """Whether the process is to stay on cores that are kept awake."""
+    if isinstance(config, WorkerConfig):
+        return config.engine.keep_cores_awake
+    return isinstance(config, RouterConfig) and config.on_awake_cores
+
+
+def cpus_for(config: Config) -> Collection[int]:
+    """Hardware threads that the process is to stay on; none: wherever it may."""
+    cpus = config.placement.cpus if isinstance(config, WorkerConfig) else ()
+    return awake_cpus(cpus or usable_cpus()) if stays_awake(config) else cpus
+
+
+def _imported(name: str) -> Entry:
+    """``module:function``. What imports make stays: a collector that looks through it takes a fifth of their time."""
+    module, _, function = name.partition(":")
+    gc.disable()
+    entry: Entry = getattr(importlib.import_module(module), function)
+    gc.enable()
+    return entry
+
+
+def run(order: Order, status: StatusPipe) -> int:
+    """Import and run the order's entry; returns the exit status."""
+    try:
+        config = config_of(order)
+        is_bound = bind_process(cpus_for(config))  # before anything counts the cores, or touches memory
+        if not is_bound and stays_awake(config):
+            raise ConfigError(f"{order.name} can't stay on some of the cores; go without --keep-cores-awake")
+        entry = _imported(order.entry)
+        entry(config, status.report)
+    except SplitserveError as error:
+        status.report("error", {"message": str(error)})
+        return 2
+    except KeyboardInterrupt:
+        return 0
+    except Exception as error:
+        _log.exception("%s ends with an unexpected error", order.name)
+        status.report("error", {"message": f"{type(error).__name__}: {error}"})
+        return 1
+    return 0
+
+
+def remove_shared_memory(order: Order) -> None:
+    if order.shared_memory:
+        shutil.rmtree(order.shared_memory, ignore_errors=True)
+
+
+def _end_with_parent(life_line: FileIO, order: Order) -> None:
+    """Wait for the parent's end, ask this process to end in order, and see to it that it does."""
+    life_line.read()
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(ORPHAN_GRACE_SECONDS)
+    remove_shared_memory(order)
+    os._exit(1)
+
+
+def _ask_kernel_for_death_signal() -> None:
+    """SIGINT when the parent dies, where the platform has it (Linux); elsewhere the life line alone does it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT, 0, 0, 0)
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits it ignored
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # and a child of one of Ray's actors has it blocked
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # may write to a terminal of which another group is in the foreground
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # comes if this is stopped when the parent ends; the life line tells
+    # Unbuffered: a daemon thread that holds a buffered reader's lock makes the interpreter abort when it ends.
+    life_line = FileIO(sys.stdin.fileno(), closefd=False)
+    order = msgspec.json.decode(life_line.readline(), type=Order)
+    set_up_logging(order.name, order.log_level)
+    if order.parent_death_signal:
+        _ask_kernel_for_death_signal()
+    hold_folder(order.shared_memory)
+    threading.Thread(target=_end_with_parent, args=(life_line, order), name="life-line", daemon=True).start()
+    try:
+        status = run(order, StatusPipe(order.status_fd))
+    finally:
+        remove_shared_memory(order)
+    if order.kind == "worker":  # all that matters is closed; what the libraries of a GPU do at their end takes seconds
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(status)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+"""Processes on this machine: children of this process, with a share of its cores and GPUs of their own."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import msgspec
+
+from splitserve.common.cores import available_cores, split_cores, usable_cpus
+from splitserve.common.security import check_exposure
+from splitserve.orchestration.cluster.host import LMCACHE, ChildProgress, Event, Memory
+from splitserve.orchestration.hosts.addresses import LOOPBACK, own_address
+from splitserve.orchestration.hosts.core_plan import WorkerPlan, plan_workers, wanted_place
+from splitserve.orchestration.hosts.gpus import VISIBLE, Gpu, GpuAssignment, check_enough_gpus, device_of, list_gpus
+from splitserve.orchestration.hosts.process import ChildProcess
+from splitserve.orchestration.hosts.shared_memory import remove_abandoned
+from splitserve.orchestration.hosts.topology import Topology, read_topology
+from splitserve.orchestration.lmcache.server import free_port
+from splitserve.orchestration.spec.cluster_spec import ClusterSpec, PoolSpec
+from splitserve.orchestration.spec.expansion import (
+    RouterPorts,
+    Secrets,
+    resolve_secrets,
+    router_config,
+    worker_config,
+    worker_environment,
+    worker_names,
+)
+
+
+@dataclass(frozen=True)
+class Entries:
+    """What the processes run, as ``module:function`` (see :class:`splitserve.orchestration.hosts.child.Order`)."""
+
+    router: str = "splitserve.router.server:run_router"
+    worker: str = "splitserve.worker.entry:run_worker"
+    lmcache: str = "splitserve.orchestration.lmcache.server:run_lmcache"
+
+
+ENTRIES = Entries()
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A planned place for a worker of ``pool``. A successor shares it while its predecessor still drains."""
+
+    plan: WorkerPlan
+    pool: str
+    holders: set[str] = field(default_factory=set)
+    taken_at: int = 0
+
+
+class LocalHost:
+    """See :class:`splitserve.orchestration.cluster.host.Host`. Call it from one thread.
+
+    ``environment`` is added to the children's own. With a ``log_folder`` each process logs to a file there.
+    ``topology``: None reads the machine's.
+    """
+
+    def __init__(
+        self,
+        *,
+        log_level: str = "info",
+        entries: Entries = ENTRIES,
+        num_cores: int | None = None,
+        environment: Mapping[str, str] | None = None,
+        log_folder: Path | None = None,
+        topology: Topology | None = None,
+    ) -> None:
+        self._log_level = log_level
+        self._entries = entries
+        self._num_cores = available_cores() if num_cores is None else num_cores
+        self._environment = dict(environment or {})
+        self._log_folder = log_folder
+        self._topology = topology
+        self._secrets = Secrets()
+        self._address = LOOPBACK
+        self._gpus = GpuAssignment([])
+        self._names: dict[str, None] = {}  # of running workers, in the order of their starts
+        self._threads: dict[str, int] = {}  # a worker that is started again has as many as before
+        self._slots: list[_Slot] = []
+        self._num_starts = 0
+        self._lmcache_port = 0
+
+    def prepare(self, spec: ClusterSpec) -> None:
+        remove_abandoned()
+        configured = resolve_secrets(spec)
+        self._address = own_address(spec.network, LOOPBACK)
+        check_exposure(self._address, configured.secret)  # before one is drawn, which nobody elsewhere could know
+        self._secrets = configured.with_some_secret()
+        gpus = list_gpus({**os.environ, **self._environment})
+        check_enough_gpus(spec, gpus)
+        self._gpus = GpuAssignment(gpus, spec.devices.share)
+        pools = worker_names(spec)
+        on_cpu = {name: pool for name, pool in pools.items() if not self._needs_gpus(pool)}
+        wanted = [wanted_place(name, pool, ()) for name, pool in on_cpu.items()]
+        plans = plan_workers(self._machine(), wanted, self._num_cores)
+        self._slots = [_Slot(plans[name], pool.name) for name, pool in on_cpu.items()]
+
+    def start_router(self, spec: ClusterSpec, ports: RouterPorts, emit: Callable[[Event], None]) -> ChildProcess:
+        return ChildProcess(
+            name="router",
+            entry=self._entries.router,
+            config=router_config(spec, self._secrets, self._address, ports),
+            threads=0,
+            log_level=self._log_level,
+            emit=emit,
+            environment=self._environment,
+            log_file=self._log_file("router"),
+        )
+
+    def start_worker(
+        self, name: str, spec: ClusterSpec, pool: PoolSpec, membership: str, emit: Callable[[Event], None]
+    ) -> ChildProcess:
+        environment = worker_environment(spec, pool)
+        place = ""
+        gpus: list[Gpu] = []
+        if self._needs_gpus(pool):
+            gpus = self._gpus.take(name, pool.tensor_parallel_size)
+            environment[VISIBLE] = ",".join(gpu.uuid for gpu in gpus)
+            place = "GPU " + ",".join(str(gpu.index) for gpu in gpus)
+        plan = self._plan_of(name, pool, gpus)
+        self._names[name] = None
+        config = worker_config(
+            spec,
+            pool,
+            name,
+            self._secrets,
+            membership=membership,
+            host=self._address,
+            threads=pool.threads or self._num_threads(name, spec, plan),
+            placement=plan.placement,
+            lmcache_endpoint=self._lmcache_endpoint(spec, pool),
+        )
+        if spec.keeps_lmcache_for(pool):
+            emit(ChildProgress(name, LMCACHE, {"server": LMCACHE}))
+        text = plan.describe(keeps_awake=config.engine.keep_cores_awake)
+        emit(ChildProgress(name, "plan", {"text": text}))
+        try:
+            return ChildProcess(
+                name=name,
+                entry=self._entries.worker,
+                config=config,
+                threads=config.engine.threads,
+                log_level=self._log_level,
+                emit=emit,
+                environment={**environment, **self._environment},
+                place=place,
+                log_file=self._log_file(name),
+            )
+        except OSError:
+            self.release(name)
+            raise
+
+    def start_lmcache(self, name: str, spec: ClusterSpec, emit: Callable[[Event], None]) -> ChildProcess:
+        """Again at the same place, so that workers find it."""
+        config = spec.lmcache_config()
+        assert config is not None, "no worker has asked for it"
+        return ChildProcess(
+            name=name,
+            entry=self._entries.lmcache,
+            config=msgspec.structs.replace(config, port=self._lmcache_port),
+            threads=0,
+            log_level=self._log_level,
+            emit=emit,
+            environment=self._environment,
+            log_file=self._log_file(name),
+        )
+
+    def has_room(self, pool: PoolSpec) -> bool:
+        return not self._needs_gpus(pool) or self._gpus.num_free() >= pool.tensor_parallel_size
+
+    def release(self, name: str) -> None:
+        self._gpus.give_back(name)
+        self._names.pop(name, None)
+        for slot in self._slots:
+            slot.holders.discard(name)
+
+    def remember(self, memory: Memory) -> None:
+        """Nobody goes on in place of a launcher on this machine: its children end with it."""
+
+    def close(self) -> None:
+        """Nothing is left to close: children are the launcher's."""
+
+    def _lmcache_endpoint(self, spec: ClusterSpec, pool: PoolSpec) -> str:
+        """Of the server that is to be started, "" for none."""
+        config = spec.lmcache_config()
+        if config is None or not pool.lmcache:
+            return ""
+        self._lmcache_port = config.port or self._lmcache_port or free_port()
+        return f"tcp://{LOOPBACK}:{self._lmcache_port}"
+
+    def _machine(self) -> Topology:
+        if self._topology is None:
+            self._topology = read_topology(usable_cpus())
+        return self._topology
+
+    def _needs_gpus(self, pool: PoolSpec) -> bool:
+        return device_of(pool.device, self._gpus.gpus) == "cuda"
+
+    def _plan_of(self, name: str, pool: PoolSpec, gpus: list[Gpu]) -> WorkerPlan:
+        """A GPU decides where its worker belongs; a CPU worker takes the pool's emptiest slot, which another one may
+        be about to leave."""
+        wanted = wanted_place(name, pool, tuple(gpu.pci_bus_id for gpu in gpus))
+        if gpus:
+            return plan_workers(self._machine(), [wanted], self._num_cores)[name]
+        slots = [slot for slot in self._slots if slot.pool == pool.name]
+        if not slots:
+            return plan_workers(self._machine(), [replace(wanted, pin=False)])[name]
+        slot = min(slots, key=lambda slot: (len(slot.holders), slot.taken_at))
+        self._num_starts += 1
+        slot.taken_at = self._num_starts
+        slot.holders.add(name)
+        return slot.plan
+
+    def _num_threads(self, name: str, spec: ClusterSpec, plan: WorkerPlan) -> int:
+        """As many as it has cores of its own, or else an even share: of the cores for all workers that there are."""
+        if plan.device == "cpu" and plan.num_cores and not plan.why:
+            return plan.num_cores
+        shares = split_cores(self._num_cores, max(spec.num_workers, len(self._names)))
+        return self._threads.setdefault(name, shares[list(self._names).index(name)])
+
+    def _log_file(self, name: str) -> Path | None:
+        return None if self._log_folder is None else self._log_folder / f"{name}.log"

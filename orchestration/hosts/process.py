@@ -1,0 +1,188 @@
+"""One child process as its parent sees it: start, progress, orderly end."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Literal
+
+import msgspec
+
+from splitserve.orchestration.cluster.host import ChildExited, ChildProgress, Event
+from splitserve.orchestration.hosts.child import Config, Order, Progress
+from splitserve.orchestration.hosts.log_files import keep_short, open_log
+from splitserve.orchestration.hosts.shared_memory import SharedMemoryFolder
+from splitserve.orchestration.spec.expansion import API_KEY_VARIABLE, SECRET_VARIABLE
+from splitserve.protocol.config import LMCacheConfig, RouterConfig, WorkerConfig
+
+# Threads of an OpenMP pool spin before they sleep. libgomp's default of 300,000 turns holds a core for so long
+# after each parallel region that it slows the neighbours of an idle worker. A fifteenth of it is still longer than the
+# gaps between the operations of a step.
+_OPENMP_SPIN_TURNS = "20000"
+
+
+def child_environment(threads: int, base: Mapping[str, str]) -> dict[str, str]:
+    """``base`` plus what must be set before torch, tokenizers and NIXL are imported. ``threads`` 0 leaves
+    thread counts.
+
+    What the user has set already wins, thread counts excepted: those follow ``--threads``. Secrets are left out: they
+    travel in the config.
+    """
+    defaults = {
+        "GOMP_SPINCOUNT": _OPENMP_SPIN_TURNS,
+        "KMP_BLOCKTIME": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "NIXL_LOG_LEVEL": "WARN",
+        "PYTHONUNBUFFERED": "1",
+    }
+    counts = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS") if threads else ()
+    inherited = {name: value for name, value in base.items() if name not in (SECRET_VARIABLE, API_KEY_VARIABLE)}
+    return {**defaults, **inherited, **dict.fromkeys(counts, str(threads))}
+
+
+_log = logging.getLogger(__name__)
+
+_KINDS: dict[type[Config], Literal["router", "worker", "lmcache"]] = {
+    RouterConfig: "router",
+    WorkerConfig: "worker",
+    LMCacheConfig: "lmcache",
+}
+
+
+def progress_of(status: IO[bytes]) -> Iterator[Progress]:
+    """What comes through a status pipe, up to its end. A process that was killed may leave half a line."""
+    for line in status:
+        try:
+            yield msgspec.json.decode(line, type=Progress)
+        except msgspec.DecodeError:
+            _log.debug("half a line of progress: %r", line)
+
+
+class ChildProcess:
+    """A running child of this process. ``emit`` gets its progress and, last, its exit, on another thread.
+
+    What it logs goes to the end of ``log_file``, which is kept short; None: to where this process's own output goes.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        entry: str,
+        config: Config,
+        threads: int,
+        log_level: str,
+        emit: Callable[[Event], None],
+        environment: Mapping[str, str] | None = None,
+        place: str = "",
+        log_file: Path | None = None,
+    ) -> None:
+        self.name = name
+        self.place = place
+        self.error_message = ""
+        self._emit = emit
+        self._shared_memory = SharedMemoryFolder(name) if isinstance(config, WorkerConfig) else None
+        read_fd, write_fd = os.pipe()
+        order = Order(
+            name=name,
+            kind=_KINDS[type(config)],
+            entry=entry,
+            config=msgspec.Raw(msgspec.json.encode(config)),
+            status_fd=write_fd,
+            shared_memory=self._shared_memory.path if self._shared_memory else "",
+            log_level=log_level,
+            # The signal follows the thread that forked. Only the main thread lives as long as the process.
+            parent_death_signal=threading.current_thread() is threading.main_thread(),
+        )
+        try:
+            with open_log(log_file) as log:
+                self._popen = subprocess.Popen(
+                    [sys.executable, "-m", "splitserve.orchestration.hosts.child"],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(write_fd,),
+                    env=child_environment(threads, {**self._defaults(), **os.environ, **(environment or {})}),
+                    # A terminal's Ctrl-C reaches the launcher alone. But no session of its own: Linux shares a core
+                    # between sessions first, so a thread wouldn't get one at once that another worker keeps awake.
+                    process_group=0,
+                )
+        except OSError:
+            os.close(read_fd)
+            self._remove_shared_memory()
+            raise
+        finally:
+            os.close(write_fd)
+        self._ended = threading.Event()
+        if log_file is not None:
+            keep_short(log_file, self._ended)
+        self._send_order(order)
+        self._reader = threading.Thread(target=self._read_status, args=(read_fd,), name=f"status-{name}", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def is_alive(self) -> bool:
+        return self._popen.poll() is None
+
+    def send_signal(self, signal_number: int) -> None:
+        """Nothing if it has ended."""
+        self._popen.send_signal(signal_number)
+
+    def kill(self) -> None:
+        self._popen.kill()
+
+    def join(self, timeout_seconds: float) -> bool:
+        """Wait for the end; False if it hasn't come in time."""
+        try:
+            self._popen.wait(timeout_seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        self._reader.join()
+        if self._popen.stdin is not None:
+            self._popen.stdin.close()
+        self._remove_shared_memory()
+        return True
+
+    def describe_exit(self, returncode: int) -> str:
+        """Why it ended, in one line without its name: its own words where it left some."""
+        if self.error_message:
+            return self.error_message
+        if returncode >= 0:
+            return f"ended with exit status {returncode}"
+        try:
+            return f"was ended by {signal.Signals(-returncode).name}"
+        except ValueError:
+            return f"was ended by signal {-returncode}"
+
+    def _defaults(self) -> dict[str, str]:
+        return {"UCX_POSIX_DIR": self._shared_memory.path} if self._shared_memory and self._shared_memory.path else {}
+
+    def _remove_shared_memory(self) -> None:
+        if self._shared_memory is not None:
+            self._shared_memory.remove()
+
+    def _send_order(self, order: Order) -> None:
+        assert self._popen.stdin is not None
+        try:
+            self._popen.stdin.write(msgspec.json.encode(order) + b"\n")
+            self._popen.stdin.flush()
+        except BrokenPipeError:
+            pass  # it died before it could read; its exit event says so
+
+    def _read_status(self, read_fd: int) -> None:
+        """Until the pipe's end, which is the child's: nobody else holds its other side."""
+        with os.fdopen(read_fd, "rb") as status:
+            for progress in progress_of(status):
+                if progress.stage == "error":
+                    self.error_message = progress.detail["message"]
+                self._emit(ChildProgress(self.name, progress.stage, progress.detail))
+        returncode = self._popen.wait()
+        self._ended.set()
+        self._emit(ChildExited(self.name, returncode))

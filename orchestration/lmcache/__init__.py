@@ -1,0 +1,1 @@
+"""LMCache servers of a cluster: environment, process, which ones there are."""

@@ -1,0 +1,81 @@
+"""``splitserve lmcache``: LMCache's server in the foreground, and the environment that it needs."""
+
+import argparse
+from typing import Any
+
+import msgspec
+
+from splitserve.common.errors import ConfigError
+from splitserve.common.logs import LOG_LEVELS, set_up_logging
+from splitserve.orchestration.cli.option_types import PORT, positive_bytes, whole_number
+from splitserve.orchestration.cli.options import HelpFormatter
+from splitserve.protocol.config import LMCacheConfig
+
+DEFAULT_PORT = 5555  # LMCache's own
+_DEFAULTS = LMCacheConfig(port=DEFAULT_PORT)
+
+
+def add_lmcache_command(commands: Any) -> None:
+    parser = commands.add_parser(
+        "lmcache",
+        help="run an LMCache server for the workers of this machine, which `--lmcache ENDPOINT` lets them use",
+        description="Start LMCache's multiprocess server in an environment of its own, and start it again when it ends "
+        "or hangs. A cluster spec with a part `lmcache` does the same by itself.",
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument("--memory", type=positive_bytes, default=_DEFAULTS.memory_bytes, metavar="SIZE", help="shared")
+    parser.add_argument(
+        "--chunk-tokens",
+        type=whole_number(1, 65536),
+        default=_DEFAULTS.chunk_tokens,
+        metavar="N",
+        help="length of what KV is kept in",
+    )
+    parser.add_argument("--port", type=PORT, default=DEFAULT_PORT, help="at 127.0.0.1; 0 takes a free one")
+    parser.add_argument(
+        "--backend",
+        action="append",
+        default=[],
+        metavar="JSON",
+        help='what LMCache\'s --l2-adapter takes, like {"type": "fs", "base_path": "/var/cache/lmcache"}; repeatable',
+    )
+    parser.add_argument("--environment", default="", metavar="DIR", help="with LMCache in it; empty: beside our own")
+    parser.add_argument("--install", action="store_true", help="make that environment, and do nothing else")
+    parser.add_argument("--log-level", choices=LOG_LEVELS, default="info")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.install:
+        from splitserve.orchestration.lmcache.environment import install
+
+        print(f"LMCache's environment is {install(options.environment)}")
+        return 0
+    from splitserve.orchestration.lmcache.server import run_lmcache
+
+    set_up_logging("lmcache", options.log_level)
+    for backend in options.backend:
+        _check_backend(backend)
+    config = LMCacheConfig(
+        memory_bytes=options.memory,
+        chunk_tokens=options.chunk_tokens,
+        port=options.port,
+        backends=tuple(options.backend),
+        environment=options.environment,
+    )
+    run_lmcache(config, _show)
+    return 0
+
+
+def _check_backend(backend: str) -> None:
+    try:
+        described = msgspec.json.decode(backend, type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"--backend {backend}: {error}") from error
+    if not isinstance(described.get("type"), str):
+        raise ConfigError(f"--backend {backend} has no type; LMCache knows fs (files), resp (Redis) and others")
+
+
+def _show(stage: str, detail: dict[str, str]) -> None:
+    if stage == "ready":
+        print(f"Ready: {detail['endpoint']}. Ctrl-C ends it.", flush=True)

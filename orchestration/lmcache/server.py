@@ -1,0 +1,275 @@
+"""LMCache's multiprocess server as a child of this process: started, greeted, started again when it ends or hangs.
+
+``splitserve lmcache`` is this in the foreground; a launcher whose cluster spec asks for it has it as a child. The
+server runs in an environment of its own (:mod:`.environment`). It listens at the loopback address only, since
+it asks nobody who they are, and its shared memory is removed with it, whichever way it ends.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import random
+import secrets
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from splitserve.common.errors import ConfigError
+from splitserve.orchestration.cluster.restarts import RestartPolicy
+from splitserve.orchestration.hosts.shared_memory import SHARED_MEMORY
+from splitserve.orchestration.lmcache.environment import interpreter
+from splitserve.protocol.config import LMCacheConfig
+
+HOST = "127.0.0.1"
+START_SECONDS = 60.0
+GREETING_SECONDS = 1.0
+HANG_SECONDS = 20.0
+STOP_SECONDS = 1.0
+PIECE_BYTES = 64 << 20
+"""Of its memory, allocated at a time."""
+_FIRST_PORT = 20000  # those below are Ray's, and others' that are well known
+PREFIX = "lmcache_l1_pool_splitserve-"
+"""LMCache puts the first part of it before the name that it is given."""
+_YOUNG_SECONDS = 60.0  # between a segment's creation and its lock
+_NOOP = 24  # the operation that is answered by "OK"
+
+# Its own process ends with the thread that started it, whatever becomes of us.
+_START = """
+import ctypes, os, runpy, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
+if os.getppid() != int(sys.argv.pop(1)):
+    sys.exit(1)
+runpy.run_module("lmcache.v1.multiprocess.server", run_name="__main__", alter_sys=True)
+"""
+
+_log = logging.getLogger(__name__)
+
+Progress = Callable[[str, dict[str, str]], None]
+
+
+def run_lmcache(config: LMCacheConfig, progress: Progress) -> None:
+    """Serve until SIGINT or SIGTERM. ``progress`` hears of "ready" with the ``endpoint``, each time.
+
+    Raises :class:`ConfigError` for what can't work, as far as that shows before the server runs.
+    """
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    keeper = LMCacheServer(config, progress)
+    keeper.run(stop)
+
+
+def free_port() -> int:
+    """One that nobody listens at now, at the loopback address. Nor does the kernel give it to a connection before it's
+    used, if it says which ones it gives away."""
+    low = _first_ephemeral_port()
+    candidates = random.sample(range(_FIRST_PORT, low), 100) if low > _FIRST_PORT + 100 else []
+    for candidate in (*candidates, 0):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((HOST, candidate))
+            port: int = probe.getsockname()[1]
+            return port
+    raise ConfigError(f"there is no free port at {HOST}")
+
+
+def _first_ephemeral_port() -> int:
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+class LMCacheServer:
+    """Start it in a thread that outlives it. Raises :class:`ConfigError`."""
+
+    def __init__(self, config: LMCacheConfig, progress: Progress) -> None:
+        self._python = interpreter(config.environment)
+        if not SHARED_MEMORY.is_dir():
+            raise ConfigError(f"LMCache needs shared memory, and there is no {SHARED_MEMORY}")
+        free = os.statvfs(SHARED_MEMORY)
+        if free.f_bavail * free.f_frsize < config.memory_bytes:
+            raise ConfigError(
+                f"LMCache shall have {config.memory_bytes} bytes of shared memory, but {SHARED_MEMORY} has "
+                f"{free.f_bavail * free.f_frsize} left; give it less, or make that larger"
+            )
+        self._config = config
+        self._port = config.port or free_port()
+        self._progress = progress
+        self.endpoint = f"tcp://{HOST}:{self._port}"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def run(self, stop: threading.Event) -> None:
+        """Until ``stop`` is set. Raises :class:`ConfigError` when it dies again and again soon after its start."""
+        remove_abandoned_segments()
+        policy, chosen = RestartPolicy(), random.Random()
+        while not stop.is_set():
+            segment = f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
+            try:
+                words, seconds_ready = self._run_once(segment, stop)
+            finally:
+                self._end()
+                (SHARED_MEMORY / segment).unlink(missing_ok=True)
+            if stop.is_set():
+                return
+            delay_seconds = policy.on_death(seconds_ready, chosen)
+            if delay_seconds is None:
+                raise ConfigError(f"LMCache's server {words}, again and again; its own words are above")
+            _log.warning("LMCache's server %s; it is started again in %.1f s", words, delay_seconds)
+            stop.wait(delay_seconds)
+
+    def _run_once(self, segment: str, stop: threading.Event) -> tuple[str, float | None]:
+        """What became of it, and how long it had been ready, if ever."""
+        started, ready_at = time.monotonic(), None
+        self.process = subprocess.Popen(
+            [self._python, "-c", _START, str(os.getpid()), *self._arguments(segment)],
+            stdin=subprocess.DEVNULL,
+            env=_environment(),
+        )
+        last_answer, lock = started, None
+        with _Greeter(self.endpoint) as greeter, contextlib.ExitStack() as stack:
+            while not stop.wait(GREETING_SECONDS if ready_at is not None else GREETING_SECONDS / 10):
+                now = time.monotonic()
+                status = self.process.poll()
+                if status is not None:
+                    return f"ended with status {status}", None if ready_at is None else now - ready_at
+                if greeter.has_answer():
+                    last_answer = now
+                    if ready_at is None:
+                        ready_at = now
+                        self._progress("ready", {"endpoint": self.endpoint, "pid": str(self.process.pid)})
+                        _log.info("LMCache's server listens at %s after %.1f s", self.endpoint, now - started)
+                    if lock is None:
+                        lock = _hold_segment(segment)
+                        stack.callback(os.close, lock)
+                        _start_allocating(segment, stack)
+                if now - last_answer > (HANG_SECONDS if ready_at is not None else START_SECONDS):
+                    return "doesn't answer", None if ready_at is None else last_answer - ready_at
+        return "was stopped", None
+
+    def _arguments(self, segment: str) -> list[str]:
+        config = self._config
+        backends = [part for backend in config.backends for part in ("--l2-adapter", backend)]
+        return [
+            *("--host", HOST, "--port", str(self._port), "--chunk-size", str(config.chunk_tokens)),
+            *("--supported-transfer-mode", "engine_driven", "--shm-name", segment, "--no-l1-use-lazy"),
+            *("--l1-size-gb", repr(config.memory_bytes / (1 << 30)), "--eviction-policy", "LRU"),
+            # Who is gone holds nothing for long
+            *("--l1-read-ttl-seconds", "60", "--l1-write-ttl-seconds", "60", "--session-ttl-seconds", "120"),
+            *("--worker-reap-timeout-seconds", "30", "--worker-registration-grace-seconds", "60"),
+            *("--max-gpu-workers", "4", "--max-cpu-workers", "4", "--disable-observability"),
+            *backends,
+        ]
+
+    def _end(self) -> None:
+        """In order, or by force."""
+        process, self.process = self.process, None
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+class _Greeter:
+    """Asks the server whether it's there, without waiting for it."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self._socket.setsockopt(zmq.SNDHWM, 1)
+        self._socket.connect(endpoint)
+
+    def __enter__(self) -> "_Greeter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close(0)
+        self._context.term()
+
+    def has_answer(self) -> bool:
+        """Whether an answer has come since the last call. Asks again."""
+        found = False
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._socket.recv_multipart(zmq.NOBLOCK)
+                found = True
+        with contextlib.suppress(zmq.Again):
+            self._socket.send_multipart([msgspec.msgpack.encode(1), msgspec.msgpack.encode(_NOOP)], zmq.NOBLOCK)
+        return found
+
+
+def _environment() -> dict[str, str]:
+    """Without our secrets, without a GPU (it moves nothing itself), and without reports about its use to anybody."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SPLITSERVE_")}
+    kept.pop("PYTHONPATH", None)
+    kept["LMCACHE_TRACK_USAGE"] = "false"
+    kept["CUDA_VISIBLE_DEVICES"] = ""
+    kept.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
+    # Of a helper of its own, which removes its shared memory when it's killed, and tells of it.
+    kept.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
+    return kept
+
+
+def _hold_segment(name: str) -> int:
+    """Say that the segment is in use, until the returned descriptor is closed."""
+    file = os.open(SHARED_MEMORY / name, os.O_RDONLY | os.O_CLOEXEC)
+    fcntl.flock(file, fcntl.LOCK_SH)
+    return file
+
+
+def _start_allocating(segment: str, stack: contextlib.ExitStack) -> None:
+    """On a thread of its own, which ends with ``stack``."""
+    is_over = threading.Event()
+    stack.callback(is_over.set)
+    threading.Thread(target=allocate, args=(segment, is_over), name="allocate", daemon=True).start()
+
+
+def allocate(segment: str, is_over: threading.Event) -> None:
+    """All memory of a segment; contents stay as they are. The server only reserves room: each page would be made by the
+    worker that writes to it first, beside its steps, at several times the price of the copy itself."""
+    try:
+        with (SHARED_MEMORY / segment).open("r+b") as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            for start in range(0, num_bytes, PIECE_BYTES):
+                if is_over.is_set():
+                    return
+                os.posix_fallocate(file.fileno(), start, min(PIECE_BYTES, num_bytes - start))
+    except OSError as error:
+        if not is_over.is_set():
+            _log.error("the shared memory of LMCache's server can't be allocated: %s; workers go on without it", error)
+
+
+def remove_abandoned_segments(root: Path = SHARED_MEMORY) -> list[str]:
+    """Remove segments of servers that no living process of ours keeps; returns their names. A server that is killed
+    together with the one that watches it leaves its segment behind."""
+    removed = []
+    for path in root.glob(f"{PREFIX}*"):
+        try:
+            status = path.stat()
+            if status.st_uid != os.getuid() or time.time() - status.st_mtime < _YOUNG_SECONDS:
+                continue
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+            removed.append(path.name)
+        except OSError:
+            continue  # in use
+        finally:
+            os.close(file)
+    return removed

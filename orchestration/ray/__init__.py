@@ -1,0 +1,1 @@
+"""Clusters on Ray: controller, agents, placement groups, health."""

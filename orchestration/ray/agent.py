@@ -1,0 +1,230 @@
+"""The actor that runs one process of a cluster on a Ray node: the router, a worker with all its ranks, or the keeper of
+the node's LMCache server.
+
+The process is a child, started as on a single machine: its environment is set before it imports anything, signals drain
+it, and it ends with this actor, however that dies (its life line). What the actor is asked goes through Ray; what the
+process does goes past it.
+"""
+
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import ray
+
+from splitserve.common.cores import usable_cpus
+from splitserve.common.errors import SplitserveError
+from splitserve.common.logs import set_up_logging
+from splitserve.common.security import check_exposure
+from splitserve.orchestration.cluster.host import ChildExited, ChildProgress, Event
+from splitserve.orchestration.hosts.addresses import own_address, reachable_url
+from splitserve.orchestration.hosts.core_plan import WorkerPlan, plan_workers, wanted_place
+from splitserve.orchestration.hosts.gpus import VISIBLE, list_gpus, visible
+from splitserve.orchestration.hosts.local import Entries
+from splitserve.orchestration.hosts.log_files import read_log
+from splitserve.orchestration.hosts.process import ChildProcess
+from splitserve.orchestration.hosts.shared_memory import remove_abandoned
+from splitserve.orchestration.hosts.topology import read_topology
+from splitserve.orchestration.lmcache.keeper import is_lmcache
+from splitserve.orchestration.lmcache.on_ray import endpoint_on, port_on
+from splitserve.orchestration.ray.names import ADDRESS_VARIABLE, CLUSTER_VARIABLE, HEAD_SECRET, HEAD_VARIABLE
+from splitserve.orchestration.spec.cluster_spec import ClusterSpec, PoolSpec, check_model_directory
+from splitserve.orchestration.spec.conversion import convert_spec
+from splitserve.orchestration.spec.expansion import (
+    RouterPorts,
+    Secrets,
+    read_secret,
+    resolve_secrets,
+    router_config,
+    worker_config,
+    worker_environment,
+)
+
+POLL_SECONDS = 5.0
+END_SECONDS = 3.0
+MAX_EVENTS = 1000
+
+
+class AgentOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """What an agent shall run. ``pool`` "": no worker; ``ports``: where a router shall listen, 0 anywhere.
+
+    ``device``: ``cpu`` or ``cuda``.
+    """
+
+    cluster: str
+    name: str
+    spec: dict[str, object]
+    pool: str = ""
+    membership: str = ""
+    threads: int = 0
+    device: str = "cpu"
+    ports: tuple[int, int] = (0, 0)
+    log_level: str = "info"
+    entries: tuple[str, str, str]
+
+
+class AgentEvent(msgspec.Struct, frozen=True):
+    """A step of the process's life: those of its entry, ``placed`` before them, ``exit`` as the last."""
+
+    stage: str
+    detail: dict[str, str]
+
+
+class Agent:
+    """A Ray actor, with threads. ``order`` is an :class:`AgentOrder` as JSON; it is kept for a controller that comes
+    back."""
+
+    def __init__(self, order: bytes) -> None:
+        self._order = msgspec.json.decode(order, type=AgentOrder)
+        self._events: list[AgentEvent] = []
+        self._changed = threading.Condition()
+        self._child: ChildProcess | None = None
+        set_up_logging(f"agent of {self._order.name}", self._order.log_level)
+        try:
+            self._start()
+        except (SplitserveError, OSError) as error:
+            self._add("exit", {"returncode": "2", "words": str(error)})
+
+    def events(self, after: int) -> list[bytes]:
+        """Events from index ``after`` on, as JSON; waits for one, but not for ever."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._events) > after, POLL_SECONDS)
+            return [msgspec.json.encode(event) for event in self._events[after:]]
+
+    def signal(self, number: int) -> None:
+        if self._child is not None:
+            self._child.send_signal(number)
+
+    def kill(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+
+    def read_log(self, num_lines: int, offset: int) -> tuple[str, int]:
+        """See :func:`splitserve.orchestration.hosts.log_files.read_log`."""
+        return read_log(self._log_file(), num_lines, offset)
+
+    def finish(self) -> None:
+        """Nothing of the process is left when this returns."""
+        if self._child is not None:
+            if is_lmcache(self._order.name):  # which removes its server's shared memory
+                self._child.send_signal(signal.SIGINT)
+                self._child.join(END_SECONDS)
+            self._child.kill()
+            self._child.join(10.0)
+        remove_abandoned()
+
+    # ---- inside ----
+
+    def _start(self) -> None:
+        order = self._order
+        spec = convert_spec(order.spec)
+        remove_abandoned()
+        check_model_directory(spec.model.path)
+        secrets = _secrets(spec)
+        address = own_address(spec.network, _node_address())
+        check_exposure(address, secrets.secret)
+        gpus = os.environ.get(VISIBLE, "") if order.device == "cuda" else ""
+        environment = {
+            CLUSTER_VARIABLE: order.cluster,
+            VISIBLE: gpus,
+            "PYTHONPATH": os.pathsep.join(filter(None, [_package_root(), os.environ.get("PYTHONPATH", "")])),
+        }
+        node_id = ray.get_runtime_context().get_node_id()
+        self._add("placed", {"node": node_id, "place": f"{_node_address()}{', GPU ' + gpus if gpus else ''}"})
+        entries = Entries(*order.entries)
+        if order.pool:
+            pool = spec.pool(order.pool)
+            plan = self._plan(pool, gpus)
+            config = worker_config(
+                spec,
+                msgspec.structs.replace(pool, device=order.device),
+                order.name,
+                secrets,
+                membership=order.membership,
+                host=address,
+                threads=order.threads,
+                placement=plan.placement,
+                lmcache_endpoint=endpoint_on(order.cluster, node_id, spec, pool),
+            )
+            self._add("plan", {"text": plan.describe(keeps_awake=config.engine.keep_cores_awake)})
+            self._spawn(entries.worker, config, order.threads, {**environment, **worker_environment(spec, pool)})
+        elif is_lmcache(order.name):
+            server = spec.lmcache_config()
+            assert server is not None, "no worker has asked for it"
+            port = port_on(order.cluster, node_id, server.port)
+            self._spawn(entries.lmcache, msgspec.structs.replace(server, port=port), 0, environment)
+        else:
+            ports = RouterPorts(*order.ports)
+            self._spawn(entries.router, router_config(spec, secrets, address, ports), 0, environment)
+
+    def _plan(self, pool: PoolSpec, gpus: str) -> WorkerPlan:
+        """A GPU worker is kept on its GPU's NUMA node. A CPU worker shares the node's cores with those of other agents,
+        which this one doesn't know: it's pinned only to cores that the spec names."""
+        wanted = wanted_place(self._order.name, pool, ())
+        if gpus:
+            visible_gpus = visible(list_gpus({}), gpus)
+            wanted = replace(wanted, gpus=tuple(gpu.pci_bus_id for gpu in visible_gpus))
+        elif not wanted.cores:
+            wanted = replace(wanted, pin=False)
+        plan = plan_workers(read_topology(usable_cpus()), [wanted])[self._order.name]
+        why = "other workers of the node have the same cores"
+        return replace(plan, why=why) if not gpus and not wanted.cores and pool.placement.pin else plan
+
+    def _spawn(self, entry: str, config: object, threads: int, environment: dict[str, str]) -> None:
+        self._child = ChildProcess(
+            name=self._order.name,
+            entry=entry,
+            config=config,  # type: ignore[arg-type]
+            threads=threads,
+            log_level=self._order.log_level,
+            emit=self._on_event,
+            environment=environment,
+            log_file=self._log_file(),
+        )
+        self._add("started", {"pid": str(self._child.pid)})
+
+    def _on_event(self, event: Event) -> None:
+        match event:
+            case ChildProgress(_, "listening", {"url": url}):
+                self._add("listening", {"url": reachable_url(url, _node_address())})
+            case ChildProgress(_, stage, detail):
+                self._add(stage, detail)
+            case ChildExited(_, returncode):
+                while self._child is None:  # it ended before the constructor above had returned
+                    time.sleep(0.01)
+                self._add("exit", {"returncode": str(returncode), "words": self._child.describe_exit(returncode)})
+
+    def _add(self, stage: str, detail: dict[str, str]) -> None:
+        with self._changed:
+            if len(self._events) < MAX_EVENTS or stage == "exit":
+                self._events.append(AgentEvent(stage, detail))
+            self._changed.notify_all()
+
+    def _log_file(self) -> Path:
+        folder = Path(ray._private.worker.global_worker.node.get_logs_dir_path())
+        return folder / f"splitserve-{self._order.cluster}-{self._order.name}.log"
+
+
+def _node_address() -> str:
+    """Of this node, as Ray was told at its start (``ray.util`` would name any of the machine's), unless the node's
+    environment names another."""
+    return os.environ.get(ADDRESS_VARIABLE) or str(ray._private.worker.global_worker.node_ip_address)
+
+
+def _package_root() -> str:
+    """The folder that the child must import ``splitserve`` from: what Ray has brought here, as this process has it."""
+    import splitserve
+
+    return str(Path(splitserve.__file__).parent.parent)
+
+
+def _secrets(spec: ClusterSpec) -> Secrets:
+    """As configured. All of a head that was started for the cluster is on one machine: its folder has a secret."""
+    configured, folder = resolve_secrets(spec), os.environ.get(HEAD_VARIABLE, "")
+    if configured.secret or not folder:
+        return configured
+    return msgspec.structs.replace(configured, secret=read_secret(str(Path(folder) / HEAD_SECRET), ""))

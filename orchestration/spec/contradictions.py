@@ -1,0 +1,167 @@
+"""What contradicts itself in a cluster spec: pure checks of a whole document, each with its place."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from splitserve.common.errors import ConfigError
+from splitserve.orchestration.spec.cluster_spec import (
+    ClusterSpec,
+    LMCacheSpec,
+    MemorySpec,
+    PoolSpec,
+    SecretRef,
+    SecretsSpec,
+    num_bytes_of,
+    set_fields,
+)
+from splitserve.protocol.config import PLACEMENT_POLICIES, SettingsError, protocol_problems
+from splitserve.protocol.request import Role
+
+# What a process gets from its launcher; a document that sets them would contradict it.
+MANAGED_VARIABLES = frozenset(
+    {"SPLITSERVE_SECRET", "SPLITSERVE_API_KEY", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "UCX_TLS", "UCX_NET_DEVICES"}
+)
+_PLACES_IN_POOL = {
+    **{field: f".{field}" for field in ("dtype", "device", "threads", "tensor_parallel_size")},
+    "kv_memory_bytes": ".memory.kv",
+    "host_kv_memory_bytes": ".memory.host",
+    "disk_kv_bytes": ".memory.disk",
+    "gpu_memory_utilization": ".memory.gpu_utilization",
+}
+_PLACES_OUTSIDE = {
+    "model": "model.path",
+    "served_model_name": "model.served_name",
+    **{field: f"model.{field}" for field in ("load_format", "max_model_len", "seed")},
+    "verify_kv": "connector.verify_kv",
+    "lmcache_endpoint": "lmcache.endpoint",
+}
+
+
+def contradictions(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
+    """Places in the document and what can't be there."""
+    names = [pool.name for pool in spec.pools]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            yield f"pools[{index}].name", f"is {name!r}, as pools[{names.index(name)}] is called; names must differ"
+    yield from _missing_roles(spec)
+    for index, pool in enumerate(spec.pools):
+        yield from _pool_problems(spec, pool, f"pools[{index}]")
+    yield from _disagreements(spec)
+    if spec.network.host and spec.network.interface:
+        yield "network", "host and interface are both set; keep one"
+    yield from ((f"lmcache{place}", text) for place, text in _lmcache_problems(spec))
+    if spec.router.policy not in PLACEMENT_POLICIES:
+        yield "router.policy", f"is {spec.router.policy!r}; choose one of {', '.join(PLACEMENT_POLICIES)}"
+    if spec.connector.transports and not {"tcp", "all"} & set(spec.connector.transports):
+        yield "connector.transports", "add tcp: UCX needs it to set connections up"
+    yield from ((f"protocol.{field}", text) for field, text in protocol_problems(spec.protocol_config()))
+    for name in SecretsSpec.__struct_fields__:
+        reference: SecretRef | None = getattr(spec.secrets, name)
+        if reference is not None and bool(reference.env) == bool(reference.file):
+            yield f"secrets.{name}", "give one of env (a variable's name) and file (a path)"
+
+
+def _lmcache_problems(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
+    lmcache = spec.lmcache
+    if lmcache is None:
+        return
+    if lmcache.endpoint and lmcache != LMCacheSpec(endpoint=lmcache.endpoint):
+        yield "", "endpoint is that of a server that runs already: leave the other settings to it"
+    if lmcache.endpoint and "://" not in lmcache.endpoint:
+        yield ".endpoint", f"{lmcache.endpoint!r} is no address; write it like tcp://127.0.0.1:5555"
+    try:
+        if num_bytes_of(lmcache.memory) < 1 << 20:
+            yield ".memory", f"{lmcache.memory} is less than 1 MiB"
+    except ConfigError as error:
+        yield ".memory", str(error)
+    for number, backend in enumerate(lmcache.backends):
+        if not isinstance(backend.get("type"), str):
+            yield f".backends[{number}]", "has no type; LMCache knows fs (files), resp (Redis) and others"
+    for pool in spec.pools:
+        block_size = set_fields(pool.engine).get("block_size") or set_fields(spec.engine).get("block_size") or 0
+        if block_size and not lmcache.endpoint and lmcache.chunk_tokens % block_size:
+            yield ".chunk_tokens", f"{lmcache.chunk_tokens} isn't a multiple of the block size {block_size}"
+
+
+def _missing_roles(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
+    numbers = Counter({role.value: 0 for role in Role})
+    for pool in spec.pools:
+        numbers[pool.role] += pool.count
+    if not spec.num_workers:
+        yield "pools", "no workers: raise the count of a pool"
+    elif numbers["prefill"] and not numbers["decode"]:
+        yield (
+            "pools",
+            f"{numbers['prefill']} prefill and no decode worker: nobody would generate; add a decode pool "
+            "(--decode N), or use mixed workers, which do both (--mixed N)",
+        )
+    elif numbers["decode"] and not numbers["prefill"]:
+        yield (
+            "pools",
+            f"{numbers['decode']} decode and no prefill worker: nobody would compute prompts; add a prefill pool "
+            "(--prefill N), or use mixed workers, which do both (--mixed N)",
+        )
+
+
+def _pool_problems(spec: ClusterSpec, pool: PoolSpec, place: str) -> Iterator[tuple[str, str]]:
+    """``place``: of the pool in the document."""
+    for name in sorted(MANAGED_VARIABLES & pool.environment.keys()):
+        yield f"{place}.environment.{name}", "follows from other parts of the spec; leave it out"
+    if pool.placement.transfer_cores and pool.placement.num_transfer_cores is not None:
+        yield f"{place}.placement", "transfer_cores and num_transfer_cores are both set; keep one"
+    sizes: dict[str, int | str] = {name: getattr(pool.memory, name) for name in ("kv", "host", "disk")}
+    for name, size in sizes.items():
+        try:
+            sizes[name] = num_bytes_of(size)
+        except ConfigError as error:
+            yield f"{place}.memory.{name}", str(error)
+            sizes[name] = 0
+    memory = MemorySpec(**sizes, gpu_utilization=pool.memory.gpu_utilization)
+    readable = msgspec.structs.replace(pool, memory=memory)
+    try:
+        engine = spec.engine_config(readable)
+    except SettingsError as error:
+        yield from ((place_of(spec, pool, place, field), text) for field, text in error.problems)
+        return
+    if engine.keep_cores_awake and not pool.placement.pin:
+        yield (
+            f"{place}.placement.pin",
+            "is off, but keep_cores_awake keeps workers on some cores; leave one of them out",
+        )
+
+
+def place_of(spec: ClusterSpec, pool: PoolSpec, pool_place: str, field: str) -> str:
+    """Where the document sets the ``field`` of an :class:`EngineConfig` for ``pool``, which is at ``pool_place``."""
+    if field in _PLACES_OUTSIDE:
+        return _PLACES_OUTSIDE[field]
+    if field in _PLACES_IN_POOL:
+        return f"{pool_place}{_PLACES_IN_POOL[field]}"
+    is_for_all = field in set_fields(spec.engine) and field not in set_fields(pool.engine)
+    return f"{'' if is_for_all else f'{pool_place}.'}engine.{field}"
+
+
+def _disagreements(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
+    """Settings that all pools must share, since they shape the KV blocks that they exchange."""
+    first = spec.pools[0]
+    expected = shared_settings(spec, first)
+    for index, pool in enumerate(spec.pools[1:], 1):
+        for name, value in shared_settings(spec, pool).items():
+            if value != expected[name]:
+                yield (
+                    f"pools[{index}].{name}",
+                    f"{pool.name} has {value or 'none'} and {first.name} has {expected[name] or 'none'}; "
+                    "workers that exchange KV must agree",
+                )
+
+
+def shared_settings(spec: ClusterSpec, pool: PoolSpec) -> dict[str, Any]:
+    """What shapes KV blocks, by place: workers that exchange KV have the same."""
+    engine = {**set_fields(spec.engine), **set_fields(pool.engine)}
+    return {
+        "dtype": pool.dtype,
+        "engine.block_size": engine.get("block_size", 0),
+        "engine.kv_cache_dtype": engine.get("kv_cache_dtype", "auto"),
+    }

@@ -1,0 +1,236 @@
+"""Plain data (of YAML, or of options) to a cluster spec, with errors in words that name the place."""
+
+import copy
+import math
+import re
+import typing
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import msgspec
+
+from splitserve.orchestration.cli.command_parser import closest
+from splitserve.orchestration.spec.cluster_spec import ClusterSpec, SecretRef, SpecError
+from splitserve.orchestration.spec.contradictions import contradictions
+
+STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")  # of a place: a key, or an index
+MAX_PROBLEMS = 100
+_PLACE = re.compile(r"^(.*) - at (?:`key` in )?`\$\.?(.*)`$")
+_PLAIN_WORDS = {
+    "object": "a mapping (key: value)",
+    "array": "a list",
+    "str": "text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "null": "empty",
+}
+_SOME_VALUE = "..."  # in msgspec's places: of a mapping
+_UNKNOWN = "there is no such setting"
+_PLACEHOLDERS: dict[Any, Any] = {
+    "model": {"path": "."},
+    "pools": [{"name": "placeholder", "role": "mixed"}],
+    "path": ".",
+    "role": "mixed",
+}
+
+
+def convert_spec(document: Any) -> ClusterSpec:
+    """Strictly: no unknown key, no guess at types. Raises :class:`SpecError` with all that is wrong."""
+    spec, problems = _repaired(document)
+    if spec is not None and not problems:
+        problems = list(contradictions(spec))
+    elif spec is not None:
+        wrong = [place for place, text in problems if not text.startswith(_UNKNOWN)]
+        problems += [each for each in contradictions(spec) if not may_follow(each[0], wrong)]
+    if problems or spec is None:
+        raise SpecError(problems, spec)
+    return spec
+
+
+Steps: TypeAlias = tuple[str | int, ...]
+"""Keys and indices from the document's root."""
+
+
+@dataclass
+class _FaultError(Exception):
+    """A value of a wrong type or out of range. ``is_key``: a key of the mapping there is no text."""
+
+    steps: Steps
+    text: str
+    is_key: bool = False
+
+
+def _convert(document: Any) -> ClusterSpec:
+    """Raises :class:`_FaultError` for the first fault in types and ranges."""
+    for steps in _not_finite(document, ()):
+        raise _FaultError(steps, "must be a finite number")
+    try:
+        return msgspec.convert(document, ClusterSpec)
+    except msgspec.ValidationError as error:
+        raise _fault(str(error), document) from None
+
+
+def _fault(message: str, document: Any) -> _FaultError:
+    """msgspec's words as a place and what is wrong there."""
+    match = _PLACE.match(message)
+    text, place = (match[1], match[2]) if match else (message, "")
+    steps: Steps = tuple(int(index) if index else name for name, index in STEP.findall(place))
+    if place.endswith(f"[{_SOME_VALUE}]"):
+        steps = (*steps, _SOME_VALUE)
+    kind = _kind_at(steps)
+    if "at `key` in" in message:
+        strange = next(key for key in _value_at(document, steps) if not isinstance(key, str))
+        return _FaultError(steps, f"has the key {strange!r}, which is no text; quote it", is_key=True)
+    if (unknown := re.match(r"Object contains unknown field `(.*)`", text)) is not None:
+        return _FaultError((*steps, unknown[1]), f"{_UNKNOWN}{_suggest(unknown[1], kind)}")
+    if (missing := re.match(r"Object missing required field `(.*)`", text)) is not None:
+        return _FaultError((*steps, missing[1]), "is missing and has no default")
+    if steps and steps[-1] == _SOME_VALUE:
+        steps = (*steps[:-1], _wrong_key(_value_at(document, steps[:-1]), kind))
+    return _FaultError(steps, _explain(text, steps, kind))
+
+
+def _wrong_key(mapping: Mapping[str, Any], kind: Any) -> str:
+    """The key of the first value that isn't of that kind: msgspec doesn't say which."""
+    for key, value in mapping.items():
+        try:
+            msgspec.convert(value, kind)
+        except msgspec.ValidationError:
+            return key
+    return _SOME_VALUE
+
+
+def _repaired(document: Any) -> tuple[ClusterSpec | None, list[tuple[str, str]]]:
+    """The spec, and the faults in types and ranges: each is repaired for the next one to show."""
+    problems: dict[str, str] = {}
+    while len(problems) < MAX_PROBLEMS:
+        try:
+            return _convert(document), list(problems.items())
+        except _FaultError as fault:
+            place = format_place(fault.steps)
+            if place in problems:
+                break
+            document = document if problems else copy.deepcopy(document)
+            problems[place] = fault.text
+            if not _repair(document, fault):
+                break
+    return None, list(problems.items())
+
+
+def _repair(document: Any, fault: _FaultError) -> bool:
+    """Take away what is wrong, or put in what is missing; False if that can't be done."""
+    if fault.is_key:
+        mapping = _value_at(document, fault.steps)
+        for key in [key for key in mapping if not isinstance(key, str)]:
+            del mapping[key]
+        return True
+    match fault.steps:
+        case ():
+            return False
+        case ("model" | "pools" as name,):
+            document[name] = copy.deepcopy(_PLACEHOLDERS[name])
+        case ("pools", int(index)):
+            document["pools"][index] = {"name": f"placeholder-{index}", "role": "mixed"}
+        case ("pools", int(index), "name"):
+            document["pools"][index]["name"] = f"placeholder-{index}"
+        case ("model", "path") | ("pools", int(), "role"):
+            _value_at(document, fault.steps[:-1])[fault.steps[-1]] = _PLACEHOLDERS[fault.steps[-1]]
+        case _:
+            del _value_at(document, fault.steps[:-1])[fault.steps[-1]]
+    return True
+
+
+def may_follow(place: str, wrong: Collection[str]) -> bool:
+    """Whether what is wrong at ``place`` may be due to a wrong value there, below it, or around it."""
+    return any(other.startswith(place) or place.startswith(other) for other in wrong)
+
+
+def _value_at(document: Any, steps: Steps) -> Any:
+    for step in steps:
+        document = document[step]
+    return document
+
+
+def format_place(steps: Steps) -> str:
+    """Like ``pools[1].count``."""
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).lstrip(".")
+
+
+def _not_finite(value: Any, steps: Steps) -> Iterator[Steps]:
+    """Places of infinite numbers, and of those that are none."""
+    if isinstance(value, float) and not math.isfinite(value):
+        yield steps
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield from _not_finite(part, (*steps, key))
+    elif isinstance(value, list):
+        for index, part in enumerate(value):
+            yield from _not_finite(part, (*steps, index))
+
+
+def _explain(text: str, steps: Steps, kind: Any) -> str:
+    """msgspec's words in plain ones."""
+    if steps[:1] == ("secrets",) and kind is not None and _is_struct(kind, SecretRef) and "got `" in text:
+        return "give a reference, like {env: NAME} or {file: PATH}: secrets are never written into a spec"
+    if (choice := re.match(r"Invalid enum value (.*)", text)) is not None:
+        choices = [str(each) for each in _choices(kind)]
+        close = closest(choice[1].strip("'"), choices)
+        return f"is {choice[1]};{f' did you mean {close}?' if close else ''} choose one of {', '.join(choices)}"
+    if (pattern := re.match(r"Expected `str` matching regex '(.*)'", text)) is not None:
+        return f"must match {pattern[1]}: lower-case letters, digits and dashes, at most 40"
+    if re.match(r"Expected `(str|array)` of length >= 1", text):
+        return "must not be empty"
+    if (bound := re.match(r"Expected `(\w+)` (.*)", text)) is not None:
+        return f"must be {_PLAIN_WORDS.get(bound[1], bound[1])} {bound[2]}"
+    wrong = re.match(r"Expected `(.*)`, got `(.*)`", text)
+    if wrong is None:
+        return text[:1].lower() + text[1:].replace("`", "")
+    wanted = " or ".join(_PLAIN_WORDS.get(word, word) for word in wrong[1].split(" | "))
+    remedy = "; quote it" if "str" in wrong[1].split(" | ") and wrong[2] in ("int", "float", "bool") else ""
+    return f"must be {wanted}, but is {_PLAIN_WORDS.get(wrong[2], wrong[2])}{remedy}"
+
+
+def _suggest(name: str, kind: Any) -> str:
+    fields = list(_fields(kind))
+    close = closest(name, fields)
+    return f"; did you mean {close}?" if close else f"; there are {', '.join(fields)}"
+
+
+def _kind_at(steps: Steps) -> Any:
+    """The type of what belongs there; None if that isn't known."""
+    kind: Any = ClusterSpec
+    for step in steps:
+        if isinstance(step, int) or step == _SOME_VALUE:
+            arguments = [each for part in _parts(kind) for each in typing.get_args(part)]
+            kind = arguments[-1] if arguments else None
+        else:
+            kind = _fields(kind).get(step)
+    return kind
+
+
+def _parts(kind: Any) -> list[Any]:
+    """``kind`` without annotations, and what a union is made of."""
+    if hasattr(kind, "__metadata__"):
+        return _parts(kind.__origin__)
+    if typing.get_origin(kind) is typing.Union or type(kind).__name__ == "UnionType":
+        return [part for argument in typing.get_args(kind) for part in _parts(argument)]
+    return [kind]
+
+
+def _is_struct(kind: Any, struct: type[msgspec.Struct]) -> bool:
+    return any(part is struct for part in _parts(kind))
+
+
+def _fields(kind: Any) -> dict[str, Any]:
+    for part in _parts(kind):
+        if isinstance(part, type) and issubclass(part, msgspec.Struct):
+            return typing.get_type_hints(part, include_extras=True)
+    return {}
+
+
+def _choices(kind: Any) -> list[Any]:
+    return [
+        value for part in _parts(kind) if typing.get_origin(part) is typing.Literal for value in typing.get_args(part)
+    ]

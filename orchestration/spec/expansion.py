@@ -1,0 +1,150 @@
+"""From a cluster spec to the configs of its processes. Secrets are resolved here, where the processes run."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from secrets import token_hex
+
+import msgspec
+
+from splitserve.common.errors import ConfigError
+from splitserve.orchestration.spec.cluster_spec import ClusterSpec, PoolSpec, SecretRef
+from splitserve.orchestration.spec.small_files import read_small_file
+from splitserve.protocol.config import Confidential, CorePlacement, RouterConfig, WorkerConfig
+from splitserve.protocol.request import Role
+
+SECRET_VARIABLE = "SPLITSERVE_SECRET"  # noqa: S105 - a variable's name
+API_KEY_VARIABLE = "SPLITSERVE_API_KEY"
+MAX_SECRET_BYTES = 4096
+RANDOM_SECRET_BYTES = 32
+
+
+class Secrets(Confidential, frozen=True, kw_only=True):
+    """What the references of a spec stand for; "" where there is none."""
+
+    secret: str = ""
+    api_key: str = ""
+
+    def with_some_secret(self) -> "Secrets":
+        """With a random one where none is configured: for processes that get theirs from one launcher."""
+        return self if self.secret else msgspec.structs.replace(self, secret=random_secret())
+
+
+def random_secret() -> str:
+    return token_hex(RANDOM_SECRET_BYTES)
+
+
+def read_secret(path: str, variable: str) -> str:
+    """The content of the file at ``path``, else of the environment's ``variable``, stripped; "" if neither is set.
+
+    Neither comes from the command line, which every user of the machine can see. Raises :class:`ConfigError`.
+    """
+    if not path:
+        return os.environ.get(variable, "").strip()
+    try:
+        text = read_small_file(path, MAX_SECRET_BYTES).decode().strip()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"can't read {path}: {error}") from error
+    if not text:
+        raise ConfigError(f"{path} is empty; write the secret into it, or leave the option away")
+    return text
+
+
+def resolve_secrets(spec: ClusterSpec) -> Secrets:
+    """Read what the spec refers to, on this machine. Raises :class:`ConfigError` for a reference to nothing."""
+    return Secrets(
+        secret=resolve_shared_secret(spec),
+        api_key=_resolve("secrets.api_key", spec.secrets.api_key, API_KEY_VARIABLE),
+    )
+
+
+def resolve_shared_secret(spec: ClusterSpec) -> str:
+    """Read the shared secret alone: the API key may come through a pipe, which can be read once."""
+    return _resolve("secrets.shared", spec.secrets.shared, SECRET_VARIABLE)
+
+
+def _resolve(place: str, reference: SecretRef | None, variable: str) -> str:
+    if reference is None:
+        return read_secret("", variable)
+    value = read_secret(reference.file, reference.env)
+    if not value:
+        raise ConfigError(f"{place}.env: the variable {reference.env} isn't set here; set it, or refer to a file")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class RouterPorts:
+    """Where a router shall listen that takes the place of another one; 0: as the spec says, or anywhere."""
+
+    http: int = 0
+    membership: int = 0
+
+
+ANY_PORTS = RouterPorts()
+ANYWHERE = CorePlacement()
+
+
+def router_config(spec: ClusterSpec, secrets: Secrets, host: str, ports: RouterPorts = ANY_PORTS) -> RouterConfig:
+    """``host``: where membership listens."""
+    return RouterConfig(
+        model=spec.model.path,
+        served_model_name=spec.served_model_name,
+        host=spec.router.host,
+        port=ports.http or spec.router.port,
+        policy=spec.router.policy,
+        max_requests_in_flight=spec.router.max_requests_in_flight,
+        max_body_mib=spec.router.max_body_mib,
+        on_awake_cores=any(spec.engine_config(pool).keep_cores_awake for pool in spec.pools),
+        membership_host=host,
+        membership_port=ports.membership,
+        ttft_objective_seconds=spec.objectives.ttft_ms / 1e3,
+        tpot_objective_seconds=spec.objectives.tpot_ms / 1e3,
+        secret=secrets.secret,
+        api_key=secrets.api_key,
+        protocol=spec.protocol_config(),
+    )
+
+
+def worker_config(
+    spec: ClusterSpec,
+    pool: PoolSpec,
+    name: str,
+    secrets: Secrets,
+    *,
+    membership: str,
+    host: str,
+    threads: int,
+    placement: CorePlacement = ANYWHERE,
+    lmcache_endpoint: str = "",
+) -> WorkerConfig:
+    """Of the worker called ``name``, which binds ``host`` and computes on ``threads`` threads. ``lmcache_endpoint``:
+    of the server that was started for the cluster, if one was."""
+    engine = msgspec.structs.replace(spec.engine_config(pool), threads=threads)
+    if lmcache_endpoint and pool.lmcache:
+        engine = msgspec.structs.replace(engine, lmcache_endpoint=lmcache_endpoint)
+    return WorkerConfig(
+        engine_id=name,
+        role=Role(pool.role),
+        engine=engine,
+        membership=membership,
+        host=host,
+        secret=secrets.secret,
+        protocol=spec.protocol_config(),
+        placement=placement,
+    )
+
+
+def worker_environment(spec: ClusterSpec, pool: PoolSpec) -> dict[str, str]:
+    """What the spec adds to the environment of the pool's workers."""
+    environment = dict(pool.environment)
+    if spec.connector.transports:
+        environment["UCX_TLS"] = ",".join(spec.connector.transports)
+    devices = [pool.placement.nic] if pool.placement.nic else spec.connector.devices
+    if devices:
+        environment["UCX_NET_DEVICES"] = ",".join(devices)
+    return environment
+
+
+def worker_names(spec: ClusterSpec) -> Mapping[str, PoolSpec]:
+    """The workers at the start, ``prefill-0``, ``prefill-1``, ..., with their pools."""
+    return {f"{pool.name}-{index}": pool for pool in spec.pools for index in range(pool.count)}

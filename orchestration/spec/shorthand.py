@@ -1,0 +1,105 @@
+"""A cluster spec from a few numbers: what the options of ``splitserve serve`` stand for."""
+
+from typing import Any
+
+from msgspec import Struct, structs, to_builtins
+
+from splitserve.common.errors import ConfigError
+from splitserve.orchestration.spec.cluster_spec import (
+    ClusterSpec,
+    ConnectorSpec,
+    EngineSettings,
+    LMCacheSpec,
+    MemorySpec,
+    ModelSpec,
+    PoolSpec,
+    ProtocolSettings,
+    RouterSpec,
+)
+from splitserve.orchestration.spec.conversion import convert_spec
+from splitserve.protocol.config import EngineConfig, ProtocolConfig, RouterConfig
+from splitserve.protocol.request import Role
+
+_ROUTER: dict[str, Any] = {field.name: field.default for field in structs.fields(RouterConfig)}
+_ENGINE: dict[str, Any] = {field.name: field.default for field in structs.fields(EngineConfig)}
+_PROTOCOL = ProtocolConfig()
+
+
+def simple_spec(
+    engine: EngineConfig,
+    *,
+    num_prefill: int = 0,
+    num_decode: int = 0,
+    num_mixed: int = 0,
+    prefill_tp: int = 0,
+    decode_tp: int = 0,
+    port: int = _ROUTER["port"],
+    protocol: ProtocolConfig = _PROTOCOL,
+    **parts: Any,
+) -> ClusterSpec:
+    """A cluster whose pools are called after their roles and share ``engine``'s settings.
+
+    ``prefill_tp``, ``decode_tp``: ranks of the workers of that role, if not as many as the engine says.
+    What applies to nobody is refused. ``parts`` are further parts of :class:`ClusterSpec`. Raises :class:`ConfigError`.
+    """
+    numbers = {Role.PREFILL: num_prefill, Role.DECODE: num_decode, Role.MIXED: num_mixed}
+    for role, number in numbers.items():
+        if number < 0:
+            raise ConfigError(f"--{role} is {number}; it must not be negative")
+    if not any(numbers.values()):
+        raise ConfigError("no workers: say --prefill P --decode D (disaggregated) or --mixed N (not disaggregated)")
+    ranks = {Role.PREFILL: prefill_tp, Role.DECODE: decode_tp}
+    for role, num_ranks in ranks.items():
+        if num_ranks and not numbers[role]:
+            raise ConfigError(
+                f"--{role}-tp is {num_ranks}, but there are no {role} workers; --tensor-parallel-size is for all"
+            )
+    for flag, name in (("--disk-kv-size", "disk_kv_bytes"), ("--disk-kv-backend", "disk_kv_backend")):
+        if not engine.disk_kv_dir and getattr(engine, name) != _ENGINE[name]:
+            raise ConfigError(f"{flag} is for KV in files: say where, with --disk-kv-dir")
+    pools = [_pool(engine, role, number, ranks.get(role, 0)) for role, number in numbers.items() if number]
+    spec = ClusterSpec(
+        model=ModelSpec(
+            path=engine.model,
+            served_name=engine.served_model_name,
+            load_format=engine.load_format,  # type: ignore[arg-type]
+            max_model_len=engine.max_model_len,
+            seed=engine.seed,
+        ),
+        pools=pools,
+        engine=_settings_of(EngineSettings, engine),
+        protocol=_settings_of(ProtocolSettings, protocol),
+        **{
+            "router": RouterSpec(port=port),
+            "connector": ConnectorSpec(verify_kv=engine.verify_kv),
+            "lmcache": LMCacheSpec(endpoint=engine.lmcache_endpoint) if engine.lmcache_endpoint else None,
+            **parts,
+        },
+    )
+    return convert_spec(to_builtins(spec))  # constructors check no bounds
+
+
+def _pool(engine: EngineConfig, role: Role, count: int, num_ranks: int) -> PoolSpec:
+    """``num_ranks``: of each worker; 0: as many as the engine says."""
+    return PoolSpec(
+        name=role.value,
+        role=role.value,
+        count=count,
+        tensor_parallel_size=num_ranks or engine.tensor_parallel_size,
+        device=engine.device,  # type: ignore[arg-type]  # checked by EngineConfig
+        dtype=engine.dtype,  # type: ignore[arg-type]
+        memory=MemorySpec(
+            kv=engine.kv_memory_bytes,
+            host=engine.host_kv_memory_bytes,
+            disk=engine.disk_kv_bytes,
+            gpu_utilization=engine.gpu_memory_utilization,
+        ),
+        threads=engine.threads,
+    )
+
+
+def _settings_of(kind: Any, config: Struct) -> Any:
+    """The fields of ``config`` that differ from their defaults."""
+    defaults = {field.name: field.default for field in structs.fields(config)}
+    values = {name: getattr(config, name) for name in kind.__struct_fields__}
+    return kind(**{name: value for name, value in values.items() if value != defaults[name]})

@@ -1,0 +1,281 @@
+"""What keeps a cluster from starting on this machine, as far as spec, files and machine show it: found before any
+process starts, all of it at once, each with its place in the spec.
+"""
+
+import errno
+import os
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import psutil
+
+from splitserve.common.cores import usable_cpus
+from splitserve.common.errors import CheckpointError, ConfigError
+from splitserve.common.security import check_exposure
+from splitserve.models.config import ModelConfig, load_model_config
+from splitserve.models.declared import check_tensor_parallel_size
+from splitserve.models.weights.checkpoint import weight_files
+from splitserve.models.weights.sizes import activation_bytes, kv_token_bytes, logits_bytes
+from splitserve.orchestration.hosts.addresses import LOOPBACK, own_address
+from splitserve.orchestration.hosts.gpus import Gpu, check_enough_gpus, has_driver
+from splitserve.orchestration.spec.cluster_spec import (
+    ClusterSpec,
+    PoolSpec,
+    SecretRef,
+    SpecError,
+    check_model_directory,
+    set_fields,
+)
+from splitserve.orchestration.spec.contradictions import place_of
+from splitserve.orchestration.spec.expansion import read_secret, resolve_shared_secret
+from splitserve.orchestration.spec.sizes import format_bytes
+from splitserve.protocol.config import DEVICE_DEFAULTS, machine_problems
+
+Problem: TypeAlias = tuple[str, str]
+"""A place in the spec, and what is wrong there."""
+
+MIN_WORKER_BYTES = 256 << 20
+"""Resident memory of a worker's rank with PyTorch and nothing else."""
+_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_MIN_BLOCKS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What bounds a cluster on one machine. ``gpus`` None: there are some, and they were not looked at."""
+
+    num_cpus: int
+    memory_bytes: int
+    gpus: tuple[Gpu, ...] | None
+
+
+def this_machine() -> Machine:
+    return Machine(len(usable_cpus()), psutil.virtual_memory().total, None if has_driver() else ())
+
+
+def check_start(spec: ClusterSpec) -> None:
+    """Raise :class:`SpecError` with all that keeps ``spec`` from starting here."""
+    problems = [*file_problems(spec), *capacity_problems(spec, this_machine()), *address_problems(spec)]
+    if problems:
+        raise SpecError(problems)
+
+
+# ---- files ----
+
+
+def file_problems(spec: ClusterSpec) -> list[Problem]:
+    """Of the paths and secrets that the spec names, and what its model's config.json rules out."""
+    return [*_model_problems(spec), *_secret_problems(spec), *_directory_problems(spec)]
+
+
+def _model_problems(spec: ClusterSpec) -> Iterator[Problem]:
+    directory = Path(spec.model.path)
+    try:
+        check_model_directory(spec.model.path)
+        model = load_model_config(directory)
+    except CheckpointError as error:
+        yield "model.path", str(error)
+        return
+    if not (directory / "tokenizer.json").is_file():
+        yield "model.path", f"{directory} has no tokenizer.json"
+    if spec.model.load_format == "auto":
+        problem = _refusal(lambda: weight_files(directory))
+        if problem:
+            yield "model.path", problem
+    if spec.model.max_model_len > model.max_position_embeddings:
+        yield (
+            "model.max_model_len",
+            f"must be at most {model.max_position_embeddings}, where the model's positions end, got "
+            f"{spec.model.max_model_len}",
+        )
+    for index, pool in enumerate(spec.pools):
+        problem = _refusal(lambda size=pool.tensor_parallel_size: check_tensor_parallel_size(model, size))  # type: ignore[misc]
+        if problem:
+            yield f"pools[{index}].tensor_parallel_size", problem
+        yield from _kv_problems(spec, pool, f"pools[{index}]", model)
+
+
+def _kv_problems(spec: ClusterSpec, pool: PoolSpec, place: str, model: ModelConfig) -> Iterator[Problem]:
+    """KV memory that can't hold two blocks, or one longest sequence, even of the smallest elements it may have."""
+    try:
+        engine = spec.engine_config(pool)
+    except ConfigError:  # the document itself is wrong there
+        return
+    if not engine.kv_memory_bytes:
+        return
+    element_bytes = 1 if engine.kv_cache_dtype == "fp8" else _ELEMENT_BYTES.get(engine.dtype, 2)
+    block_size = engine.block_size or min(defaults.block_size for defaults in DEVICE_DEFAULTS.values())
+    num_tokens = max(_MIN_BLOCKS * block_size, engine.max_model_len)
+    needed = num_tokens * kv_token_bytes(model, element_bytes)
+    if engine.kv_memory_bytes < needed:
+        yield (
+            f"{place}.memory.kv",
+            f"must be at least {format_bytes(needed)} for {num_tokens} tokens ({_MIN_BLOCKS} blocks of {block_size}, "
+            f"and max_model_len), got {format_bytes(engine.kv_memory_bytes)}",
+        )
+
+
+def _secret_problems(spec: ClusterSpec) -> Iterator[Problem]:
+    for name in ("shared", "api_key"):
+        reference = getattr(spec.secrets, name)
+        if reference is None or bool(reference.env) == bool(reference.file) or _is_pipe(reference):
+            continue
+        part = "file" if reference.file else "env"
+        if reference.env and not os.environ.get(reference.env, "").strip():
+            yield f"secrets.{name}.env", f"the variable {reference.env} isn't set here; set it, or refer to a file"
+        elif problem := _refusal(lambda given=reference: read_secret(given.file, given.env)):  # type: ignore[misc]
+            yield f"secrets.{name}.{part}", problem
+
+
+def _is_pipe(reference: SecretRef | None) -> bool:
+    """Whether a look at it would take the secret away from the process that needs it."""
+    return reference is not None and bool(reference.file) and Path(reference.file).is_fifo()
+
+
+def _directory_problems(spec: ClusterSpec) -> Iterator[Problem]:
+    """Directories that workers write to are made by them, below one that must be there."""
+    for index, pool in enumerate(spec.pools):
+        settings = {**set_fields(spec.engine), **set_fields(pool.engine)}
+        for field in ("disk_kv_dir", "profile_dir"):
+            directory = settings.get(field, "")
+            if directory and not _can_be_written(Path(directory)):
+                yield place_of(spec, pool, f"pools[{index}]", field), f"can't write to {directory}"
+    environment = spec.lmcache.environment if spec.lmcache is not None else ""
+    if environment and not Path(environment).is_dir():
+        yield "lmcache.environment", f"no such directory: {environment}"
+
+
+def _can_be_written(directory: Path) -> bool:
+    existing = directory.absolute()
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK) and not _is_kernels(existing)
+
+
+def _is_kernels(directory: Path) -> bool:
+    """Nobody makes files in these, whatever their modes say to the superuser."""
+    return any(directory.is_relative_to(root) for root in ("/proc", "/sys"))
+
+
+# ---- the machine ----
+
+
+def capacity_problems(spec: ClusterSpec, machine: Machine) -> list[Problem]:
+    """What is more than the machine has: threads, memory, GPUs."""
+    problems: list[Problem] = []
+    for index, pool in enumerate(spec.pools):
+        place = f"pools[{index}]"
+        engine = spec.engine_config(pool)
+        found = machine_problems(engine, machine.num_cpus)
+        problems += [(place_of(spec, pool, place, field), text) for field, text in found]
+        problems += _step_problems(spec, pool, place, machine)
+        problems += _gpu_memory_problems(spec, pool, place, machine)
+    problems += _host_memory_problems(spec, machine)
+    if machine.gpus is not None and (problem := _refusal(lambda: check_enough_gpus(spec, list(machine.gpus or ())))):
+        problems.append(("pools", problem))
+    return problems
+
+
+def _is_on_gpus(pool: PoolSpec, machine: Machine) -> bool:
+    has_some = machine.gpus is None or bool(machine.gpus)
+    return pool.device == "cuda" or (pool.device == "auto" and has_some)
+
+
+def _step_problems(spec: ClusterSpec, pool: PoolSpec, place: str, machine: Machine) -> Iterator[Problem]:
+    """Steps whose logits or activations alone are more than the memory there is."""
+    try:
+        model = load_model_config(spec.model.path)
+    except CheckpointError:
+        return
+    most = machine.memory_bytes
+    if _is_on_gpus(pool, machine):
+        if not machine.gpus:
+            return
+        most = max(gpu.memory_bytes for gpu in machine.gpus)
+    engine = spec.engine_config(pool)
+    element_bytes = _ELEMENT_BYTES.get(engine.dtype, 2)
+    steps = {
+        "max_num_seqs": (logits_bytes(model, 1), engine.max_num_seqs),
+        "max_num_batched_tokens": (activation_bytes(model, 1, element_bytes), engine.max_num_batched_tokens),
+    }
+    for field, (each, number) in steps.items():
+        if each * number > most:
+            yield (
+                place_of(spec, pool, place, field),
+                f"must be at most {most // each} here (a step takes {format_bytes(each)} for each, of "
+                f"{format_bytes(most)} of memory), got {number}",
+            )
+
+
+def _gpu_memory_problems(spec: ClusterSpec, pool: PoolSpec, place: str, machine: Machine) -> Iterator[Problem]:
+    if not machine.gpus or not _is_on_gpus(pool, machine):
+        return
+    on_each = spec.engine_config(pool).kv_memory_bytes // pool.tensor_parallel_size
+    most = max(gpu.memory_bytes for gpu in machine.gpus)
+    if on_each > most:
+        yield (
+            f"{place}.memory.kv",
+            f"takes {format_bytes(on_each)} of each GPU, and the largest one has {format_bytes(most)}; lower it",
+        )
+
+
+def _host_memory_problems(spec: ClusterSpec, machine: Machine) -> Iterator[Problem]:
+    """All workers together: their processes, and what they are told to take."""
+    takers: dict[str, int] = {}
+    for index, pool in enumerate(spec.pools):
+        engine = spec.engine_config(pool)
+        takers[f"pools[{index}].memory.host"] = pool.count * engine.host_kv_memory_bytes
+        if not _is_on_gpus(pool, machine):
+            takers[f"pools[{index}].memory.kv"] = pool.count * engine.kv_memory_bytes
+    lmcache = spec.lmcache_config()
+    takers["lmcache.memory"] = 0 if lmcache is None else lmcache.memory_bytes
+    total = format_bytes(machine.memory_bytes)
+    if sum(takers.values()) > machine.memory_bytes:
+        yield (
+            max(takers, key=lambda place: takers[place]),
+            f"takes most of the {format_bytes(sum(takers.values()))} that KV of all workers takes of host memory, and "
+            f"this machine has {total}; lower it",
+        )
+    num_ranks = sum(pool.count * pool.tensor_parallel_size for pool in spec.pools)
+    if num_ranks * MIN_WORKER_BYTES > machine.memory_bytes:
+        most = machine.memory_bytes // MIN_WORKER_BYTES
+        yield "pools", f"this machine's {total} of memory hold at most {most} worker processes, got {num_ranks}"
+
+
+# ---- addresses ----
+
+
+def address_problems(spec: ClusterSpec) -> Iterator[Problem]:
+    """Addresses that can't be bound here, or must not be without a secret."""
+    place = "network.interface" if spec.network.interface else "network.host"
+    has_secrets = not list(_secret_problems(spec)) and not _is_pipe(spec.secrets.shared)
+    if has_secrets and (
+        problem := _refusal(lambda: check_exposure(own_address(spec.network, LOOPBACK), resolve_shared_secret(spec)))
+    ):
+        yield place, problem
+    host, port = spec.router.host, spec.router.port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except (OSError, UnicodeError) as error:
+            words = getattr(error, "strerror", None) or error
+            is_wrong_host = isinstance(error, socket.gaierror | UnicodeError) or error.errno == errno.EADDRNOTAVAIL
+            remedy = "give an address of this machine" if is_wrong_host else "choose another one, or 0 for a free one"
+            yield (
+                f"router.{'host' if is_wrong_host else 'port'}",
+                f"can't listen on {host} port {port}: {words}; {remedy}",
+            )
+
+
+def _refusal(attempt: Callable[[], object]) -> str:
+    """The error's words, "" if there is none."""
+    try:
+        attempt()
+    except (ConfigError, CheckpointError) as error:
+        return str(error)
+    return ""

@@ -1,0 +1,1 @@
+"""Views of the running cluster for operators: metrics, the cluster report, profiles."""

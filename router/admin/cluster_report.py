@@ -1,0 +1,42 @@
+"""The answer of GET /admin/workers, from what the router knows."""
+
+import os
+import socket
+import time
+
+from splitserve import __version__
+from splitserve.protocol.cluster_report import ClusterReport, WorkerReport
+from splitserve.protocol.config import RouterConfig
+from splitserve.router.links.fleet import Fleet
+from splitserve.router.links.membership import WorkerRecord
+
+
+def cluster_report(config: RouterConfig, fleet: Fleet, now: float) -> ClusterReport:
+    """``now``: on the event loop's clock, which is that of the records."""
+    return ClusterReport(
+        version=__version__,
+        machine=socket.gethostname(),
+        pid=os.getpid(),
+        clock_seconds=time.time(),
+        model=config.model,
+        served_model_name=config.served_model_name,
+        membership=fleet.endpoint,
+        has_secret=bool(config.secret),
+        heartbeat_seconds=config.protocol.heartbeat_seconds,
+        dead_after_seconds=config.protocol.dead_after_seconds,
+        workers=[_worker_report(record, now) for record in fleet.membership.records()],
+        refused=fleet.turned_away.refused(now),
+        strangers=fleet.turned_away.strangers(now),
+    )
+
+
+def _worker_report(record: WorkerRecord, now: float) -> WorkerReport:
+    return WorkerReport(
+        info=record.info,
+        state=record.state.value,
+        silent_seconds=now - record.last_heard,
+        num_heartbeats=record.num_heartbeats,
+        load=record.load,
+        links=list(record.links),
+        clock_offset_seconds=record.clock_offset_seconds,
+    )

@@ -1,0 +1,1 @@
+"""The HTTP edge: connections, bodies, endpoints, answers, errors in OpenAI's shape."""

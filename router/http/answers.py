@@ -1,0 +1,253 @@
+"""The answer to one generation request: submits its prompts, turns their updates into JSON or a stream of events.
+
+A failure before the first byte is an HTTP error; after it, an error event in the stream, then ``[DONE]``. The
+response's head waits for the first token, so that most failures still get a status. A client that disconnects cancels
+its requests, streamed or not.
+
+A stream that has nothing to send for a while gets comments, so that nobody takes its connection for dead: once it has
+begun, or while a request waits for a worker in place of one that was lost.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from splitserve.protocol.request import SamplingParams
+from splitserve.protocol.token_ids import TokenIds
+from splitserve.router.http.api_error import ApiError, error_of_failure
+from splitserve.router.http.formats import DONE_EVENT, Format, Usage, send_json, sse_event
+from splitserve.router.http.inbox import Inbox
+from splitserve.router.requests.active_request import ActiveRequest
+from splitserve.router.requests.dispatcher import ClientGoneError, Dispatcher
+from splitserve.router.requests.outcome import route
+from splitserve.router.requests.state import NOTHING, Update
+from splitserve.router.text.choice import Choice, Piece
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt, ready to run, and the text side of its output."""
+
+    token_ids: TokenIds
+    sampling: SamplingParams
+    choice: Choice
+
+
+READ_GRACE_SECONDS = 5.0
+"""Beyond a request's deadline: a client that reads more slowly would keep its places for ever."""
+
+KEEP_ALIVE = b": keep-alive\n\n"
+
+log = logging.getLogger(__name__)
+
+
+class _Pulse:
+    """Asks for a comment whenever ``seconds`` have gone by in which nothing was sent; 0 never does."""
+
+    def __init__(self, seconds: float, on_silence: Callable[[], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._seconds = seconds
+        self._on_silence = on_silence
+        self._has_sent = False
+        self._timer = self._loop.call_later(seconds, self._beat) if seconds else None
+
+    def note_sent(self) -> None:
+        self._has_sent = True
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _beat(self) -> None:
+        if not self._has_sent:
+            self._on_silence()
+        self._has_sent = False
+        self._timer = self._loop.call_later(self._seconds, self._beat)
+
+
+class GenerationResponse(Response):
+    """An ASGI response. ``prompts`` were admitted; their places are given back when it's over."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        prompts: Sequence[Prompt],
+        answer_format: Format,
+        *,
+        arrived_at: float,
+        stream: bool,
+        include_usage: bool,
+        return_route: bool,
+    ) -> None:
+        super().__init__()
+        self._dispatcher = dispatcher
+        self._prompts = prompts
+        self._format = answer_format
+        self._arrived_at = arrived_at
+        self._stream = stream
+        self._include_usage = include_usage
+        self._return_route = return_route
+        self._inbox = Inbox()
+        self._requests: list[ActiveRequest] = []
+        self._num_open = len(prompts)
+        self._gone = False
+        self._is_silent = False  # a comment is due
+
+    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+        watcher = asyncio.create_task(self._watch_client(receive))
+        self._watcher = watcher
+        end = self._arrived_at + self._dispatcher.deadline_seconds + READ_GRACE_SECONDS
+        try:
+            async with asyncio.timeout_at(end):
+                await (self._send_stream(send) if self._stream else self._send_whole(send))
+        except ClientGoneError:
+            pass
+        except TimeoutError:  # the server closes the connection of an answer that isn't complete
+            log.warning("a client doesn't read its answer: given up")
+        except ApiError as error:
+            await send_json(send, error.status, error.encode(), error.headers())
+        finally:
+            watcher.cancel()
+            for request in self._requests:
+                self._dispatcher.cancel(request)
+            self._dispatcher.release(len(self._prompts))
+
+    async def _watch_client(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._gone = True
+        self._inbox.put(0, NOTHING)
+
+    async def _submit(self) -> None:
+        for index, prompt in enumerate(self._prompts):
+            request = await self._dispatcher.submit_in_time(
+                index,
+                prompt.token_ids,
+                prompt.sampling,
+                self._inbox,
+                self._arrived_at,
+                watch_client=lambda: self._watcher,
+            )
+            self._requests.append(request)
+
+    async def _next_pieces(self) -> tuple[list[tuple[int, Piece]], ApiError | None]:
+        """New pieces of open choices, in order, and the error that follows them if a request failed."""
+        updates = await self._inbox.take()
+        if self._gone:
+            raise ClientGoneError
+        pieces: list[tuple[int, Piece]] = []
+        for index, update in updates:
+            if update.failure is not None:
+                return pieces, error_of_failure(update.failure)
+            piece = self._push(index, update)
+            if piece is not None:
+                pieces.append((index, piece))
+        return pieces, None
+
+    def _push(self, index: int, update: Update) -> Piece | None:
+        choice = self._prompts[index].choice
+        if choice.finish_reason is not None or not (update.token_ids or update.finish_reason):
+            return None
+        piece = choice.push(update.token_ids, update.finish_reason)
+        if piece.finish_reason is not None:
+            self._num_open -= 1
+            self._dispatcher.finish_at_stop_string(self._requests[index])
+        return piece
+
+    # ---- one JSON object ----
+
+    async def _send_whole(self, send: Send) -> None:
+        await self._submit()
+        texts: list[list[str]] = [[] for _ in self._prompts]
+        token_ids: list[list[int]] = [[] for _ in self._prompts]
+        while self._num_open:
+            pieces, error = await self._next_pieces()
+            if error is not None:
+                raise error
+            for index, piece in pieces:
+                texts[index].append(piece.text)
+                token_ids[index].extend(piece.token_ids)
+        choices = [
+            Piece("".join(text), ids, prompt.choice.finish_reason)
+            for text, ids, prompt in zip(texts, token_ids, self._prompts, strict=True)
+        ]
+        body = self._format.answer(choices, self._usage(), self._route(self._requests[0]))
+        await send_json(send, 200, body)
+
+    # ---- server-sent events ----
+
+    async def _send_stream(self, send: Send) -> None:
+        await self._submit()
+        pulse = _Pulse(self._dispatcher.config.protocol.stream_keep_alive_seconds, self._on_silence)
+        try:
+            await self._send_events(send, pulse)
+        finally:
+            pulse.stop()
+
+    def _on_silence(self) -> None:
+        self._is_silent = True
+        self._inbox.put(0, NOTHING)
+
+    def _comment(self, *, started: bool) -> bytes:
+        """What a stream gets that has no tokens to send: a comment, if one is due."""
+        is_due = self._is_silent and (started or any(each.is_stranded for each in self._requests))
+        self._is_silent = False
+        return KEEP_ALIVE if is_due else b""
+
+    async def _send_events(self, send: Send, pulse: _Pulse) -> None:
+        started = False
+        opened: set[int] = set()
+        while True:
+            pieces, error = await self._next_pieces()
+            if error is not None and not (started or pieces):
+                raise error
+            events = b"".join([self._events(index, piece, opened) for index, piece in pieces])
+            if not events and error is None:
+                events = self._comment(started=started)
+            if events and not started:
+                await send(_STREAM_START)
+                started = True
+            if error is not None or not self._num_open:
+                break
+            if events:
+                await send({"type": "http.response.body", "body": events, "more_body": True})
+                pulse.note_sent()
+        if error is not None:
+            events += sse_event(error.body())
+        elif self._include_usage:
+            events += self._format.usage_chunk(self._usage())
+        await send({"type": "http.response.body", "body": events + DONE_EVENT, "more_body": False})
+
+    def _events(self, index: int, piece: Piece, opened: set[int]) -> bytes:
+        extra = {} if piece.finish_reason is None else self._route(self._requests[index])
+        chunk = self._format.chunk(index, piece, extra)
+        if index in opened:
+            return chunk
+        opened.add(index)
+        return self._format.opening(index) + chunk
+
+    def _usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=sum(len(prompt.token_ids) for prompt in self._prompts),
+            completion_tokens=sum(prompt.choice.num_tokens for prompt in self._prompts),
+            cached_tokens=sum(request.state.num_cached_tokens for request in self._requests),
+        )
+
+    def _route(self, request: ActiveRequest) -> dict[str, Any]:
+        return {"splitserve": route(request.state)} if self._return_route else {}
+
+
+_STREAM_START = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),
+    ],
+}

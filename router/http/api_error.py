@@ -1,0 +1,77 @@
+"""Errors of the HTTP interface, in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``."""
+
+from typing import Any
+
+import msgspec
+
+from splitserve.router.requests.state import Failure, FailureReason
+
+RETRY_AFTER_SECONDS = 1
+MAX_MESSAGE_CHARS = 2000
+MAX_PARAM_CHARS = 200
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "invalid_request_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+
+
+def clipped(text: str, max_chars: int) -> str:
+    """``text``, cut where it's longer: names and values in messages come from clients and files."""
+    return text if len(text) <= max_chars else f"{text[:max_chars]}... ({len(text)} characters)"
+
+
+class ApiError(Exception):
+    """An answer other than 200. ``param`` names the request's field at fault; ``retry_after_seconds`` goes with 429 and
+    503. The texts are cut where they are long, since they may repeat what the client sent."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_seconds: int = RETRY_AFTER_SECONDS,
+    ) -> None:
+        message = clipped(message, MAX_MESSAGE_CHARS)
+        super().__init__(message)
+        self._retry_after_seconds = retry_after_seconds
+        self.status = status
+        self.message = message
+        self.param = None if param is None else clipped(param, MAX_PARAM_CHARS)
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self.body())
+
+    def headers(self) -> dict[str, str]:
+        return {"retry-after": str(self._retry_after_seconds)} if self.status in (429, 503) else {}
+
+
+_STATUS_BY_REASON = {
+    FailureReason.INVALID: 400,
+    FailureReason.OVERLOADED: 503,
+    FailureReason.DEADLINE: 504,
+    FailureReason.HANDOVER: 502,
+    FailureReason.INTERNAL: 502,
+    FailureReason.WORKER_LOST: 503,
+    FailureReason.CONTRADICTION: 502,
+    FailureReason.SHUTDOWN: 503,
+}
+
+
+def error_of_failure(failure: Failure) -> ApiError:
+    """The answer for a request that failed after it was placed."""
+    return ApiError(_STATUS_BY_REASON[failure.reason], failure.message, code=failure.reason.value)

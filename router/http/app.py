@@ -1,0 +1,290 @@
+"""The HTTP interface: OpenAI's endpoints, health, readiness, metrics. Every error has OpenAI's shape."""
+
+import asyncio
+import hashlib
+import hmac
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeAlias
+
+import msgspec
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from splitserve import __version__
+from splitserve.router.admin.cluster_report import cluster_report
+from splitserve.router.admin.metrics import RouterMetrics
+from splitserve.router.admin.profiles import MAX_PROFILE_BODY_BYTES, parse_profile_request
+from splitserve.router.http.answers import GenerationResponse, Prompt
+from splitserve.router.http.api_error import ApiError
+from splitserve.router.http.body import BodyReader
+from splitserve.router.http.content_type import check_json
+from splitserve.router.http.formats import ChatFormat, CompletionFormat, Format
+from splitserve.router.http.local_origin import RequireLocal
+from splitserve.router.http.openapi import openapi_document
+from splitserve.router.http.parsing import RequestModel
+from splitserve.router.http.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from splitserve.router.placement.placer import Limits
+from splitserve.router.placement.policies import Disaggregated, NoWorker, RequestShape
+from splitserve.router.requests.dispatcher import ClientGoneError, Dispatcher
+from splitserve.router.text.preparation import Preparation, check_not_empty
+
+_KEYED_PATHS = ("/v1/", "/admin/")
+_CLOSED_TRANSPORT = "the handler is closed"  # what uvloop says between a connection's reset and its report of it
+
+Handler: TypeAlias = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+class Api:
+    """The endpoints' handlers, for one model."""
+
+    def __init__(
+        self,
+        model_id: str,
+        dispatcher: Dispatcher,
+        preparation: Preparation,
+        metrics: RouterMetrics,
+        bodies: BodyReader,
+    ) -> None:
+        self.model_id = model_id
+        self._dispatcher = dispatcher
+        self._preparation = preparation
+        self._metrics = metrics
+        self._created = int(time.time())
+        self._bodies = bodies
+
+    async def completions(self, request: Request) -> Response:
+        arrived_at = asyncio.get_running_loop().time()
+        body = await self._read(request, CompletionRequest)
+        check_not_empty(body)
+        limits = await self._limits(request, arrived_at)
+        count = len(body.prompts())
+        self._dispatcher.admit(count, "prompt")
+        try:
+            prompts = await self._preparation.completion(body, limits)
+            return self._answer(CompletionFormat, body, prompts, arrived_at)
+        except BaseException:
+            self._dispatcher.release(count)
+            raise
+
+    async def chat_completions(self, request: Request) -> Response:
+        arrived_at = asyncio.get_running_loop().time()
+        body = await self._read(request, ChatCompletionRequest)
+        limits = await self._limits(request, arrived_at)
+        self._dispatcher.admit(1)
+        try:
+            prompts = await self._preparation.chat(body, limits)
+            return self._answer(ChatFormat, body, prompts, arrived_at)
+        except BaseException:
+            self._dispatcher.release(1)
+            raise
+
+    async def models(self, _request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model_card()]})
+
+    async def model(self, request: Request) -> Response:
+        self._check_model(request.path_params["model_id"])
+        return JSONResponse(self._model_card())
+
+    async def health(self, _request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self, _request: Request) -> Response:
+        placement = self._dispatcher.place(RequestShape(num_prompt_tokens=1, max_tokens=1))
+        if isinstance(placement, NoWorker):
+            return JSONResponse({"status": "not ready", "reason": placement.reason}, 503)
+        if isinstance(placement, Disaggregated) and not self._dispatcher.fleet.membership.is_connected():
+            reason = "decode workers are connecting to prefill workers"
+            return JSONResponse({"status": "not ready", "reason": reason}, 503)
+        return JSONResponse({"status": "ready"})
+
+    async def version(self, _request: Request) -> Response:
+        return JSONResponse({"version": __version__})
+
+    async def metrics(self, _request: Request) -> Response:
+        return Response(self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def workers(self, _request: Request) -> Response:
+        """All that is known of the cluster, for whoever looks for a fault (``splitserve doctor``)."""
+        self._dispatcher.fleet.mend_links()  # what is still broken in the next answer stays so
+        report = cluster_report(self._dispatcher.config, self._dispatcher.fleet, asyncio.get_running_loop().time())
+        return Response(msgspec.json.encode(report), media_type="application/json")
+
+    async def profile(self, request: Request) -> Response:
+        """Let the workers record their next steps; answers when they have."""
+        check_json(request)
+        async with self._bodies.read(request, MAX_PROFILE_BODY_BYTES) as content:
+            body = parse_profile_request(content)
+        reports = await self._dispatcher.profiles.take(body.num_steps, body.timeout_seconds)
+        if not reports:
+            raise ApiError(503, "no worker is ready: try again", code="no_worker")
+        return JSONResponse({"workers": reports})
+
+    async def _read(self, request: Request, model: type[RequestModel]) -> RequestModel:
+        check_json(request)
+        body = await self._bodies.parse(request, model)
+        self._check_model(body.model)
+        return body
+
+    async def _limits(self, request: Request, arrived_at: float) -> Limits:
+        """Those of the workers that are there, or come soon. Raises :class:`ApiError` 503."""
+        watchers: list[asyncio.Task[None]] = []
+
+        def watch_client() -> asyncio.Task[None]:
+            watchers.append(asyncio.create_task(_until_disconnected(request)))
+            return watchers[-1]
+
+        try:
+            return await self._dispatcher.limits(arrived_at, watch_client)
+        except ClientGoneError:
+            raise ClientDisconnect from None
+        finally:
+            for watcher in watchers:
+                watcher.cancel()
+
+    def _answer(
+        self, kind: type[Format], body: GenerationRequest, prompts: list[Prompt], arrived_at: float
+    ) -> GenerationResponse:
+        answer_format = kind(
+            self.model_id, include_usage=body.include_usage, return_token_ids=bool(body.return_token_ids)
+        )
+        return GenerationResponse(
+            self._dispatcher,
+            prompts,
+            answer_format,
+            arrived_at=arrived_at,
+            stream=bool(body.stream),
+            include_usage=body.include_usage,
+            return_route=bool(body.return_route),
+        )
+
+    def _check_model(self, model_id: str) -> None:
+        if model_id != self.model_id:
+            message = f"the model {model_id!r} does not exist; this server serves {self.model_id!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def _model_card(self) -> dict[str, Any]:
+        return {"id": self.model_id, "object": "model", "created": self._created, "owned_by": "splitserve"}
+
+
+async def _until_disconnected(request: Request) -> None:
+    """For a request whose body has been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def create_app(api: Api, metrics: RouterMetrics, api_key: str = "", *, local_only: bool = False) -> ASGIApp:
+    """The ASGI application: routes, errors in OpenAI's shape, request counts.
+
+    ``api_key`` is for /v1 and /admin. With ``local_only`` requests have to be meant for a loopback host.
+    """
+    document = msgspec.json.encode(openapi_document(api.model_id, wants_key=bool(api_key)))
+
+    async def openapi(_request: Request) -> Response:
+        return Response(document, media_type="application/json")
+
+    posts: list[tuple[str, Handler]] = [
+        ("/v1/completions", api.completions),
+        ("/v1/chat/completions", api.chat_completions),
+        ("/admin/profile", api.profile),
+    ]
+    gets: list[tuple[str, Handler]] = [
+        ("/v1/models", api.models),
+        ("/v1/models/{model_id:path}", api.model),
+        ("/health", api.health),
+        ("/ready", api.ready),
+        ("/version", api.version),
+        ("/metrics", api.metrics),
+        ("/admin/workers", api.workers),
+        ("/openapi.json", openapi),
+    ]
+    routes: list[BaseRoute] = [Route(path, handler, methods=["POST"]) for path, handler in posts]
+    routes += [Route(path, handler, methods=["GET"]) for path, handler in gets]
+    on_error: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, Response]]] = {
+        ApiError: _on_api_error,
+        HTTPException: _on_http_exception,
+        ClientDisconnect: _on_client_disconnect,
+        Exception: _on_unexpected,
+    }
+    # Plain routes: FastAPI's own would parse and validate, which is done here. The document is written by hand.
+    app = FastAPI(title="Splitserve", version=__version__, openapi_url=None, routes=routes, exception_handlers=on_error)
+    paths = frozenset(path for path, _ in posts + gets)
+    guarded: ASGIApp = RequireKey(app, api_key) if api_key else app
+    return CountRequests(RequireLocal(guarded) if local_only else guarded, metrics, paths)
+
+
+async def _on_api_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return Response(error.encode(), error.status, error.headers(), "application/json")
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """404 and 405 of the routing itself."""
+    assert isinstance(error, HTTPException)
+    response = await _on_api_error(
+        request, ApiError(error.status_code, f"{error.detail}: {request.method} {request.url.path}")
+    )
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _on_client_disconnect(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=400)  # nobody reads it
+
+
+async def _on_unexpected(request: Request, _error: Exception) -> Response:
+    """A bug of ours: the server logs the traceback."""
+    return await _on_api_error(request, ApiError(500, "internal error", code="internal_error"))
+
+
+class RequireKey:
+    """ASGI middleware that answers 401 under /v1 and /admin unless the request shows the API key. The body isn't read
+    before."""
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self._app = app
+        self._digest = hashlib.sha256(api_key.encode()).digest()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_free = scope["type"] != "http" or not scope["path"].startswith(_KEYED_PATHS)
+        if is_free or self._is_allowed(scope["headers"]):
+            await self._app(scope, receive, send)
+            return
+        error = ApiError(401, "incorrect or missing API key: send 'Authorization: Bearer KEY'", code="invalid_api_key")
+        await Response(error.encode(), 401, {"www-authenticate": "Bearer"}, "application/json")(scope, receive, send)
+
+    def _is_allowed(self, headers: list[tuple[bytes, bytes]]) -> bool:
+        given = [value for name, value in headers if name == b"authorization"]
+        scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        # Equal lengths: the time of the comparison tells nothing of the key.
+        return scheme.lower() == b"bearer" and hmac.compare_digest(hashlib.sha256(key.strip()).digest(), self._digest)
+
+
+class CountRequests:
+    """ASGI middleware that counts requests by endpoint (of ``paths``, else "other") and status."""
+
+    def __init__(self, app: ASGIApp, metrics: RouterMetrics, paths: frozenset[str]) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._paths = paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"] if scope["path"] in self._paths else "other"
+
+        async def count_and_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._metrics.http_requests.labels(path, str(message["status"])).inc()
+            try:
+                await send(message)
+            except RuntimeError as error:
+                if _CLOSED_TRANSPORT not in str(error):
+                    raise  # else the client has reset the connection, of which the application hears in a moment
+
+        await self._app(scope, receive, count_and_send)

@@ -1,0 +1,75 @@
+"""Bodies of requests, read and parsed within bounds: one body's size, time and structure, and all bodies' memory."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+
+from starlette.requests import Request
+
+from splitserve.router.http.api_error import ApiError
+from splitserve.router.http.body_shape import is_surely_small
+from splitserve.router.http.parsing import RequestModel, parse, parse_checked
+
+MAX_BODIES_AT_ONCE = 16  # of the largest size
+BODY_SECONDS = 60.0  # a slower body holds memory and a connection for nothing
+
+
+class BodyReader:
+    """Reads and parses the bodies of one server; counts what is in memory until it has been parsed."""
+
+    def __init__(self, max_body_bytes: int) -> None:
+        self._max_bytes = max_body_bytes
+        self._num_bytes = 0
+        # One thread: parsers hold the interpreter, so that a second would only take the event loop's turn.
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="bodies")
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def parse(self, request: Request, model: type[RequestModel]) -> RequestModel:
+        """The body as ``model``. Raises :class:`ApiError` as :meth:`read` does, and 400 that names what is wrong."""
+        async with self.read(request) as body:
+            if is_surely_small(body):
+                return parse(model, body)
+            return await asyncio.get_running_loop().run_in_executor(self._pool, parse_checked, model, body)
+
+    @asynccontextmanager
+    async def read(self, request: Request, max_bytes: int = 0) -> AsyncIterator[bytes]:
+        """The whole body, of at most ``max_bytes`` (0: the server's limit), for as long as the context is open.
+
+        Raises :class:`ApiError` 413 for one too large, 408 for one too slow, 429 when all bodies take too much memory.
+        """
+        limit = min(max_bytes or self._max_bytes, self._max_bytes)
+        declared = request.headers.get("content-length", "")
+        if declared.isascii() and declared.isdigit() and (len(declared) > 18 or int(declared) > limit):
+            raise _too_large(limit)
+        chunks: list[bytes] = []
+        try:
+            await self._receive(request, chunks, limit)
+            yield b"".join(chunks)
+        finally:
+            self._num_bytes -= sum(map(len, chunks))
+
+    async def _receive(self, request: Request, chunks: list[bytes], limit: int) -> None:
+        size = 0
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for chunk in request.stream():
+                    chunks.append(chunk)
+                    size += len(chunk)
+                    self._num_bytes += len(chunk)
+                    self._check(size, limit)
+        except TimeoutError:
+            raise ApiError(408, f"the body didn't come within {BODY_SECONDS:g} s", code="request_timeout") from None
+
+    def _check(self, size: int, limit: int) -> None:
+        if size > limit:
+            raise _too_large(limit)
+        if self._num_bytes > MAX_BODIES_AT_ONCE * self._max_bytes:
+            raise ApiError(429, "too many large bodies are arriving at once: try again", code="too_many_requests")
+
+
+def _too_large(limit: int) -> ApiError:
+    message = f"the body is larger than {limit} bytes; send less, or raise the server's --max-body-mib"
+    return ApiError(413, message, code="body_too_large")

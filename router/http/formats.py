@@ -1,0 +1,133 @@
+"""JSON of the answers, whole and in chunks, as OpenAI's clients expect them."""
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.types import Send
+
+from splitserve.protocol.request import FinishReason
+from splitserve.router.text.choice import Piece
+
+_encoder = msgspec.json.Encoder()
+
+DONE_EVENT = b"data: [DONE]\n\n"
+
+
+async def send_json(send: Send, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
+    """A whole response, straight to the ASGI server."""
+    pairs = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    pairs += [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+    await send({"type": "http.response.start", "status": status, "headers": pairs})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def sse_event(content: Any) -> bytes:
+    return b"data: " + _encoder.encode(content) + b"\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class Format(ABC):
+    """The JSON of one answer. Subclasses say what differs between the endpoints."""
+
+    id_prefix: str
+    whole_kind: str
+    chunk_kind: str
+
+    def __init__(self, model: str, *, include_usage: bool, return_token_ids: bool) -> None:
+        self._head = {
+            "id": f"{self.id_prefix}-{secrets.token_hex(12)}",
+            "object": self.chunk_kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._include_usage = include_usage
+        self._return_token_ids = return_token_ids
+
+    def opening(self, index: int) -> bytes:  # noqa: ARG002
+        """Events that go before a choice's first chunk."""
+        return b""
+
+    def chunk(self, index: int, piece: Piece, extra: dict[str, Any]) -> bytes:
+        """The event of one piece of one choice; ``extra`` is merged into the object."""
+        choice = self._choice(index, piece.finish_reason) | self._delta(piece.text)
+        if self._return_token_ids:
+            choice["token_ids"] = list(piece.token_ids)
+        return self._event([choice], extra)
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        return sse_event({**self._head, "choices": [], "usage": usage.as_json()})
+
+    def answer(self, choices: Sequence[Piece], usage: Usage, extra: dict[str, Any]) -> bytes:
+        """The whole answer; ``choices`` are whole outputs."""
+        entries = []
+        for index, piece in enumerate(choices):
+            entry = self._choice(index, piece.finish_reason) | self._message(piece.text)
+            if self._return_token_ids:
+                entry["token_ids"] = list(piece.token_ids)
+            entries.append(entry)
+        head = {**self._head, "object": self.whole_kind}
+        return _encoder.encode({**head, "choices": entries, "usage": usage.as_json(), **extra})
+
+    def _event(self, choices: list[dict[str, Any]], extra: dict[str, Any]) -> bytes:
+        content = {**self._head, "choices": choices, **extra}
+        if self._include_usage:
+            content["usage"] = None
+        return sse_event(content)
+
+    def _choice(self, index: int, finish_reason: FinishReason | None) -> dict[str, Any]:
+        return {"index": index, "logprobs": None, "finish_reason": finish_reason}
+
+    @abstractmethod
+    def _delta(self, text: str) -> dict[str, Any]:
+        """A choice's new text, in a chunk."""
+
+    @abstractmethod
+    def _message(self, text: str) -> dict[str, Any]:
+        """A choice's whole text."""
+
+
+class CompletionFormat(Format):
+    id_prefix = "cmpl"
+    whole_kind = "text_completion"
+    chunk_kind = "text_completion"
+
+    def _delta(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def _message(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+
+class ChatFormat(Format):
+    id_prefix = "chatcmpl"
+    whole_kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def opening(self, index: int) -> bytes:
+        choice = self._choice(index, None) | {"delta": {"role": "assistant", "content": ""}}
+        return self._event([choice], {})
+
+    def _delta(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text} if text else {}}
+
+    def _message(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}

@@ -1,0 +1,29 @@
+"""Updates of the requests behind one HTTP request, from the dispatcher to the task that answers the client."""
+
+import asyncio
+
+from splitserve.router.requests.state import Update
+
+
+class Inbox:
+    """A queue with one reader. What piles up while the client is slow is bounded by the requests' max_tokens."""
+
+    def __init__(self) -> None:
+        self._updates: list[tuple[int, Update]] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, index: int, update: Update) -> None:
+        self._updates.append((index, update))
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> list[tuple[int, Update]]:
+        """All updates since the last call, in order, each with the index of its request; waits for the first."""
+        if not self._updates:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        updates, self._updates = self._updates, []
+        return updates

@@ -1,0 +1,53 @@
+"""Protection of a server that only its loopback address protects: against web pages that a user of the machine visits.
+
+A page's script can send requests to 127.0.0.1. If its own host name resolves there (DNS rebinding), it can also read
+the answers. Browsers say what a request was meant for (Host) and where it comes from (Origin).
+"""
+
+import functools
+import re
+
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from splitserve.common.security import is_loopback
+from splitserve.router.http.api_error import ApiError
+
+_AUTHORITY = re.compile(r"(\[[0-9a-f:.]*\]|[^:\[\]@/]*)(?::[0-9]*)?")
+_MAX_AUTHORITY = 100
+_REMEDY = (
+    "without an API key this server answers requests to and from this machine only: call it by localhost or 127.0.0.1 "
+    "(a proxy has to send that as Host), or set an API key (SPLITSERVE_API_KEY or --api-key-file)"
+)
+
+
+class RequireLocal:
+    """ASGI middleware that answers 403 unless Host and Origin, where they are given, name a loopback host."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        for name, value in scope.get("headers", ()):
+            if (name == b"host" and not is_local(value)) or (name == b"origin" and not is_local_origin(value)):
+                shown = value[:_MAX_AUTHORITY].decode("ascii", "backslashreplace")
+                error = ApiError(
+                    403, f"{name.decode().title()} is {shown!r}: {_REMEDY}", code=f"foreign_{name.decode()}"
+                )
+                await Response(error.encode(), 403, media_type="application/json")(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+@functools.lru_cache(maxsize=64)
+def is_local(authority: bytes) -> bool:
+    """Whether ``authority`` (host or host:port, IPv6 addresses in brackets) is a loopback address or localhost."""
+    if len(authority) > _MAX_AUTHORITY:
+        return False
+    match = _AUTHORITY.fullmatch(authority.decode("latin-1").lower())
+    return match is not None and is_loopback(match[1])
+
+
+def is_local_origin(origin: bytes) -> bool:
+    scheme, separator, authority = origin.partition(b"://")
+    return bool(separator) and scheme in (b"http", b"https") and is_local(authority)

@@ -1,0 +1,154 @@
+"""The OpenAPI document: what the endpoints take and give, for this server's model. Written by hand, checked by tests.
+
+Request bodies come from the models of :mod:`splitserve.router.http.schema`, and name what is accepted with neutral
+values only. Limits that depend on the workers (context length, vocabulary) aren't in it.
+"""
+
+from typing import Any
+
+from splitserve import __version__
+from splitserve.router.http.schema import NEUTRAL_ONLY, ChatCompletionRequest, CompletionRequest, GenerationRequest
+
+Json = dict[str, Any]
+
+_REFERENCE = "#/components/schemas/{model}"
+_STRING: Json = {"type": "string"}
+_INTEGER: Json = {"type": "integer"}
+_COUNT: Json = {"type": "integer", "minimum": 0}
+
+_ERRORS = {
+    400: "The request can't be served as it is; `param` names the field at fault",
+    401: "The API key is missing or wrong",
+    404: "No such model, or no such path",
+    408: "The headers or the body took too long",
+    413: "The body is too large",
+    415: "The body isn't application/json",
+    429: "Too many requests are in flight",
+    502: "A worker gave the request up",
+    503: "No worker can take the request now",
+    504: "The request took too long",
+}
+
+
+def openapi_document(model_id: str, *, wants_key: bool) -> Json:
+    """The whole document, as a value for JSON."""
+    keyed = (401,) if wants_key else ()
+    generation_errors = (400, *keyed, 404, 408, 413, 415, 429, 502, 503, 504)
+    paths: Json = {
+        "/v1/completions": {"post": _generation("Continue prompts", "Completion", generation_errors)},
+        "/v1/chat/completions": {"post": _generation("Answer a chat", "ChatCompletion", generation_errors)},
+        "/v1/models": {"get": _operation("The model served", _json(_ref("ModelList")), keyed)},
+        "/v1/models/{model_id}": {
+            "get": _operation("The model served", _json(_ref("Model")), (*keyed, 404))
+            | {"parameters": [{"name": "model_id", "in": "path", "required": True, "schema": {"const": model_id}}]}
+        },
+        "/health": {"get": _operation("Whether the router runs", _json(_status("ok")))},
+        "/ready": {"get": _ready()},
+        "/version": {"get": _operation("Splitserve's version", _json(_object({"version": _STRING})))},
+        "/metrics": {"get": _operation("Metrics for Prometheus", {"text/plain": {"schema": _STRING}})},
+    }
+    document: Json = {
+        "openapi": "3.1.0",
+        "info": {"title": "Splitserve", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": _schemas(model_id)},
+    }
+    if wants_key:
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        for path, item in paths.items():
+            for operation in item.values():
+                operation["security"] = [{"key": []}] if path.startswith("/v1/") else []
+    return document
+
+
+def _generation(summary: str, kind: str, errors: tuple[int, ...]) -> Json:
+    """One of the two that generate: a whole object, or server-sent events when the body says ``stream``."""
+    content = _json(_ref(kind)) | {"text/event-stream": {"itemSchema": _ref("Event")}}
+    body = {"required": True, "content": _json(_ref(f"{kind}Request"))}
+    return _operation(summary, content, errors) | {"requestBody": body}
+
+
+def _operation(summary: str, content: Json, errors: tuple[int, ...] = ()) -> Json:
+    responses: Json = {"200": {"description": summary, "content": content}}
+    for status in errors:
+        responses[str(status)] = {"description": _ERRORS[status], "content": _json(_ref("Error"))}
+    return {"summary": summary, "responses": responses}
+
+
+def _ready() -> Json:
+    operation = _operation("Whether a request could be served now", _json(_status("ready")))
+    not_ready = _object({"status": {"const": "not ready"}, "reason": _STRING})
+    operation["responses"]["503"] = {"description": "No request could be served now", "content": _json(not_ready)}
+    return operation
+
+
+def _schemas(model_id: str) -> Json:
+    choice = {"index": _COUNT, "logprobs": {"type": "null"}, "finish_reason": {"enum": ["stop", "length"]}}
+    message = _object({"role": {"const": "assistant"}, "content": _STRING, "refusal": {"type": "null"}})
+    details = _object({"cached_tokens": _COUNT})
+    usage = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), _COUNT)
+    error: Json = {"message": _STRING, "type": _STRING}
+    error |= {name: {"type": ["string", "null"]} for name in ("param", "code")}
+    return _requests(model_id) | {
+        "Error": _object({"error": _object(error)}),
+        "Event": {
+            "type": "object",
+            "required": ["data"],
+            "properties": {"data": _STRING | {"description": "A chunk or an error as JSON; [DONE] ends the stream"}},
+        },
+        "Model": _object(
+            {"id": {"const": model_id}, "object": {"const": "model"}, "created": _INTEGER, "owned_by": _STRING}
+        ),
+        "ModelList": _object({"object": {"const": "list"}, "data": {"type": "array", "items": _ref("Model")}}),
+        "Usage": _object(usage | {"prompt_tokens_details": details}),
+        "Completion": _answer("text_completion", model_id, choice | {"text": _STRING}),
+        "ChatCompletion": _answer("chat.completion", model_id, choice | {"message": message}),
+    }
+
+
+def _answer(kind: str, model_id: str, choice: Json) -> Json:
+    """``splitserve`` is there with ``return_route``, ``token_ids`` with ``return_token_ids``."""
+    entry = _object(choice, token_ids={"type": "array", "items": _COUNT})
+    fields = {
+        "id": _STRING,
+        "object": {"const": kind},
+        "created": _INTEGER,
+        "model": {"const": model_id},
+        "choices": {"type": "array", "items": entry, "minItems": 1},
+        "usage": _ref("Usage"),
+    }
+    return _object(fields, splitserve={"type": "object"})
+
+
+def _requests(model_id: str) -> Json:
+    """The schemas of both bodies, with what they are made of."""
+    models: tuple[type[GenerationRequest], ...] = (CompletionRequest, ChatCompletionRequest)
+    schemas: Json = {}
+    for model in models:
+        schema = model.model_json_schema(ref_template=_REFERENCE)
+        schemas |= schema.pop("$defs", {})
+        schema["properties"]["model"] = {"const": model_id}
+        for field, neutral in NEUTRAL_ONLY.items():
+            schema["properties"].setdefault(
+                field, {"enum": [None, *neutral], "description": "Not supported yet: neutral values only"}
+            )
+        schemas[model.__name__] = schema
+    return schemas
+
+
+def _object(fields: Json, **optional: Json) -> Json:
+    """An object with exactly ``fields``, and perhaps ``optional`` ones."""
+    properties = fields | optional
+    return {"type": "object", "properties": properties, "required": list(fields), "additionalProperties": False}
+
+
+def _status(value: str) -> Json:
+    return _object({"status": {"const": value}})
+
+
+def _json(schema: Json) -> Json:
+    return {"application/json": {"schema": schema}}
+
+
+def _ref(name: str) -> Json:
+    return {"$ref": _REFERENCE.format(model=name)}

@@ -1,0 +1,182 @@
+"""Bodies of the OpenAI endpoints: strict models, and errors that name the field.
+
+What isn't supported yet is refused by name when it's given a value that would change the result, and accepted when
+the value is the neutral one that clients like to send. Unknown fields are refused too: nothing is silently ignored.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+from splitserve.protocol.token_ids import TokenIds
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 256
+MAX_PROMPTS = 1024
+MAX_MESSAGES = 2048
+MAX_PARTS = 1024
+
+# Parameters of OpenAI's API, or of other servers of it, that we know but don't support, with the values besides null
+# that ask for nothing.
+NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "allowed_token_ids": ([],),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "metadata": ({},),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "moderation": (),
+    "n": (1,),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "priority": (0,),
+    "prompt_cache_key": (),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": (),
+    "prompt_logprobs": (),
+    "reasoning_effort": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "safety_identifier": (),
+    "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "store": (False,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "use_beam_search": (False,),
+    "verbosity": (),
+    "web_search_options": (),
+}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class StreamOptions(_Strict):
+    include_usage: bool = False
+    include_obfuscation: Literal[False] | None = None
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Stop = Annotated[
+    Annotated[StopString, Tag("one")] | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS), Tag("several")],
+    Discriminator(lambda value: "several" if isinstance(value, list) else "one"),
+]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+TokenId = Annotated[int, Field(ge=0)]
+
+
+class GenerationRequest(_Strict):
+    """What both endpoints take. None stands for the endpoint's default."""
+
+    model: str
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    seed: Seed | None = None
+    stop: Stop | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    return_token_ids: bool | None = None
+    return_route: bool | None = None
+
+    @property
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+def _prompt_kind(value: Any) -> str:
+    """Which of the four forms a prompt has, by its first element, so that only that one is validated."""
+    if not isinstance(value, list):
+        return "string"
+    first = value[0] if value else ""
+    return "token_lists" if isinstance(first, list) else "strings" if isinstance(first, str) else "tokens"
+
+
+# Lists fail fast: one issue tells as much as a million, which took minutes.
+# An empty prompt is refused with an error code of its own, so only the schema that clients see has these bounds.
+_TEXT = Field(json_schema_extra={"minLength": 1})
+_LIST = Field(fail_fast=True, json_schema_extra={"minItems": 1})
+Prompt = Annotated[
+    Annotated[str, _TEXT, Tag("string")]
+    | Annotated[list[Annotated[str, _TEXT]], _LIST, Field(max_length=MAX_PROMPTS), Tag("strings")]
+    | Annotated[list[TokenId], _LIST, Tag("tokens")]
+    | Annotated[list[Annotated[list[TokenId], _LIST]], _LIST, Field(max_length=MAX_PROMPTS), Tag("token_lists")],
+    Discriminator(_prompt_kind),
+]
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: Prompt
+
+    def prompts(self) -> list[str] | list[list[int]] | list[TokenIds]:
+        """One entry per choice; packed if it's a single prompt of token ids."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if prompt and isinstance(prompt[0], int):
+            return [prompt]
+        return prompt  # type: ignore[return-value]
+
+
+class TextPart(_Strict):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(_Strict):
+    """One message. The fields after ``name`` are those that a client sends back from an answer; they must be empty."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)]
+    name: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    def for_template(self) -> dict[str, str]:
+        """As chat templates want it: text parts joined by newlines, OpenAI's developer role under its older name."""
+        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        message = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        return message if self.name is None else message | {"name": self.name}
+
+
+class ChatCompletionRequest(GenerationRequest):
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None

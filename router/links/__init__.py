@@ -1,0 +1,1 @@
+"""Links to workers: membership, sockets, subscriptions."""

@@ -1,0 +1,333 @@
+"""The workers, with I/O: the membership socket, a link per ready worker, and the clock that notices silence.
+
+Carries out what :mod:`splitserve.router.links.membership` decides. Messages about requests go to ``on_message``; a
+worker that died or left is reported once to ``on_lost``, with the reason in words.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable
+
+import zmq
+
+from splitserve.common.errors import ConfigError, WireError
+from splitserve.common.security import SocketSecurity, check_exposure
+from splitserve.protocol.config import RouterConfig
+from splitserve.protocol.messages.envelope import Body, Envelope
+from splitserve.protocol.messages.membership import (
+    Draining,
+    Heartbeat,
+    Leave,
+    Register,
+    Registered,
+    RegisterRefused,
+    WorkerInfo,
+)
+from splitserve.protocol.messages.requests import Introduce, PeerRef
+from splitserve.protocol.request import Party, Role
+from splitserve.protocol.wire import decode, encode
+from splitserve.router.admin.metrics import RouterMetrics
+from splitserve.router.links.kv_event_link import KVEventLink
+from splitserve.router.links.links import FailedHandshakes, LoopSocket, WorkerLink, bind_router_socket
+from splitserve.router.links.membership import MAX_WORKERS, Membership, WorkerState
+from splitserve.router.links.turned_away import UNKNOWN, TurnedAway
+from splitserve.router.placement.prefix_view import PrefixView
+
+log = logging.getLogger(__name__)
+
+_MAX_TICK_SECONDS = 0.25
+_LOG_INTERVAL_SECONDS = 1.0
+_STRANGER_LOG_INTERVAL_SECONDS = 30.0
+_SOCKETS_PER_WORKER = 4  # its link, both ends of the link's monitor, its KV events
+_OTHER_SOCKETS = 16
+
+
+class RateLimitedLog:
+    """At most one message in ``interval_seconds``; the next one says how many were left out."""
+
+    def __init__(self, level: int, interval_seconds: float = _LOG_INTERVAL_SECONDS) -> None:
+        self._level = level
+        self._interval_seconds = interval_seconds
+        self._next_at = 0.0
+        self._num_suppressed = 0
+
+    def write(self, now: float, message: str) -> None:
+        if now < self._next_at:
+            self._num_suppressed += 1
+            return
+        more = f" ({self._num_suppressed} more like this)" if self._num_suppressed else ""
+        log.log(self._level, "%s%s", message, more)
+        self._next_at = now + self._interval_seconds
+        self._num_suppressed = 0
+
+
+class Fleet:
+    """Must be created, used and closed on the event loop's thread. Raises :class:`ConfigError` if it can't bind."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        metrics: RouterMetrics,
+        *,
+        on_message: Callable[[Party, Body], None],
+        on_lost: Callable[[Party, str], None],
+        on_ready: Callable[[Party], None],
+    ) -> None:
+        protocol = config.protocol
+        self.party = Party("router", secrets.randbits(63))
+        self.membership = Membership(protocol.dead_after_seconds, protocol.tombstone_seconds)
+        self._dead_after_seconds = protocol.dead_after_seconds
+        self._metrics = metrics
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._on_ready = on_ready
+        self.turned_away = TurnedAway()
+        self._links: dict[Party, WorkerLink] = {}
+        self.prefixes = PrefixView()
+        self._kv_event_links: dict[Party, KVEventLink] = {}
+        self._stale_log = RateLimitedLog(logging.INFO)  # ordinary after an abort
+        self._wire_log = RateLimitedLog(logging.WARNING)
+        self._refusal_log = RateLimitedLog(logging.WARNING)
+        self._stranger_log = RateLimitedLog(logging.WARNING, _STRANGER_LOG_INTERVAL_SECONDS)
+        self._loop = asyncio.get_running_loop()
+        check_exposure(config.membership_host, config.secret)
+        self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, _SOCKETS_PER_WORKER * MAX_WORKERS + _OTHER_SOCKETS)
+        self._security = SocketSecurity(self._context, config.secret)
+        try:
+            socket, self.endpoint = bind_router_socket(
+                self._context, config.membership_host, self._security, config.membership_port
+            )
+        except ConfigError:
+            self._security.close()
+            raise
+        self._handshakes = FailedHandshakes(socket, self._on_stranger)
+        self._socket = LoopSocket(socket, self._on_membership_frames)
+        self._tick_seconds = min(_MAX_TICK_SECONDS, protocol.dead_after_seconds / 4)
+        self._last_tick = self._loop.time()
+        self._mend_due_at = 0.0
+        self._timer = self._loop.call_later(self._tick_seconds, self._tick)
+
+    def send(self, worker: Party, body: Body) -> bool:
+        """False if the worker has no link, or its link takes no more messages."""
+        link = self._links.get(worker)
+        return link is not None and link.send(body)
+
+    def drop_stale(self, kind: str, detail: object, sender: Party) -> None:
+        """Count and log a message that came too late or from nobody we know."""
+        self._metrics.stale_messages.inc()
+        self._stale_log.write(self._loop.time(), f"dropped a stale message from {sender}: {kind}, {detail}")
+
+    def close(self) -> None:
+        self._timer.cancel()
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+        for events in self._kv_event_links.values():
+            events.close()
+        self._kv_event_links.clear()
+        self._handshakes.close()
+        self._socket.close()
+        self._security.close()
+        self._context.term()
+
+    def check_invariants(self) -> None:
+        """A worker that is LOST, or known no more, has no link: its requests have been told, and none can follow."""
+        self.membership.check_invariants()
+        for party in self._links:
+            record = self.membership.get(party)
+            assert record is not None, f"there is a link to {party}, which isn't known"
+            assert record.state is not WorkerState.LOST, f"there is a link to {party}, which is lost"
+        assert self._kv_event_links.keys() <= self._links.keys(), "KV events are followed without a link"
+
+    # ---- the membership socket ----
+
+    def _on_membership_frames(self, frames: list[bytes]) -> None:
+        if len(frames) != 2:
+            self._count_wire_error("membership", f"{len(frames)} frames instead of an identity and a message")
+            return
+        identity, payload = frames
+        envelope = self._decode("membership", payload)
+        if envelope is None:
+            return
+        sender, body = envelope.sender, envelope.body
+        if isinstance(body, Register):
+            self._on_register(identity, sender, body)
+        elif not isinstance(body, Heartbeat | Draining | Leave):
+            self.drop_stale(type(body).__name__, "on the membership socket", sender)
+        elif not self.membership.speaks_for(identity, sender):
+            self.drop_stale(type(body).__name__, "from a connection that hasn't registered it", sender)
+        elif isinstance(body, Heartbeat):
+            self._on_heartbeat(sender, body)
+        elif isinstance(body, Draining):
+            if self.membership.drain(sender):
+                log.info("worker %s drains", sender)
+        elif self.membership.leave(sender):
+            why = f"has ended: {body.error}" if body.error else "has left"
+            self._end_link(sender, why, in_order=not body.error)
+
+    def _on_register(self, identity: bytes, sender: Party, body: Register) -> None:
+        registration = self.membership.register(sender, body.info, self._loop.time(), identity, body.token)
+        refusal = registration.refusal
+        if refusal is None and registration.must_dial:
+            refusal = self._dial(sender)
+        if refusal is not None:
+            self.turned_away.refuse(body.info, refusal, self._loop.time())
+            self._metrics.workers_refused.inc()
+            self._refusal_log.write(self._loop.time(), f"refused worker {sender}: {refusal}")
+            answer = RegisterRefused(refusal, registration.for_good)
+            self._socket.send([identity, encode(Envelope(self.party, sender, answer))])
+            return
+        self.turned_away.forgive(sender.engine_id)
+        if registration.must_dial:
+            log.info("worker %s (%s) registered from %s", sender, body.info.role, body.info.endpoint)
+        self._socket.send([identity, encode(Envelope(self.party, sender, Registered(registration.token)))])
+
+    def _on_heartbeat(self, sender: Party, body: Heartbeat) -> None:
+        clock_offset_seconds = body.clock_seconds - time.time() if body.clock_seconds else None
+        before = self.membership.heartbeat(sender, body.load, self._loop.time(), body.links, clock_offset_seconds)
+        if before is WorkerState.LOST:
+            log.info("worker %s is heard again", sender)
+            self._dial(sender)
+
+    def _on_stranger(self, address: str) -> None:
+        """Somebody dialled who hasn't shown the secret: mostly a worker with another one, which can't say so."""
+        self.turned_away.stranger(address, self._loop.time())
+        self._metrics.handshakes_failed.inc()
+        self._stranger_log.write(
+            self._loop.time(),
+            f"refused a connection from {address or UNKNOWN}: it doesn't show this cluster's shared secret",
+        )
+
+    # ---- links ----
+
+    def _dial(self, worker: Party) -> str | None:
+        """Open the worker's link; the reason in words if that can't be done."""
+        record = self.membership.get(worker)
+        assert record is not None
+        try:
+            self._links[worker] = WorkerLink(
+                self._context,
+                record.info,
+                self.party,
+                self._security,
+                on_frames=self._on_link_frames,
+                on_up=self._on_link_up,
+                on_down=self._on_link_down,
+            )
+        except ConfigError as error:
+            self.membership.forget(worker)  # it may register again, once it can be dialled
+            return str(error)
+        return None
+
+    def _dial_anew(self, now: float) -> None:
+        """Replace links that don't come up: a worker that is registered but never ready would be missing for ever."""
+        for record in self.membership.records():
+            link, party = self._links.get(record.info.party), record.info.party
+            if record.state is not WorkerState.CONNECTING:
+                continue
+            if link is not None and now - link.dialled_at <= self._dead_after_seconds:
+                continue
+            log.warning("worker %s: no link to %s yet; dialling anew", party, record.info.endpoint)
+            if link is not None:
+                del self._links[party]
+                link.close()
+            self._dial(party)
+
+    def _on_link_up(self, link: WorkerLink) -> None:
+        self.membership.link_up(link.party)
+        self._on_ready(link.party)
+        log.info("worker %s is ready", link.party)
+        self._follow(link.info)
+        self._introduce(link.party)
+
+    def _follow(self, info: WorkerInfo) -> None:
+        """Hear of what the worker holds, if it tells."""
+        if info.kv_events_endpoint and info.party not in self._kv_event_links:
+            try:
+                link = KVEventLink(self._context, info, self._security, self.prefixes.apply)
+            except ConfigError as error:
+                log.warning("worker %s: %s", info.party, error)
+            else:
+                self._kv_event_links[info.party] = link
+
+    def _introduce(self, newcomer: Party) -> None:
+        """Let decode workers connect to prefill workers before the first request needs it."""
+        for record in self.membership.records():
+            for one, other in ((newcomer, record.info.party), (record.info.party, newcomer)):
+                source, sink = self.membership.get(one), self.membership.get(other)
+                if source and sink and source.info.role is Role.PREFILL and sink.info.role is Role.DECODE:
+                    self.send(other, Introduce(peer=PeerRef(one, source.info.endpoint)))
+
+    def mend_links(self) -> None:
+        """Let decode workers connect anew to prefill workers that they couldn't read from: else the next request that
+        goes that way does."""
+        records = {record.info.party.engine_id: record for record in self.membership.records()}
+        for record in records.values():
+            for link in (link for link in record.links if not link.transport):
+                peer = records.get(link.peer)
+                if peer is not None and WorkerState.READY is peer.state is record.state:
+                    self.send(record.info.party, Introduce(peer=PeerRef(peer.info.party, peer.info.endpoint)))
+
+    def _on_link_down(self, link: WorkerLink) -> None:
+        if self._links.get(link.party) is link and self.membership.lose(link.party):
+            self._end_link(link.party, "closed its connection")
+
+    def _on_link_frames(self, worker: Party, frames: list[bytes]) -> None:
+        if len(frames) != 1:
+            self._count_wire_error(worker, f"{len(frames)} frames instead of one")
+            return
+        envelope = self._decode(worker, frames[0])
+        if envelope is None:
+            return
+        if envelope.sender != worker:
+            self.drop_stale(type(envelope.body).__name__, f"on the link to {worker}", envelope.sender)
+        else:
+            self._on_message(worker, envelope.body)
+
+    def _end_link(self, worker: Party, why: str, *, in_order: bool = False) -> None:
+        """The worker is gone: close its link and tell whoever has requests there. ``in_order``: it said so itself."""
+        link = self._links.pop(worker, None)
+        if link is None:
+            return
+        link.close()
+        events = self._kv_event_links.pop(worker, None)
+        if events is not None:
+            events.close()
+        self.prefixes.forget(worker)
+        if not in_order:
+            self._metrics.workers_lost.inc()
+        log.log(logging.INFO if in_order else logging.WARNING, "worker %s %s", worker, why)
+        self._on_lost(worker, why)
+
+    # ---- both ----
+
+    def _decode(self, source: object, payload: bytes) -> Envelope | None:
+        try:
+            envelope = decode(payload)
+        except WireError as error:
+            self._count_wire_error(source, str(error))
+            return None
+        if envelope.to is not None and envelope.to != self.party:
+            self.drop_stale(type(envelope.body).__name__, f"for {envelope.to}", envelope.sender)
+            return None
+        return envelope
+
+    def _count_wire_error(self, source: object, message: str) -> None:
+        self._metrics.wire_errors.inc()
+        self._wire_log.write(self._loop.time(), f"dropped bytes from {source}: {message}")
+
+    def _tick(self) -> None:
+        now = self._loop.time()
+        if now - self._last_tick > self._dead_after_seconds / 2:
+            self.membership.excuse_silence(now)
+        self._last_tick = now
+        for worker in self.membership.expire(now):
+            self._end_link(worker, f"sent no heartbeat for {self._dead_after_seconds:g} s")
+        self._dial_anew(now)
+        if now >= self._mend_due_at and not self.membership.is_connected():
+            self._mend_due_at = now + self._dead_after_seconds
+            self.mend_links()
+        self._timer = self._loop.call_later(self._tick_seconds, self._tick)

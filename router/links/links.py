@@ -1,0 +1,220 @@
+"""ZMQ sockets on the event loop: the membership socket, and one link per worker incarnation.
+
+No zmq.asyncio: a socket's descriptor is watched by the loop and frames go straight to a callback, so a message costs no
+future and no task. All sockets have LINGER 0 and never block: a full send queue is reported to the caller.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable
+
+import zmq
+
+from splitserve.common.errors import ConfigError
+from splitserve.common.security import SocketSecurity
+from splitserve.protocol.messages.envelope import Body, Envelope
+from splitserve.protocol.messages.membership import WorkerInfo
+from splitserve.protocol.request import Party
+from splitserve.protocol.wire import MAX_MESSAGE_BYTES, encode
+
+log = logging.getLogger(__name__)
+
+_MAX_FRAMES_PER_TURN = 256
+_MISMATCH_EVENTS = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_DOWN_EVENTS = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+class LoopSocket:
+    """A ZMQ socket whose messages are handed to ``on_frames`` on the event loop."""
+
+    def __init__(self, socket: "zmq.Socket[bytes]", on_frames: Callable[[list[bytes]], None]) -> None:
+        self.socket = socket
+        self._on_frames = on_frames
+        self._loop = asyncio.get_running_loop()
+        self._descriptor = int(socket.getsockopt(zmq.FD))
+        self._drain_scheduled = False
+        self._loop.add_reader(self._descriptor, self._drain)
+        self._drain_soon()
+
+    def send(self, frames: list[bytes]) -> bool:
+        """False if the message can't be queued: the peer's queue is full, or there is no peer."""
+        try:
+            self.socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if self.socket.closed or error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH, zmq.ETERM, zmq.ENOTSOCK):
+                return False
+            raise
+        # The descriptor is edge-triggered, and sending may have consumed the edge of a message that has arrived.
+        self._drain_soon()
+        return True
+
+    def close(self) -> None:
+        if not self.socket.closed:
+            self._loop.remove_reader(self._descriptor)
+            self.socket.close(linger=0)
+
+    def _drain_soon(self) -> None:
+        if not self._drain_scheduled:
+            self._drain_scheduled = True
+            self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        self._drain_scheduled = False
+        for _ in range(_MAX_FRAMES_PER_TURN):
+            if self.socket.closed:
+                return
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._on_frames(frames)
+            except BaseException:
+                self._drain_soon()  # a message that we fail at must not leave those behind it lying
+                raise
+        self._drain_soon()
+
+
+def bind_router_socket(
+    context: "zmq.Context[zmq.Socket[bytes]]", host: str, security: SocketSecurity, port: int = 0
+) -> "tuple[zmq.Socket[bytes], str]":
+    """A ROUTER socket on ``port`` (0: a free one) of ``host``, and its endpoint. Raises :class:`ConfigError`.
+
+    It names its connections itself, and none takes the name of another one (no ROUTER_HANDOVER): membership believes a
+    connection by its name.
+    """
+    socket = new_socket(context, zmq.ROUTER)
+    security.protect_bound(socket)
+    address = f"[{host}]" if ":" in host else host
+    try:
+        socket.setsockopt(zmq.IPV6, int(":" in host))
+        socket.bind(f"tcp://{address}:{port or '*'}")
+    except zmq.ZMQError as error:
+        socket.close(linger=0)
+        where = f"{host!r} port {port}" if port else repr(host)
+        raise ConfigError(f"membership_host {where} can't be bound: {error.strerror}") from error
+    return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+
+class FailedHandshakes:
+    """Calls ``on_failure`` with the address (without its port) of each peer of a bound socket whose handshake fails
+    because it has another secret, or none where one is wanted, or the other way round; "" if it was gone too soon.
+
+    ZMQ doesn't say whose handshake failed; it is taken for that of the last connection that was accepted. Close it
+    before its socket.
+    """
+
+    def __init__(self, bound: "zmq.Socket[bytes]", on_failure: Callable[[str], None]) -> None:
+        self._bound = bound
+        self._on_failure = on_failure
+        self._last_address = ""
+        monitor = bound.get_monitor_socket(zmq.EVENT_ACCEPTED | _MISMATCH_EVENTS)
+        self._monitor = LoopSocket(monitor, self._on_event)
+
+    def close(self) -> None:
+        if not self._bound.closed:
+            self._bound.disable_monitor()
+        self._monitor.close()
+
+    def _on_event(self, frames: list[bytes]) -> None:
+        event, value = int.from_bytes(frames[0][:2], "little"), int.from_bytes(frames[0][2:6], "little")
+        if event == zmq.EVENT_ACCEPTED:
+            self._last_address = _address_of_peer(value)
+        elif event & _MISMATCH_EVENTS:
+            self._on_failure(self._last_address)
+
+
+def _address_of_peer(descriptor: int) -> str:
+    """Of a connection that ZMQ owns and may have closed by now: "" then."""
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            return str(connection.getpeername()[0])
+    except OSError:
+        return ""
+
+
+class WorkerLink:
+    """The connection over which one worker incarnation gets requests and sends tokens.
+
+    ``on_up`` is called once the worker answered the connection's handshake, ``on_down`` once when it breaks; a link
+    that is down is never used again. Raises :class:`ConfigError` for an endpoint that can't be dialled.
+    """
+
+    def __init__(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        info: WorkerInfo,
+        router: Party,
+        security: SocketSecurity,
+        *,
+        on_frames: Callable[[Party, list[bytes]], None],
+        on_up: Callable[["WorkerLink"], None],
+        on_down: Callable[["WorkerLink"], None],
+    ) -> None:
+        self.info = info
+        self.party = info.party
+        self.dialled_at = asyncio.get_running_loop().time()
+        self._router = router
+        self._on_up = on_up
+        self._on_down = on_down
+        if not info.endpoint.startswith("tcp://"):
+            raise ConfigError(f"endpoint {info.endpoint!r} isn't a tcp:// address")
+        try:
+            socket, monitor = self._connect(context, security)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"endpoint {info.endpoint!r} can't be dialled: {error.strerror}") from error
+        self._monitor = LoopSocket(monitor, self._on_event)
+        self._socket = LoopSocket(socket, lambda frames: on_frames(self.party, frames))
+
+    def _connect(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", security: SocketSecurity
+    ) -> "tuple[zmq.Socket[bytes], zmq.Socket[bytes]]":
+        """The link's socket and its monitor; nothing stays open after an error."""
+        socket = new_socket(context, zmq.DEALER)
+        try:
+            security.protect_connecting(socket)
+            socket.setsockopt(zmq.IPV6, 1)  # dials IPv4, too
+            socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a worker that isn't there
+            monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | _DOWN_EVENTS)
+            try:
+                socket.connect(self.info.endpoint)
+            except zmq.ZMQError:
+                socket.disable_monitor()
+                raise
+        except zmq.ZMQError:
+            socket.close(linger=0)
+            raise
+        return socket, monitor
+
+    def send(self, body: Body) -> bool:
+        """False if the worker doesn't take messages any more, or not fast enough."""
+        return self._socket.send([encode(Envelope(self._router, self.party, body))])
+
+    def close(self) -> None:
+        if self._socket.socket.closed:
+            return
+        # In this order: a monitor that stops says so, and would wait for ever for its other end if that were closed.
+        self._socket.socket.disable_monitor()
+        self._monitor.close()
+        self._socket.close()
+
+    def _on_event(self, frames: list[bytes]) -> None:
+        event = int.from_bytes(frames[0][:2], "little")
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._on_up(self)
+        elif event & _DOWN_EVENTS:
+            self._on_down(self)
+
+
+def new_socket(context: "zmq.Context[zmq.Socket[bytes]]", kind: int) -> "zmq.Socket[bytes]":
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    return socket

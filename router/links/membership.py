@@ -1,0 +1,372 @@
+"""The workers that the router knows: who registered, who is alive, what each has in flight. Pure; time is an argument.
+
+    CONNECTING --link up--> READY --link down, heartbeats stop--> LOST --heartbeat--> CONNECTING
+         |                    |                                   ^ ^
+         |------Draining------'--> DRAINING --link down, silence--' |
+         '----------------------------------------------------------'
+
+A draining worker gets no new requests; those that it has go on.
+
+A worker leaves the table when it says Leave, when a new incarnation of it registers, or when it has been LOST for
+``forget_after_seconds``. A replaced incarnation never comes back, however late its messages are.
+
+Believed about a worker is the connection that registered it. Another connection takes its place only with the token
+that the first one was given; a new incarnation replaces only one that is LOST. So a forged message moves no worker.
+"""
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+
+from splitserve.protocol.memory_records import LayoutRecord
+from splitserve.protocol.messages.membership import PeerLink, WorkerInfo, WorkerLoad
+from splitserve.protocol.request import Party
+from splitserve.router.placement.breaker import Breaker
+from splitserve.router.placement.policies import NO_LOAD, Disaggregated, Placed, RequestShape, Snapshot, WorkerView
+
+MAX_WORKERS = 4096
+MAX_REPLACED_INCARNATIONS = 4096
+_TOKEN_BYTES = 16
+
+
+class WorkerState(StrEnum):
+    CONNECTING = "connecting"
+    READY = "ready"
+    DRAINING = "draining"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Charges:
+    """Counts of a router's attempts in flight at one worker: see :class:`WorkerView`."""
+
+    num_requests: int = 0
+    prefill_tokens: int = 0
+    context_tokens: int = 0
+
+    def __add__(self, other: "Charges") -> "Charges":
+        return Charges(
+            self.num_requests + other.num_requests,
+            self.prefill_tokens + other.prefill_tokens,
+            self.context_tokens + other.context_tokens,
+        )
+
+    @property
+    def is_negative(self) -> bool:
+        return min(self.num_requests, self.prefill_tokens, self.context_tokens) < 0
+
+    def __str__(self) -> str:
+        return f"{self.num_requests} requests, {self.prefill_tokens} prompt and {self.context_tokens} context tokens"
+
+
+@dataclass(slots=True)
+class WorkerRecord:
+    """One incarnation of one worker. The counts are this router's own; see :class:`WorkerView`.
+
+    ``clock_offset_seconds``: how far its clock is ahead of ours, less the time that its last heartbeat took.
+    """
+
+    info: WorkerInfo
+    last_heard: float
+    connection: bytes = b""  # which speaks for it, as the membership socket names its connections
+    token: str = ""  # proves that another connection is the same worker's
+    state: WorkerState = WorkerState.CONNECTING
+    load: WorkerLoad = NO_LOAD
+    links: Sequence[PeerLink] = ()
+    clock_offset_seconds: float | None = None
+    num_heartbeats: int = 0
+    num_requests: int = 0
+    prefill_tokens: int = 0
+    context_tokens: int = 0
+    num_placed: int = 0
+    breaker: Breaker = field(default_factory=Breaker)
+
+    @property
+    def charges(self) -> Charges:
+        return Charges(self.num_requests, self.prefill_tokens, self.context_tokens)
+
+    def view(self, prefix_match_tokens: int = 0) -> WorkerView:
+        info = self.info
+        return WorkerView(
+            party=info.party,
+            role=info.role,
+            max_num_seqs=max(1, info.max_num_seqs),
+            max_model_len=info.max_model_len,
+            kv_capacity_tokens=info.num_blocks * info.layout.block_size,
+            load=self.load,
+            num_requests=self.num_requests,
+            prefill_tokens=self.prefill_tokens,
+            context_tokens=self.context_tokens,
+            num_placed=self.num_placed,
+            prefix_match_tokens=prefix_match_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """Answer to a Register. ``refusal`` says why not, and ``for_good`` that this won't change; ``must_dial`` that the
+    worker has no link (any more); ``token``: see :class:`splitserve.protocol.messages.membership.Registered`."""
+
+    refusal: str | None = None
+    for_good: bool = True
+    must_dial: bool = False
+    token: str = ""
+
+
+class Membership:
+    def __init__(
+        self,
+        dead_after_seconds: float,
+        forget_after_seconds: float,
+        new_token: Callable[[], str] = lambda: secrets.token_hex(_TOKEN_BYTES),
+    ) -> None:
+        self._dead_after_seconds = dead_after_seconds
+        self._forget_after_seconds = forget_after_seconds
+        self._new_token = new_token
+        self._records: dict[str, WorkerRecord] = {}
+        self._replaced: dict[Party, None] = {}  # in order of arrival
+
+    # ---- what happened ----
+
+    def register(
+        self, sender: Party, info: WorkerInfo, now: float, connection: bytes = b"", token: str = ""
+    ) -> Registration:
+        """Take a worker in, or say why not. Registering twice is harmless."""
+        if info.party != sender:
+            return Registration(refusal=f"it registers {info.party} but is {sender}")
+        if sender in self._replaced:
+            return Registration(refusal="this incarnation has left, or a newer one took its place")
+        known = self._records.get(sender.engine_id)
+        if known is None and len(self._records) >= MAX_WORKERS:
+            return Registration(refusal=f"there are {MAX_WORKERS} workers already")
+        if (mismatch := self._mismatch(info)) is not None:
+            return Registration(refusal=mismatch)
+        if known is not None and (holder := _holder(known, sender, connection, token)) is not None:
+            return Registration(refusal=holder, for_good=False)
+        if known is not None and known.info.party == sender:
+            was_lost = known.state is WorkerState.LOST
+            known.state = WorkerState.CONNECTING if was_lost else known.state
+            known.last_heard, known.connection = now, connection
+            return Registration(must_dial=was_lost, token=known.token)
+        record = self._records[sender.engine_id] = WorkerRecord(
+            info, now, connection=connection, token=self._new_token()
+        )
+        if known is not None:  # LOST: its link has ended
+            self._mark_replaced(known.info.party)
+        return Registration(must_dial=True, token=record.token)
+
+    def heartbeat(
+        self,
+        sender: Party,
+        load: WorkerLoad,
+        now: float,
+        links: Sequence[PeerLink] = (),
+        clock_offset_seconds: float | None = None,
+    ) -> WorkerState | None:
+        """The worker's state before this heartbeat (LOST: it must be dialled again), or None for a stale sender."""
+        record = self.get(sender)
+        if record is None:
+            return None
+        before = record.state
+        record.load, record.links, record.clock_offset_seconds = load, links, clock_offset_seconds
+        record.last_heard = now
+        record.num_heartbeats += 1
+        if before is WorkerState.LOST:
+            record.state = WorkerState.CONNECTING
+        return before
+
+    def link_up(self, party: Party) -> None:
+        record = self.get(party)
+        if record is not None and record.state is WorkerState.CONNECTING:
+            record.state = WorkerState.READY
+
+    def drain(self, party: Party) -> bool:
+        """It takes no more requests. True if that is news."""
+        record = self.get(party)
+        if record is None or record.state in (WorkerState.DRAINING, WorkerState.LOST):
+            return False
+        record.state = WorkerState.DRAINING
+        return True
+
+    def lose(self, party: Party) -> bool:
+        """Its link is down. True if that is news."""
+        record = self.get(party)
+        if record is None or record.state is WorkerState.LOST:
+            return False
+        record.state = WorkerState.LOST
+        return True
+
+    def leave(self, party: Party) -> bool:
+        """It is gone for good. True if that is news."""
+        is_news = self.forget(party)
+        if is_news:
+            self._mark_replaced(party)
+        return is_news
+
+    def forget(self, party: Party) -> bool:
+        """As if it had never registered; it may do so again."""
+        if self.get(party) is None:
+            return False
+        del self._records[party.engine_id]
+        return True
+
+    def expire(self, now: float) -> list[Party]:
+        """Mark workers LOST whose heartbeats stopped, and return them; forget those that were lost long ago."""
+        silent = []
+        for engine_id, record in list(self._records.items()):
+            silence_seconds = now - record.last_heard
+            if record.state is not WorkerState.LOST and silence_seconds > self._dead_after_seconds:
+                record.state = WorkerState.LOST
+                silent.append(record.info.party)
+            elif record.state is WorkerState.LOST and silence_seconds > self._forget_after_seconds:
+                del self._records[engine_id]
+        return silent
+
+    def excuse_silence(self, now: float) -> None:
+        """The router itself was not running for a while: nobody's heartbeats can be held against them."""
+        for record in self._records.values():
+            if record.state is not WorkerState.LOST:
+                record.last_heard = now
+
+    def charge(self, placement: Placed, shape: RequestShape) -> "Charge":
+        """Count a placed request against its workers, until the charge is released."""
+        charge = Charge(
+            prefill=self.get(prefill_party(placement)),
+            decode=self.get(decode_party(placement)),
+            num_prompt_tokens=shape.num_prompt_tokens,
+        )
+        charge.apply()
+        return charge
+
+    # ---- what is known ----
+
+    def get(self, party: Party) -> WorkerRecord | None:
+        """The record of exactly this incarnation."""
+        record = self._records.get(party.engine_id)
+        return record if record is not None and record.info.party == party else None
+
+    def speaks_for(self, connection: bytes, party: Party) -> bool:
+        """Whether ``connection`` is the one that registered exactly this incarnation."""
+        record = self.get(party)
+        return record is not None and record.connection == connection
+
+    def records(self) -> list[WorkerRecord]:
+        return list(self._records.values())
+
+    def snapshot(self, now: float, matches: Mapping[Party, int] = MappingProxyType({})) -> Snapshot:
+        """Ready workers; those with an open breaker only where their role has no others. ``matches``: how many
+        tokens of a request's prompt each has, as far as anybody knows."""
+        ready = [record for record in self._records.values() if record.state is WorkerState.READY]
+        trusted_roles = {record.info.role for record in ready if record.breaker.allows(now)}
+        usable = (r for r in ready if r.breaker.allows(now) or r.info.role not in trusted_roles)
+        return Snapshot(tuple(record.view(matches.get(record.info.party, 0)) for record in usable))
+
+    def is_connected(self) -> bool:
+        """Whether a decode worker can read from a prefill worker now: else a first request had to wait for that."""
+        return any(record.state is WorkerState.READY and record.load.peers_ready for record in self._records.values())
+
+    def vocab_size(self) -> int | None:
+        """The same for all workers; None while there is none."""
+        return next((record.info.vocab_size for record in self._records.values()), None)
+
+    def check_invariants(self) -> None:
+        for engine_id, record in self._records.items():
+            party, charges = record.info.party, record.charges
+            assert party.engine_id == engine_id, f"{party} is known as {engine_id}"
+            assert party not in self._replaced, f"{party} is known although another one took its place"
+            assert not charges.is_negative, f"{party} is charged {charges}, less than nothing"
+        assert len(self._records) <= MAX_WORKERS, f"{len(self._records)} workers are known"
+        assert len(self._replaced) <= MAX_REPLACED_INCARNATIONS, f"{len(self._replaced)} incarnations are remembered"
+
+    def _mismatch(self, info: WorkerInfo) -> str | None:
+        """How ``info`` differs from the workers that are here: the first one set the model; None if it doesn't."""
+        for record in self._records.values():
+            other = record.info
+            if record.state is WorkerState.LOST or other.party.engine_id == info.party.engine_id:
+                continue
+            its: LayoutRecord = info.layout
+            if (difference := its.mismatch(other.layout)) is not None:
+                return f"its KV layout differs from worker {other.party.engine_id}'s: {difference}"
+            if other.vocab_size != info.vocab_size:
+                return f"vocab_size: {info.vocab_size} against worker {other.party.engine_id}'s {other.vocab_size}"
+        return None
+
+    def _mark_replaced(self, party: Party) -> None:
+        self._replaced[party] = None
+        if len(self._replaced) > MAX_REPLACED_INCARNATIONS:
+            del self._replaced[next(iter(self._replaced))]
+
+
+def _holder(known: WorkerRecord, sender: Party, connection: bytes, token: str) -> str | None:
+    """Why ``connection`` can't register ``sender`` while ``known`` is there; None if it can."""
+    if known.info.party != sender:
+        alive = known.state is not WorkerState.LOST
+        return f"another process is registered as {sender.engine_id} and alive: give it another name" if alive else None
+    is_same = connection == known.connection or secrets.compare_digest(token.encode(), known.token.encode())
+    return None if is_same else "another connection registered this incarnation, and this one doesn't show its token"
+
+
+@dataclass(slots=True)
+class Charge:
+    """What one placed request adds to the counts of its workers (one and the same record for a local request)."""
+
+    prefill: WorkerRecord | None
+    decode: WorkerRecord | None
+    num_prompt_tokens: int
+    _prefilling: bool = False
+    _decoding: bool = False
+
+    def apply(self) -> None:
+        self._prefilling = self._decoding = True
+        if self.prefill is not None:
+            self.prefill.prefill_tokens += self.num_prompt_tokens
+        if self.decode is not None:
+            self.decode.context_tokens += self.num_prompt_tokens
+        self._count_request(1)
+        for record in self._distinct_records():
+            record.num_placed += 1
+
+    def first_token_out(self) -> None:
+        """The prompt has been computed: it's no load on prefill any more."""
+        if self._prefilling and self.prefill is not None:
+            self.prefill.prefill_tokens -= self.num_prompt_tokens
+        self._prefilling = False
+
+    def release(self) -> None:
+        """The request has left its workers. Releasing twice is harmless."""
+        self.first_token_out()
+        if not self._decoding:
+            return
+        self._decoding = False
+        if self.decode is not None:
+            self.decode.context_tokens -= self.num_prompt_tokens
+        self._count_request(-1)
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self._prefilling
+
+    def by_record(self) -> Iterator[tuple[WorkerRecord, Charges]]:
+        """Yield what this charge adds to the counts of each of its workers now."""
+        for record in self._distinct_records():
+            prefill_tokens = self.num_prompt_tokens if self._prefilling and record is self.prefill else 0
+            context_tokens = self.num_prompt_tokens if self._decoding and record is self.decode else 0
+            yield record, Charges(int(self._decoding), prefill_tokens, context_tokens)
+
+    def _count_request(self, change: int) -> None:
+        for record in self._distinct_records():
+            record.num_requests += change
+
+    def _distinct_records(self) -> list[WorkerRecord]:
+        records = [self.prefill] if self.prefill is self.decode else [self.prefill, self.decode]
+        return [record for record in records if record is not None]
+
+
+def prefill_party(placement: Placed) -> Party:
+    return placement.prefill if isinstance(placement, Disaggregated) else placement.worker
+
+
+def decode_party(placement: Placed) -> Party:
+    return placement.decode if isinstance(placement, Disaggregated) else placement.worker

@@ -1,0 +1,179 @@
+"""Where a request runs: policies as pure functions over a snapshot of the workers. No I/O, no clock.
+
+A policy takes a :class:`Snapshot` and a :class:`RequestShape` and returns a :data:`Placement`. The decode worker is
+picked first; prefill follows. The same function can run in a simulator: all that it looks at is in its arguments.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from splitserve.common.errors import ConfigError
+from splitserve.protocol.messages.membership import WorkerLoad
+from splitserve.protocol.request import Party, Role
+
+NO_LOAD = WorkerLoad()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """One ready worker as a policy sees it.
+
+    ``num_requests``, ``prefill_tokens`` and ``context_tokens`` are what this router has in flight there, exact at any
+    moment; ``load`` is the last heartbeat, up to a second old. ``prefill_tokens`` counts prompt tokens whose first
+    output token is still to come, ``context_tokens`` the prompt tokens of the requests that decode there.
+    ``num_placed`` counts all requests ever placed. ``prefix_match_tokens`` is how much of *this* request's prompt needs
+    no computing there, as far as the router knows, less where it has to come up from a tier.
+    """
+
+    party: Party
+    role: Role
+    max_num_seqs: int
+    max_model_len: int
+    kv_capacity_tokens: int
+    load: WorkerLoad = NO_LOAD
+    num_requests: int = 0
+    prefill_tokens: int = 0
+    context_tokens: int = 0
+    num_placed: int = 0
+    prefix_match_tokens: int = 0
+
+    @property
+    def context_tokens_limit(self) -> int:
+        """The longest sequence that the worker can hold."""
+        return min(self.max_model_len, self.kv_capacity_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    workers: tuple[WorkerView, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestShape:
+    """What placement needs to know of a request. ``num_output_tokens`` counts tokens that the client already has."""
+
+    num_prompt_tokens: int
+    max_tokens: int
+    num_output_tokens: int = 0
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Tokens of the sequence when it has grown to its limit."""
+        return self.num_prompt_tokens + self.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Disaggregated:
+    prefill: Party
+    decode: Party
+
+    @property
+    def parties(self) -> tuple[Party, ...]:
+        return (self.prefill, self.decode)
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    worker: Party
+
+    @property
+    def parties(self) -> tuple[Party, ...]:
+        return (self.worker,)
+
+
+@dataclass(frozen=True, slots=True)
+class NoWorker:
+    """Nobody can take the request now; ``reason`` is for the client."""
+
+    reason: str
+
+
+Placed: TypeAlias = Disaggregated | Local
+Placement: TypeAlias = Placed | NoWorker
+Policy: TypeAlias = Callable[[Snapshot, RequestShape], Placement]
+
+
+def least_loaded(snapshot: Snapshot, shape: RequestShape) -> Placement:
+    """The decode (or mixed) worker with the largest free share, then the prefill worker with the fewest prompt tokens.
+
+    Where there are both whole pairs and mixed workers, the less loaded of the best two takes the request; ties go to
+    the pair. Among equals the worker that was given the fewest requests so far, so that an idle system takes turns.
+    """
+    fitting = [worker for worker in snapshot.workers if fits(worker, shape)]
+    decode = min(_of_role(fitting, Role.DECODE), key=decode_load, default=None)
+    prefill = min(_of_role(fitting, Role.PREFILL), key=_prefill_load, default=None)
+    mixed = min(_of_role(fitting, Role.MIXED), key=decode_load, default=None)
+    pair_is_best = decode is not None and (mixed is None or _used_share(decode) <= _used_share(mixed))
+    if decode is not None and prefill is not None and pair_is_best:
+        return Disaggregated(prefill=prefill.party, decode=decode.party)
+    if mixed is not None:
+        return Local(worker=mixed.party)
+    return NoWorker(_why_not(snapshot, fitting, shape))
+
+
+def context_limits(snapshot: Snapshot) -> tuple[int, int] | None:
+    """Tokens of the longest sequence that some workers can take, and of the longest that all of a kind can.
+
+    None while there is neither a mixed nor a decode worker; without prefill workers, decode can do both phases. Workers
+    may differ: each cuts its context to its KV memory.
+    """
+    limits = {role: [worker.context_tokens_limit for worker in _of_role(snapshot.workers, role)] for role in Role}
+    longest = max(limits[Role.MIXED], default=0)
+    lasting = list(limits[Role.MIXED])
+    if limits[Role.DECODE]:
+        longest_prompt = max(limits[Role.PREFILL] or limits[Role.DECODE])
+        longest = max(longest, min(longest_prompt, max(limits[Role.DECODE])))
+        lasting += limits[Role.DECODE]
+    return (longest, min(longest, *lasting)) if lasting else None
+
+
+def fits(worker: WorkerView, shape: RequestShape) -> bool:
+    """Whether the worker's context is long enough for a request of this shape in the worker's role."""
+    needed = shape.max_context_tokens
+    if worker.role is Role.PREFILL:
+        # It holds the prompt, and what was delivered; one token more than its own, or it would take that for the last.
+        needed = min(needed, shape.num_prompt_tokens + shape.num_output_tokens + 2)
+    return worker.context_tokens_limit >= needed
+
+
+def _of_role(workers: Iterable[WorkerView], role: Role) -> list[WorkerView]:
+    return [worker for worker in workers if worker.role is role]
+
+
+def _used_share(worker: WorkerView) -> float:
+    """How full a decode worker is, by its scarcer resource: batch slots or KV memory. May exceed 1 (queued)."""
+    return max(worker.num_requests / worker.max_num_seqs, worker.context_tokens / max(1, worker.kv_capacity_tokens))
+
+
+def decode_load(worker: WorkerView) -> tuple[float, int, int, str]:
+    """Sorts decode (and mixed) workers, the best to place a request on first: load, and what the request adds to it."""
+    saved = worker.prefix_match_tokens / max(1, worker.kv_capacity_tokens)
+    return (_used_share(worker) - saved, worker.load.num_waiting, worker.num_placed, worker.party.engine_id)
+
+
+def _prefill_load(worker: WorkerView) -> tuple[int, int, int, str]:
+    missed = worker.prefill_tokens - worker.prefix_match_tokens
+    return (missed, worker.load.waiting_tokens, worker.num_placed, worker.party.engine_id)
+
+
+def _why_not(snapshot: Snapshot, fitting: list[WorkerView], shape: RequestShape) -> str:
+    if not snapshot.workers:
+        return "no worker is ready"
+    roles = {worker.role for worker in snapshot.workers}
+    for role, other in ((Role.DECODE, Role.PREFILL), (Role.PREFILL, Role.DECODE)):
+        if other in roles and role not in roles and Role.MIXED not in roles:
+            return f"no {role} worker is ready"
+    lacking = ", ".join(sorted(str(role) for role in roles - {worker.role for worker in fitting}))
+    return f"no ready {lacking} worker has room for a sequence of {shape.max_context_tokens} tokens"
+
+
+POLICIES: dict[str, Policy] = {"least-loaded": least_loaded}
+
+
+def policy_by_name(name: str) -> Policy:
+    """Raises :class:`ConfigError` that lists the choices for an unknown name."""
+    try:
+        return POLICIES[name]
+    except KeyError:
+        raise ConfigError(f"policy is {name!r}; choose one of {', '.join(sorted(POLICIES))}") from None

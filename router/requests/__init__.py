@@ -1,0 +1,1 @@
+"""Requests from admission to their end: attempts, failures, waiting, deadlines."""

@@ -1,0 +1,257 @@
+"""The asyncio shell of :class:`splitserve.router.requests.core.RouterCore`: sockets, timers, and clients that await
+answers.
+
+    HTTP request -> submit_in_time -> core.handle(Submit) -> effects: the workers' links, timers, metrics, its Inbox
+    the workers' links, timers, clients that leave -> core.handle(...) -> effects
+
+Everything runs on one event loop and nothing here blocks. No decision is made here.
+"""
+
+import asyncio
+import logging
+import random
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from splitserve.protocol.config import RouterConfig
+from splitserve.protocol.messages.envelope import Body
+from splitserve.protocol.messages.requests import Profiled
+from splitserve.protocol.request import Party, SamplingParams
+from splitserve.protocol.token_ids import TokenIds
+from splitserve.router.admin.metrics import RouterMetrics
+from splitserve.router.admin.profiles import Profiles
+from splitserve.router.http.inbox import Inbox
+from splitserve.router.links.fleet import Fleet
+from splitserve.router.placement.placer import Limits
+from splitserve.router.placement.policies import Placement, RequestShape
+from splitserve.router.requests.active_request import ActiveRequest
+from splitserve.router.requests.core import RouterCore
+from splitserve.router.requests.effects import (
+    Begun,
+    CancelTimer,
+    Count,
+    Deliver,
+    Effect,
+    Log,
+    Observe,
+    Refuse,
+    Send,
+    SetTimer,
+    Stale,
+    TellLimits,
+)
+from splitserve.router.requests.events import (
+    AskLimits,
+    Cancel,
+    Close,
+    Event,
+    FromWorker,
+    NotSent,
+    StopStringReached,
+    Submit,
+    Timer,
+    TimerFired,
+    WorkerLost,
+    WorkerReady,
+)
+from splitserve.router.requests.waiting_room import no_worker
+
+log = logging.getLogger(__name__)
+
+WatchClient: TypeAlias = Callable[[], asyncio.Future[None]]
+"""Begins to watch a client's connection; the future is done when the client has gone."""
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection while its request waited for a worker."""
+
+
+class Dispatcher:
+    """Raises :class:`ConfigError` for an unknown policy or a membership address that can't be bound."""
+
+    def __init__(self, config: RouterConfig, metrics: RouterMetrics) -> None:
+        self.config = config
+        self._metrics = metrics
+        self._loop = asyncio.get_running_loop()
+        self._is_closed = False
+        self._is_performing = False
+        self._effects: deque[Effect] = deque()
+        self._timers: dict[Timer, asyncio.TimerHandle] = {}
+        self._inboxes: dict[str, tuple[Inbox, int]] = {}  # of requests that have begun, with their index there
+        self._answers: dict[str, asyncio.Future[Limits | Refuse | None]] = {}  # None: the request has begun
+        self.fleet = Fleet(
+            config, metrics, on_message=self._on_message, on_lost=self._on_worker_lost, on_ready=self._on_worker_ready
+        )
+        self.core = RouterCore(config, self.fleet.membership, self.fleet.prefixes, random.Random())
+        self.deadline_seconds = self.core.deadline_seconds
+        self.profiles = Profiles(self.fleet)
+        self._performers: dict[type, Callable[[Any], None]] = {
+            Send: self._send,
+            Deliver: self._deliver,
+            Begun: lambda effect: self._answer(effect.request_id, None),
+            TellLimits: lambda effect: self._answer(effect.question_id, effect.limits),
+            Refuse: lambda effect: self._answer(effect.request_id, effect),
+            SetTimer: self._set_timer,
+            CancelTimer: self._cancel_timer,
+            Count: self._count,
+            Observe: self._observe,
+            Stale: lambda effect: self.fleet.drop_stale(effect.kind, effect.detail, effect.sender),
+            Log: lambda effect: log.info("%s", effect.text),
+        }
+        metrics.watch_workers(self.fleet.membership.records)
+        metrics.watch_requests(lambda: self.core.admission.num_admitted, lambda: len(self.core.waiting_room))
+
+    # ---- for the HTTP layer; times of arrival are the event loop's ----
+
+    def admit(self, count: int, param: str | None = None) -> None:
+        """Take ``count`` places among the requests in flight, or raise :class:`ApiError` 429 (400 if it never fits)."""
+        self.core.admission.admit(count, param)
+
+    def release(self, count: int) -> None:
+        """Give places back that ``admit`` took."""
+        self.core.admission.release(count)
+
+    def place(self, shape: RequestShape) -> Placement:
+        """Return where a request of this shape would run now."""
+        return self.core.placer.place(shape, time.monotonic())
+
+    async def limits(self, arrived_at: float, watch_client: WatchClient) -> Limits:
+        """Return what prompts must keep to, once a request could be placed.
+
+        Raises :class:`ApiError` 503 if no worker comes in time, and :class:`ClientGoneError`.
+        """
+        question_id = secrets.token_hex(12)
+        limits = await self._ask(question_id, AskLimits(question_id, arrived_at), watch_client)
+        assert isinstance(limits, Limits), "a question about limits is answered by limits"
+        return limits
+
+    async def submit_in_time(
+        self,
+        index: int,
+        token_ids: TokenIds,
+        sampling: SamplingParams,
+        inbox: Inbox,
+        arrived_at: float,
+        *,
+        watch_client: WatchClient,
+    ) -> ActiveRequest:
+        """Begin a request, once a worker can take it; its updates come to ``inbox`` under ``index``.
+
+        Raises :class:`ApiError` 503 if no worker comes in time, and :class:`ClientGoneError`.
+        """
+        request_id = secrets.token_hex(12)
+        self._inboxes[request_id] = (inbox, index)
+        request = ActiveRequest.new(request_id, token_ids, sampling, arrived_at)
+        try:
+            await self._ask(request_id, Submit(request), watch_client)
+        except BaseException:
+            self._inboxes.pop(request_id, None)
+            raise
+        return request
+
+    async def _ask(self, newcomer_id: str, event: AskLimits | Submit, watch_client: WatchClient) -> Limits | None:
+        """Hand a newcomer to the core, and wait for its answer while the client is there."""
+        answer: asyncio.Future[Limits | Refuse | None] = self._loop.create_future()
+        self._answers[newcomer_id] = answer
+        try:
+            self._handle(event)
+            if not answer.done():
+                gone = watch_client()
+                await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+                if gone.done():
+                    raise ClientGoneError
+        except BaseException:
+            self._handle(Cancel(newcomer_id))
+            raise
+        finally:
+            del self._answers[newcomer_id]
+        found = answer.result()
+        if isinstance(found, Refuse):
+            raise no_worker(found.reason)
+        return found
+
+    def finish_at_stop_string(self, request: ActiveRequest) -> None:
+        self._handle(StopStringReached(request.request_id))
+
+    def cancel(self, request: ActiveRequest) -> None:
+        """The client is gone, or has all that it wants; harmless when the request has ended."""
+        self._handle(Cancel(request.request_id))
+
+    def close(self) -> None:
+        """Fail what is in flight and close all sockets. Closing twice is harmless."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._handle(Close())
+        self.profiles.close()
+        self.fleet.close()
+
+    # ---- events of the workers ----
+
+    def _on_message(self, sender: Party, body: Body) -> None:
+        if not isinstance(body, Profiled):
+            self._handle(FromWorker(sender, body))
+        elif not self.profiles.on_report(sender, body):
+            self.fleet.drop_stale("profile", body.profile_id, sender)
+
+    def _on_worker_lost(self, worker: Party, why: str) -> None:
+        self._handle(WorkerLost(worker, why))
+
+    def _on_worker_ready(self, worker: Party) -> None:
+        self._handle(WorkerReady(worker))
+
+    # ---- effects ----
+
+    def _handle(self, event: Event) -> None:
+        """Let the core handle an event and perform its effects, in order; those of a failed send come last.
+
+        The clock is the event loop's, exact where the loop's own is a millisecond late: both are CLOCK_MONOTONIC.
+        """
+        self._effects.extend(self.core.handle(event, time.monotonic()))
+        if self._is_performing:
+            return
+        self._is_performing = True
+        try:
+            while self._effects:
+                effect = self._effects.popleft()
+                self._performers[type(effect)](effect)
+        finally:
+            self._is_performing = False
+
+    def _send(self, effect: Send) -> None:
+        if not self.fleet.send(effect.to, effect.body):
+            self._handle(NotSent(effect.to, effect.body))
+
+    def _deliver(self, effect: Deliver) -> None:
+        inbox, index = self._inboxes[effect.request_id]
+        if effect.update.ended:
+            del self._inboxes[effect.request_id]
+        inbox.put(index, effect.update)
+
+    def _answer(self, newcomer_id: str, answer: Limits | Refuse | None) -> None:
+        future = self._answers.get(newcomer_id)
+        if future is not None and not future.done():
+            future.set_result(answer)
+
+    def _set_timer(self, effect: SetTimer) -> None:
+        self._cancel_timer(CancelTimer(effect.timer))
+        self._timers[effect.timer] = self._loop.call_at(effect.at, self._on_timer, effect.timer)
+
+    def _cancel_timer(self, effect: CancelTimer) -> None:
+        handle = self._timers.pop(effect.timer, None)
+        if handle is not None:
+            handle.cancel()
+
+    def _on_timer(self, timer: Timer) -> None:
+        del self._timers[timer]
+        self._handle(TimerFired(timer))
+
+    def _count(self, effect: Count) -> None:
+        counter = getattr(self._metrics, effect.metric)
+        (counter.labels(*effect.labels) if effect.labels else counter).inc(effect.amount)
+
+    def _observe(self, effect: Observe) -> None:
+        getattr(self._metrics, effect.metric).observe(effect.seconds)

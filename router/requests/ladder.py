@@ -1,0 +1,97 @@
+"""The failure ladder: where a request goes next when an attempt has failed. Pure, like placement.
+
+    1. another hand-over, without the workers that failed this request; decode stays where it was if it can, since
+       what it has verified, and what it computes best without, is there
+    2. prefill on a decode (or mixed) worker itself
+    3. an error
+
+The same function runs in the router and in the fault simulator.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from splitserve.protocol.request import Party, Role
+from splitserve.router.placement.policies import (
+    Disaggregated,
+    Local,
+    NoWorker,
+    Placed,
+    Policy,
+    RequestShape,
+    Snapshot,
+    WorkerView,
+    decode_load,
+    fits,
+)
+from splitserve.router.requests.state import FailedAttempt, FailureReason
+
+MAX_HANDOVERS = 4
+MAX_ATTEMPTS = 8
+FIRST_BACKOFF_SECONDS = 0.05
+MAX_BACKOFF_SECONDS = 1.0
+
+
+class Rung(StrEnum):
+    HANDOVER = "handover"
+    LOCAL = "local"
+    GAVE_UP = "gave_up"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The next attempt and the rung it stands on; ``placement`` is :class:`NoWorker` where nobody can help *now*."""
+
+    rung: Rung
+    placement: Placed | NoWorker
+
+
+def next_step(snapshot: Snapshot, shape: RequestShape, policy: Policy, history: Sequence[FailedAttempt]) -> Step:
+    """Where a request goes whose attempts so far, at least one, all failed."""
+    failures = history[-1].failure.message
+    if len(history) >= MAX_ATTEMPTS:
+        return Step(Rung.GAVE_UP, NoWorker(f"{len(history)} attempts failed; the last: {failures}"))
+    # One that was lost and is here again was frozen or cut off: no reason to shun it.
+    culprits = {attempt.culprit for attempt in history if attempt.failure.reason is not FailureReason.WORKER_LOST}
+    helpers = [worker for worker in snapshot.workers if worker.party not in culprits]
+    previous = _previous_decode(history, helpers)
+    num_handovers = sum(isinstance(attempt.placement, Disaggregated) for attempt in history)
+    if num_handovers < MAX_HANDOVERS:
+        others = [worker for worker in helpers if worker.role is not Role.DECODE or worker.party == previous]
+        for candidates in (others, helpers):
+            placement = policy(Snapshot(tuple(candidates)), shape)
+            if isinstance(placement, Disaggregated):
+                return Step(Rung.HANDOVER, placement)
+    local = local_placement(helpers, shape, previous)
+    if local is not None:
+        return Step(Rung.LOCAL, local)
+    return Step(Rung.GAVE_UP, NoWorker(f"no worker is left that could go on; the last attempt: {failures}"))
+
+
+def local_placement(workers: Sequence[WorkerView], shape: RequestShape, preferred: Party | None = None) -> Local | None:
+    """Both phases on one decode or mixed worker, the ``preferred`` one if it can; None if none of them can."""
+    able = [worker for worker in workers if worker.role is not Role.PREFILL and fits(worker, shape)]
+    best = min(able, key=lambda worker: (worker.party != preferred, *decode_load(worker)), default=None)
+    return None if best is None else Local(best.party)
+
+
+def may_wait(snapshot: Snapshot, history: Sequence[FailedAttempt]) -> bool:
+    """Whether time may bring help where there's none now: a worker that was lost comes back, or is replaced. Those that
+    are here and failed this request won't help it later."""
+    was_lost = history[-1].failure.reason is FailureReason.WORKER_LOST
+    is_alone = all(worker.role is Role.PREFILL for worker in snapshot.workers)
+    return len(history) < MAX_ATTEMPTS and (was_lost or is_alone)
+
+
+def backoff_seconds(num_tries: int, chosen: random.Random) -> float:
+    """How long to wait for workers to come before try ``num_tries`` (from 0): doubling, with full jitter."""
+    return chosen.uniform(0.5, 1.0) * min(MAX_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2.0 ** min(num_tries, 10))
+
+
+def _previous_decode(history: Sequence[FailedAttempt], helpers: Sequence[WorkerView]) -> Party | None:
+    """The last attempt's decode worker, if it is still here and blameless."""
+    placement = history[-1].placement
+    party = placement.decode if isinstance(placement, Disaggregated) else placement.worker
+    return party if any(worker.party == party for worker in helpers) else None

@@ -1,0 +1,93 @@
+"""Newcomers (requests, and questions about limits) that no worker can serve yet: each waits for one, in bounded number
+and for a bounded time. Pure."""
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from splitserve.router.http.api_error import ApiError
+from splitserve.router.placement.policies import NoWorker
+from splitserve.router.requests.effects import CancelTimer, Outbox, Refuse, SetTimer
+from splitserve.router.requests.events import Timer, TimerKind
+
+RETRY_AFTER_SECONDS = 5
+"""Given to clients that waited in vain: about the time in which a worker is started again."""
+
+T = TypeVar("T")
+
+
+class WaitingRoom(Generic[T]):
+    """At most ``max_waiting`` newcomers at once, for ``wait_seconds`` from their arrival, in order of arrival.
+
+    ``serve`` gives a newcomer what it came for, or returns why no worker can.
+    """
+
+    def __init__(
+        self,
+        max_waiting: int,
+        wait_seconds: float,
+        outbox: Outbox,
+        serve: Callable[[str, T, float], NoWorker | None],
+    ) -> None:
+        self._max_waiting = max_waiting
+        self._wait_seconds = wait_seconds
+        self._outbox = outbox
+        self._serve = serve
+        self._waiting: dict[str, T] = {}
+        self._is_closed = False
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def in_line(self) -> list[tuple[str, T]]:
+        """Return those that wait, by their ids."""
+        return list(self._waiting.items())
+
+    def arrive(self, newcomer_id: str, newcomer: T, arrived_at: float, now: float) -> None:
+        """Serve a newcomer now, let it wait, or refuse it."""
+        lacking = self._serve(newcomer_id, newcomer, now)
+        if lacking is None:
+            return
+        wait_until = arrived_at + self._wait_seconds
+        if len(self._waiting) >= self._max_waiting:
+            reason = f"{lacking.reason}, and {len(self._waiting)} requests wait for one already"
+            self._outbox.put(Refuse(newcomer_id, reason))
+        elif self._is_closed or wait_until <= now:
+            self._outbox.put(Refuse(newcomer_id, lacking.reason))
+        else:
+            self._waiting[newcomer_id] = newcomer
+            self._outbox.put(SetTimer(Timer(TimerKind.WAIT, newcomer_id), wait_until))
+
+    def serve_all(self, now: float) -> None:
+        """A worker has come: serve those that it can."""
+        for newcomer_id, newcomer in self.in_line():
+            if self._serve(newcomer_id, newcomer, now) is None:
+                self.leave(newcomer_id)
+
+    def leave(self, newcomer_id: str) -> bool:
+        """Leave the line; return False for a newcomer that wasn't in it."""
+        if self._waiting.pop(newcomer_id, None) is None:
+            return False
+        self._outbox.put(CancelTimer(Timer(TimerKind.WAIT, newcomer_id)))
+        return True
+
+    def on_timer(self, newcomer_id: str, now: float) -> None:
+        """Serve a newcomer that has waited long enough, or refuse it."""
+        newcomer = self._waiting.pop(newcomer_id, None)
+        lacking = None if newcomer is None else self._serve(newcomer_id, newcomer, now)
+        if lacking is not None:
+            self._outbox.put(Refuse(newcomer_id, lacking.reason))
+
+    def close(self, reason: str) -> None:
+        """No worker will come: refuse all, and those that come later."""
+        self._is_closed = True
+        for newcomer_id, _ in self.in_line():
+            self.leave(newcomer_id)
+            self._outbox.put(Refuse(newcomer_id, reason))
+
+    def check_invariants(self) -> None:
+        assert len(self._waiting) <= self._max_waiting, f"{len(self._waiting)} wait where {self._max_waiting} may"
+
+
+def no_worker(reason: str) -> ApiError:
+    """Return the answer to a client whose request no worker took."""
+    return ApiError(503, f"{reason}: try again", code="no_worker", retry_after_seconds=RETRY_AFTER_SECONDS)

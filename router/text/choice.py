@@ -1,0 +1,53 @@
+"""The visible output of one prompt: text, token ids, and why it ended. No I/O."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from splitserve.protocol.request import FinishReason
+from splitserve.router.text.detokenizer import Detokenizer, StopStrings
+
+
+class Piece(msgspec.Struct, frozen=True, gc=False):
+    """What one update adds to a choice. ``token_ids`` belong to the output even where they add no text yet."""
+
+    text: str
+    token_ids: Sequence[int]
+    finish_reason: FinishReason | None
+
+
+class Choice:
+    """Turns output tokens into pieces of text, up to the end token, the limit, or the first stop string.
+
+    ``num_tokens`` counts all output tokens, an end token and those of a stop string included.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, stop_strings: Sequence[str]) -> None:
+        self._detokenizer = detokenizer
+        self._stops = StopStrings(stop_strings)
+        self.num_tokens = 0
+        self.finish_reason: FinishReason | None = None
+
+    def push(self, token_ids: Sequence[int], finish_reason: FinishReason | None) -> Piece:
+        """Take in the next tokens; ``finish_reason`` says that the last of them ended the sequence.
+
+        Each token is looked at on its own, so the result doesn't depend on how tokens were packed into updates.
+        """
+        # A stop token ends the text without being part of it.
+        num_shown = len(token_ids) - (finish_reason is FinishReason.STOP)
+        text = ""
+        for count, token_id in enumerate(token_ids[:num_shown], start=1):
+            text += self._stops.push(self._detokenizer.push((token_id,)))
+            if self._stops.stopped:
+                return self._piece(text, token_ids[:count], FinishReason.STOP)
+        if finish_reason is not None:
+            text += self._stops.push(self._detokenizer.flush())
+            if self._stops.stopped:
+                finish_reason = FinishReason.STOP
+            text += self._stops.flush()
+        return self._piece(text, token_ids, finish_reason)
+
+    def _piece(self, text: str, token_ids: Sequence[int], finish_reason: FinishReason | None) -> Piece:
+        self.num_tokens += len(token_ids)
+        self.finish_reason = finish_reason
+        return Piece(text, token_ids, finish_reason)

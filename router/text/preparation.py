@@ -1,0 +1,164 @@
+"""From a validated body to prompts that can run: chat template, tokenisation, limits, sampling parameters."""
+
+import asyncio
+import secrets
+from array import array
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from splitserve.protocol.request import SamplingParams
+from splitserve.protocol.token_ids import TokenIds, highest
+from splitserve.router.http.answers import Prompt
+from splitserve.router.http.api_error import ApiError
+from splitserve.router.http.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from splitserve.router.placement.placer import Limits
+from splitserve.router.text.chat_template import ChatTemplateError
+from splitserve.router.text.choice import Choice
+from splitserve.router.text.renderer import Renderer, RendererBusyError
+from splitserve.router.text.tokenizer import ModelTokenizer
+
+# Tokenising so few characters costs no more than a hop to the pool and back.
+MAX_INLINE_CHARS = 512
+# A text with more, for each token of the context, is counted in pieces first: the tokens of a whole one are freed at
+# once, which holds the interpreter.
+ASCII_CHARS_PER_TOKEN = 6
+OTHER_CHARS_PER_TOKEN = 2
+PIECE_CHARS = 1 << 16
+CUT_WORD_TOKENS = 512  # more than a word that is cut in two can have too many
+DEFAULT_COMPLETION_TOKENS = 16
+_TOKENIZER_THREADS = 2
+
+Result = TypeVar("Result")
+
+
+class Preparation:
+    """Prepares prompts for one model. Methods raise :class:`ApiError` 400 that names the field at fault."""
+
+    def __init__(self, tokenizer: ModelTokenizer, renderer: Renderer) -> None:
+        self._tokenizer = tokenizer
+        self._renderer = renderer
+        self._pool = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def completion(self, request: CompletionRequest, limits: Limits) -> list[Prompt]:
+        prompts = []
+        num_chars = sum(len(prompt) for prompt in request.prompts())  # many short ones take as long as one long one
+        for prompt in request.prompts():
+            token_ids = await self._prompt_ids(prompt, limits, num_chars)
+            room = _room(len(token_ids), limits.max_model_len, "prompt")
+            max_tokens = _max_tokens(request.max_tokens, "max_tokens", len(token_ids), limits.max_model_len)
+            prompts.append(
+                self._prompt(request, token_ids, max_tokens or min(DEFAULT_COMPLETION_TOKENS, room), limits.vocab_size)
+            )
+        return prompts
+
+    async def chat(self, request: ChatCompletionRequest, limits: Limits) -> list[Prompt]:
+        try:
+            text = await self._renderer.render([message.for_template() for message in request.messages])
+        except ChatTemplateError as error:
+            raise ApiError(400, str(error), param="messages", code="chat_template_failed") from None
+        except RendererBusyError as error:
+            raise ApiError(503, str(error), code="overloaded") from None
+
+        def encode() -> TokenIds:
+            return self._encode(text, limits.max_model_len, "messages", add_special_tokens=False)
+
+        token_ids = await self._run(encode, len(text))
+        room = _room(len(token_ids), limits.max_model_len, "messages")
+        if len(token_ids) < limits.common_model_len:
+            # Up to where every worker can go on, so that the load isn't all the largest one's.
+            room = limits.common_model_len - len(token_ids)
+        param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+        wanted = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+        max_tokens = _max_tokens(wanted, param, len(token_ids), limits.max_model_len)
+        return [self._prompt(request, token_ids, max_tokens or room, limits.vocab_size)]
+
+    async def _prompt_ids(self, prompt: str | list[int] | TokenIds, limits: Limits, num_chars: int) -> TokenIds:
+        """``num_chars``: of all prompts of the request."""
+        if not isinstance(prompt, str):
+            _check_vocabulary(prompt, limits.vocab_size, "prompt")
+            return array("i", prompt)
+        return await self._run(
+            lambda: self._encode(prompt, limits.max_model_len, "prompt", add_special_tokens=True), num_chars
+        )
+
+    def _encode(self, text: str, max_model_len: int, param: str, *, add_special_tokens: bool) -> TokenIds:
+        """Token ids of a text. One that is hopelessly long is refused by its beginning alone: tokenising it would
+        take the tokenizer from others for many seconds, and its tokens take memory."""
+        chars_per_token = ASCII_CHARS_PER_TOKEN if text.isascii() else OTHER_CHARS_PER_TOKEN
+        if len(text) > chars_per_token * (max_model_len + CUT_WORD_TOKENS):
+            self._refuse_hopeless(text, max_model_len, param)
+        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        _room(len(encoding), max_model_len, param)  # a list of millions would hold the interpreter
+        return array("i", encoding.ids)
+
+    def _refuse_hopeless(self, text: str, max_model_len: int, param: str) -> None:
+        room = 2 * max_model_len
+        for begin in range(0, len(text), PIECE_CHARS):
+            num_tokens = len(self._tokenizer.encode(text[begin : begin + PIECE_CHARS], add_special_tokens=False))
+            room -= max(0, num_tokens - CUT_WORD_TOKENS)
+            if room < 0:
+                message = f"{param} has far more tokens than the context length of {max_model_len} allows"
+                raise ApiError(400, message, param=param, code="context_length_exceeded")
+
+    async def _run(self, work: Callable[[], Result], num_chars: int) -> Result:
+        if num_chars <= MAX_INLINE_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    def _prompt(self, request: GenerationRequest, token_ids: TokenIds, max_tokens: int, vocab_size: int) -> Prompt:
+        stop_token_ids = request.stop_token_ids or []
+        _check_vocabulary(stop_token_ids, vocab_size, "stop_token_ids")
+        eos_token_ids = () if request.ignore_eos else self._tokenizer.eos_token_ids
+        sampling = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=1.0 if request.temperature is None else request.temperature,
+            top_k=max(0, request.top_k or 0),
+            top_p=1.0 if request.top_p is None else request.top_p,
+            # OpenAI's seeds are signed; two's complement keeps different ones different.
+            seed=secrets.randbits(63) if request.seed is None else request.seed % 2**64,
+            stop_token_ids=tuple(dict.fromkeys((*eos_token_ids, *stop_token_ids))),
+        )
+        return Prompt(token_ids, sampling, Choice(self._tokenizer.detokenizer(), request.stop_strings))
+
+
+def check_not_empty(request: CompletionRequest) -> None:
+    """Raises :class:`ApiError` 400 for a prompt, or one of several, without text or tokens."""
+    if not request.prompt or not all(request.prompts()):
+        raise ApiError(400, "prompt is empty: give at least one token", param="prompt", code="empty_prompt")
+
+
+def _check_vocabulary(token_ids: list[int] | TokenIds, vocab_size: int, param: str) -> None:
+    if not token_ids:
+        return
+    worst = max(token_ids) if isinstance(token_ids, list) else highest(token_ids)
+    if worst >= vocab_size:
+        message = f"{param} holds token id {worst}; the vocabulary ends at {vocab_size - 1}"
+        raise ApiError(400, message, param=param, code="invalid_token_id")
+
+
+def _room(num_prompt_tokens: int, max_model_len: int, param: str) -> int:
+    """How many output tokens fit behind the prompt: at least one."""
+    if num_prompt_tokens == 0:
+        raise ApiError(400, f"{param} gives no token at all", param=param, code="empty_prompt")
+    if num_prompt_tokens >= max_model_len:
+        message = (
+            f"{param} has {num_prompt_tokens} tokens, which leaves no room for an output token: "
+            f"the context length is {max_model_len}"
+        )
+        raise ApiError(400, message, param=param, code="context_length_exceeded")
+    return max_model_len - num_prompt_tokens
+
+
+def _max_tokens(wanted: int | None, param: str, num_prompt_tokens: int, max_model_len: int) -> int | None:
+    """What the client asked for, checked against the context; None if it left the choice to us."""
+    if wanted is not None and num_prompt_tokens + wanted > max_model_len:
+        message = (
+            f"{num_prompt_tokens} prompt tokens and {param} {wanted} make {num_prompt_tokens + wanted}; "
+            f"the context length is {max_model_len}"
+        )
+        raise ApiError(400, message, param=param, code="context_length_exceeded")
+    return wanted

@@ -1,0 +1,118 @@
+"""The model directory's tokenizer, without torch, and the source of its chat template.
+
+Reads tokenizer.json, tokenizer_config.json, chat_template.jinja, generation_config.json and config.json, each within
+bounds (:mod:`splitserve.common.model_files`). Safe to use from several threads. ``encode`` takes time in proportion to
+the text and releases the GIL for most of it, so long texts belong into a thread pool.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Encoding, Tokenizer
+
+from splitserve.common.errors import CheckpointError
+from splitserve.common.model_files import (
+    MAX_CONFIG_BYTES,
+    MAX_TEMPLATE_BYTES,
+    MAX_TOKENIZER_BYTES,
+    MAX_TOKENIZER_CONFIG_BYTES,
+    check_file,
+    end_token_ids,
+    read_json_object,
+    read_text,
+)
+from splitserve.router.http.api_error import clipped
+from splitserve.router.text.detokenizer import Detokenizer
+from splitserve.router.text.renderer import TemplateSource
+
+_SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class ModelTokenizer:
+    """What the router needs of a model directory. Raises :class:`CheckpointError` for files that can't be used."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self._tokenizer = _load_tokenizer(model_dir / "tokenizer.json")
+        config = _read_json(model_dir / "tokenizer_config.json", MAX_TOKENIZER_CONFIG_BYTES)
+        self._special_tokens = _special_tokens(config)
+        self.chat_template = _chat_template(model_dir, config, self._special_tokens)
+        self.eos_token_ids = self._find_eos_token_ids(model_dir)
+
+    def encode(self, text: str, add_special_tokens: bool) -> Encoding:
+        """Tokens of ``text``: ``ids`` makes a list of them, ``len`` counts them without one. ``add_special_tokens``
+        lets the post-processor add what it adds (a BOS, if any)."""
+        # The batch call is the one that releases the GIL; "fast" leaves out offsets, which are of no use here.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+
+    def detokenizer(self) -> Detokenizer:
+        return Detokenizer(self._tokenizer)
+
+    def _find_eos_token_ids(self, model_dir: Path) -> tuple[int, ...]:
+        """Ids that end a sequence: generation_config.json rules, then config.json, then the tokenizer's EOS token."""
+        config = _read_json(model_dir / "config.json", MAX_CONFIG_BYTES)
+        generation = _read_json(model_dir / "generation_config.json", MAX_CONFIG_BYTES)
+        text_config = config.get("text_config")
+        text_config = text_config if isinstance(text_config, dict) else {}
+        vocab_size = config.get("vocab_size", text_config.get("vocab_size"))
+        if not isinstance(vocab_size, int):  # workers check that, here it's only a bound
+            vocab_size = None
+        for name, source in (("generation_config", generation), ("config", config), ("config", text_config)):
+            if ids := end_token_ids(source.get("eos_token_id"), vocab_size, f"{name}.json"):
+                return ids
+        token_id = self._tokenizer.token_to_id(self._special_tokens.get("eos_token", ""))
+        return () if token_id is None else (token_id,)
+
+
+def _load_tokenizer(path: Path) -> Tokenizer:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing: the model directory must hold the tokenizer's tokenizer.json")
+    try:
+        check_file(path, MAX_TOKENIZER_BYTES)
+        tokenizer = Tokenizer.from_file(str(path))
+    except CheckpointError:
+        raise
+    except Exception as error:  # the binding raises bare Exception
+        raise CheckpointError(f"{path} is not a usable tokenizer: {clipped(str(error), 500)}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _read_json(path: Path, max_bytes: int) -> dict[str, Any]:
+    """The object in a JSON file; empty when there is no such file."""
+    try:
+        return read_json_object(path, max_bytes)
+    except FileNotFoundError:
+        return {}
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    tokens = {}
+    for name in _SPECIAL_TOKEN_NAMES:
+        value = config.get(name)
+        content = value.get("content") if isinstance(value, dict) else value
+        if isinstance(content, str):
+            tokens[name] = content
+    return tokens
+
+
+def _chat_template(
+    model_dir: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str]
+) -> TemplateSource | None:
+    path = model_dir / "chat_template.jinja"
+    try:
+        source: Any = read_text(path, MAX_TEMPLATE_BYTES)
+    except FileNotFoundError:
+        path = model_dir / "tokenizer_config.json"
+        source = config.get("chat_template")
+    if isinstance(source, list):  # several named templates
+        named = [(entry.get("name"), entry.get("template")) for entry in source if isinstance(entry, dict)]
+        source = next((template for name, template in named if name == "default"), None)
+    if not isinstance(source, str):
+        return None
+    if len(source) > MAX_TEMPLATE_BYTES:
+        raise CheckpointError(
+            f"{path}: chat_template has {len(source)} characters; at most {MAX_TEMPLATE_BYTES} are supported"
+        )
+    return TemplateSource(source, special_tokens, f"the chat template of {model_dir}")

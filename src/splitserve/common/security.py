@@ -1,0 +1,106 @@
+"""Who may speak on the side channels: CURVE keys derived from one shared secret, and the rule where one is needed.
+
+Every process derives the same two key pairs from the secret: one for sockets that bind, one for sockets that connect.
+CURVE then encrypts each connection and proves to either side that the other knows the secret; an authenticator refuses
+connecting keys other than the derived one. Without a secret, sockets bind to loopback only.
+"""
+
+import hashlib
+import hmac
+import ipaddress
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from splitserve.common.errors import ConfigError
+
+if TYPE_CHECKING:  # the command line needs the rules alone, and fast
+    import zmq
+
+MIN_SECRET_CHARACTERS = 16
+_SCRYPT_COST = 2**14  # slow on purpose: recorded handshakes can't be tried against many secrets
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` (a name or an address, IPv6 with or without brackets) can be reached from this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def check_exposure(host: str, secret: str) -> None:
+    """Raise :class:`ConfigError` for a side channel that others could reach and nothing protects.
+
+    Wildcards are refused: the address that is bound is also the one that others are told.
+    """
+    if host in ("", "*") or _is_unspecified(host):
+        raise ConfigError(f"side channels can't use {host!r}: give the address at which others reach this machine")
+    if secret and len(secret) < MIN_SECRET_CHARACTERS:
+        raise ConfigError(f"the shared secret has {len(secret)} characters; use at least {MIN_SECRET_CHARACTERS}")
+    if not secret and not is_loopback(host):
+        raise ConfigError(
+            f"side channels on {host} could be reached by others; give all processes the same shared secret "
+            "(SPLITSERVE_SECRET or --secret-file), or bind to 127.0.0.1"
+        )
+
+
+class SocketSecurity:
+    """Protects the sockets of one ZMQ context. With an empty secret it does nothing."""
+
+    def __init__(self, context: "zmq.Context[Any]", secret: str) -> None:
+        self._enabled = bool(secret)
+        if not self._enabled:
+            return
+        import zmq.auth.thread
+
+        self._bound, self._connecting = _key_pairs(secret)
+        self._authenticator = zmq.auth.thread.ThreadAuthenticator(context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(credentials_provider=self)
+
+    def protect_bound(self, socket: "zmq.Socket[bytes]") -> None:
+        """Before ``bind``."""
+        if self._enabled:
+            socket.curve_publickey, socket.curve_secretkey = self._bound
+            socket.curve_server = True
+
+    def protect_connecting(self, socket: "zmq.Socket[bytes]") -> None:
+        """Before ``connect``."""
+        if self._enabled:
+            socket.curve_publickey, socket.curve_secretkey = self._connecting
+            socket.curve_serverkey = self._bound[0]
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """For the authenticator: whether a connecting key (Z85) is the one that the secret gives."""
+        del domain
+        return hmac.compare_digest(key, self._connecting[0])
+
+    def close(self) -> None:
+        """Before the context is terminated."""
+        if self._enabled:
+            self._authenticator.stop()
+
+
+def _is_unspecified(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        return False
+
+
+@lru_cache(maxsize=4)
+def _key_pairs(secret: str) -> tuple[tuple[bytes, bytes], tuple[bytes, bytes]]:
+    """For sockets that bind, and for those that connect: public and secret key, Z85-encoded.
+
+    The secret keys are a stretched hash of the shared secret: X25519 takes any 32 bytes.
+    """
+    import zmq
+    from zmq.utils import z85
+
+    stretched = hashlib.scrypt(
+        secret.encode(), salt=b"splitserve side channels", n=_SCRYPT_COST, r=8, p=1, maxmem=2**26, dklen=64
+    )
+    bound, connecting = z85.encode(stretched[:32]), z85.encode(stretched[32:])
+    return (zmq.curve_public(bound), bound), (zmq.curve_public(connecting), connecting)

@@ -1,0 +1,266 @@
+"""The core of every worker: messages in, steps planned, results committed, effects out.
+
+It is composed of parts (:mod:`splitserve.engine.parts`); it doesn't depend on the role. No I/O, no clock, no torch:
+the loop (:mod:`splitserve.engine.loop`) and the fault simulator drive the same object.
+"""
+
+from collections import deque
+from collections.abc import Sequence as ListLike
+
+from splitserve.engine.effects import Effect, StartCopy
+from splitserve.engine.load_report import load_of
+from splitserve.engine.parts import Handler, Part
+from splitserve.engine.requests import Requests
+from splitserve.engine.scheduling import Planned
+from splitserve.engine.sequence import Sequence
+from splitserve.engine.stage import Stage
+from splitserve.kvconnector.tiers.commands import AnyResult
+from splitserve.kvconnector.transfer.connector import PeerConnected
+from splitserve.protocol.handover.reads import ReadResult
+from splitserve.protocol.messages.envelope import Envelope
+from splitserve.protocol.messages.membership import PeerLink, WorkerLoad
+from splitserve.protocol.messages.requests import Abort, FailureCode, TokenDelta
+from splitserve.protocol.request import FinishReason
+from splitserve.protocol.step import MAX_STEPS_UNDER_WAY, ScheduledChunk, StepOutput, StepPlan
+
+
+class EngineCore:
+    """Runs the requests of one worker together with its parts, which are called in their order."""
+
+    def __init__(self, requests: Requests, parts: ListLike[Part]) -> None:
+        self.state = requests.state
+        self.scheduler = requests.scheduler
+        self.parts = requests.parts = parts
+        self._requests = requests
+        self._steps: deque[list[Planned]] = deque()  # launched, oldest first
+        self._outcomes: deque[StepOutput | str] = deque()  # of the first of them, which wait for a load's end
+        self._handlers: dict[type, Handler] = {Abort: requests.on_abort}
+        for part in parts:
+            handlers = part.handlers()
+            assert not handlers.keys() & self._handlers.keys(), "two parts take the same message"
+            self._handlers.update(handlers)
+
+    # ---- messages and events ----
+
+    def handle(self, envelope: Envelope, now: float) -> None:
+        """Process one message. One for another incarnation, or not for a worker, is counted and dropped."""
+        handler = self._handlers.get(type(envelope.body))
+        if handler is None or (envelope.to is not None and envelope.to != self.state.me):
+            self.state.counters.stale_messages += 1
+            return
+        handler(envelope.body, envelope.sender, now)
+
+    def handle_connector_event(self, event: ReadResult | PeerConnected, now: float) -> None:
+        """Take what the KV connector reports."""
+        for part in self.parts:
+            part.on_connector_event(event, now)
+        self.state.flush_deltas()
+
+    def handle_copy_result(self, result: AnyResult, now: float) -> None:
+        """Take the news of a tier: a copy is over, or nearly, or the tier comes or goes."""
+        load = self.state.blocks.tiers.on_result(result)
+        if load is None:
+            return
+        sequence = load.owner
+        self.state.blocks.finish_load(sequence)
+        if sequence.has_ended:
+            self._give_back_untouched(sequence)
+        else:
+            self._requests.owner(sequence).on_loaded(sequence, now)
+        self._take_outcomes(now)
+
+    def drain(self) -> None:
+        """Reject requests from now on. Those that are here go on, and their peers go on reading."""
+        self.state.is_draining = True
+        for part in self.parts:
+            part.drain()
+
+    # ---- steps ----
+
+    def plan_step(self, now: float) -> StepPlan | None:
+        """Return the next step, or None if nothing can run.
+
+        The caller launches it and calls :meth:`commit_step` or :meth:`fail_step`, in the order of the plans. One step
+        may be planned while another is in flight.
+        """
+        if len(self._steps) == MAX_STEPS_UNDER_WAY:
+            assert self._outcomes, "a third step before the first one is committed"
+            return None
+        for part in self.parts:
+            part.admit(now)
+        for part in self.parts:
+            part.before_plan(now)
+        step = self.scheduler.plan()
+        self.state.blocks.tiers.start_clocks(now)
+        if not step:
+            return None
+        for index, (sequence, chunk) in enumerate(step):
+            sequence.on_launched(chunk, index)
+        self._steps.append(step)
+        return StepPlan([chunk for _, chunk in step])
+
+    def commit_step(self, output: StepOutput, now: float) -> None:
+        """Take the results of the oldest step: its KV is written, its tokens are drawn."""
+        self._outcomes.append(output)
+        self._take_outcomes(now)
+
+    def fail_step(self, error: str, now: float) -> None:
+        """End the requests of the oldest step with its error. Nothing that it wrote was published."""
+        self._outcomes.append(error)
+        self._take_outcomes(now)
+
+    def _take_outcomes(self, now: float) -> None:
+        """Apply outcomes in the steps' order. Those of a step that waited for a load count when the load has ended."""
+        while self._outcomes and not any(_awaits_load(*planned) for planned in self._steps[0]):
+            step, outcome = self._steps.popleft(), self._outcomes.popleft()
+            if isinstance(outcome, StepOutput):
+                self._commit(step, outcome, now)
+            else:
+                self._fail(step, outcome, now)
+
+    def _commit(self, step: list[Planned], output: StepOutput, now: float) -> None:
+        self.state.counters.steps += 1
+        prefilling = Stage.PREFILLING
+        for (sequence, chunk), token_id in zip(step, output.token_ids, strict=True):
+            sequence.on_completed(chunk)
+            if sequence.has_ended:
+                self._give_back_untouched(sequence)
+                continue
+            if _lacks_its_load(sequence, chunk):
+                continue
+            if chunk.start < sequence.num_prompt_tokens:
+                self._count_prompt_tokens(sequence, chunk)
+            sequence.num_computed += len(chunk.token_ids)
+            self.state.blocks.publish_computed(sequence)
+            if sequence.stage is prefilling:
+                self._requests.owner(sequence).on_computed(sequence, now)
+            if token_id is not None:
+                self._on_token(sequence, token_id, now)
+        self.state.flush_deltas()
+
+    def _fail(self, step: list[Planned], error: str, now: float) -> None:
+        for sequence, chunk in step:
+            sequence.on_completed(chunk)
+            if sequence.has_ended:
+                self._give_back_untouched(sequence)
+            elif not _lacks_its_load(sequence, chunk):
+                self._requests.fail(sequence, FailureCode.INTERNAL, error, now)
+
+    def _give_back_untouched(self, sequence: Sequence) -> None:
+        """Give the blocks of a sequence back whose end had to wait for what touched them."""
+        if sequence.stage is Stage.RELEASED and not sequence.is_touched:
+            self.state.blocks.give_back(sequence)
+
+    def _on_token(self, sequence: Sequence, token_id: int, now: float) -> None:
+        """Deliver a token, and end the request, hand it on, or let it draw the next one."""
+        position = sequence.num_output_tokens
+        finish_reason = sequence.sampling.finish_reason(token_id, position + 1)
+        if finish_reason is None and not sequence.may_go_on:
+            finish_reason = FinishReason.LENGTH
+        self.state.counters.output_tokens += 1
+        delta = TokenDelta(
+            sequence.key, position, [token_id], sequence.choice, finish_reason, sequence.num_cached_tokens
+        )
+        self.state.add_delta(sequence, delta)
+        if finish_reason is not None:
+            self._requests.end(sequence, f"finished: {finish_reason}", now)
+        elif sequence.decodes_here:
+            sequence.token_ids.append(token_id)
+            self.scheduler.start_decoding(sequence)
+        else:
+            self.scheduler.remove(sequence)
+            self._requests.owner(sequence).on_token(sequence, token_id, now)
+
+    def _count_prompt_tokens(self, sequence: Sequence, chunk: ScheduledChunk) -> None:
+        counters = self.state.counters
+        counters.prompt_tokens += len(chunk.token_ids)
+        if chunk.start == sequence.num_cached_tokens:
+            counters.prefix_hit_tokens += sequence.num_cached_tokens
+
+    # ---- time ----
+
+    def tick(self, now: float) -> None:
+        """Do what is due by now."""
+        self._requests.expire(now)
+        for part in self.parts:
+            part.poll(now)
+        self._move_blocks(now)
+        for part in self.parts:
+            part.admit(now)
+        self.state.blocks.tiers.start_clocks(now)
+        self.state.flush_deltas()
+
+    def _move_blocks(self, now: float) -> None:
+        """Give up loads that take too long; begin loads and stores."""
+        tiers = self.state.blocks.tiers
+        for load in tiers.overdue(now):
+            sequence = load.owner
+            self.state.blocks.abandon_load(sequence)
+            if sequence.stage is Stage.PULLING:
+                self._requests.owner(sequence).on_late_load(sequence)
+            elif not sequence.has_ended:
+                self.scheduler.requeue(sequence)
+        self.scheduler.begin_loads()
+        tiers.start_stores()
+
+    def next_deadline(self) -> float:
+        """Return the time at which :meth:`tick` has something to do, if nothing happens before."""
+        parts = (part.next_deadline() for part in self.parts)
+        return min(self._requests.next_deadline(), self.state.blocks.tiers.next_deadline(), *parts)
+
+    def take_effects(self) -> list[Effect]:
+        return [*self.state.outbox.take(), *map(StartCopy, self.state.blocks.tiers.take_commands())]
+
+    # ---- looking at it ----
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether no request, hand-over or step is in flight. Reads that were given up don't count."""
+        return not (self.state.sequences or self._steps or any(part.num_live for part in self.parts))
+
+    def take_news(self) -> bool:
+        """Return whether the next heartbeat is to be sent at once. The answer is given once."""
+        has_news, self.state.has_news = self.state.has_news, False
+        return has_news
+
+    def links(self) -> list[PeerLink]:
+        """Return how KV comes here, by peer."""
+        return [link for part in self.parts for link in part.links()]
+
+    def load(self) -> WorkerLoad:
+        """Return load and counters for the heartbeat."""
+        return load_of(self.state, self.scheduler, self.parts)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless every sequence, part, block and slot is in a state that can be.
+
+        Every reference to a block, or to a slot that peers read, is explained by a sequence that lives here, by a copy
+        to a tier, or by a peer that reads it; see :meth:`BlockPool.check_invariants`.
+        """
+        pool, tiers = self.state.blocks.pool, self.state.blocks.tiers
+        pool.check_invariants()
+        tiers.check_invariants()
+        holders = {
+            *self.state.sequences.values(),
+            *(p.sequence for step in self._steps for p in step),
+            *(load.owner for load in tiers.loads),
+        }
+        held = [b for s in holders for b in s.block_ids]
+        explained = len(held) + tiers.num_references() + sum(part.num_references for part in self.parts)
+        assert pool.total_references() == explained, "references that nobody explains"
+        slots = sum(len(s.host_slots) for s in holders) + sum(part.num_slots for part in self.parts)
+        assert tiers.num_held_slots == slots, "slots are held that nobody explains"
+        for part in self.parts:
+            part.check_invariants()
+        self.scheduler.check_invariants()
+        self._requests.check_invariants()
+
+
+def _awaits_load(sequence: Sequence, chunk: ScheduledChunk) -> bool:
+    """Return whether the content that the chunk was computed from isn't known yet."""
+    return bool(chunk.gates) and sequence.load is not None
+
+
+def _lacks_its_load(sequence: Sequence, chunk: ScheduledChunk) -> bool:
+    """Return whether the load that the chunk was computed from brought less: the rest is computed again."""
+    return bool(chunk.gates) and sequence.num_computed < chunk.start

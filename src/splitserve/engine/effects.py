@@ -1,0 +1,94 @@
+"""What a worker's core asks its loop to do. The core itself performs no I/O, so a simulator can stand in for the
+loop."""
+
+from dataclasses import dataclass, field
+
+from splitserve.kvconnector.tiers.commands import AnyCommand
+from splitserve.protocol.handover.reads import ReadCommand
+from splitserve.protocol.messages.envelope import Body
+from splitserve.protocol.messages.handover import PeerWelcome
+from splitserve.protocol.messages.requests import PeerRef
+from splitserve.protocol.request import Party
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A message to a party that is connected to us, or that we dialled."""
+
+    to: Party
+    body: Body
+
+
+@dataclass(frozen=True, slots=True)
+class Dial:
+    """Connect to a peer's endpoint, so that messages can be sent to it."""
+
+    peer: PeerRef
+
+
+@dataclass(frozen=True, slots=True)
+class HangUp:
+    """Drop the connection to a dialled peer."""
+
+    peer: Party
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Let the KV connector prepare reads from a peer."""
+
+    peer: Party
+    welcome: PeerWelcome
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnect:
+    """Let the KV connector forget a peer: its reads become terminal."""
+
+    peer: Party
+
+
+@dataclass(frozen=True, slots=True)
+class StartRead:
+    command: ReadCommand
+
+
+@dataclass(frozen=True, slots=True)
+class StartCopy:
+    """Copy blocks between the device and a tier below it, or make sure that a tier's are never used again."""
+
+    command: AnyCommand
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """Peers may (or can no longer) be reading from here: the connector makes progress for them, or rests."""
+
+    active: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """Something happened that must not: people have to hear of it."""
+
+    description: str
+
+
+Effect = Send | Dial | HangUp | Connect | Disconnect | StartRead | StartCopy | Serve | Incident
+
+
+@dataclass(slots=True)
+class Outbox:
+    """Effects in the order in which they must happen."""
+
+    effects: list[Effect] = field(default_factory=list)
+
+    def send(self, to: Party, body: Body) -> None:
+        self.effects.append(Send(to, body))
+
+    def put(self, effect: Effect) -> None:
+        self.effects.append(effect)
+
+    def take(self) -> list[Effect]:
+        effects, self.effects = self.effects, []
+        return effects

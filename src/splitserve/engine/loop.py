@@ -1,0 +1,259 @@
+"""The engine loop of every worker: receive, handle results, schedule, launch, send. Decisions are the core's."""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from splitserve.common.errors import DeviceLostError
+from splitserve.engine.core import EngineCore
+from splitserve.engine.drain import Drain
+from splitserve.engine.effects import (
+    Connect,
+    Dial,
+    Disconnect,
+    Effect,
+    HangUp,
+    Incident,
+    Send,
+    Serve,
+    StartCopy,
+    StartRead,
+)
+from splitserve.engine.io.kv_event_socket import NoKVEvents, PublishesKVEvents
+from splitserve.engine.io.membership_client import MembershipClient
+from splitserve.engine.io.sockets import WorkerSockets
+from splitserve.engine.io.waker import Waker
+from splitserve.engine.profiling.step_profiler import NoProfiler, Profiler
+from splitserve.engine.sleepy_cores import Cores, SleepyCores
+from splitserve.engine.steps.executor import Executor, StepFailure
+from splitserve.engine.steps.step_times import StepTimes
+from splitserve.kvconnector.tiers.copies import Copies
+from splitserve.kvconnector.transfer.connector import KVConnector
+from splitserve.protocol.config import WorkerConfig
+from splitserve.protocol.messages.membership import Leave
+from splitserve.protocol.messages.requests import Profile, Profiled
+from splitserve.protocol.request import Party
+
+logger = logging.getLogger(__name__)
+
+STOP_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIO:
+    """Everything through which a worker acts on the outside. The loop closes it."""
+
+    sockets: WorkerSockets  # to routers, membership and peers
+    waker: Waker  # ends the loop's wait
+    connector: KVConnector  # reads KV of peers
+    executor: Executor  # runs steps on the device
+    copies: Copies  # between the device and the tiers below it
+    profiler: Profiler = field(default_factory=NoProfiler)  # records steps on request
+    kv_events: PublishesKVEvents = field(default_factory=NoKVEvents)  # announces what is cached here
+    cores: Cores = field(default_factory=SleepyCores)  # are kept awake while there is work
+
+
+class WorkerLoop:
+    """Owns the sockets; drives one core. ``run`` returns after :meth:`stop`, or when a :meth:`drain` is over."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        core: EngineCore,
+        io: WorkerIO,
+        membership: MembershipClient,
+        explain: Callable[[Exception], Exception] | None = None,
+    ) -> None:
+        """``explain`` finds the cause of an error that came from another rank."""
+        self._engine_id = config.engine_id
+        self._core = core
+        self._io = io
+        self._sockets = io.sockets
+        self._membership = membership
+        self._explain = explain
+        self._step_times = StepTimes()
+        self._profile: tuple[Party, str] | None = None  # who asked for the recording under way, and its id
+        self._error: Exception | None = None
+        self._drain = Drain(config.protocol.drain_seconds)
+        self._drain_requested = False
+        self._stopping = False
+        io.sockets.watch(io.waker.read_fd)
+
+    def stop(self) -> None:
+        """End :meth:`run`. Callable from a signal handler or another thread."""
+        self._stopping = True
+        self._io.waker.wake()
+
+    def end_with(self, error: Exception) -> None:
+        """End :meth:`run` by raising ``error``. Callable like :meth:`stop`."""
+        self._error = error
+        self.stop()
+
+    def drain(self) -> None:
+        """Take no more requests, finish those that are here, end :meth:`run`; asked twice: end it now.
+
+        Callable like :meth:`stop`.
+        """
+        self._stopping = self._stopping or self._drain_requested
+        self._drain_requested = True
+        self._io.waker.wake()
+
+    @property
+    def stopping(self) -> bool:
+        return self._stopping
+
+    @property
+    def registered(self) -> bool:
+        """Whether membership has accepted this worker."""
+        return self._membership.registered
+
+    def run(self) -> None:
+        """Serve until :meth:`stop`. Raises :class:`DeviceLostError` when no step can run any more, and
+        :class:`HandshakeError` when membership refuses this worker for good."""
+        try:
+            while not self._stopping:
+                self.run_once()
+            if self._error is not None:
+                raise self._error
+        except Exception as error:
+            self._error = error if self._explain is None else self._explain(error)
+            raise
+        finally:  # after an error too: membership hears at once that this worker is gone
+            self._sockets.send_membership(Leave("" if self._error is None else str(self._error)))
+            self._io.executor.close(STOP_SECONDS)
+            self._io.copies.close(STOP_SECONDS)
+            self._io.connector.close()
+            self._sockets.close()
+            self._io.waker.close()
+
+    def run_once(self) -> None:
+        """One round: wait for something to do, then do all of it."""
+        self._sockets.wait(self._seconds_until_due())
+        self._io.waker.drain()
+        now = time.monotonic()
+        if self._drain_requested and not self._drain.has_begun:
+            self._begin_drain(now)
+        for envelope in self._sockets.receive():
+            if isinstance(envelope.body, Profile) and envelope.to == self._core.state.me:
+                self._on_profile(envelope.sender, envelope.body)
+            else:
+                self._core.handle(envelope, now)
+        self._io.cores.note(not self._core.is_idle, now)
+        refusal = self._membership.receive(now)
+        if refusal is not None and self._error is None:
+            self.end_with(refusal)
+        for event in self._io.connector.events():
+            self._core.handle_connector_event(event, now)
+        for copied in self._io.copies.results():
+            self._core.handle_copy_result(copied, now)
+        self._take_results(now)
+        self._core.tick(now)
+        self._perform(self._core.take_effects())  # tokens leave before the next step is planned
+        self._launch(now)
+        self._perform(self._core.take_effects())
+        self._io.kv_events.publish(self._core.state.blocks, now)
+        self._report_profile()
+        self._membership.keep(self._core, now)
+        self._end_drain(now)
+
+    def _on_profile(self, sender: Party, body: Profile) -> None:
+        why_not = self._io.profiler.begin(body.num_steps, body.timeout_seconds)
+        if why_not:
+            self._sockets.send(sender, Profiled(body.profile_id, why_not))
+        else:
+            self._profile = sender, body.profile_id
+
+    def _report_profile(self) -> None:
+        if self._io.profiler.is_late:
+            self._io.executor.call(self._io.profiler.before_step)
+        result = self._io.profiler.result()
+        if result is None or self._profile is None:
+            return
+        (asker, profile_id), busy = self._profile, result.busy
+        report = Profiled(
+            profile_id,
+            result.error,
+            result.trace,
+            result.num_steps,
+            busy.seconds,
+            busy.busy_seconds,
+            busy.long_gap_seconds,
+        )
+        self._sockets.send(asker, report)
+
+    def _begin_drain(self, now: float) -> None:
+        """The router hears of it first, so that requests go elsewhere from now on."""
+        self._drain.begin(now)
+        self._membership.drain()
+        self._core.drain()
+        logger.info("draining: %d requests are here", self._core.load().requests_tracked)
+
+    def _end_drain(self, now: float) -> None:
+        if self._drain.is_over(self._core.is_idle, now):
+            self._stopping = True
+            left = self._core.load().requests_tracked
+            log_level = logging.WARNING if left else logging.INFO
+            logger.log(log_level, "drained: %s, %d requests left; leaving", self._drain.reason, left)
+
+    def _take_results(self, now: float) -> None:
+        while (result := self._io.executor.result()) is not None:
+            warning = self._step_times.note(result.plan, result.seconds)
+            if warning is not None:
+                logger.warning("%s", warning)
+            if isinstance(result.outcome, StepFailure):
+                self._on_step_failure(result.outcome, now)
+            else:
+                self._core.commit_step(result.outcome, now)
+
+    def _on_step_failure(self, failure: StepFailure, now: float) -> None:
+        """The first failure is told in full, what it led to in a line. Without a device, the requests go elsewhere."""
+        if failure.cause is None:
+            logger.error("step %d failed", failure.step, exc_info=failure.error)
+        else:
+            logger.error("step %d failed because of step %d", failure.step, failure.cause.step)
+        self._core.fail_step(str(failure), now)
+        if failure.device_lost and self._error is None:
+            engine_id = self._engine_id
+            text = (
+                f"the device can't go on after step {failure.step} ({failure}): {engine_id} ends, to be started again"
+            )
+            self.end_with(DeviceLostError(text))
+
+    def _launch(self, now: float) -> None:
+        while self._io.executor.has_room and self._error is None:
+            plan = self._core.plan_step(now)
+            if plan is None:
+                return
+            self._io.executor.launch(plan)
+
+    def _perform(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send(to, body):
+                    self._sockets.send(to, body)
+                case StartRead(command):
+                    self._io.connector.read(command)
+                case StartCopy(copy):
+                    self._io.copies.start(copy)
+                case Serve(active):
+                    self._io.connector.serve(active)
+                case Dial(peer):
+                    self._sockets.dial(peer)
+                case HangUp(peer):
+                    self._sockets.hang_up(peer)
+                case Connect(peer, welcome):
+                    self._io.connector.connect(peer, welcome)
+                case Disconnect(peer):
+                    self._io.connector.disconnect(peer)
+                case Incident(description):
+                    logger.error("%s", description)
+
+    def _seconds_until_due(self) -> float:
+        due_at = min(
+            self._core.next_deadline(),
+            self._membership.next_deadline(),
+            self._drain.next_deadline(),
+            self._io.kv_events.next_deadline(),
+        )
+        return due_at - time.monotonic()

@@ -1,0 +1,1 @@
+"""Recordings of a running worker's steps."""

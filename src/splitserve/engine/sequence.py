@@ -1,0 +1,188 @@
+"""A request inside a worker: its tokens, its blocks, how much of its KV is computed, its stage."""
+
+from dataclasses import dataclass, field
+
+from splitserve.engine.stage import NEXT_STAGES, Stage
+from splitserve.kvconnector.layout.shape import num_blocks_for
+from splitserve.kvconnector.tiers.loads import BlockLoad
+from splitserve.protocol.request import Party, RequestKey, SamplingParams
+from splitserve.protocol.step import MAX_STEPS_UNDER_WAY, UNKNOWN_TOKEN, SampleSpec, ScheduledChunk
+from splitserve.protocol.token_ids import TokenIds
+
+_ENDED, _RELEASED = Stage.ENDED, Stage.RELEASED  # looked up for each token, where access to an Enum's member costs
+
+
+@dataclass(slots=True)
+class LaunchedChunks:
+    """A sequence's chunks in launched steps that haven't completed."""
+
+    num_steps: int = 0  # steps that touch the blocks, which can't be given back before those have completed
+    num_tokens: int = 0  # tokens after the computed ones that these steps compute
+    drawing_chunk: int | None = None  # index of its chunk in the last of the steps, if that draws the token after them
+    is_gated: bool = False  # the only step waits on the device for the sequence's load, or did when it was launched
+
+    def check_invariants(self) -> None:
+        assert 0 <= self.num_steps <= MAX_STEPS_UNDER_WAY, f"{self.num_steps} steps in flight"
+        assert self.num_tokens >= self.num_steps, f"{self.num_tokens} tokens in {self.num_steps} steps"
+        if not self.num_steps:
+            assert (self.num_tokens, self.drawing_chunk, self.is_gated) == (0, None, False), "chunks without a step"
+        assert not self.is_gated or self.num_steps == 1, "a gated step isn't the only one"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request, from its first message to this worker until its blocks are given back."""
+
+    key: RequestKey  # the request and its attempt
+    reply_to: Party  # the router that gets its tokens
+    token_ids: TokenIds  # the prompt and the output so far
+    num_prompt_tokens: int  # the first of ``token_ids``, which the client sent
+    sampling: SamplingParams  # how tokens are drawn, and when the output ends
+    deadline: float  # seconds on the worker's own clock
+    choice: int = 0  # the output's number among those of the request
+    max_length: int = 2**31  # bound of prompt and output, by the worker's memory and model
+    end_length: int = field(init=False)  # the same bound with ``sampling.max_tokens`` in it
+    decodes_here: bool = True  # False: after the first token a decode worker takes over
+    stage: Stage = Stage.NEW  # its place in the worker; changed by :meth:`enter` alone
+    block_ids: list[int] = field(default_factory=list)  # device blocks that it holds, in the order of its tokens
+    host_slots: list[int] = field(default_factory=list)  # host-tier slots held in place of blocks that left the device
+    block_hashes: list[bytes] = field(default_factory=list)  # chain of its full blocks, as far as it was needed
+    num_computed: int = 0  # tokens whose KV is in the blocks
+    num_published: int = 0  # full blocks that the prefix index has
+    num_cached_tokens: int = 0  # prefix hit at the first admission, for usage
+    was_admitted: bool = False  # held room for all its tokens at some time, perhaps no longer
+    skips_tiers: bool = False  # a load took too long: computes what the pool doesn't have
+    load: BlockLoad | None = None  # its blocks that are coming up from a tier
+    launched: LaunchedChunks = field(default_factory=LaunchedChunks)  # its part of the steps in flight
+
+    def __post_init__(self) -> None:
+        self.end_length = min(self.max_length, self.num_prompt_tokens + self.sampling.max_tokens)
+
+    def enter(self, stage: Stage) -> None:
+        """Change the stage; :data:`NEXT_STAGES` has the transitions. Entering the present stage has no effect."""
+        if stage is not self.stage:
+            assert stage in NEXT_STAGES[self.stage], f"{self.key} goes from {self.stage.value} to {stage.value}"
+            self.stage = stage
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether it draws no more tokens."""
+        return self.stage is _ENDED or self.stage is _RELEASED
+
+    @property
+    def is_touched(self) -> bool:
+        """Return whether a launched step or a copy touches the blocks, so that they can't be given back yet."""
+        return self.launched.num_steps > 0 or self.load is not None
+
+    @property
+    def num_remaining(self) -> int:
+        """Known tokens whose KV isn't computed yet. 1 for a sequence that decodes."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_unplanned(self) -> int:
+        """Known tokens that no launched step computes, either."""
+        return self.num_remaining - self.launched.num_tokens
+
+    @property
+    def may_go_on(self) -> bool:
+        """Return whether lengths allow a token after the one that a launched step draws."""
+        return len(self.token_ids) + 1 < self.end_length
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def chunk(self, num_tokens: int, block_size: int) -> ScheduledChunk:
+        """Return the next ``num_tokens`` known tokens as a chunk; it draws a token if it reaches the last known one.
+
+        Where a launched step is about to draw one more, that one is the next.
+        """
+        start = self.num_computed + self.launched.num_tokens
+        end = start + num_tokens
+        previous = self.launched.drawing_chunk
+        is_unknown = previous is not None
+        return ScheduledChunk(
+            [UNKNOWN_TOKEN] if is_unknown else list(self.token_ids[start:end]),
+            start,
+            self.block_ids[: num_blocks_for(end, block_size)],
+            self._sample(end) if end == len(self.token_ids) + is_unknown else None,
+            previous,
+        )
+
+    def num_after_load(self, block_size: int) -> int:
+        """Return the number of known tokens that neither are computed nor come up from a tier: at least one."""
+        loading = 0 if self.load is None else len(self.load.block_ids) * block_size
+        return self.num_remaining - loading
+
+    def gated_chunk(self, block_size: int) -> ScheduledChunk:
+        """Return all of those as a chunk that waits for the load."""
+        assert self.load is not None and not self.launched.num_tokens
+        end = len(self.token_ids)
+        start = end - self.num_after_load(block_size)
+        blocks = self.block_ids[: num_blocks_for(end, block_size)]
+        return ScheduledChunk(
+            list(self.token_ids[start:]), start, blocks, self._sample(end), gates=tuple(self.load.pending)
+        )
+
+    def _sample(self, position: int) -> SampleSpec:
+        sampling = self.sampling
+        return SampleSpec(sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed, self.choice, position)
+
+    def on_launched(self, chunk: ScheduledChunk, index: int) -> None:
+        """Note that a step is launched whose chunk number ``index`` is this sequence's ``chunk``."""
+        launched = self.launched
+        launched.num_steps += 1
+        launched.num_tokens += len(chunk.token_ids)
+        launched.drawing_chunk = None if chunk.sample is None else index
+        if chunk.gates:
+            assert self.load is not None
+            launched.is_gated = self.load.holds_step = True
+
+    def on_completed(self, chunk: ScheduledChunk) -> None:
+        """Note that the step with ``chunk`` has completed."""
+        launched = self.launched
+        launched.num_steps -= 1
+        launched.num_tokens -= len(chunk.token_ids)
+        if not launched.num_steps:
+            launched.drawing_chunk = None
+            launched.is_gated = False
+
+    def check_invariants(self, block_size: int) -> None:
+        """Raise AssertionError unless its fields agree with each other and with its stage."""
+        self.launched.check_invariants()
+        num_held = len(self.block_ids) + len(self.host_slots)
+        name = f"{self.key}, which is {self.stage.value},"
+        assert self.num_computed <= len(self.token_ids), f"{name} has KV for more tokens than it has"
+        assert self.host_slots == [] or self.stage in _ON_OFFER, f"{name} holds slots of the host tier"
+        if self.stage in _WITHOUT_STEPS:
+            assert not self.launched.num_steps, f"{name} is in a step"
+        if self.stage in _WITHOUT_BLOCKS:
+            assert num_held == 0 and self.load is None, f"{name} holds {num_held} blocks"
+            assert self.num_computed == 0, f"{name} has KV without blocks"
+        elif self.stage in _WITH_BLOCKS:
+            known = self.num_computed if self.stage is Stage.DECODING else len(self.token_ids)
+            needed = num_blocks_for(known, block_size)
+            assert num_held >= needed, f"{name} holds {num_held} blocks of {needed}"
+        elif self.stage is Stage.QUEUED:
+            assert num_held or (self.load is None and self.num_computed == 0), f"{name} has KV without blocks"
+        elif self.stage is Stage.RELEASED:
+            assert num_held == 0 or self.is_touched, f"{name} holds blocks that nothing touches"
+        self._check_progress(name)
+
+    def _check_progress(self, name: str) -> None:
+        """Raise AssertionError unless as much is computed and launched as its stage says."""
+        match self.stage:
+            case Stage.PREFILLING:
+                assert self.num_remaining > 0, f"{name} has nothing to compute"
+            case Stage.DECODING:
+                assert self.decodes_here, f"{name} was to be handed out"
+                assert self.num_unplanned <= 1, f"{name} has {self.num_unplanned} tokens to compute"
+            case Stage.OFFERED:
+                assert not self.decodes_here and self.num_remaining == 0, f"{name} isn't computed"
+
+
+_WITHOUT_BLOCKS = frozenset({Stage.NEW, Stage.UNGRANTED, Stage.UNADMITTED})
+_WITH_BLOCKS = frozenset({Stage.PULLING, Stage.PREFILLING, Stage.DECODING})
+_WITHOUT_STEPS = _WITHOUT_BLOCKS | {Stage.PULLING, Stage.QUEUED, Stage.OFFERED}
+_ON_OFFER = frozenset({Stage.OFFERED, Stage.ENDED, Stage.RELEASED})

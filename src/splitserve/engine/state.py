@@ -1,0 +1,125 @@
+"""What the parts of one worker's core share: who it is, its blocks, its live sequences, its outbox, its counters."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from splitserve.common.bounded import ExpiringMap
+from splitserve.engine.block_manager import BlockManager
+from splitserve.engine.effects import Outbox
+from splitserve.engine.sequence import Sequence
+from splitserve.engine.stage import Stage
+from splitserve.kvconnector.layout.shape import block_bytes, num_blocks_for
+from splitserve.protocol.config import ProtocolConfig
+from splitserve.protocol.handover.reads import ReadPath
+from splitserve.protocol.memory_records import LayoutRecord
+from splitserve.protocol.messages.requests import FailureCode, RequestFailed, StepTokens, TokenDelta
+from splitserve.protocol.request import Party, RequestKey
+from splitserve.protocol.token_ids import highest
+
+DRAINING_REASON = "this worker is draining"
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since start. Names as in :class:`splitserve.protocol.messages.membership.WorkerLoad`."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    handovers: int = 0
+    handover_bytes: int = 0
+    handover_failures: int = 0
+    stale_messages: int = 0
+    kv_mismatches: int = 0
+    reads_direct: int = 0
+    reads_layers: int = 0
+    reads_staged: int = 0
+    reads_gathered: int = 0
+    reads_mapped: int = 0
+    reads_kernel: int = 0
+    peer_prefixes: int = 0
+    peer_prefix_blocks: int = 0
+    peer_prefix_failures: int = 0
+    other_copies: int = 0
+    host_offered_blocks: int = 0
+    reads_repeated: int = 0
+
+    def count_read(self, path: ReadPath) -> None:
+        """One that succeeded."""
+        name = f"reads_{path}"
+        setattr(self, name, getattr(self, name) + 1)
+
+
+class Tombstone(NamedTuple):
+    """Why a request is over; ``attempt_over``: on every worker."""
+
+    reason: str
+    attempt_over: bool
+
+
+@dataclass(slots=True)
+class EngineState:
+    """Everything that the core of a worker and its parts share."""
+
+    me: Party  # this incarnation of the worker
+    layout: LayoutRecord  # its KV blocks, as peers see them
+    blocks: BlockManager  # its memory
+    protocol: ProtocolConfig  # time-outs and bounds
+    max_model_len: int  # tokens of a prompt and its output
+    vocab_size: int  # token ids are below it
+    outbox: Outbox = field(default_factory=Outbox)  # effects for the loop to perform
+    sequences: dict[RequestKey, Sequence] = field(default_factory=dict)  # every request in this worker, in any stage
+    counters: Counters = field(default_factory=Counters)  # since start
+    tombstones: ExpiringMap[RequestKey, Tombstone] = field(init=False)  # requests that are over
+    deltas: dict[Party, list[TokenDelta]] = field(default_factory=dict)  # new tokens by router, until the next flush
+    is_draining: bool = False  # new requests are rejected, those that are here go on
+    has_news: bool = False  # the next heartbeat is sent at once
+
+    def __post_init__(self) -> None:
+        self.tombstones = ExpiringMap(
+            max_size=self.protocol.max_tombstones, ttl_seconds=self.protocol.tombstone_seconds
+        )
+
+    @property
+    def block_bytes(self) -> int:
+        return block_bytes(self.layout)
+
+    def why_impossible(self, sequence: Sequence) -> str | None:
+        """Why a request can never run here, or None."""
+        tokens = sequence.token_ids
+        if not tokens:
+            return "the prompt is empty"
+        if len(tokens) >= self.max_model_len:
+            return f"the prompt has {len(tokens)} tokens; at most {self.max_model_len - 1} fit this worker"
+        needed = num_blocks_for(len(tokens) + 1, self.blocks.block_size)
+        if needed > self.blocks.pool.num_blocks:
+            return f"the prompt needs {needed} KV blocks; this worker has {self.blocks.pool.num_blocks}"
+        if highest(tokens) >= self.vocab_size:
+            return f"a token id is outside the vocabulary of {self.vocab_size}"
+        return None
+
+    def add_delta(self, sequence: Sequence, delta: TokenDelta) -> None:
+        """Put new tokens into the step's message to the router that asked for them."""
+        self.deltas.setdefault(sequence.reply_to, []).append(delta)
+
+    def flush_deltas(self) -> None:
+        """One message per router for everything since the last flush."""
+        for router, deltas in self.deltas.items():
+            self.outbox.send(router, StepTokens(deltas=deltas))
+        self.deltas.clear()
+
+    def fail(self, sequence: Sequence, code: FailureCode, message: str) -> None:
+        """Tell the router that this worker gives a request up."""
+        self.outbox.send(sequence.reply_to, RequestFailed(key=sequence.key, code=code, message=message))
+
+    def bury(self, key: RequestKey, reason: str, now: float, *, attempt_over: bool = False) -> None:
+        """Forget a request, and remember that it's over, so that late messages don't bring it back."""
+        self.sequences.pop(key, None)
+        self.tombstones.put(key, Tombstone(reason, attempt_over), now)
+
+    def drop_blocks(self, sequence: Sequence) -> None:
+        """Give a sequence's blocks back: now, or when what touches them has completed."""
+        sequence.enter(Stage.RELEASED)
+        if not sequence.is_touched:
+            self.blocks.give_back(sequence)

@@ -1,0 +1,1 @@
+"""Steps beside the loop: their executor, when one is launched, how long it takes."""

@@ -1,0 +1,318 @@
+"""Runs steps beside the engine loop: the loop goes on receiving and renewing leases while the device computes."""
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from splitserve.engine.steps.launch_pace import LaunchPace
+from splitserve.kvconnector.transfer.owner_thread import wait_precisely
+from splitserve.protocol.step import MAX_STEPS_UNDER_WAY, LaunchedStep, LaunchingRunner, StepOutput, StepPlan
+
+
+class Runner(Protocol):
+    """What the executor needs of a model runner."""
+
+    def run(self, plan: StepPlan) -> StepOutput: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepFailure:
+    """Step number ``step`` ended with ``error``. ``cause``, if any, is the failure of an earlier step that led to it.
+
+    ``device_lost``: no step can run in this process any more.
+    """
+
+    step: int
+    error: Exception
+    cause: "StepFailure | None" = None
+    device_lost: bool = False
+
+    def __str__(self) -> str:
+        """For the clients of the step: a later step's error only tells that an earlier one failed."""
+        if self.cause is not None:
+            return f"failed because of step {self.cause.step}: {self.cause}"
+        return f"{type(self.error).__name__}: {self.error}"
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """How a launched step ended. ``seconds`` run from its launch, or from the end of the step before if that was later.
+
+    Steps are numbered from 1 on, in the order of their launches. ``ended`` is when, ``on_device`` when it had been
+    launched, both by the monotonic clock.
+    """
+
+    step: int
+    plan: StepPlan
+    seconds: float
+    outcome: StepOutput | StepFailure
+    ended: float = 0.0
+    on_device: float = 0.0
+
+
+class Executor(Protocol):
+    """What the engine loop needs of :class:`StepExecutor` and :class:`OverlappedExecutor`."""
+
+    @property
+    def has_room(self) -> bool: ...
+
+    def launch(self, plan: StepPlan) -> None: ...
+
+    def result(self) -> StepResult | None: ...
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run ``function``, which must not raise, on the thread that launches steps, after those launched so far."""
+
+    def close(self, timeout_seconds: float) -> None: ...
+
+
+def always_works() -> None:
+    """The check of a device that is never lost, like a CPU."""
+
+
+class Failures:
+    """Tells a step's own failure from one that an earlier step's led to.
+
+    A step that is launched before an earlier one's failure is known builds on it: on tokens that were never drawn, on a
+    device that reports an error late. ``check_device`` raises if the device can't run another step: then nothing but a
+    new process helps.
+    """
+
+    def __init__(self, check_device: Callable[[], None] = always_works) -> None:
+        self._check_device = check_device
+        self._root: StepFailure | None = None
+
+    def failure(self, step: int, error: Exception) -> StepFailure:
+        """Steps must be told of in their order."""
+        root = self._root
+        if root is not None and (root.device_lost or step - root.step < MAX_STEPS_UNDER_WAY):
+            return StepFailure(step, error, cause=root, device_lost=root.device_lost)
+        self._root = StepFailure(step, error, device_lost=not self._device_works())
+        return self._root
+
+    def _device_works(self) -> bool:
+        try:
+            self._check_device()
+        except Exception:  # what it is doesn't matter: the step's own error says more
+            return False
+        return True
+
+
+class StepExecutor:
+    """One step at a time, on a thread of its own. ``wake`` is called from that thread when a result is there.
+
+    On a CPU the "device" is this thread and the cores that its kernels use; they run with the GIL released.
+    ``check_device``: see :class:`Failures`.
+    """
+
+    def __init__(
+        self, runner: Runner, wake: Callable[[], None], check_device: Callable[[], None] = always_works
+    ) -> None:
+        self._runner = runner
+        self._wake = wake
+        self._failures = Failures(check_device)
+        self._plans: queue.SimpleQueue[StepPlan | Callable[[], None] | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
+        self.is_busy = False
+        self._thread = threading.Thread(target=self._run, name="model", daemon=True)
+        self._thread.start()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether :meth:`launch` may be called."""
+        return not self.is_busy
+
+    def launch(self, plan: StepPlan) -> None:
+        assert not self.is_busy
+        self.is_busy = True
+        self._plans.put(plan)
+
+    def result(self) -> StepResult | None:
+        """How the launched step ended; None while it runs."""
+        if self._results.empty():
+            return None
+        self.is_busy = False
+        return self._results.get()
+
+    def call(self, function: Callable[[], None]) -> None:
+        """See :class:`Executor`."""
+        self._plans.put(function)
+
+    def close(self, timeout_seconds: float) -> None:
+        """Let the running step end, if it does so in time."""
+        self._plans.put(None)
+        self._thread.join(timeout_seconds)
+
+    def _run(self) -> None:
+        step = 0
+        while (plan := self._plans.get()) is not None:
+            if not isinstance(plan, StepPlan):
+                plan()
+                continue
+            step += 1
+            started = time.monotonic()
+            try:
+                outcome: StepOutput | StepFailure = self._runner.run(plan)
+            except Exception as error:
+                outcome = self._failures.failure(step, error)
+            self._results.put(StepResult(step, plan, time.monotonic() - started, outcome))
+            self._wake()
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step on its way from the thread that launches to the one that waits."""
+
+    plan: StepPlan
+    started: float
+    on_device: float
+    pending: LaunchedStep | Exception
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """``room_at``: since when it could have been launched beside the step before it; None without one, and where a
+    launch waits for copies."""
+
+    plan: StepPlan
+    room_at: float | None
+
+
+class _Alarm:
+    """Calls ``wake`` at a time, from a thread of its own; of several times the last one counts."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._times: queue.SimpleQueue[float | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._run, name="model-alarm", daemon=True)
+        self.thread.start()
+
+    def set(self, at: float) -> None:
+        self._times.put(at)
+
+    def close(self) -> None:
+        self._times.put(None)
+
+    def _run(self) -> None:
+        wait_precisely()
+        at = self._times.get()
+        while at is not None:
+            try:
+                at = self._times.get(timeout=max(0.0, at - time.monotonic()))
+            except queue.Empty:
+                self._wake()
+                at = self._times.get()
+
+
+class OverlappedExecutor:
+    """Up to :data:`MAX_STEPS_UNDER_WAY` steps at once: the device has its next step before the last one is over.
+
+    One thread launches, another one waits, so that a launch isn't held up by the step before it. Results come in the
+    order of the launches. ``wake`` is called, from other threads, when a result is there and when there is room.
+    ``check_device``: see :class:`Failures`. ``pace``: when there's room for a second step; at once without.
+    """
+
+    def __init__(
+        self,
+        runner: LaunchingRunner,
+        wake: Callable[[], None],
+        check_device: Callable[[], None] = always_works,
+        pace: LaunchPace | None = None,
+    ) -> None:
+        self._runner = runner
+        self._wake = wake
+        self._failures = Failures(check_device)
+        self._plans: queue.SimpleQueue[StepPlan | Callable[[], None] | None] = queue.SimpleQueue()
+        self._launched: queue.SimpleQueue[_Launched | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
+        self._under_way: deque[_UnderWay] = deque()
+        self._pace = pace
+        self._alarm = _Alarm(wake)
+        self._room_at = 0.0  # for a step beside the only one under way
+        self._threads = [
+            threading.Thread(target=run, name=f"model-{run.__name__.strip('_')}", daemon=True)
+            for run in (self._launch, self._wait)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def has_room(self) -> bool:
+        num_under_way = len(self._under_way)
+        if not 0 < num_under_way < MAX_STEPS_UNDER_WAY:
+            return num_under_way == 0
+        return time.monotonic() >= self._room_at
+
+    def launch(self, plan: StepPlan) -> None:
+        assert len(self._under_way) < MAX_STEPS_UNDER_WAY
+        is_beside = len(self._under_way) > 0 and not (plan.gates or self._under_way[0].plan.gates)
+        self._under_way.append(_UnderWay(plan, self._room_at if is_beside else None))
+        self._plans.put(plan)
+        if len(self._under_way) == 1:
+            self._find_room(time.monotonic())
+
+    def result(self) -> StepResult | None:
+        """How the oldest launched step ended; None while it runs."""
+        if self._results.empty():
+            return None
+        result = self._results.get()
+        room_at = self._under_way.popleft().room_at
+        if self._pace is not None:
+            self._pace.note_step(result.plan, result.seconds)
+            if room_at is not None:
+                self._pace.note_launch(result.on_device - room_at)
+        if self._under_way:
+            self._find_room(result.ended)
+        return result
+
+    def _find_room(self, began: float) -> None:
+        """For a second step beside the one that began on the device then."""
+        self._room_at = began if self._pace is None else began + self._pace.seconds_to_wait(self._under_way[0].plan)
+        if self._room_at > time.monotonic():
+            self._alarm.set(self._room_at)
+
+    def call(self, function: Callable[[], None]) -> None:
+        """See :class:`Executor`."""
+        self._plans.put(function)
+
+    def close(self, timeout_seconds: float) -> None:
+        """Let the launched steps end, if they do so in time."""
+        self._plans.put(None)
+        self._alarm.close()
+        deadline = time.monotonic() + timeout_seconds
+        for thread in (*self._threads, self._alarm.thread):
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _launch(self) -> None:
+        while (plan := self._plans.get()) is not None:
+            if not isinstance(plan, StepPlan):
+                plan()
+                continue
+            started = time.monotonic()
+            try:
+                pending: LaunchedStep | Exception = self._runner.launch(plan)
+            except Exception as error:
+                pending = error
+            self._launched.put(_Launched(plan, started, time.monotonic(), pending))
+        self._launched.put(None)
+
+    def _wait(self) -> None:
+        step, ended = 0, 0.0
+        while (launched := self._launched.get()) is not None:
+            step += 1
+            outcome = self._outcome(step, launched.pending)
+            started, ended = max(launched.started, ended), time.monotonic()
+            self._results.put(StepResult(step, launched.plan, ended - started, outcome, ended, launched.on_device))
+            self._wake()
+
+    def _outcome(self, step: int, pending: LaunchedStep | Exception) -> StepOutput | StepFailure:
+        if isinstance(pending, Exception):
+            return self._failures.failure(step, pending)
+        try:
+            return pending.wait()
+        except Exception as error:
+            return self._failures.failure(step, error)

@@ -1,0 +1,1 @@
+"""What processes agree on: identities, settings, messages, the hand-over's state machines. Pure."""

@@ -1,0 +1,56 @@
+"""Names for the content of KV blocks: a chain of 128-bit hashes over the parent's hash and the block's token ids.
+
+The root covers everything else that the bytes depend on, so two workers agree on a hash only where the KV is
+interchangeable. BLAKE2b is cryptographic: a client can't craft a prompt that hits another prompt's blocks.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from splitserve.protocol.memory_records import LayoutRecord
+
+DIGEST_BYTES = 16
+_INT64_BYTES = 8
+
+
+def root_hash(layout: LayoutRecord, salt: str = "") -> bytes:
+    """Hash that every chain starts from: model, weights version, KV dtype and block size, and the tenant's salt."""
+    fields = (layout.model, layout.weights_version, layout.dtype, str(layout.block_size), salt)
+    return hashlib.blake2b("\x00".join(fields).encode(), digest_size=DIGEST_BYTES).digest()
+
+
+def shard_root(layout: LayoutRecord, rank: int) -> bytes:
+    """Names the bytes that ``rank`` of a worker has of blocks whose chains start from :func:`root_hash`: what is kept
+    outside of the worker goes by it, too. Ranks of other numbers, or of workers of other sizes, have other heads."""
+    root = root_hash(layout)
+    if layout.tensor_parallel_size == 1:
+        return root
+    shard = f"rank {rank} of {layout.tensor_parallel_size}"
+    return hashlib.blake2b(root + shard.encode(), digest_size=DIGEST_BYTES).digest()
+
+
+def chain_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Hash of one full block whose predecessor in the sequence has the hash ``parent``."""
+    return _hash(parent, _as_int64(token_ids))
+
+
+def extend_hashes(hashes: list[bytes], root: bytes, token_ids: Sequence[int], block_size: int) -> None:
+    """Append to ``hashes`` the hashes of those full blocks of ``token_ids`` that it lacks."""
+    first, end = len(hashes), len(token_ids) // block_size
+    if first >= end:
+        return
+    data = _as_int64(token_ids[first * block_size : end * block_size])
+    parent, stride = hashes[-1] if hashes else root, _INT64_BYTES * block_size
+    for start in range(0, len(data), stride):
+        parent = _hash(parent, data[start : start + stride])
+        hashes.append(parent)
+
+
+def _as_int64(token_ids: Sequence[int]) -> bytes:
+    return np.asarray(token_ids, dtype=np.int64).tobytes()
+
+
+def _hash(parent: bytes, block: bytes) -> bytes:
+    return hashlib.blake2b(parent + block, digest_size=DIGEST_BYTES).digest()

@@ -1,0 +1,61 @@
+"""What a router tells of its cluster to whoever looks for a fault: the answer of GET /admin/workers, as typed data.
+
+Ages are in seconds at ``clock_seconds``, the router's Unix time.
+"""
+
+import msgspec
+
+from splitserve.protocol.messages.membership import PeerLink, WorkerInfo, WorkerLoad
+
+
+class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A registered worker. ``state`` is that of :class:`splitserve.router.links.membership.WorkerState`.
+
+    ``silent_seconds``: since its last heartbeat, or since it registered. ``clock_offset_seconds``: how far its clock
+    is ahead of the router's, less what the heartbeat took on its way; None before the first one.
+    """
+
+    info: WorkerInfo
+    state: str
+    silent_seconds: float
+    num_heartbeats: int
+    load: WorkerLoad
+    links: list[PeerLink]
+    clock_offset_seconds: float | None = None
+
+
+class RefusedWorker(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker that wanted to register and was refused, and hasn't come back in another shape since."""
+
+    engine_id: str
+    machine: str
+    endpoint: str
+    reason: str
+    seconds_ago: float
+
+
+class Stranger(msgspec.Struct, frozen=True, kw_only=True):
+    """Connections to membership that didn't show the cluster's secret. ``address``: where they came from."""
+
+    address: str
+    num_attempts: int
+    seconds_ago: float
+
+
+class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
+    """``model`` is the checkpoint's directory on the router's machine, ``membership`` the endpoint where workers
+    register. ``has_secret``: whether side channels want one."""
+
+    version: str
+    machine: str
+    pid: int
+    clock_seconds: float
+    model: str
+    served_model_name: str
+    membership: str
+    has_secret: bool
+    heartbeat_seconds: float
+    dead_after_seconds: float
+    workers: list[WorkerReport]
+    refused: list[RefusedWorker] = []
+    strangers: list[Stranger] = []

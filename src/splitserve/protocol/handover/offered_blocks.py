@@ -1,0 +1,96 @@
+"""What decode knows of a hand-over's offered blocks: where they are, which are read, which are verified. No I/O.
+
+A block may move while it's on offer: a later revision of the offer names another place. A read of its old place counts
+if the generation found after the data is still the one that was offered there. If not, the read is discarded, all of
+it, and is due again once every block that changed has another place.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from splitserve.protocol.messages.handover import OfferedBlock
+
+
+@dataclass(frozen=True, slots=True)
+class DiscardedRead:
+    """A read that found other generations than were offered, in some ``positions`` of it; ``first_index`` counts from
+    the hand-over's first offered block. An offer with other places may come until ``deadline``."""
+
+    first_index: int
+    remote: Sequence[OfferedBlock]
+    positions: Sequence[int]
+    deadline: float
+
+
+class OfferedBlocks:
+    """The blocks of one hand-over, by their index from its first one on; ``num_wanted`` at most."""
+
+    def __init__(self, num_wanted: int) -> None:
+        self.revision = 0
+        self.num_posted = 0
+        self.num_repeated = 0
+        self.num_verified = 0  # without a gap
+        self._places: list[OfferedBlock] = []
+        self._is_verified = [False] * num_wanted
+        self._discarded: list[DiscardedRead] = []
+        self._again: deque[tuple[int, int]] = deque()  # first index and number of blocks
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def problem_with(self, start: int, blocks: Sequence[OfferedBlock], revision: int) -> str | None:
+        """Why an offer from index ``start`` on contradicts what is known, in words, or None."""
+        known = self._places[start : start + len(blocks)]
+        if revision == self.revision and known != list(blocks[: len(known)]):
+            return "it contradicts an earlier one"
+        if revision > self.revision and start + len(blocks) < len(self._places):
+            return f"it names {start + len(blocks)} blocks; an earlier one named {len(self._places)}"
+        return None
+
+    def learn(self, start: int, blocks: Sequence[OfferedBlock], revision: int) -> None:
+        """Take an offer in that isn't overtaken and leaves no gap. Discarded reads may be due again."""
+        self._places[start:] = [*blocks, *self._places[start + len(blocks) :]]
+        self.revision = revision
+        self._find_moved()
+
+    # ---- reading ----
+
+    @property
+    def can_post(self) -> bool:
+        """Whether there's something to read that no read under way covers."""
+        return bool(self._again) or self.num_posted < len(self._places)
+
+    def next_range(self, most: int) -> tuple[int, list[OfferedBlock]]:
+        """First index and places of the next blocks to read, at most ``most`` of those that weren't read before."""
+        if self._again:
+            first, count = self._again.popleft()
+            self.num_repeated += 1
+        else:
+            first, count = self.num_posted, min(len(self._places) - self.num_posted, most)
+            self.num_posted += count
+        return first, self._places[first : first + count]
+
+    def verify(self, first: int, count: int) -> None:
+        self._is_verified[first : first + count] = [True] * count
+        while self.num_verified < len(self._is_verified) and self._is_verified[self.num_verified]:
+            self.num_verified += 1
+
+    def is_verified(self, index: int) -> bool:
+        return self._is_verified[index]
+
+    def discard(self, read: DiscardedRead) -> None:
+        self._discarded.append(read)
+        self._find_moved()
+
+    @property
+    def discarded(self) -> Sequence[DiscardedRead]:
+        """Reads whose blocks nobody knows another place of."""
+        return self._discarded
+
+    def _find_moved(self) -> None:
+        for read in list(self._discarded):
+            places = self._places[read.first_index :]
+            if all(places[position] != read.remote[position] for position in read.positions):
+                self._discarded.remove(read)
+                self._again.append((read.first_index, len(read.remote)))

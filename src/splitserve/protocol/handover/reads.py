@@ -1,0 +1,51 @@
+"""Reads of a peer's blocks: commands, results, paths."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from splitserve.protocol.request import Party
+
+
+@dataclass(frozen=True, slots=True)
+class ReadCommand:
+    """Copy the peer's blocks ``remote_blocks[i]`` into our ``local_blocks[i]``, then read the remote generations."""
+
+    read_id: int
+    peer: Party
+    local_blocks: Sequence[int]
+    remote_blocks: Sequence[int]
+
+
+class ReadPath(StrEnum):
+    """How the data of a read got to its place."""
+
+    DIRECT = "direct"  # whole blocks, straight into ours
+    LAYERS = "layers"  # pieces of blocks, a descriptor per layer
+    STAGED = "staged"  # whole blocks into a staging area, then the heads that are ours to their place
+    GATHERED = "gathered"  # put together by the source, in large pieces into a staging area, then to its place
+    MAPPED = "mapped"  # copied straight into place by our GPU, through a mapping of the peer's memory
+    KERNEL = "kernel"  # as mapped, but by a kernel of ours instead of by copy engines
+
+    @property
+    def is_through_mapping(self) -> bool:
+        """Whether our GPU copies from the peer's memory, and nothing is posted to a transport."""
+        return self in (ReadPath.MAPPED, ReadPath.KERNEL)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadResult:
+    """A read is terminal: nothing will write to its local blocks any more.
+
+    ``generations[i]`` is the remote block's generation, read after all data had landed. ``error`` is None on success;
+    after an error nothing is known of the local blocks' content. ``seconds`` is what the read took, for metrics.
+    ``digests[i]`` is of the bytes that landed in the local block, empty unless they are to be verified. ``path`` is the
+    way that the data took.
+    """
+
+    read_id: int
+    error: str | None
+    generations: Sequence[int] = ()
+    seconds: float = 0.0
+    digests: Sequence[bytes] = ()
+    path: ReadPath = ReadPath.DIRECT

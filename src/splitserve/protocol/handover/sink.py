@@ -1,0 +1,286 @@
+"""Decode's side of the hand-over protocol."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from splitserve.protocol.config import ProtocolConfig
+from splitserve.protocol.handover.offered_blocks import DiscardedRead, OfferedBlocks
+from splitserve.protocol.handover.reads import ReadCommand, ReadResult
+from splitserve.protocol.messages.handover import Grant, Offer, OfferAck, OfferedBlock, PrefixGrant
+from splitserve.protocol.request import Party, RequestKey
+
+
+class SinkState(Enum):
+    REQUESTED = "requested"
+    READING = "reading"
+    COMPLETE = "complete"
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+@dataclass(slots=True)
+class ReadInFlight:
+    """A posted read that isn't terminal; ``first_index`` counts from the hand-over's first offered block."""
+
+    first_index: int
+    remote: Sequence[OfferedBlock]
+    local_blocks: Sequence[int]
+    deadline: float
+
+
+@dataclass(slots=True)
+class SinkStatistics:
+    """For the report to the router. Seconds are of the caller's clock."""
+
+    num_reads: int = 0
+    num_repeated: int = 0  # of them, since blocks had another place by then
+    num_blocks: int = 0
+    read_seconds: float = 0.0
+    first_read_at: float | None = None
+    last_offer_at: float | None = None
+    complete_at: float | None = None
+
+
+@dataclass(slots=True)
+class SinkActions:
+    """What is due: messages to prefill, reads to start."""
+
+    messages: list[Grant | PrefixGrant | OfferAck] = field(default_factory=list)
+    reads: list[ReadCommand] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """The blocks that a hand-over is to read, and their destinations."""
+
+    num_prompt_tokens: int  # known to both sides
+    num_cached_tokens: int  # of whole blocks, which are here already; fewer than the prompt's
+    local_blocks: Sequence[int]  # destinations of the blocks after those, held by the request and written by its reads
+    block_size: int  # tokens
+    block_bytes: int  # of one block on one rank
+    hashes: Sequence[bytes] = ()  # of the same blocks: reads what the peer has of them already, and nothing more
+    reads_host_tier: bool = False  # the peer may move what it offers to its host tier, if it has one
+
+    def __post_init__(self) -> None:
+        assert self.num_cached_tokens % self.block_size == 0 and self.num_cached_tokens < self.num_prompt_tokens
+        assert not self.hashes or len(self.hashes) == len(self.local_blocks)
+
+
+class SinkHandover:
+    """Decode's side of one request, from its grant to the last verified block.
+
+    A block counts as verified once the generation that was read *after* its data equals the one that was offered.
+    """
+
+    def __init__(self, key: RequestKey, peer: Party, pull: Pull, config: ProtocolConfig, now: float) -> None:
+        self.key = key
+        self.peer = peer
+        self.state = SinkState.REQUESTED
+        self.failure = ""
+        self.read_was_overdue = False
+        self.was_declined = False  # the peer has nothing for us
+        self.may_be_elsewhere = False  # the peer's device has lost the blocks; its host tier may have them
+        self.mismatches: list[str] = []
+        self.first_tokens: list[int] = []
+        self.statistics = SinkStatistics()
+        self.first_block = pull.num_cached_tokens // pull.block_size
+        self._pull = pull
+        self._config = config
+        self._may_move = False
+        self._offered = OfferedBlocks(len(pull.local_blocks))
+        self._last_offer_seen = False
+        self._ack_due = False
+        self._reads: dict[int, ReadInFlight] = {}
+        self._grant_due_at = now
+        self._last_heard_at = now
+
+    # ---- events ----
+
+    def on_offer(self, offer: Offer, num_peer_blocks: int, now: float, *, has_host_tier: bool = False) -> None:
+        """Learn of offered blocks. An offer that contradicts itself or an earlier one fails the hand-over.
+
+        ``has_host_tier``: the peer has one that may be read; its slots are among the ``num_peer_blocks``.
+        """
+        if self.state not in (SinkState.REQUESTED, SinkState.READING):
+            return
+        self._last_heard_at = now
+        self._may_move = has_host_tier and self._pull.reads_host_tier and not self._pull.hashes
+        start = offer.first_block - self.first_block
+        if start > len(self._offered) or offer.revision < self._offered.revision:
+            return  # an earlier offer was lost, and will be sent again; or this one was overtaken
+        problem = self._problem_with(offer, start, num_peer_blocks)
+        if problem:
+            self.fail(f"prefill sent an offer that can't be right: {problem}")
+            return
+        self._offered.learn(start, offer.blocks, offer.revision)
+        self._ack_due = True
+        self.state = SinkState.READING
+        if offer.last and not self._last_offer_seen:
+            self._last_offer_seen = True
+            self.first_tokens = offer.first_tokens
+            self.statistics.last_offer_at = now
+        self._complete_if_all_verified(now)
+
+    def on_read_result(self, result: ReadResult, now: float) -> None:
+        """A read is terminal: its blocks are verified, or the hand-over has failed."""
+        read = self._reads.pop(result.read_id)
+        self.statistics.read_seconds += result.seconds
+        if self.state is not SinkState.READING:
+            return
+        if result.error is not None:
+            self.fail(f"reading {len(read.remote)} blocks failed: {result.error}")
+            return
+        offered = [block.generation for block in read.remote]
+        if list(result.generations) != offered:
+            self._discard(read, result.generations, now)
+            return
+        if any(result.digests) and not self._digests_agree(read, result.digests):
+            return
+        self._offered.verify(read.first_index, len(read.remote))
+        self._complete_if_all_verified(now)
+
+    def fail(self, reason: str) -> None:
+        """Give the hand-over up; reads in flight go on, and so does the ban on reusing their blocks."""
+        if self.state in (SinkState.REQUESTED, SinkState.READING):
+            self.state = SinkState.FAILED
+            self.failure = reason
+
+    def close(self) -> None:
+        """The owner needs it no more (aborted)."""
+        self.state = SinkState.CLOSED
+
+    # ---- what is due ----
+
+    def poll(self, now: float, *, can_read: bool, next_read_id: int) -> SinkActions:
+        """Messages and reads that are due. Reads are numbered from ``next_read_id``; none start unless ``can_read``."""
+        actions = SinkActions()
+        if self.state not in (SinkState.REQUESTED, SinkState.READING):
+            return actions
+        if self._fail_if_overdue(now):
+            return actions
+        if self._ack_due:
+            self._ack_due = False
+            num_blocks = self.first_block + len(self._offered)
+            actions.messages.append(OfferAck(self.key, num_blocks, self._last_offer_seen, self._offered.revision))
+        if now >= self._grant_due_at:
+            self._grant_due_at = now + self._config.renew_interval_seconds
+            actions.messages.append(self._make_grant())
+        while can_read and self._can_post():
+            actions.reads.append(self._post_read(next_read_id + len(actions.reads), now))
+        return actions
+
+    def next_deadline(self) -> float:
+        """When :meth:`poll` has something to do, if nothing happens before."""
+        if self.state not in (SinkState.REQUESTED, SinkState.READING):
+            return float("inf")
+        deadlines = [self._grant_due_at, *(read.deadline for read in self._reads.values())]
+        deadlines += [read.deadline for read in self._offered.discarded]
+        if not self._last_offer_seen:
+            deadlines.append(self._last_heard_at + self._config.dead_after_seconds)
+        return min(deadlines)
+
+    @property
+    def num_verified_blocks(self) -> int:
+        """Verified prompt blocks without a gap from ``first_block`` on."""
+        return self._offered.num_verified
+
+    def is_verified(self, index: int) -> bool:
+        """Whether the block was read and verified; ``index`` counts from ``first_block``."""
+        return self._offered.is_verified(index)
+
+    @property
+    def last_offer_seen(self) -> bool:
+        return self._last_offer_seen
+
+    @property
+    def reads_in_flight(self) -> dict[int, ReadInFlight]:
+        """Unfinished reads by their ids: they may still write to their local blocks."""
+        return self._reads
+
+    # ---- inside ----
+
+    def _make_grant(self) -> Grant | PrefixGrant:
+        if self._pull.hashes:
+            return PrefixGrant(self.key, self.first_block, list(self._pull.hashes), self._config.lease_seconds)
+        tokens = self._pull.num_prompt_tokens, self._pull.num_cached_tokens
+        return Grant(self.key, *tokens, self._config.lease_seconds, self._pull.reads_host_tier)
+
+    def _problem_with(self, offer: Offer, start: int, num_peer_blocks: int) -> str | None:
+        if start < 0:
+            return f"it starts at block {offer.first_block}, before the granted one, {self.first_block}"
+        end_block = offer.first_block + len(offer.blocks)
+        if end_block > self.first_block + len(self._pull.local_blocks):
+            return f"it names {end_block} blocks of a prompt of {self._pull.num_prompt_tokens} tokens"
+        end_tokens = end_block * self._pull.block_size
+        if offer.last and not self._pull.hashes:
+            if offer.num_tokens != self._pull.num_prompt_tokens:
+                return f"the last one covers {offer.num_tokens} of {self._pull.num_prompt_tokens} prompt tokens"
+            if not offer.first_tokens:
+                return "the last one lacks the first token"
+            end_tokens = min(end_tokens, self._pull.num_prompt_tokens)
+        if end_tokens != offer.num_tokens or offer.num_tokens > self._pull.num_prompt_tokens:
+            return f"its blocks hold {end_tokens} tokens, but it says {offer.num_tokens}"
+        if any(not 0 <= block.block_id < num_peer_blocks for block in offer.blocks):
+            return f"it names a block outside the {num_peer_blocks} that prefill registered"
+        return self._offered.problem_with(start, offer.blocks, offer.revision)
+
+    def _discard(self, read: ReadInFlight, generations: Sequence[int], now: float) -> None:
+        """Some blocks were taken while they were read. If the peer has moved them, its current offer says where to."""
+        pairs = zip(read.remote, generations, strict=False)
+        positions = [position for position, (block, found) in enumerate(pairs) if block.generation != found]
+        discarded = DiscardedRead(read.first_index, read.remote, positions, now + self._config.dead_after_seconds)
+        if self._may_move and positions:
+            self._offered.discard(discarded)
+            self._grant_due_at = now
+        else:
+            self._fail_discarded(discarded)
+
+    def _fail_discarded(self, read: DiscardedRead) -> None:
+        self.may_be_elsewhere = self._last_offer_seen
+        self.fail(f"{len(read.positions)} of {len(read.remote)} blocks changed while they were read")
+
+    def _digests_agree(self, read: ReadInFlight, digests: Sequence[bytes]) -> bool:
+        """Whether the bytes that landed are those that were offered; fails the hand-over if not."""
+        if not all(block.digest for block in read.remote):
+            self.fail("prefill's offers have no digests to verify: start it with --verify-kv, too")
+            return False
+        pairs = zip(read.remote, read.local_blocks, digests, strict=True)
+        self.mismatches = [f"{block.block_id} -> {local}" for block, local, found in pairs if block.digest != found]
+        if self.mismatches:
+            self.fail(f"{len(self.mismatches)} of {len(digests)} blocks arrived with other bytes than were offered")
+        return not self.mismatches
+
+    def _fail_if_overdue(self, now: float) -> bool:
+        if any(now >= read.deadline for read in self._reads.values()):
+            self.read_was_overdue = True
+            self.fail("a read missed its deadline")
+        elif (late := next((read for read in self._offered.discarded if now >= read.deadline), None)) is not None:
+            self._fail_discarded(late)
+        elif now >= self._last_heard_at + self._config.dead_after_seconds and not self._last_offer_seen:
+            self.fail(f"prefill was silent for {now - self._last_heard_at:.1f} s")
+        else:
+            return False
+        return True
+
+    def _can_post(self) -> bool:
+        return self._offered.can_post and len(self._reads) < self._config.max_reads_in_flight_per_request
+
+    def _post_read(self, read_id: int, now: float) -> ReadCommand:
+        first, remote = self._offered.next_range(self._config.max_blocks_per_read)
+        local = list(self._pull.local_blocks[first : first + len(remote)])
+        num_bytes = len(remote) * self._pull.block_bytes
+        deadline = now + self._config.read_deadline_seconds + num_bytes / self._config.min_read_bytes_per_second
+        self._reads[read_id] = ReadInFlight(first, remote, local, deadline)
+        self.statistics.num_reads += 1
+        self.statistics.num_blocks = self._offered.num_posted
+        self.statistics.num_repeated = self._offered.num_repeated
+        if self.statistics.first_read_at is None:
+            self.statistics.first_read_at = now
+        return ReadCommand(read_id, self.peer, local, [block.block_id for block in remote])
+
+    def _complete_if_all_verified(self, now: float) -> None:
+        num_wanted = len(self._offered) if self._pull.hashes else len(self._pull.local_blocks)
+        if self._last_offer_seen and self._offered.num_verified == num_wanted:
+            self.state = SinkState.COMPLETE
+            self.statistics.complete_at = now

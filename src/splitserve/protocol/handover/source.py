@@ -1,0 +1,145 @@
+"""Prefill's side of the hand-over protocol."""
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+
+from splitserve.protocol.config import ProtocolConfig
+from splitserve.protocol.messages.handover import Grant, Offer, OfferAck, OfferedBlock
+from splitserve.protocol.request import Party
+
+
+class SourceState(Enum):
+    GRANTED = "granted"
+    OFFERING = "offering"
+    OFFERED = "offered"
+    WITHDRAWN = "withdrawn"
+    RELEASED = "released"
+
+
+class SourceHandover:
+    """Prefill's side of one request, from its grant to its release.
+
+    The owner holds a reference to every offered block until ``state`` is RELEASED.
+    """
+
+    def __init__(self, grant: Grant, peer: Party, block_size: int, config: ProtocolConfig, now: float) -> None:
+        self.key = grant.key
+        self.peer = peer
+        self.state = SourceState.GRANTED
+        self.release_reason = ""
+        self.was_withdrawn = False
+        self.attempt_over = False
+        self.all_offered_at = float("inf")
+        self.reads_host_tier = grant.reads_host_tier
+        self._config = config
+        self._block_size = block_size
+        self.first_block = grant.num_cached_tokens // block_size
+        self._blocks: list[OfferedBlock] = []  # of prompt blocks first_block, first_block + 1, ...
+        self._num_tokens = grant.num_cached_tokens
+        self._num_acknowledged = self.first_block
+        self._last_acknowledged = False
+        self._revision = 0
+        self._first_tokens: list[int] = []
+        self._lease_seconds = grant.lease_seconds
+        self.lease_expires_at = now + grant.lease_seconds
+        self._offer_due_at = now
+
+    @property
+    def num_offered_blocks(self) -> int:
+        """Blocks of the prompt covered so far, those that decode had cached included."""
+        return self.first_block + len(self._blocks)
+
+    def renew(self, now: float) -> None:
+        """A repeated grant: decode is alive and wants to know where we stand. The lease keeps its length."""
+        self.lease_expires_at = now + self._lease_seconds
+        self._offer_due_at = now
+
+    def offer(self, blocks: Sequence[OfferedBlock], num_tokens: int, now: float) -> None:
+        """More blocks whose KV writes have completed, covering the prompt's first ``num_tokens`` tokens in total."""
+        assert self.state in (SourceState.GRANTED, SourceState.OFFERING), self.state
+        assert num_tokens % self._block_size == 0, "only the last offer may end inside a block"
+        self._blocks += blocks
+        self._num_tokens = num_tokens
+        self.state = SourceState.OFFERING
+        self._offer_due_at = now
+
+    def offer_last(self, blocks: Sequence[OfferedBlock], num_tokens: int, first_tokens: list[int], now: float) -> None:
+        """The rest of the prompt, which may end inside a block, with the first token of each choice."""
+        assert self.state in (SourceState.GRANTED, SourceState.OFFERING), self.state
+        self._blocks += blocks
+        self._num_tokens = num_tokens
+        self._first_tokens = first_tokens
+        self.all_offered_at = now
+        self.state = SourceState.OFFERED
+        self._offer_due_at = now
+
+    def offered_block(self, number: int) -> OfferedBlock:
+        """The place of prompt block ``number``, which was offered."""
+        return self._blocks[number - self.first_block]
+
+    def move(self, places: Mapping[int, OfferedBlock], now: float) -> None:
+        """Prompt blocks that have another place from now on, by their number: a new revision of the offer."""
+        assert self.state is SourceState.OFFERED and places
+        for number, block in places.items():
+            self._blocks[number - self.first_block] = block
+        self._num_acknowledged = min(self._num_acknowledged, *places)
+        self._last_acknowledged = False
+        self._revision += 1
+        self._offer_due_at = now
+
+    def acknowledge(self, ack: OfferAck) -> None:
+        """Decode knows some offers: they need not be sent again."""
+        if ack.num_blocks <= self.num_offered_blocks and ack.revision == self._revision:
+            self._num_acknowledged = max(self._num_acknowledged, ack.num_blocks)
+            self._last_acknowledged |= ack.last and self.state is SourceState.OFFERED
+        if not self._unacknowledged():
+            self._offer_due_at = float("inf")
+
+    def withdraw(self, reason: str, *, attempt_over: bool) -> None:
+        """No more offers; what was offered stays until decode releases it or the lease runs out.
+
+        ``attempt_over`` as in :class:`splitserve.protocol.messages.handover.Withdrawn`, which may have to be said
+        again.
+        """
+        self.state = SourceState.WITHDRAWN
+        self.was_withdrawn = True
+        self.attempt_over = attempt_over
+        self.release_reason = reason
+
+    def release(self, reason: str) -> None:
+        self.state = SourceState.RELEASED
+        self.release_reason = reason
+
+    def poll(self, now: float) -> Offer | None:
+        """The offer that is due, if any; ends the hand-over when its lease has run out."""
+        if self.state is SourceState.RELEASED:
+            return None
+        if now >= self.lease_expires_at:
+            self.release("lease expired")
+            return None
+        if now < self._offer_due_at or self.state is SourceState.WITHDRAWN:
+            return None
+        self._offer_due_at = now + self._config.offer_resend_seconds if self._unacknowledged() else float("inf")
+        start = self._num_acknowledged - self.first_block
+        return Offer(
+            key=self.key,
+            first_block=self._num_acknowledged,
+            blocks=self._blocks[start:],
+            num_tokens=self._num_tokens,
+            last=self.state is SourceState.OFFERED,
+            first_tokens=self._first_tokens,
+            revision=self._revision,
+        )
+
+    def next_deadline(self) -> float:
+        """When :meth:`poll` has something to do, if nothing happens before."""
+        if self.state is SourceState.RELEASED:
+            return float("inf")
+        if self.state is SourceState.WITHDRAWN:
+            return self.lease_expires_at
+        return min(self.lease_expires_at, self._offer_due_at)
+
+    def _unacknowledged(self) -> bool:
+        if self.state is SourceState.OFFERED:
+            return not self._last_acknowledged
+        return self._num_acknowledged < self.num_offered_blocks

@@ -1,0 +1,112 @@
+"""What a worker tells others of its KV memory: its shape, where it is, by what it can be read. They travel in messages
+(:mod:`splitserve.protocol.messages`)."""
+
+from enum import StrEnum
+from typing import Annotated
+
+import msgspec
+
+from splitserve.protocol.wire_numbers import Count, Size, Unsigned
+
+BLOCK_ORDER = "layer, kv_head, 2 (K/V), token, head_dim"
+
+
+class LayoutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The shape of a worker's KV memory: what two workers must agree on to exchange blocks, tensor parallelism aside.
+
+    A block is contiguous, its dimensions in the order of ``order``. ``num_kv_heads`` counts the model's; with tensor
+    parallelism every rank has blocks of its own, with :attr:`kv_heads_per_rank` of them.
+    """
+
+    model: str
+    weights_version: str
+    dtype: str
+    block_size: Size
+    num_layers: Size
+    num_kv_heads: Size
+    head_dim: Size
+    tensor_parallel_size: Size = 1
+    order: str = BLOCK_ORDER
+
+    @property
+    def kv_heads_per_rank(self) -> int:
+        """One at least: with more ranks than heads, neighbouring ranks hold the same head."""
+        return max(1, self.num_kv_heads // self.tensor_parallel_size)
+
+    def first_kv_head(self, rank: int) -> int:
+        """The model's number of the first key/value head in ``rank``'s blocks."""
+        return rank * self.num_kv_heads // self.tensor_parallel_size
+
+    def mismatch(self, other: "LayoutRecord") -> str | None:
+        """The first difference in words (``name: ours against theirs``) that keeps two workers from exchanging blocks,
+        or None. ``tensor_parallel_size`` may differ: ranks read from those that hold their heads."""
+        for name in self.__struct_fields__:
+            if name != "tensor_parallel_size" and getattr(self, name) != getattr(other, name):
+                return f"{name}: {getattr(self, name)!r} against {getattr(other, name)!r}"
+        return None
+
+
+class MemoryKind(StrEnum):
+    """Where KV blocks are. The values are NIXL's."""
+
+    DRAM = "DRAM"  # host memory
+    VRAM = "VRAM"  # a GPU's
+
+    @property
+    def words(self) -> str:
+        return "host memory" if self is MemoryKind.DRAM else "a GPU's memory"
+
+
+IpcHandle = Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
+
+
+class MappableMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """By what processes on the same machine can map a GPU's memory: a CUDA IPC handle of the allocation that it is in,
+    and where in that it begins. ``machine`` tells machines apart; "" where the platform doesn't."""
+
+    handle: IpcHandle
+    offset: Count
+    machine: Annotated[str, msgspec.Meta(max_length=64)] = ""
+
+
+class MemoryRegion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Registered KV blocks. ``device_id`` numbers a GPU as the process that owns the memory does; 0 for host memory."""
+
+    kind: MemoryKind
+    device_id: Count
+    blocks_address: Unsigned
+    num_blocks: Size
+    block_bytes: Size
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+
+class GatherMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a rank puts heads of blocks together for a reader: slots, as blocks of a region; their tickets (uint64, one
+    per slot) are in host memory. See :mod:`splitserve.kvconnector.transfer.gather`."""
+
+    slots: MemoryRegion
+    tickets_address: Unsigned
+
+
+class HostTierMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The host tier of a worker without tensor parallelism: slots, as blocks of a region of host memory, numbered on
+    from the device's blocks; their generations (uint64, one per slot) are in host memory."""
+
+    slots: MemoryRegion
+    generations_address: Unsigned
+
+
+class RankMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a reader needs of one rank of a tensor-parallel worker. ``metadata`` is the connector's own.
+
+    ``mappable``: of a GPU's memory, that of the blocks and that of the slots.
+    """
+
+    metadata: bytes
+    region: MemoryRegion
+    gather: GatherMemory | None = None
+    host: HostTierMemory | None = None
+    mappable: Annotated[list[MappableMemory], msgspec.Meta(max_length=2)] = []

@@ -1,0 +1,12 @@
+"""Every message between processes, as typed structs: one file per conversation, one schema version.
+
+    worker  -> membership: Register, Heartbeat, Draining, Leave  membership -> worker: Registered, RegisterRefused
+    router  -> worker:     PrefillRequest, DecodeRequest, LocalRequest, Abort, Introduce, Profile
+    worker  -> router:     StepTokens, RequestFailed, Profiled
+    decode  -> prefill:    PeerHello, Grant, PrefixGrant, OfferAck, Release
+    prefill -> decode:     PeerWelcome, PeerRefused, Offer, Withdrawn
+
+Every message travels in an :class:`~splitserve.protocol.messages.envelope.Envelope` that names the sender's
+incarnation, and the receiver's where the sender knows it. Everything is decoded strictly; see
+:mod:`splitserve.protocol.wire`. Durations are relative (seconds): clocks of two machines are never compared.
+"""

@@ -1,0 +1,74 @@
+"""The envelope of all messages, and the version of their schema."""
+
+from typing import TypeAlias
+
+import msgspec
+
+from splitserve.protocol.messages.handover import (
+    Grant,
+    Offer,
+    OfferAck,
+    PeerHello,
+    PeerRefused,
+    PeerWelcome,
+    PrefixGrant,
+    Release,
+    Withdrawn,
+)
+from splitserve.protocol.messages.membership import (
+    Draining,
+    Heartbeat,
+    Leave,
+    Register,
+    Registered,
+    RegisterRefused,
+)
+from splitserve.protocol.messages.requests import (
+    Abort,
+    DecodeRequest,
+    Introduce,
+    LocalRequest,
+    PrefillRequest,
+    Profile,
+    Profiled,
+    RequestFailed,
+    StepTokens,
+)
+from splitserve.protocol.request import Party
+
+SCHEMA_VERSION = 8
+
+Body: TypeAlias = (
+    Register
+    | Registered
+    | RegisterRefused
+    | Heartbeat
+    | Draining
+    | Leave
+    | PrefillRequest
+    | DecodeRequest
+    | LocalRequest
+    | Abort
+    | Introduce
+    | Profile
+    | StepTokens
+    | RequestFailed
+    | Profiled
+    | PeerHello
+    | PeerWelcome
+    | PeerRefused
+    | Grant
+    | PrefixGrant
+    | Offer
+    | OfferAck
+    | Release
+    | Withdrawn
+)
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """``to`` is None only where the sender can't know the receiver's incarnation (Register, PeerHello)."""
+
+    sender: Party
+    to: Party | None
+    body: Body

@@ -1,0 +1,125 @@
+"""Messages between decode and prefill workers: connections and hand-overs."""
+
+from typing import Annotated
+
+import msgspec
+
+from splitserve.protocol.memory_records import LayoutRecord, RankMemory
+from splitserve.protocol.messages.base import Message
+from splitserve.protocol.request import RequestKey
+from splitserve.protocol.wire_numbers import BlockHash, Count, Digest, Seconds, TokenId, Unsigned
+
+MAX_RANKS = 64
+
+MAX_HASHES = 1 << 16
+
+
+class PeerHello(Message, frozen=True):
+    """Decode introduces itself to a prefill worker, before its first grant."""
+
+    layout: LayoutRecord
+
+
+class PeerWelcome(Message, frozen=True):
+    """The layouts match: here is what a reader needs.
+
+    ``ranks`` are in the order of their heads (:meth:`LayoutRecord.first_kv_head`); block ids mean the same on all of
+    them. Generations (uint64, one per block) are in rank 0's host memory, for all ranks.
+    """
+
+    layout: LayoutRecord
+    connector: str
+    generations_address: Unsigned
+    ranks: Annotated[list[RankMemory], msgspec.Meta(min_length=1, max_length=MAX_RANKS)]
+
+
+class PeerRefused(Message, frozen=True):
+    reason: str
+
+
+class Grant(Message, frozen=True):
+    """Decode has room for the whole prompt and already holds the KV of its first ``num_cached_tokens`` tokens.
+
+    Sent again as the lease's renewal; prefill answers each one with its current offer, or :class:`Withdrawn`.
+    ``reads_host_tier``: offers may name slots of prefill's host tier.
+    """
+
+    key: RequestKey
+    num_prompt_tokens: Count
+    num_cached_tokens: Count
+    lease_seconds: Seconds
+    reads_host_tier: bool = False
+
+
+class PrefixGrant(Message, frozen=True):
+    """Decode has room for a prompt's blocks with these ``hashes``, from prompt block ``first_block`` on: what the
+    receiver has of them, one after the other, on its device or in its host tier, it holds and offers; it computes
+    nothing. The answer is one last :class:`Offer` without a first token, or :class:`Withdrawn`.
+
+    Sent again as the lease's renewal.
+    """
+
+    key: RequestKey
+    first_block: Count
+    hashes: Annotated[list[BlockHash], msgspec.Meta(min_length=1, max_length=MAX_HASHES)]
+    lease_seconds: Seconds
+
+
+class OfferedBlock(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Slots of the host tier have ids that are counted on from the device's blocks.
+
+    ``digest`` is of the block's bytes, empty unless they are to be verified (``--verify-kv``)."""
+
+    block_id: Count
+    generation: Unsigned
+    digest: Digest = b""
+
+
+class Offer(Message, frozen=True):
+    """Blocks of the prompt whose KV is complete, from prompt block ``first_block`` on. Cumulative above what was
+    acknowledged.
+
+    ``num_tokens`` counts the prompt's tokens that are covered up to the end of this offer; only the ``last`` one may
+    end inside a block. ``first_tokens`` holds the first output token of each choice, in the last offer only.
+    ``revision`` grows when blocks that were offered have another place: the offer with the highest one holds.
+    """
+
+    key: RequestKey
+    first_block: Count
+    blocks: list[OfferedBlock]
+    num_tokens: Count
+    last: bool = False
+    first_tokens: list[TokenId] = []
+    revision: Count = 0
+
+
+class OfferAck(Message, frozen=True):
+    """Decode knows the offers up to prompt block ``num_blocks`` (it need not have read them yet), of that revision."""
+
+    key: RequestKey
+    num_blocks: Count
+    last: bool
+    revision: Count = 0
+
+
+class Release(Message, frozen=True):
+    """Decode needs the blocks no more: read and verified (``complete``), or given up.
+
+    ``mismatch``: what arrived wasn't what was offered; the sender's memory may be to blame.
+    """
+
+    key: RequestKey
+    complete: bool
+    mismatch: bool = False
+
+
+class Withdrawn(Message, frozen=True):
+    """Prefill offers nothing (more) for this request.
+
+    ``attempt_over``: nobody waits for this attempt any more (its first token was its last one, or it was aborted),
+    so decode needn't compute it either.
+    """
+
+    key: RequestKey
+    reason: str
+    attempt_over: bool = False

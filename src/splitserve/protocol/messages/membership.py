@@ -1,0 +1,186 @@
+"""Messages between workers and membership: registration, heartbeats, drains."""
+
+from typing import Annotated
+
+import msgspec
+
+from splitserve.protocol.memory_records import LayoutRecord
+from splitserve.protocol.messages.base import Message
+from splitserve.protocol.request import Party, Role
+from splitserve.protocol.wire_numbers import Count, NonNegative, Size
+
+MAX_CPUS = 4096
+
+MAX_DEVICES = 256
+
+MAX_OPERATIONS = 64
+
+MAX_LINKS = 4096
+
+MAX_TIERS = 16
+
+MAX_TIER_NAME = 32
+
+MAX_TOKEN = 64
+
+
+class WorkerPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a worker runs, for whoever looks for the reason of something. ``machine`` is its host's name; ``cpus`` the
+    hardware threads that it may use, on ``num_cores`` physical cores (a CPU quota counted in), ``num_threads`` those
+    that compute. It has ``kv_bytes`` of KV memory and a host tier of ``host_kv_bytes``; ``remote_bytes`` of both lie on
+    another NUMA node than they should.
+    ``memlock_bytes`` is how much memory it may lock (None: any amount, or not known), ``max_open_files`` how many files
+    it may open.
+    ``ucx_tls``: transports that UCX may choose from, as its environment says; "" for its own choice. ``rdma_devices``:
+    those that it sees. ``kernels``: which backend runs each operation."""
+
+    machine: str = ""
+    version: str = ""
+    device: str = ""
+    cpus: Annotated[list[Count], msgspec.Meta(max_length=MAX_CPUS)] = []
+    num_threads: Count = 0
+    remote_bytes: Count = 0
+    num_cores: Count = 0
+    kv_bytes: Count = 0
+    host_kv_bytes: Count = 0
+    memlock_bytes: Count | None = None
+    max_open_files: Count = 0
+    ucx_tls: str = ""
+    rdma_devices: Annotated[list[str], msgspec.Meta(max_length=MAX_DEVICES)] = []
+    kernels: Annotated[dict[str, str], msgspec.Meta(max_length=MAX_OPERATIONS)] = {}
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A worker as membership knows it. ``endpoint`` is the ZMQ address that routers and peers connect to,
+    ``kv_events_endpoint`` the one for subscribers to its KV events; "" if it publishes none. With
+    ``prefix_caching`` it reuses the KV of earlier prompts."""
+
+    party: Party
+    role: Role
+    endpoint: str
+    pid: Count
+    layout: LayoutRecord
+    num_blocks: Size
+    max_num_seqs: Size
+    max_model_len: Size
+    vocab_size: Size
+    kv_events_endpoint: str = ""
+    place: WorkerPlace = WorkerPlace()
+    prefix_caching: bool = True
+
+
+class TierLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One tier of KV below the device. Counters are since start; what they count: docs/guides/tiers.md."""
+
+    name: Annotated[str, msgspec.Meta(max_length=MAX_TIER_NAME)]
+    slots: Count = 0
+    blocks: Count = 0
+    hits: Count = 0
+    misses: Count = 0
+    stored_blocks: Count = 0
+    stored_bytes: Count = 0
+    loaded_blocks: Count = 0
+    loaded_bytes: Count = 0
+    evicted_blocks: Count = 0
+    failures: Count = 0
+    store_seconds: NonNegative = 0.0
+    load_seconds: NonNegative = 0.0
+    available: Annotated[int, msgspec.Meta(ge=0, le=1)] = 1
+
+
+class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A worker's load, sent with each heartbeat. Counters are since start."""
+
+    num_waiting: Count = 0
+    num_running: Count = 0
+    waiting_tokens: Count = 0
+    blocks_free: Count = 0
+    blocks_cached: Count = 0
+    blocks_referenced: Count = 0
+    blocks_quarantined: Count = 0
+    reads_in_flight: Count = 0
+    steps: Count = 0
+    prompt_tokens: Count = 0
+    output_tokens: Count = 0
+    prefix_hit_tokens: Count = 0
+    preemptions: Count = 0
+    handovers: Count = 0
+    handover_bytes: Count = 0
+    handover_failures: Count = 0
+    stale_messages: Count = 0
+    undeliverable_messages: Count = 0
+    malformed_messages: Count = 0
+    resident_bytes: Count = 0
+    requests_tracked: Count = 0
+    peers_ready: Count = 0
+    kv_mismatches: Count = 0
+    reads_direct: Count = 0
+    reads_layers: Count = 0
+    reads_staged: Count = 0
+    reads_gathered: Count = 0
+    reads_mapped: Count = 0
+    reads_kernel: Count = 0
+    tier_blocks: Count = 0
+    tier_stored_blocks: Count = 0
+    tier_loaded_blocks: Count = 0
+    tier_failures: Count = 0
+    peer_prefixes: Count = 0
+    peer_prefix_blocks: Count = 0
+    peer_prefix_failures: Count = 0
+    other_copies: Count = 0
+    host_offered_blocks: Count = 0
+    reads_repeated: Count = 0
+    tiers: Annotated[list[TierLoad], msgspec.Meta(max_length=MAX_TIERS)] = []
+
+
+class Register(Message, frozen=True):
+    """``token`` is that of the last Registered, "" before the first."""
+
+    info: WorkerInfo
+    token: Annotated[str, msgspec.Meta(max_length=MAX_TOKEN)] = ""
+
+
+class Registered(Message, frozen=True):
+    """Membership believes the connection on which this travels about the worker. ``token`` lets the worker register
+    from another connection, should this one break."""
+
+    token: Annotated[str, msgspec.Meta(max_length=MAX_TOKEN)] = ""
+
+
+class RegisterRefused(Message, frozen=True):
+    """``for_good``: asking again is of no use to this incarnation."""
+
+    reason: str
+    for_good: bool = True
+
+
+class PeerLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How KV travels from ``peer`` (an engine id) to the sender, as found out when connecting.
+
+    ``transport`` in the connector's words; ``bytes_per_second`` of one thread's large read; ``problem`` says why that
+    isn't as it should be, and is empty if it is. A peer that can't be reached has no transport, and a problem.
+    """
+
+    peer: str
+    transport: str
+    bytes_per_second: NonNegative
+    problem: str = ""
+
+
+class Heartbeat(Message, frozen=True):
+    """``clock_seconds`` is the sender's Unix time, for whoever reads logs of several machines: nothing is decided by it
+    (0: not told)."""
+
+    load: WorkerLoad
+    links: Annotated[list[PeerLink], msgspec.Meta(max_length=MAX_LINKS)] = []
+    clock_seconds: NonNegative = 0.0
+
+
+class Draining(Message, frozen=True):
+    """No new requests, please: the sender finishes those it has, and says Leave when it is idle."""
+
+
+class Leave(Message, frozen=True):
+    """``error``: what ended the sender; "" if it leaves in order."""
+
+    error: str = ""

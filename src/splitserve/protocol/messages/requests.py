@@ -1,0 +1,146 @@
+"""Messages between the router and workers: requests, their tokens, their failures, profiles.
+
+``token_ids`` is the prompt, on the wire as the bytes of its int32. ``output_ids`` are tokens that the client already
+has, when another attempt continues a request: they are authoritative, and their KV is computed and handed over like
+the prompt's.
+"""
+
+from enum import StrEnum
+
+import msgspec
+
+from splitserve.protocol.messages.base import Message
+from splitserve.protocol.request import FinishReason, Party, RequestKey, SamplingParams
+from splitserve.protocol.token_ids import TokenIds
+from splitserve.protocol.wire_numbers import Count, Seconds, Size, TokenId
+
+
+class PeerRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The other side of a hand-over: who it is and where it listens."""
+
+    party: Party
+    endpoint: str
+
+
+class PrefillRequest(Message, frozen=True):
+    """Compute the prompt's KV, draw the first token, offer the KV to ``decode``."""
+
+    key: RequestKey
+    token_ids: TokenIds
+    sampling: SamplingParams
+    decode: PeerRef
+    deadline_seconds: Seconds
+    output_ids: list[TokenId] = []
+
+
+class DecodeRequest(Message, frozen=True):
+    """Reserve room for the prompt, pull its KV from ``prefill``, go on from the first token."""
+
+    key: RequestKey
+    token_ids: TokenIds
+    sampling: SamplingParams
+    prefill: PeerRef
+    deadline_seconds: Seconds
+    output_ids: list[TokenId] = []
+
+
+class LocalRequest(Message, frozen=True):
+    """Do both phases here. ``prefix`` may have the KV of more of the prompt than the receiver: read it from there, if
+    that can be."""
+
+    key: RequestKey
+    token_ids: TokenIds
+    sampling: SamplingParams
+    deadline_seconds: Seconds
+    output_ids: list[TokenId] = []
+    prefix: PeerRef | None = None
+
+
+class Abort(Message, frozen=True):
+    key: RequestKey
+
+
+class Introduce(Message, frozen=True):
+    """A prefill worker that decode may be told to pull from: connect to it now, not with the first request."""
+
+    peer: PeerRef
+
+
+class Profile(Message, frozen=True):
+    """Record the next ``num_steps`` steps, or those of ``timeout_seconds``, with a profiler."""
+
+    profile_id: str
+    num_steps: Size
+    timeout_seconds: Seconds
+
+
+class HandoverReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a hand-over cost, as decode saw it.
+
+    ``seconds`` runs from the first read posted to the last range verified, ``read_seconds`` of which reads were under
+    way (added up, where there were several at once); ``exposed_seconds`` from the arrival of the last offer (which
+    carries the first token) to decode ready.
+    """
+
+    prefill: str
+    transport: str
+    blocks: Count
+    bytes: Count
+    cached_tokens: Count
+    reads: Count
+    seconds: Seconds
+    exposed_seconds: Seconds
+    read_seconds: Seconds = 0.0
+
+
+class TokenDelta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """New tokens of one request. ``position`` is the index among the output tokens of ``token_ids[0]``.
+
+    ``num_cached_tokens`` counts the prompt's tokens whose KV was found in this worker's prefix cache.
+    """
+
+    key: RequestKey
+    position: Count
+    token_ids: list[TokenId]
+    choice: Count = 0
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: Count = 0
+    handover: HandoverReport | None = None
+
+
+class StepTokens(Message, frozen=True):
+    """All new tokens of one engine step: one message per step, not one per request."""
+
+    deltas: list[TokenDelta]
+
+
+class FailureCode(StrEnum):
+    """Why a worker gave a request up."""
+
+    INVALID = "invalid"  # the request can never run here (too long, bad tokens): the client's fault
+    OVERLOADED = "overloaded"  # no room in bounded queues
+    DEADLINE = "deadline"  # the request's deadline passed
+    HANDOVER = "handover"  # the peer died, refused, withdrew or the bytes couldn't be trusted
+    INTERNAL = "internal"  # a step failed
+
+
+class RequestFailed(Message, frozen=True):
+    key: RequestKey
+    code: FailureCode
+    message: str
+
+
+class Profiled(Message, frozen=True):
+    """How a recording ended: ``error`` says why there's none, "" if there is one, in the file ``trace`` on the worker.
+
+    ``busy_seconds`` of the recorded ``seconds`` the device ran something; for ``long_gap_seconds`` it did nothing for
+    more than 20 us on end.
+    """
+
+    profile_id: str
+    error: str = ""
+    trace: str = ""
+    num_steps: Count = 0
+    seconds: Seconds = 0.0
+    busy_seconds: Seconds = 0.0
+    long_gap_seconds: Seconds = 0.0

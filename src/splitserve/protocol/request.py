@@ -1,0 +1,74 @@
+"""A request as every process sees it: its identity, its sampling parameters, why it ended."""
+
+from enum import StrEnum
+
+import msgspec
+
+from splitserve.common.errors import ConfigError
+
+
+class RequestKey(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Identity of one attempt at one request. A retry is the same request with the next attempt number."""
+
+    request_id: str
+    attempt: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.request_id}#{self.attempt}"
+
+
+class Party(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A process that sends and receives messages: its stable name and the random number of this life of it."""
+
+    engine_id: str
+    incarnation: int
+
+    def __str__(self) -> str:
+        return f"{self.engine_id}@{self.incarnation:08x}"
+
+
+class Role(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """How tokens are drawn and when a sequence ends, in token terms (stop strings belong to the router).
+
+    ``temperature`` 0 is greedy. ``top_k`` 0 keeps every token. ``seed`` is always set by the router, so that
+    every worker draws the same token for the same (seed, choice, position).
+    ``stop_token_ids`` holds the end-of-sequence ids too, unless the client asked for ``ignore_eos``.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ConfigError(f"max_tokens is {self.max_tokens}; it must be at least 1")
+        if not 0.0 <= self.temperature <= 100.0:
+            raise ConfigError(f"temperature is {self.temperature}; it must be in [0, 100]")
+        if not 0 <= self.top_k < 2**31:
+            raise ConfigError(f"top_k is {self.top_k}; it must be 0 (all tokens) or positive, and fit 31 bits")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ConfigError(f"top_p is {self.top_p}; it must be in (0, 1]")
+        if not 0 <= self.seed < 2**64:
+            raise ConfigError(f"seed is {self.seed}; it must fit 64 unsigned bits")
+
+    def finish_reason(self, token_id: int, num_output_tokens: int) -> FinishReason | None:
+        """Why the sequence ends with ``token_id`` as its ``num_output_tokens``-th output token, or None."""
+        if token_id in self.stop_token_ids:
+            return FinishReason.STOP
+        if num_output_tokens >= self.max_tokens:
+            return FinishReason.LENGTH
+        return None

@@ -1,0 +1,55 @@
+"""Messages as bytes: four bytes of magic and schema version, then msgpack. The version is checked before the rest."""
+
+from array import array
+from typing import Any
+
+import msgspec
+
+from splitserve.common.errors import ConfigError, WireError
+from splitserve.protocol.messages.envelope import SCHEMA_VERSION, Envelope
+from splitserve.protocol.token_ids import from_bytes, highest
+
+_MAGIC = b"SP"
+_HEADER_BYTES = 4
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024  # a prompt of four million tokens
+
+
+def plain(value: Any) -> bytes:
+    """Token ids as msgpack has them. Raises NotImplementedError for what no message has a field of."""
+    if not isinstance(value, array):
+        raise NotImplementedError(f"a {type(value).__name__} in a message")
+    return value.tobytes()
+
+
+def _token_ids(_kind: type, value: Any) -> Any:
+    if not isinstance(value, bytes):
+        raise TypeError(f"token ids are bytes, not a {type(value).__name__}")
+    token_ids = from_bytes(value)
+    if token_ids and highest(token_ids) >= 2**31:
+        raise ValueError("a token id is negative")
+    return token_ids
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=plain)
+_decoder = msgspec.msgpack.Decoder(Envelope, strict=True, dec_hook=_token_ids)
+
+
+def encode(envelope: Envelope) -> bytes:
+    return _MAGIC + SCHEMA_VERSION.to_bytes(2, "big") + _encoder.encode(envelope)
+
+
+def decode(data: bytes) -> Envelope:
+    """Raises :class:`WireError` that says what is wrong with the bytes; never anything else."""
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise WireError(f"message of {len(data)} bytes; at most {MAX_MESSAGE_BYTES} are accepted")
+    if data[:2] != _MAGIC or len(data) < _HEADER_BYTES:
+        raise WireError("not a Splitserve message: wrong first bytes")
+    version = int.from_bytes(data[2:_HEADER_BYTES], "big")
+    if version != SCHEMA_VERSION:
+        raise WireError(
+            f"message of schema version {version}; this process speaks {SCHEMA_VERSION}: upgrade the older side"
+        )
+    try:
+        return _decoder.decode(memoryview(data)[_HEADER_BYTES:])
+    except (msgspec.DecodeError, ConfigError, RecursionError, UnicodeDecodeError) as error:
+        raise WireError(f"malformed message: {error}") from error

@@ -1,0 +1,1 @@
+"""The worker's process: from its config to a running engine."""

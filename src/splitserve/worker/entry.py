@@ -1,0 +1,248 @@
+"""A worker process from its config to its end: model, KV memory, connector, loop."""
+
+import functools
+import gc
+import logging
+import os
+import secrets
+import signal
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+import torch
+
+from splitserve.common.cores import usable_cpus
+from splitserve.common.errors import ConfigError
+from splitserve.common.security import check_exposure, is_loopback
+from splitserve.engine.awake_cores import kept_awake
+from splitserve.engine.io.kv_event_socket import KVEventSocket, NoKVEvents
+from splitserve.engine.io.membership_client import MembershipClient
+from splitserve.engine.io.sockets import WorkerSockets
+from splitserve.engine.io.waker import Waker
+from splitserve.engine.loop import WorkerIO, WorkerLoop
+from splitserve.engine.profiling.step_profiler import NoProfiler, ProfiledLaunchingRunner, ProfiledRunner, StepProfiler
+from splitserve.engine.sleepy_cores import Cores
+from splitserve.engine.steps.executor import Executor, OverlappedExecutor, StepExecutor
+from splitserve.engine.steps.launch_pace import LaunchPace
+from splitserve.kvconnector.blocks.digest import FirstDigests, digests_of, no_digests
+from splitserve.kvconnector.layout.memory import KVMemory
+from splitserve.kvconnector.nixl.connector import NixlConnector
+from splitserve.kvconnector.ranks.copies import RankedCopies
+from splitserve.kvconnector.ranks.transfers import RankedConnector
+from splitserve.kvconnector.tiers.copies import Copies, TierCopies
+from splitserve.kvconnector.transfer.connector import KVConnector
+from splitserve.kvconnector.transfer.read_settings import ReadSettings
+from splitserve.models.runner.runner import ModelRunner
+from splitserve.protocol.config import EngineConfig, SettingsError, WorkerConfig, machine_problems
+from splitserve.protocol.memory_records import HostTierMemory
+from splitserve.protocol.messages.membership import WorkerInfo, WorkerPlace
+from splitserve.protocol.request import Party, Role
+from splitserve.worker.build import BlockMemory, ModelBounds, build_core
+from splitserve.worker.machine.pinning import pin_threads
+from splitserve.worker.ranks.others import RankError, Ranks
+from splitserve.worker.ranks.runner import RankedLauncher, RankedRunner
+from splitserve.worker.ranks.team import Team, start_team
+from splitserve.worker.start.clock import StartClock
+from splitserve.worker.start.kv_tiers import RankTiers, make_tiers
+from splitserve.worker.start.registration import place_of
+from splitserve.worker.start.served_model import Progress, ServedModel, device_of, load_served_model
+
+logger = logging.getLogger(__name__)
+
+END_SECONDS = 3.0
+"""How long a worker that has lost a rank may take to end."""
+MIN_AWAKE_CPUS = 4
+"""For the loop, the threads that launch and wait, and those that read."""
+
+
+def run_worker(config: WorkerConfig, progress: Progress) -> None:
+    """Serve until SIGTERM, which drains (a second one ends it at once), or SIGINT, which ends it at once.
+
+    ``progress`` hears of the stages "weights", "kv_memory" and "ready". Raises :class:`CheckpointError` or
+    :class:`ConfigError`, before the worker is known to anybody, for what can't be served; :class:`HandshakeError` if
+    the router refuses it; :class:`RankError` when one of its ranks is lost.
+    """
+    clock = StartClock()
+    check_exposure(config.host, config.secret)
+    if is_loopback(config.host):
+        # UCX listens on every network interface and asks nobody who he is: keep it to this machine, too.
+        os.environ.setdefault("UCX_NET_DEVICES", "lo")
+    size = config.engine.tensor_parallel_size
+    device = device_of(config.engine.device, 0, size)
+    problems = list(machine_problems(config.engine, os.cpu_count() or 1))
+    if problems:
+        raise SettingsError(problems)
+    threads = max(1, (config.engine.threads or len(usable_cpus())) // size)
+    torch.set_num_threads(threads)
+    config = msgspec.structs.replace(
+        config, engine=msgspec.structs.replace(config.engine.on(device.type), threads=threads)
+    )
+    if config.engine.keep_cores_awake and device.type == "cpu":
+        raise ConfigError(
+            "a worker on a CPU needs the cores for its model: --keep-cores-awake is for GPUs; go without it"
+        )
+    if config.engine.keep_cores_awake and len(usable_cpus()) < MIN_AWAKE_CPUS:
+        raise ConfigError(
+            f"with --keep-cores-awake a worker has half of the cores, here {len(usable_cpus())} hardware threads; "
+            f"it needs {MIN_AWAKE_CPUS}: give it more, or go without"
+        )
+    me = Party(config.engine_id, secrets.randbits(63))
+    on_rank_failure = _EndWithRank(progress)
+    with (
+        kept_awake(config.engine.keep_cores_awake, usable_cpus()) as cores,
+        start_team(me, config.role, config.engine, device, on_rank_failure, placement=config.placement) as team,
+    ):
+        served = load_served_model(config.engine, device, team.group, progress, clock)
+        team.wait_until_ready()
+        pace = LaunchPace() if config.engine.late_launch else None
+        make_executor = functools.partial(_make_executor, served.runner, team.ranks, pace)
+        watch = on_rank_failure.watch
+        _serve(config, me, served, make_executor, progress, team=team, clock=clock, watch=watch, cores=cores)
+
+
+class _EndWithRank:
+    """What a worker does that has lost a rank: it says so at once, and ends in order, or else by SIGALRM: what waits
+    for a lost rank on a device may wait for ever."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._loop: WorkerLoop | None = None
+
+    def watch(self, loop: WorkerLoop) -> None:
+        self._loop = loop
+
+    def __call__(self, error: RankError) -> None:
+        logger.error("%s", error)
+        self._progress("error", {"message": str(error)})
+        signal.setitimer(signal.ITIMER_REAL, END_SECONDS)
+        if self._loop is not None:
+            self._loop.end_with(error)
+
+
+def _make_executor(
+    runner: ModelRunner,
+    ranks: Ranks | None,
+    pace: LaunchPace | None,
+    wake: Callable[[], None],
+    profiler: StepProfiler | None,
+) -> Executor:
+    """Return the executor of all ranks' steps. The profiler hears of rank 0, which is this process."""
+    check_device = runner.check_device if ranks is None else ranks.check
+    if runner.launcher is None:
+        running = runner if ranks is None else RankedRunner(runner, ranks)
+        return StepExecutor(running if profiler is None else ProfiledRunner(running, profiler), wake, check_device)
+    launching = runner.launcher if ranks is None else RankedLauncher(runner.launcher, ranks)
+    profiled = launching if profiler is None else ProfiledLaunchingRunner(launching, profiler)
+    return OverlappedExecutor(profiled, wake, check_device, pace)
+
+
+def _make_profiler(config: WorkerConfig, device: torch.device, wake: Callable[[], None]) -> StepProfiler | None:
+    directory = config.engine.profile_dir
+    return StepProfiler(Path(directory), f"{config.role}.{config.engine_id}", device, wake) if directory else None
+
+
+def _make_connector(
+    me: Party, memory: KVMemory, wake: Callable[[], None], engine: EngineConfig, host: HostTierMemory | None
+) -> NixlConnector:
+    """Of this rank. ``host`` is a tier that peers may read."""
+    settings = ReadSettings.of(memory.kind, num_threads=engine.read_threads, maps=engine.map_peer_memory)
+    digest_blocks = digests_of(memory) if engine.verify_kv else no_digests
+    return NixlConnector(me, memory, wake, digest_blocks, settings=settings, host=host)
+
+
+def _serve(
+    config: WorkerConfig,
+    me: Party,
+    served: ServedModel,
+    make_executor: Callable[[Callable[[], None], StepProfiler | None], Executor],
+    progress: Progress,
+    *,
+    team: Team,
+    clock: StartClock,
+    watch: Callable[[WorkerLoop], None],
+    cores: Cores,
+) -> None:
+    memory = served.memory
+    waker = Waker()
+    sockets = WorkerSockets(me, config.host, config.membership, config.secret)
+    with clock.phase("KV tiers"):
+        tiers = make_tiers(config.engine, config.engine_id, memory, gates=served.gates)
+    with clock.phase("connector"):
+        local = _make_connector(me, memory, waker.wake, config.engine, tiers.served)
+        connector, copies = _joined(local, tiers, team.links, waker.wake)
+    for name, holds in tiers.describe():
+        logger.info("KV tier %s: %s", name, holds)
+        progress("kv_tier", {"name": name, "holds": holds})
+    blocks = BlockMemory(
+        memory.layout,
+        memory.generations,
+        leading_digests=FirstDigests(memory, waker.wake) if config.engine.verify_kv else no_digests,
+        tiers=tiers.tiers,
+        shared_tier=tiers.shared,
+    )
+    core = build_core(config, me, blocks, connector, ModelBounds(served.max_model_len, served.vocab_size))
+    kv_events = KVEventSocket(sockets) if config.engine.kv_events else NoKVEvents()
+    place = place_of(config, memory, tiers.host, served.runner.model.kernels.backends)
+    progress("placement", {"remote_bytes": str(place.remote_bytes), "machine": place.machine})
+    info = _worker_info(config, me, served, place, endpoint=sockets.endpoint, kv_events_endpoint=kv_events.endpoint)
+    profiler = _make_profiler(config, memory.blocks.device, waker.wake)
+    executor = make_executor(waker.wake, profiler)
+    io = WorkerIO(sockets, waker, connector, executor, copies, profiler or NoProfiler(), kv_events, cores)
+    membership = MembershipClient(config, info, sockets, team.pids)
+    loop = WorkerLoop(config, core, io, membership, None if team.ranks is None else team.ranks.explain)
+    pin_threads(config.placement)
+    watch(loop)
+    _run(loop, config, clock, lambda detail: progress("ready", {"endpoint": sockets.endpoint, **detail}))
+    logger.info("stopped")
+    logger.debug("last load: %s", msgspec.json.encode(core.load()).decode())
+
+
+def _worker_info(
+    config: WorkerConfig, me: Party, served: ServedModel, place: WorkerPlace, *, endpoint: str, kv_events_endpoint: str
+) -> WorkerInfo:
+    """What it registers with."""
+    return WorkerInfo(
+        party=me,
+        role=Role(config.role),
+        endpoint=endpoint,
+        pid=os.getpid(),
+        layout=served.memory.layout,
+        num_blocks=served.memory.num_blocks,
+        max_num_seqs=config.engine.max_num_seqs,
+        max_model_len=served.max_model_len,
+        vocab_size=served.vocab_size,
+        kv_events_endpoint=kv_events_endpoint,
+        place=place,
+        prefix_caching=config.engine.enable_prefix_caching,
+    )
+
+
+def _run(loop: WorkerLoop, config: WorkerConfig, clock: StartClock, on_ready: Callable[[dict[str, str]], None]) -> None:
+    """Register, then serve until a signal. Raises :class:`HandshakeError` if the router refuses it."""
+    signal.signal(signal.SIGTERM, lambda *_: loop.drain())
+    signal.signal(signal.SIGINT, lambda *_: loop.stop())
+    while not loop.registered and not loop.stopping:
+        loop.run_once()
+    if loop.stopping:
+        loop.run()  # which ends at once, closes what it owns, and raises what there is to raise
+        return
+    # What the start allocated lives as long as the process: a full pass of the collector over it would stall a step.
+    gc.collect()
+    gc.freeze()
+    logger.info("ready after %s", clock)
+    on_ready({"threads": str(config.engine.threads), "seconds": f"{clock.total_seconds:.1f}"})
+    loop.run()
+
+
+def _joined(
+    local: NixlConnector, tiers: RankTiers, links: Sequence[Connection], wake: Callable[[], None]
+) -> tuple[KVConnector, Copies]:
+    """What this rank does, together with what the others do that ``links`` lead to."""
+    copies = TierCopies(tiers.stores, wake)
+    if not links:
+        return local, copies
+    connector = RankedConnector(local, links, wake)
+    tiers.keep_common(connector.found)
+    return connector, RankedCopies(copies, connector)

@@ -1,0 +1,1 @@
+"""A worker's threads on the cores of its machine."""

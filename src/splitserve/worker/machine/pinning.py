@@ -1,0 +1,59 @@
+"""Which cores a worker's threads run on, as its config says.
+
+Threads are told apart by their names. The model's threads are moved before their first step: the workers of its OpenMP
+pool are made by them then, and inherit where they may run.
+"""
+
+import logging
+import os
+import threading
+
+import torch
+
+from splitserve.common.cores import usable_cpus
+from splitserve.kvconnector.layout.numa_memory import cpus_of_node, node_of_gpu
+from splitserve.protocol.config import CorePlacement
+
+logger = logging.getLogger(__name__)
+
+_MODEL = ("model",)
+_TRANSFER = ("nixl-", "read-", "digest-", "loads-", "stores-", "transfers")
+
+
+def pin_threads(placement: CorePlacement) -> dict[str, tuple[int, ...]]:
+    """Move the model's and the transfer threads of this process to their cores; returns who went where.
+
+    Does nothing without a placement, or on a platform that can't. A thread that can't be moved stays where it is.
+    """
+    moved: dict[str, tuple[int, ...]] = {}
+    usable = usable_cpus()  # fewer than planned where only some cores are kept awake
+    for thread in threading.enumerate():
+        cpus = tuple(cpu for cpu in cpus_of_thread(thread.name, placement) if cpu in usable)
+        if cpus and thread.native_id is not None and _set_affinity(thread.native_id, cpus):
+            moved[thread.name] = cpus
+    return moved
+
+
+def keep_near(device: torch.device, placement: CorePlacement) -> None:
+    """Keep this process on its GPU's NUMA node, of those that the worker is kept on: ranks may have GPUs of several."""
+    node = node_of_gpu(device) if placement.cpus and device.type == "cuda" else None
+    if node is not None and (near := usable_cpus() & cpus_of_node(node)):
+        _set_affinity(0, tuple(near))
+
+
+def cpus_of_thread(name: str, placement: CorePlacement) -> tuple[int, ...]:
+    """Where the thread called ``name`` belongs; () for anywhere."""
+    if name.startswith(_MODEL):
+        return placement.model_cpus
+    return placement.transfer_cpus if name.startswith(_TRANSFER) else ()
+
+
+def _set_affinity(thread_id: int, cpus: tuple[int, ...]) -> bool:
+    if not hasattr(os, "sched_setaffinity"):
+        return False
+    try:
+        os.sched_setaffinity(thread_id, cpus)
+    except OSError as error:
+        logger.warning("thread %d can't be moved to cores %s: %s", thread_id, cpus, error)
+        return False
+    return True

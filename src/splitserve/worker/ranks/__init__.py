@@ -1,0 +1,1 @@
+"""The ranks of a tensor-parallel worker: started, driven and watched by rank 0."""

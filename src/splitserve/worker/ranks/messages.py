@@ -1,0 +1,56 @@
+"""What a worker and its other ranks tell each other: plain pipes within one machine, msgpack, no pickle.
+
+worker -> rank: one RankOrder as the first line of standard input, then RankStep on a pipe of its own, whose end
+                means the worker's orderly end. The end of standard input means that the worker is gone.
+rank -> worker: RankReady once, and RankFailed if it ends with an error
+both ways:      the link between the worker's connector and the rank's; what they say is theirs
+"""
+
+import msgspec
+
+from splitserve.protocol.config import CorePlacement, EngineConfig
+from splitserve.protocol.request import Party, Role
+from splitserve.protocol.step import StepPlan
+
+
+class RankOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """Who the rank is. ``engine`` is the worker's, with all that depends on the device decided; ``placement`` as well.
+
+    ``store_port``: where the ranks meet. ``steps_fd``, ``reports_fd``: its pipes; ``link_fd``: a socket.
+    """
+
+    party: Party
+    role: Role
+    rank: int
+    engine: EngineConfig
+    placement: CorePlacement
+    store_port: int
+    steps_fd: int
+    reports_fd: int
+    link_fd: int
+    log_level: str
+
+    @property
+    def name(self) -> str:
+        """How the rank is called in logs and errors."""
+        return f"{self.party.engine_id} rank {self.rank}"
+
+
+class RankReady(msgspec.Struct, frozen=True, tag=True):
+    """It has loaded its part, and waits for steps."""
+
+
+class RankFailed(msgspec.Struct, frozen=True, tag=True):
+    """It ends. ``is_consequence``: a collective failed, which most often means that another rank failed before."""
+
+    message: str
+    is_consequence: bool
+
+
+RankReport = RankReady | RankFailed
+
+
+class RankStep(msgspec.Struct, frozen=True, array_like=True):
+    """One step, for all ranks to run."""
+
+    plan: StepPlan

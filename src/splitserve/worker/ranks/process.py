@@ -1,0 +1,172 @@
+"""Main of a worker's rank 1 and up: ``python -m splitserve.worker.ranks.process``. :mod:`.others` alone starts it.
+
+It runs the steps that it is told, in their order, and ends with its worker: in order when the steps' pipe ends, at once
+when standard input does. It never ends by a signal meant for the worker.
+"""
+
+import ctypes
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from io import FileIO
+from multiprocessing.connection import Connection
+
+import msgspec
+import torch
+
+from splitserve.common.errors import SplitserveError
+from splitserve.common.logs import set_up_logging
+from splitserve.kvconnector.layout.memory import KVMemory
+from splitserve.kvconnector.nixl.connector import NixlConnector
+from splitserve.kvconnector.ranks.transfers import RankTransfers
+from splitserve.kvconnector.transfer.read_settings import ReadSettings
+from splitserve.models.parallel.process_group import find_store, join_group
+from splitserve.models.parallel.ranks import CollectiveError
+from splitserve.models.runner.runner import ModelRunner, NonFiniteLogitsError
+from splitserve.models.weights.shard import Shard
+from splitserve.protocol.step import LaunchedStep, LaunchingRunner
+from splitserve.worker.machine.pinning import keep_near, pin_threads
+from splitserve.worker.ranks.messages import RankFailed, RankOrder, RankReady, RankReport, RankStep
+from splitserve.worker.start.kv_tiers import make_tiers
+from splitserve.worker.start.served_model import device_of, load_served_model
+
+logger = logging.getLogger(__name__)
+
+_GONE_SECONDS = 0.3  # by then this process has ended with its worker, if that's why the others can't be reached
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+class RankProcess:
+    """One rank: what it is told, what it reports."""
+
+    def __init__(self, order: RankOrder) -> None:
+        self._order = order
+        self._steps = Connection(order.steps_fd, writable=False)
+        self._link = Connection(order.link_fd)
+        for fd in (order.steps_fd, order.reports_fd, order.link_fd):
+            os.set_inheritable(fd, False)
+        self._reports = os.fdopen(order.reports_fd, "wb", buffering=0)
+        self._decoder = msgspec.msgpack.Decoder(RankStep)
+
+    def run(self) -> None:
+        """Until the worker needs no more steps."""
+        engine, size = self._order.engine, self._order.engine.tensor_parallel_size
+        torch.set_num_threads(engine.threads)
+        device = device_of(engine.device, self._order.rank, size)
+        keep_near(device, self._order.placement)
+        group = join_group(find_store(self._order.store_port, size), Shard(self._order.rank, size), device)
+        served = load_served_model(engine, device, group, lambda _stage, _detail: None)
+        transfers = self._transfers(served.memory)
+        threading.Thread(target=self._carry_out, args=(transfers,), name="transfers", daemon=True).start()
+        self._report(RankReady())
+        if served.runner.launcher is None:
+            self._run_steps(served.runner)
+        else:
+            self._launch_steps(served.runner.launcher, device)
+
+    def _transfers(self, memory: KVMemory) -> RankTransfers:
+        """Moves this rank's heads, as rank 0's connector says over the link."""
+        order, engine = self._order, self._order.engine
+        settings = ReadSettings.of(memory.kind, num_threads=engine.read_threads, maps=engine.map_peer_memory)
+        tiers = make_tiers(order.engine, order.party.engine_id, memory, order.rank)
+        return RankTransfers(
+            lambda wake: NixlConnector(order.party, memory, wake, rank=order.rank, settings=settings),
+            self._link,
+            tiers.stores,
+            tiers.found(),
+        )
+
+    def _carry_out(self, transfers: RankTransfers) -> None:
+        """Where transfers belong: threads that this one starts inherit it."""
+        try:
+            pin_threads(self._order.placement)
+            transfers.run()
+        except Exception as error:
+            self.end_with(error)
+
+    def end_with(self, error: BaseException) -> None:
+        """Report ``error``, and end this process without another look at the device: it may never answer."""
+        message = str(error) if isinstance(error, SplitserveError) else f"{type(error).__name__}: {error}"
+        is_consequence = isinstance(error, CollectiveError)
+        self._report(RankFailed(message, is_consequence=is_consequence))
+        if is_consequence:
+            time.sleep(_GONE_SECONDS)
+        logger.error("this rank ends: %s", message, exc_info=None if is_consequence else error)
+        logging.shutdown()
+        os._exit(1)
+
+    def _report(self, report: RankReport) -> None:
+        try:
+            self._reports.write(msgspec.json.encode(report) + b"\n")
+        except BrokenPipeError:
+            logger.warning("the worker is gone")
+
+    def _next_step(self) -> RankStep | None:
+        try:
+            return self._decoder.decode(self._steps.recv_bytes())
+        except EOFError:
+            return None
+
+    def _run_steps(self, runner: ModelRunner) -> None:
+        while (step := self._next_step()) is not None:
+            try:
+                runner.run(step.plan)
+            except NonFiniteLogitsError as error:
+                logger.debug("%s", error)  # rank 0 says it
+
+    def _launch_steps(self, launcher: LaunchingRunner, device: torch.device) -> None:
+        """Another thread waits for them, so that an error of the device shows while this one waits for a step."""
+        launched: queue.SimpleQueue[LaunchedStep | None] = queue.SimpleQueue()
+        arguments = (device, launched)
+        waiter = threading.Thread(target=self._wait_for_steps, args=arguments, name="model-wait", daemon=True)
+        waiter.start()
+        while (step := self._next_step()) is not None:
+            launched.put(launcher.launch(step.plan))
+        launched.put(None)
+        waiter.join()
+
+    def _wait_for_steps(self, device: torch.device, launched: "queue.SimpleQueue[LaunchedStep | None]") -> None:
+        torch.cuda.set_device(device)  # a thread begins with the first one
+        while (step := launched.get()) is not None:
+            try:
+                step.wait()
+            except NonFiniteLogitsError as error:
+                logger.debug("%s", error)
+            except Exception as error:
+                self.end_with(error)
+
+
+def _end_with_worker(life_line: FileIO) -> None:
+    life_line.read()
+    os._exit(1)
+
+
+def _ask_kernel_for_death_signal() -> None:
+    """For a thread that never gets to run again, as when a driver's call hangs. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def main() -> None:
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, signal.SIG_IGN)
+    _ask_kernel_for_death_signal()
+    life_line = FileIO(sys.stdin.fileno(), closefd=False)
+    order = msgspec.json.decode(life_line.readline(), type=RankOrder)
+    set_up_logging(order.name, order.log_level)
+    threading.Thread(target=_end_with_worker, args=(life_line,), name="life-line", daemon=True).start()
+    process = RankProcess(order)
+    try:
+        process.run()
+    except BaseException as error:
+        process.end_with(error)
+    logging.shutdown()
+    os._exit(0)  # nothing here is worth the time that freeing a model takes
+
+
+if __name__ == "__main__":
+    main()

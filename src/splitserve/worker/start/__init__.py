@@ -1,0 +1,1 @@
+"""Phases of a worker's start: memory, model, tiers, warm-up, registration."""

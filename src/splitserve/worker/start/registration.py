@@ -1,0 +1,55 @@
+"""Where a worker runs: what it says of its machine and of its limits when it registers."""
+
+import logging
+import os
+import resource
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from splitserve import __version__
+from splitserve.common.cores import available_cores, usable_cpus
+from splitserve.kvconnector.layout.memory import KVMemory
+from splitserve.kvconnector.layout.numa_memory import HostMemory, pages_by_node, remote_bytes
+from splitserve.protocol.config import WorkerConfig
+from splitserve.protocol.messages.membership import WorkerPlace
+
+logger = logging.getLogger(__name__)
+
+_RDMA_DEVICES = Path("/sys/class/infiniband")
+
+
+def place_of(
+    config: WorkerConfig, memory: KVMemory, host: HostMemory | None, kernels: Mapping[str, str]
+) -> WorkerPlace:
+    """Of this process, whose KV memory and host tier (``host``) are placed already. KV memory's bytes on the wrong NUMA
+    node are logged, too.
+
+    ``kernels``: the backend of each operation.
+    """
+    num_bytes = memory.num_blocks * memory.block_bytes
+    on_host = memory.blocks.device.type == "cpu"
+    pages = pages_by_node(memory.blocks.data_ptr(), num_bytes) if on_host else {}
+    remote = remote_bytes(pages, num_bytes, config.placement.numa_node)
+    if remote:
+        logger.warning(
+            "%d of %d bytes of KV memory lie on other NUMA nodes than %s", remote, num_bytes, config.placement.numa_node
+        )
+    memlock_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    max_open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return WorkerPlace(
+        machine=socket.gethostname(),
+        version=__version__,
+        device=str(memory.blocks.device),
+        cpus=sorted(usable_cpus()),
+        num_threads=config.engine.threads,
+        remote_bytes=remote + (0 if host is None else host.num_remote_bytes),
+        num_cores=available_cores(),
+        kv_bytes=num_bytes,
+        host_kv_bytes=0 if host is None else len(host.bytes),
+        memlock_bytes=None if memlock_bytes == resource.RLIM_INFINITY else memlock_bytes,
+        max_open_files=max(0, max_open_files),
+        ucx_tls=os.environ.get("UCX_TLS", ""),
+        kernels=dict(kernels),
+        rdma_devices=sorted(entry.name for entry in _RDMA_DEVICES.iterdir()) if _RDMA_DEVICES.is_dir() else [],
+    )

@@ -1,0 +1,58 @@
+"""Hostile HTTP clients beside a stream: how they end, what they cost, and that the stream goes on."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from splitserve.benchmarks.attacks.bench import attacked_router, run_attack
+from splitserve.benchmarks.attacks.http import ATTACKS, Address
+from splitserve.protocol.config import HttpLimits
+
+LIMITS = HttpLimits(header_seconds=2.0, keep_alive_seconds=3)
+ATTACK_SECONDS = 20.0  # at most: the router ends them sooner
+NUM_TRIES = 3
+MAX_GAP_MS = 100.0  # on a quiet machine
+MAX_GROWTH_MIB = 64.0
+OUTCOMES = {
+    "one header of 100 MB": {"431"},
+    "200 MB of short headers": {"431"},
+    "a URL of 100 MB": {"431"},
+    "200 MB of short trailers": {"431"},
+    "one trailer of 100 MB": {"431"},
+    "a chunk extension of 100 MB": {"431"},
+    "100 MB of blank lines": {"431"},
+    "400 half-open requests": {"newcomer 200", "408", "closed"},
+    "400 silent connections": {"newcomer 200", "closed"},
+    "50 slow headers": {"408"},
+    "20 times 10,000 pipelined requests": {"200", "closed"},
+}
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[tuple[Address, int]]:
+    with attacked_router(num_descriptors=260, limits=LIMITS) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def quiet_gap_ms(target: tuple[Address, int]) -> float:
+    """The canary's longest gap without an attack: how busy this machine is."""
+    gap: float = run_attack("nothing", *target, 1.0)["longest_gap_ms"]
+    return gap
+
+
+def test_every_attack_has_a_name_and_an_end() -> None:
+    assert set(OUTCOMES) <= set(ATTACKS)
+
+
+@pytest.mark.parametrize("name", OUTCOMES)
+def test_a_stream_goes_on_beside(name: str, target: tuple[Address, int], quiet_gap_ms: float) -> None:
+    rows: list[dict[str, Any]] = []
+    for _ in range(NUM_TRIES):
+        rows.append(run_attack(name, *target, ATTACK_SECONDS))
+        assert OUTCOMES[name] >= set(rows[-1]["outcomes"]), rows
+        assert rows[-1]["grew_mib"] < MAX_GROWTH_MIB, rows
+        if rows[-1]["longest_gap_ms"] < MAX_GAP_MS:
+            return
+    assert min(row["longest_gap_ms"] for row in rows) < MAX_GAP_MS + 3 * quiet_gap_ms, rows

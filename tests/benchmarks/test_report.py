@@ -1,0 +1,57 @@
+"""Where results go, and what a result says of the code that it was measured with."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from splitserve.benchmarks.common import report
+
+
+def test_an_archive_of_a_commit_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``git archive`` makes it, from a repository with our attributes."""
+    root = report.results_directory().parent.parent
+
+    def git(*command: str) -> str:
+        identity = ("-c", "user.name=t", "-c", "user.email=t@example.org")
+        done = subprocess.run(["git", *identity, *command], cwd=tmp_path, check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    git("init", "-q")
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / ".gitattributes").write_bytes((root / ".gitattributes").read_bytes())
+    (tmp_path / "benchmarks/COMMIT").write_text("$Format:%h$\n")
+    (tmp_path / "copy").write_text("$Format:%h$\n")
+    git("add", ".")
+    git("commit", "-q", "-m", "all")
+    git("archive", "-o", "all.tar", "HEAD")
+    subprocess.run(["tar", "xf", "all.tar", "benchmarks/COMMIT"], cwd=tmp_path, check=True)
+    monkeypatch.delenv("SPLITSERVE_COMMIT", raising=False)
+    monkeypatch.setattr(report, "_output", lambda *_command: "")  # outside of a checkout
+    monkeypatch.setattr(report, "_ARCHIVED_COMMIT", tmp_path / "benchmarks/COMMIT")
+    assert report.versions()["commit"] == git("rev-parse", "--short", "HEAD")
+    monkeypatch.setattr(report, "_ARCHIVED_COMMIT", tmp_path / "copy")
+    assert report.versions()["commit"] == "unknown", "a copy of a checkout, about which nothing is known"
+    monkeypatch.setattr(report, "_ARCHIVED_COMMIT", tmp_path / "none")
+    assert report.versions()["commit"] == "unknown"
+    monkeypatch.setenv("SPLITSERVE_COMMIT", "e79c62a")
+    assert report.versions()["commit"] == "e79c62a", "told by who made the copy"
+
+
+def test_an_installed_package_keeps_results_out_of_itself(tmp_path: Path) -> None:
+    """The package as a wheel installs it, below another project's repository: files of its own, no pyproject.toml."""
+    root, site, here = report.results_directory().parent.parent, tmp_path / "site-packages", tmp_path / "here"
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    here.mkdir()
+    for module in ("__init__.py", "common/cores.py", "benchmarks/common/report.py", "benchmarks/common/arguments.py"):
+        (site / "splitserve" / module).parent.mkdir(parents=True, exist_ok=True)
+        (site / "splitserve" / module).write_bytes((root / "src/splitserve" / module).read_bytes())
+    script = "from splitserve.benchmarks.common.report import write_result; print(write_result('x', [], {}))"
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(site)!r}); {script}"]
+    done = subprocess.run(command, cwd=here, check=True, capture_output=True, text=True)
+    path = Path(done.stdout.strip())
+    assert path.parent == here / "splitserve-results"
+    assert json.loads(path.read_text())["versions"]["commit"] == "unknown"
+    assert not list(site.rglob("*.json"))

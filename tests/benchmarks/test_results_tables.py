@@ -1,0 +1,114 @@
+"""Figures in the documentation are those of the kept result files, with their conditions, and there are no others."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from splitserve.benchmarks.tables import readme as results_readme
+from splitserve.benchmarks.tables import sections as results_sections
+from splitserve.benchmarks.tables import write as results_table
+from splitserve.benchmarks.tables.cells import extent, number, percent
+from splitserve.benchmarks.tables.runs import Run, cited, read_runs
+
+ROOT = Path(__file__).parents[2]
+SPEED = re.compile(r"\d ?(ms|us|µs|GB/s|TB/s|TFLOP/s|tokens/s)\b|\d%|\btimes (as fast|faster)\b")
+
+pytestmark = pytest.mark.skipif(not results_table.README.is_file(), reason="not a checkout")
+
+
+def run(bench: str = "isolation", label: str = "1123T000000", *command: str, **content: Any) -> Run:
+    base = {
+        "command": ["splitserve", "bench", bench, *command],
+        "time": "2026-11-23T00:00:00+00:00",
+        "versions": {"commit": "abc1234", "torch": "2.11.0"},
+        "machine": {"gpus": ["NVIDIA H200, 580.1", "NVIDIA H200, 580.1"]},
+    }
+    return Run(Path(f"{bench}-2026{label}-1.json"), bench, label, {**base, **content})
+
+
+def test_all_pages_are_what_the_files_say() -> None:
+    for path, text in results_table.pages(read_runs()).items():
+        assert path.read_text() == text, f"{path.name}: run python -m splitserve.benchmarks.tables.write"
+
+
+def test_every_kept_file_is_in_the_tables() -> None:
+    text = results_table.RESULTS_README.read_text()
+    kept = read_runs()
+    assert len(kept) == len(list(results_table.RESULTS_DIRECTORY.glob("*.json"))) > 0
+    assert all(f"[{each.label}]({each.path.name})" in text for each in kept)
+    unmarked = sum(not each.commit for each in kept)
+    table = text[text.index("## Runs") :]
+    assert table.count("**not recorded**") == unmarked
+
+
+def outside_of_tables(path: Path) -> list[str]:
+    """Lines with a speed that no test compares with the kept files: all but those between the markers."""
+    before, _, rest = path.read_text().partition(results_table.BEGIN)
+    _, _, after = rest.partition(results_table.END)
+    return [line for line in (before + after).splitlines() if SPEED.search(line)]
+
+
+@pytest.mark.parametrize("name", ["README.md", "ARCHITECTURE.md", "docs/index.md", "docs/quickstart.md"])
+def test_no_figure_stands_outside_of_the_tables(name: str) -> None:
+    assert outside_of_tables(ROOT / name) == []
+
+
+def test_best_beside_worst() -> None:
+    assert extent([5.5, 4.25, 57.5]) == "4.25 to 57.5"
+    assert extent([0.81, 0.694], percent, high=True) == "81.0% to 69.4%"
+    assert extent([4.701, 4.704]) == "4.70"
+    assert [number(value) for value in (0.123, 12.345, 1234.5)] == ["0.12", "12.3", "1,234"]
+
+
+def test_runs_are_cited_by_commit_and_marked_without() -> None:
+    old = run("isolation", "1122T000000", versions={"commit": "", "torch": "2.11.0"})
+    unknown = run("isolation", "1122T000001", versions={"commit": "unknown", "torch": "2.11.0"})
+    first, second = run(label="1123T000001"), run(label="1123T000002")
+    assert cited([second, old, first, first, unknown]) == (
+        "`abc1234`: 1123T000001, 1123T000002; commit not recorded: 1122T000000, 1122T000001"
+    )
+    row = results_sections.all_runs([old], {}).rows[0]
+    assert row[2] == "**not recorded**" and row[3] == "2.11.0" and row[4] == "2 x H200"
+
+
+def test_conditions_come_from_command_and_time() -> None:
+    awake = run("latency", "1123T000000", "--keep-cores-awake", "--tail-chunk-tokens", "2048")
+    assert awake.keeps_cores_awake and awake.last_chunk == 2048
+    assert awake.unusual == "cores kept awake, last chunk 2048"
+    assert run(time="2026-11-23T05:26:05+00:00").last_chunk == 512
+    assert run(time="2026-11-23T05:26:07+00:00").last_chunk == 1024
+    assert run().unusual == "none" and not run().keeps_cores_awake
+
+
+def loaded(arrangement: str, gap: float) -> dict[str, Any]:
+    figures = {"p50": gap / 4, "p99": gap / 2, "max": gap}
+    return {
+        "arrangement": arrangement,
+        "gpus_or_workers": 2,
+        "all": dict.fromkeys(("ttft_ms", "second_token_ms", "later_itl_ms", "itl_ms"), figures),
+    }
+
+
+def test_the_worst_of_all_runs_is_in_the_tables_and_two_mixed_workers_beside() -> None:
+    load = ("--prompt-rate", "3", "--prompt-input-len", "8192", "--prompt-output-len", "64")
+    runs = [
+        run("isolation", "1123T000001", *load, results=[loaded("1P1D", 12.0), loaded("mixed", 20.0)]),
+        run("isolation", "1123T000002", *load, results=[loaded("1P1D", 57.5), loaded("2 mixed", 16.0)]),
+    ]
+    rows = {row[1]: row[2:] for row in results_readme.loaded_rows(runs)}
+    assert rows["longest gap"] == ["12.0 to 57.5", "20.0", "**16.0**"]
+    assert rows["second token p99"] == ["6.00 to 28.8", "10.0", "**8.00**"]
+    assert rows["runs"][0] == "`abc1234`: 1123T000001, 1123T000002"
+
+
+def test_a_changed_file_is_noticed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert results_table.main(["--check"]) == 0
+    kept = read_runs()
+    for each in kept:
+        if each.label == "1122T175122":
+            each.content["results"][0]["all"]["itl_ms"]["max"] = 5.75
+    monkeypatch.setattr(results_table, "read_runs", lambda: kept)
+    assert results_table.main(["--check"]) == 1
+    assert capsys.readouterr().out.count("is out of date") == 3

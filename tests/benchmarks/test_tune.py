@@ -1,0 +1,175 @@
+"""The tuner: wrong and failing candidates never win, what was found is written after each shape. Times are by a clock
+that only the operation moves."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from splitserve.benchmarks.kernels import device_timing
+from splitserve.benchmarks.kernels.device_timing import TOLERANCE, relative_error
+from splitserve.benchmarks.kernels.tune import Search, Tuner
+from splitserve.benchmarks.kernels.tune_compile import CompilePool
+from splitserve.common.errors import ConfigError
+from splitserve.kernels.tuning import parameters as tuning
+from splitserve.kernels.tuning.parameters import Params, TunedEntry
+from splitserve.kernels.tuning.tunables import OPERATIONS, TuneTarget, load_tunable
+from splitserve.models.demo.checkpoint import SHAPES
+from splitserve.orchestration.cli import main as cli
+
+CPU = torch.device("cpu")
+DEVICE = "Test GPU"
+TARGET = TuneTarget(SHAPES["tiny"], torch.float32, CPU, 4)
+MILLISECONDS = {1: 6, 2: 3, 3: 0, 4: 9}  # of an operation whose parameter is its speed
+
+
+class Clock:
+    seconds = 0.0
+
+    def perf_counter(self) -> float:
+        return self.seconds
+
+
+CLOCK = Clock()
+
+
+@pytest.fixture(autouse=True)
+def _own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_timing, "time", CLOCK)
+
+
+def sleepy_sum(x: Tensor) -> Tensor:
+    """An operation with a tuned parameter: 3 gives a wrong answer, 5 can't run."""
+    params = tuning.config_for("sleepy_sum", "any", x.shape[0]) or {"speed": 1}
+    if params["speed"] == 5:
+        raise RuntimeError("out of shared memory\nand more lines")
+    CLOCK.seconds += MILLISECONDS[int(params["speed"])] * 1e-3
+    return x.sum(0) + (params["speed"] == 3)
+
+
+class SleepyCase:
+    num_bytes = 1000
+
+    def __init__(self, rows: int, candidates: Sequence[int], seen: list[Params]) -> None:
+        self.x = torch.randn(rows, 8)
+        self._candidates = candidates
+        self._seen = seen
+
+    def candidates(self, best: Params) -> list[Params]:
+        self._seen.append(best)
+        return [{"speed": speed} for speed in self._candidates]
+
+    def calls(self) -> list[Callable[[], Tensor]]:
+        return [lambda: sleepy_sum(self.x)] * 2
+
+    def expected(self) -> Tensor:
+        return self.x.sum(0)
+
+
+class SleepyTunable:
+    def __init__(self, candidates: Sequence[int]) -> None:
+        self.candidates = candidates
+        self.seen: list[Params] = []
+
+    def shape_keys(self, target: TuneTarget) -> list[str]:
+        return ["any", "other"]
+
+    def case(self, target: TuneTarget, key: str, rows: int) -> SleepyCase | None:
+        return SleepyCase(rows, self.candidates, self.seen) if rows < 100 else None
+
+
+def test_the_fastest_right_candidate_wins() -> None:
+    seen: list[Params] = []
+    found = Search("sleepy_sum", SleepyCase(2, [1, 2, 3, 4, 5], seen), CPU, lambda _: None).run(2)
+    assert found.params == {"speed": 2} and found.rows == 2 and found.num_tried == 6
+    assert found.seconds < 0.8 * found.default_seconds
+    wrong, failed = found.failures
+    assert wrong.startswith("{'speed': 3}: differs from the reference by ")
+    assert failed == "{'speed': 5}: out of shared memory"
+    assert seen == [{}, {"speed": 2}]
+
+
+def test_the_default_stays_when_nothing_is_faster() -> None:
+    found = Search("sleepy_sum", SleepyCase(2, [4], []), CPU, lambda _: None).run(2)
+    assert found.params == {} and found.seconds == found.default_seconds and not found.failures
+
+
+def test_a_default_that_is_wrong_is_an_error() -> None:
+    with tuning.forced("sleepy_sum", {"speed": 1}):
+        case = SleepyCase(2, [1], [])
+    case.expected = lambda: torch.zeros(8)
+    with pytest.raises(ConfigError, match="sleepy_sum can't be tuned: its default fails: differs"):
+        Search("sleepy_sum", case, CPU, lambda _: None).run(2)
+
+
+def test_what_was_found_is_written_shape_by_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shipped = [TunedEntry(1, {"speed": 7}), TunedEntry(8, {"speed": 8})]
+    tuning.record(tmp_path, DEVICE, "sleepy_sum", "any", shipped)
+    tunable = SleepyTunable([1, 2])
+    done = Tuner(DEVICE, tmp_path, 1e9, CompilePool(1)).tune("sleepy_sum", tunable, TARGET, [2, 8, 2, 100], {"other"})
+    assert done == {"any"}
+    configs = tuning.TunedConfigs(DEVICE, [tmp_path])
+    assert configs.entries("sleepy_sum", "any") == [
+        TunedEntry(1, {"speed": 7}),
+        TunedEntry(2, {"speed": 2}),
+        TunedEntry(8, {"speed": 2}),
+    ]
+    printed = capsys.readouterr().out
+    assert "speed=2" in printed and "100 rows don't fit" in printed and str(tmp_path / "test-gpu.json") in printed
+
+
+def test_an_interruption_loses_the_current_shape_alone(tmp_path: Path) -> None:
+    class Interrupted(SleepyTunable):
+        def case(self, target: TuneTarget, key: str, rows: int) -> SleepyCase | None:
+            if key == "other":
+                raise KeyboardInterrupt
+            return super().case(target, key, rows)
+
+    with pytest.raises(KeyboardInterrupt):
+        Tuner(DEVICE, tmp_path, 1e9, CompilePool(1)).tune("sleepy_sum", Interrupted([2]), TARGET, [2], set())
+    assert tuning.TunedConfigs(DEVICE, [tmp_path]).entries("sleepy_sum", "any") == [TunedEntry(2, {"speed": 2})]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tune", "--shape", "tiny"]) == cli.EXIT_ERROR
+    assert "CUDA device, and there is none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [["--rows", "0"], ["--operation", "magic"], ["--shape", "magic"]])
+def test_wrong_options(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["tune", *options])
+    assert options[0] in capsys.readouterr().err
+
+
+@pytest.mark.on_gpu
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("is_shard", [False, True])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_tunables_agree_with_their_reference(operation: str, is_shard: bool) -> None:
+    """Each operation's cases run, and default and first candidate give the reference's answer."""
+    pytest.importorskip("triton")
+    target = replace(TARGET, is_shard=is_shard)
+    if torch.cuda.is_available():
+        target = TuneTarget(SHAPES["qwen3-0.6b"], torch.bfloat16, torch.device("cuda", 0), 64, is_shard=is_shard)
+    tunable = load_tunable(operation)
+    for key in tunable.shape_keys(target):
+        case = tunable.case(target, key, 2)
+        assert case is not None and case.num_bytes > 0
+        expected = case.expected()
+        for params in ({}, case.candidates({})[0]):
+            with tuning.forced(operation, params):
+                assert relative_error(case.calls()[0](), expected) <= TOLERANCE[target.dtype]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for Triton's interpreter, which needs tiny shapes")
+def test_candidates_are_compiled_by_processes_that_survive_bad_ones() -> None:
+    pytest.importorskip("triton")
+    key = load_tunable("linear_add").shape_keys(TARGET)[0]
+    with CompilePool(2) as pool:
+        for _ in range(2):  # the second time needs processes that are still there
+            pool.compile("linear_add", TARGET, key, 2, [{"no_such": 1}, {"block_m": 0}])

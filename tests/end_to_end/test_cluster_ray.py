@@ -1,0 +1,360 @@
+"""A cluster on several raylets of this machine: placement, death and arrival of nodes, control, with load on it."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group
+
+from cluster_load import bodies, right_tokens, steady_load
+from command_line import command, splitserve
+from lmcache_metrics import CHUNK_TOKENS, availability
+from lmcache_server import python_with_lmcache, segments_of
+from serving import complete_all, wait_until_quiet
+from splitserve.benchmarks.cluster.recovery_times import recoveries
+from splitserve.common.errors import ConfigError
+from splitserve.orchestration.cli.client import ClusterClient, follow, log_lines, status_of
+from splitserve.orchestration.cluster.launch_errors import LaunchError
+from splitserve.orchestration.cluster.launcher import LocalCluster
+from splitserve.orchestration.control.requests import (
+    ClusterStatus,
+    DrainWorker,
+    Refused,
+    Scale,
+    UpgradeCluster,
+    accepted,
+)
+from splitserve.orchestration.control.state_folder import StateFolder
+from splitserve.orchestration.ray.access import accepts_strangers
+from splitserve.orchestration.ray.client import RayClient, connect, start_on_ray
+from splitserve.orchestration.ray.commands import client_on_ray, up_on_ray
+from splitserve.orchestration.ray.host import groups_of
+from splitserve.orchestration.ray.names import CLUSTER_VARIABLE, NAMESPACE, controller_name
+from splitserve.orchestration.spec.document import read_spec
+from waiting import wait_until
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+NODE = {"num_cpus": 5, "object_store_memory": 80 << 20, "include_dashboard": False}
+PATIENCE_SECONDS = 100.0  # for what Ray does; a quiet machine takes a tenth
+
+
+@pytest.fixture(scope="module")
+def raylets() -> Iterator[Cluster]:
+    """A head, which this process is connected to, and one more node."""
+    os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # what else fills the memory here isn't their fault
+    os.environ.setdefault("RAY_health_check_period_ms", "500")  # a node that is gone doesn't answer five times
+    os.environ.setdefault("RAY_worker_niceness", "0")  # other tests run beside these, and Ray's would wait for them
+    cluster = Cluster(initialize_head=True, head_node_args=NODE)
+    try:
+        connect(cluster.address, with_code=True)
+        cluster.add_node(**NODE)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.fixture
+def left_alone(raylets: Cluster) -> Iterator[None]:
+    """A test that fails takes its cluster down, or the next one would find no room."""
+    yield
+    for name in ("life", "back", "near"):
+        client = RayClient(name, raylets.address)
+        if client.leftovers():
+            client.down(print)
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPLITSERVE_STATE_DIR", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+def write_spec(path: Path, model: Path, name: str, threads: int = 1) -> str:
+    path.write_text(f"""
+name: {name}
+model: {{path: {model}, served_name: tiny, max_model_len: 512}}
+pools:
+- {{name: fill, role: prefill, count: 2, threads: {threads}, memory: {{kv: 16MiB}}}}
+- {{name: gen, role: decode, count: 2, threads: {threads}, memory: {{kv: 16MiB}}}}
+router: {{port: 0}}
+network: {{host: 127.0.0.1}}
+""")
+    return str(path)
+
+
+def places(status: ClusterStatus, raylets: Cluster) -> Counter[tuple[str, str]]:
+    """How many workers of each pool are on each node, by the node's raylet."""
+    found: Counter[tuple[str, str]] = Counter()
+    for worker in status.workers:
+        raylet = raylet_above(worker.pid)
+        found[next(n.node_id for n in raylets.list_all_nodes() if raylet_of(n) == raylet), worker.pool] += 1
+    return found
+
+
+def raylet_above(pid: int) -> int:
+    return next(parent.pid for parent in psutil.Process(pid).parents() if parent.name().startswith("raylet"))
+
+
+def raylet_of(node: Any) -> int:
+    return int(node.all_processes["raylet"][0].process.pid)
+
+
+def processes_of(name: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(CLUSTER_VARIABLE) == name and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def keepers_of(name: str) -> dict[int, psutil.Process]:
+    """What keeps the cluster's LMCache servers, by the raylets that they are under."""
+    found = {}
+    for process in processes_of(name):
+        with contextlib.suppress(psutil.Error):  # it may be ending
+            if any("lmcache.v1" in " ".join(child.cmdline()) for child in process.children()):
+                found[raylet_above(process.pid)] = process
+    return found
+
+
+def is_idle() -> bool:
+    total, free = ray.cluster_resources(), ray.available_resources()
+    return total.get("CPU") == free.get("CPU")
+
+
+def settle(client: RayClient, counts: dict[str, int]) -> ClusterStatus:
+    return follow(client, print, lambda status: status.is_settled and status.counts == counts, 0, PATIENCE_SECONDS)
+
+
+@pytest.mark.usefixtures("left_alone")
+def test_a_life_under_load_on_two_and_on_four_nodes(
+    raylets: Cluster, tiny_qwen3: Path, tmp_path: Path, state: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = write_spec(tmp_path / "spec.yaml", tiny_qwen3, "life")
+    url = up_on_ray(read_spec(spec), StateFolder("life"), raylets.address, "info", restart=True)
+    warnings = [record.getMessage() for record in caplog.records if record.name.endswith("ray_commands")]
+    assert accepts_strangers(raylets.address) and "has no authentication" in warnings[0]
+    assert "notices a machine without power or network after up to" in warnings[1]
+    client = client_on_ray("life", raylets.address)
+    home, other = raylets.list_all_nodes()
+    assert raylet_above(status_of(client).router.pid) == raylet_of(home), "the router is where `up` was run"
+    assert set(places(status_of(client), raylets).values()) == {1}, "each pool is spread over the nodes"
+    with pytest.raises(ConfigError, match="a cluster called life is on Ray"):
+        start_on_ray(read_spec(spec), raylets.address, "info", restart=True, show=print)
+    expected = right_tokens(url, "tiny", tiny_qwen3)
+
+    with steady_load(url, bodies("tiny"), expected, streams=2) as load:
+        newcomers = [raylets.add_node(**NODE) for _ in range(2)]
+        accepted(client.ask(Scale("gen", 4)))
+        status = settle(client, {"fill": 2, "gen": 4})
+        assert [places(status, raylets)[node.node_id, "gen"] for node in newcomers] == [1, 1], "they had nobody"
+
+        died_at = time.time()
+        raylets.remove_node(other, allow_graceful=False)
+        wait_until(lambda: any(worker.phase != "ready" for worker in status_of(client).workers), "a worker is missed")
+        status = settle(client, {"fill": 2, "gen": 4})
+        assert {node for node, _ in places(status, raylets)} == {home.node_id, *(node.node_id for node in newcomers)}
+        # Others may have been started again, too: UCX has been seen to abort in a reader whose source died.
+        lost = [worker for worker in status.workers if "was lost" in worker.last_words]
+        assert sorted(worker.pool for worker in lost) == ["fill", "gen"] and all(each.num_restarts for each in lost)
+        names = [worker.name for worker in lost]
+        ways_back = recoveries(msgspec.to_builtins(status), names, died_at)
+        assert [each.worker for each in ways_back] == sorted(names, key=lambda name: ready_at(status, name))
+        assert all(min(each.detection, each.delay, each.assignment, each.start) >= 0 for each in ways_back)
+
+        for pool in ("fill", "gen"):
+            accepted(client.ask(Scale(pool, 1)))
+        status = settle(client, {"fill": 1, "gen": 1})
+        pids = {worker.pid for worker in status.workers}
+        client.bring_code()
+        target = read_spec(write_spec(tmp_path / "next.yaml", tiny_qwen3, "x", threads=2))
+        accepted(client.ask(UpgradeCluster(msgspec.to_builtins(target))))
+        status = follow(client, print, is_upgraded, 0, PATIENCE_SECONDS)
+        assert status.upgrade is not None and (status.upgrade.state, status.upgrade.num_replaced) == ("done", 2)
+        assert not pids & {worker.pid for worker in status.workers}
+    assert not load.problems, load.problems[:3]
+    assert load.num_done > 4
+    wait_until_quiet(url)
+    assert any("is asked to finish its requests" in line for line in log_lines(client, "launcher", 99, follow=False))
+
+    said: list[str] = []
+    client.down(said.append)
+    assert said == ["life: all processes have ended"]
+    assert not processes_of("life") and not client.leftovers() and not state.exists()
+    wait_until(is_idle, "nothing is reserved on any node")
+
+
+def ready_at(status: ClusterStatus, name: str) -> float:
+    return next(worker.times.ready_at or 0.0 for worker in status.workers if worker.name == name)
+
+
+def is_upgraded(status: ClusterStatus) -> bool:
+    return status.upgrade is not None and status.upgrade.state != "running"
+
+
+@pytest.mark.usefixtures("left_alone")
+def test_the_controller_comes_back_and_a_killed_driver_leaves_nothing(
+    raylets: Cluster, tiny_qwen3: Path, tmp_path: Path, state: Path
+) -> None:
+    spec = write_spec(tmp_path / "spec.yaml", tiny_qwen3, "back")
+    kill_in_the_middle("up", "--ray", raylets.address, "--spec", spec)
+    client = RayClient("back", raylets.address)
+    status = follow(client, print, lambda status: status.state == "serving", 0, PATIENCE_SECONDS)
+    expected = right_tokens(status.url, "tiny", tiny_qwen3)
+    assert same_on_this_machine(spec, status.url)
+
+    controller = ray.get_actor(controller_name("back"), namespace=NAMESPACE)
+    pids = {worker.name: worker.pid for worker in status.workers}
+    # What Ray makes of a group whose node is gone while there is no controller to remove it.
+    placement_group([{"CPU": 1}], name="back/agent/gen-1/0badcafe", lifetime="detached")
+    assert "back/agent/gen-1/0badcafe" in groups_of("back")
+    with steady_load(status.url, bodies("tiny"), expected, streams=2) as load:
+        ray.kill(controller, no_restart=False)
+        after = follow(
+            client, print, lambda status: status.state == "serving" and status.is_settled, 0, PATIENCE_SECONDS
+        )
+        assert {worker.name: worker.pid for worker in after.workers} == pids and after.url == status.url
+        wait_until(lambda: "back/agent/gen-1/0badcafe" not in groups_of("back"), "the group is still there")
+        assert isinstance(client.ask(Scale("gen", 0)), Refused)
+        os.kill(pids["gen-1"], signal.SIGKILL)
+        wait_until(lambda: any(worker.num_restarts for worker in status_of(client).workers), "gen-1 is back")
+        settle(client, {"fill": 2, "gen": 2})
+    assert not load.problems, load.problems[:3]
+
+    router = status_of(client).router.pid
+    os.kill(router, signal.SIGKILL)
+    wait_until(lambda: status_of(client).router.pid not in (0, router), "another router runs")
+    wait_until(lambda: right_tokens_or_none(status.url, tiny_qwen3) == expected, "it answers as before")
+
+    folders = [Path(each) for process in processes_of("back") if (each := process.environ().get("UCX_POSIX_DIR"))]
+    assert len(folders) == 4 and all(folder.is_dir() for folder in folders)
+    text = splitserve("down")
+    assert "all processes have ended" in text
+    assert not any(folder.exists() for folder in folders), "shared memory"
+    assert not processes_of("back") and not client.leftovers() and not state.exists()
+
+
+def same_on_this_machine(spec: str, url: str) -> bool:
+    """Whether the same spec gives the same tokens without Ray, greedy and drawn."""
+    drawn = [{**body, "temperature": 0.9, "top_p": 0.9, "seed": 5} for body in bodies("tiny")]
+    requests = [*bodies("tiny"), *drawn]
+    with LocalCluster(read_spec(spec), log_level="warning") as local:
+        ours, theirs = [
+            [answer["choices"][0]["token_ids"] for answer in complete_all(each, requests, at_once=False)]
+            for each in (url, local.url)
+        ]
+    assert ours[: len(drawn)] != ours[len(drawn) :], "drawing draws"
+    return ours == theirs
+
+
+def kill_in_the_middle(*arguments: str) -> None:
+    """Run a command until it speaks of a process that listens; then kill it."""
+    said: list[str] = []
+    with subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        too_late = threading.Timer(PATIENCE_SECONDS, driver.kill)
+        too_late.start()
+        try:
+            for line in driver.stdout:
+                said.append(line)
+                if "listening" in line:
+                    break
+        finally:
+            too_late.cancel()
+            driver.kill()
+    assert "listening" in said[-1], f"it never came so far: {said}"
+
+
+def right_tokens_or_none(url: str, checkpoint: Path) -> list[list[int]] | None:
+    try:
+        return right_tokens(url, "tiny", checkpoint)
+    except (OSError, KeyError, AssertionError):
+        return None
+
+
+@pytest.mark.usefixtures("left_alone")
+def test_each_node_has_an_lmcache_server(raylets: Cluster, tiny_qwen3: Path, tmp_path: Path, state: Path) -> None:
+    """Workers use their own node's; what they share is a folder. A server that dies comes back at the same place, one
+    that nobody uses any more ends, and another controller goes on with those that it finds."""
+    python_with_lmcache()
+    shared, spec = tmp_path / "shared", tmp_path / "spec.yaml"
+    spec.write_text(f"""
+name: near
+model: {{path: {tiny_qwen3}, served_name: tiny, max_model_len: 512}}
+pools: [{{name: both, role: mixed, count: 2, threads: 1, memory: {{kv: 16MiB}}}}]
+lmcache: {{memory: 32MiB, chunk_tokens: {CHUNK_TOKENS}, backends: [{{type: fs, base_path: {shared}}}]}}
+router: {{port: 0}}
+network: {{host: 127.0.0.1}}
+""")
+    url = up_on_ray(read_spec(str(spec)), StateFolder("near"), raylets.address, "info", restart=True)
+    client = client_on_ray("near", raylets.address)
+    stays, goes = (raylet_above(worker.pid) for worker in status_of(client).workers)
+    wait_until(lambda: set(keepers_of("near")) == {stays, goes}, "each node has its server", PATIENCE_SECONDS)
+    wait_until(lambda: availability(url) == {"both-0": True, "both-1": True}, "workers find them", PATIENCE_SECONDS)
+    theirs, expected = prompts_of("both-1", url, shared)
+
+    keepers = keepers_of("near")
+    pids = {keeper.pid for keeper in keepers.values()}
+    assert len(segments_of(pids)) == 2
+    ray.kill(ray.get_actor(controller_name("near"), namespace=NAMESPACE), no_restart=False)
+    keepers[stays].kill()
+    settle(client, {"both": 2})
+    assert keepers_of("near")[goes] == keepers[goes]
+    accepted(client.ask(DrainWorker("both-1")))
+    assert [worker.name for worker in settle(client, {"both": 1}).workers] == ["both-0"]
+    wait_until(lambda: set(keepers_of("near")) == {stays}, "one is back, one has ended", PATIENCE_SECONDS)
+    wait_until(lambda: knows_that_it_is_back(client, "both-0"), "it's found where it was", PATIENCE_SECONDS)
+    wait_until(lambda: availability(url) == {"both-0": True}, "it's used", PATIENCE_SECONDS)
+    answers = complete_all(url, theirs, at_once=False)
+    assert [answer["choices"][0]["token_ids"] for answer in answers] == expected
+    assert all(answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= CHUNK_TOKENS for answer in answers)
+
+    pids |= {keeper.pid for keeper in keepers_of("near").values()}
+    client.down(print)
+    assert not processes_of("near") and not client.leftovers() and not segments_of(pids)
+
+
+def knows_that_it_is_back(client: ClusterClient, worker: str) -> bool:
+    return any("lmcache_link" in line and "is back" in line for line in log_lines(client, worker, 99, follow=False))
+
+
+def prompts_of(worker: str, url: str, shared: Path) -> tuple[list[dict[str, Any]], list[list[int]]]:
+    """Requests whose prompts a worker computed, and whose chunks are in the shared folder by now; their tokens."""
+    longer = [{**body, "prompt": [400 + number, *range(500, 590)]} for number, body in enumerate(bodies("tiny"))]
+    answers = complete_all(url, longer, at_once=True)
+    theirs = [number for number, answer in enumerate(answers) if answer["splitserve"]["prefill"] == worker]
+    assert theirs, f"{worker} got nothing to do"
+    num_chunks = len(longer) * (len(longer[0]["prompt"]) // CHUNK_TOKENS)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while len(list(shared.rglob("*.data"))) < num_chunks:
+        assert time.monotonic() < deadline, "chunks are missing in the folder"
+        time.sleep(0.5)
+        complete_all(url, longer, at_once=True)  # a store that fails is tried again when its blocks are used again
+    return [longer[n] for n in theirs], [answers[n]["choices"][0]["token_ids"] for n in theirs]
+
+
+def test_what_no_node_can_run_is_refused(raylets: Cluster, tiny_qwen3: Path, tmp_path: Path, state: Path) -> None:
+    spec = write_spec(tmp_path / "spec.yaml", tiny_qwen3, "huge", threads=64)
+    text = splitserve("up", "--ray", raylets.address, "--spec", spec, status=2)
+    assert "no node of the Ray cluster could ever run a worker of pool fill: it takes 64 CPU" in text
+    Path(spec).write_text(Path(spec).read_text().replace("threads: 64", "threads: 1, nodes: {labels: {zone: mars}}"))
+    with pytest.raises(LaunchError, match=r"on a node with labels \{'zone': 'mars'\}"):
+        start_on_ray(read_spec(spec), raylets.address, "info", restart=True, show=print)
+    assert not RayClient("huge", raylets.address).leftovers() and not state.exists()

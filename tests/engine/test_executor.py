@@ -1,0 +1,423 @@
+"""Executors with a runner whose steps the test lets go on, one by one; and which steps count as too slow."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from splitserve.engine.steps.executor import (
+    Executor,
+    Failures,
+    OverlappedExecutor,
+    StepExecutor,
+    StepFailure,
+    StepResult,
+)
+from splitserve.engine.steps.launch_pace import FEWEST, MARGIN_SECONDS, LaunchPace
+from splitserve.engine.steps.step_times import MIN_LIKE_STEPS, MIN_STEPS, StepTimes, describe
+from splitserve.protocol.step import MAX_STEPS_UNDER_WAY, SampleSpec, ScheduledChunk, StepOutput, StepPlan
+from waiting import PATIENCE_SECONDS
+
+GREEDY = SampleSpec(temperature=0.0, top_k=0, top_p=1.0, seed=0, choice=0, position=1)
+ILLEGAL = "CUDA error: an illegal memory access was encountered"
+
+
+def plan_of(token: int) -> StepPlan:
+    return StepPlan([ScheduledChunk([token], 7, [0], GREEDY)])
+
+
+class Step:
+    """Ends when ``release`` is set: with the token that it got, or with ``error``."""
+
+    def __init__(self, token: int, error: Exception | None) -> None:
+        self.token = token
+        self.error = error
+        self.release = threading.Event()
+
+    def wait(self) -> StepOutput:
+        assert self.release.wait(PATIENCE_SECONDS)
+        if self.error is not None:
+            raise self.error
+        return StepOutput([self.token])
+
+
+class GatedRunner:
+    """Launches at once, but for tokens in ``launch_errors``; ``step_errors`` come out when the step is waited for."""
+
+    def __init__(self) -> None:
+        self.launch_errors: dict[int, Exception] = {}
+        self.step_errors: dict[int, Exception] = {}
+        self.launched: list[Step] = []
+        self.changed = threading.Condition()
+
+    def launch(self, plan: StepPlan) -> Step:
+        (token,) = plan.chunks[0].token_ids
+        with self.changed:
+            step = Step(token, self.step_errors.get(token))
+            self.launched.append(step)
+            self.changed.notify_all()
+        if token in self.launch_errors:
+            raise self.launch_errors[token]
+        return step
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        return self.launch(plan).wait()
+
+    def wait_launched(self, number: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.launched) >= number, PATIENCE_SECONDS)
+
+
+class Driver:
+    """What the engine loop does with an executor."""
+
+    def __init__(self) -> None:
+        self.runner = GatedRunner()
+        self.woken = threading.Semaphore(0)
+        self.device_works = True
+        self.executor: Executor = OverlappedExecutor(self.runner, self.woken.release, self.check_device)
+
+    def check_device(self) -> None:
+        if not self.device_works:
+            raise RuntimeError(ILLEGAL)
+
+    def launch(self, *tokens: int) -> None:
+        for token in tokens:
+            assert self.executor.has_room
+            self.executor.launch(plan_of(token))
+
+    def release(self, number: int) -> None:
+        self.runner.wait_launched(number)
+        self.runner.launched[number - 1].release.set()
+
+    def result(self) -> StepResult:
+        assert self.woken.acquire(timeout=PATIENCE_SECONDS)
+        result = self.executor.result()
+        assert result is not None, "it woke the loop before the result was there"
+        return result
+
+    def failure(self) -> StepFailure:
+        outcome = self.result().outcome
+        assert isinstance(outcome, StepFailure)
+        return outcome
+
+
+@pytest.fixture
+def driver() -> Iterator[Driver]:
+    driver = Driver()
+    yield driver
+    for step in driver.runner.launched:
+        step.release.set()
+    driver.executor.close(10)
+
+
+class TestOverlapped:
+    def test_two_steps_are_under_way_and_no_third(self, driver: Driver) -> None:
+        driver.launch(5, 6)
+        driver.runner.wait_launched(2)  # the second one, while the first one runs
+        assert not driver.executor.has_room
+        assert driver.executor.result() is None
+        driver.release(1)
+        assert driver.result().outcome == StepOutput([5])
+        assert driver.executor.has_room
+        driver.launch(7)
+        driver.runner.wait_launched(3)
+        assert not driver.executor.has_room
+
+    def test_results_come_in_the_order_of_the_launches(self, driver: Driver) -> None:
+        driver.launch(5, 6)
+        driver.release(2)
+        time.sleep(0.05)
+        assert driver.executor.result() is None, "the first step still runs"
+        driver.release(1)
+        first, second = driver.result(), driver.result()
+        assert (first.step, first.outcome, first.plan) == (1, StepOutput([5]), plan_of(5))
+        assert (second.step, second.outcome, second.plan) == (2, StepOutput([6]), plan_of(6))
+
+    def test_a_step_that_waits_behind_another_is_not_slow(self, driver: Driver) -> None:
+        driver.launch(5, 6)
+        driver.runner.wait_launched(2)
+        time.sleep(0.2)
+        released = time.monotonic()
+        driver.release(1)
+        driver.release(2)
+        first, second = driver.result(), driver.result()
+        assert first.seconds >= 0.2
+        assert second.seconds <= time.monotonic() - released, "from the first one's end, not from its launch"
+
+    def test_an_error_comes_out_as_it_is(self, driver: Driver) -> None:
+        error = ValueError("no finite logits")
+        driver.runner.step_errors[5] = error
+        driver.launch(5)
+        driver.release(1)
+        failure = driver.failure()
+        assert failure == StepFailure(1, error)
+        assert str(failure) == "ValueError: no finite logits"
+
+    def test_an_error_of_the_launch_comes_after_the_steps_before_it(self, driver: Driver) -> None:
+        driver.runner.launch_errors[6] = RuntimeError("no such graph")
+        driver.launch(5, 6)
+        driver.runner.wait_launched(2)
+        time.sleep(0.05)
+        assert driver.executor.result() is None
+        driver.release(1)
+        assert driver.result().outcome == StepOutput([5])
+        assert str(driver.failure()) == "RuntimeError: no such graph"
+
+    def test_a_later_steps_error_names_the_first_one(self, driver: Driver) -> None:
+        """The launch of the second step reports what the first one has done to the device."""
+        driver.device_works = False
+        driver.runner.step_errors[5] = RuntimeError(ILLEGAL)
+        driver.runner.launch_errors[6] = RuntimeError("CUDA error: unspecified launch failure")
+        driver.launch(5, 6)
+        driver.release(1)
+        first, second = driver.failure(), driver.failure()
+        assert (first.cause, str(first)) == (None, f"RuntimeError: {ILLEGAL}")
+        assert (second.cause, str(second)) == (first, f"failed because of step 1: RuntimeError: {ILLEGAL}")
+        assert first.device_lost and second.device_lost
+
+    def test_a_device_that_survives_an_error_goes_on(self, driver: Driver) -> None:
+        for token in (5, 6, 8):
+            driver.runner.step_errors[token] = ValueError(f"step with {token}")
+        driver.launch(5, 6)
+        driver.release(1)
+        driver.release(2)
+        first, second = driver.failure(), driver.failure()
+        assert (first.device_lost, second.cause) == (False, first)
+        driver.launch(7, 8)
+        driver.release(3)
+        driver.release(4)
+        assert driver.result().outcome == StepOutput([7])
+        assert str(driver.failure()) == "ValueError: step with 8", "it has nothing to do with the first one"
+
+    def test_a_call_runs_on_the_thread_that_launches(self, driver: Driver) -> None:
+        names: list[str] = []
+        driver.launch(5)
+        driver.runner.wait_launched(1)
+        driver.executor.call(lambda: names.append(threading.current_thread().name))
+        driver.launch(6)
+        driver.runner.wait_launched(2)  # which comes after it
+        assert names == ["model-launch"]
+        driver.release(1)
+        driver.release(2)
+        assert [driver.result().step for _ in range(2)] == [1, 2], "a call is no step"
+
+    def test_close_lets_the_launched_steps_end(self, driver: Driver) -> None:
+        driver.launch(5, 6)
+        driver.runner.wait_launched(2)
+        threading.Timer(0.1, lambda: [step.release.set() for step in driver.runner.launched]).start()
+        driver.executor.close(10)
+        assert [driver.result().outcome for _ in range(2)] == [StepOutput([5]), StepOutput([6])]
+
+    def test_close_does_not_wait_for_a_step_that_hangs(self, driver: Driver) -> None:
+        driver.launch(5, 6)
+        driver.runner.wait_launched(2)
+        driver.executor.close(0.2)
+
+
+class TestOneAtATime:
+    @pytest.fixture
+    def driver(self) -> Iterator[Driver]:
+        driver = Driver()
+        driver.executor.close(10)
+        driver.executor = StepExecutor(driver.runner, driver.woken.release)
+        yield driver
+        for step in driver.runner.launched:
+            step.release.set()
+        driver.executor.close(10)
+
+    def test_one_step_after_another(self, driver: Driver) -> None:
+        driver.runner.step_errors[6] = ValueError("no finite logits")
+        for number, token in enumerate((5, 6, 7), start=1):
+            driver.launch(token)
+            assert not driver.executor.has_room
+            driver.release(number)
+            result = driver.result()
+            assert (result.step, result.plan) == (number, plan_of(token))
+            expected = "ValueError: no finite logits" if token == 6 else str(StepOutput([token]))
+            assert str(result.outcome) == expected
+
+    def test_a_call_waits_for_the_step_before_it(self, driver: Driver) -> None:
+        called = threading.Event()
+        driver.launch(5)
+        driver.executor.call(called.set)
+        driver.runner.wait_launched(1)
+        assert not called.wait(0.05)
+        driver.release(1)
+        assert driver.result().step == 1 and called.wait(PATIENCE_SECONDS)
+
+    def test_close_does_not_wait_for_a_step_that_hangs(self, driver: Driver) -> None:
+        driver.launch(5)
+        driver.runner.wait_launched(1)
+        driver.executor.close(0.2)
+
+
+def test_after_the_device_is_lost_every_failure_is_its() -> None:
+    def check() -> None:
+        raise RuntimeError(ILLEGAL)
+
+    failures = Failures(check)
+    first = failures.failure(3, RuntimeError(ILLEGAL))
+    much_later = failures.failure(3 + 10 * MAX_STEPS_UNDER_WAY, RuntimeError("?"))
+    assert much_later.cause is first and much_later.device_lost
+
+
+def batch(num_decodes: int, *prefills: tuple[int, int]) -> StepPlan:
+    """``prefills``: tokens, start."""
+    decodes = [ScheduledChunk([1], 9, [0], GREEDY)] * num_decodes
+    return StepPlan([*decodes, *(ScheduledChunk([1] * count, start, [0], None) for count, start in prefills)])
+
+
+class SetPace(LaunchPace):
+    """Says what it is told to, and remembers what it hears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wait = 0.0
+        self.launches: list[float] = []
+
+    def note_launch(self, seconds: float) -> None:
+        self.launches.append(seconds)
+
+    def seconds_to_wait(self, plan: StepPlan) -> float:
+        return self.wait
+
+
+class TestLateLaunch:
+    @pytest.fixture
+    def pace(self) -> SetPace:
+        return SetPace()
+
+    @pytest.fixture
+    def driver(self, pace: SetPace) -> Iterator[Driver]:
+        driver = Driver()
+        driver.executor.close(10)
+        driver.executor = OverlappedExecutor(driver.runner, driver.woken.release, pace=pace)
+        yield driver
+        for step in driver.runner.launched:
+            step.release.set()
+        driver.executor.close(10)
+
+    def test_there_is_no_room_beside_a_step_until_it_is_time(self, driver: Driver, pace: SetPace) -> None:
+        pace.wait = 3600.0
+        driver.launch(5)
+        assert not driver.executor.has_room
+        driver.release(1)
+        assert driver.result().outcome == StepOutput([5])
+        driver.launch(6)  # the device is idle: at once
+        driver.runner.wait_launched(2)
+        assert pace.launches == []
+
+    def test_the_loop_is_woken_when_it_is_time(self, driver: Driver, pace: SetPace) -> None:
+        pace.wait = 0.02
+        driver.launch(5)
+        assert driver.woken.acquire(timeout=10)
+        assert driver.executor.result() is None  # it runs on
+        driver.launch(6)
+        driver.release(1)
+        pace.wait = 0.03  # counted from the end of the first one
+        assert driver.result().outcome == StepOutput([5])
+        assert driver.woken.acquire(timeout=10)
+        driver.launch(7)
+        driver.release(2)
+        driver.release(3)
+        assert [driver.result().outcome for _ in range(2)] == [StepOutput([6]), StepOutput([7])]
+        assert len(pace.launches) == 2 and min(pace.launches) > 0.0
+
+    def test_launches_that_wait_for_copies_tell_nothing(self, driver: Driver, pace: SetPace) -> None:
+        """Nor do those behind them."""
+        plans = [plan_of(5), plan_of(6), plan_of(7), plan_of(8)]
+        plans[1] = StepPlan([msgspec.structs.replace(plans[1].chunks[0], gates=(3,))])
+        driver.executor.launch(plans[0])
+        for number, plan in enumerate(plans[1:], start=1):
+            driver.executor.launch(plan)
+            driver.release(number)
+            assert driver.result().step == number
+        assert len(pace.launches) == 0
+        driver.release(4)
+        assert driver.result().step == 4
+        assert len(pace.launches) == 1, "of the last one, beside the one behind"
+
+
+class TestLaunchPace:
+    def test_nothing_is_waited_for_before_enough_is_known(self) -> None:
+        pace = LaunchPace()
+        for _ in range(FEWEST):
+            assert pace.seconds_to_wait(batch(16)) == 0.0
+            pace.note_step(batch(16), 0.005)
+        assert pace.seconds_to_wait(batch(16)) == 0.0
+        for _ in range(FEWEST):
+            pace.note_launch(0.001)
+        assert pace.seconds_to_wait(batch(16)) == pytest.approx(0.004 - MARGIN_SECONDS)
+        assert pace.seconds_to_wait(batch(64)) == 0.0
+
+    def test_steps_with_prompts_are_followed_at_once(self) -> None:
+        pace = self.settled()
+        mixed = batch(16, (320, 512))
+        for _ in range(FEWEST):
+            pace.note_step(mixed, 0.5)
+        assert pace.seconds_to_wait(mixed) == 0.0
+        assert pace.seconds_to_wait(batch(16)) == pytest.approx(0.004 - MARGIN_SECONDS)
+
+    def test_the_shortest_step_and_the_slow_launches_count(self) -> None:
+        pace = self.settled()
+        pace.note_step(batch(17), 0.0045)
+        for _ in range(8):
+            pace.note_launch(0.002)
+        assert pace.seconds_to_wait(batch(16)) == pytest.approx(0.0045 - 0.002 - MARGIN_SECONDS)
+
+    def test_launches_that_take_longer_than_a_step_are_begun_at_once(self) -> None:
+        pace = self.settled()
+        for _ in range(10):
+            pace.note_launch(0.006)
+        assert pace.seconds_to_wait(batch(16)) == 0.0
+
+    @staticmethod
+    def settled() -> LaunchPace:
+        pace = LaunchPace()
+        for _ in range(100):
+            pace.note_step(batch(16), 0.005)
+            pace.note_launch(0.001)
+        return pace
+
+
+class TestStepTimes:
+    def settled(self, seconds: float = 0.005) -> StepTimes:
+        times = StepTimes()
+        for _ in range(MIN_STEPS):
+            assert times.note(batch(16), seconds) is None
+        return times
+
+    def test_a_stall_is_told_with_its_shape(self) -> None:
+        warning = self.settled().note(batch(16), 1.02)
+        assert warning == "a step took 1.02 s, where steps of its size take 5.0 ms: 16 decode tokens"
+
+    def test_the_first_step_of_a_size_may_take_longer_but_not_for_ever(self) -> None:
+        times = self.settled()
+        mixed = batch(16, (320, 512))
+        assert times.note(mixed, 0.4) is None
+        warning = times.note(mixed, 1.02)
+        assert warning is not None and warning.endswith("16 decode tokens, prefill chunks of 320 tokens after 512")
+
+    def test_sizes_have_their_own_times(self) -> None:
+        """On a CPU a large prefill takes a hundred times as long as a decode step, and that is no stall."""
+        times = self.settled(0.16)
+        for _ in range(2 * MIN_LIKE_STEPS):
+            assert times.note(batch(0, (512, 0)), 3.5) is None
+        assert times.note(batch(0, (512, 0)), 3.5 * 19) is None
+        assert times.note(batch(0, (512, 0)), 3.5 * 21) is not None
+
+    def test_nothing_is_slow_before_there_is_something_to_compare_with(self) -> None:
+        times = StepTimes()
+        assert [times.note(batch(1), 30.0) for _ in range(MIN_STEPS)] == [None] * MIN_STEPS
+
+    def test_short_steps_are_never_slow(self) -> None:
+        assert self.settled(0.0001).note(batch(16), 0.49) is None
+
+    def test_description(self) -> None:
+        assert describe(batch(2, (64, 0), (3, 128))) == (
+            "2 decode tokens, prefill chunks of 64 tokens after 0, 3 tokens after 128"
+        )
+        assert describe(batch(0, (1, 0))) == "prefill chunks of 1 tokens after 0"

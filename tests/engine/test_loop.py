@@ -1,0 +1,85 @@
+"""The whole engine loop, with real sockets and a clock for a device: tokens, failing steps, a device that is lost."""
+
+import logging
+from array import array
+
+import pytest
+import zmq
+
+from running_loop import ILLEGAL, FaultyRunner, running
+from splitserve.common.errors import DeviceLostError
+from splitserve.protocol.messages.envelope import Envelope
+from splitserve.protocol.messages.membership import Leave
+from splitserve.protocol.messages.requests import FailureCode, LocalRequest
+from splitserve.protocol.request import Party, RequestKey, SamplingParams
+from splitserve.protocol.step import UNKNOWN_TOKEN
+from splitserve.protocol.wire import encode
+from waiting import PATIENCE_SECONDS, wait_until
+
+
+def test_every_token_comes_once_and_the_device_gets_its_next_step_in_time() -> None:
+    runner = FaultyRunner()
+    with running(runner) as run:
+        for index in range(5):
+            run.submit(f"r{index}", num_tokens=100 + index, max_tokens=40)
+        run.submit("last", max_tokens=200)
+        assert len(run.tokens_of("last")) == 200
+    follow_ups = [plan for plan in runner.plans if UNKNOWN_TOKEN in [c.token_ids[0] for c in plan.chunks]]
+    assert len(follow_ups) > 100, "steps were launched before the results of those before them were here"
+    assert run.error is None
+
+
+def test_heartbeats_count_what_could_not_be_delivered_and_what_was_no_message() -> None:
+    with running(FaultyRunner()) as run:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as link:
+            link.setsockopt(zmq.LINGER, 0)
+            link.connect(run.where.endpoint)
+            link.send(b"GET / HTTP/1.1")
+            request = LocalRequest(RequestKey("r"), array("i", [1] * 20), SamplingParams(max_tokens=1000), 60.0)
+            link.send(encode(Envelope(Party("gone soon", 2), run.where.party, request)))
+            assert link.poll(PATIENCE_SECONDS * 1000), "no token comes"
+            wait_until(lambda: run.load().malformed_messages == 1, "what is no message isn't counted")
+            assert run.load().undeliverable_messages == 0
+        wait_until(lambda: run.load().undeliverable_messages > 0, "tokens for a router that is gone aren't counted")
+
+
+def test_a_sequence_decodes_in_the_step_right_after_its_prompt() -> None:
+    runner = FaultyRunner()
+    with running(runner) as run:
+        run.submit("r", max_tokens=4)
+        run.tokens_of("r")
+    prompt, *decodes = runner.plans
+    assert prompt.num_tokens == 20
+    assert [plan.num_tokens for plan in decodes] == [1, 1, 1], "no step was without it, and none too many"
+
+
+def test_a_step_that_fails_ends_its_requests_with_its_error(caplog: pytest.LogCaptureFixture) -> None:
+    with running(FaultyRunner(fails_at=5)) as run, caplog.at_level(logging.ERROR):
+        run.submit("doomed")
+        failure = run.failure()
+        assert (failure.key, failure.code) == (RequestKey("doomed"), FailureCode.INTERNAL)
+        assert failure.message == f"RuntimeError: {ILLEGAL}"
+        run.submit("next", max_tokens=5)
+        assert len(run.tokens_of("next")) == 5
+    assert run.error is None
+    assert "step 5 failed" in caplog.text and caplog.text.count("Traceback") == 1
+
+
+def test_a_worker_whose_device_is_lost_tells_everybody_why_and_ends(caplog: pytest.LogCaptureFixture) -> None:
+    runner = FaultyRunner(fails_at=8, is_sticky=True)
+    with running(runner, runner.check_device) as run, caplog.at_level(logging.ERROR):
+        run.submit("a")
+        run.submit("b", num_tokens=3)
+        failures = [run.failure(), run.failure()]
+        run.thread.join(PATIENCE_SECONDS)
+        assert not run.thread.is_alive(), "it goes by itself"
+        leave = run.router.heard_by_membership()[-1]
+        assert isinstance(leave, Leave), "so that the router needn't miss its heartbeats"
+        assert leave.error == str(run.error)
+    for failure in failures:
+        assert ILLEGAL in failure.message and "unspecified" not in failure.message
+    assert isinstance(run.error, DeviceLostError)
+    assert str(run.error) == (
+        f"the device can't go on after step 8 (RuntimeError: {ILLEGAL}): paced-0 ends, to be started again"
+    )
+    assert caplog.text.count("Traceback") == 1, "the first error in full, and what it led to in a line"

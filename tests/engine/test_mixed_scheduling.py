@@ -1,0 +1,187 @@
+"""Steps with prompts and decode tokens, some launched before the results of those before them are here."""
+
+from collections import deque
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduled_sequences import BLOCK_SIZE, lengths, make_decode, make_sequence, plan
+from splitserve.engine.block_manager import BlockManager
+from splitserve.engine.scheduling import Planned, StepScheduler
+from splitserve.engine.sequence import Sequence
+from splitserve.engine.stage import Stage
+from splitserve.kvconnector.blocks.pool import BlockState
+from splitserve.protocol.step import UNKNOWN_TOKEN
+
+
+class Overlapped:
+    """Steps as on a GPU: the next one is planned and launched before the results of the last one are here."""
+
+    def __init__(self, blocks: BlockManager, scheduler: StepScheduler, budget: int) -> None:
+        self.blocks = blocks
+        self.scheduler = scheduler
+        self.budget = budget
+        self.under_way: deque[list[Planned]] = deque()
+
+    def launch(self) -> list[Planned]:
+        planned = plan(self.scheduler, self.budget)
+        for index, (sequence, chunk) in enumerate(planned):
+            sequence.on_launched(chunk, index)
+        if planned:
+            self.under_way.append(planned)
+        return planned
+
+    def commit(self) -> None:
+        for sequence, chunk in self.under_way.popleft():
+            sequence.on_completed(chunk)
+            if sequence.has_ended:
+                self.give_back(sequence)
+                continue
+            sequence.num_computed += len(chunk.token_ids)
+            self.blocks.publish_computed(sequence)
+            if chunk.sample is None:
+                continue
+            assert chunk.sample.position == len(sequence.token_ids), "tokens are drawn in order, each once"
+            sequence.token_ids.append(1)
+            if sequence.num_output_tokens == sequence.sampling.max_tokens:
+                sequence.enter(Stage.ENDED)
+                self.scheduler.remove(sequence)
+                self.give_back(sequence)
+            else:
+                self.scheduler.start_decoding(sequence)
+
+    def give_back(self, sequence: Sequence) -> None:
+        if not sequence.launched.num_steps:
+            self.blocks.give_back(sequence)
+
+
+class TestMixedSteps:
+    """Prompts beside sequences that decode."""
+
+    def test_a_prompt_alone_goes_in_one_chunk_and_beside_decodes_in_small_ones(self) -> None:
+        blocks, scheduler = make_decode(max_num_prefill_tokens=8)
+        engine = Overlapped(blocks, scheduler, budget=64)
+        for name, size in (("a", 40), ("b", 20)):
+            scheduler.add(make_sequence(name, size))
+            assert lengths(engine.launch())[-1] == (name, 40 if name == "a" else 8)
+        assert lengths(engine.under_way[-1]) == [("a", 1), ("b", 8)]
+        engine.commit()
+        assert lengths(engine.launch()) == [("a", 1), ("b", 8)]
+
+    def test_the_bound_holds_for_all_prompts_together(self) -> None:
+        blocks, scheduler = make_decode(max_num_prefill_tokens=8)
+        engine = Overlapped(blocks, scheduler, budget=64)
+        scheduler.add(make_sequence("a", 4))
+        engine.launch()
+        for name in "bcd":
+            scheduler.add(make_sequence(name, 5))
+        assert lengths(engine.launch()) == [("a", 1), ("b", 5), ("c", 3)]
+
+    def test_a_sequence_is_in_the_step_after_the_one_that_draws_its_first_token(self) -> None:
+        blocks, scheduler = make_decode()
+        engine = Overlapped(blocks, scheduler, budget=64)
+        for name in "ab":
+            scheduler.add(make_sequence(name, 5))
+        first, second = engine.launch(), engine.launch()
+        assert lengths(first) == [("a", 5), ("b", 5)]
+        for index, (_, chunk) in enumerate(second):
+            assert (list(chunk.token_ids), chunk.start, chunk.previous_chunk) == ([UNKNOWN_TOKEN], 5, index)
+            assert chunk.sample is not None and chunk.sample.position == 6
+        assert [sequence for sequence, _ in second] == [sequence for sequence, _ in first]
+
+    def test_what_is_handed_out_does_not_decode_here(self) -> None:
+        blocks, scheduler = make_decode()
+        engine = Overlapped(blocks, scheduler, budget=64)
+        scheduler.add(make_sequence("a", 5, decodes_here=False))  # as prefill's side of a hand-over does
+        assert lengths(engine.launch()) == [("a", 5)]
+        assert engine.launch() == []
+
+    def test_a_first_token_that_is_the_last_one_needs_no_further_step(self) -> None:
+        blocks, scheduler = make_decode()
+        engine = Overlapped(blocks, scheduler, budget=64)
+        scheduler.add(make_sequence("a", 5, max_tokens=1))
+        assert lengths(engine.launch()) == [("a", 5)]
+        assert engine.launch() == []
+
+    def test_an_end_in_flight_holds_no_prompt_back(self) -> None:
+        """Nobody waits for a token of the next step, so a prompt gets all of it."""
+        blocks, scheduler = make_decode(max_num_prefill_tokens=8)
+        engine = Overlapped(blocks, scheduler, budget=64)
+        scheduler.add(make_sequence("a", 5, max_tokens=2))
+        engine.launch()
+        assert lengths(engine.launch()) == [("a", 1)]
+        engine.commit()
+        scheduler.add(make_sequence("b", 40))
+        assert lengths(engine.launch()) == [("b", 40)]
+
+    @given(
+        prompts=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 12), st.integers(0, 30)), min_size=1, max_size=8),
+        num_blocks=st.integers(14, 40),
+        budget=st.integers(4, 48),
+        beside=st.integers(1, 48),
+        depth=st.integers(1, 2),
+        data=st.data(),
+    )
+    @settings(max_examples=300)
+    def test_decodes_miss_no_step_prompts_make_progress_and_bounds_hold(
+        self,
+        prompts: list[tuple[int, int, int]],
+        num_blocks: int,
+        budget: int,
+        beside: int,
+        depth: int,
+        data: st.DataObject,
+    ) -> None:
+        """``prompts``: length, max_tokens, the step at which it arrives. Blocks may run short."""
+        blocks, scheduler = make_decode(num_blocks, max_num_seqs=4, max_num_prefill_tokens=beside)
+        engine = Overlapped(blocks, scheduler, budget)
+        sequences = [make_sequence(f"s{i}", size, max_tokens=most) for i, (size, most, _) in enumerate(prompts)]
+        for step in range(3000):
+            for sequence, (_, _, arrival) in zip(sequences, prompts, strict=True):
+                if arrival == step:
+                    scheduler.add(sequence)
+            before = list(engine.under_way[-1]) if engine.under_way else []
+            num_preemptions = scheduler.decodes.num_preemptions
+            planned = engine.launch()
+            decoding = [entry for entry in planned if entry.sequence in scheduler.decodes.running]
+            prefilling = planned[len(decoding) :]
+            assert decoding == planned[: len(decoding)]
+            left = min(budget - len(decoding), beside if decoding else budget)
+            self.check_bounds(decoding, prefilling, left)
+            self.check_edges(prefilling, left)
+            if scheduler.decodes.num_preemptions == num_preemptions and blocks.pool.num_available:
+                self.check_nobody_left_out(before, planned)
+            blocks.pool.check_invariants()
+            if len(engine.under_way) == depth or (engine.under_way and (not planned or data.draw(st.booleans()))):
+                engine.commit()
+            if all(sequence.has_ended for sequence in sequences) and not engine.under_way:
+                break
+        assert [s.num_output_tokens for s in sequences] == [most for _, most, _ in prompts], "somebody starved"
+        assert blocks.pool.count(BlockState.REFERENCED) == 0
+
+    def check_bounds(self, decoding: list[Planned], prefilling: list[Planned], left: int) -> None:
+        assert all(len(chunk.token_ids) == 1 for _, chunk in decoding)
+        assert sum(size for _, size in lengths(prefilling)) <= left
+        for sequence, chunk in decoding + prefilling:
+            known = sequence.token_ids[chunk.start : chunk.start + len(chunk.token_ids)]
+            assert list(chunk.token_ids) == (known or [UNKNOWN_TOKEN])
+            assert len(chunk.block_ids) * BLOCK_SIZE >= chunk.start + len(chunk.token_ids)
+
+    def check_edges(self, prefilling: list[Planned], left: int) -> None:
+        """A chunk that isn't the last ends on a block's edge, unless what was left of the step reaches none."""
+        for _, chunk in prefilling:
+            end = chunk.start + len(chunk.token_ids)
+            to_edge = BLOCK_SIZE - chunk.start % BLOCK_SIZE
+            assert chunk.sample is not None or end % BLOCK_SIZE == 0 or left < to_edge
+            left -= len(chunk.token_ids)
+
+    def check_nobody_left_out(self, before: list[Planned], planned: list[Planned]) -> None:
+        """Whoever draws a token in the step before, and may go on, is in this one."""
+        here = dict(planned)
+        for index, (sequence, chunk) in enumerate(before):
+            if chunk.sample is None or sequence.has_ended:
+                continue
+            if sequence.num_output_tokens + 1 < sequence.sampling.max_tokens:
+                assert here[sequence].previous_chunk == index
+            else:
+                assert sequence not in here

@@ -1,0 +1,107 @@
+"""Mixed steps filled up to the size of a CUDA graph give the logits and the KV of plain ones."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from host_runner import HostRunner
+from splitserve.kernels.registry import OPERATIONS, select_kernels
+from splitserve.models.config import load_model_config
+from splitserve.models.demo import checkpoint as demo
+from splitserve.models.runner.cuda import CudaRunner, MixedSize, mixed_sizes
+from splitserve.models.runner.runner import ModelRunner
+from splitserve.models.weights.loader import load_model
+from splitserve.protocol.step import SampleSpec, ScheduledChunk, StepPlan
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.on_gpu]
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
+BLOCK_SIZE = 16
+SHAPE = demo.DemoShape(64, 2, 4, 2, 16, 96, 600, 512, 1e4, True, "float32", "llama")
+GREEDY = SampleSpec(temperature=0.0, top_k=0, top_p=1.0, seed=0, choice=0, position=1)
+
+
+def chunk(start: int, count: int, blocks: list[int], *, draws: bool = True) -> ScheduledChunk:
+    tokens = [(7 * (start + index) + blocks[0]) % 600 for index in range(count)]
+    return ScheduledChunk(tokens, start, blocks, GREEDY if draws else None)
+
+
+PROMPTS = [chunk(0, 21, [1, 2]), chunk(0, 16, [3, 9]), chunk(0, 40, [4, 5, 6])]
+STEPS = [
+    [chunk(21, 1, [1, 2]), chunk(16, 1, [3, 9]), chunk(0, 20, [7, 8], draws=False)],
+    [chunk(22, 1, [1, 2]), chunk(17, 1, [3, 9]), chunk(40, 1, [4, 5, 6]), chunk(20, 3, [7, 8]), chunk(0, 2, [10])],
+    [chunk(41, 1, [4, 5, 6]), chunk(2, 11, [10], draws=False)],
+    [chunk(13, 3, [10]), chunk(0, 9, [11], draws=False)],
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(demo.SHAPES, "small", SHAPE)
+        return demo.write_demo_model(tmp_path_factory.mktemp("checkpoints") / "small", shape="small")
+
+
+@pytest.mark.skipif(ON_GPU, reason="under Triton's interpreter; the next test is for GPUs")
+def test_filled_up_steps(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from splitserve.kernels.triton import attention as triton_attention
+    from splitserve.kernels.triton import operations as triton_ops
+
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
+    plain = select_kernels(DEVICE, torch.float32, dict.fromkeys(OPERATIONS, "reference"))
+    kernels = replace(
+        plain,
+        begin_step=triton_ops.begin_step,
+        prepare_qkv=triton_ops.prepare_qkv,
+        make_attention=partial(triton_attention.TritonPagedAttention),
+    )
+    config = load_model_config(checkpoint)
+    models = [
+        load_model(checkpoint, config, dtype=torch.float32, device=DEVICE, kernels=one) for one in (plain, kernels)
+    ]
+    models[1]._rotary.table = torch.stack(models[1]._rotary(torch.arange(config.max_position_embeddings)), 1)
+    kv_caches = [torch.zeros((12, 2, 2, 2, BLOCK_SIZE, 16)) for _ in models]
+    eager, filled = ModelRunner(models[0], kv_caches[0]), HostRunner(models[1], kv_caches[1])
+    eager.run(StepPlan(PROMPTS))
+    kv_caches[1].copy_(kv_caches[0])
+    for step, size in zip(STEPS, [MixedSize(2, 20), MixedSize(8, 64), MixedSize(4, 70), MixedSize(0, 15)], strict=True):
+        with torch.inference_mode():
+            expected = models[0].forward(eager._batch(step), eager._kv_layers, eager._attention)
+        torch.testing.assert_close(filled.filled_up(step, size), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(kv_caches[1], kv_caches[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_graphs_of_mixed_steps_give_the_tokens_of_eager_ones(checkpoint: Path, dtype: torch.dtype) -> None:
+    config = load_model_config(checkpoint)
+    kernels = select_kernels(DEVICE, dtype, {"make_attention": "triton"}, config.head_dim)
+    model = load_model(checkpoint, config, dtype=dtype, device=DEVICE, kernels=kernels)
+    runners = [
+        CudaRunner(
+            model,
+            torch.zeros((12, 2, 2, 2, BLOCK_SIZE, 16), dtype=dtype, device=DEVICE),
+            max_num_seqs=8,
+            max_model_len=512,
+        )
+        for _ in range(2)
+    ]
+    runners[1].capture([8])
+    runners[1].capture_mixed(mixed_sizes(8, 64, 128))
+    for step in [PROMPTS, *STEPS]:
+        eager, graph = (runner.run(StepPlan(step)) for runner in runners)
+        assert eager == graph
+        torch.testing.assert_close(runners[1].kv_cache[1:], runners[0].kv_cache[1:], rtol=2e-2, atol=5e-2)
+
+
+def test_sizes_cover_the_limits() -> None:
+    beside = [MixedSize(d, t) for d in (8, 16, 32, 64) for t in (80, 160, 240, 320)]
+    assert mixed_sizes(64, 320, 2048) == [MixedSize(0, t) for t in (64, 128, 256, 512)] + beside
+    assert max(mixed_sizes(48, 512, 100)) == MixedSize(48, 512)
+    assert mixed_sizes(1, 3, 100) == [MixedSize(0, 64), MixedSize(0, 100), *(MixedSize(1, t) for t in (1, 2, 3))]

@@ -1,0 +1,403 @@
+"""What a cluster's workers do under scaling, drains, upgrades and deaths: the supervisor under virtual time."""
+
+import random
+from collections.abc import Iterable
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from splitserve.common.errors import ConfigError
+from splitserve.orchestration.cluster.restarts import MAX_QUICK_DEATHS, StartTimes
+from splitserve.orchestration.cluster.rolling_upgrade import UpgradeState
+from splitserve.orchestration.cluster.roster import KILL_GRACE_SECONDS, Action, Drain, Kill, Phase, Start
+from splitserve.orchestration.cluster.supervision import Snapshot, Supervisor
+from splitserve.orchestration.spec.cluster_spec import ClusterSpec, DevicesSpec, ObjectivesSpec, PoolSpec
+from splitserve.orchestration.spec.shorthand import simple_spec
+from splitserve.protocol.config import EngineConfig
+
+ENGINE = EngineConfig(model="some/model")
+
+
+def spec_of(prefill: int = 2, decode: int = 2, mixed: int = 0) -> ClusterSpec:
+    return simple_spec(ENGINE, num_prefill=prefill, num_decode=decode, num_mixed=mixed)
+
+
+def changed(spec: ClusterSpec) -> ClusterSpec:
+    """The next revision: other threads in each pool."""
+    pools = [msgspec.structs.replace(pool, threads=pool.threads + 1) for pool in spec.pools]
+    return msgspec.structs.replace(spec, pools=pools)
+
+
+class Machine:
+    """Carries out actions under a clock of its own. Processes do nothing by themselves: the test says what they do."""
+
+    def __init__(self, spec: ClusterSpec, *, room: int | None = None, restart: bool = True) -> None:
+        self.now = 0.0
+        self.room = room
+        self.running: dict[str, ClusterSpec] = {}
+        self.asked: set[str] = set()
+        self.log: list[str] = []
+        self.supervisor = Supervisor(spec, restart=restart, has_room=self.has_room, chosen=random.Random(0))
+        self.supervisor.want_all(self.now)
+        self.go_on()
+
+    def lose_supervisor(self) -> None:
+        """Another one goes on with what was remembered, and hears again of those that are ready."""
+        before = self.supervisor
+        data = msgspec.json.encode(before.snapshot())
+        self.supervisor = Supervisor(before.spec, has_room=self.has_room, chosen=random.Random(1))
+        self.supervisor.restore(msgspec.json.decode(data, type=Snapshot), self.running, self.now)
+        self.perform(self.supervisor.poll(self.now))
+        for name in sorted(before.names(Phase.READY) | before.names(Phase.LEAVING)):
+            self.perform(self.supervisor.on_ready(name, self.now))
+        self.supervisor.check_invariants()
+
+    def has_room(self, _pool: PoolSpec) -> bool:
+        starting = [name for name in self.supervisor.workers if name not in self.running]
+        return self.room is None or len(self.running) + len(starting) < self.room
+
+    def perform(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case Start(worker):
+                    assert worker.name not in self.running
+                    assert self.room is None or len(self.running) < self.room
+                    self.running[worker.name] = worker.spec
+                    self.log.append(f"+{worker.name}")
+                    self.supervisor.on_started(worker.name)
+                case Drain(name):
+                    assert name in self.running
+                    self.asked.add(name)
+                    self.log.append(f"-{name}")
+                case Kill(name):
+                    self.exit(name, -9)
+
+    def go_on(self) -> None:
+        self.perform(self.supervisor.poll(self.now))
+        self.supervisor.check_invariants()
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.go_on()
+
+    def ready(self, *names: str) -> None:
+        for name in names or sorted(self.supervisor.names(Phase.STARTING)):
+            self.perform(self.supervisor.on_ready(name, self.now))
+            self.go_on()
+
+    def exit(self, name: str, returncode: int = 0) -> None:
+        self.running.pop(name)
+        self.asked.discard(name)
+        self.perform(self.supervisor.on_exit(name, returncode, f"status {returncode}", self.now))
+        self.go_on()
+
+    def leave(self) -> None:
+        """Those that were asked to go do so."""
+        for name in sorted(self.asked):
+            self.exit(name)
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self.running)
+
+
+def serving(**numbers: int) -> Machine:
+    machine = Machine(spec_of(**numbers))
+    machine.ready()
+    return machine
+
+
+def test_all_workers_start_and_get_ready() -> None:
+    machine = Machine(spec_of())
+    assert machine.names == ["decode-0", "decode-1", "prefill-0", "prefill-1"]
+    assert machine.supervisor.names(Phase.READY) == frozenset()
+    machine.ready()
+    assert machine.supervisor.names(Phase.READY) == frozenset(machine.names)
+
+
+def test_the_steps_of_a_start_are_timed() -> None:
+    machine = Machine(spec_of(prefill=1, decode=1))
+    worker = machine.supervisor.workers["decode-0"]
+    assert worker.times == StartTimes(asked_at=0.0)
+    machine.wait(2.0)
+    machine.supervisor.on_placed("decode-0", machine.now)
+    machine.wait(3.0)
+    machine.ready()
+    assert worker.times == StartTimes(asked_at=0.0, placed_at=2.0, ready_at=5.0)
+    machine.wait(95.0)
+    machine.supervisor.on_placed("decode-0", machine.now)  # late news of a worker that is ready
+    machine.exit("decode-0", -9)
+    assert worker.times == StartTimes(lost_at=100.0, asked_at=100.0), "one that had served comes back at once"
+    machine.exit("decode-0", -9)
+    assert worker.times == StartTimes(lost_at=100.0) and worker.due_at > 100.0
+    machine.wait(10.0)
+    assert worker.times == StartTimes(lost_at=100.0, asked_at=110.0)
+    assert worker.times.moved(1000.0) == StartTimes(lost_at=1100.0, asked_at=1110.0)
+
+
+def test_a_pool_grows_and_shrinks() -> None:
+    machine = serving()
+    assert machine.supervisor.scale("decode", 4, machine.now) == []
+    machine.go_on()
+    machine.ready()
+    assert machine.names == ["decode-0", "decode-1", "decode-2", "decode-3", "prefill-0", "prefill-1"]
+    machine.perform(machine.supervisor.scale("decode", 1, machine.now))
+    assert machine.asked == {"decode-1", "decode-2", "decode-3"}, "the youngest go"
+    machine.leave()
+    assert machine.names == ["decode-0", "prefill-0", "prefill-1"]
+    machine.perform(machine.supervisor.scale("decode", 2, machine.now))
+    machine.go_on()
+    assert "decode-1" in machine.names
+
+
+def test_scaling_down_forgets_what_was_not_started_yet() -> None:
+    machine = serving()
+    machine.exit("decode-1", -9)
+    machine.exit("decode-1", -9)  # quickly again: it waits now
+    assert machine.names == ["decode-0", "prefill-0", "prefill-1"]
+    machine.perform(machine.supervisor.scale("decode", 1, machine.now))
+    machine.wait(100)
+    assert machine.names == ["decode-0", "prefill-0", "prefill-1"]
+
+
+def test_a_drained_worker_stays_away() -> None:
+    machine = serving()
+    machine.perform(machine.supervisor.drain("prefill-0", machine.now))
+    assert machine.supervisor.names(Phase.LEAVING) == {"prefill-0"}
+    machine.leave()
+    machine.wait(1000)
+    assert machine.names == ["decode-0", "decode-1", "prefill-1"]
+
+
+def test_a_worker_that_does_not_leave_is_killed() -> None:
+    machine = serving()
+    machine.perform(machine.supervisor.drain("prefill-0", machine.now))
+    drain_seconds = machine.supervisor.spec.protocol_config().drain_seconds
+    assert machine.supervisor.next_due() == drain_seconds + KILL_GRACE_SECONDS
+    machine.wait(drain_seconds)
+    assert "prefill-0" in machine.names
+    machine.wait(KILL_GRACE_SECONDS)
+    assert "prefill-0" not in machine.names
+
+
+def test_a_worker_that_dies_comes_back_and_in_the_end_does_not() -> None:
+    machine = serving()
+    for _ in range(MAX_QUICK_DEATHS):
+        machine.exit("decode-0", -9)
+        machine.wait(60)
+        assert "decode-0" in machine.names
+    machine.exit("decode-0", -9)
+    machine.wait(1000)
+    assert "decode-0" not in machine.supervisor.workers
+
+
+@pytest.mark.parametrize(
+    ("operation", "message"),
+    [
+        (lambda s: s.scale("cache", 1, 0.0), "no pool 'cache'; the pools are prefill, decode"),
+        (lambda s: s.scale("decode", -1, 0.0), "-1 workers can't be"),
+        (lambda s: s.scale("decode", 0, 0.0), "without decode nobody could serve"),
+        (lambda s: s.drain("decode-7", 0.0), "no worker 'decode-7' to drain; there are decode-0, prefill-0, prefill-1"),
+        (lambda s: s.drain("decode-0", 0.0), "without decode-0 nobody could serve; scale decode up first"),
+        (lambda s: s.begin_upgrade(spec_of(mixed=1), 0.0), "an upgrade keeps pools and roles"),
+        (
+            lambda s: s.begin_upgrade(simple_spec(EngineConfig(model="other"), num_prefill=2, num_decode=1), 0.0),
+            "model differs from the running cluster's",
+        ),
+        (
+            lambda s: s.begin_upgrade(msgspec.structs.replace(s.spec, objectives=ObjectivesSpec(ttft_ms=100)), 0.0),
+            "objectives differs from the running cluster's",  # the router has them, and isn't replaced
+        ),
+        *(
+            (
+                lambda s, engine=engine: s.begin_upgrade(simple_spec(engine, num_prefill=2, num_decode=1), 0.0),
+                message,
+            )
+            for engine, message in (
+                (msgspec.structs.replace(ENGINE, kv_cache_dtype="fp8"), "kv_cache_dtype is fp8, the running .* auto"),
+                (msgspec.structs.replace(ENGINE, block_size=32), "block_size is 32, the running cluster's not set"),
+                (msgspec.structs.replace(ENGINE, dtype="bfloat16"), "dtype is bfloat16, the running cluster's auto"),
+            )
+        ),
+        (
+            lambda s: s.begin_upgrade(msgspec.structs.replace(s.spec, devices=DevicesSpec(share=True)), 0.0),
+            "devices differs from the running cluster's",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(operation, message: str) -> None:
+    machine = serving(decode=1)
+    with pytest.raises(ConfigError, match=message):
+        operation(machine.supervisor)
+    assert machine.names == ["decode-0", "prefill-0", "prefill-1"] and not machine.asked
+
+
+# ---- upgrades ----
+
+
+def test_an_upgrade_with_room_starts_each_successor_first() -> None:
+    machine = serving(prefill=1, decode=2)
+    machine.log.clear()
+    target = changed(machine.supervisor.spec)
+    machine.perform(machine.supervisor.begin_upgrade(target, machine.now))
+    for _ in range(10):
+        machine.go_on()
+        machine.ready()
+        machine.leave()
+    assert machine.log == ["+prefill-1", "-prefill-0", "+decode-2", "-decode-0", "+decode-0", "-decode-1"]
+    upgrade = machine.supervisor.upgrade
+    assert upgrade is not None and upgrade.state is UpgradeState.DONE and upgrade.num_replaced == 3
+    assert all(spec == target for spec in machine.running.values())
+
+
+def test_an_upgrade_without_room_lets_each_one_leave_first() -> None:
+    machine = Machine(spec_of(2, 2), room=4)
+    machine.ready()
+    machine.log.clear()
+    target = changed(machine.supervisor.spec)
+    machine.perform(machine.supervisor.begin_upgrade(target, machine.now))
+    for _ in range(10):
+        machine.go_on()
+        machine.leave()
+        machine.ready()
+    turns = ["prefill-0", "prefill-1", "decode-0", "decode-1"]
+    assert machine.log == [f"{sign}{name}" for name in turns for sign in "-+"]
+    assert all(spec == target for spec in machine.running.values())
+    assert machine.supervisor.upgrade is not None and machine.supervisor.upgrade.state is UpgradeState.DONE
+
+
+def test_the_only_worker_of_a_pool_needs_room_for_its_successor() -> None:
+    machine = Machine(spec_of(2, 1), room=3)
+    machine.ready()
+    with pytest.raises(
+        ConfigError, match=r"no room for a successor beside the only worker of pool decode.*--allow-gap"
+    ):
+        machine.supervisor.begin_upgrade(changed(machine.supervisor.spec), machine.now)
+    assert machine.supervisor.revision == 1
+    machine.perform(machine.supervisor.begin_upgrade(changed(machine.supervisor.spec), machine.now, allow_gap=True))
+    for _ in range(10):
+        machine.leave()
+        machine.ready()
+    assert machine.supervisor.upgrade is not None and machine.supervisor.upgrade.state is UpgradeState.DONE
+
+
+@pytest.mark.parametrize("room", [None, 4])
+def test_a_successor_that_fails_ends_the_upgrade_and_the_others_stay(room: int | None) -> None:
+    machine = Machine(spec_of(2, 2), room=room)
+    machine.ready()
+    before = machine.supervisor.spec
+    machine.perform(machine.supervisor.begin_upgrade(changed(before), machine.now))
+    machine.go_on()
+    machine.leave()
+    (successor,) = machine.supervisor.names(Phase.STARTING)
+    machine.exit(successor, 2)
+    upgrade = machine.supervisor.upgrade
+    assert upgrade is not None and upgrade.state is UpgradeState.FAILED and upgrade.problem == f"{successor}: status 2"
+    machine.wait(60)
+    machine.ready()
+    assert machine.names == ["decode-0", "decode-1", "prefill-0", "prefill-1"]
+    assert all(spec == before for spec in machine.running.values()) and machine.supervisor.spec == before
+    machine.perform(machine.supervisor.scale("decode", 3, machine.now))  # no upgrade in the way
+
+
+def test_a_worker_that_dies_during_an_upgrade_comes_back_as_it_was() -> None:
+    machine = serving()
+    before = machine.supervisor.spec
+    machine.perform(machine.supervisor.begin_upgrade(changed(before), machine.now))
+    machine.go_on()
+    machine.exit("decode-1", -9)
+    assert machine.running["decode-1"] == before
+    with pytest.raises(ConfigError, match="an upgrade is under way"):
+        machine.supervisor.scale("decode", 3, machine.now)
+
+
+@pytest.mark.parametrize("room", [None, 4])
+def test_an_upgrade_goes_on_after_its_supervisor_was_lost(room: int | None) -> None:
+    machine = Machine(spec_of(2, 2), room=room)
+    machine.ready()
+    target = changed(machine.supervisor.spec)
+    machine.perform(machine.supervisor.begin_upgrade(target, machine.now))
+    for _ in range(10):
+        machine.go_on()
+        machine.lose_supervisor()
+        machine.leave()
+        machine.lose_supervisor()
+        machine.ready()
+    assert machine.supervisor.upgrade is not None and machine.supervisor.upgrade.state is UpgradeState.DONE
+    assert machine.supervisor.upgrade.num_replaced == 4
+    assert all(spec == target for spec in machine.running.values())
+
+
+def test_an_old_worker_that_died_needs_no_goodbye() -> None:
+    machine = serving()
+    machine.perform(machine.supervisor.begin_upgrade(changed(machine.supervisor.spec), machine.now))
+    machine.go_on()
+    machine.exit("prefill-0", -9)
+    machine.exit("prefill-0", -9)
+    assert machine.supervisor.workers["prefill-0"].phase is Phase.WAITING
+    machine.ready("prefill-2")
+    assert "-prefill-0" not in machine.log
+    for _ in range(10):
+        machine.wait(60)
+        machine.ready()
+        machine.leave()
+    assert machine.supervisor.upgrade is not None and machine.supervisor.upgrade.state is UpgradeState.DONE
+    assert len(machine.names) == 4
+
+
+@settings(max_examples=300)
+@given(st.randoms(use_true_random=False), st.sampled_from([None, 4, 5]))
+def test_random_lives(chosen: random.Random, room: int | None) -> None:
+    """Whatever happens when: unless workers die, an upgrade leaves no role without a ready one, and all ends well."""
+    machine = Machine(spec_of(2, 2), room=room)
+    machine.ready()
+    deaths = chosen.random() < 0.5
+    for _ in range(chosen.randrange(60)):
+        event = chosen.randrange(8)
+        if event == 0 and deaths and machine.running:
+            machine.exit(chosen.choice(machine.names), chosen.choice([0, 1, -9]))
+        elif event == 1 and machine.supervisor.names(Phase.STARTING):
+            machine.ready(chosen.choice(sorted(machine.supervisor.names(Phase.STARTING))))
+        elif event == 2 and machine.asked:
+            machine.exit(chosen.choice(sorted(machine.asked)))
+        elif event == 3:
+            machine.wait(chosen.choice([0.0, 0.1, 5.0, 50.0]))
+        elif event == 4:
+            try_out(machine, lambda: machine.supervisor.begin_upgrade(changed(machine.supervisor.spec), machine.now))
+        elif event == 5 and deaths and room is None:
+            pool, count = chosen.choice(["prefill", "decode"]), chosen.randrange(1, 4)
+            try_out(machine, lambda pool=pool, count=count: machine.supervisor.scale(pool, count, machine.now))
+        elif event == 7:
+            machine.lose_supervisor()
+        elif event == 6 and deaths and room is None:
+            name = chosen.choice(sorted(machine.supervisor.workers))
+            try_out(machine, lambda name=name: machine.supervisor.drain(name, machine.now))
+        if not deaths:
+            roles = {machine.supervisor.workers[name].pool.role for name in machine.supervisor.names(Phase.READY)}
+            assert roles == {"prefill", "decode"}, machine.log
+    settle(machine)
+
+
+def try_out(machine: Machine, operation) -> None:
+    try:
+        machine.perform(operation())
+    except ConfigError:
+        return
+    machine.go_on()
+
+
+def settle(machine: Machine) -> None:
+    """When nothing fails any more, everything that was begun comes to its end."""
+    for _ in range(60):
+        machine.wait(60)
+        machine.ready()
+        machine.leave()
+    supervisor = machine.supervisor
+    assert not supervisor.names(Phase.LEAVING) and not supervisor.names(Phase.STARTING)
+    assert set(machine.running) == set(supervisor.workers)
+    if supervisor.upgrade is not None:
+        assert supervisor.upgrade.state is not UpgradeState.RUNNING
+        if supervisor.upgrade.state is UpgradeState.DONE:
+            assert all(worker.revision == supervisor.revision for worker in supervisor.workers.values())

@@ -1,0 +1,60 @@
+"""How KV travels is known to whoever looks: in hand-over reports, in heartbeats, in metrics."""
+
+import pytest
+
+from core_driver import DECODE, KEY, PREFILL, Worker, decode_request, of, sent
+from simulator import LAYOUT, ROUTER, SimConnector
+from splitserve.engine.effects import StartRead
+from splitserve.kvconnector.transfer.connector import Link, PeerConnected
+from splitserve.protocol.handover.reads import ReadPath, ReadResult
+from splitserve.protocol.messages.handover import Offer, OfferedBlock
+from splitserve.protocol.messages.membership import PeerLink, WorkerInfo, WorkerLoad
+from splitserve.protocol.messages.requests import Introduce, PeerRef, StepTokens
+from splitserve.protocol.request import Role
+from splitserve.router.admin.metrics import RouterMetrics
+from splitserve.router.links.membership import Membership
+
+SLOW = Link("tcp", 7e8, "not as it should be")
+
+
+@pytest.fixture
+def connected() -> Worker:
+    decode = Worker(Role.DECODE, DECODE)
+    decode.hear(ROUTER, Introduce(PeerRef(PREFILL, "tcp://prefill-0")))
+    decode.hear(PREFILL, SimConnector(PREFILL, 32).welcome())
+    assert decode.core.links() == []
+    decode.event(PeerConnected(PREFILL, None, SLOW))
+    return decode
+
+
+def test_a_worker_tells_its_links(connected: Worker) -> None:
+    assert connected.core.links() == [PeerLink("prefill-0", "tcp", 7e8, "not as it should be")]
+
+
+def test_a_hand_over_says_how_its_blocks_came(connected: Worker) -> None:
+    connected.hear(ROUTER, decode_request())
+    offer = Offer(KEY, 0, [OfferedBlock(block, 100 + block) for block in range(3)], 10, True, [3])
+    (start,) = of(connected.hear(PREFILL, offer), StartRead)
+    assert isinstance(start, StartRead)
+    result = ReadResult(start.command.read_id, None, [100, 101, 102], path=ReadPath.STAGED)
+    (tokens,) = sent(connected.event(result), StepTokens)
+    assert isinstance(tokens, StepTokens) and tokens.deltas[0].handover is not None
+    assert tokens.deltas[0].handover.transport == "sim/tcp"
+    load = connected.core.load()
+    assert (load.reads_direct, load.reads_layers, load.reads_staged) == (0, 0, 1)
+
+
+def test_metrics_name_a_slow_link() -> None:
+    members = Membership(5.0, 60.0)
+    info = WorkerInfo(DECODE, Role.DECODE, "tcp://d", 1, LAYOUT, 32, 4, 64, 50)
+    assert members.register(DECODE, info, 0.0).refusal is None
+    link, fine = PeerLink("prefill-0", "tcp", 7e8, "slow"), PeerLink("prefill-1", "cuda_ipc", 3e11)
+    members.heartbeat(DECODE, WorkerLoad(), 1.0, [link, fine])
+    metrics = RouterMetrics()
+    metrics.watch_workers(members.records)
+    text = metrics.render().decode()
+    labels = 'peer="prefill-0",role="decode",transport="tcp",worker="decode-0"'
+    assert f"splitserve_link_slow{{{labels}}} 1.0" in text
+    assert f"splitserve_link_bytes_per_second{{{labels}}} 7e+08" in text
+    fine_labels = 'peer="prefill-1",role="decode",transport="cuda_ipc",worker="decode-0"'
+    assert f"splitserve_link_slow{{{fine_labels}}} 0.0" in text

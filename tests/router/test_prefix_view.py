@@ -1,0 +1,85 @@
+"""The router's view of where prefixes are: batches add up, gaps are noticed, the cheaper place is worth more."""
+
+from splitserve.protocol.block_hash import extend_hashes
+from splitserve.protocol.kv_event_batch import KVEvent, KVEventBatch
+from splitserve.protocol.request import Party, Role
+from splitserve.router.placement.policies import RequestShape, Snapshot, least_loaded
+from splitserve.router.placement.prefix_view import PrefixMatch, PrefixView, PromptHashes, helper_of
+from worker_views import view
+
+ROOT = b"r" * 16
+ONE, OTHER = Party("mixed-0", 1), Party("mixed-1", 2)
+PROMPT = list(range(100, 141))  # ten blocks of four, and a token
+
+
+def chain(token_ids: list[int]) -> list[bytes]:
+    hashes: list[bytes] = []
+    extend_hashes(hashes, ROOT, token_ids, 4)
+    return hashes
+
+
+HASHES = chain(PROMPT)
+
+
+def batch(party: Party, number: int, *events: KVEvent, is_snapshot: bool = False) -> KVEventBatch:
+    return KVEventBatch(party.engine_id, party.incarnation, number, 4, ROOT, is_snapshot, list(events))
+
+
+def stored(tier: str, hashes: list[bytes]) -> KVEvent:
+    return KVEvent("stored", tier, hashes)
+
+
+def test_batches_add_up() -> None:
+    prefixes = PrefixView()
+    assert prefixes.apply(batch(ONE, 3, stored("device", HASHES[:2])))
+    assert prefixes.matches(PromptHashes(PROMPT)) == {}, "what comes before the snapshot says nothing"
+    prefixes.apply(batch(ONE, 3, stored("device", HASHES[:4]), stored("host", HASHES[2:6]), is_snapshot=True))
+    assert prefixes.matches(PromptHashes(PROMPT)) == {ONE: PrefixMatch(24, 23)}
+    prefixes.apply(batch(ONE, 4, KVEvent("evicted", "device", HASHES[1:3])))
+    assert prefixes.matches(PromptHashes(PROMPT)) == {ONE: PrefixMatch(4, 4)}
+    prefixes.apply(batch(OTHER, 9, stored("disk", HASHES), is_snapshot=True))
+    assert prefixes.matches(PromptHashes(PROMPT))[OTHER] == PrefixMatch(40, 24)
+    shorter = PromptHashes(PROMPT[:40])
+    assert prefixes.matches(shorter)[OTHER] == PrefixMatch(36, 22), "the last token is always computed"
+    assert prefixes.num_blocks(ONE) == {"device": 2, "host": 4}
+    prefixes.forget(ONE)
+    assert set(prefixes.matches(PromptHashes(PROMPT))) == {OTHER}
+
+
+def test_a_batch_that_is_missing_makes_the_worker_unknown_until_its_snapshot() -> None:
+    prefixes = PrefixView()
+    prefixes.apply(batch(ONE, 1, stored("device", HASHES), is_snapshot=True))
+    assert not prefixes.apply(batch(ONE, 3))
+    assert prefixes.matches(PromptHashes(PROMPT)) == {}
+    assert prefixes.apply(batch(ONE, 4))
+    prefixes.apply(batch(ONE, 5, stored("host", HASHES[:1]), is_snapshot=True))
+    assert prefixes.matches(PromptHashes(PROMPT))[ONE].num_tokens == 4
+
+
+def test_an_incarnation_holds_nothing_of_the_one_before() -> None:
+    prefixes = PrefixView()
+    prefixes.apply(batch(ONE, 1, stored("device", HASHES), is_snapshot=True))
+    assert set(prefixes.matches(PromptHashes(PROMPT))) == {ONE}
+    prefixes.apply(batch(Party(ONE.engine_id, 5), 1, is_snapshot=True))
+    prefixes.forget(ONE)
+    assert prefixes.matches(PromptHashes(PROMPT)) == {}
+
+
+def test_who_helps() -> None:
+    matches = {ONE: PrefixMatch(12, 12), OTHER: PrefixMatch(20, 18)}
+    assert helper_of(ONE, matches, 8) == OTHER
+    assert helper_of(ONE, matches, 9) is None
+    assert helper_of(OTHER, matches, 1) is None
+    assert helper_of(Party("mixed-7", 7), matches, 8) == OTHER
+    assert helper_of(ONE, {}, 8) is None
+
+
+def test_a_prefix_weighs_as_much_as_the_load_that_it_saves() -> None:
+    shape = RequestShape(num_prompt_tokens=100, max_tokens=10)
+    busy = view("m0", Role.MIXED, context_tokens=90, prefix_match_tokens=96)
+    idle = view("m1", Role.MIXED)
+    placed = least_loaded(Snapshot((busy, idle)), shape)
+    assert [party.engine_id for party in placed.parties] == ["m0"]
+    busier = view("m0", Role.MIXED, context_tokens=200, prefix_match_tokens=96)
+    placed = least_loaded(Snapshot((busier, idle)), shape)
+    assert [party.engine_id for party in placed.parties] == ["m1"]

@@ -1,0 +1,268 @@
+"""Request bodies: what is accepted, and how what isn't is named."""
+
+import json
+from array import array
+
+import pydantic
+import pytest
+
+from splitserve.router.http.api_error import ApiError
+from splitserve.router.http.parsing import MAX_ISSUES, parse
+from splitserve.router.http.schema import ChatCompletionRequest, CompletionRequest
+
+
+def completion(**fields):
+    return parse(CompletionRequest, json.dumps({"model": "m", "prompt": "a"} | fields).encode())
+
+
+def chat(*messages, **fields):
+    messages = messages or ({"role": "user", "content": "a"},)
+    return parse(ChatCompletionRequest, json.dumps({"model": "m", "messages": list(messages)} | fields).encode())
+
+
+def refused(call, **fields):
+    with pytest.raises(ApiError) as caught:
+        call(**fields)
+    error = caught.value
+    assert error.status == 400
+    assert set(error.body()["error"]) == {"message", "type", "param", "code"}
+    return error
+
+
+def test_all_parameters():
+    request = completion(
+        max_tokens=3,
+        temperature=0,
+        top_p=0.5,
+        top_k=-1,
+        seed=-5,
+        stop=["a", "b"],
+        stop_token_ids=[1],
+        ignore_eos=True,
+        stream=True,
+        stream_options={"include_usage": True},
+        user="u",
+        return_token_ids=True,
+        return_route=True,
+    )
+    assert request.temperature == 0.0 and request.stop_strings == ["a", "b"] and request.include_usage
+    assert completion(stop="x").stop_strings == ["x"] and completion(stop=None).stop_strings == []
+    assert completion(temperature=None, max_tokens=None).max_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])],
+)
+def test_the_four_forms_of_a_prompt(prompt, prompts):
+    assert [p if isinstance(p, str) else list(p) for p in completion(prompt=prompt).prompts()] == prompts
+
+
+@pytest.mark.parametrize("text", ["[1,2]", " [ 1 ,\n\t2 ] ", "[2147483647]", "[0, 0]"])
+def test_a_list_of_token_ids_is_packed(text):
+    body = f'{{"model": "m", "prompt": {text}, "max_tokens": 3, "logprobs": null, "n": 1}}'.encode()
+    request = parse(CompletionRequest, body)
+    [prompt] = request.prompts()
+    assert prompt == array("i", json.loads(text)) and request.max_tokens == 3
+
+
+@pytest.mark.parametrize("separators", [(",", ":"), (" ,\n ", ": ")])
+def test_long_lists_of_token_ids_are_packed_piece_by_piece(separators):
+    token_ids = [number * 7919 % 128_000 for number in range(30_000)]
+    request = parse(CompletionRequest, json.dumps({"model": "m", "prompt": token_ids}, separators=separators).encode())
+    assert request.prompt == array("i", token_ids)
+    for wrong in (-1, 1.5, "1", [1]):
+        error = refused(completion, prompt=[*token_ids, wrong])
+        assert error.param == "prompt" and str(error).startswith("prompt[30000]")
+
+
+def outcome(body):
+    try:
+        request = parse(CompletionRequest, body)
+    except ApiError as error:
+        return error.status, error.body()
+    return dict(request) | {"prompt": list(request.prompt)}
+
+
+@pytest.mark.parametrize(
+    "rest", ["", ', "max_tokens": 3, "n": 1', ', "n": 2', ', "typo": 1', ', "stop": [1]', ', "user": "\\ud8"']
+)
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "[1, 2]",
+        "[]",
+        "[01]",
+        "[1.0]",
+        "[1e2]",
+        "[-0]",
+        "[-1]",
+        "[1 2]",
+        "[[1]]",
+        "[2147483648]",
+        f"[{10**30}]",
+        "1",
+        "[1",
+    ],
+)
+def test_packed_or_not_the_answer_is_the_same(prompt, rest, monkeypatch):
+    """What is wrong with a body is said in the same words, wherever in it the prompt stands."""
+    bodies = [f'{{"model": "m", "prompt": {prompt}{rest}}}', f'{{"prompt": {prompt}, "model": "m"{rest}}}']
+    outcomes = [outcome(body.encode()) for body in bodies]
+    monkeypatch.setattr("splitserve.router.http.parsing.take_token_ids", lambda _: None)
+    assert outcomes == [outcome(body.encode()) for body in bodies]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [[1], "a"]}, "prompt"),
+        ({"prompt": [1, -1]}, "prompt"),
+        ({"prompt": [1.5]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": ["a"] * 1025}, "prompt"),
+        ({"model": None}, "model"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": 1.0}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.01}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"seed": 2**64}, "seed"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": [1]}, "stop"),
+        ({"stop": "x" * 1025}, "stop"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"stream": 1}, "stream"),
+        ({"stream": True, "stream_options": {"include_usage": "yes"}}, "stream_options.include_usage"),
+        ({"stream": True, "stream_options": {"nope": 1}}, "stream_options.nope"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"surprise": 1}, "surprise"),
+        ({"stop": [1]}, "stop"),
+        ({"stop": {}}, "stop"),
+        ({"messages": []}, "messages"),
+    ],
+)
+def test_bad_values_name_their_field(fields, param):
+    assert refused(completion, **fields).param == param
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "neutral"),
+    [
+        ("n", 2, 1),
+        ("best_of", 3, 1),
+        ("echo", True, False),
+        ("logprobs", 0, None),
+        ("logprobs", 5, None),
+        ("suffix", "x", ""),
+        ("logit_bias", {"5": 1}, {}),
+        ("presence_penalty", 0.5, 0),
+        ("frequency_penalty", -0.5, 0.0),
+        ("min_tokens", 3, 0),
+        ("response_format", {"type": "json_object"}, {"type": "text"}),
+        ("tools", [{"type": "function"}], []),
+        ("min_p", 0.1, 0),
+        ("repetition_penalty", 1.1, 1.0),
+    ],
+)
+def test_unsupported_parameters_are_refused_by_name_unless_neutral(name, value, neutral):
+    error = refused(completion, **{name: value})
+    assert error.param == name and error.code == "unsupported_parameter" and name in error.message
+    assert completion(**{name: neutral}).model == "m"
+    assert completion(**{name: None}).model == "m"
+
+
+def test_a_bad_value_is_named_beside_a_neutral_unsupported_one():
+    assert refused(completion, n=1, max_tokens=0).param == "max_tokens"
+    assert refused(completion, n=True).param == "n"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"5", b'{"model": "m", "prompt": "\xff"}', b'{"prompt": "\\ud800", "model": "m"}', b"[" * 5000],
+)
+def test_bodies_that_are_no_json_object(body):
+    with pytest.raises(ApiError) as caught:
+        parse(CompletionRequest, body)
+    assert caught.value.status == 400 and caught.value.code == "invalid_json"
+    assert len(caught.value.message) < 300
+
+
+def test_not_a_number_is_refused():
+    with pytest.raises(ApiError) as caught:
+        parse(CompletionRequest, b'{"model": "m", "prompt": "a", "temperature": NaN}')
+    assert caught.value.param == "temperature"
+
+
+def test_messages():
+    request = chat(
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "eve"},
+        {"role": "assistant", "content": "c", "refusal": None, "tool_calls": [], "annotations": []},
+    )
+    assert [message.for_template() for message in request.messages] == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "a\nb", "name": "eve"},
+        {"role": "assistant", "content": "c"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "user"}, "messages[0].content"),
+        ({"role": "user", "content": 5}, "messages[0].content"),
+        ({"role": "robot", "content": "a"}, "messages[0].role"),
+        ({"role": "tool", "content": "a"}, "messages[0].role"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content[0].type"),
+        ({"role": "assistant", "content": "a", "tool_calls": [{"id": "x"}]}, "messages[0].tool_calls"),
+        ({"role": "user", "content": "a", "mood": "good"}, "messages[0].mood"),
+        ("hello", "messages"),
+    ],
+)
+def test_bad_messages_name_their_place(message, param):
+    assert refused(lambda: chat(message)).param == param
+
+
+def test_chat_has_its_own_limits():
+    assert refused(lambda: chat(messages=[])).param == "messages"
+    assert refused(lambda: chat(max_tokens=1, max_completion_tokens=2)).param == "max_completion_tokens"
+    assert chat(max_completion_tokens=2).max_completion_tokens == 2
+    assert refused(completion, max_completion_tokens=2).param == "max_completion_tokens"
+
+
+@pytest.mark.parametrize(
+    ("model", "fields"),
+    [
+        (CompletionRequest, {"prompt": [-1] * 1000}),
+        (CompletionRequest, {"prompt": ["a"] + [1] * 1000}),
+        (CompletionRequest, {"prompt": [[-1] * 1000] * 1000}),
+        (CompletionRequest, {"prompt": "a", "stop": [1] * 1000}),
+        (CompletionRequest, {"prompt": "a", "stop_token_ids": [-1] * 1000}),
+        (ChatCompletionRequest, {"messages": [1] * 1000}),
+        (ChatCompletionRequest, {"messages": [{}] * 1000}),
+        (ChatCompletionRequest, {"messages": [{"role": "user", "content": [1] * 1000}]}),
+        (ChatCompletionRequest, {"messages": [{"role": "user", "content": "a", "tool_calls": [1] * 1000}]}),
+    ],
+)
+def test_a_long_list_of_nonsense_gives_few_issues(model, fields):
+    """Each of millions would cost time and memory, and nobody else is served meanwhile."""
+    with pytest.raises(pydantic.ValidationError) as caught:
+        model.model_validate_json(json.dumps({"model": "m"} | fields))
+    assert caught.value.error_count() <= MAX_ISSUES
+
+
+def test_many_unknown_parameters_are_counted():
+    error = refused(completion, **{f"nonsense_{i}": i for i in range(MAX_ISSUES + 1)})
+    assert error.message.startswith(f"{MAX_ISSUES + 1} things are wrong with the body")

@@ -1,0 +1,218 @@
+"""Detokenisation, stop strings, and the tokenizer's files."""
+
+import asyncio
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router_harness import EOS, write_model_dir
+from splitserve.common.errors import CheckpointError
+from splitserve.protocol.request import FinishReason
+from splitserve.router.text.chat_template import ChatTemplate, ChatTemplateError
+from splitserve.router.text.choice import Choice
+from splitserve.router.text.detokenizer import Detokenizer, StopStrings
+from splitserve.router.text.renderer import Renderer
+from splitserve.router.text.tokenizer import ModelTokenizer
+
+
+def render_chat(model, messages):
+    """As a rendering process does."""
+    found = model.chat_template
+    return ChatTemplate(found.source, found.special_tokens, 1000).render(messages)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    path = tmp_path_factory.mktemp("router") / "tiny"
+    write_model_dir(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_dir):
+    return write_model_dir(model_dir)
+
+
+@given(ids=st.lists(st.integers(0, 299), max_size=150), sizes=st.lists(st.integers(1, 9), min_size=1, max_size=20))
+def test_pieces_together_are_the_whole_text_for_any_tokens(tokenizer, ids, sizes):
+    detokenizer = Detokenizer(tokenizer)
+    text, rest = "", ids
+    for size in sizes * 20:
+        text += detokenizer.push(rest[:size])
+        rest = rest[size:]
+    text += detokenizer.push(rest) + detokenizer.flush()
+    assert text == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@given(text=st.text(alphabet="aé漢😀 \ufffd", max_size=100))
+def test_no_piece_shows_half_a_character(tokenizer, text):
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.push([token_id]) for token_id in tokenizer.encode(text).ids]
+    assert "".join(pieces) + detokenizer.flush() == text
+    assert "".join(pieces).count("\ufffd") <= text.count("\ufffd")
+
+
+def test_an_incomplete_character_shows_at_the_end_only(tokenizer):
+    detokenizer = Detokenizer(tokenizer)
+    half = tokenizer.encode("\U0001f9a9").ids[:2]  # not in the training text: single bytes
+    assert detokenizer.push(half) == "" and detokenizer.flush() == "\ufffd"
+
+
+def _reference_stop(text, stops):
+    """The text before the stop string that is completed first; None if there is none."""
+    for end in range(1, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            return text[: end - max(map(len, found))]
+    return None
+
+
+@given(
+    text=st.text(alphabet="ab", max_size=30),
+    stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=5), max_size=3),
+    sizes=st.lists(st.integers(1, 4), min_size=1),
+)
+def test_stop_strings_cut_at_the_same_place_however_the_text_arrives(text, stops, sizes):
+    checker = StopStrings(stops)
+    shown, rest = "", text
+    for size in sizes * 30:
+        shown += checker.push(rest[:size])
+        rest = rest[size:]
+        # Nothing that belongs to a stop string may ever have been shown.
+        assert (_reference_stop(text, stops) or text).startswith(shown) or _reference_stop(text, stops) == ""
+    expected = _reference_stop(text, stops)
+    assert checker.stopped == (expected is not None)
+    assert shown + checker.flush() == (text if expected is None else expected)
+
+
+REPEATING = st.builds(
+    lambda unit, count, end: unit * count + end,
+    st.text(alphabet="ab", min_size=1, max_size=3),
+    st.integers(1, 40),
+    st.text(alphabet="abc", max_size=2),
+)
+"""Long strings whose beginnings recur within them: much is held back, and stop strings end within each other."""
+
+
+@given(
+    units=st.lists(REPEATING, max_size=6),
+    stops=st.lists(REPEATING, min_size=1, max_size=16),
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=20),
+)
+def test_long_stop_strings_hold_back_their_beginnings_and_nothing_else(units, stops, sizes):
+    text = "".join(units)
+    expected = _reference_stop(text, stops)
+    checker = StopStrings(stops)
+    shown, end, turn = "", 0, 0
+    while end < len(text) and not checker.stopped:
+        begin, end, turn = end, end + sizes[turn % len(sizes)], turn + 1
+        shown += checker.push(text[begin:end])
+        so_far = text[:end]
+        assert checker.stopped == (_reference_stop(so_far, stops) is not None)
+        if not checker.stopped:
+            beginnings = {stop[:count] for stop in stops for count in range(len(stop))}
+            assert so_far[len(shown) :] == max((each for each in beginnings if so_far.endswith(each)), key=len)
+            assert so_far.startswith(shown)
+    assert shown + checker.flush() == (text if expected is None else expected)
+
+
+def test_only_a_possible_beginning_is_held_back():
+    checker = StopStrings(["END"])
+    assert checker.push("abE") == "ab" and checker.push("x") == "Ex" and checker.push("EN") == ""
+    assert checker.flush() == "EN"
+
+
+def test_a_choice_counts_the_end_token_and_does_not_show_it(tokenizer):
+    ids = tokenizer.encode("The quick").ids
+    choice = Choice(Detokenizer(tokenizer), [])
+    piece = choice.push([*ids, tokenizer.token_to_id(EOS)], FinishReason.STOP)
+    assert piece.text == "The quick" and choice.num_tokens == len(ids) + 1 == len(piece.token_ids)
+    visible_end = Choice(Detokenizer(tokenizer), [])
+    assert visible_end.push(ids, FinishReason.STOP).text == tokenizer.decode(ids[:-1])
+
+
+def test_a_stop_string_ends_a_choice_at_its_token_however_tokens_are_packed(tokenizer):
+    ids = tokenizer.encode("The quick brown fox").ids
+    packed = Choice(Detokenizer(tokenizer), ["k b"]).push(ids, FinishReason.LENGTH)
+    single = Choice(Detokenizer(tokenizer), ["k b"])
+    text, num_tokens = "", 0
+    for token_id in ids:
+        piece = single.push([token_id], None)
+        text += piece.text
+        num_tokens += len(piece.token_ids)
+        if piece.finish_reason:
+            break
+    assert packed.text == text == "The quic" and packed.finish_reason is FinishReason.STOP
+    assert len(packed.token_ids) == num_tokens < len(ids)
+
+
+def test_a_stop_string_completed_by_the_last_flush_counts(tokenizer):
+    half = tokenizer.encode("\U0001f9a9").ids[:2]
+    piece = Choice(Detokenizer(tokenizer), ["\ufffd"]).push(half, FinishReason.LENGTH)
+    assert piece.text == "" and piece.finish_reason is FinishReason.STOP
+
+
+def test_chat_template_and_end_tokens(model_dir, tokenizer):
+    model = ModelTokenizer(model_dir)
+    prompt = render_chat(model, [{"role": "user", "content": "hé"}])
+    assert prompt == "<|im_start|>user\nhé<|im_end|>\n<|im_start|>assistant\n"
+    assert model.encode(prompt, add_special_tokens=False).ids[0] == tokenizer.token_to_id("<|im_start|>")
+    assert model.eos_token_ids == (tokenizer.token_to_id(EOS),)
+    with pytest.raises(ChatTemplateError, match="refused by template"):
+        render_chat(model, [{"role": "user", "content": "refuse"}])
+
+
+def test_template_files_helpers_and_sandbox(tmp_path):
+    write_model_dir(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": 7}}))
+    template = (
+        "{{ bos_token }}{% for m in messages %}{% generation %}{{ m | tojson }}{% endgeneration %}"
+        "{% if loop.first %}{% continue %}{% endif %}!{% endfor %}{{ strftime_now('%Y') | length }}"
+    )
+    (tmp_path / "chat_template.jinja").write_text(template)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": {"content": "<s>"}}))
+    model = ModelTokenizer(tmp_path)
+    assert model.eos_token_ids == (7,)
+    assert render_chat(model, [{"a": "é"}, {"b": 1}]) == '<s>{"a": "é"}{"b": 1}!4'
+    for attack in ("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ none + 1 }}", "{{ messages[9].x }}"):
+        (tmp_path / "chat_template.jinja").write_text(attack)
+        with pytest.raises(ChatTemplateError):
+            render_chat(ModelTokenizer(tmp_path), [])
+
+
+def test_bos_is_added_to_prompts_as_the_post_processor_says(tmp_path):
+    from tokenizers import Tokenizer, processors
+
+    write_model_dir(tmp_path)
+    raw = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    raw.post_processor = processors.TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 0)])
+    raw.save(str(tmp_path / "tokenizer.json"))
+    model = ModelTokenizer(tmp_path)
+    assert model.encode("a", add_special_tokens=True).ids == [0, *model.encode("a", add_special_tokens=False).ids]
+
+
+def test_unusable_files_are_named(tmp_path):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing"):
+        ModelTokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is not a usable"):
+        ModelTokenizer(tmp_path)
+    write_model_dir(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(ChatTemplateError, match="can't be compiled"):
+        render_chat(ModelTokenizer(tmp_path), [])
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="JSON object"):
+        ModelTokenizer(tmp_path)
+
+
+def test_a_model_without_a_template_says_so(tmp_path):
+    write_model_dir(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    renderer = Renderer(ModelTokenizer(tmp_path).chat_template)
+    with pytest.raises(ChatTemplateError, match="/v1/completions"):
+        asyncio.run(renderer.render([]))

@@ -1,0 +1,210 @@
+"""Schedules for the simulator: made from a seed, run with all checks, replayed from one line.
+
+    python tests/support/schedules.py --fuzz 100000 [--first SEED] [--jobs N]
+    python tests/support/schedules.py --replay '{"seed": 7, ...}'
+
+A schedule that fails prints the second command; that one prints the trace.
+"""
+
+import argparse
+import multiprocessing
+import os
+import random
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+
+import msgspec
+
+from simulator import PROTOCOL, VOCAB, Faults, Shape, Simulator
+from splitserve.protocol.config import ProtocolConfig
+
+MAX_SECONDS = 400.0
+QUIET_SECONDS = 25.0  # longer, with a lease, than silences and freezes: all that is left over has ended by then
+SHAPES = (
+    Shape(),
+    Shape(num_blocks=16),
+    Shape(prefill=2, decode=2),
+    Shape(prefill=2, decode=2, num_blocks=16),
+    Shape(prefill=1, decode=2),
+    Shape(prefill=2, decode=1),
+    Shape(prefill=0, decode=0, mixed=1),
+    Shape(prefill=0, decode=0, mixed=2),
+    Shape(prefill=1, decode=1, mixed=1),
+    Shape(prefill=2, decode=2, prefill_blocks=12),
+    Shape(decode=2, num_blocks=40, prefill_blocks=14, tier_slots=60),
+    Shape(prefill=2, decode=2, num_blocks=16, prefill_blocks=12, tier_slots=12),
+    Shape(prefill=2, decode=1, num_blocks=16, prefill_blocks=11, tier_slots=4),
+    Shape(decode=2, num_blocks=16, prefill_blocks=11),
+)
+LONG_WAITS = {"dead_after_seconds": 30.0, "lease_seconds": 30.0, "request_deadline_seconds": 300.0}
+EXPIRING_LEASES = {"lease_seconds": 0.4, "renew_interval_seconds": 0.3, "host_offer_after_seconds": 0.05}
+IMPATIENT_READS = {"read_deadline_seconds": 0.2}  # a peer is given up while others still read, and greeted anew
+FEW_MAY_WAIT = {"max_requests_waiting": 2, "no_worker_wait_seconds": 0.3}
+SHORT_LEASES = {"lease_seconds": 1.0, "renew_interval_seconds": 0.3}
+
+
+class Schedule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One run of the simulator, reproducible. ``protocol`` holds changes to the simulator's time-outs."""
+
+    seed: int
+    faults: Faults = Faults()
+    shape: Shape = Shape()
+    protocol: dict[str, float] = {}
+    num_requests: int = 8
+
+    @property
+    def command(self) -> str:
+        return f"python tests/support/schedules.py --replay '{msgspec.json.encode(self).decode()}'"
+
+
+def run_schedule(schedule: Schedule) -> Simulator:
+    """From start to quiet, with all checks. A failure carries the command that replays it."""
+    sim = prepare(schedule)
+    try:
+        run_to_the_end(sim, schedule)
+    except Exception as error:
+        error.add_note(f"Replay it: {schedule.command}")
+        raise
+    return sim
+
+
+def prepare(schedule: Schedule) -> Simulator:
+    protocol = ProtocolConfig(**(msgspec.structs.asdict(PROTOCOL) | schedule.protocol))
+    sim = Simulator(schedule.seed, schedule.faults, schedule.shape, protocol)
+    has_tiers = schedule.shape.tier_slots or schedule.shape.shared_chunk
+    # With tiers there are several, so that some leave the device and come back.
+    shared = [[sim.random.randrange(VOCAB) for _ in range(12)] for _ in range(5 if has_tiers else 1)]
+    for index in range(schedule.num_requests):
+        prefix = shared[index % len(shared)][: sim.random.choice([0, 0, 4, 8, 12])]
+        prompt = prefix + [sim.random.randrange(VOCAB) for _ in range(sim.random.choice([1, 3, 4, 5, 17, 30]))]
+        max_tokens = sim.random.choice([1, 2, 6, 20])
+        sim.at(sim.random.uniform(0.0, 0.5), lambda i=index, p=prompt, m=max_tokens: sim.router.submit(f"r{i}", p, m))
+    return sim
+
+
+def run_to_the_end(sim: Simulator, schedule: Schedule) -> None:
+    while sim.now < MAX_SECONDS and not sim.router.has_ended(schedule.num_requests):
+        sim.run(until=sim.now + 1.0)
+    sim.run(until=sim.now + QUIET_SECONDS + sim.protocol.lease_seconds)
+    sim.check_end()
+
+
+def random_schedule(seed: int) -> Schedule:
+    """Any mix of what a schedule can have; each fault is there in a part of them only, so that they show alone too."""
+    chosen = random.Random(seed)
+
+    def sometimes(low: float, high: float) -> float:
+        return round(chosen.uniform(low, high), 3) if chosen.random() < 0.4 else low
+
+    def few(most: int) -> int:
+        return chosen.randint(0, most) if chosen.random() < 0.5 else 0
+
+    faults = Faults(
+        drop=sometimes(0.0, 0.4),
+        duplicate=sometimes(0.0, 0.4),
+        max_delay=sometimes(0.01, 1.0),
+        post_error=sometimes(0.0, 0.3),
+        read_error=sometimes(0.0, 0.3),
+        read_stuck=sometimes(0.0, 0.3),
+        read_late=sometimes(0.0, 0.3),
+        read_seconds=sometimes(0.01, 1.0),
+        disconnect_seconds=sometimes(0.001, 2.0),
+        step_error=sometimes(0.0, 0.1) if chosen.random() < 0.3 else 0.0,
+        step_seconds=sometimes(0.02, 0.3),
+        abort=sometimes(0.0, 0.8),
+        partitions=few(3),
+        mutes=few(2),
+        partition_seconds=sometimes(3.0, 12.0),
+        kills=few(4),
+        freezes=few(3),
+        drains=few(2),
+        rounding=chosen.random() < 0.2,
+        damage=sometimes(0.0, 0.1),
+        copy_error=sometimes(0.0, 0.3),
+        copy_late=sometimes(0.0, 0.3),
+        copy_seconds=sometimes(0.05, 0.5),
+        lies=sometimes(0.0, 0.3),
+        unsent=sometimes(0.0, 0.2) if chosen.random() < 0.3 else 0.0,
+    )
+    protocol = chosen.choice([{}, {}, SHORT_LEASES, EXPIRING_LEASES, IMPATIENT_READS, LONG_WAITS, FEW_MAY_WAIT])
+    return Schedule(
+        seed=seed,
+        faults=faults,
+        shape=chosen.choice(SHAPES),
+        protocol=protocol,
+        num_requests=chosen.choice([4, 8, 8, 16]),
+    )
+
+
+def failure_of(seed: int) -> tuple[int, str | None, int]:
+    """The seed, how its schedule failed (None: it didn't), and how many hand-overs it had."""
+    try:
+        return seed, None, run_schedule(random_schedule(seed)).num_handovers
+    except Exception as error:
+        notes = "\n".join(getattr(error, "__notes__", ()))
+        return seed, f"seed {seed}: {type(error).__name__}: {error}\n{notes}", 0
+
+
+def outcomes(first: int, count: int, jobs: int) -> Iterator[tuple[int, str | None, int]]:
+    seeds = range(first, first + count)
+    if jobs == 1:
+        yield from map(failure_of, seeds)
+        return
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        yield from pool.imap_unordered(failure_of, seeds, chunksize=50)
+
+
+def fuzz(first: int, count: int, jobs: int, max_failures: int) -> int:
+    """Run ``count`` random schedules; returns how many failed. Stops after ``max_failures``."""
+    started, num_failures, num_handovers, shown_at = time.monotonic(), 0, 0, time.monotonic()
+    for number, (_, failure, handovers) in enumerate(outcomes(first, count, jobs), start=1):
+        num_handovers += handovers
+        if failure is not None:
+            num_failures += 1
+            print(failure, flush=True)
+            if num_failures >= max_failures:
+                break
+        if time.monotonic() - shown_at > 30 or number == count:
+            shown_at = time.monotonic()
+            rate = number / (shown_at - started)
+            print(
+                f"{number} schedules, {num_handovers} hand-overs, {num_failures} failed, {rate:.0f} schedules/s",
+                flush=True,
+            )
+    return num_failures
+
+
+def replay(schedule: Schedule) -> None:
+    """Print the trace, and then what went wrong, if anything did."""
+    sim = prepare(schedule)
+    problem = None
+    try:
+        run_to_the_end(sim, schedule)
+    except Exception:
+        problem = traceback.format_exc()
+    print(*sim.trace, sep="\n")
+    print(problem or "every invariant held")
+    sys.exit(1 if problem else 0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Run schedules of the fault simulator.")
+    parser.add_argument("--fuzz", type=int, metavar="N", help="run N random schedules")
+    parser.add_argument("--first", type=int, default=0, metavar="SEED", help="seed of the first one")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes to run them in")
+    parser.add_argument("--max-failures", type=int, default=10, metavar="N", help="stop after as many")
+    parser.add_argument("--replay", metavar="SCHEDULE", help="run one schedule, or one seed of --fuzz, with its trace")
+    options = parser.parse_args()
+    if options.replay:
+        text = options.replay
+        replay(random_schedule(int(text)) if text.isdigit() else msgspec.json.decode(text, type=Schedule))
+    elif options.fuzz:
+        sys.exit(1 if fuzz(options.first, options.fuzz, options.jobs, options.max_failures) else 0)
+    else:
+        parser.error("say --fuzz N or --replay SCHEDULE")
+
+
+if __name__ == "__main__":
+    main()

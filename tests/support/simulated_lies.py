@@ -1,0 +1,57 @@
+"""Peers that lie: offers with another block, another generation or another first token than the true ones."""
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from simulated_model import VOCAB
+from splitserve.kvconnector.blocks.pool import GENERATION_MASK
+from splitserve.protocol.messages.handover import Offer, OfferedBlock
+from splitserve.protocol.request import Party
+
+if TYPE_CHECKING:
+    from simulator import Simulator
+
+INVENTED_TOKENS = 5  # above the vocabulary
+
+
+class Liar:
+    """Twists offers on their way; only such lies as the protocol allows to notice.
+
+    A wrong block is one that has another generation than the offered one, for good. A wrong first token contradicts
+    the one that prefill itself sends to the router.
+    """
+
+    def __init__(self, sim: "Simulator") -> None:
+        self._sim = sim
+        self.deceived: set[str] = set()  # ids of requests that were offered a wrong first token
+
+    def twist(self, sender: Party, offer: Offer) -> Offer:
+        chosen = self._sim.random
+        if chosen.random() >= self._sim.faults.lies:
+            return offer
+        if offer.first_tokens and chosen.random() < 0.3:
+            self.deceived.add(offer.key.request_id)
+            [true_token] = offer.first_tokens
+            token = (true_token + chosen.randrange(1, VOCAB + INVENTED_TOKENS)) % (VOCAB + INVENTED_TOKENS)
+            return msgspec.structs.replace(offer, first_tokens=[token])
+        if not offer.blocks:
+            return offer
+        blocks = list(offer.blocks)
+        number = chosen.choice([len(blocks) - 1, chosen.randrange(len(blocks))])
+        blocks[number] = self._other_block(sender, blocks[number])
+        return msgspec.structs.replace(offer, blocks=blocks)
+
+    def _other_block(self, sender: Party, true_block: OfferedBlock) -> OfferedBlock:
+        """One that isn't there, or has another content, or no longer has its content."""
+        chosen, source = self._sim.random, self._sim.workers[str(sender)]
+        blocks, slots = range(source.num_blocks), range(source.num_blocks, source.num_readable)
+        # Generations grow: a larger one never becomes the offered one. Those of blocks and slots are far apart.
+        others = [block_id for block_id in blocks if source.generation(block_id) > true_block.generation]
+        others = others if true_block.block_id in blocks else list(blocks)
+        beyond = source.num_readable + chosen.randrange(3)
+        wrong_ids = [chosen.choice(each) for each in (others, slots, slots, [beyond]) if each]
+        lies = [msgspec.structs.replace(true_block, block_id=block_id) for block_id in wrong_ids]
+        past = (true_block.generation - 1) & GENERATION_MASK
+        lies.append(msgspec.structs.replace(true_block, generation=past))
+        return chosen.choice([lie for lie in lies if lie.block_id != true_block.block_id or lie.generation == past])

@@ -1,0 +1,273 @@
+"""The router's side of the simulator: the production core, driven by simulated links, timers and clients.
+
+The core decides all that concerns requests. Here is what :mod:`splitserve.router.requests.dispatcher` does with an
+event loop, and what :mod:`splitserve.router.links.fleet` does with sockets: links come up and break, heartbeats are
+heard or not.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from router_checks import Attempt, RouterChecks
+from simulated_client import SimClient
+from simulated_kv_feed import SimKVFeed
+from simulated_model import ROUTER, expected_output
+from splitserve.protocol.config import RouterConfig
+from splitserve.protocol.messages.envelope import Body
+from splitserve.protocol.messages.membership import WorkerInfo
+from splitserve.protocol.messages.requests import Abort, RequestFailed, StepTokens, TokenDelta
+from splitserve.protocol.request import Party, Role, SamplingParams
+from splitserve.router.links.membership import Membership, WorkerState
+from splitserve.router.placement.prefix_view import PrefixView
+from splitserve.router.requests.core import RouterCore
+from splitserve.router.requests.effects import (
+    Begun,
+    CancelTimer,
+    Count,
+    Deliver,
+    Effect,
+    Log,
+    Observe,
+    Refuse,
+    Send,
+    SetTimer,
+    Stale,
+    TellLimits,
+)
+from splitserve.router.requests.events import Event, FromWorker, NotSent, Timer, TimerFired, WorkerLost, WorkerReady
+from splitserve.router.requests.state import FailureReason, Phase
+
+if TYPE_CHECKING:
+    from simulated_worker import SimWorker
+    from simulator import Simulator
+
+TICK_SECONDS = 0.25
+LINK_SECONDS = 0.2  # the longest time that a link takes to come up
+
+
+class SimRouter:
+    def __init__(self, sim: "Simulator") -> None:
+        self.sim = sim
+        self.clients: dict[str, SimClient] = {}
+        self.membership = Membership(sim.protocol.dead_after_seconds, sim.protocol.tombstone_seconds)
+        self.prefixes = PrefixView()
+        config = RouterConfig(model="sim", served_model_name="sim", protocol=sim.protocol)
+        self.core = RouterCore(config, self.membership, self.prefixes, sim.random)
+        self.checks = RouterChecks(self)
+        self._feeds: dict[Party, SimKVFeed] = {}
+        self._links: set[Party] = set()  # that are up
+        self._timers: dict[Timer, object] = {}  # pending, each with a mark of its own
+        self._effects: deque[Effect] = deque()
+        self._is_performing = False
+        self._was_dropped = False  # the message that is being handled
+        self._able_at: list[tuple[float, bool]] = []
+        self._performers: dict[type, Callable[[Any], None]] = {
+            Send: self._send,
+            Deliver: lambda effect: self.clients[effect.request_id].on_update(effect.update),
+            Begun: lambda effect: self.clients[effect.request_id].on_begun(),
+            TellLimits: lambda effect: self._asking(effect.question_id).on_limits(effect.limits),
+            Refuse: lambda effect: self._asking(effect.request_id).on_refused(effect.request_id),
+            SetTimer: self._set_timer,
+            CancelTimer: lambda effect: self._timers.pop(effect.timer, None),
+            Count: self.checks.on_count,
+            Observe: self._observe,
+            Stale: self._drop,
+            Log: lambda effect: sim.note(effect.text),
+        }
+        sim.after(TICK_SECONDS, self.tick)
+
+    # ---- the core's driver ----
+
+    def handle(self, event: Event) -> None:
+        self._perform(event)
+        if not self._is_performing:
+            self.checks.after_event()
+
+    def _perform(self, event: Event) -> None:
+        self._effects.extend(self.core.handle(event, self.sim.now))
+        if self._is_performing:
+            return
+        self._is_performing = True
+        while self._effects:
+            effect = self._effects.popleft()
+            self._performers[type(effect)](effect)
+        self._is_performing = False
+
+    @property
+    def pending_timers(self) -> set[Timer]:
+        return set(self._timers)
+
+    def _send(self, effect: Send) -> None:
+        to, body = effect.to, effect.body
+        self.checks.on_send(to, body)
+        is_full = not isinstance(body, Abort) and self.sim.random.random() < self.sim.faults.unsent
+        if to in self._links and not is_full:
+            self.sim.send(ROUTER, to, body)
+            return
+        if not isinstance(body, Abort):
+            self.checks.on_not_sent(to, body.key)  # type: ignore[union-attr]
+            self.clients[body.key.request_id].was_unsent = True  # type: ignore[union-attr]
+        self.handle(NotSent(to, body))
+
+    def _set_timer(self, effect: SetTimer) -> None:
+        timer, mark = effect.timer, object()
+        assert effect.at >= self.sim.now, f"{timer} is set for a time that is over"
+        self._timers[timer] = mark
+        self.sim.at(effect.at, lambda: self._on_timer(timer, mark))
+
+    def _on_timer(self, timer: Timer, mark: object) -> None:
+        if self._timers.get(timer) is mark:
+            del self._timers[timer]
+            self.handle(TimerFired(timer))
+
+    def _observe(self, effect: Observe) -> None:
+        assert effect.seconds >= 0, f"{effect.metric} is {effect.seconds} s"
+
+    def _drop(self, effect: Stale) -> None:
+        self._was_dropped = True
+        self.sim.note(f"router drops {effect.kind} of {effect.detail} from {effect.sender}")
+
+    def _asking(self, newcomer_id: str) -> SimClient:
+        return self.clients[newcomer_id.partition("?")[0]]
+
+    # ---- clients and workers ----
+
+    def submit(self, request_id: str, prompt: list[int], max_tokens: int) -> None:
+        sampling = SamplingParams(max_tokens=max_tokens, seed=self.sim.random.getrandbits(32))
+        client = self.clients[request_id] = SimClient(self, request_id, prompt, sampling)
+        if self.sim.random.random() < self.sim.faults.abort:
+            client.leave_some_time()
+        client.ask()
+
+    def on_message(self, sender: Party, body: Body) -> None:
+        """A worker's message; nothing comes over a link that is down."""
+        if sender not in self._links:
+            return
+        for news in body.deltas if isinstance(body, StepTokens) else [body]:
+            if isinstance(news, TokenDelta | RequestFailed):
+                request = self.clients[news.key.request_id].request
+                assert request is not None, f"news of {news.key}, which was never submitted"
+                before, self._was_dropped = Attempt(request.state), False
+                self._perform(FromWorker(sender, StepTokens([news]) if isinstance(news, TokenDelta) else news))
+                if not self._was_dropped:
+                    self.checks.on_taken_in(sender, news, before)
+                self.checks.after_event()
+
+    # ---- membership ----
+
+    def on_started(self, worker: "SimWorker") -> None:
+        info = WorkerInfo(
+            party=worker.party,
+            role=worker.role,
+            endpoint="",
+            pid=0,
+            layout=worker.core.state.layout,
+            num_blocks=worker.num_blocks,
+            max_num_seqs=4,
+            max_model_len=worker.core.state.max_model_len,
+            vocab_size=worker.core.state.vocab_size,
+        )
+        registration = self.membership.register(worker.party, info, self.sim.now)
+        assert registration.refusal is None, registration.refusal
+        self._feeds[worker.party] = SimKVFeed(self, worker)
+        self.dial(worker)
+        self.heartbeat(worker)
+
+    def dial(self, worker: "SimWorker") -> None:
+        self.sim.after(self.sim.random.uniform(0.001, LINK_SECONDS), lambda: self.on_link_up(worker))
+
+    def on_link_up(self, worker: "SimWorker") -> None:
+        party = worker.party
+        record = self.membership.get(party)
+        is_wanted = record is not None and record.state is not WorkerState.LOST
+        if worker.alive and is_wanted and party not in self._links:
+            self._links.add(party)
+            self.membership.link_up(party)
+            self.handle(WorkerReady(party))
+            self.checks.on_ready(party)
+            self._feeds[party].subscribe()
+
+    def is_linked(self, party: Party) -> bool:
+        return party in self._links
+
+    def on_kv_events(self, worker: "SimWorker", events: list[Any]) -> None:
+        self._feeds[worker.party].publish(events)
+
+    def heartbeat(self, worker: "SimWorker") -> None:
+        if not worker.can_run(lambda: self.heartbeat(worker)):
+            return
+        worker.settle()  # the loop wakes up for its heartbeat
+        if self.membership.heartbeat(worker.party, worker.core.load(), self.sim.now) is WorkerState.LOST:
+            self.dial(worker)
+        if worker.drain_clock.has_begun:
+            self.membership.drain(worker.party)
+        self.sim.after(self.sim.protocol.heartbeat_seconds, lambda: self.heartbeat(worker))
+
+    def tick(self) -> None:
+        for party in self.membership.expire(self.sim.now):
+            self.on_lost(party)
+        self.checks.after_event()
+        able = any(view.role is not Role.PREFILL for view in self.membership.snapshot(self.sim.now).workers)
+        self._able_at.append((self.sim.now, able))
+        self.sim.after(TICK_SECONDS, self.tick)
+
+    def was_able_since(self, since: float) -> bool:
+        """Return whether a worker was there that could have done any request alone."""
+        return any(able for time, able in self._able_at if time >= since)
+
+    def on_draining(self, party: Party) -> None:
+        self.membership.drain(party)
+
+    def on_leave(self, party: Party) -> None:
+        if self.membership.leave(party):
+            self.on_lost(party)
+
+    def on_connection_closed(self, party: Party) -> None:
+        if self.membership.lose(party):
+            self.on_lost(party)
+
+    def on_lost(self, party: Party) -> None:
+        self._links.discard(party)
+        self.prefixes.forget(party)
+        self.checks.on_lost(party)
+        self.handle(WorkerLost(party, "is lost"))
+
+    # ---- how it must end ----
+
+    @property
+    def failures(self) -> list[str]:
+        """What clients were told of requests that failed."""
+        states = [client.request.state for client in self.clients.values() if client.request is not None]
+        return [state.failure.message for state in states if state.failure is not None]
+
+    def has_ended(self, num_requests: int) -> bool:
+        return len(self.clients) == num_requests and all(client.is_done for client in self.clients.values())
+
+    def check_end(self) -> None:
+        """Every request ended, with the tokens that it should have: all of them, if any worker could help."""
+        for client in self.clients.values():
+            assert client.is_done, f"{client.request_id} never ended"
+            if client.has_begun:
+                self._check_answer(client)
+        self.checks.at_end()
+
+    def _check_answer(self, client: SimClient) -> None:
+        assert client.request is not None
+        state, request_id = client.request.state, client.request_id
+        is_complete = state.phase is Phase.FINISHED and not client.has_left
+        was_deceived = request_id in self.sim.liar.deceived
+        if self.sim.faults.rounding or was_deceived:
+            is_long = len(client.output) == client.sampling.max_tokens
+            assert not is_complete or is_long, f"{request_id}: too short"
+        else:
+            expected = expected_output(client.prompt, client.sampling)
+            expected = expected if is_complete else expected[: len(client.output)]
+            assert client.output == expected, f"{request_id}: wrong tokens, {client.output} instead of {expected}"
+        failure = state.failure
+        if failure is None:
+            return
+        may_fail = client.was_helpless or self.sim.faults.step_error > 0
+        may_fail |= client.was_unsent and failure.reason is not FailureReason.DEADLINE
+        may_fail |= was_deceived and failure.reason is FailureReason.CONTRADICTION
+        assert may_fail, f"{request_id} failed without need: {failure.message}"

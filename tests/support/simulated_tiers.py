@@ -1,0 +1,196 @@
+"""The host tier of a simulated worker: copies that take their time, fail in the middle, or end long after anybody
+waits for them. What a failed copy has written is garbage. Of most loads is told that they near their end, at any moment
+before that; the device is able to wait for what they move."""
+
+import itertools
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from simulated_model import BLOCK_SIZE
+from splitserve.kvconnector.tiers.commands import ClearCommand, CopyCommand, CopyNearsEnd, CopyResult
+from splitserve.kvconnector.tiers.index import TierIndex
+from splitserve.kvconnector.tiers.shared import ChainCopy, SharedTier, TierState
+from splitserve.kvconnector.tiers.tier import Tier
+from splitserve.protocol.block_hash import extend_hashes
+
+SHARED = "shared"
+MAX_CHUNKS = 24
+
+if TYPE_CHECKING:
+    from simulated_worker import SimWorker
+
+
+class SharedServer:
+    """What all workers share: a few chunks of ``chunk`` blocks each, by the hash of their last block. A block that is
+    None was never completely written: its checksum is wrong."""
+
+    def __init__(self, chosen: random.Random, chunk: int) -> None:
+        self.chunk = chunk
+        self.chunks: dict[bytes, list[list[int] | None]] = {}
+        self._chosen = chosen
+
+    def keep(self, copy: ChainCopy, contents: list[list[int] | None]) -> None:
+        """What is there already stays as it is."""
+        assert copy.first_block % self.chunk == 0 and len(contents) % self.chunk == 0, "a piece of a chunk"
+        num_tokens = (copy.first_block + len(contents)) * BLOCK_SIZE
+        assert len(copy.token_ids) == num_tokens, f"{len(copy.token_ids)} tokens for the content of {num_tokens}"
+        for start in range(0, len(contents), self.chunk):
+            blocks = [None if block is None else list(block) for block in contents[start : start + self.chunk]]
+            self.chunks.setdefault(copy.hashes[start + self.chunk - 1], blocks)
+        while len(self.chunks) > MAX_CHUNKS:
+            del self.chunks[self._chosen.choice(list(self.chunks))]
+
+    def find(self, root: bytes, copy: ChainCopy) -> list[list[int]]:
+        """The copy's blocks, as far as a chain of chunks from the sequence's beginning leads, and they are whole."""
+        hashes: list[bytes] = []
+        extend_hashes(hashes, root, copy.token_ids, BLOCK_SIZE)
+        assert hashes[copy.first_block :] == list(copy.hashes), "hashes that aren't those of the tokens"
+        blocks: list[list[int] | None] = []
+        for end in hashes[self.chunk - 1 :: self.chunk]:
+            if end not in self.chunks:
+                break
+            blocks += self.chunks[end]
+        whole = itertools.takewhile(lambda block: block is not None, blocks[copy.first_block :])
+        return [block for block in whole if block is not None]
+
+
+class SimTiers:
+    """Two tiers where the shape has any: a small one, and one twice as large that is asked after it."""
+
+    def __init__(self, worker: "SimWorker", num_slots: int) -> None:
+        self.worker = worker
+        sizes = {"near": num_slots, "far": 2 * num_slots} if num_slots else {}
+        self.generations = np.full(num_slots, worker.sim.random.getrandbits(63), dtype=np.uint64)
+        served = {"near": self.generations}  # the one that peers read
+        self.tiers = [
+            Tier(name, TierIndex(size, served.get(name)), max_blocks_per_copy=3) for name, size in sizes.items()
+        ]
+        self.slots: dict[str, list[list[int]]] = {name: [[] for _ in range(size)] for name, size in sizes.items()}
+        chunk = worker.sim.shared.chunk
+        self.shared = SharedTier(SHARED, BLOCK_SIZE, 3 * chunk) if chunk else SharedTier()
+        self.moved_at: dict[int, float] = {}  # by copy: when the device can go on that waits for it
+        self.num_waits = 0
+        self.num_loaded = 0
+        self.num_turns = 0
+        self.found: dict[str, set[bytes]] = {}  # what a subscriber to the worker's events believes, by tier
+
+    def follow_events(self) -> None:
+        """Whoever adds up the events knows what can be found."""
+        blocks = self.worker.core.state.blocks
+        events = blocks.tiers.events.take()
+        self.worker.sim.router.on_kv_events(self.worker, events)
+        for event in events:
+            known = self.found.setdefault(event.tier, set())
+            hashes = set(event.hashes)
+            assert len(hashes) == len(event.hashes), "an event names a block twice"
+            if event.kind == "stored":
+                assert not hashes & known, "stored twice"
+                known |= hashes
+            else:
+                assert hashes <= known, "evicted without having been stored"
+                known -= hashes
+        contents = {event.tier: set(event.hashes) for event in blocks.contents()}
+        found = {tier: known for tier, known in self.found.items() if known}
+        assert found == contents, f"events say {found}, but the tiers hold {contents}"
+
+    def content(self, slot: int) -> list[int]:
+        """What a peer reads from a slot: nothing was ever written to some of them."""
+        return self.slots["near"][slot] or [0] * len(self.worker.memory[0])
+
+    def begin(self) -> None:
+        """Look for the shared tier."""
+        if self.shared.name:
+            self.worker.sim.after(self.worker.sim.random.uniform(0.0, 0.5), lambda: self.tell(is_available=True))
+
+    def tell(self, *, is_available: bool) -> None:
+        """With faults it comes and goes; one that comes back may have lost everything."""
+        worker, sim = self.worker, self.worker.sim
+        if not worker.can_run(lambda: self.tell(is_available=is_available)):
+            return
+        worker.core.handle_copy_result(TierState(SHARED, is_available, sim.shared.chunk * BLOCK_SIZE), worker.clock)
+        worker.settle()
+        if sim.faults.copy_error and self.num_turns < 6:
+            self.num_turns += 1
+            if not is_available and sim.random.random() < 0.3:
+                sim.shared.chunks.clear()
+            sim.after(sim.random.uniform(0.2, 2.0), lambda: self.tell(is_available=not is_available))
+
+    def start(self, command: CopyCommand | ChainCopy | ClearCommand) -> None:
+        if isinstance(command, ClearCommand):
+            if command.tier == SHARED:
+                self.worker.sim.shared.chunks.clear()
+            return
+        sim = self.worker.sim
+        taken = self.worker.stamp(command.block_ids)
+        is_late = command.is_load and sim.random.random() < sim.faults.copy_late
+        num_good = len(command.block_ids)
+        if sim.random.random() < sim.faults.copy_error:
+            num_good = sim.random.randrange(num_good)
+        seconds = sim.random.uniform(0.0, sim.faults.copy_seconds) + (3.0 if is_late else 0.0)
+        if isinstance(command, ChainCopy):
+            sim.after(seconds, lambda: self.finish_chain(command, num_good, taken))
+            return
+        seconds_to_move = seconds * sim.random.random()
+        self.moved_at[command.copy_id] = sim.now + seconds_to_move
+        if command.is_load and sim.random.random() < 0.8:
+            sim.after(seconds_to_move * sim.random.random(), lambda: self.near_end(command))
+        sim.after(seconds_to_move, lambda: self.move(command, num_good, taken))
+        sim.after(seconds, lambda: self.finish(command, num_good, taken))
+
+    def seconds_until_moved(self, copy_ids: Sequence[int]) -> float:
+        """What a step that waits for these copies has to wait for."""
+        self.num_waits += bool(copy_ids)
+        return max([0.0, *(self.moved_at[copy_id] - self.worker.sim.now for copy_id in copy_ids)])
+
+    def near_end(self, command: CopyCommand) -> None:
+        worker = self.worker
+        if worker.can_run(lambda: self.near_end(command)):
+            worker.core.handle_copy_result(CopyNearsEnd(command.copy_id), worker.clock)
+            worker.settle()
+
+    def move(self, command: CopyCommand, num_good: int, taken: dict[int, int]) -> None:
+        worker, slots = self.worker, self.slots[command.tier]
+        if not worker.alive:
+            return
+        worker.assert_kept(taken, "a copy")
+        for number, (block_id, slot) in enumerate(zip(command.block_ids, command.slots, strict=True)):
+            garbage = [-1] * len(worker.memory[block_id])
+            if command.is_load:
+                worker.memory[block_id] = list(slots[slot]) if number < num_good else garbage
+            else:
+                slots[slot] = list(worker.memory[block_id]) if number < num_good else garbage
+
+    def finish_chain(self, copy: ChainCopy, num_good: int, taken: dict[int, int]) -> None:
+        """Moves and ends at once. What a store that fails has written can be found, and is seen to be garbage."""
+        worker, shared = self.worker, self.worker.sim.shared
+        if not worker.can_run(lambda: self.finish_chain(copy, num_good, taken)):
+            return
+        worker.assert_kept(taken, "a copy")
+        is_whole = num_good == len(copy.block_ids)
+        if copy.is_load:
+            found = shared.find(worker.core.state.blocks.root_hash, copy)
+            num_good = min(num_good, len(found))
+            for number, block_id in enumerate(copy.block_ids):
+                garbage = [-1] * len(worker.memory[block_id])
+                worker.memory[block_id] = list(found[number]) if number < num_good else garbage
+            self.num_loaded += num_good
+        else:
+            contents = [worker.memory[block_id] if n < num_good else None for n, block_id in enumerate(copy.block_ids)]
+            shared.keep(copy, contents)
+        result = CopyResult(copy.copy_id, num_good, None if is_whole else "planted copy error")
+        worker.core.handle_copy_result(result, worker.clock)
+        worker.settle()
+
+    def finish(self, command: CopyCommand, num_good: int, taken: dict[int, int]) -> None:
+        worker = self.worker
+        if not worker.can_run(lambda: self.finish(command, num_good, taken)):
+            return
+        worker.assert_kept(taken, "a copy")
+        is_whole = num_good == len(command.block_ids)
+        self.num_loaded += num_good if command.is_load else 0
+        result = CopyResult(command.copy_id, num_good, None if is_whole else "planted copy error")
+        worker.core.handle_copy_result(result, worker.clock)
+        worker.settle()

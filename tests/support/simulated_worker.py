@@ -1,0 +1,325 @@
+"""One worker of the simulator: its production core, its memory, its device; the loop's part is played here."""
+
+import itertools
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from core_parts import sink_of
+from simulated_model import BLOCK_SIZE, LAYOUT, NUM_HEADS, VOCAB, SimConnector, mix, next_kv
+from simulated_reader import SimReader
+from simulated_tiers import SimTiers
+from splitserve.decode.peers import PeerState
+from splitserve.engine.drain import Drain
+from splitserve.engine.effects import Connect, Dial, Disconnect, HangUp, Incident, Send, Serve, StartCopy, StartRead
+from splitserve.kvconnector.blocks.digest import no_digests
+from splitserve.kvconnector.blocks.pool import BlockState
+from splitserve.kvconnector.transfer.connector import PeerConnected
+from splitserve.protocol.config import EngineConfig, WorkerConfig
+from splitserve.protocol.handover.reads import ReadResult
+from splitserve.protocol.handover.sink import SinkHandover
+from splitserve.protocol.messages.envelope import Envelope
+from splitserve.protocol.messages.handover import Grant, Withdrawn
+from splitserve.protocol.request import Party, RequestKey, Role
+from splitserve.protocol.step import UNKNOWN_TOKEN, StepOutput, StepPlan
+from splitserve.worker.build import BlockMemory, ModelBounds, build_core
+
+if TYPE_CHECKING:
+    from simulator import Simulator
+
+TIMER_SLACK_SECONDS = 1e-9  # more than what adding and taking off a clock's offset may round away
+
+
+class SimWorker:
+    def __init__(self, sim: "Simulator", name: str, role: Role, num_blocks: int, incarnation: int) -> None:
+        self.sim = sim
+        self.party = Party(name, incarnation)
+        self.role = role
+        self.num_blocks = num_blocks
+        self.alive = True
+        self.frozen_until = 0.0
+        self.clock_offset = sim.random.uniform(-sim.faults.clocks, sim.faults.clocks)
+        self.generations = np.zeros(num_blocks, dtype=np.uint64)
+        self.num_ranks = 1 + self.party.incarnation // 2 % 2
+        self.memory = [[0] * (NUM_HEADS * BLOCK_SIZE) for _ in range(num_blocks)]  # of each block, head by head
+        engine = EngineConfig(
+            model="sim",
+            max_num_batched_tokens=16,
+            max_num_seqs=4,
+            tail_chunk_tokens=4,
+            kv_load_seconds=0.5,
+            kv_events=True,
+        ).on("cpu")
+        self.below = SimTiers(self, sim.tier_slots)
+        config = WorkerConfig(engine_id=name, role=role, engine=engine, membership="", protocol=sim.protocol)
+        self.core = build_core(
+            config,
+            self.party,
+            BlockMemory(
+                LAYOUT,
+                self.generations,
+                first_generation=sim.random.getrandbits(63),
+                leading_digests=self.leading_digests if sim.faults.damage else no_digests,
+                tiers=self.below.tiers,
+                shared_tier=self.below.shared,
+            ),
+            SimConnector(self.party, num_blocks, num_slots=sim.tier_slots),  # type: ignore[arg-type]
+            ModelBounds(max_model_len=num_blocks * BLOCK_SIZE, vocab_size=VOCAB),
+        )
+        self.below.begin()
+        self.digests: dict[tuple[int, int], bytes | None] = {}  # by block and generation; None: not there yet
+        self.drain_clock = Drain(sim.protocol.drain_seconds)
+        self.reader = SimReader(sim, self, self.on_connector_event)
+        # Launched and not over, oldest first: blocks touched, tokens drawn, whether it fails.
+        self.steps: deque[tuple[dict[int, int], list[int | None], bool]] = deque()
+        self.max_steps = 1 + self.party.incarnation % 2  # every other worker overlaps two steps, as on a GPU
+        self.device_free_at = 0.0
+        self.last_drawn: list[int | None] = []  # by the step launched last, once it has drawn
+        self.known: set[RequestKey] = set()  # requests that were ever here
+        self.num_effects: Counter[type] = Counter()  # by kind
+
+    @property
+    def clock(self) -> float:
+        """The time as this worker's monotonic clock shows it."""
+        return self.sim.now + self.clock_offset
+
+    def can_run(self, action: Callable[[], None]) -> bool:
+        """False for the dead; and for the frozen, whose ``action`` comes when they thaw."""
+        if self.alive and self.sim.now < self.frozen_until:
+            self.sim.at(self.frozen_until, action)
+            return False
+        return self.alive
+
+    # ---- what must hold at any time ----
+
+    def check_peers(self) -> None:
+        """The connector is connected to the peers of the table, as far as that was asked for, and to no others."""
+        peers = sink_of(self.core).peers.peers()
+        num_open = sum(peer.state in (PeerState.CONNECTING, PeerState.READY) for peer in peers)
+        connects, disconnects = self.num_effects[Connect], self.num_effects[Disconnect]
+        assert connects == disconnects + num_open, (
+            f"connects don't equal disconnects plus current peers: {connects}, {disconnects}, {num_open}"
+        )
+        dials, hang_ups = self.num_effects[Dial], self.num_effects[HangUp]
+        assert dials == hang_ups + len(peers), f"dials don't equal hang-ups plus peers: {dials}, {hang_ups}, {peers}"
+
+    def changed_blocks(self, result: ReadResult) -> tuple[SinkHandover, list[int]] | None:
+        """The hand-over of a read, with the indices of its blocks whose generations aren't those that were offered."""
+        incoming = sink_of(self.core).sink._reads.get(result.read_id)
+        if incoming is None or incoming.handover is None:
+            return None
+        read = incoming.handover.reads_in_flight[result.read_id]
+        pairs = enumerate(zip(read.remote, result.generations, strict=False), start=read.first_index)
+        return incoming.handover, [index for index, (block, found) in pairs if block.generation != found]
+
+    # ---- the engine loop ----
+
+    def deliver(self, envelope: Envelope) -> None:
+        if not self.can_run(lambda: self.deliver(envelope)):
+            return
+        is_stale = envelope.to not in (None, self.party)
+        num_stale = self.core.state.counters.stale_messages
+        self.core.handle(envelope, self.clock)
+        if is_stale:
+            assert self.core.state.counters.stale_messages == num_stale + 1, f"took in a stale {envelope}"
+        elif isinstance(envelope.body, Grant):
+            self.check_answer(envelope.body)
+        self.settle()
+
+    def check_answer(self, grant: Grant) -> None:
+        """Whoever grants what is over here hears so at once."""
+        if grant.key in self.known and grant.key not in self.core.state.sequences:
+            answers = [effect.body for effect in self.core.state.outbox.effects if isinstance(effect, Send)]
+            assert any(isinstance(body, Withdrawn) for body in answers), f"{grant.key} is over, but was granted anew"
+
+    def on_connector_event(self, event: ReadResult | PeerConnected) -> None:
+        if not self.can_run(lambda: self.on_connector_event(event)):
+            return
+        changed = self.changed_blocks(event) if isinstance(event, ReadResult) else None
+        self.core.handle_connector_event(event, self.clock)
+        if changed is not None:
+            handover, indices = changed
+            used = [index for index in indices if handover.is_verified(index)]
+            assert not used, f"blocks {used} of {handover.key} count as verified, but their generations changed"
+        self.settle()
+
+    def settle(self) -> None:
+        """What the engine loop does after every event."""
+        self.core.tick(self.clock)
+        self.perform()
+        while len(self.steps) < self.max_steps:
+            plan = self.core.plan_step(self.clock)
+            if plan is not None:
+                self.launch(plan)
+            self.perform()
+            if plan is None:
+                break
+        self.core.check_invariants()
+        self.check_peers()
+        self.below.follow_events()
+        self.known |= self.core.state.sequences.keys()
+        if self.drain_clock.is_over(self.core.is_idle, self.clock):
+            self.sim.leave(self)
+            return
+        due = min(self.core.next_deadline(), self.drain_clock.next_deadline())
+        assert due > self.clock, "something stays due although all that is due was done: the engine loop would spin"
+        if due < float("inf"):
+            self.sim.at(due - self.clock_offset + TIMER_SLACK_SECONDS, self.wake)
+
+    def wake(self) -> None:
+        due = min(self.core.next_deadline(), self.drain_clock.next_deadline())
+        if self.can_run(self.wake) and due <= self.clock:
+            self.settle()
+
+    def drain(self) -> None:
+        if self.can_run(self.drain) and not self.drain_clock.has_begun:
+            self.drain_clock.begin(self.clock)
+            self.sim.router.on_draining(self.party)
+            self.core.drain()
+            self.settle()
+
+    def perform(self) -> None:
+        for effect in self.core.take_effects():
+            self.num_effects[type(effect)] += 1
+            match effect:
+                case Send(to, body):
+                    self.sim.send(self.party, to, body)
+                case StartRead(command):
+                    self.reader.start(command)
+                case StartCopy(copy):
+                    self.below.start(copy)
+                case Connect(peer, welcome):
+                    self.reader.connect(peer, welcome)
+                case Disconnect(peer):
+                    self.reader.disconnect(peer)
+                case Incident(description):
+                    self.sim.note(description)
+                case Dial() | HangUp() | Serve():
+                    pass
+
+    # ---- the device ----
+
+    def digest_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
+        if not self.sim.faults.damage:
+            return no_digests(block_ids)
+        return [mix(*self.memory[block_id]).to_bytes(16, "big") for block_id in block_ids]
+
+    def leading_digests(self, block_ids: Sequence[int]) -> list[bytes]:
+        """Of each content as it was at first; they take their time, and come in any order."""
+        contents = [(block_id, int(self.generations[block_id])) for block_id in block_ids]
+        for content in contents:
+            if content not in self.digests:
+                self.digests[content] = None
+                self.sim.after(self.sim.random.uniform(0.0, 0.05), lambda content=content: self.digest(*content))
+        known = itertools.takewhile(lambda digest: digest is not None, map(self.digests.get, contents))
+        return [digest for digest in known if digest is not None]
+
+    def digest(self, block_id: int, generation: int) -> None:
+        if self.can_run(lambda: self.digest(block_id, generation)):
+            [self.digests[block_id, generation]] = self.digest_blocks([block_id])
+            self.settle()
+
+    @property
+    def num_readable(self) -> int:
+        return self.num_blocks + len(self.below.generations)
+
+    def readable(self, block_id: int) -> list[int]:
+        """What a peer reads: a block, or a slot of the host tier, which are numbered on."""
+        if block_id < self.num_blocks:
+            return self.memory[block_id]
+        return self.below.content(block_id - self.num_blocks)
+
+    def generation(self, block_id: int) -> int:
+        if block_id < self.num_blocks:
+            return int(self.generations[block_id])
+        return int(self.below.generations[block_id - self.num_blocks])
+
+    def stamp(self, block_ids: Sequence[int]) -> dict[int, int]:
+        """Blocks that something launched now will touch, with their generations."""
+        return {block_id: int(self.generations[block_id]) for block_id in block_ids}
+
+    def assert_kept(self, taken: dict[int, int], what: str) -> None:
+        """Nothing may take a block while something launched touches it."""
+        pool = self.core.state.blocks.pool
+        for block_id, generation in taken.items():
+            kept = pool.state(block_id) in (BlockState.REFERENCED, BlockState.QUARANTINED)
+            assert kept and int(self.generations[block_id]) == generation, f"block {block_id} was freed under {what}"
+
+    def launch(self, plan: StepPlan) -> None:
+        """The step's KV is written at some moment before the step is over; a step that fails may write anything."""
+        random = self.sim.random
+        for chunk in plan.chunks:
+            end, room = chunk.start + len(chunk.token_ids), len(chunk.block_ids) * BLOCK_SIZE
+            assert end <= room, f"a step writes {end} tokens to blocks for {room}"
+        taken = self.stamp([block_id for chunk in plan.chunks for block_id in chunk.block_ids])
+        garbage = random.getrandbits(50) if random.random() < self.sim.faults.step_error else 0
+        seconds = random.uniform(0.001, self.sim.faults.step_seconds)
+        drawn: list[int | None] = [None] * len(plan.chunks)
+        self.steps.append((taken, drawn, bool(garbage)))
+        previous, self.last_drawn = self.last_drawn, drawn
+        wait = max(0.0, self.device_free_at - self.sim.now, self.below.seconds_until_moved(plan.gates))
+        self.device_free_at = self.sim.now + wait + seconds
+        written_at = [seconds * random.random() for _ in range(self.num_ranks)]
+        for rank, time in enumerate(written_at):
+            self.sim.after(wait + time, lambda rank=rank: self.write(plan, taken, rank, garbage, previous))
+        self.sim.after(wait + max(written_at), lambda: self.draw(plan, drawn))
+        self.sim.after(wait + self.seconds_to_completion(plan, seconds, written_at), self.finish_step)
+
+    def seconds_to_completion(self, plan: StepPlan, seconds: float, written_at: Sequence[float]) -> float:
+        """All ranks have to be through with it; they meet at its end."""
+        assert max(written_at) <= seconds
+        return seconds
+
+    def heads_of(self, rank: int) -> range:
+        per_rank = NUM_HEADS // self.num_ranks
+        return range(rank * per_rank, (rank + 1) * per_rank)
+
+    def write(self, plan: StepPlan, taken: dict[int, int], rank: int, garbage: int, previous: list[int | None]) -> None:
+        """The KV of a rank's heads."""
+        if not self.alive:
+            return
+        self.assert_kept(taken, "a step")
+        for chunk in plan.chunks:
+            tokens = chunk.token_ids
+            if chunk.previous_chunk is not None:
+                assert list(tokens) == [UNKNOWN_TOKEN]
+                token = previous[chunk.previous_chunk]
+                assert token is not None, "a step follows a chunk that draws nothing"
+                tokens = [token]
+            for head in self.heads_of(rank):
+                kv = self.kv(chunk.block_ids, head, chunk.start)
+                for position, token in enumerate(tokens, start=chunk.start):
+                    kv.append(next_kv(kv, token, head) ^ garbage)
+                    block_id, offset = chunk.block_ids[position // BLOCK_SIZE], position % BLOCK_SIZE
+                    self.memory[block_id][head * BLOCK_SIZE + offset] = kv[-1]
+
+    def draw(self, plan: StepPlan, drawn: list[int | None]) -> None:
+        if not self.alive:
+            return
+        rounding = (self.party.incarnation,) if self.sim.faults.rounding else ()
+        for index, chunk in enumerate(plan.chunks):
+            if chunk.sample is not None:
+                end = chunk.start + len(chunk.token_ids)
+                kv = [number for head in range(NUM_HEADS) for number in self.kv(chunk.block_ids, head, end)]
+                drawn[index] = mix(*kv, chunk.sample.seed, chunk.sample.position, *rounding) % VOCAB
+
+    def kv(self, block_ids: Sequence[int], head: int, end: int) -> list[int]:
+        """Of one head, of the positions before ``end``."""
+        return [
+            self.memory[block_ids[position // BLOCK_SIZE]][head * BLOCK_SIZE + position % BLOCK_SIZE]
+            for position in range(end)
+        ]
+
+    def finish_step(self) -> None:
+        """The oldest one: after a freeze, all that are over are heard of in their order."""
+        if not self.can_run(self.finish_step):
+            return
+        taken, drawn, fails = self.steps.popleft()
+        self.assert_kept(taken, "a step")
+        if fails:
+            self.core.fail_step("planted step error", self.clock)
+        else:
+            self.core.commit_step(StepOutput(drawn), self.clock)
+        self.settle()

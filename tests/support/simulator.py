@@ -1,0 +1,217 @@
+"""A deterministic simulator: the production state machines of router, prefill and decode under a seeded scheduler.
+
+Only the outside is simulated: time, the network, the connector's copies, the device. ``tests/support/schedules.py``
+makes schedules for it, runs thousands of them, and replays one of them with its trace.
+"""
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+
+from simulated_lies import Liar
+from simulated_model import (
+    BLOCK_SIZE,
+    LAYOUT,
+    PROTOCOL,
+    ROUTER,
+    VOCAB,
+    Faults,
+    Shape,
+    SimConnector,
+    expected_output,
+    mix,
+)
+from simulated_router import SimRouter
+from simulated_tiers import SharedServer
+from simulated_worker import SimWorker
+from splitserve.kvconnector.blocks.pool import BlockState
+from splitserve.protocol.config import ProtocolConfig
+from splitserve.protocol.messages.envelope import Body, Envelope
+from splitserve.protocol.messages.handover import Offer
+from splitserve.protocol.request import Party, Role
+
+__all__ = [
+    "BLOCK_SIZE",
+    "LAYOUT",
+    "PROTOCOL",
+    "ROUTER",
+    "VOCAB",
+    "Faults",
+    "Shape",
+    "SimConnector",
+    "Simulator",
+    "expected_output",
+    "mix",
+]
+
+DISASTER_SECONDS = 2.0  # disasters begin within this time
+
+
+class Simulator:
+    def __init__(self, seed: int, faults: Faults, shape: Shape, protocol: ProtocolConfig = PROTOCOL) -> None:
+        self.random = random.Random(seed)
+        self.faults = faults
+        self.protocol = protocol
+        self.partitions: list[tuple[float, float, set[str]]] = []
+        self.mutes: list[tuple[float, float, str]] = []
+        self.now = 0.0
+        self.workers: dict[str, SimWorker] = {}  # every incarnation, by its party
+        self._living: dict[str, SimWorker] = {}  # the youngest incarnation, by its name
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._counter = itertools.count()
+        self._events: list[tuple[float, Party | None, Party | None, object]] = []
+        self._link_busy_until: dict[tuple[Party, Party], float] = {}
+        self._unsent_since: dict[Party, float] = {}  # what the dead had said, but not sent yet
+        self.router = SimRouter(self)
+        self.liar = Liar(self)
+        self.tier_slots = shape.tier_slots
+        self.shared = SharedServer(self.random, shape.shared_chunk)
+        for name, role, num_blocks in shape.workers():
+            self.start_worker(name, role, num_blocks)
+        self._plan_disasters()
+
+    # ---- time and network ----
+
+    def at(self, time: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (time, next(self._counter), action))
+
+    def after(self, delay: float, action: Callable[[], None]) -> None:
+        self.at(self.now + delay, action)
+
+    def note(self, what: str) -> None:
+        self._events.append((self.now, None, None, what))
+
+    @property
+    def trace(self) -> list[str]:
+        """What happened, a line each."""
+        return [
+            f"{time:9.4f} {what if sender is None or to is None else f'{sender.engine_id} -> {to.engine_id}: {what}'}"
+            for time, sender, to, what in self._events
+        ]
+
+    def send(self, sender: Party, to: Party, body: Body) -> None:
+        if self.faults.lies and isinstance(body, Offer):
+            body = self.liar.twist(sender, body)
+        self._events.append((self.now, sender, to, body))
+        envelope, sent_at = Envelope(sender, to, body), self.now
+        if ROUTER in (sender, to):  # one connection, which keeps the order
+            arrival = max(self.now + self.random.uniform(0.0005, 0.01), self._link_busy_until.get((sender, to), 0.0))
+            self._link_busy_until[sender, to] = arrival
+            self.at(arrival, lambda: self._deliver(envelope, sent_at))
+            return
+        copies = 1
+        if self._is_cut(sender, to) or self.random.random() < self.faults.drop:
+            copies = 0
+        elif self.random.random() < self.faults.duplicate:
+            copies = 2
+        for _ in range(copies):
+            self.after(self.random.uniform(0.0, self.faults.max_delay), lambda: self._deliver(envelope, sent_at))
+
+    def _is_cut(self, sender: Party, to: Party) -> bool:
+        pair = {sender.engine_id, to.engine_id}
+        return any(start <= self.now < end and pair == cut for start, end, cut in self.partitions) or any(
+            start <= self.now < end and sender.engine_id == name for start, end, name in self.mutes
+        )
+
+    def _deliver(self, envelope: Envelope, sent_at: float) -> None:
+        """To whoever has the address now: that may be another incarnation than the one that it's meant for."""
+        assert envelope.to is not None
+        if sent_at >= self._unsent_since.get(envelope.sender, float("inf")):
+            return
+        if envelope.to == ROUTER:
+            self.router.on_message(envelope.sender, envelope.body)
+        else:
+            self._living[envelope.to.engine_id].deliver(envelope)
+
+    # ---- workers come, go and freeze ----
+
+    def start_worker(self, name: str, role: Role, num_blocks: int) -> None:
+        worker = SimWorker(self, name, role, num_blocks, self.random.getrandbits(32))
+        self.workers[str(worker.party)] = self._living[name] = worker
+        self.note(f"{worker.party} starts")
+        self.router.on_started(worker)
+
+    def kill(self, worker: SimWorker, restart_after: float) -> None:
+        """SIGKILL: its connections close, its reads end, a new incarnation takes its name later."""
+        if worker.alive:
+            self.note(f"{worker.party} is killed")
+            worker.alive = False
+            self._unsent_since[worker.party] = self.now - self.random.uniform(0.0, 0.01)
+            self.after(self.random.uniform(0.001, 0.02), lambda: self.router.on_connection_closed(worker.party))
+            self.after(restart_after, lambda: self._restart(worker))
+
+    def freeze(self, worker: SimWorker, seconds: float) -> None:
+        """SIGSTOP, and SIGCONT later: nothing in it moves, nobody is told."""
+        if worker.alive:
+            self.note(f"{worker.party} is frozen for {seconds:.1f} s")
+            worker.frozen_until = max(worker.frozen_until, self.now + seconds)
+
+    def drain(self, worker: SimWorker, seconds: float) -> None:
+        """SIGTERM. What it does then is its own business; see :meth:`leave`."""
+        del seconds
+        self.note(f"{worker.party} drains")
+        worker.drain()
+
+    def leave(self, worker: SimWorker) -> None:
+        self.note(f"{worker.party} leaves: {worker.drain_clock.reason}")
+        worker.alive = False
+        self.router.on_leave(worker.party)
+        self.after(self.random.uniform(0.1, 2.0), lambda: self._restart(worker))
+
+    def _restart(self, worker: SimWorker) -> None:
+        self.start_worker(worker.party.engine_id, worker.role, worker.num_blocks)
+
+    def living(self, name: str) -> SimWorker:
+        """The youngest incarnation of this name."""
+        return self._living[name]
+
+    def _plan_disasters(self) -> None:
+        names, faults = sorted(self._living), self.faults
+        for _ in range(faults.partitions):
+            start = self.random.uniform(0.0, DISASTER_SECONDS)
+            pair = {self.random.choice([n for n in names if n.startswith(role)] or names) for role in ("pre", "dec")}
+            self.partitions.append((start, start + self.random.uniform(0.0, faults.partition_seconds), pair))
+        for _ in range(faults.mutes):
+            start = self.random.uniform(0.0, DISASTER_SECONDS)
+            self.mutes.append((start, start + faults.partition_seconds, self.random.choice(names)))
+        for number, act, low, high in (
+            (faults.kills, self.kill, 0.1, 2.0),
+            (faults.freezes, self.freeze, 1.0, 9.0),
+            (faults.drains, self.drain, 0.0, 0.0),
+        ):
+            for _ in range(number):
+                name, seconds = self.random.choice(names), self.random.uniform(low, high)
+                when = self.random.uniform(0.0, DISASTER_SECONDS)
+                self.at(when, lambda a=act, n=name, s=seconds: a(self.living(n), s))  # type: ignore[misc]
+
+    # ---- running ----
+
+    @property
+    def num_handovers(self) -> int:
+        """Hand-overs that completed: a schedule without any proves nothing."""
+        return sum(worker.core.state.counters.handovers for worker in self.workers.values())
+
+    @property
+    def num_handover_failures(self) -> int:
+        """As decode saw them."""
+        decode = (worker for worker in self.workers.values() if worker.role is Role.DECODE)
+        return sum(worker.core.state.counters.handover_failures for worker in decode)
+
+    def run(self, until: float) -> None:
+        while self._queue and self._queue[0][0] <= until:
+            self.now, _, action = heapq.heappop(self._queue)
+            action()
+        self.now = until
+
+    def check_end(self) -> None:
+        """Every request has ended as it should, and every count is back."""
+        self.router.check_end()
+        for worker in (worker for worker in self.workers.values() if worker.alive):
+            pool = worker.core.state.blocks.pool
+            worker.core.tick(worker.clock)
+            worker.check_peers()
+            assert pool.count(BlockState.REFERENCED) == 0, f"{worker.party}: blocks are still referenced"
+            assert pool.count(BlockState.QUARANTINED) == 0, f"{worker.party}: blocks are still quarantined"
+            assert worker.core.state.blocks.tiers.is_idle, f"{worker.party}: copies are still under way"
+            assert worker.core.load().requests_tracked == 0, f"{worker.party}: requests are still tracked"
