@@ -20,6 +20,7 @@ from splitserve.router.core_effects import (
     Begun,
     CancelTimer,
     Count,
+    CountTokens,
     Deliver,
     Effect,
     Log,
@@ -68,6 +69,7 @@ class SimRouter:
             SetTimer: self._set_timer,
             CancelTimer: lambda effect: self._timers.pop(effect.timer, None),
             Count: self.checks.on_count,
+            CountTokens: self._observe,
             Observe: self._observe,
             Stale: self._drop,
             Log: lambda effect: sim.note(effect.text),
@@ -118,8 +120,9 @@ class SimRouter:
             del self._timers[timer]
             self.handle(TimerFired(timer))
 
-    def _observe(self, effect: Observe) -> None:
-        assert effect.seconds >= 0, f"{effect.metric} is {effect.seconds} s"
+    @staticmethod
+    def _observe(effect: Observe | CountTokens) -> None:
+        assert effect.seconds >= 0, f"a time below 0: {effect}"
 
     def _drop(self, effect: Stale) -> None:
         self._was_dropped = True
