@@ -72,7 +72,6 @@ class Dispatcher:
 
     def __init__(self, config: RouterConfig, metrics: RouterMetrics) -> None:
         self.config = config
-        self._metrics = metrics
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
         self._is_performing = False
@@ -95,9 +94,9 @@ class Dispatcher:
             Refuse: lambda effect: self._answer(effect.request_id, effect),
             SetTimer: self._set_timer,
             CancelTimer: self._cancel_timer,
-            Count: self._count,
-            CountTokens: self._count_tokens,
-            Observe: self._observe,
+            Count: metrics.count,
+            CountTokens: metrics.count_tokens,
+            Observe: metrics.observe,
             Stale: lambda effect: self.fleet.drop_stale(effect.kind, effect.detail, effect.sender),
             Log: lambda effect: log.info("%s", effect.text),
         }
@@ -251,15 +250,3 @@ class Dispatcher:
     def _on_timer(self, timer: Timer) -> None:
         del self._timers[timer]
         self._handle(TimerFired(timer))
-
-    def _count(self, effect: Count) -> None:
-        counter = getattr(self._metrics, effect.metric)
-        (counter.labels(*effect.labels) if effect.labels else counter).inc(effect.amount)
-
-    def _count_tokens(self, effect: CountTokens) -> None:
-        metrics = self._metrics
-        metrics.output_tokens.inc(effect.num_tokens)
-        (metrics.ttft_seconds if effect.are_first else metrics.itl_seconds).observe(effect.seconds)
-
-    def _observe(self, effect: Observe) -> None:
-        getattr(self._metrics, effect.metric).observe(effect.seconds)
