@@ -7,6 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from splitserve.messages import TierLoad, WorkerLoad
+from splitserve.router.core_effects import Count, CountTokens, Observe
 from splitserve.router.membership import WorkerRecord, WorkerState
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -116,6 +117,19 @@ class RouterMetrics:
     def watch_requests(self, num_admitted: Callable[[], int], num_waiting: Callable[[], int]) -> None:
         self.requests_in_flight.set_function(num_admitted)
         self.requests_waiting.set_function(num_waiting)
+
+    # ---- effects of the core ----
+
+    def count(self, effect: Count) -> None:
+        counter = getattr(self, effect.metric)
+        (counter.labels(*effect.labels) if effect.labels else counter).inc(effect.amount)
+
+    def count_tokens(self, effect: CountTokens) -> None:
+        self.output_tokens.inc(effect.num_tokens)
+        (self.ttft_seconds if effect.are_first else self.itl_seconds).observe(effect.seconds)
+
+    def observe(self, effect: Observe) -> None:
+        getattr(self, effect.metric).observe(effect.seconds)
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

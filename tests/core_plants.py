@@ -10,8 +10,8 @@ from splitserve.request import Party
 from splitserve.router.active_request import ActiveRequest
 from splitserve.router.attempts import Attempts
 from splitserve.router.core import RouterCore
-from splitserve.router.core_effects import CancelTimer, Count, Effect, Outbox, Send
-from splitserve.router.core_events import Cancel, TimerKind, WorkerReady
+from splitserve.router.core_effects import Count, Send
+from splitserve.router.core_events import Cancel, WorkerReady
 from splitserve.router.ladder import decode_load
 from splitserve.router.membership import Charge, Membership, WorkerState
 from splitserve.router.orphans import Orphans
@@ -181,13 +181,11 @@ def retries_have_no_timer(patch: pytest.MonkeyPatch) -> None:
 
 
 def timers_outlive_their_requests(patch: pytest.MonkeyPatch) -> None:
-    original = Outbox.put
+    def retire(self: RequestTable, request: ActiveRequest, now: float) -> None:
+        del self._requests[request.request_id]
+        self._settlement.on_end(request, now)
 
-    def put(self: Outbox, effect: Effect) -> None:
-        if not (isinstance(effect, CancelTimer) and effect.timer.kind is TimerKind.DEADLINE):
-            original(self, effect)
-
-    patch.setattr(Outbox, "put", put)
+    patch.setattr(RequestTable, "_retire", retire)
 
 
 def the_waiting_room_is_not_served(patch: pytest.MonkeyPatch) -> None:

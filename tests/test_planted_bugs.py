@@ -377,9 +377,9 @@ EXPIRING = {
 DEATHS = {"faults": Faults(kills=4, freezes=1, step_seconds=0.1, read_seconds=0.3), "shape": TWO_EACH}
 LAST_DECODE_DIES = {"faults": Faults(kills=4, step_seconds=0.1), "num_requests": 16}
 INTERRUPTED = {
-    "faults": Faults(abort=0.6, step_seconds=0.1),
-    "shape": Shape(prefill=0, decode=0, mixed=1, num_blocks=64),
-    "num_requests": 40,
+    "faults": Faults(abort=0.9, step_seconds=0.1),
+    "shape": Shape(prefill=0, decode=0, mixed=4, num_blocks=64),
+    "num_requests": 60,
 }
 FALSE_STARTS = {"faults": Faults(kills=3, read_error=0.2, rounding=True, step_seconds=0.1), "shape": TWO_EACH}
 
