@@ -20,6 +20,7 @@ from typing import TypeAlias
 import msgspec
 import zmq
 
+from splitserve.counters import WorkerLoad
 from splitserve.errors import WireError
 from splitserve.memory_records import LayoutRecord
 from splitserve.messages import (
@@ -38,7 +39,6 @@ from splitserve.messages import (
     StepTokens,
     TokenDelta,
     WorkerInfo,
-    WorkerLoad,
 )
 from splitserve.orchestration.command_parser import CommandParser
 from splitserve.request import FinishReason, Party, Role

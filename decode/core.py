@@ -5,6 +5,7 @@ A hand-over that fails is reported to the router, which owns the failure ladder.
 
 import msgspec
 
+from splitserve.counters import WorkerLoad
 from splitserve.decode.peers import PeerTable
 from splitserve.decode.scheduler import DecodeScheduler
 from splitserve.decode.sink import SinkSide
@@ -22,7 +23,6 @@ from splitserve.messages import (
     PeerWelcome,
     TokenDelta,
     Withdrawn,
-    WorkerLoad,
 )
 from splitserve.prefill.core import PrefillCore
 from splitserve.prefill.engine_state import EngineState

@@ -17,13 +17,13 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from splitserve.counters import TierLoad, WorkerCounters
 from splitserve.kvconnector.block_pool import BlockPool
 from splitserve.kvconnector.kv_events import KVEvents
 from splitserve.kvconnector.shared_tier import ChainCopy, SharedTier, TierState
 from splitserve.kvconnector.tier_counts import TierCounts, count_lookups
 from splitserve.kvconnector.tier_index import TierIndex
 from splitserve.kvconnector.tier_policy import KeepAll, KeepPolicy
-from splitserve.messages import TierLoad
 
 MAX_STORES_IN_FLIGHT = 2
 """Per tier: one that is copied, and the next one."""
@@ -121,15 +121,6 @@ class BlockLoad:
         return next((number for number, is_good in enumerate(self.good) if not is_good), len(self.good))
 
 
-@dataclass(slots=True)
-class TierCounters:
-    """Since start, over all tiers. Names as in :class:`splitserve.messages.WorkerLoad`."""
-
-    tier_stored_blocks: int = 0
-    tier_loaded_blocks: int = 0
-    tier_failures: int = 0
-
-
 class Tiers:
     """The tiers of one worker. Without any it does nothing: that is how they are off.
 
@@ -150,7 +141,7 @@ class Tiers:
         self.tiers = list(tiers)
         self.shared = shared or SharedTier()
         self.shared_counts = TierCounts()
-        self.counters = TierCounters()
+        self.counters = WorkerCounters()
         self.events = events or KVEvents()
         self._pool = pool
         self._by_name = {tier.name: tier for tier in tiers}

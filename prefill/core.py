@@ -7,6 +7,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import msgspec
+
+from splitserve.counters import WorkerLoad
 from splitserve.handover import ReadResult
 from splitserve.kvconnector.block_pool import BlockState
 from splitserve.kvconnector.connector import PeerConnected
@@ -23,7 +26,6 @@ from splitserve.messages import (
     PrefixGrant,
     Release,
     TokenDelta,
-    WorkerLoad,
 )
 from splitserve.prefill.effects import Effect, StartCopy
 from splitserve.prefill.engine_state import EngineState
@@ -307,10 +309,10 @@ class PrefillCore:
 
     def load(self) -> WorkerLoad:
         """Load and counters for the heartbeat."""
-        pool, counters = self.state.blocks.pool, self.state.counters
-        tiers = self.state.blocks.tiers
+        pool, tiers = self.state.blocks.pool, self.state.blocks.tiers
         waiting, running = self._queues()
         return WorkerLoad(
+            **msgspec.structs.asdict(self.state.counters),
             num_waiting=len(waiting),
             num_running=len(running),
             waiting_tokens=sum(sequence.num_remaining for sequence in waiting),
@@ -318,31 +320,7 @@ class PrefillCore:
             blocks_cached=pool.count(BlockState.CACHED),
             blocks_referenced=pool.count(BlockState.REFERENCED),
             blocks_quarantined=pool.count(BlockState.QUARANTINED),
-            steps=counters.steps,
-            prompt_tokens=counters.prompt_tokens,
-            output_tokens=counters.output_tokens,
-            prefix_hit_tokens=counters.prefix_hit_tokens,
-            handovers=counters.handovers,
-            handover_bytes=counters.handover_bytes,
-            handover_failures=counters.handover_failures,
-            stale_messages=counters.stale_messages,
-            kv_mismatches=counters.kv_mismatches,
-            reads_direct=counters.reads_direct,
-            reads_layers=counters.reads_layers,
-            reads_staged=counters.reads_staged,
-            reads_gathered=counters.reads_gathered,
-            reads_mapped=counters.reads_mapped,
-            reads_kernel=counters.reads_kernel,
             tier_blocks=tiers.num_blocks,
-            tier_stored_blocks=tiers.counters.tier_stored_blocks,
-            tier_loaded_blocks=tiers.counters.tier_loaded_blocks,
-            tier_failures=tiers.counters.tier_failures,
-            peer_prefixes=counters.peer_prefixes,
-            peer_prefix_blocks=counters.peer_prefix_blocks,
-            peer_prefix_failures=counters.peer_prefix_failures,
-            other_copies=counters.other_copies,
-            host_offered_blocks=counters.host_offered_blocks,
-            reads_repeated=counters.reads_repeated,
             tiers=tiers.report(self.state.block_bytes),
             requests_tracked=len(self.state.sequences) + self.source.num_live,
         )

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from splitserve.bounded import ExpiringMap
 from splitserve.config import ProtocolConfig
-from splitserve.handover import ReadPath
+from splitserve.counters import WorkerCounters
 from splitserve.kvconnector.layout import block_bytes, num_blocks_for
 from splitserve.memory_records import LayoutRecord
 from splitserve.messages import FailureCode, RequestFailed, StepTokens, TokenDelta
@@ -13,38 +13,6 @@ from splitserve.prefill.effects import Outbox
 from splitserve.prefill.sequence import BlockManager, Sequence
 from splitserve.request import Party, RequestKey
 from splitserve.token_ids import highest
-
-
-@dataclass(slots=True)
-class Counters:
-    """Since start. Names as in :class:`splitserve.messages.WorkerLoad`."""
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    handovers: int = 0
-    handover_bytes: int = 0
-    handover_failures: int = 0
-    stale_messages: int = 0
-    kv_mismatches: int = 0
-    reads_direct: int = 0
-    reads_layers: int = 0
-    reads_staged: int = 0
-    reads_gathered: int = 0
-    reads_mapped: int = 0
-    reads_kernel: int = 0
-    peer_prefixes: int = 0
-    peer_prefix_blocks: int = 0
-    peer_prefix_failures: int = 0
-    other_copies: int = 0
-    host_offered_blocks: int = 0
-    reads_repeated: int = 0
-
-    def count_read(self, path: ReadPath) -> None:
-        """One that succeeded."""
-        name = f"reads_{path}"
-        setattr(self, name, getattr(self, name) + 1)
 
 
 class Tombstone(NamedTuple):
@@ -58,7 +26,8 @@ class Tombstone(NamedTuple):
 class EngineState:
     """``sequences`` holds every request that lives in this worker, in whatever state, by its key.
 
-    ``is_draining``: new requests are refused, those that are here go on.
+    ``is_draining``: new requests are refused, those that are here go on. ``counters`` are the whole worker's: its tiers
+    add to them as well.
     """
 
     me: Party
@@ -69,12 +38,13 @@ class EngineState:
     vocab_size: int
     outbox: Outbox = field(default_factory=Outbox)
     sequences: dict[RequestKey, Sequence] = field(default_factory=dict)
-    counters: Counters = field(default_factory=Counters)
+    counters: WorkerCounters = field(init=False)
     tombstones: ExpiringMap[RequestKey, Tombstone] = field(init=False)
     deltas: dict[Party, list[TokenDelta]] = field(default_factory=dict)
     is_draining: bool = False
 
     def __post_init__(self) -> None:
+        self.counters = self.blocks.tiers.counters
         self.tombstones = ExpiringMap(
             max_size=self.protocol.max_tombstones, ttl_seconds=self.protocol.tombstone_seconds
         )

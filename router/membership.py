@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 
+from splitserve.counters import WorkerLoad
 from splitserve.memory_records import LayoutRecord
-from splitserve.messages import PeerLink, WorkerInfo, WorkerLoad
+from splitserve.messages import PeerLink, WorkerInfo
 from splitserve.request import Party
 from splitserve.router.breaker import Breaker
 from splitserve.router.placement import NO_LOAD, Disaggregated, Placed, RequestShape, Snapshot, WorkerView

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from splitserve.counters import WorkerLoad
 from splitserve.errors import ConfigError
-from splitserve.messages import WorkerLoad
 from splitserve.request import Party, Role
 
 NO_LOAD = WorkerLoad()

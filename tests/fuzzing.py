@@ -11,6 +11,7 @@ import msgspec
 from core_driver import DECODE, LAYOUT, NUM_BLOCKS, PREFILL, Worker
 from simulator import PROTOCOL, VOCAB
 from splitserve.block_hash import extend_hashes, root_hash
+from splitserve.counters import WorkerLoad
 from splitserve.decode.core import DecodeCore
 from splitserve.errors import WireError
 from splitserve.handover import ReadCommand, ReadResult
@@ -49,7 +50,6 @@ from splitserve.messages import (
     TokenDelta,
     Withdrawn,
     WorkerInfo,
-    WorkerLoad,
 )
 from splitserve.prefill.effects import Connect, Disconnect, Effect, Send, StartRead
 from splitserve.request import Party, RequestKey, Role, SamplingParams

@@ -11,7 +11,8 @@ import zmq
 from router_harness import Workers
 from splitserve.benchmarks.instant_worker import DEFAULT_LAYOUT, InstantWorker
 from splitserve.config import ProtocolConfig, RouterConfig
-from splitserve.messages import Abort, Body, Envelope, Heartbeat, Register, WorkerInfo, WorkerLoad
+from splitserve.counters import WorkerLoad
+from splitserve.messages import Abort, Body, Envelope, Heartbeat, Register, WorkerInfo
 from splitserve.request import Party, Role, SamplingParams
 from splitserve.router.dispatcher import Dispatcher, Generation
 from splitserve.router.inbox import Inbox

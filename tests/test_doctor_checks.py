@@ -13,8 +13,9 @@ import pytest
 import zmq
 
 from splitserve.cluster_report import ClusterReport, WorkerReport
+from splitserve.counters import WorkerLoad
 from splitserve.memory_records import LayoutRecord
-from splitserve.messages import PeerLink, WorkerInfo, WorkerLoad, WorkerPlace
+from splitserve.messages import PeerLink, WorkerInfo, WorkerPlace
 from splitserve.models.checkpoint import weights_version
 from splitserve.orchestration.core_plan import Wanted
 from splitserve.orchestration.doctor_cluster_checks import (

@@ -4,6 +4,7 @@ import pytest
 
 from core_driver import DECODE, KEY, PREFILL, Worker, decode_request, grant, prefill_request, sent
 from simulator import PROTOCOL, ROUTER
+from splitserve.counters import WorkerLoad
 from splitserve.messages import (
     DecodeRequest,
     FailureCode,
@@ -14,7 +15,6 @@ from splitserve.messages import (
     RequestFailed,
     StepTokens,
     Withdrawn,
-    WorkerLoad,
 )
 from splitserve.prefill.drain import SETTLE_SECONDS, Drain
 from splitserve.request import Party, RequestKey, Role, SamplingParams

@@ -14,6 +14,7 @@ from router_harness import RouterProcess, Workers, write_model_dir
 from splitserve.benchmarks.instant_worker import DEFAULT_LAYOUT, InstantWorker, WorkerOptions, default_script
 from splitserve.benchmarks.paced_worker import PacedRunner, build_loop
 from splitserve.config import ProtocolConfig
+from splitserve.counters import WorkerLoad
 from splitserve.errors import HandshakeError
 from splitserve.messages import (
     Body,
@@ -28,7 +29,6 @@ from splitserve.messages import (
     Registered,
     RegisterRefused,
     WorkerInfo,
-    WorkerLoad,
 )
 from splitserve.prefill.loop import WorkerLoop
 from splitserve.request import Party, Role

@@ -18,6 +18,7 @@ import zmq
 from router_harness import RouterProcess, Workers, write_model_dir
 from splitserve.benchmarks.instant_worker import DEFAULT_LAYOUT, Reply, default_script
 from splitserve.config import ProtocolConfig, RouterConfig
+from splitserve.counters import WorkerLoad
 from splitserve.messages import (
     Abort,
     DecodeRequest,
@@ -32,7 +33,6 @@ from splitserve.messages import (
     RequestFailed,
     StepTokens,
     TokenDelta,
-    WorkerLoad,
 )
 from splitserve.request import FinishReason, Party, RequestKey, Role
 from splitserve.router.answers import READ_GRACE_SECONDS, GenerationResponse

@@ -10,8 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from splitserve.benchmarks.instant_worker import DEFAULT_LAYOUT
 from splitserve.config import PLACEMENT_POLICIES
+from splitserve.counters import WorkerLoad
 from splitserve.errors import ConfigError
-from splitserve.messages import WorkerInfo, WorkerLoad
+from splitserve.messages import WorkerInfo
 from splitserve.request import Party, Role
 from splitserve.router.membership import Membership, WorkerState
 from splitserve.router.placement import (

@@ -5,7 +5,8 @@ Ages are in seconds at ``clock_seconds``, the router's Unix time.
 
 import msgspec
 
-from splitserve.messages import PeerLink, WorkerInfo, WorkerLoad
+from splitserve.counters import WorkerLoad
+from splitserve.messages import PeerLink, WorkerInfo
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
