@@ -30,8 +30,7 @@ MAX_STORES_IN_FLIGHT = 2
 MAX_CANDIDATES = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class CopyCommand:
+class CopyCommand(msgspec.Struct, frozen=True, tag=True):
     """Copy whole blocks between the device and a tier: ``block_ids[i]`` with ``slots[i]``, whose content is
     ``hashes[i]``. ``is_load``: into the blocks."""
 
@@ -43,15 +42,13 @@ class CopyCommand:
     hashes: Sequence[bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class ClearCommand:
+class ClearCommand(msgspec.Struct, frozen=True, tag=True):
     """Nothing that was stored in the tier before is to be found by anybody, the next incarnation included."""
 
     tier: str
 
 
-@dataclass(frozen=True, slots=True)
-class CopyResult:
+class CopyResult(msgspec.Struct, frozen=True, tag=True):
     """A copy is over: nothing touches its blocks or slots any more. The first ``num_good`` blocks are right; ``error``
     says what is wrong with the one after them; ``seconds`` is what it took."""
 
