@@ -7,7 +7,7 @@ time whether the tiers should keep it. A tier that has a block already isn't ask
 from collections import OrderedDict
 from typing import Protocol
 
-from splitserve.config import KEEP_POLICIES
+from splitserve.engine_config import KEEP_POLICIES
 
 MAX_REMEMBERED = 1 << 17
 

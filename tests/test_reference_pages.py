@@ -4,7 +4,11 @@ from pathlib import Path
 
 import msgspec
 
+from splitserve.config import EngineConfig
 from splitserve.counters import Counter, Gauge, TierCounters, TierLoad, WorkerCounters, WorkerLoad, metrics_of
+from splitserve.engine_config import OPTION_GROUPS
+from splitserve.orchestration.settings_page import settings_page
+from splitserve.orchestration.spec_settings import spec_settings
 from splitserve.router.metrics_page import metrics_page
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
@@ -27,3 +31,23 @@ def test_what_the_engine_adds_to_are_counters_from_zero() -> None:
     gauges = [name for name, metric in metrics_of(WorkerLoad).items() if isinstance(metric, Gauge)]
     assert "num_running" in gauges
     assert not set(gauges) & set(WorkerCounters.__struct_fields__)
+
+
+def test_the_page_of_settings_is_that_of_the_declarations() -> None:
+    """Write it anew with: python -m splitserve.orchestration.settings_page > docs/reference/settings.md"""
+    assert (REFERENCE / "settings.md").read_text(encoding="utf-8") == settings_page()
+
+
+def test_every_setting_says_what_it_means() -> None:
+    settings = spec_settings()
+    assert [each.place for each in settings if not each.description] == []
+    assert len({each.place for each in settings}) == len(settings)
+
+
+def test_every_field_of_an_engine_is_a_setting() -> None:
+    assert {each.field for each in spec_settings() if each.field} == set(EngineConfig.__struct_fields__)
+
+
+def test_options_are_settings_of_a_group_that_help_shows() -> None:
+    for each in spec_settings():
+        assert not each.setting.flags or each.setting.group in OPTION_GROUPS, each.place
