@@ -51,6 +51,7 @@ from splitserve.orchestration.options import cluster_spec, flag_of
 from splitserve.orchestration.shorthand import simple_spec
 from splitserve.orchestration.spec import API_KEY_VARIABLE, SECRET_VARIABLE, ClusterSpec, PoolSpec
 from splitserve.orchestration.state_folder import known_clusters
+from splitserve.orchestration.supervision import Phase
 
 EXIT_PROBLEMS = 1
 THIS_MACHINE = "this machine"
@@ -151,7 +152,7 @@ def _port_of(url: str) -> str:
 def _launcher_problems(status: ClusterStatus) -> Iterator[Problem]:
     logs = f"`splitserve logs --name {status.name} {{worker}}` says more"
     for worker in status.workers:
-        if worker.phase != "ready" and worker.last_words:
+        if worker.phase is not Phase.READY and worker.last_words:
             yield Problem(
                 "worker_restarts",
                 f"{worker.name} is {worker.phase}; it was started again {worker.num_restarts} times, and ended: "

@@ -6,10 +6,9 @@ from http import HTTPStatus
 import msgspec
 
 from splitserve import __version__
-from splitserve.cluster_report import ClusterReport, WorkerReport
+from splitserve.cluster_report import ClusterReport, WorkerReport, WorkerState
 from splitserve.errors import ConfigError
 from splitserve.orchestration.doctor_cluster_checks import (
-    CONNECTING,
     MAX_CLOCK_OFFSET_SECONDS,
     is_stale,
     pairs,
@@ -104,7 +103,7 @@ def _may_pass(report: ClusterReport) -> bool:
     """Whether something isn't as it should be that may only not be so yet."""
     return (
         not report.workers
-        or any(worker.state == CONNECTING for worker in report.workers)
+        or any(worker.state is WorkerState.CONNECTING for worker in report.workers)
         or any(link is None or not link.transport for _, _, link in pairs(report))
         or any(abs(worker.clock_offset_seconds or 0.0) > MAX_CLOCK_OFFSET_SECONDS for worker in report.workers)
     )

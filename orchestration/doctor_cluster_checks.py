@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from splitserve.cluster_report import ClusterReport, WorkerReport
+from splitserve.cluster_report import ClusterReport, WorkerReport, WorkerState
 from splitserve.messages import PeerLink, WorkerPlace
 from splitserve.orchestration.doctor_machine_checks import memlock_problem, open_files_problem, oversubscription
 from splitserve.orchestration.doctor_report import Check, Problem, check, few, skipped
@@ -12,7 +12,6 @@ from splitserve.request import Role
 
 MAX_CLOCK_OFFSET_SECONDS = 1.0
 MAX_REMOTE_SHARE = 0.05
-READY, CONNECTING, LOST = "ready", "connecting", "lost"  # as the router writes them
 UNKNOWN_TRANSPORT = "unknown"
 PLAIN_BACKEND = "reference"
 _WITHIN_A_MACHINE = frozenset({"cma", "xpmem", "knem", "sysv", "posix"})
@@ -62,7 +61,7 @@ def _differs(worker: WorkerReport, version: str) -> bool:
 
 
 def is_stale(worker: WorkerReport, report: ClusterReport) -> bool:
-    return worker.state == LOST or worker.silent_seconds > report.dead_after_seconds
+    return worker.state is WorkerState.LOST or worker.silent_seconds > report.dead_after_seconds
 
 
 def check_workers(report: ClusterReport) -> Check:
@@ -94,7 +93,7 @@ def check_connections(report: ClusterReport) -> Check:
             _REACH.format(address=worker.info.endpoint),
         )
         for worker in report.workers
-        if worker.state == CONNECTING and not is_stale(worker, report)
+        if worker.state is WorkerState.CONNECTING and not is_stale(worker, report)
     ]
     num_links = 0
     for sink, source, link in pairs(report):
@@ -120,7 +119,7 @@ _REACH = (
 
 def pairs(report: ClusterReport) -> Iterator[tuple[WorkerReport, WorkerReport, PeerLink | None]]:
     """Each decode worker with each prefill worker that it may be told to read from, both ready, and its link."""
-    ready = [worker for worker in report.workers if worker.state == READY and not is_stale(worker, report)]
+    ready = [worker for worker in report.workers if worker.state is WorkerState.READY and not is_stale(worker, report)]
     for sink in (worker for worker in ready if worker.info.role is Role.DECODE):
         links = {link.peer: link for link in sink.links}
         for source in (worker for worker in ready if worker.info.role is Role.PREFILL):

@@ -19,6 +19,7 @@ from splitserve.orchestration.sizes import format_bytes
 from splitserve.orchestration.spec import ClusterSpec, SpecError
 from splitserve.orchestration.spec_conversion import convert_spec
 from splitserve.orchestration.spec_settings import SpecSetting, spec_settings
+from splitserve.request import Role
 
 _SETTINGS = [each for each in spec_settings() if each.setting.flags]
 _FLAGS = {
@@ -81,7 +82,7 @@ def _add_pool_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--prefill", type=COUNT, default=0, metavar="P", help="number of prefill workers")
     group.add_argument("--decode", type=COUNT, default=0, metavar="D", help="number of decode workers")
     group.add_argument("--mixed", type=COUNT, default=0, metavar="N", help="number of workers that do both phases")
-    for pool in ("prefill", "decode"):
+    for pool in (Role.PREFILL, Role.DECODE):
         group.add_argument(
             f"--{pool}-tp",
             type=whole_number(0, 64),

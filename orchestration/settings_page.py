@@ -7,14 +7,13 @@ import json
 import types
 import typing
 from collections.abc import Iterator
-from typing import Any
 
 from msgspec import NODEFAULT
 
 from splitserve.orchestration.sizes import format_bytes
 from splitserve.orchestration.spec import ClusterSpec
 from splitserve.orchestration.spec_settings import SpecSetting, spec_settings
-from splitserve.settings import range_words
+from splitserve.settings import choices_of, plain_types, range_words
 
 _HEAD = """# Settings
 
@@ -47,33 +46,19 @@ def _table(part: str, settings: list[SpecSetting]) -> Iterator[str]:
 
 def _values(each: SpecSetting) -> str:
     """Return the values that a setting takes, in words."""
-    choices = each.setting.choices or _literals(each.kind)
+    choices = each.setting.choices or choices_of(each.kind)
     if choices:
         return ", ".join(f"`{choice}`" for choice in choices)
     if _is_size(each):
         return "size"
-    kind = next(plain for plain in _plain_types(each.kind) if plain is not types.NoneType)
+    kind = next(plain for plain in plain_types(each.kind) if plain is not types.NoneType)
     words = {list: "list", dict: "mapping"}.get(typing.get_origin(kind)) or _TYPES[kind]
     return " ".join(filter(None, [words, range_words(each.meta)]))
 
 
 def _is_size(each: SpecSetting) -> bool:
     """Return whether the document has bytes, or text like 512MiB, there."""
-    return {int, str} <= set(_plain_types(each.kind))
-
-
-def _plain_types(kind: Any) -> list[Any]:
-    """Return the types that a union is made of, without annotations."""
-    if hasattr(kind, "__metadata__"):
-        return _plain_types(kind.__origin__)
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return [plain for each in typing.get_args(kind) for plain in _plain_types(each)]
-    return [kind]
-
-
-def _literals(kind: Any) -> list[Any]:
-    literals = [plain for plain in _plain_types(kind) if typing.get_origin(plain) is typing.Literal]
-    return [value for literal in literals for value in typing.get_args(literal)]
+    return {int, str} <= set(plain_types(each.kind))
 
 
 def _default(each: SpecSetting) -> str:

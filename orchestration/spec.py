@@ -16,6 +16,7 @@ from splitserve.engine_config import ENDPOINT, WORKERS, Device, Dtype, EngineCon
 from splitserve.errors import CheckpointError, ConfigError
 from splitserve.orchestration.option_types import absolute_path, address
 from splitserve.orchestration.sizes import parse_bytes
+from splitserve.request import Role
 from splitserve.settings import Setting, description_of, hints_of, setting_of
 
 Name: TypeAlias = Annotated[str, Meta(pattern="^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
@@ -128,9 +129,7 @@ class PoolSpec(Part, frozen=True, kw_only=True):
     """Workers of one kind."""
 
     name: Annotated[Name, Meta(description="Workers are called NAME-0, NAME-1, ...")]
-    role: Annotated[
-        Literal["prefill", "decode", "mixed"], Meta(description="Phase that the workers compute; mixed: both.")
-    ]
+    role: Annotated[Role, Meta(description="Phase that the workers compute; mixed: both.")]
     count: Annotated[int, Meta(ge=0, le=4096, description="Number of workers.")] = 1
     tensor_parallel_size: Annotated[int, _engine("tensor_parallel_size")] = _DEFAULTS["tensor_parallel_size"]
     device: Annotated[Device, _engine("device")] = "auto"

@@ -77,21 +77,21 @@ def _lmcache_problems(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
 
 
 def _missing_roles(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
-    numbers = Counter({role.value: 0 for role in Role})
+    numbers = Counter(dict.fromkeys(Role, 0))
     for pool in spec.pools:
         numbers[pool.role] += pool.count
     if not spec.num_workers:
         yield "pools", "no workers: raise the count of a pool"
-    elif numbers["prefill"] and not numbers["decode"]:
+    elif numbers[Role.PREFILL] and not numbers[Role.DECODE]:
         yield (
             "pools",
-            f"{numbers['prefill']} prefill and no decode worker: nobody would generate; add a decode pool "
+            f"{numbers[Role.PREFILL]} prefill and no decode worker: nobody would generate; add a decode pool "
             "(--decode N), or use mixed workers, which do both (--mixed N)",
         )
-    elif numbers["decode"] and not numbers["prefill"]:
+    elif numbers[Role.DECODE] and not numbers[Role.PREFILL]:
         yield (
             "pools",
-            f"{numbers['decode']} decode and no prefill worker: nobody would compute prompts; add a prefill pool "
+            f"{numbers[Role.DECODE]} decode and no prefill worker: nobody would compute prompts; add a prefill pool "
             "(--prefill N), or use mixed workers, which do both (--mixed N)",
         )
 

@@ -20,6 +20,7 @@ from splitserve.errors import ConfigError
 from splitserve.orchestration.restarts import RestartPolicy, StartTimes
 from splitserve.orchestration.spec import ClusterSpec, PoolSpec
 from splitserve.orchestration.spec_contradictions import shared_settings
+from splitserve.request import Role
 
 KILL_GRACE_SECONDS = 10.0  # beyond the time that a draining worker gives itself, and that its host tier takes
 MAX_WORKERS_PER_POOL = 4096
@@ -400,7 +401,7 @@ class Supervisor:
 
 
 def _can_serve(roles: Collection[str]) -> bool:
-    return "mixed" in roles or {"prefill", "decode"} <= set(roles)
+    return Role.MIXED in roles or {Role.PREFILL, Role.DECODE} <= set(roles)
 
 
 def _check_upgradable(before: ClusterSpec, after: ClusterSpec) -> None:

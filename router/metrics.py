@@ -8,9 +8,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from splitserve.cluster_report import WorkerState
 from splitserve.counters import Counter as CounterField
 from splitserve.counters import TierLoad, WorkerLoad, metrics_of
-from splitserve.router.membership import WorkerRecord, WorkerState
+from splitserve.router.membership import WorkerRecord
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)

@@ -10,13 +10,14 @@ import zmq
 
 from router_harness import Workers
 from splitserve.benchmarks.instant_worker import DEFAULT_LAYOUT, InstantWorker
+from splitserve.cluster_report import WorkerState
 from splitserve.config import ProtocolConfig, RouterConfig
 from splitserve.counters import WorkerLoad
 from splitserve.messages import Abort, Body, Envelope, Heartbeat, Register, WorkerInfo
 from splitserve.request import Party, Role, SamplingParams
 from splitserve.router.dispatcher import Dispatcher, Generation
 from splitserve.router.inbox import Inbox
-from splitserve.router.membership import WorkerRecord, WorkerState
+from splitserve.router.membership import WorkerRecord
 from splitserve.router.metrics import RouterMetrics
 from splitserve.wire import decode, encode
 from waiting import PATIENCE_SECONDS

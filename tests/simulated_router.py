@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from simulated_model import ROUTER, expected_output
+from splitserve.cluster_report import WorkerState
 from splitserve.messages import (
     Abort,
     Body,
@@ -23,7 +24,7 @@ from splitserve.messages import (
 )
 from splitserve.request import Party, RequestKey, Role, SamplingParams
 from splitserve.router.ladder import backoff_seconds, may_wait, next_step
-from splitserve.router.membership import Charge, Membership, WorkerState
+from splitserve.router.membership import Charge, Membership
 from splitserve.router.placement import Disaggregated, NoWorker, Placed, RequestShape, least_loaded
 from splitserve.router.request_state import Failure, FailureReason, Phase, RequestState, Update
 

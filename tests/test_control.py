@@ -50,6 +50,7 @@ from splitserve.orchestration.state_folder import (
     known_clusters,
     state_root,
 )
+from splitserve.orchestration.supervision import Phase, UpgradeState
 
 STATUS = ClusterStatus(
     name="c",
@@ -59,13 +60,13 @@ STATUS = ClusterStatus(
     url="http://127.0.0.1:1",
     revision=2,
     counts={"prefill": 1},
-    router=ProcessStatus(name="router", phase="ready", pid=7),
+    router=ProcessStatus(name="router", phase=Phase.READY, pid=7),
     workers=[
         ProcessStatus(
             name="prefill-0",
             pool="prefill",
             role="prefill",
-            phase="leaving",
+            phase=Phase.LEAVING,
             pid=8,
             place="GPU 3",
             num_restarts=2,
@@ -73,7 +74,7 @@ STATUS = ClusterStatus(
             wanted=False,
         )
     ],
-    upgrade=UpgradeStatus(state="failed", num_replaced=1, num_workers=3, problem="no memory"),
+    upgrade=UpgradeStatus(state=UpgradeState.FAILED, num_replaced=1, num_workers=3, problem="no memory"),
 )
 
 

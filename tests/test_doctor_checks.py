@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import zmq
 
-from splitserve.cluster_report import ClusterReport, WorkerReport
+from splitserve.cluster_report import ClusterReport, WorkerReport, WorkerState
 from splitserve.counters import WorkerLoad
 from splitserve.memory_records import LayoutRecord
 from splitserve.messages import PeerLink, WorkerInfo, WorkerPlace
@@ -69,7 +69,7 @@ def worker(name: str, role: Role, *, links: tuple[PeerLink, ...] = (), **place: 
         place=msgspec.structs.replace(PLACE, **{"cpus": [cpu], **place}),
     )
     return WorkerReport(
-        info=info, state="ready", silent_seconds=0.1, num_heartbeats=3, load=WorkerLoad(), links=list(links)
+        info=info, state=WorkerState.READY, silent_seconds=0.1, num_heartbeats=3, load=WorkerLoad(), links=list(links)
     )
 
 

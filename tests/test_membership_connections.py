@@ -13,6 +13,7 @@ import zmq
 from router_harness import RouterProcess, Workers, write_model_dir
 from splitserve.benchmarks.instant_worker import DEFAULT_LAYOUT, InstantWorker, WorkerOptions, default_script
 from splitserve.benchmarks.paced_worker import PacedRunner, build_loop
+from splitserve.cluster_report import WorkerState
 from splitserve.config import ProtocolConfig
 from splitserve.counters import WorkerLoad
 from splitserve.errors import HandshakeError
@@ -32,7 +33,7 @@ from splitserve.messages import (
 )
 from splitserve.prefill.loop import WorkerLoop
 from splitserve.request import Party, Role
-from splitserve.router.membership import Membership, WorkerState
+from splitserve.router.membership import Membership
 from splitserve.wire import decode, encode
 from waiting import PATIENCE_SECONDS, wait_until
 

@@ -13,12 +13,13 @@ import pytest
 import router_scenarios as scenarios
 from live_router import LiveRouter
 from planted import Plant
+from splitserve.cluster_report import WorkerState
 from splitserve.messages import Abort, Body
 from splitserve.request import Party
 from splitserve.router import membership
 from splitserve.router.breaker import Breaker
 from splitserve.router.dispatcher import Dispatcher, Generation
-from splitserve.router.membership import Membership, WorkerState
+from splitserve.router.membership import Membership
 from splitserve.router.placement import Placed, Snapshot
 from splitserve.router.request_state import Failure, RequestState, Update
 

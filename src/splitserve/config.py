@@ -1,6 +1,7 @@
 """Settings of every process. Frozen; defaults are written here once; they travel to child processes as JSON."""
 
 from collections.abc import Iterator
+from enum import StrEnum
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -18,13 +19,21 @@ __all__ = [
     "EngineConfig",
     "HttpLimits",
     "LMCacheConfig",
+    "PlacementPolicyName",
     "ProtocolConfig",
     "RouterConfig",
     "WorkerConfig",
     "protocol_problems",
 ]
 
-PLACEMENT_POLICIES = ("least-loaded",)  # those of splitserve.router.placement
+
+class PlacementPolicyName(StrEnum):
+    """Names of the policies in :mod:`splitserve.router.placement`."""
+
+    LEAST_LOADED = "least-loaded"
+
+
+PLACEMENT_POLICIES = tuple(policy.value for policy in PlacementPolicyName)
 SECRETS = ("secret", "api_key")
 
 Duration: TypeAlias = Annotated[float, Meta(gt=0, le=MAX_SECONDS)]
@@ -164,7 +173,7 @@ class RouterConfig(Confidential, frozen=True, kw_only=True):
     port: int = 8000
     membership_host: str = "127.0.0.1"
     membership_port: int = 0
-    policy: str = "least-loaded"
+    policy: str = PlacementPolicyName.LEAST_LOADED.value
     max_requests_in_flight: int = 1024
     max_body_mib: int = 4
     ttft_objective_seconds: float = 0.0

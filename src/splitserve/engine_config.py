@@ -1,6 +1,7 @@
 """Settings of a worker's engine: each field is declared once, with its meaning, its range, and how users give it."""
 
 from collections.abc import Iterator
+from enum import StrEnum
 from typing import Annotated, Literal, TypeAlias, get_args
 
 import msgspec
@@ -18,7 +19,17 @@ LOAD_FORMATS: tuple[str, ...] = get_args(LoadFormat)
 KV_CACHE_DTYPES = ("auto", "fp8")
 ATTENTION_BACKENDS = ("auto", "hybrid", "flashinfer", "triton", "reference")
 DISK_KV_BACKENDS = ("posix", "gds")
-KEEP_POLICIES = ("all", "second-use", "prompt")
+
+
+class KeepPolicyName(StrEnum):
+    """Names of the policies in :mod:`splitserve.kvconnector.tier_policy`."""
+
+    ALL = "all"
+    SECOND_USE = "second-use"
+    PROMPT = "prompt"
+
+
+KEEP_POLICIES = tuple(policy.value for policy in KeepPolicyName)
 MAX_MEMORY_BYTES = 1 << 60
 MAX_TOKENS = 1 << 24
 MAX_SECONDS = 86400.0
@@ -283,7 +294,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Meta(description="Blocks that are worth a place beyond the device."),
         Setting(flags=("--kv-keep",), choices=KEEP_POLICIES, group=KV_TIERS),
-    ] = "all"
+    ] = KeepPolicyName.ALL.value
     kv_load_seconds: Annotated[
         float,
         Meta(

@@ -6,9 +6,11 @@ are made from these.
 """
 
 import math
+import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache
 from typing import Any
 
@@ -50,6 +52,26 @@ def meta_of(hint: Any) -> Meta:
     found = [each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Meta)]
     names = ("ge", "gt", "le", "description")
     return Meta(**{name: value for name in names for each in found if (value := getattr(each, name)) is not None})
+
+
+def plain_types(hint: Any) -> list[Any]:
+    """Return the types that a union is made of, without annotations; of another type, itself."""
+    if hasattr(hint, "__metadata__"):
+        return plain_types(hint.__origin__)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return [plain for each in typing.get_args(hint) for plain in plain_types(each)]
+    return [hint]
+
+
+def choices_of(hint: Any) -> list[Any]:
+    """Return the values of literals and enums; none for a type with other values."""
+    choices: list[Any] = []
+    for plain in plain_types(hint):
+        if typing.get_origin(plain) is typing.Literal:
+            choices += typing.get_args(plain)
+        elif isinstance(plain, type) and issubclass(plain, Enum):
+            choices += plain
+    return choices
 
 
 def description_of(hint: Any) -> Meta:
