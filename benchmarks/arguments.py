@@ -1,48 +1,33 @@
 """Types of benches' options, for argparse: what makes no sense is refused before anything is measured."""
 
 import argparse
-import math
 import tempfile
 from pathlib import Path
 
+from splitserve.orchestration.option_types import finite_number, whole_number
 
-def positive(text: str) -> int:
-    """A whole number from 1."""
-    return _at_least(1, text)
-
-
-def not_negative(text: str) -> int:
-    """A whole number from 0."""
-    return _at_least(0, text)
-
-
-def _at_least(least: int, text: str) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} isn't a whole number from {least} on")
-    return int(text)
+positive = whole_number(1)
+not_negative = whole_number(0)
 
 
 def positive_seconds(text: str) -> float:
-    """Some, and not for ever."""
-    number = finite(text)
-    if number == 0:
-        raise argparse.ArgumentTypeError("it must be more than 0")
+    """Parse a finite number above 0."""
+    number = finite_number(text)
+    if number <= 0:
+        raise argparse.ArgumentTypeError(f"must be more than 0, got {text!r}")
     return number
 
 
 def finite(text: str) -> float:
-    """From 0 on."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} isn't a number from 0 on")
+    """Parse a finite number from 0 on."""
+    number = finite_number(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"must be 0 or more, got {text!r}")
     return number
 
 
 def writable_directory(text: str) -> str:
-    """The same; it's there from now on. An empty one stands for something else."""
+    """Return the path of a directory, which is made if need be; "" as it is, since it stands for something else."""
     if text:
         try:
             Path(text).mkdir(parents=True, exist_ok=True)

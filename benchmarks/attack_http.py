@@ -18,6 +18,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from splitserve.benchmarks.attack_bodies import BODIES, HostileBody
 
 Address = tuple[str, int]
 Attack = Callable[[Address, float], Counter[str]]
@@ -136,7 +140,14 @@ def connections_in_a_row(address: Address, seconds: float) -> Counter[str]:
     return ended
 
 
-ATTACKS: dict[str, Attack] = {
+def at_once(body: HostileBody, address: Address, seconds: float) -> Counter[str]:
+    """Send a request several times at once, each on a connection of its own."""
+    request = body.make()
+    with ThreadPoolExecutor(body.times) as pool:
+        return Counter(pool.map(lambda _: ask(address, request, seconds), range(body.times)))
+
+
+CONNECTION_ATTACKS: dict[str, Attack] = {
     "one header of 100 MB": one_large_header,
     "200 MB of short headers": many_short_headers,
     "a URL of 100 MB": huge_url,
@@ -153,6 +164,8 @@ ATTACKS: dict[str, Attack] = {
     "100 unread answers": unread_answers,
     "connections in a row": connections_in_a_row,
 }
+BODY_ATTACKS: dict[str, Attack] = {name: partial(at_once, body) for name, body in BODIES.items()}
+ATTACKS = CONNECTION_ATTACKS | BODY_ATTACKS
 
 
 # ---- their parts ----
@@ -167,6 +180,31 @@ def send_all(connection: socket.socket, pieces: Iterable[bytes]) -> None:
     with contextlib.suppress(OSError):
         for piece in pieces:
             connection.sendall(piece)
+
+
+def ask(address: Address, request: bytes, seconds: float) -> str:
+    """Send a request, reading meanwhile; returns the status, "closed" without an answer, "open" for none in time."""
+    deadline = time.monotonic() + seconds
+    answer = b""
+    with socket.create_connection(address, timeout=seconds) as connection:
+        connection.setblocking(False)
+        left = memoryview(request)
+        while b"\r\n" not in answer:
+            wait = deadline - time.monotonic()
+            readable, writable, _ = select.select([connection], [connection] if left else [], [], max(0.0, wait))
+            try:
+                if readable:
+                    piece = connection.recv(65536)
+                    if not piece:
+                        return "closed"
+                    answer += piece
+                elif writable:
+                    left = left[connection.send(left) :]
+                else:
+                    return "open"
+            except ConnectionError:
+                return "closed"
+    return answer.split(b" ", 2)[1].decode()
 
 
 def outcome(connection: socket.socket, seconds: float) -> str:

@@ -11,10 +11,8 @@ import argparse
 import contextlib
 import json
 import resource
-import socket
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,9 +22,11 @@ import msgspec
 import psutil
 
 from splitserve.benchmarks.arguments import positive, positive_seconds
-from splitserve.benchmarks.attack_http import ATTACKS, Address, newcomer
+from splitserve.benchmarks.attack_http import ATTACKS, CONNECTION_ATTACKS, Address, newcomer
+from splitserve.benchmarks.bench_children import child_process, next_line, write_router_model
+from splitserve.benchmarks.canary import Canary
 from splitserve.benchmarks.report import add_result_options, keep_result, table
-from splitserve.benchmarks.router_overhead import MODEL_ID, child_process, next_line, write_router_model
+from splitserve.benchmarks.router_stages import MODEL_ID
 from splitserve.config import HttpLimits, RouterConfig
 from splitserve.errors import ConfigError
 
@@ -35,7 +35,6 @@ _MIN_DESCRIPTORS = 64
 _MAX_MODEL_LEN = 20_000
 _TOKEN_SECONDS = 0.005
 _MAX_SECONDS = 75  # the canary reads for a while before, and the attacker has to start
-_CANARY_READ_SECONDS = 60.0
 _MAX_GAP_MS = 100.0
 
 
@@ -60,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="splitserve bench attacks", description=__doc__)
-    parser.add_argument("--attack", nargs="+", choices=list(ATTACKS), default=list(ATTACKS), metavar="NAME")
+    parser.add_argument("--attack", nargs="+", choices=list(ATTACKS), default=list(CONNECTION_ATTACKS), metavar="NAME")
     parser.add_argument("--descriptors", type=positive, default=260, help="of the router")
     parser.add_argument("--seconds", type=positive_seconds, default=25.0, help="after which an attack gives up")
     add_result_options(parser)
@@ -76,12 +75,12 @@ def _cells(row: dict[str, Any]) -> list[object]:
 def run_attack(name: str, address: Address, pid: int, seconds: float) -> dict[str, Any]:
     """One attack ("nothing": none) on the router of that process, beside a canary."""
     router = psutil.Process(pid)
-    canary = Canary(address)
+    canary = Canary(address, MODEL_ID, _MAX_MODEL_LEN - 10)
     canary.start()
     canary.warmed_up.wait(_READY_SECONDS)
     Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak counts from here
     resident, cpu = router.memory_info().rss, sum(router.cpu_times()[:2])
-    canary.longest_gap_seconds = 0.0
+    canary.reset()
     start = time.monotonic()
     outcomes = _outcomes(name, address, seconds)
     taken = time.monotonic() - start
@@ -106,51 +105,6 @@ def _outcomes(name: str, address: Address, seconds: float) -> dict[str, int]:
     with child_process("splitserve.benchmarks.attack_http", name, host, str(port), str(seconds)) as attacker:
         result: dict[str, int] = json.loads(next_line(attacker))
         return result
-
-
-class Canary(threading.Thread):
-    """A stream that is read as it comes; ``longest_gap_seconds`` is the longest time between two reads.
-
-    A stream that breaks off counts as a gap of :data:`_CANARY_READ_SECONDS`.
-    """
-
-    def __init__(self, address: Address) -> None:
-        super().__init__(daemon=True)
-        self.longest_gap_seconds = 0.0
-        self.warmed_up = threading.Event()
-        self._closing = threading.Event()
-        body = {"model": MODEL_ID, "prompt": [5, 6, 7], "stream": True, "ignore_eos": True}
-        data = json.dumps(body | {"max_tokens": _MAX_MODEL_LEN - 10}).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        self._request = f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
-        self._connection = socket.create_connection(address, timeout=_CANARY_READ_SECONDS)
-
-    def run(self) -> None:
-        self._connection.sendall(self._request)
-        last = time.monotonic()
-        num_reads = 0
-        while not self._closing.is_set():
-            try:
-                is_broken = not self._connection.recv(65536)
-            except OSError:
-                is_broken = True
-            now = time.monotonic()
-            gap = _CANARY_READ_SECONDS if is_broken else now - last
-            if is_broken and self._closing.is_set():
-                return
-            self.longest_gap_seconds = max(self.longest_gap_seconds, gap)
-            if is_broken:
-                return
-            last = now
-            num_reads += 1
-            if num_reads == 20:
-                self.warmed_up.set()
-
-    def close(self) -> None:
-        """End the stream, and with it the thread."""
-        self._closing.set()
-        self.join()
-        self._connection.close()
 
 
 @contextlib.contextmanager

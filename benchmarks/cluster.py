@@ -243,7 +243,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--streams", type=positive, default=3, help="requests under way at any time")
     parser.add_argument("--cases", type=positive, default=12, help="different requests")
     parser.add_argument("--short", action="store_true", help="only the start and the deaths")
-    parser.add_argument("--ray-defaults", action="store_true", help="none of the settings of docs/ray.md")
+    parser.add_argument("--ray-defaults", action="store_true", help="none of the settings of docs/guides/ray.md")
     add_result_options(parser)
     return parser
 

@@ -1,18 +1,22 @@
 """Options of benchmarks that start a cluster of workers on one checkpoint, and the settings that they stand for."""
 
 import argparse
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from splitserve.benchmarks.arguments import not_negative
 from splitserve.config import EngineConfig
-from splitserve.models.demo import SHAPES
+from splitserve.models.demo import SHAPES, write_demo_config, write_demo_model
 from splitserve.orchestration.option_types import bytes_option
 
 _SWITCHES = ("late_launch", "map_peer_memory", "keep_cores_awake")
 
 
 def add_engine_options(parser: argparse.ArgumentParser, *, shape: str, dtype: str, kv_memory: str) -> None:
-    """With the defaults that the benchmark is made for; ``kv_memory`` "0": decide at start."""
+    """Add the options, with the defaults that the benchmark is made for; ``kv_memory`` "0": decide at start."""
     add = parser.add_argument
     add("--model", default="", help="a checkpoint; without it one of --shape is made")
     add("--shape", choices=sorted(SHAPES), default=shape)
@@ -42,8 +46,19 @@ def switches(options: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(options, name) for name in _SWITCHES}
 
 
+@contextlib.contextmanager
+def model_of(options: argparse.Namespace) -> Iterator[str]:
+    """Give the checkpoint of ``--model``, or one of ``--shape``, which is removed at the end."""
+    if options.model:
+        yield options.model
+        return
+    with tempfile.TemporaryDirectory(prefix="splitserve-bench-") as directory:
+        write = write_demo_config if options.load_format == "dummy" else write_demo_model
+        yield str(write(Path(directory) / options.shape, shape=options.shape))
+
+
 def engine_config(options: argparse.Namespace, model: str, **changes: Any) -> EngineConfig:
-    """What :func:`add_engine_options` have said, for ``model``, and ``changes``."""
+    """Return the settings of :func:`add_engine_options` for ``model``, with ``changes``."""
     return EngineConfig(
         model=model,
         dtype=options.dtype,

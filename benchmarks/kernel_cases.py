@@ -4,59 +4,19 @@ A case has several copies of its inputs, together larger than the level-2 cache,
 step has only just computed is warm there, so small operations look slower here than they are in a step.
 """
 
-import itertools
-import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from splitserve.kernels.api import AttentionShape, Kernels, Linear, PagedBatch, SamplingBatch
-from splitserve.kernels.tunables import num_copies
-from splitserve.models.config import ModelConfig
+from splitserve.benchmarks.kernel_case import Call, Case, Target
+from splitserve.benchmarks.kv_cases import MAX_SEQUENCES, attentions, kv_copies
+from splitserve.kernels.api import AttentionShape, Kernels, Linear, SamplingBatch
+from splitserve.models.declared import stored_weights
+from splitserve.models.layers.weight import Role
 
-Call = Callable[[], Tensor]
-MakeCalls = Callable[[Kernels], list[Call]]
-
-_MAX_SEQUENCES = 256  # rows of a step that are sampled from
-_MIN_PROMPT = 512
-_PROMPT_LAYERS = 4
 _POSITIONS = 4096
-_MEMORY_SHARE = 0.25  # of a device's free memory, for KV
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One operation at one shape. ``make_calls`` with a backend's kernels: calls on fresh, equal inputs; their answers
-    are what the operation returns or writes. ``num_bytes``, ``flops``: what a call must move and compute at least."""
-
-    operation: str
-    name: str
-    rows: int
-    num_bytes: int
-    flops: int
-    make_calls: MakeCalls
-    can_be_captured: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """``context``: tokens of each sequence that is decoded."""
-
-    config: ModelConfig
-    dtype: torch.dtype
-    device: torch.device
-    block_size: int
-    context: int
-
-    def normal(self, *sizes: int, scale: float = 1.0) -> Tensor:
-        """Random numbers of standard deviation ``scale``, on the device."""
-        return torch.empty(sizes, dtype=self.dtype, device=self.device).normal_(0.0, scale)
-
-    def copies(self, num_bytes: int, make: Callable[[], Tensor]) -> list[Tensor]:
-        return [make() for _ in range(num_copies(num_bytes, self.device))]
 
 
 def cases(target: Target, rows: int, operations: Sequence[str]) -> Iterator[Case]:
@@ -117,7 +77,8 @@ def _silu_mul(target: Target, rows: int) -> Iterator[Case]:
 def _prepare_qkv(target: Target, rows: int) -> Iterator[Case]:
     config, block_size = target.config, target.block_size
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-    norm = target.normal(heads + kv_heads, head_dim) if config.qk_norm else None
+    has_norms = any(weight.role is Role.HEAD_NORM for weight in stored_weights(config).values())
+    norm = target.normal(heads + kv_heads, head_dim) if has_norms else None
     num_blocks = -(-rows // block_size)
     kv_layer = target.normal(num_blocks, 1, kv_heads, 2, block_size, head_dim)[:, 0]
     shape = AttentionShape(heads, kv_heads, head_dim, block_size, 1, target.dtype, target.device)
@@ -146,7 +107,7 @@ def _linears(target: Target, rows: int) -> Iterator[Case]:
     yield _linear(target, rows, "add", hidden, attended)
     yield _linear(target, rows, "gated", 2 * config.intermediate_size, hidden)
     yield _linear(target, rows, "add", hidden, config.intermediate_size)
-    if rows <= _MAX_SEQUENCES:
+    if rows <= MAX_SEQUENCES:
         yield _linear(target, rows, "norm", config.vocab_size, hidden)
 
 
@@ -175,7 +136,7 @@ def _linear(target: Target, rows: int, variant: str, outputs: int, inputs: int) 
 
 
 def _samples(target: Target, rows: int) -> Iterator[Case]:
-    if rows <= _MAX_SEQUENCES:
+    if rows <= MAX_SEQUENCES:
         yield _sample(target, rows, "greedy", 0.0, 1.0)
         yield _sample(target, rows, "top-p 0.9", 0.8, 0.9)
 
@@ -192,128 +153,6 @@ def _sample(target: Target, rows: int, name: str, temperature: float, top_p: flo
     return Case("sample", f"{name} of {vocab_size}", rows, num_bytes, 0, make_calls, can_be_captured=False)
 
 
-def _attentions(target: Target, rows: int) -> Iterator[Case]:
-    if rows <= _MAX_SEQUENCES:
-        yield from _attention(target, "decode", [(1, target.context)] * rows)
-    if rows >= _MIN_PROMPT or target.device.type == "cpu":
-        yield from _attention(target, "prompt", [(rows, rows)])
-
-
-def _attention(target: Target, name: str, lengths: Sequence[tuple[int, int]]) -> Iterator[Case]:
-    """``lengths``: (query tokens, context) of each sequence, alike. Calls take the layers in turn."""
-    config, device = target.config, target.device
-    batch = shuffled_batch(lengths, target.block_size)
-    num_blocks = sum(len(table) for table in batch.block_tables)
-    layer_elements = num_blocks * config.num_kv_heads * 2 * target.block_size * config.head_dim
-    num_layers = layers_that_fit(config.num_layers, layer_elements * target.dtype.itemsize, device)
-    if num_layers == 0:
-        return
-    shape = AttentionShape(
-        config.num_heads, config.num_kv_heads, config.head_dim, target.block_size, num_layers, target.dtype, device
-    )
-    memory = target.normal(num_blocks, num_layers, config.num_kv_heads, 2, target.block_size, config.head_dim)
-    rows = sum(query_len for query_len, _ in lengths)
-    query = target.normal(rows, config.num_heads, config.head_dim)
-
-    layers = [memory[:, layer] for layer in layers_to_call(num_layers, batch)]
-
-    def make_calls(kernels: Kernels) -> list[Call]:
-        return attention_calls(kernels, shape, batch, query, layers)
-
-    seen, pairs = sum(context for _, context in lengths), sum(attended_pairs(*length) for length in lengths)
-    num_bytes = 2 * seen * config.num_kv_heads * config.head_dim * target.dtype.itemsize + 2 * query.nbytes
-    flops = 4 * config.num_heads * config.head_dim * pairs
-    label = f"{name}, context {lengths[0][1]}"
-    yield Case("make_attention", label, rows, num_bytes, flops, make_calls, can_be_captured=name == "decode")
-
-
-def attention_calls(
-    kernels: Kernels, shape: AttentionShape, batch: PagedBatch, query: Tensor, layers: Sequence[Tensor]
-) -> list[Call]:
-    """One call per layer, all with one plan; for a batch of decodes it's a plan that a CUDA graph can keep."""
-    attention = kernels.make_attention(shape)
-    plan = attention.plan(batch)
-    if max(batch.query_lens) == 1 and kernels.backends["make_attention"] != "reference":
-        fixed = attention.make_decode_plan(len(batch.query_lens), max(len(table) for table in batch.block_tables))
-        fixed.update(batch)
-        plan = fixed
-    return [partial(attention.run, query, layer, plan) for layer in layers]
-
-
-def layers_to_call(num_layers: int, batch: PagedBatch) -> range:
-    """All of them for decodes, so that KV is cold; a few for chunks, which are long and bound by computing."""
-    return range(num_layers) if max(batch.query_lens) == 1 else range(min(num_layers, _PROMPT_LAYERS))
-
-
-def attended_pairs(query_len: int, context: int) -> int:
-    """(query, key) pairs of causal attention, the queries being the last of the context."""
-    return query_len * (2 * context - query_len + 1) // 2
-
-
-def shuffled_batch(lengths: Sequence[tuple[int, int]], block_size: int) -> PagedBatch:
-    """Sequences of (query tokens, context) over blocks in random order, no block left over."""
-    counts = [-(-context // block_size) for _, context in lengths]
-    ids = list(range(sum(counts)))
-    random.Random(0).shuffle(ids)
-    left = iter(ids)
-    tables = [list(itertools.islice(left, count)) for count in counts]
-    return PagedBatch([query_len for query_len, _ in lengths], [context for _, context in lengths], tables)
-
-
-def layers_that_fit(num_layers: int, layer_bytes: int, device: torch.device) -> int:
-    """At most ``num_layers`` of ``layer_bytes`` each in a share of what is free; 0 if not even two do."""
-    if device.type != "cuda":
-        return min(num_layers, 2)
-    torch.cuda.empty_cache()
-    fitting = int(_MEMORY_SHARE * torch.cuda.mem_get_info(device)[0]) // layer_bytes
-    return min(num_layers, fitting) if fitting >= 2 else 0
-
-
-@dataclass(frozen=True, slots=True)
-class _KVCopy:
-    """Heads from ``first_head`` on of blocks ``ids`` of ``memory``, and a buffer of their size."""
-
-    memory: Tensor
-    ids: Tensor
-    first_head: int
-    buffer: Tensor
-
-    def gathers(self, kernels: Kernels) -> list[Call]:
-        out = torch.empty_like(self.buffer)
-
-        def call() -> Tensor:
-            kernels.gather_kv(self.memory, self.ids, self.first_head, out)
-            return out
-
-        return [call]
-
-    def scatters(self, kernels: Kernels) -> list[Call]:
-        target = torch.zeros_like(self.memory)
-
-        def call() -> Tensor:
-            kernels.scatter_kv(self.buffer, self.ids, self.first_head, target)
-            return target
-
-        return [call]
-
-
-def _kv_copies(operation: str, target: Target, rows: int) -> Iterator[Case]:
-    """Half of the heads, as for a peer of twice the tensor-parallel size, and all of them, as for a host tier."""
-    config, count = target.config, rows // target.block_size
-    sizes = (config.num_layers, config.num_kv_heads, 2, target.block_size, config.head_dim)
-    memory_bytes = (count + 1) * torch.Size(sizes).numel() * target.dtype.itemsize
-    if count == 0 or layers_that_fit(2, 2 * memory_bytes, target.device) == 0:
-        return
-    memory = target.normal(count + 1, *sizes)
-    ids = torch.randperm(count + 1)[:count].to(target.device)
-    for num_heads in sorted({max(1, config.num_kv_heads // 2), config.num_kv_heads}):
-        buffer = target.normal(count, sizes[0], num_heads, *sizes[2:])
-        copy = _KVCopy(memory, ids, config.num_kv_heads - num_heads, buffer)
-        make_calls = copy.gathers if operation == "gather_kv" else copy.scatters
-        label = f"{num_heads} of {config.num_kv_heads} heads"
-        yield Case(operation, label, count * target.block_size, 2 * buffer.nbytes, 0, make_calls)
-
-
 _MAKERS: dict[str, Callable[[Target, int], Iterator[Case]]] = {
     "begin_step": _begin_step,
     "rms_norm": _rms_norm,
@@ -321,7 +160,7 @@ _MAKERS: dict[str, Callable[[Target, int], Iterator[Case]]] = {
     "silu_mul": _silu_mul,
     "sample": _samples,
     "pack_linear": _linears,
-    "make_attention": _attentions,
-    "gather_kv": partial(_kv_copies, "gather_kv"),
-    "scatter_kv": partial(_kv_copies, "scatter_kv"),
+    "make_attention": attentions,
+    "gather_kv": partial(kv_copies, "gather_kv"),
+    "scatter_kv": partial(kv_copies, "scatter_kv"),
 }

@@ -21,7 +21,8 @@ from splitserve.benchmarks.device_timing import (
     relative_error,
     seconds_per_call,
 )
-from splitserve.benchmarks.kernel_cases import Case, Target, cases
+from splitserve.benchmarks.kernel_case import Case, Target
+from splitserve.benchmarks.kernel_cases import cases
 from splitserve.benchmarks.report import add_result_options, keep_result, table
 from splitserve.errors import ConfigError
 from splitserve.kernels.registry import OPERATIONS, backends, select_kernels

@@ -11,21 +11,18 @@ import argparse
 import asyncio
 import random
 import statistics
-import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from splitserve.benchmarks.arguments import not_negative, positive
-from splitserve.benchmarks.engine_options import add_engine_options, engine_config
+from splitserve.benchmarks.engine_options import add_engine_options, engine_config, model_of
 from splitserve.benchmarks.load import Endpoint, run_load
 from splitserve.benchmarks.report import add_result_options, keep_result, table
 from splitserve.benchmarks.stats import RequestRecord
 from splitserve.config import EngineConfig
 from splitserve.errors import SplitserveError
 from splitserve.models.config import load_model_config
-from splitserve.models.demo import write_demo_config, write_demo_model
 from splitserve.orchestration.command_parser import CommandParser
 from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.shorthand import simple_spec
@@ -99,11 +96,7 @@ def figures_of(num_tokens: int, samples: dict[str, list[dict[str, float]]]) -> d
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     with ExitStack() as stack:
-        model = options.model
-        if not model:
-            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="splitserve-bench-"))
-            write = write_demo_config if options.load_format == "dummy" else write_demo_model
-            model = str(write(Path(directory) / options.shape, shape=options.shape))
+        model = stack.enter_context(model_of(options))
         vocab_size = min(load_model_config(model).vocab_size, 2000)
         clusters = {
             "mixed": stack.enter_context(start_cluster(options, model, num_mixed=1)),

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from splitserve.benchmarks.arguments import positive
 from splitserve.benchmarks.device_timing import eager_seconds, relative_error, seconds_per_call
-from splitserve.benchmarks.kernel_cases import Call, attention_calls, layers_that_fit, layers_to_call, shuffled_batch
+from splitserve.benchmarks.kernel_case import Call
 from splitserve.benchmarks.kernels import DTYPES, the_device
+from splitserve.benchmarks.kv_cases import attention_calls, layers_that_fit, layers_to_call, shuffled_batch
 from splitserve.benchmarks.report import add_result_options, keep_result, table
 from splitserve.errors import ConfigError
 from splitserve.kernels.api import AttentionShape, Kernels, PagedBatch

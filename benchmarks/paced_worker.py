@@ -21,18 +21,21 @@ import numpy as np
 
 from splitserve.benchmarks.stats import percentiles_ms
 from splitserve.config import EngineConfig, ProtocolConfig, WorkerConfig
-from splitserve.decode.build import build_core
+from splitserve.decode.build import BlockMemory, ModelBounds, build_core
 from splitserve.kvconnector.inproc import InprocConnector, InprocRegistry
 from splitserve.kvconnector.memory import KVMemory
+from splitserve.kvconnector.tier_copies import TierCopies
 from splitserve.memory_records import LayoutRecord
 from splitserve.messages import PeerRef, WorkerInfo
 from splitserve.orchestration.command_parser import CommandParser
-from splitserve.prefill.executor import LaunchingRunner, OverlappedExecutor, always_works
+from splitserve.prefill.executor import OverlappedExecutor, always_works
 from splitserve.prefill.launch_pace import LaunchPace
-from splitserve.prefill.loop import Waker, WorkerLoop
+from splitserve.prefill.loop import WorkerIO, WorkerLoop
+from splitserve.prefill.membership_client import MembershipClient
 from splitserve.prefill.sockets import WorkerSockets
+from splitserve.prefill.waker import Waker
 from splitserve.request import Party, Role
-from splitserve.step import StepOutput, StepPlan
+from splitserve.step import LaunchingRunner, StepOutput, StepPlan
 
 ENGINE_ID = "paced-0"
 MAX_MODEL_LEN = 8192
@@ -165,15 +168,8 @@ def build_loop(
     waker = Waker()
     memory = KVMemory(_LAYOUT, _NUM_BLOCKS)
     connector = InprocConnector(me, memory, waker.wake, InprocRegistry())
-    core = build_core(
-        config,
-        me,
-        _LAYOUT,
-        np.zeros(_NUM_BLOCKS, dtype=np.uint64),
-        connector,
-        max_model_len=MAX_MODEL_LEN,
-        vocab_size=vocab_size,
-    )
+    blocks = BlockMemory(_LAYOUT, np.zeros(_NUM_BLOCKS, dtype=np.uint64))
+    core = build_core(config, me, blocks, connector, ModelBounds(MAX_MODEL_LEN, vocab_size))
     sockets = WorkerSockets(me, config.host, membership)
     info = WorkerInfo(
         party=me,
@@ -187,7 +183,8 @@ def build_loop(
         vocab_size=vocab_size,
     )
     executor = OverlappedExecutor(runner, waker.wake, check_device, LaunchPace() if late_launch else None)
-    loop = WorkerLoop(config, core, connector, executor, sockets=sockets, waker=waker, info=info)
+    io = WorkerIO(sockets, waker, connector, executor, TierCopies({}, waker.wake))
+    loop = WorkerLoop(config, core, io, MembershipClient(config, info, sockets))
     return loop, PeerRef(me, sockets.endpoint)
 
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from splitserve.benchmarks.results_cells import Section, awake, commit, link, number, of_bench, percent
 from splitserve.benchmarks.results_runs import Run
-from splitserve.benchmarks.results_sections import Section, awake, commit, link, number, of_bench, percent
 
 
 def hits(runs: Sequence[Run]) -> Section:

@@ -1,18 +1,11 @@
-"""The README's tables of figures: best to worst of all kept runs, with conditions and runs. Pure."""
+"""Tables of the README and of docs/benchmarks: best to worst of all kept runs, with conditions and runs. Pure."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from splitserve.benchmarks.results_cells import extent, number, of_bench, percent
 from splitserve.benchmarks.results_runs import Run, cited
-from splitserve.benchmarks.results_sections import (
-    SHAPE,
-    extent,
-    isolation_load,
-    number,
-    of_bench,
-    percent,
-    readings,
-)
+from splitserve.benchmarks.results_sections import SHAPE, isolation_load, readings
 
 Found = Sequence[tuple[Run, dict[str, Any]]]
 ARRANGEMENTS = {"1P1D": "1P1D, 2 GPUs", "mixed": "1 mixed, 1 GPU", "2 mixed": "2 mixed, 2 GPUs"}
@@ -25,8 +18,11 @@ BOTH = "with cores kept awake and without"
 HEADERS = ("what", "best to worst", "conditions", "runs, by commit")
 
 
-def loaded_rows(runs: Sequence[Run]) -> list[list[str]]:
-    """1P1D against mixed workers, a column per arrangement; the lowest worst figure is bold. The last row: the runs."""
+def loaded_rows(runs: Sequence[Run], *, with_runs: bool = True) -> list[list[str]]:
+    """1P1D against mixed workers, a column per arrangement; the lowest worst figure is bold.
+
+    ``with_runs``: the last row of each load names the runs.
+    """
     loads: dict[str, dict[str, list[tuple[Run, dict[str, Any]]]]] = {}
     for run in of_bench(runs, "isolation"):
         for result in run.content["results"]:
@@ -39,7 +35,8 @@ def loaded_rows(runs: Sequence[Run]) -> list[list[str]]:
             least = min(max(values) for values in columns)
             cells = [f"**{extent(values)}**" if max(values) == least else extent(values) for values in columns]
             rows.append([load, title, *cells])
-        rows.append([load, "runs", *(cited(run for run, _ in found) for found in arrangements.values())])
+        if with_runs:
+            rows.append([load, "runs", *(cited(run for run, _ in found) for found in arrangements.values())])
     return rows
 
 
@@ -151,9 +148,19 @@ def rank_rows(runs: Sequence[Run]) -> Iterable[list[str]]:
     yield figure("two ranks, decode step of 64 x 1024 tokens", "2 GPUs, idle, without HTTP", found, *texts)
 
 
-def figure_rows(runs: Sequence[Run]) -> list[list[str]]:
-    makers = (latency_rows, handover_rows, step_rows, serving_rows, rank_rows, tier_rows)
+def user_rows(runs: Sequence[Run]) -> list[list[str]]:
+    """Figures of the benches for users, besides those under load."""
+    return [*handover_rows(runs), *serving_rows(runs)]
+
+
+def developer_rows(runs: Sequence[Run]) -> list[list[str]]:
+    makers = (latency_rows, step_rows, rank_rows, tier_rows)
     return [row for make in makers for row in make(runs)]
+
+
+def readme_rows(runs: Sequence[Run]) -> list[list[str]]:
+    """A few figures without load, without their runs."""
+    return [row[:-1] for make in (latency_rows, handover_rows) for row in make(runs)]
 
 
 def conditions(runs: Sequence[Run]) -> str:
@@ -164,12 +171,12 @@ def conditions(runs: Sequence[Run]) -> str:
     unmarked = sum(not run.commit for run in runs)
     return (
         f"All on {gpus}, torch {torch}, bfloat16, random weights in Llama-3.1-8B's shape, greedy; options that are off "
-        "by default are named. Best to worst of all kept runs; a single number is a single run. Runs are called by "
-        "month, day and time, as in the names of their files in `benchmarks/results/`; "
-        f"{unmarked} of {len(runs)} files name no commit, and are marked so."
+        "by default are named. Best to worst of all kept runs; a single number is a single run. "
+        f"{unmarked} of {len(runs)} result files name no commit, and are marked so."
     )
 
 
+RUN_NAMES = "Runs are called by month, day and time, as in the names of their files in `benchmarks/results/`."
 LOADED_CONDITIONS = (
     "Under load, in milliseconds: requests arrive at random for 12 s, prefix caching is off, 1P1D ran "
     f"{BOTH} and with a last chunk of 512 or 1024, mixed workers by default. The lowest worst figure of a row is bold."

@@ -1,52 +1,12 @@
 """Tables of ``benchmarks/results/README.md``: what the kept runs of each bench measured, run by run. Pure."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from splitserve.benchmarks.results_runs import NO_COMMIT, Run
+from splitserve.benchmarks.results_cells import Section, awake, commit, extent, link, number, of_bench, percent
+from splitserve.benchmarks.results_runs import Run
 
-Rows = list[list[str]]
 SHAPE = "llama-3.1-8b"
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    title: str
-    conditions: str  # that hold for all rows
-    headers: Sequence[str]
-    rows: Rows
-
-
-def of_bench(runs: Iterable[Run], bench: str) -> list[Run]:
-    return [run for run in runs if run.bench == bench]
-
-
-def number(value: float) -> str:
-    """Two decimals below 10, one below 100, none above."""
-    return f"{value:.2f}" if abs(value) < 10 else f"{value:.1f}" if abs(value) < 100 else f"{value:,.0f}"
-
-
-def percent(value: float) -> str:
-    return f"{100 * value:.1f}%"
-
-
-def extent(values: Sequence[float], text: Callable[[float], str] = number, *, high: bool = False) -> str:
-    """Best and worst of ``values``: ``5.42 to 5.96``; ``high``: the highest is the best."""
-    best, worst = (text(each) for each in (sorted(values, reverse=high)[0], sorted(values, reverse=high)[-1]))
-    return best if best == worst else f"{best} to {worst}"
-
-
-def link(run: Run) -> str:
-    return f"[{run.label}]({run.path.name})"
-
-
-def commit(run: Run) -> str:
-    return run.commit or f"**{NO_COMMIT}**"
-
-
-def awake(run: Run) -> str:
-    return "awake" if run.keeps_cores_awake else "default"
 
 
 def all_runs(runs: Sequence[Run], notes: dict[str, str]) -> Section:

@@ -1,6 +1,6 @@
-"""Writes the tables of the README's "Benchmarks" and of ``benchmarks/results/README.md`` from the kept result files.
+"""Writes the tables of the README, ``docs/benchmarks/`` and ``benchmarks/results/README.md`` from the kept results.
 
-``python -m splitserve.benchmarks.results_table`` writes them anew, between the markers that both files have; with
+``python -m splitserve.benchmarks.results_table`` writes them anew, between the markers that these files have; with
 ``--check`` the exit status tells whether they are up to date. Nothing in them is typed by hand but the notes below.
 """
 
@@ -11,12 +11,14 @@ from pathlib import Path
 
 from splitserve.benchmarks import results_more, results_readme, results_sections
 from splitserve.benchmarks.report import RESULTS_DIRECTORY
+from splitserve.benchmarks.results_cells import Section
 from splitserve.benchmarks.results_runs import Run, read_runs
-from splitserve.benchmarks.results_sections import Section
 
 BEGIN = "<!-- figures: made by `python -m splitserve.benchmarks.results_table`, not by hand -->"
 END = "<!-- end of figures -->"
 README = RESULTS_DIRECTORY.parents[1] / "README.md"
+USERS_PAGE = RESULTS_DIRECTORY.parents[1] / "docs" / "benchmarks" / "index.md"
+DEVELOPERS_PAGE = USERS_PAGE.with_name("developers.md")
 RESULTS_README = RESULTS_DIRECTORY / "README.md"
 TAIL_CHUNK_PAIR = ("1123T052051", "1123T052217")
 OTHER_GPUS_BUSY = "other benches ran on other GPUs of the machine"
@@ -74,11 +76,28 @@ def results_page(runs: Sequence[Run]) -> str:
     return "\n\n".join(parts)
 
 
+def loaded_table(runs: Sequence[Run], *, with_runs: bool) -> str:
+    headers = ["load", "", *results_readme.ARRANGEMENTS.values()]
+    return markdown(headers, results_readme.loaded_rows(runs, with_runs=with_runs))
+
+
 def readme_block(runs: Sequence[Run]) -> str:
-    """The README's two tables and what holds for them."""
-    loaded = markdown(["load", "", *results_readme.ARRANGEMENTS.values()], results_readme.loaded_rows(runs))
-    rest = markdown(results_readme.HEADERS, results_readme.figure_rows(runs))
+    """The README's two tables and their conditions, without the names of runs."""
+    loaded = loaded_table(runs, with_runs=False)
+    rest = markdown(results_readme.HEADERS[:-1], results_readme.readme_rows(runs))
     return "\n\n".join([results_readme.conditions(runs), results_readme.LOADED_CONDITIONS, loaded, rest])
+
+
+def users_block(runs: Sequence[Run]) -> str:
+    loaded = loaded_table(runs, with_runs=True)
+    rest = markdown(results_readme.HEADERS, results_readme.user_rows(runs))
+    conditions = f"{results_readme.conditions(runs)} {results_readme.RUN_NAMES}"
+    return "\n\n".join([conditions, "### Under load", results_readme.LOADED_CONDITIONS, loaded, "### Others", rest])
+
+
+def developers_block(runs: Sequence[Run]) -> str:
+    rows = markdown(results_readme.HEADERS, results_readme.developer_rows(runs))
+    return f"{results_readme.conditions(runs)} {results_readme.RUN_NAMES}\n\n{rows}"
 
 
 def with_block(text: str, block: str) -> str:
@@ -90,8 +109,13 @@ def with_block(text: str, block: str) -> str:
 
 
 def pages(runs: Sequence[Run]) -> dict[Path, str]:
-    """Both files, as they should be."""
-    blocks = {README: readme_block(runs), RESULTS_README: results_page(runs)}
+    """All pages with tables, as they should be."""
+    blocks = {
+        README: readme_block(runs),
+        USERS_PAGE: users_block(runs),
+        DEVELOPERS_PAGE: developers_block(runs),
+        RESULTS_README: results_page(runs),
+    }
     return {path: with_block(path.read_text(encoding="utf-8"), block) for path, block in blocks.items()}
 
 

@@ -16,70 +16,35 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import random
-import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from array import array
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import psutil
 import uvloop
-import zmq
 
 from splitserve.benchmarks.arguments import positive, positive_seconds
+from splitserve.benchmarks.bench_children import child_process, next_line, write_router_model
 from splitserve.benchmarks.report import add_result_options, keep_result, table
+from splitserve.benchmarks.router_clients import Arm, DirectClient, HttpPool, wait_ready
+from splitserve.benchmarks.router_stages import MODEL_ID, REPEATS, completion_body, median_ms, prompt_stages
 from splitserve.benchmarks.stats import percentiles_ms
 from splitserve.benchmarks.workload import arrival_seconds
-from splitserve.block_hash import extend_hashes
 from splitserve.config import RouterConfig
 from splitserve.errors import ConfigError
-from splitserve.kv_event_batch import DEVICE, KVEvent, KVEventBatch
-from splitserve.kvconnector.block_pool import BlockPool
-from splitserve.kvconnector.tier_index import TierIndex
-from splitserve.kvconnector.tiers import CopyCommand, CopyResult, Tier, Tiers
-from splitserve.messages import Envelope, LocalRequest, PeerRef, StepTokens
-from splitserve.models.demo_tokenizer import QWEN_TOKENS, train_tokenizer
+from splitserve.messages import PeerRef
 from splitserve.orchestration.command_parser import CommandParser
-from splitserve.prefill.sequence import BlockManager
-from splitserve.prefill.sequence import Sequence as Request
-from splitserve.request import Party, RequestKey, SamplingParams
-from splitserve.router.links import LoopSocket
-from splitserve.router.prefix_view import PrefixView, PromptHashes
-from splitserve.router.schema import CompletionRequest, parse
 from splitserve.token_ids import TokenIds
-from splitserve.wire import decode, encode
 
-MODEL_ID = "instant"
-_SHORT_PROMPT = array("i", range(100))
 _LONG_PROMPT_VOCABULARY = 128_000
-_REPEATS = 20
-_STAGE_BLOCK_SIZE = 64  # as on GPUs
 _CHAT_PATH = "/v1/chat/completions"
 _WARMUP_REQUESTS = 50
-_READY_SECONDS = 30
-_REQUEST_SECONDS = 60.0
-_STREAM_LIMIT_BYTES = 16 << 20
 _CHAT = "The prefill worker computes the prompt, the decode worker goes on from the first token. "
-
-
-@dataclass(slots=True)
-class Arm:
-    """Latencies of one arm in seconds, and how late its requests were sent."""
-
-    first_seconds: list[float] = field(default_factory=list)
-    last_seconds: list[float] = field(default_factory=list)
-    lag_seconds: list[float] = field(default_factory=list)
-    num_failed: int = 0
 
 
 Call = Callable[[Arm], Coroutine[Any, Any, None]]
@@ -159,36 +124,6 @@ def _processes(folder: Path, max_model_len: int = 4096, min_vocab_size: int = 0)
         yield url, router.pid, msgspec.json.decode(next_line(worker), type=PeerRef)
 
 
-@contextlib.contextmanager
-def child_process(module: str, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
-    with subprocess.Popen([sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.terminate()
-            try:
-                process.wait(5)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
-def next_line(process: "subprocess.Popen[str]") -> str:
-    assert process.stdout is not None
-    line = process.stdout.readline().strip()
-    if not line:
-        raise ConfigError(f"a child process ended with status {process.wait()} before it was ready")
-    return line
-
-
-def write_router_model(folder: Path) -> int:
-    """What a router needs of a model: a tokenizer. Returns the size of its vocabulary."""
-    tokenizer = train_tokenizer(2000, QWEN_TOKENS, seed=0)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"eos_token": QWEN_TOKENS.eos, "chat_template": QWEN_TOKENS.chat_template}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return int(tokenizer.get_vocab_size())
-
-
 # ---- long prompts ----
 
 
@@ -217,93 +152,18 @@ async def _one_at_a_time(prompt: TokenIds, url: str, worker: PeerRef) -> dict[st
     """Milliseconds to the first token, through the router and straight from the worker."""
     host, port = url.removeprefix("http://").split(":")
     pool, direct = HttpPool(host, int(port)), DirectClient(worker, 1)
-    body = _completion_body(prompt)
+    body = completion_body(prompt)
     arms = {"direct": Arm(), "router": Arm()}
     try:
-        await _wait_ready(pool)
-        for _ in range(_REPEATS + 1):
+        await wait_ready(pool)
+        for _ in range(REPEATS + 1):
             await direct.call(arms["direct"], prompt)
             await pool.post("/v1/completions", body, arms["router"])
     finally:
         direct.close()
         pool.close()
-    medians = {f"first token, {name}": _median_ms(arm.first_seconds[1:]) for name, arm in arms.items()}
+    medians = {f"first token, {name}": median_ms(arm.first_seconds[1:]) for name, arm in arms.items()}
     return medians | {"failed": sum(arm.num_failed for arm in arms.values())}
-
-
-def _completion_body(prompt: TokenIds) -> bytes:
-    body = {"model": MODEL_ID, "prompt": prompt.tolist(), "max_tokens": 1, "stream": True, "ignore_eos": True}
-    return json.dumps(body).encode()
-
-
-def prompt_stages(prompt: TokenIds) -> dict[str, float]:
-    """Median milliseconds of what is done with a prompt of token ids, in this process, by stage."""
-    body, root, me = _completion_body(prompt), bytes(16), Party("w", 1)
-    hashes: list[bytes] = []
-    extend_hashes(hashes, root, prompt[:-1], _STAGE_BLOCK_SIZE)
-    prefixes = PrefixView()
-    events = [KVEvent("stored", DEVICE, hashes)]
-    prefixes.apply(KVEventBatch(me.engine_id, me.incarnation, 0, _STAGE_BLOCK_SIZE, root, True, events))
-    known = PromptHashes(prompt)
-    prefixes.matches(known)
-    envelope = Envelope(me, me, LocalRequest(RequestKey("r"), prompt, SamplingParams(max_tokens=1), 60.0))
-    message = encode(envelope)
-    return {
-        "router: body": _time_ms(lambda: parse(CompletionRequest, body)),
-        "router: hashes": _time_ms(lambda: prefixes.matches(PromptHashes(prompt))),
-        "router: matches again": _time_ms(lambda: prefixes.matches(known)),
-        "message out": _time_ms(lambda: encode(envelope)),
-        "message in": _time_ms(lambda: decode(message)),
-        "worker: device hit": _hit_ms(prompt, hashes, root, in_host_tier=False),
-        "worker: host tier hit": _hit_ms(prompt, hashes, root, in_host_tier=True),
-    }
-
-
-def _hit_ms(prompt: TokenIds, hashes: Sequence[bytes], root: bytes, *, in_host_tier: bool) -> float:
-    """From a request's tokens to its first chunk, copies taking no time, where all KV but the last block's is there."""
-    num_blocks = len(hashes) + 1
-    pool = BlockPool(np.zeros(num_blocks, dtype=np.uint64), first_generation=1)
-    index = TierIndex(num_blocks)
-    blocks = BlockManager(pool, _STAGE_BLOCK_SIZE, root, Tiers(pool, [Tier("host", index)]))
-    contents = [(block_hash, slot) for slot, block_hash in enumerate(hashes)]
-    index.adopt(contents)
-
-    def begin() -> Request:
-        sampling = SamplingParams(max_tokens=1)
-        sequence = Request(RequestKey("r"), Party("router", 1), prompt[:], len(prompt), sampling, 60.0)
-        blocks.would_load(sequence)
-        assert blocks.reserve(sequence), "room for the whole prompt"
-        for command in blocks.tiers.take_commands():
-            assert isinstance(command, CopyCommand), "a copy from the host tier"
-            blocks.tiers.on_result(CopyResult(command.copy_id, len(command.block_ids)))
-        if sequence.load is not None:
-            blocks.finish_load(sequence)
-        sequence.chunk(sequence.num_remaining, _STAGE_BLOCK_SIZE)
-        return sequence
-
-    seconds = []
-    for _ in range(_REPEATS + 1):
-        start = time.perf_counter()
-        sequence = begin()
-        seconds.append(time.perf_counter() - start)
-        assert sequence.num_cached_tokens == len(hashes) * _STAGE_BLOCK_SIZE, "all of it was there"
-        blocks.give_back(sequence)
-        if in_host_tier:
-            pool.clear_prefix_index()
-    return _median_ms(seconds[1:])
-
-
-def _time_ms(work: Callable[[], object]) -> float:
-    seconds = []
-    for _ in range(_REPEATS + 1):
-        start = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
-    return _median_ms(seconds[1:])
-
-
-def _median_ms(seconds: Sequence[float]) -> float:
-    return 1e3 * statistics.median(seconds)
 
 
 # ---- load ----
@@ -316,7 +176,7 @@ async def _measure(options: argparse.Namespace, url: str, router_pid: int, worke
     direct = DirectClient(worker, options.output_tokens)
     router = psutil.Process(router_pid)
     try:
-        await _wait_ready(pool)
+        await wait_ready(pool)
         calls: dict[str, Call] = {
             "direct": direct.call,
             "whole": lambda arm: pool.post(_CHAT_PATH, _chat_body(text, options.output_tokens, stream=False), arm),
@@ -380,111 +240,6 @@ def _chat_body(text: str, max_tokens: int, *, stream: bool) -> bytes:
     messages = [{"role": "user", "content": text}]
     body = {"model": MODEL_ID, "messages": messages, "max_tokens": max_tokens, "stream": stream, "ignore_eos": True}
     return json.dumps(body).encode()
-
-
-async def _wait_ready(pool: "HttpPool") -> None:
-    end = time.monotonic() + _READY_SECONDS
-    while await pool.get("/ready") != 200:
-        if time.monotonic() > end:
-            raise ConfigError(f"the worker wasn't ready after {_READY_SECONDS} s")
-        await asyncio.sleep(0.05)
-
-
-class HttpPool:
-    """Kept-alive HTTP/1.1 connections, with as little of a client's own work as can be."""
-
-    def __init__(self, host: str, port: int) -> None:
-        self._address = (host, port)
-        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
-
-    async def get(self, path: str) -> int:
-        """The status of a GET."""
-        return (await self._exchange(f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode()))[0]
-
-    async def post(self, path: str, body: bytes, arm: Arm) -> None:
-        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-        head += f"content-length: {len(body)}\r\n\r\n"
-        start = time.perf_counter()
-        try:
-            async with asyncio.timeout(_REQUEST_SECONDS):
-                status, first = await self._exchange(head.encode() + body)
-        except (TimeoutError, OSError, asyncio.IncompleteReadError):
-            status = 0
-        if status != HTTPStatus.OK:
-            arm.num_failed += 1
-            return
-        arm.first_seconds.append(first - start)
-        arm.last_seconds.append(time.perf_counter() - start)
-
-    async def _exchange(self, request: bytes) -> tuple[int, float]:
-        """Status, and when the head of the answer was there; returns at the answer's end."""
-        if self._idle:
-            reader, writer = self._idle.pop()
-        else:
-            reader, writer = await asyncio.open_connection(*self._address, limit=_STREAM_LIMIT_BYTES)
-        writer.write(request)
-        head = await reader.readuntil(b"\r\n\r\n")
-        first = time.perf_counter()
-        length = head.partition(b"content-length: ")[2].partition(b"\r\n")[0]
-        await (reader.readexactly(int(length)) if length else reader.readuntil(b"\r\n0\r\n\r\n"))
-        self._idle.append((reader, writer))
-        return int(head[9:12]), first
-
-    def close(self) -> None:
-        for _, writer in self._idle:
-            writer.close()
-
-
-class DirectClient:
-    """Requests straight to the worker, over the same kind of socket as the router's."""
-
-    def __init__(self, worker: PeerRef, output_tokens: int) -> None:
-        self._worker = worker.party
-        self._party = Party("bench", os.getpid())
-        self._waiting: dict[str, tuple[float, Arm, asyncio.Future[None]]] = {}
-        self._sampling = SamplingParams(max_tokens=output_tokens)
-        self._num_sent = 0
-        self._context = zmq.Context()
-        socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, 0)  # an open loop: a request goes out however many wait
-        socket.connect(worker.endpoint)
-        self._socket = LoopSocket(socket, self._on_frames)
-
-    async def call(self, arm: Arm, prompt: TokenIds = _SHORT_PROMPT) -> None:
-        request_id = f"direct-{self._num_sent}"
-        self._num_sent += 1
-        done = asyncio.get_running_loop().create_future()
-        body = LocalRequest(RequestKey(request_id), prompt, self._sampling, 60.0)
-        start = time.perf_counter()
-        self._waiting[request_id] = (start, arm, done)
-        self._socket.send([encode(Envelope(self._party, self._worker, body))])
-        try:
-            async with asyncio.timeout(_REQUEST_SECONDS):
-                await done
-        except TimeoutError:
-            del self._waiting[request_id]
-            arm.num_failed += 1
-
-    def _on_frames(self, frames: list[bytes]) -> None:
-        body = decode(frames[0]).body
-        now = time.perf_counter()
-        if not isinstance(body, StepTokens):
-            return
-        for delta in body.deltas:
-            if delta.key.request_id not in self._waiting:  # given up
-                continue
-            start, arm, done = self._waiting[delta.key.request_id]
-            if delta.position == 0:
-                arm.first_seconds.append(now - start)
-            if delta.finish_reason is not None:
-                arm.last_seconds.append(now - start)
-                del self._waiting[delta.key.request_id]
-                done.set_result(None)
-
-    def close(self) -> None:
-        self._socket.close()
-        self._context.term()
 
 
 if __name__ == "__main__":

@@ -4,13 +4,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from splitserve.benchmarks.kernel_cases import attended_pairs
 from splitserve.benchmarks.kernel_times import Span, busy_share
+from splitserve.benchmarks.kv_cases import attended_pairs
 from splitserve.models.config import ModelConfig
-from splitserve.models.shard import expected_shapes
-
-EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
+from splitserve.models.declared import declare, stored_weights
+from splitserve.models.layers.weight import Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +42,14 @@ class PrefillFigure:
 
 def weight_elements(config: ModelConfig) -> int:
     """Return how many weights a step reads: all but the embedding, unless that is the head as well."""
-    shapes = expected_shapes(config)
-    read = [math.prod(shape) for name, shape in shapes.items() if name != EMBEDDING or config.tie_word_embeddings]
-    return sum(read)
+    weights = stored_weights(config).values()
+    read = [weight for weight in weights if weight.role is not Role.EMBEDDING or config.tie_word_embeddings]
+    return sum(math.prod(weight.shape) for weight in read)
 
 
 def kv_token_elements(config: ModelConfig) -> int:
     """Return the elements of one token's keys and values in all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    return declare(config).kv_elements
 
 
 def decode_bytes(config: ModelConfig, batch: int, context: int, itemsize: int) -> int:
@@ -65,8 +63,8 @@ def prefill_flops(config: ModelConfig, num_tokens: int, prefix: int = 0) -> int:
     Products of all layers for each token (a multiplication and an addition per weight), causal attention (products
     with keys and with values), the head for one row. Norms, rotations and activations aren't counted.
     """
-    matrices = {name: shape for name, shape in expected_shapes(config).items() if len(shape) == 2}
-    body = sum(math.prod(shape) for name, shape in matrices.items() if name not in (EMBEDDING, HEAD))
+    projections = [weight for weight in stored_weights(config).values() if weight.role is Role.PROJECTION]
+    body = sum(math.prod(weight.shape) for weight in projections)
     head = config.vocab_size * config.hidden_size
     pairs = attended_pairs(num_tokens, prefix + num_tokens)
     attention = 2 * 2 * config.num_layers * config.num_heads * config.head_dim * pairs

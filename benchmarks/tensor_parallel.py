@@ -26,19 +26,26 @@ from splitserve.benchmarks.arguments import not_negative, positive
 from splitserve.benchmarks.kernel_times import busy_share, by_kernel, device_spans
 from splitserve.benchmarks.report import add_result_options, keep_result, table
 from splitserve.config import EngineConfig
-from splitserve.decode.ranked_runner import RankedCudaRunner, RankedRunner
+from splitserve.decode.ranked_runner import RankedLauncher, RankedRunner
 from splitserve.decode.ranks import RankError
 from splitserve.decode.served import device_of, load_served_model
 from splitserve.decode.team import Team, start_team
 from splitserve.errors import SplitserveError
 from splitserve.kvconnector.layout import num_blocks_for
-from splitserve.models.cuda_runner import CudaRunner
 from splitserve.models.demo import SHAPES, write_demo_config
 from splitserve.models.runner import ModelRunner
 from splitserve.orchestration.command_parser import CommandParser
-from splitserve.prefill.executor import LaunchedStep, LaunchingRunner
 from splitserve.request import Party, Role
-from splitserve.step import MAX_STEPS_UNDER_WAY, UNKNOWN_TOKEN, SampleSpec, ScheduledChunk, StepOutput, StepPlan
+from splitserve.step import (
+    MAX_STEPS_UNDER_WAY,
+    UNKNOWN_TOKEN,
+    LaunchedStep,
+    LaunchingRunner,
+    SampleSpec,
+    ScheduledChunk,
+    StepOutput,
+    StepPlan,
+)
 
 _WARM_UP_STEPS = 8
 _PREFILL_RUNS = 4
@@ -169,8 +176,8 @@ def _on_failure(error: RankError) -> None:
 
 
 def _launching(team: Team, runner: ModelRunner) -> LaunchingRunner:
-    if isinstance(runner, CudaRunner):
-        return runner if team.ranks is None else RankedCudaRunner(runner, team.ranks)
+    if runner.launcher is not None:
+        return runner.launcher if team.ranks is None else RankedLauncher(runner.launcher, team.ranks)
     return _AtOnce(runner if team.ranks is None else RankedRunner(runner, team.ranks))
 
 
@@ -199,7 +206,7 @@ class _Stepper:
         self._runner = runner
         self._block_size = block_size
         self._blocks = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
-        self._on_device = isinstance(runner, CudaRunner | RankedCudaRunner)
+        self._on_device = not isinstance(runner, _AtOnce)
         self._drawn = hashlib.blake2b(digest_size=6)
 
     def digest(self) -> str:

@@ -12,22 +12,19 @@ others. ``shared``: an LMCache server for two prefill workers (:mod:`.tier_share
 import argparse
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from splitserve.benchmarks.arguments import not_negative, positive
-from splitserve.benchmarks.engine_options import add_engine_options, engine_config
+from splitserve.benchmarks.engine_options import add_engine_options, engine_config, model_of
 from splitserve.benchmarks.report import add_result_options, keep_result, table
 from splitserve.benchmarks.tier_client import ARMS, arms_in_turn, ask
 from splitserve.benchmarks.tier_hits import fits, hits, pace
 from splitserve.benchmarks.tier_shared import add_shared_options, shared, shared_rows
 from splitserve.engine_config import KEEP_POLICIES
 from splitserve.models.config import load_model_config
-from splitserve.models.demo import write_demo_config, write_demo_model
 from splitserve.orchestration.command_parser import CommandParser
 from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.option_types import positive_bytes
@@ -100,11 +97,7 @@ def no_reuse(clusters: dict[str, LocalCluster], options: argparse.Namespace, voc
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     with ExitStack() as stack:
-        model = options.model
-        if not model:
-            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="splitserve-bench-"))
-            write = write_demo_config if options.load_format == "dummy" else write_demo_model
-            model = str(write(Path(directory) / options.shape, shape=options.shape))
+        model = stack.enter_context(model_of(options))
         vocab_size = min(load_model_config(model).vocab_size, 2000)
         results = {}
         if "shared" in options.parts:

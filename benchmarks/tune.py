@@ -24,8 +24,9 @@ from splitserve.kernels import tuning
 from splitserve.kernels.tunables import OPERATIONS, Tunable, TunableCase, TuneTarget, load_tunable
 from splitserve.kernels.tuning import Params, TunedEntry, TuningError
 from splitserve.models.config import ModelConfig
+from splitserve.models.declared import check_tensor_parallel_size
 from splitserve.models.demo import SHAPES, shape_config
-from splitserve.models.shard import check_tensor_parallel_size, head_rows, local_config
+from splitserve.models.shard import head_rows, local_config
 from splitserve.orchestration.command_parser import CommandParser
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)

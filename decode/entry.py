@@ -15,10 +15,10 @@ import torch
 
 from splitserve.config import EngineConfig, WorkerConfig
 from splitserve.cores import usable_cpus
-from splitserve.decode.build import build_core
+from splitserve.decode.build import BlockMemory, ModelBounds, build_core
 from splitserve.decode.kv_tiers import RankTiers, make_tiers
 from splitserve.decode.place import place_of
-from splitserve.decode.ranked_runner import RankedCudaRunner, RankedRunner
+from splitserve.decode.ranked_runner import RankedLauncher, RankedRunner
 from splitserve.decode.ranks import RankError, Ranks
 from splitserve.decode.served import Progress, ServedModel, device_of, load_served_model
 from splitserve.decode.start_clock import StartClock
@@ -35,16 +35,18 @@ from splitserve.kvconnector.read_settings import ReadSettings
 from splitserve.kvconnector.tier_copies import Copies, TierCopies
 from splitserve.memory_records import HostTierMemory
 from splitserve.messages import WorkerInfo, WorkerPlace
-from splitserve.models.cuda_runner import CudaRunner
 from splitserve.models.runner import ModelRunner
-from splitserve.prefill.awake_cores import Cores, kept_awake
+from splitserve.prefill.awake_cores import kept_awake
 from splitserve.prefill.executor import Executor, OverlappedExecutor, StepExecutor
 from splitserve.prefill.kv_event_socket import KVEventSocket, NoKVEvents
 from splitserve.prefill.launch_pace import LaunchPace
-from splitserve.prefill.loop import Waker, WorkerLoop
+from splitserve.prefill.loop import WorkerIO, WorkerLoop
+from splitserve.prefill.membership_client import MembershipClient
 from splitserve.prefill.pinning import pin_threads
+from splitserve.prefill.sleepy_cores import Cores
 from splitserve.prefill.sockets import WorkerSockets
-from splitserve.prefill.step_profiler import ProfiledLaunchingRunner, ProfiledRunner, StepProfiler
+from splitserve.prefill.step_profiler import NoProfiler, ProfiledLaunchingRunner, ProfiledRunner, StepProfiler
+from splitserve.prefill.waker import Waker
 from splitserve.request import Party, Role
 from splitserve.security import check_exposure, is_loopback
 
@@ -96,9 +98,7 @@ def run_worker(config: WorkerConfig, progress: Progress) -> None:
         served = load_served_model(config.engine, device, team.group, progress, clock)
         team.wait_until_ready()
         pace = LaunchPace() if config.engine.late_launch else None
-        make_executor = functools.partial(_make_executor, served.runner, pace)
-        if team.ranks is not None:
-            make_executor = functools.partial(_make_ranked_executor, served.runner, pace, team.ranks)
+        make_executor = functools.partial(_make_executor, served.runner, team.ranks, pace)
         watch = on_rank_failure.watch
         _serve(config, me, served, make_executor, progress, team=team, clock=clock, watch=watch, cores=cores)
 
@@ -123,28 +123,20 @@ class _EndWithRank:
 
 
 def _make_executor(
-    runner: ModelRunner, pace: LaunchPace | None, wake: Callable[[], None], profiler: StepProfiler | None
-) -> Executor:
-    if isinstance(runner, CudaRunner):
-        launching = runner if profiler is None else ProfiledLaunchingRunner(runner, profiler)
-        return OverlappedExecutor(launching, wake, lambda: torch.cuda.synchronize(runner.model.device), pace)
-    return StepExecutor(runner if profiler is None else ProfiledRunner(runner, profiler), wake)
-
-
-def _make_ranked_executor(
     runner: ModelRunner,
+    ranks: Ranks | None,
     pace: LaunchPace | None,
-    ranks: Ranks,
     wake: Callable[[], None],
     profiler: StepProfiler | None,
 ) -> Executor:
-    """The profiler hears of rank 0, which is this process."""
-    if isinstance(runner, CudaRunner):
-        launching = RankedCudaRunner(runner, ranks)
-        profiled = launching if profiler is None else ProfiledLaunchingRunner(launching, profiler)
-        return OverlappedExecutor(profiled, wake, ranks.check, pace)
-    ranked = RankedRunner(runner, ranks)
-    return StepExecutor(ranked if profiler is None else ProfiledRunner(ranked, profiler), wake, ranks.check)
+    """Return the executor of all ranks' steps. The profiler hears of rank 0, which is this process."""
+    check_device = runner.check_device if ranks is None else ranks.check
+    if runner.launcher is None:
+        running = runner if ranks is None else RankedRunner(runner, ranks)
+        return StepExecutor(running if profiler is None else ProfiledRunner(running, profiler), wake, check_device)
+    launching = runner.launcher if ranks is None else RankedLauncher(runner.launcher, ranks)
+    profiled = launching if profiler is None else ProfiledLaunchingRunner(launching, profiler)
+    return OverlappedExecutor(profiled, wake, check_device, pace)
 
 
 def _make_profiler(config: WorkerConfig, device: torch.device, wake: Callable[[], None]) -> StepProfiler | None:
@@ -176,7 +168,6 @@ def _serve(
     memory = served.memory
     waker = Waker()
     sockets = WorkerSockets(me, config.host, config.membership, config.secret)
-    verify = config.engine.verify_kv
     with clock.phase("KV tiers"):
         tiers = make_tiers(config.engine, config.engine_id, memory, gates=served.gates)
     with clock.phase("connector"):
@@ -185,39 +176,23 @@ def _serve(
     for name, holds in tiers.describe():
         logger.info("KV tier %s: %s", name, holds)
         progress("kv_tier", {"name": name, "holds": holds})
-    core = build_core(
-        config,
-        me,
+    blocks = BlockMemory(
         memory.layout,
         memory.generations,
-        connector,
-        max_model_len=served.max_model_len,
-        vocab_size=served.vocab_size,
-        leading_digests=FirstDigests(memory, waker.wake) if verify else no_digests,
+        leading_digests=FirstDigests(memory, waker.wake) if config.engine.verify_kv else no_digests,
         tiers=tiers.tiers,
         shared_tier=tiers.shared,
     )
+    core = build_core(config, me, blocks, connector, ModelBounds(served.max_model_len, served.vocab_size))
     kv_events = KVEventSocket(sockets) if config.engine.kv_events else NoKVEvents()
     place = place_of(config, memory, tiers.host, served.runner.model.kernels.backends)
     progress("placement", {"remote_bytes": str(place.remote_bytes), "machine": place.machine})
     info = _worker_info(config, me, served, place, endpoint=sockets.endpoint, kv_events_endpoint=kv_events.endpoint)
     profiler = _make_profiler(config, memory.blocks.device, waker.wake)
     executor = make_executor(waker.wake, profiler)
-    loop = WorkerLoop(
-        config,
-        core,
-        connector,
-        executor,
-        sockets=sockets,
-        waker=waker,
-        info=info,
-        profiler=profiler,
-        copies=copies,
-        kv_events=kv_events,
-        cores=cores,
-        rank_pids=team.pids,
-        explain=None if team.ranks is None else team.ranks.explain,
-    )
+    io = WorkerIO(sockets, waker, connector, executor, copies, profiler or NoProfiler(), kv_events, cores)
+    membership = MembershipClient(config, info, sockets, team.pids)
+    loop = WorkerLoop(config, core, io, membership, None if team.ranks is None else team.ranks.explain)
     pin_threads(config.placement)
     watch(loop)
     _run(loop, config, clock, lambda detail: progress("ready", {"endpoint": sockets.endpoint, **detail}))

@@ -15,8 +15,8 @@ from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.numa_memory import HostMemory
 from splitserve.kvconnector.shared_tier import NO_SHARED_TIER, SharedTier
 from splitserve.kvconnector.slot_folder import DiskFullError
+from splitserve.kvconnector.tier import Tier
 from splitserve.kvconnector.tier_copies import AnyStore
-from splitserve.kvconnector.tiers import Tier
 from splitserve.memory_records import HostTierMemory
 
 logger = logging.getLogger(__name__)

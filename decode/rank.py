@@ -27,13 +27,12 @@ from splitserve.kvconnector.nixl import NixlConnector
 from splitserve.kvconnector.ranked import RankTransfers
 from splitserve.kvconnector.read_settings import ReadSettings
 from splitserve.logs import set_up_logging
-from splitserve.models.cuda_runner import CudaRunner, PendingStep
 from splitserve.models.parallel import CollectiveError
 from splitserve.models.process_group import find_store, join_group
 from splitserve.models.runner import ModelRunner, NonFiniteLogitsError
 from splitserve.models.shard import Shard
 from splitserve.prefill.pinning import keep_near, pin_threads
-from splitserve.step import StepPlan
+from splitserve.step import LaunchedStep, LaunchingRunner, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +63,10 @@ class RankProcess:
         transfers = self._transfers(served.memory)
         threading.Thread(target=self._carry_out, args=(transfers,), name="transfers", daemon=True).start()
         self._report(RankReady())
-        if isinstance(served.runner, CudaRunner):
-            self._launch_steps(served.runner)
-        else:
+        if served.runner.launcher is None:
             self._run_steps(served.runner)
+        else:
+            self._launch_steps(served.runner.launcher, device)
 
     def _transfers(self, memory: KVMemory) -> RankTransfers:
         """Moves this rank's heads, as rank 0's connector says over the link."""
@@ -119,18 +118,18 @@ class RankProcess:
             except NonFiniteLogitsError as error:
                 logger.debug("%s", error)  # rank 0 says it
 
-    def _launch_steps(self, runner: CudaRunner) -> None:
+    def _launch_steps(self, launcher: LaunchingRunner, device: torch.device) -> None:
         """Another thread waits for them, so that an error of the device shows while this one waits for a step."""
-        launched: queue.SimpleQueue[PendingStep | None] = queue.SimpleQueue()
-        arguments = (runner.model.device, launched)
+        launched: queue.SimpleQueue[LaunchedStep | None] = queue.SimpleQueue()
+        arguments = (device, launched)
         waiter = threading.Thread(target=self._wait_for_steps, args=arguments, name="model-wait", daemon=True)
         waiter.start()
         while (plan := self._next_step()) is not None:
-            launched.put(runner.launch(plan))
+            launched.put(launcher.launch(plan))
         launched.put(None)
         waiter.join()
 
-    def _wait_for_steps(self, device: torch.device, launched: "queue.SimpleQueue[PendingStep | None]") -> None:
+    def _wait_for_steps(self, device: torch.device, launched: "queue.SimpleQueue[LaunchedStep | None]") -> None:
         torch.cuda.set_device(device)  # a thread begins with the first one
         while (step := launched.get()) is not None:
             try:

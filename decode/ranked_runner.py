@@ -3,10 +3,8 @@
 from dataclasses import dataclass
 
 from splitserve.decode.ranks import Ranks
-from splitserve.models.cuda_runner import CudaRunner
 from splitserve.models.runner import ModelRunner, NonFiniteLogitsError
-from splitserve.prefill.executor import LaunchedStep
-from splitserve.step import StepOutput, StepPlan
+from splitserve.step import LaunchedStep, LaunchingRunner, StepOutput, StepPlan
 
 
 class RankedRunner:
@@ -30,13 +28,13 @@ class RankedRunner:
             raise self._ranks.explain(error) from error
 
 
-class RankedCudaRunner:
+class RankedLauncher:
     """For the :class:`~splitserve.prefill.executor.OverlappedExecutor`. See :class:`RankedRunner`.
 
     The other ranks hear of a step when it is launched here, and nobody waits for anybody but on the devices.
     """
 
-    def __init__(self, runner: CudaRunner, ranks: Ranks) -> None:
+    def __init__(self, runner: LaunchingRunner, ranks: Ranks) -> None:
         self._runner = runner
         self._ranks = ranks
 

@@ -19,6 +19,7 @@ from splitserve.decode.warm_up import StepLimits, warm_up
 from splitserve.errors import ConfigError
 from splitserve.kernels.api import AttentionShape, Kernels
 from splitserve.kernels.fp8_kv import FP8, DequantisingAttention
+from splitserve.kernels.linear import bound_primitive_caches
 from splitserve.kernels.registry import select_kernels
 from splitserve.kvconnector.host_tier import load_gates
 from splitserve.kvconnector.layout import block_bytes
@@ -28,11 +29,12 @@ from splitserve.memory_records import LayoutRecord
 from splitserve.models.checkpoint import weights_version
 from splitserve.models.config import ModelConfig, load_model_config
 from splitserve.models.cuda_runner import CudaRunner, mixed_sizes
+from splitserve.models.declared import check_tensor_parallel_size
 from splitserve.models.decoder import DecoderModel
 from splitserve.models.loader import load_model, resolve_dtype
 from splitserve.models.parallel import Collectives
 from splitserve.models.runner import ModelRunner
-from splitserve.models.shard import check_tensor_parallel_size, local_config
+from splitserve.models.shard import local_config
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +77,8 @@ def load_served_model(
     every phase. Raises :class:`CheckpointError` or :class:`ConfigError` for what can't be served.
     """
     clock = clock or StartClock()
+    if device.type == "cpu":
+        bound_primitive_caches()
     model_config = load_model_config(engine.model)
     check_tensor_parallel_size(model_config, group.shard.size)
     model, layout = _load(engine, model_config, device, group, progress=progress, clock=clock)

@@ -6,12 +6,13 @@ from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 
 from splitserve.decode.peers import PeerState, PeerTable
-from splitserve.handover import ReadResult, SinkHandover, SinkState
+from splitserve.handover import Pull, ReadResult, SinkHandover, SinkState
 from splitserve.kvconnector.block_pool import BlockState
-from splitserve.messages import MAX_HASHES, DecodeRequest, HandoverReport, Offer, PeerRef, Release, Withdrawn
+from splitserve.messages import MAX_HASHES, HandoverReport, Offer, PeerRef, Release, Withdrawn
 from splitserve.prefill.effects import Incident, StartRead
 from splitserve.prefill.engine_state import EngineState
 from splitserve.prefill.sequence import Sequence
+from splitserve.prefill.stage import Stage
 from splitserve.request import Party, RequestKey
 
 
@@ -67,17 +68,11 @@ class SinkSide:
 
     # ---- messages ----
 
-    def on_request(self, request: DecodeRequest, sequence: Sequence, now: float) -> None:
-        self._await(sequence, request.prefill, now, is_prefix=False)
-
-    def on_prefix_request(self, peer: PeerRef, sequence: Sequence, now: float) -> None:
-        """Read what ``peer`` has of the sequence's prefix, as far as it isn't here."""
-        self._await(sequence, peer, now, is_prefix=True)
-
-    def _await(self, sequence: Sequence, peer: PeerRef, now: float, *, is_prefix: bool) -> None:
+    def add(self, sequence: Sequence, peer: PeerRef, now: float, *, is_prefix: bool = False) -> None:
+        """Pull the sequence's KV from ``peer``; ``is_prefix``: as much as that has of it already."""
+        sequence.enter(Stage.UNADMITTED)
         self._peers.introduce(peer, now)
         incoming = Incoming(sequence, peer.party, is_prefix)
-        self._state.sequences[sequence.key] = sequence
         self._incoming[sequence.key] = incoming
         self._waiting.append(incoming)
 
@@ -142,6 +137,7 @@ class SinkSide:
             if not self._state.blocks.reserve(sequence, headroom=headroom):
                 return
             self._waiting.popleft()
+            sequence.enter(Stage.PULLING)
             slots -= 1
             if sequence.load is None:
                 self._grant(incoming, now)
@@ -152,6 +148,7 @@ class SinkSide:
 
     def on_late_load(self, sequence: Sequence) -> None:
         """The sequence gave its blocks back: it is the next one to be admitted again."""
+        sequence.enter(Stage.UNADMITTED)
         self._waiting.appendleft(self._incoming[sequence.key])
 
     def poll(self, now: float) -> None:
@@ -188,6 +185,9 @@ class SinkSide:
         for incoming in self._waiting:
             held = incoming.sequence.block_ids
             assert not held, f"{incoming.sequence.key} waits for room, but holds {len(held)} blocks"
+        for key, incoming in self._incoming.items():
+            stage = Stage.UNADMITTED if incoming in self._waiting else Stage.PULLING
+            assert incoming.sequence.stage is stage, f"{key} is {incoming.sequence.stage}, not {stage}"
         in_flight = {
             read_id: incoming
             for incoming in self._incoming.values()
@@ -217,19 +217,16 @@ class SinkSide:
                 return
             local_blocks = local_blocks[: len(hashes)]
             num_tokens = (first_block + len(hashes)) * block_size
-        incoming.handover = SinkHandover(
-            sequence.key,
-            incoming.peer,
+        pull = Pull(
             num_prompt_tokens=num_tokens,
             num_cached_tokens=sequence.num_computed,
             local_blocks=local_blocks,
-            hashes=hashes,
             block_size=block_size,
             block_bytes=self._state.block_bytes,
-            config=self._state.protocol,
-            now=now,
+            hashes=hashes,
             reads_host_tier=self._reads_host_tiers,
         )
+        incoming.handover = SinkHandover(sequence.key, incoming.peer, pull, self._state.protocol, now)
         self._advance(incoming, now)
 
     def _from_peer(self, key: RequestKey, sender: Party) -> Incoming | None:
@@ -281,6 +278,7 @@ class SinkSide:
     def _ask_for_other_copies(self, incoming: Incoming, first_token: int) -> None:
         """The peer's device has lost the blocks: maybe its host tier has them. What is verified is found again here."""
         sequence = incoming.sequence
+        sequence.enter(Stage.UNADMITTED)
         sequence.token_ids.append(first_token)
         again = Incoming(sequence, incoming.peer, is_prefix=True, first_token=first_token)
         self._incoming[sequence.key] = again

@@ -11,9 +11,10 @@ from splitserve.config import CorePlacement, EngineConfig
 from splitserve.decode.ranks import RankError, Ranks
 from splitserve.kvconnector.ranked import TransferRankError
 from splitserve.models.config import load_model_config
+from splitserve.models.declared import check_tensor_parallel_size
 from splitserve.models.parallel import Alone, CollectiveError, Collectives
 from splitserve.models.process_group import join_group, open_store
-from splitserve.models.shard import Shard, check_tensor_parallel_size
+from splitserve.models.shard import Shard
 from splitserve.request import Party, Role
 
 

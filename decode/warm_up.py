@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from splitserve.kvconnector.layout import num_blocks_for
-from splitserve.models.cuda_runner import CudaRunner
 from splitserve.models.runner import ModelRunner
 from splitserve.step import UNKNOWN_TOKEN, SampleSpec, ScheduledChunk, StepPlan
 
@@ -42,12 +41,12 @@ class StepLimits:
 
 def warm_up(runner: ModelRunner, limits: StepLimits) -> int:
     """Run the steps, and clear what they wrote. Returns their number."""
-    plans = list(all_plans(limits) if isinstance(runner, CudaRunner) else few_plans(limits))
+    plans = list(all_plans(limits) if runner.depends_on_sizes else few_plans(limits))
     for plan in plans:
         runner.run(plan)
-    if isinstance(runner, CudaRunner):
+    if (launcher := runner.launcher) is not None:
         for first, second in overlapped_plans(limits):
-            pending = [runner.launch(first), runner.launch(second)]
+            pending = [launcher.launch(first), launcher.launch(second)]
             for step in pending:
                 step.wait()
     used = max(block_id for plan in plans for chunk in plan.chunks for block_id in chunk.block_ids)

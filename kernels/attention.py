@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from splitserve.kernels.api import AttentionPlan, AttentionShape, DecodePlan, PagedBatch
+from splitserve.kernels.attend import QUERY_BLOCK, attend_segment, merge
 
 GATHER_BYTES = 4 * 1024 * 1024
 """Bytes gathered at a time: this and the activations fit a level-3 cache. 2 to 8 MiB measured about the same."""
 _MIN_FILL = 0.75  # of a decode group's padded context that must be real
-_QUERY_BLOCK = 64  # queries that share one mask: the fused kernel's own causal mode computes what it masks
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class _Segment:
     """Context of one sequence to gather at once: ``rows`` [2 * G * num_blocks] of ``[B, D]``; tokens ..last of them.
 
     ``mask`` is None where all queries see all of it. Else the queries are the last tokens of it, and ``mask``
-    [min(L, _QUERY_BLOCK), last] is what the last ones of them see, 0 or -inf.
+    [min(L, QUERY_BLOCK), last] is what the last ones of them see, 0 or -inf.
     """
 
     rows: Tensor
@@ -134,7 +134,7 @@ class ReferencePagedAttention:
         return tuple(segments)
 
     def _causal_mask(self, query_len: int, num_keys: int) -> Tensor:
-        num_rows = min(query_len, _QUERY_BLOCK)
+        num_rows = min(query_len, QUERY_BLOCK)
         mask = torch.full((num_rows, num_keys), -math.inf, dtype=self._shape.dtype, device=self._shape.device)
         return mask.triu_(num_keys - num_rows + 1)
 
@@ -267,54 +267,3 @@ class ReferencePagedAttention:
             merged = part if merged is None else merge(merged, part)
         assert merged is not None
         return merged[0].squeeze(0).transpose(0, 1)
-
-
-def attend_segment(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """:func:`attend` of all queries, or block by block over the keys that each block sees (see :class:`_Segment`)."""
-    if mask is None:
-        return attend(query, keys, values, None, scale)
-    num_queries, num_keys = query.shape[2], keys.shape[2]
-    # Blocks are counted from the end, so that one mask serves them all: an earlier block sees its right-hand part.
-    parts = []
-    for last in range(num_queries, 0, -_QUERY_BLOCK):
-        first = max(0, last - _QUERY_BLOCK)
-        seen = num_keys - (num_queries - last)
-        block_mask = mask[first - last :, num_keys - seen :]
-        parts.append(attend(query[:, :, first:last], keys[:, :, :seen], values[:, :, :seen], block_mask, scale))
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat([out for out, _ in reversed(parts)], 2), torch.cat([lse for _, lse in reversed(parts)], 2)
-
-
-def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention with its log-sum-exp: ``query`` [1, H, L, D], ``keys`` and ``values`` [1, G, K, D], ``mask`` [L, K].
-
-    Returns the output [1, H, L, D] and the log of the softmax's denominator, float32 [1, H, L].
-    """
-    if query.device.type == "cpu":
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, keys, values, 0.0, False, attn_mask=mask, scale=scale
-        )
-        return out, lse.view(query.shape[:3])
-    return attend_portable(query, keys, values, mask, scale)
-
-
-def attend_portable(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """:func:`attend` in plain operations, for devices without the fused one."""
-    group_size = query.shape[1] // keys.shape[1]
-    scores = query.float() @ keys.repeat_interleave(group_size, dim=1).transpose(2, 3).float() * scale
-    if mask is not None:
-        scores += mask
-    out = scores.softmax(dim=-1) @ values.repeat_interleave(group_size, dim=1).float()
-    return out.to(query.dtype), scores.logsumexp(dim=-1)
-
-
-def merge(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Attention over two disjoint sets of keys from the attention over each (output, log-sum-exp)."""
-    lse = torch.logaddexp(left[1], right[1])
-    out = left[0] * (left[1] - lse).exp().unsqueeze(-1) + right[0] * (right[1] - lse).exp().unsqueeze(-1)
-    return out.to(left[0].dtype), lse

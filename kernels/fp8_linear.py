@@ -6,41 +6,15 @@ of the dtype that the model computes in, once, at load.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from splitserve.kernels.api import Linear, RmsNorm, SiluMul
-
-GROUP = 128
-"""Elements of a row that share a scale in block-scaled checkpoints."""
+from splitserve.kernels.fp8_weight import GROUP, Fp8Weight
 
 _MIN_CAPABILITY = (9, 0)
 _ALIGNMENT = 16  # of both sizes of a weight, for torch._scaled_mm
-
-
-@dataclass(frozen=True, slots=True)
-class Fp8Weight:
-    """``weight`` float8_e4m3fn [N, K]; ``scales`` float32 [N, S], of ``group`` columns each.
-
-    The first group begins ``skipped`` columns before the weight does, which is where a rank's part may begin. A scale
-    for whole rows has ``group`` of at least ``K``.
-    """
-
-    weight: Tensor
-    scales: Tensor
-    group: int
-    skipped: int = 0
-
-    @property
-    def has_whole_rows(self) -> bool:
-        return self.scales.shape[1] == 1
-
-    def dequantised(self, dtype: torch.dtype) -> Tensor:
-        """[N, K] in ``dtype``."""
-        columns = torch.arange(self.weight.shape[1], device=self.weight.device) + self.skipped
-        return (self.weight.float() * self.scales[:, columns // self.group]).to(dtype)
 
 
 Pack = Callable[[Fp8Weight], Linear]

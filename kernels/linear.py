@@ -4,6 +4,7 @@
 ``splitserve bench kernels --device cpu`` compares both.
 """
 
+import os
 from abc import ABC, abstractmethod
 
 import torch
@@ -15,8 +16,12 @@ from splitserve.kernels.api import RmsNorm, SiluMul
 # the one for a single row is slow for more.
 _LAYOUT_ROWS = 128
 
-# oneDNN generates code for each number of rows of each weight shape and keeps it: about 0.55 MB on AVX-512, for ever.
-# So numbers of rows beyond _EXACT_ROWS are rounded up to one of _ROW_COUNTS_PER_OCTAVE between powers of two.
+# oneDNN makes a primitive for each number of rows of each weight shape: 0.55 MiB of heap on AVX-512 for any shape. Two
+# caches hold about half of that each, oneDNN's own and that of PyTorch's binding (ideep); both keep 1,024 if nothing
+# else is set. Another primitive costs about 0.35 ms, so numbers of rows beyond _EXACT_ROWS are rounded up to one of
+# _ROW_COUNTS_PER_OCTAVE between powers of two: most steps find theirs.
+MAX_CACHED_PRIMITIVES = 128
+CACHE_SETTINGS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 _EXACT_ROWS = 32
 _ROW_COUNTS_PER_OCTAVE = 16
 
@@ -67,7 +72,7 @@ class PlainLinear(UnfusedLinear):
 class OneDnnLinear(UnfusedLinear):
     """A copy of the weight, [out_features, in_features], in oneDNN's blocked layout. CPU, float32 or bfloat16.
 
-    Rows are padded to :func:`padded_rows`, which bounds the memory of generated code. See :class:`kernels.api.Linear`.
+    Rows are padded to :func:`padded_rows`, so that few primitives are made. See :class:`kernels.api.Linear`.
     """
 
     def __init__(self, weight: Tensor, *, rms_norm: RmsNorm, silu_mul: SiluMul) -> None:
@@ -92,6 +97,15 @@ def padded_rows(num_rows: int) -> int:
         return num_rows
     step: int = 2 ** ((num_rows - 1).bit_length() - 1) // _ROW_COUNTS_PER_OCTAVE
     return -(-num_rows // step) * step
+
+
+def bound_primitive_caches() -> None:
+    """Let this process keep at most :data:`MAX_CACHED_PRIMITIVES` of oneDNN's primitives, about 70 MiB.
+
+    The caches read their capacity when the first primitive is made, so call this before. An operator's setting stays.
+    """
+    for name in CACHE_SETTINGS:
+        os.environ.setdefault(name, str(MAX_CACHED_PRIMITIVES))
 
 
 def onednn_unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:

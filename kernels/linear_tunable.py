@@ -10,7 +10,8 @@ from torch import Tensor
 
 from splitserve.kernels import reference, triton_ops
 from splitserve.kernels.linear import PlainLinear
-from splitserve.kernels.triton_linear import CUBLAS, MAX_ROWS, LinearLaunch, TritonLinear, Variant
+from splitserve.kernels.linear_launch import CUBLAS, LinearLaunch, Variant
+from splitserve.kernels.triton_linear import MAX_ROWS, TritonLinear
 from splitserve.kernels.tunables import TuneTarget, num_copies
 from splitserve.kernels.tuning import Params, shape_key
 

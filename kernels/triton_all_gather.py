@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from splitserve.kernels.triton_all_reduce import ALIGNMENT, FLAG_BYTES, PeerMemory, at_peer, meet
 from splitserve.kernels.triton_launch import overlapped, wait
+from splitserve.kernels.triton_peer_memory import ALIGNMENT, FLAG_BYTES, PeerMemory, at_peer, meet
 
 PROGRAMS = 128
 """Of every launch: their counters must stay in step. Few enough to run at once on the GPUs that this is for."""

@@ -13,17 +13,11 @@ the buffer, and two halves are enough. A slot is read in a call by the rank that
 one rank, at the earliest two calls later. That rank has met all others in the call between: they had begun it, so their
 kernels before it had ended, all programs of them, and with them the reads. It doesn't matter then which program has
 which part in which call. The results of two-shot need no second half: they are written after the first meeting of a
-call, and read before the next call begins.
-
-Without flags (:func:`flagless_add`), summands are pushed as in one-shot, and who reads a slot sees element by element
-what has come, since it holds negative zeros before; nobody sends those. So a sender needn't wait until its summand has
-arrived before it may say so. That takes three parts of the buffer, in turn. In each call a rank empties the slots that
-it read in the call before. Those are written two calls later, by ranks that got a summand of the call between, whose
-sender had ended the call that empties them. The parts and the counters are others than those of the calls with flags.
+call, and read before the next call begins. Without flags (:func:`flagless_add`) ranks don't meet
+(:mod:`.triton_flagless_add`).
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,33 +25,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from splitserve.kernels.triton_flagless_add import flagless_kernel
 from splitserve.kernels.triton_launch import overlapped, wait
-from splitserve.kernels.triton_ops import normalised, sum_of_parts
+from splitserve.kernels.triton_ops import normalised
+from splitserve.kernels.triton_peer_memory import ALIGNMENT, FLAG_BYTES, PeerMemory, at_peer, meet, summand
 
 PROGRAMS = 64
 """Of every launch, whatever its size: their counters must stay in step. Few enough to run at once on any GPU."""
 
 _BLOCK = 4096
 _LONGEST_ROW = 8192  # that one program normalises
-ALIGNMENT = 16  # bytes of one load of one thread
-FLAG_BYTES = 128  # of a program's flags, one for each rank: a cache line of its own
-
-
-@dataclass(frozen=True, slots=True)
-class PeerMemory:
-    """One rank's view of the ranks' buffers, each of :func:`buffer_bytes`, zeroed before anybody uses them.
-
-    For :func:`flagless_add` there are others, of :func:`flagless_bytes`, filled with negative zeros of the dtype of all
-    its calls; and others again for :mod:`splitserve.kernels.triton_all_gather`. ``buffers``: their addresses, int64
-    [size]. ``calls``: int32 [2, programs of a launch], zero at first, this rank's own: what programs keep from call to
-    call. Tensors (of a gather: results) have up to ``capacity_bytes``.
-    """
-
-    rank: int
-    size: int
-    capacity_bytes: int
-    buffers: Tensor
-    calls: Tensor
 
 
 def flagless_bytes(capacity_bytes: int, size: int) -> int:
@@ -105,7 +82,7 @@ def flagless_add(
     eps: float = 0.0,
 ) -> Tensor | None:
     """See :func:`one_shot_add`. A sum of negative zeros becomes a positive one."""
-    return _launch_with_norm(_flagless_kernel, memory, residual, parts, max_spins, norm, eps)
+    return _launch_with_norm(flagless_kernel, memory, residual, parts, max_spins, norm, eps)
 
 
 def _launch_with_norm(
@@ -179,43 +156,6 @@ def _launch_options(memory: PeerMemory, residual: Tensor, parts: Tensor, block: 
 
 
 @triton.jit
-def at_peer(buffers, rank, offset_bytes, like):
-    """Address ``offset_bytes`` behind the start of ``rank``'s buffer, as a pointer to what ``like`` points to."""
-    address = tl.load(buffers + rank) + offset_bytes
-    return tl.multiple_of(address.to(tl.pointer_type(like.dtype.element_ty)), 16)
-
-
-@triton.jit
-def meet(buffers, flags_at, target, like, RANK: tl.constexpr, SIZE: tl.constexpr, MAX_SPINS: tl.constexpr):
-    """Tell this program of all other ranks that this one got to ``target``, and wait until they did.
-
-    What any thread of theirs wrote before can be read afterwards. ``flags_at``: bytes from a buffer's start to this
-    program's flags, one for each rank. ``like`` is a pointer to int32.
-    """
-    tl.debug_barrier()
-    for step in tl.static_range(1, SIZE):
-        flag = at_peer(buffers, (RANK + step) % SIZE, flags_at, like) + RANK
-        tl.atomic_xchg(flag, target, sem="release", scope="sys")
-    for step in tl.static_range(1, SIZE):
-        flag = at_peer(buffers, RANK, flags_at, like) + (RANK + step) % SIZE
-        spins = 0
-        # The difference wraps around as the counters do.
-        behind = tl.atomic_add(flag, 0, sem="acquire", scope="sys") - target < 0
-        while behind:
-            behind = tl.atomic_add(flag, 0, sem="acquire", scope="sys") - target < 0
-            if MAX_SPINS > 0:
-                spins += 1
-                behind = behind & (spins < MAX_SPINS)
-    tl.debug_barrier()
-
-
-@triton.jit
-def _summand(parts, at, inside, num_elements, residual, PARTS: tl.constexpr):
-    """What this rank adds at the offsets ``at``, in the residual's dtype."""
-    return sum_of_parts(parts, at, inside, num_elements, PARTS).to(residual.dtype.element_ty)
-
-
-@triton.jit
 def _sum(
     buffers,
     half_at,
@@ -238,10 +178,10 @@ def _sum(
     total = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     for rank in tl.static_range(SIZE):
         if rank == RANK:
-            total += _summand(parts, at, inside, num_elements, residual, PARTS).to(tl.float32)
+            total += summand(parts, at, inside, num_elements, residual, PARTS).to(tl.float32)
         else:
-            summand = at_peer(buffers, RANK if PUSHED else rank, half_at + rank * CAPACITY, residual)
-            total += tl.load(summand + at, mask=inside, other=0.0).to(tl.float32)
+            slot = at_peer(buffers, RANK if PUSHED else rank, half_at + rank * CAPACITY, residual)
+            total += tl.load(slot + at, mask=inside, other=0.0).to(tl.float32)
     return total.to(residual.dtype.element_ty)
 
 
@@ -277,10 +217,10 @@ def _one_shot_kernel(
     for first in range(program * LENGTH, num_elements, NUM_PROGRAMS * LENGTH):
         at = first + within
         inside = (within < LENGTH) & (at < num_elements)
-        summand = _summand(parts, at, inside, num_elements, residual, PARTS)
+        own = summand(parts, at, inside, num_elements, residual, PARTS)
         for step in tl.static_range(1, SIZE):
             slot = at_peer(buffers, (RANK + step) % SIZE, half_at + RANK * CAPACITY, residual)
-            tl.store(slot + at, summand, mask=inside)
+            tl.store(slot + at, own, mask=inside)
     flags_at = (2 * SIZE + 1) * CAPACITY + program * FLAG_BYTES
     meet(buffers, flags_at, 2 * call + 1, calls, RANK, SIZE, MAX_SPINS)
     for first in range(program * LENGTH, num_elements, NUM_PROGRAMS * LENGTH):
@@ -325,7 +265,7 @@ def _two_shot_kernel(
         for first in range(start + program * BLOCK, end, NUM_PROGRAMS * BLOCK):
             at = first + tl.arange(0, BLOCK)
             inside = at < end
-            tl.store(published + at, _summand(parts, at, inside, num_elements, residual, PARTS), mask=inside)
+            tl.store(published + at, summand(parts, at, inside, num_elements, residual, PARTS), mask=inside)
     flags_at = results_at + CAPACITY + program * FLAG_BYTES
     meet(buffers, flags_at, 2 * call + 1, calls, RANK, SIZE, MAX_SPINS)
     start = RANK * length
@@ -349,115 +289,3 @@ def _two_shot_kernel(
             inside = at < end
             tl.store(residual + at, tl.load(results + at, mask=inside), mask=inside)
     tl.store(calls + program, call + 1)
-
-
-@triton.jit
-def _is_empty(values):
-    """Where there are negative zeros."""
-    if values.dtype.primitive_bitwidth == 16:
-        is_empty = values.to(tl.int16, bitcast=True) == -(2**15)
-    else:
-        is_empty = values.to(tl.int32, bitcast=True) == -(2**31)
-    return is_empty
-
-
-@triton.jit
-def _sendable(values):
-    return tl.where(_is_empty(values), 0.0, values).to(values.dtype)
-
-
-@triton.jit
-def _arrived(slot, inside, MAX_SPINS: tl.constexpr):
-    """The elements at ``slot``, when the last one of them has come."""
-    values = tl.load(slot, mask=inside, other=0.0, volatile=True)
-    missing = tl.max(_is_empty(values).to(tl.int32), 0)
-    spins = 0
-    while missing > 0:
-        values = tl.load(slot, mask=inside, other=0.0, volatile=True)
-        missing = tl.max(_is_empty(values).to(tl.int32), 0)
-        if MAX_SPINS > 0:
-            spins += 1
-            missing = tl.where(spins < MAX_SPINS, missing, 0)
-    return values
-
-
-@triton.jit
-def _flagless_kernel(
-    buffers,
-    calls,
-    residual,
-    parts,
-    num_elements,
-    norm,
-    normed,
-    eps,
-    LENGTH: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    PARTS: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NUM_PROGRAMS: tl.constexpr,
-    MAX_SPINS: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
-):
-    program = tl.program_id(0)
-    within = tl.arange(0, BLOCK)
-    if HAS_NORM:
-        weight = tl.load(norm + within, mask=within < LENGTH, other=0.0)
-    wait(OVERLAPPED)
-    turn = tl.load(calls + program)  # of the three parts
-    slots_at = turn * (SIZE * CAPACITY)
-    for first in range(program * LENGTH, num_elements, NUM_PROGRAMS * LENGTH):
-        at = first + within
-        inside = (within < LENGTH) & (at < num_elements)
-        summand = _sendable(_summand(parts, at, inside, num_elements, residual, PARTS))
-        for step in tl.static_range(1, SIZE):
-            slot = at_peer(buffers, (RANK + step) % SIZE, slots_at + RANK * CAPACITY, residual)
-            tl.store(slot + at, summand, mask=inside)
-    _empty_last(buffers, calls, turn, residual, CAPACITY, RANK, SIZE, BLOCK, NUM_PROGRAMS)
-    for first in range(program * LENGTH, num_elements, NUM_PROGRAMS * LENGTH):
-        at = first + within
-        inside = (within < LENGTH) & (at < num_elements)
-        total = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-        for rank in tl.static_range(SIZE):
-            if rank == RANK:
-                total += _sendable(_summand(parts, at, inside, num_elements, residual, PARTS)).to(tl.float32)
-            else:
-                slot = at_peer(buffers, RANK, slots_at + rank * CAPACITY, residual)
-                total += _arrived(slot + at, inside, MAX_SPINS).to(tl.float32)
-        total = total.to(residual.dtype.element_ty)
-        tl.store(residual + at, total, mask=inside)
-        if HAS_NORM:
-            tl.store(normed + at, normalised(total, weight, eps, LENGTH), mask=inside)
-    tl.debug_barrier()  # all threads have read them
-    tl.store(calls + program, (turn + 1) % 3)
-    tl.store(calls + NUM_PROGRAMS + program, num_elements)
-
-
-@triton.jit
-def _empty_last(
-    buffers,
-    calls,
-    turn,
-    like,
-    CAPACITY: tl.constexpr,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NUM_PROGRAMS: tl.constexpr,
-):
-    """This program's share of the slots that were read in the call before, whatever program read them."""
-    program = tl.program_id(0)
-    num_elements = tl.cdiv(tl.load(calls + NUM_PROGRAMS + program), 16) * 16  # what is behind the last one is empty
-    if like.dtype.element_ty.primitive_bitwidth == 16:
-        empty = tl.full((BLOCK,), -(2**15), tl.int16).to(like.dtype.element_ty, bitcast=True)
-    else:
-        empty = tl.full((BLOCK,), -(2**31), tl.int32).to(like.dtype.element_ty, bitcast=True)
-    slots_at = (turn + 2) % 3 * (SIZE * CAPACITY)
-    for first in range(program * BLOCK, num_elements, NUM_PROGRAMS * BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        for step in tl.static_range(1, SIZE):
-            slot = at_peer(buffers, RANK, slots_at + (RANK + step) % SIZE * CAPACITY, like)
-            tl.store(slot + at, empty, mask=at < num_elements)

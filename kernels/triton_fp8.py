@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from splitserve.kernels.api import RmsNorm, SiluMul
-from splitserve.kernels.fp8_linear import GROUP, Fp8Weight
+from splitserve.kernels.fp8_weight import GROUP, Fp8Weight
 from splitserve.kernels.linear import UnfusedLinear
 
 FP8 = torch.float8_e4m3fn

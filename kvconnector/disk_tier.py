@@ -22,9 +22,9 @@ from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.nixl_files import FileAgent, FileRange, FileTransferError
 from splitserve.kvconnector.numa_memory import HostMemory, node_of_device
 from splitserve.kvconnector.slot_folder import HEADER_BYTES, Bytes, Header, SlotFolder, private_folder
+from splitserve.kvconnector.tier import Tier
 from splitserve.kvconnector.tier_copies import PartialCopyError, TierStore
 from splitserve.kvconnector.tier_index import TierIndex
-from splitserve.kvconnector.tiers import Tier
 
 DISK = "disk"
 MAX_COPY_BYTES = 32 << 20

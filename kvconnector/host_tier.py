@@ -18,9 +18,9 @@ from splitserve.kvconnector.layout import block_bytes, runs
 from splitserve.kvconnector.load_gates import LoadGates
 from splitserve.kvconnector.memory import KVMemory, anonymous_memory
 from splitserve.kvconnector.numa_memory import HostMemory, node_of_device
+from splitserve.kvconnector.tier import Tier
 from splitserve.kvconnector.tier_copies import TierStore
 from splitserve.kvconnector.tier_index import TierIndex
-from splitserve.kvconnector.tiers import Tier
 from splitserve.memory_records import HostTierMemory, LayoutRecord, MemoryKind, MemoryRegion
 
 HOST = "host"

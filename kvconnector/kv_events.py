@@ -1,6 +1,6 @@
 """What can be found where, as it changes: the record that KV events are made of. No I/O.
 
-Specified in docs/kv-events.md.
+Specified in docs/guides/kv-events.md.
 """
 
 from collections.abc import Sequence

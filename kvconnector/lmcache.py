@@ -5,25 +5,20 @@ whatever becomes of the request. Its copies run on threads of :mod:`.tier_copies
 knows whether the server is there.
 """
 
-import contextlib
 import logging
-import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
 
 from splitserve.errors import ConfigError
-from splitserve.kvconnector.host_tier import host_store
 from splitserve.kvconnector.lmcache_chunk import Bytes, ChunkFormat
 from splitserve.kvconnector.lmcache_connection import Connection, LMCacheError, LMCacheLostError
+from splitserve.kvconnector.lmcache_lane import Lane, Session
 from splitserve.kvconnector.lmcache_link import REQUEST_SECONDS, Epoch, LMCacheLink
-from splitserve.kvconnector.lmcache_wire import Key, Operation, RetrievePrepared, Slot, StorePrepared
+from splitserve.kvconnector.lmcache_wire import Operation, RetrievePrepared, StorePrepared
 from splitserve.kvconnector.memory import KVMemory
-from splitserve.kvconnector.numa_memory import HostMemory, node_of_device
 from splitserve.kvconnector.shared_tier import ChainCopy, SharedTier, TierState
 from splitserve.kvconnector.tier_copies import PartialCopyError, ToldError
 
@@ -31,156 +26,8 @@ logger = logging.getLogger(__name__)
 
 LMCACHE = "lmcache"
 MAX_COPY_BYTES = 128 << 20
-STAGING_BYTES = 64 << 20
-"""Pinned memory for each direction, on a GPU worker."""
 MAX_BAD = 4096
 FIRST_POLL_SECONDS, LONGEST_POLL_SECONDS = 0.0005, 0.02
-
-
-class BlockBytes(Protocol):
-    """One thread's way to the bytes of blocks on the device, ``most`` of them at once."""
-
-    most: int
-
-    def fetch(self, block_ids: Sequence[int]) -> Iterator[Bytes]:
-        """What is in the blocks, each uint8 ``[block_bytes]``; until the next one is asked for."""
-
-    def buffers(self, block_ids: Sequence[int]) -> list[Bytes]:
-        """Where the contents of at most :attr:`most` blocks shall be put; until the next call."""
-
-    def land(self, block_ids: Sequence[int]) -> None:
-        """Into the blocks with what was put into their buffers, from the first one on."""
-
-    def close(self) -> None: ...
-
-
-class CpuBlockBytes:
-    def __init__(self, memory: KVMemory) -> None:
-        self.most = memory.num_blocks
-        self._blocks: Bytes = memory.blocks.view(-1).view(torch.uint8).numpy().reshape(memory.num_blocks, -1)
-
-    def fetch(self, block_ids: Sequence[int]) -> Iterator[Bytes]:
-        return (self._blocks[block_id] for block_id in block_ids)
-
-    def buffers(self, block_ids: Sequence[int]) -> list[Bytes]:
-        return [self._blocks[block_id] for block_id in block_ids]
-
-    def land(self, block_ids: Sequence[int]) -> None:
-        """They are there."""
-
-    def close(self) -> None:
-        """Nothing to give back."""
-
-
-class CudaBlockBytes:
-    """Through pinned memory. Make it before anybody uses the device's blocks: trying out how to copy writes to them."""
-
-    def __init__(self, memory: KVMemory) -> None:
-        self.most = max(2, STAGING_BYTES // memory.block_bytes)
-        size = memory.block_bytes
-        staging = HostMemory(self.most * size, node_of_device(memory.device))
-        self._staged = [staging.bytes[number * size : (number + 1) * size] for number in range(self.most)]
-        self._device = host_store(memory, staging)
-
-    def fetch(self, block_ids: Sequence[int]) -> Iterator[Bytes]:
-        for part in batches(block_ids, self.most):
-            self._device.store(part, range(len(part)), ())
-            yield from self._staged[: len(part)]
-
-    def buffers(self, block_ids: Sequence[int]) -> list[Bytes]:
-        return self._staged[: len(block_ids)]
-
-    def land(self, block_ids: Sequence[int]) -> None:
-        self._device.load(block_ids, range(len(block_ids)), ())
-
-    def close(self) -> None:
-        self._device.close()
-
-
-def batches(block_ids: Sequence[int], most: int) -> Iterator[Sequence[int]]:
-    for start in range(0, len(block_ids), most):
-        yield block_ids[start : start + most]
-
-
-def block_bytes_of(memory: KVMemory) -> BlockBytes:
-    return CudaBlockBytes(memory) if memory.device.type == "cuda" else CpuBlockBytes(memory)
-
-
-class _Session:
-    """One copy as the server sees it."""
-
-    def __init__(self, connection: Connection, epoch: Epoch, copy: ChainCopy, request_id: str) -> None:
-        self._connection = connection
-        self._epoch = epoch
-        self._copy = copy
-        self.request_id = request_id
-        self.locked: Key | None = None
-        """What a lookup holds for us, and nobody has taken or given back yet."""
-
-    def call(self, operation: Operation, *arguments: Any, kind: Any = None) -> Any:
-        return self._connection.call(operation, *arguments, kind=kind, seconds=REQUEST_SECONDS)
-
-    def key(self, start: int, end: int, *, worker_id: int | None = 0) -> Key:
-        """``start`` and ``end`` in chunks."""
-        size = self._epoch.chunk_tokens
-        return Key(
-            model_name=self._epoch.model_name,
-            token_ids=self._copy.token_ids[: end * size],
-            start=start * size,
-            end=end * size,
-            request_id=self.request_id,
-            worker_id=worker_id,
-        )
-
-    def chunk(self, slot: Slot) -> Bytes:
-        """Its bytes in shared memory. Raises :class:`LMCacheError` for a place that can't be."""
-        pool, num_bytes = self._epoch.pool, self._epoch.chunks.num_bytes
-        if slot.length != num_bytes or slot.offset < 0 or slot.offset + num_bytes > len(pool):
-            raise LMCacheError(f"it gives {slot.length} bytes at {slot.offset} for a chunk of {num_bytes}")
-        return pool[slot.offset : slot.offset + num_bytes]
-
-
-class _Lane:
-    """What one thread needs: a connection, which is made anew in each epoch, and a way to the blocks."""
-
-    def __init__(self, link: LMCacheLink, memory: KVMemory) -> None:
-        self.blocks = block_bytes_of(memory)
-        self._link = link
-        self._epoch: Epoch | None = None
-        self._connection: Connection | None = None
-
-    @contextlib.contextmanager
-    def session(self, copy: ChainCopy, epoch: Epoch) -> Iterator[_Session]:
-        """Ended in any case. After an error there is no telling what the server still thinks of us: the epoch is over,
-        and what it held for us with it."""
-        try:
-            connection = self._connected(epoch)
-            session = _Session(connection, epoch, copy, f"splitserve-{epoch.instance_id:x}-{secrets.token_hex(8)}")
-            try:
-                yield session
-            except BaseException:
-                self._link.leave(session.request_id, session.locked)
-                raise
-            connection.call(Operation.END_SESSION, session.request_id, seconds=REQUEST_SECONDS)
-        except LMCacheError as error:
-            self._link.fail(epoch, str(error))
-            self.close()
-            raise ToldError(0, str(error)) from error
-        except BaseException as error:  # a copy of ours failed: the server may hold room for it, or locks
-            self._link.fail(epoch, f"{type(error).__name__}: {error}")
-            raise
-
-    def _connected(self, epoch: Epoch) -> Connection:
-        if self._epoch is not epoch:
-            self.close()
-            self._connection, self._epoch = Connection(self._link.endpoint, self._link.context), epoch
-        assert self._connection is not None
-        return self._connection
-
-    def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-        self._connection = self._epoch = None
 
 
 class LMCacheStore:
@@ -194,8 +41,8 @@ class LMCacheStore:
         self._link = LMCacheLink(endpoint, memory.layout, memory.block_bytes, rank)
         self._block_size = memory.layout.block_size
         self._prefetch_seconds = prefetch_seconds
-        self._down = _Lane(self._link, memory)
-        self._up = _Lane(self._link, memory)
+        self._down = Lane(self._link, memory)
+        self._up = Lane(self._link, memory)
         self._bad: OrderedDict[bytes, None] = OrderedDict()  # ends of chunks that are there, but damaged
 
     def open(self, tell: Callable[[TierState], None]) -> None:
@@ -267,7 +114,7 @@ class LMCacheStore:
             raise PartialCopyError(num_good, f"block {copy.first_block + num_good} of a prompt is damaged in LMCache")
         return num_good
 
-    def _wait_for_prefetch(self, session: _Session) -> int:
+    def _wait_for_prefetch(self, session: Session) -> int:
         """Chunks that the server has, from the first on, when it has got them ready."""
         deadline, pause_seconds = time.monotonic() + self._prefetch_seconds, FIRST_POLL_SECONDS
         while True:

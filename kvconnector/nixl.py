@@ -14,209 +14,31 @@ are in flight, or while peers may be reading from here (:meth:`NixlConnector.ser
 import itertools
 import logging
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from splitserve.handover import ReadCommand, ReadPath, ReadResult
 from splitserve.kvconnector.connector import PeerConnected, ServedMemory
-from splitserve.kvconnector.cuda_memory import check_ipc_capable, export, make_context_current
+from splitserve.kvconnector.cuda_memory import check_ipc_capable
 from splitserve.kvconnector.digest import DigestBlocks, no_digests
-from splitserve.kvconnector.gather import GatherSource
 from splitserve.kvconnector.joining import ConnectionJoin, ReadJoin, one_after_the_other
 from splitserve.kvconnector.layout import runs
 from splitserve.kvconnector.memory import KVMemory
-from splitserve.kvconnector.nixl_agent import Agent
-from splitserve.kvconnector.nixl_link import LinkProbe
-from splitserve.kvconnector.nixl_reader import LocalSide, PeerReader
-from splitserve.kvconnector.owner_thread import OwnerThread
+from splitserve.kvconnector.nixl_read_thread import Connected, ReadThread
+from splitserve.kvconnector.nixl_server import NixlServer
+from splitserve.kvconnector.peer_access import LocalSide
 from splitserve.kvconnector.read_choice import ReadShape, choose_path, path_seconds
 from splitserve.kvconnector.read_cost import ReadCost
 from splitserve.kvconnector.read_settings import ReadSettings
-from splitserve.kvconnector.ucx_log import UCX_LOG
-from splitserve.memory_records import HostTierMemory, MemoryKind, RankMemory
+from splitserve.memory_records import HostTierMemory, MemoryKind
 from splitserve.messages import PeerWelcome
 from splitserve.request import Party
 
 logger = logging.getLogger(__name__)
 
 Event = ReadResult | PeerConnected
-
-
-class _Server(OwnerThread):
-    """Owns the agent that peers read through, and what it puts together for them; polls while ``active``."""
-
-    def __init__(self, name: str, memory: KVMemory, settings: ReadSettings, host: HostTierMemory | None = None) -> None:
-        super().__init__("nixl-serve", settings.serve_poll_seconds)
-        self.active = False
-        self._gather_poll_seconds = settings.poll_seconds
-        self._device = memory.device
-        self._region = memory.region()
-        self._agent = Agent(f"serve/{name}")
-        num_bytes = self._region.num_bytes
-        self._agent.register(self._region.kind, self._region.blocks_address, num_bytes, self._region.device_id)
-        self._agent.register(MemoryKind.DRAM, memory.generations_address, memory.num_blocks * 8)
-        self._gather = GatherSource(memory, settings.gather_slots, settings.gather_slot_bytes)
-        gather = self._gather.region()
-        num_bytes = gather.slots.num_bytes
-        self._agent.register(gather.slots.kind, gather.slots.blocks_address, num_bytes, gather.slots.device_id)
-        self._agent.register(MemoryKind.DRAM, gather.tickets_address, gather.slots.num_blocks * 8)
-        if host is not None:
-            num_bytes = host.slots.num_bytes
-            self._agent.register(MemoryKind.DRAM, host.slots.blocks_address, num_bytes)
-            self._agent.register(MemoryKind.DRAM, host.generations_address, host.slots.num_blocks * 8)
-        mappable = export(memory.blocks, self._gather.memory)
-        self.served = RankMemory(self._agent.metadata(), self._region, gather, host, mappable)
-
-    @property
-    def is_busy(self) -> bool:
-        return self.active
-
-    @property
-    def poll_seconds(self) -> float:
-        return self._gather_poll_seconds if self._gather.is_wanted else super().poll_seconds
-
-    def begin(self) -> None:
-        make_context_current(self._device)
-        self._gather.prepare()
-
-    def poll(self) -> None:
-        if self.active:
-            for message in self._agent.progress():
-                self._gather.hear(message)
-            self._gather.poll()
-
-    def finish(self) -> None:
-        self._agent.destroy()
-        self._gather.wait()
-
-
-class _ReadThread(OwnerThread):
-    """Owns one reading agent per peer. With ``measures``, links are measured here."""
-
-    def __init__(
-        self,
-        name: str,
-        local: LocalSide,
-        on_result: Callable[[ReadResult], None],
-        on_connected: Callable[["Connected"], None],
-        *,
-        measures: bool,
-    ) -> None:
-        super().__init__(name, local.settings.poll_seconds)
-        self._name = name
-        self._local = local
-        self._on_result = on_result
-        self._on_connected = on_connected
-        self._measures = measures
-        self._readers: dict[Party, PeerReader] = {}
-        self._probes: dict[Party, tuple[int, LinkProbe]] = {}
-        self._num_readers_made = 0
-
-    @property
-    def is_busy(self) -> bool:
-        return bool(self._probes) or any(reader.is_busy for reader in self._readers.values())
-
-    @property
-    def poll_seconds(self) -> float:
-        """Not before something can be over: each look takes the interpreter from the thread that launches steps."""
-        if self._probes:
-            return super().poll_seconds
-        due_at = min((reader.due_at for reader in self._readers.values() if reader.is_busy), default=0.0)
-        return max(super().poll_seconds, due_at - time.monotonic())
-
-    def begin(self) -> None:
-        make_context_current(self._local.memory.device)
-
-    def connect(self, attempt: int, peer: Party, welcome: PeerWelcome) -> None:
-        self.disconnect(peer)
-        self._num_readers_made += 1
-        try:
-            with self._not_the_peers_time():
-                reader = PeerReader(f"{self._num_readers_made}/{self._name}", self._local, welcome)
-        except Exception as problem:
-            self._refuse(attempt, peer, problem)
-        else:
-            self._readers[peer] = reader
-            self._probes[peer] = attempt, LinkProbe(reader, self._local.settings, measures=self._measures)
-
-    def disconnect(self, peer: Party) -> None:
-        probe, reader = self._probes.pop(peer, None), self._readers.pop(peer, None)
-        if reader is not None:
-            self._emit_all(reader.destroy())
-        del probe  # not before: what was under way landed in memory of its
-
-    def read(self, command: ReadCommand, path: ReadPath) -> None:
-        reader = self._readers.get(command.peer)
-        if reader is None:
-            self._on_result(ReadResult(command.read_id, f"{command.peer} isn't connected"))
-        else:
-            reader.read(command, path)
-
-    def poll(self) -> None:
-        for peer, (attempt, probe) in list(self._probes.items()):
-            with self._not_the_peers_time():
-                self._poll_probe(attempt, peer, probe)
-        for peer, reader in list(self._readers.items()):
-            results = reader.poll()
-            if any(result.error is not None for result in results):
-                # What failed may have been posted in part: only the agent's end surely stops it, and the connection
-                # is broken anyway. The core makes a new one.
-                self._readers.pop(peer)
-                results += reader.destroy()
-                UCX_LOG.forward_complaints()
-            self._emit_all(results)
-
-    def finish(self) -> None:
-        for peer in list(self._readers):
-            self.disconnect(peer)
-
-    def _poll_probe(self, attempt: int, peer: Party, probe: LinkProbe) -> None:
-        try:
-            if not probe.poll():
-                return
-        except Exception as problem:
-            self.disconnect(peer)
-            self._refuse(attempt, peer, problem)
-            return
-        del self._probes[peer]
-        reader = self._readers[peer]
-        if reader.mapped is not None and probe.cost is not None:
-            reader.mapped.expect(probe.cost)
-        shape = reader.shape if self._measures else None  # the others have no mapping
-        self._on_connected(Connected(attempt, PeerConnected(peer, None, probe.link), shape, probe.cost))
-
-    @contextmanager
-    def _not_the_peers_time(self) -> Iterator[None]:
-        """What this thread computes, or has compiled, is on no probe's account."""
-        started = time.monotonic()
-        try:
-            yield
-        finally:
-            for _, probe in self._probes.values():
-                probe.deadline += time.monotonic() - started
-
-    def _refuse(self, attempt: int, peer: Party, problem: Exception) -> None:
-        UCX_LOG.forward_complaints()
-        logger.warning("can't connect to %s: %s: %s", peer, type(problem).__name__, problem)
-        self._on_connected(Connected(attempt, PeerConnected(peer, f"{type(problem).__name__}: {problem}")))
-
-    def _emit_all(self, results: list[ReadResult]) -> None:
-        for result in results:
-            self._on_result(result)
-
-
-@dataclass(frozen=True, slots=True)
-class Connected:
-    """One thread's outcome of an attempt to connect; ``shape`` and ``cost`` from the thread that measures."""
-
-    attempt: int
-    event: PeerConnected
-    shape: ReadShape | None = None
-    cost: ReadCost | None = None
 
 
 class _Peer:
@@ -282,9 +104,9 @@ class NixlConnector:
         self._split_reads: dict[int, ReadJoin] = {}
         name = f"rank-{rank}/{me}"  # agents' names are cut in UCX's log: what tells them apart comes first
         posting = replace(settings, maps=False, path=None)  # what a thread but the first one does
-        self._server = _Server(name, memory, settings, host)
+        self._server = NixlServer(name, memory, settings, host)
         self._threads = [
-            _ReadThread(
+            ReadThread(
                 f"read-{index}/{name}",
                 LocalSide(memory, rank, posting if index else settings, digest_blocks),
                 partial(self._join_read, index),
@@ -379,7 +201,7 @@ class NixlConnector:
 
 
 def _tell(event: PeerConnected) -> None:
-    """Where somebody looks who wonders why hand-overs are slow."""
+    """Log how fast reads from a peer are, and why they are slow."""
     if event.link is None:
         return
     speed = event.link.bytes_per_second / 1e9

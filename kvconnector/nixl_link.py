@@ -17,7 +17,7 @@ from splitserve.kvconnector.device_copies import Done, Pending
 from splitserve.kvconnector.mapped_reads import MappedReader
 from splitserve.kvconnector.nixl_agent import TransferError
 from splitserve.kvconnector.nixl_gather import GatherReader, TicketWait
-from splitserve.kvconnector.nixl_reader import PeerReader
+from splitserve.kvconnector.peer_access import PeerAccess
 from splitserve.kvconnector.read_cost import CopyCost, LinkCost, ReadCost, fit, fit_blocks, fit_copies
 from splitserve.kvconnector.read_plan import HeadSpan, piece_rows
 from splitserve.kvconnector.read_settings import ReadSettings
@@ -42,11 +42,11 @@ Timed = Generator[Pending, None, float]
 
 
 class LinkProbe:
-    """Runs beside the reads from other peers, polled by the thread that owns ``reader``. With ``measures`` it finds out
+    """Runs beside the reads from other peers, polled by the thread that owns ``access``. With ``measures`` it finds out
     ``link`` and ``cost``; one of a peer's readers does."""
 
-    def __init__(self, reader: PeerReader, settings: ReadSettings, *, measures: bool) -> None:
-        self._reader = reader
+    def __init__(self, access: PeerAccess, settings: ReadSettings, *, measures: bool) -> None:
+        self._access = access
         self._settings = settings
         self.deadline = time.monotonic() + CONNECT_SECONDS
         self._pending: Pending = Done()
@@ -67,30 +67,30 @@ class LinkProbe:
         return False
 
     def _run(self, *, measures: bool) -> Generator[Pending, None, None]:
-        yield from self._reader.read_generations((0,), 0)
-        source = self._reader.probe_source()
+        yield from self._access.read_generations((0,), 0)
+        source = self._access.probe_source()
         num_bytes = min(self._settings.probe_bytes, source.num_bytes)
         if not measures:
             num_bytes = min(num_bytes, MAX_PIECE_BYTES)
         with self._on_own_stream():
-            buffer = self._buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=self._reader.device)
+            buffer = self._buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=self._access.device)
         place = MemoryRegion(source.kind, buffer.device.index or 0, buffer.data_ptr(), 1, num_bytes)
-        registration = self._reader.agent.register(place.kind, place.blocks_address, num_bytes, place.device_id)
-        yield self._reader.probe(piece_rows(place, 1, num_bytes), piece_rows(source, 1, num_bytes))
-        for span in range(1, len(self._reader.spans)):  # no request should pay for connecting to the other ranks
-            other, size = self._reader.probe_source(span), min(num_bytes, MAX_PIECE_BYTES)
-            yield self._reader.probe(piece_rows(place, 1, size), piece_rows(other, 1, size), span)
+        registration = self._access.agent.register(place.kind, place.blocks_address, num_bytes, place.device_id)
+        yield self._access.probe(piece_rows(place, 1, num_bytes), piece_rows(source, 1, num_bytes))
+        for span in range(1, len(self._access.spans)):  # no request should pay for connecting to the other ranks
+            other, size = self._access.probe_source(span), min(num_bytes, MAX_PIECE_BYTES)
+            yield self._access.probe(piece_rows(place, 1, size), piece_rows(other, 1, size), span)
         if measures:
             self.cost = yield from self._measure(place, source, num_bytes)
             self.link = self._describe(source.kind, self.cost)
-        self._reader.agent.deregister(registration)
+        self._access.agent.deregister(registration)
 
     def _measure(self, place: MemoryRegion, source: MemoryRegion, num_bytes: int) -> Generator[Pending, None, ReadCost]:
         transport = yield from self._measure_reads(partial(self._read, place, source), num_bytes)
         costs: dict[ReadPath, LinkCost] = {}
-        mapped = self._reader.mapped
-        num_blocks = min(num_bytes // self._reader.shape.local_block_bytes, source.num_blocks)
-        if mapped is not None and (self._reader.is_whole or num_blocks < 2):
+        mapped = self._access.mapped
+        num_blocks = min(num_bytes // self._access.shape.local_block_bytes, source.num_blocks)
+        if mapped is not None and (self._access.is_whole or num_blocks < 2):
             read = partial(mapped.probe, place.blocks_address)
             costs[ReadPath.MAPPED] = yield from self._measure_reads(read, num_bytes)
         elif mapped is not None:
@@ -121,7 +121,7 @@ class LinkProbe:
         """Of blocks that both sides split differently, by copy engines and by a kernel."""
         paths = [ReadPath.MAPPED, *([ReadPath.KERNEL] if mapped.try_kernel(target) else [])]
         costs: dict[ReadPath, LinkCost] = {}
-        shape = self._reader.shape
+        shape = self._access.shape
         for path in paths:
             one, adjacent, apart = range(1), range(num_blocks), range(num_blocks - 1, -1, -1)
             best: dict[range, float] = {}
@@ -133,26 +133,26 @@ class LinkProbe:
             seconds_of = best[one], best[adjacent], best[apart]
             costs[path] = fit_blocks(*seconds_of, num_blocks, shape.local_block_bytes, num_spans=shape.num_spans)
         found = ", ".join(f"{path} in {cost}" for path, cost in costs.items())
-        logger.info("heads that %s splits differently are read by %s", self._reader.agent.name, found)
+        logger.info("heads that %s splits differently are read by %s", self._access.agent.name, found)
         return costs
 
     def _read(self, place: MemoryRegion, source: MemoryRegion, count: int, size: int) -> Pending:
-        return self._reader.probe(piece_rows(place, count, size), piece_rows(source, count, size))
+        return self._access.probe(piece_rows(place, count, size), piece_rows(source, count, size))
 
     def _measure_gathers(self) -> Generator[Pending, None, CopyCost | None]:
         """Of one block and of as many as a slot takes; None if the source doesn't answer, or isn't made to."""
-        gather, shape = self._reader.gather, self._reader.shape
+        gather, shape = self._access.gather, self._access.shape
         if gather is None or not shape.blocks_per_gather:
             return None
-        span, seconds = self._reader.spans[0], []
-        most = min(shape.blocks_per_gather, self._reader.num_peer_blocks, MAX_GATHERED)
+        span, seconds = self._access.spans[0], []
+        most = min(shape.blocks_per_gather, self._access.num_peer_blocks, MAX_GATHERED)
         for count in (1, 1, most):  # the first one sets up what the others need
             began: list[TicketWait] = []
             seconds.append((yield from self._timed(self._ask(gather, span, count, began))))
             if began[0].slot is None:
                 return None
             gather.done(span.rank, began[0].ticket)
-        piece_bytes = self._reader.piece_bytes(span)
+        piece_bytes = self._access.piece_bytes(span)
         return fit_copies(seconds[1], piece_bytes, seconds[2], most * piece_bytes)
 
     @staticmethod
@@ -180,10 +180,10 @@ class LinkProbe:
     @contextmanager
     def _on_own_stream(self) -> Iterator[None]:
         """What is queued within is over at the end; steps that run beside aren't waited for."""
-        if self._reader.device.type != "cuda":
+        if self._access.device.type != "cuda":
             yield
             return
-        stream = _stream_of_probes(self._reader.device)
+        stream = _stream_of_probes(self._access.device)
         with torch.cuda.stream(stream):
             yield
         stream.synchronize()
@@ -200,10 +200,10 @@ class LinkProbe:
         return seconds
 
     def _describe(self, kind: MemoryKind, cost: ReadCost) -> Link:
-        transport = read_transport(UCX_LOG.text(), self._reader.agent.name, of_gpu=kind is MemoryKind.VRAM)
-        reader, speed, least = self._reader, cost.bytes_per_second, self._settings.min_bytes_per_second
-        uses_ipc = True if reader.is_mapped or "cuda_ipc" in transport else None if transport == UNKNOWN else False
-        why = link_problem(speed < least, uses_ipc, is_near=reader.is_on_this_machine)
+        transport = read_transport(UCX_LOG.text(), self._access.agent.name, of_gpu=kind is MemoryKind.VRAM)
+        access, speed, least = self._access, cost.bytes_per_second, self._settings.min_bytes_per_second
+        uses_ipc = True if access.is_mapped or "cuda_ipc" in transport else None if transport == UNKNOWN else False
+        why = link_problem(speed < least, uses_ipc, is_near=access.is_on_this_machine)
         wanted = f", not at {least / 1e9:.0f} or more" if speed < least else ""
         problem = f"{kind.words} is read by {transport} at {speed / 1e9:.2f} GB/s{wanted}: {why}" if why else ""
         return Link(transport, speed, problem)

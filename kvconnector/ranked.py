@@ -23,8 +23,15 @@ from splitserve.handover import ReadCommand, ReadResult
 from splitserve.kvconnector.connector import KVConnector, PeerConnected, ServedMemory
 from splitserve.kvconnector.joining import ConnectionJoin, ReadJoin, side_by_side
 from splitserve.kvconnector.shared_tier import ChainCopy, TierState
+from splitserve.kvconnector.tier_commands import (
+    AnyCommand,
+    AnyResult,
+    ClearCommand,
+    CopyCommand,
+    CopyNearsEnd,
+    CopyResult,
+)
 from splitserve.kvconnector.tier_copies import AnyStore, TierCopies
-from splitserve.kvconnector.tiers import AnyCommand, AnyResult, ClearCommand, CopyCommand, CopyNearsEnd, CopyResult
 from splitserve.memory_records import RankMemory
 from splitserve.messages import PeerWelcome
 from splitserve.request import Party

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from splitserve.kvconnector.ranked import RankedConnector
 from splitserve.kvconnector.shared_tier import TierState
+from splitserve.kvconnector.tier_commands import AnyCommand, AnyResult, ClearCommand, CopyNearsEnd, CopyResult
 from splitserve.kvconnector.tier_copies import TierCopies
-from splitserve.kvconnector.tiers import AnyCommand, AnyResult, ClearCommand, CopyNearsEnd, CopyResult
 
 
 class CopyJoin:

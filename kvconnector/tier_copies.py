@@ -12,7 +12,14 @@ from functools import partial
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from splitserve.kvconnector.shared_tier import ChainCopy, TierState
-from splitserve.kvconnector.tiers import AnyCommand, AnyResult, ClearCommand, CopyCommand, CopyNearsEnd, CopyResult
+from splitserve.kvconnector.tier_commands import (
+    AnyCommand,
+    AnyResult,
+    ClearCommand,
+    CopyCommand,
+    CopyNearsEnd,
+    CopyResult,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from typing import Any
 from splitserve.errors import CheckpointError
 from splitserve.model_files import MAX_CONFIG_BYTES, check_token_id, end_token_ids, few, read_json_object, shown
 from splitserve.models.checkpoint import weights_version
+from splitserve.models.families.registry import FAMILIES
 
 __all__ = ["ModelConfig", "RopeScaling", "load_model_config", "weights_version"]
 
-SUPPORTED_ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
 _DTYPES = ("float32", "bfloat16", "float16")
 # Several times what the largest models have: more is an error of the file, and would be built for hours.
 _HIGHEST = {
@@ -55,10 +55,10 @@ class Fp8Format:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A dense decoder. ``architecture`` is "llama" or "qwen3"; ``dtype`` names the checkpoint's own data type.
+    """The sizes of a decoder. ``architecture`` is its family: a module of :mod:`splitserve.models.families`.
 
-    ``qk_norm``: each query and key head is RMS-normalised before the rotation. ``eos_token_ids`` come from
-    generation_config.json where it has them, else from config.json.
+    ``dtype`` names the checkpoint's own data type. ``eos_token_ids`` come from generation_config.json where it has
+    them, else from config.json.
     """
 
     architecture: str
@@ -73,7 +73,6 @@ class ModelConfig:
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: RopeScaling | None
-    qk_norm: bool
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
@@ -119,7 +118,6 @@ def load_model_config(path: str | Path) -> ModelConfig:
         rms_norm_eps=_number(raw, "rms_norm_eps", 1e-6),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
-        qk_norm=architecture == "qwen3",
         tie_word_embeddings=_flag(raw, "tie_word_embeddings"),
         eos_token_ids=eos_token_ids,
         bos_token_id=bos_token_id,
@@ -145,9 +143,9 @@ def _read_optional(path: Path) -> dict[str, Any]:
 def _architecture(raw: Mapping[str, Any]) -> str:
     names = _list(raw, "architectures")
     for name in names:
-        if isinstance(name, str) and name in SUPPORTED_ARCHITECTURES:
-            return SUPPORTED_ARCHITECTURES[name]
-    supported = ", ".join(SUPPORTED_ARCHITECTURES)
+        if isinstance(name, str) and name in FAMILIES:
+            return FAMILIES[name]
+    supported = ", ".join(FAMILIES)
     raise CheckpointError(f"config.json: architectures is {shown(names)}; supported are {supported}")
 
 

@@ -32,7 +32,7 @@ from splitserve.models.parallel import shown_as_ours
 from splitserve.models.shard import Shard
 
 if TYPE_CHECKING:
-    from splitserve.kernels.triton_all_reduce import PeerMemory
+    from splitserve.kernels.triton_peer_memory import PeerMemory
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +135,7 @@ def _peer_ways(shard: Shard, dtype: torch.dtype, device: torch.device) -> _PeerW
 def _share_memory(shard: Shard, dtype: torch.dtype, device: torch.device) -> _PeerWays:
     from splitserve.kernels import triton_all_gather as gathering
     from splitserve.kernels import triton_all_reduce as kernels
+    from splitserve.kernels.triton_peer_memory import PeerMemory
 
     flagged_bytes = kernels.buffer_bytes(CAPACITY_BYTES, shard.size)
     flagless_bytes = kernels.flagless_bytes(FLAGLESS_CAPACITY_BYTES, shard.size)
@@ -149,7 +150,7 @@ def _share_memory(shard: Shard, dtype: torch.dtype, device: torch.device) -> _Pe
 
     def part(first_byte: int, capacity_bytes: int, num_programs: int) -> "PeerMemory":
         offset = block.data_ptr() - handle.buffer_ptrs[shard.rank] + first_byte
-        return kernels.PeerMemory(
+        return PeerMemory(
             rank=shard.rank,
             size=shard.size,
             capacity_bytes=capacity_bytes,

@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from splitserve.kernels.api import AttentionPlan, DecodePlan, PagedBatch
-from splitserve.models.decoder import BeforeLayer, DecoderModel, ForwardBatch
+from splitserve.models.decoder import DecoderModel, ForwardBatch
+from splitserve.models.layers.step import BeforeLayer
 from splitserve.models.runner import ModelRunner, NonFiniteLogitsError, sampling_batch
-from splitserve.step import SampleSpec, ScheduledChunk, StepOutput, StepPlan
+from splitserve.step import LaunchingRunner, SampleSpec, ScheduledChunk, StepOutput, StepPlan
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -140,6 +141,20 @@ class CudaRunner(ModelRunner):
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[int, _DecodeGraph] = {}
         self._mixed_graphs: dict[MixedSize, _MixedGraph] = {}
+
+    @property
+    def launcher(self) -> LaunchingRunner | None:
+        """See :meth:`ModelRunner.launcher`."""
+        return self
+
+    @property
+    def depends_on_sizes(self) -> bool:
+        """See :meth:`ModelRunner.depends_on_sizes`."""
+        return True
+
+    def check_device(self) -> None:
+        """Raise an error if the device can run no further step."""
+        torch.cuda.synchronize(self.model.device)
 
     def run(self, plan: StepPlan) -> StepOutput:
         """See :meth:`ModelRunner.run`."""

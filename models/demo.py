@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,16 @@ from torch import Tensor
 
 from splitserve.errors import ConfigError
 from splitserve.models.config import ModelConfig, RopeScaling, load_model_config
+from splitserve.models.declared import declare
 from splitserve.models.demo_tokenizer import LLAMA_TOKENS, QWEN_TOKENS, SpecialTokens, train_tokenizer
-from splitserve.models.shard import expected_shapes
+from splitserve.models.layers.weight import Role, Weight
 
 DEFAULT_MAX_SHARD_BYTES = 5 * 1000**3
 _MAX_TOKENIZER_SIZE = 2048
 _EMBEDDING_STD = 0.05
 _LAYER_GAIN = 1.5  # standard deviation of a matrix's output for a normalised input
 _FINAL_NORM_STD = 4.0  # standard deviation of the logits: about what trained models have
+_BIAS_RANGE = 0.5  # of a projection's bias, to either side
 _IMPROBABLE = 0.05  # factor on the embeddings of tokens that should rarely be drawn
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -132,7 +134,6 @@ def shape_config(shape: str) -> ModelConfig:
         rms_norm_eps=sizes.rms_norm_eps,
         rope_theta=sizes.rope_theta,
         rope_scaling=sizes.rope_scaling,
-        qk_norm=sizes.architecture == "qwen3",
         tie_word_embeddings=sizes.tie_word_embeddings,
         eos_token_ids=(),
         bos_token_id=None,
@@ -206,16 +207,16 @@ def _write_configs(target: Path, tokenizer: Tokenizer, special: SpecialTokens, s
 
 
 def _write_weights(target: Path, config: ModelConfig, num_probable: int, seed: int, max_shard_bytes: int) -> None:
-    shapes = expected_shapes(config)
+    weights = list(_in_file_order(config))
     dtype = _TORCH_DTYPES[config.dtype]
-    shards = list(_shards(shapes, dtype, max_shard_bytes))
+    shards = list(_shards(weights, dtype, max_shard_bytes))
     names = ["model.safetensors"]
     if len(shards) > 1:
         names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     index = target / "model.safetensors.index.json"
     index.unlink(missing_ok=True)
     for file, shard in zip(names, shards, strict=True):
-        tensors = {name: demo_tensor(name, shapes[name], num_probable, seed).to(dtype) for name in shard}
+        tensors = {weight.name: demo_tensor(weight, num_probable, seed).to(dtype) for weight in shard}
         partial = target / f".{file}.partial"
         save_file(tensors, partial, metadata={"format": "pt"})
         shutil.copymode(target / "config.json", partial)  # safetensors writes for its user alone, whatever the umask
@@ -223,39 +224,54 @@ def _write_weights(target: Path, config: ModelConfig, num_probable: int, seed: i
     for stale in set(target.glob("*.safetensors")) - {target / name for name in names}:
         stale.unlink()
     if len(shards) > 1:
-        total = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
-        weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+        total = sum(math.prod(weight.shape) for weight in weights) * dtype.itemsize
+        weight_map = {weight.name: file for file, shard in zip(names, shards, strict=True) for weight in shard}
         _replace_json(index, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _shards(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, max_shard_bytes: int) -> Iterator[list[str]]:
-    """Names of the tensors of each shard, in order; a tensor larger than the bound has a shard of its own."""
-    shard: list[str] = []
+def _in_file_order(config: ModelConfig) -> Iterator[Weight]:
+    """Yield the weights in the order of demo files, which never changes: a layer's norms of heads are its last."""
+    decoder = declare(config)
+    yield decoder.embedding_weight
+    for part in decoder.parts():
+        yield from sorted(part.weights(), key=lambda weight: weight.role is Role.HEAD_NORM)
+    if not decoder.is_tied:
+        yield decoder.head_weight
+
+
+def _shards(weights: Sequence[Weight], dtype: torch.dtype, max_shard_bytes: int) -> Iterator[list[Weight]]:
+    """Yield the weights of each shard, in order; a tensor larger than the bound has a shard of its own."""
+    shard: list[Weight] = []
     shard_bytes = 0
-    for name, shape in shapes.items():
-        tensor_bytes = math.prod(shape) * dtype.itemsize
+    for weight in weights:
+        tensor_bytes = math.prod(weight.shape) * dtype.itemsize
         if shard and shard_bytes + tensor_bytes > max_shard_bytes:
             yield shard
             shard, shard_bytes = [], 0
-        shard.append(name)
+        shard.append(weight)
         shard_bytes += tensor_bytes
     yield shard
 
 
-def demo_tensor(name: str, shape: tuple[int, ...], num_probable: int, seed: int) -> Tensor:
-    """The float32 tensor of that name: a function of (seed, name, shape) alone."""
-    stream = np.random.Philox(key=[seed, zlib.crc32(name.encode())])
-    count = math.prod(shape)
+def demo_tensor(weight: Weight, num_probable: int, seed: int) -> Tensor:
+    """Return the float32 tensor: a function of seed, name, shape and role alone."""
+    stream = np.random.Philox(key=[seed, zlib.crc32(weight.name.encode())])
+    count = math.prod(weight.shape)
     words = stream.random_raw((count + 3) // 4).view(np.int16)[:count]
-    uniform = torch.from_numpy(words).to(torch.float32).add_(0.5).mul_(1.0 / 32768).view(shape)
-    if len(shape) == 1:
-        center = _FINAL_NORM_STD / (_EMBEDDING_STD * math.sqrt(shape[0])) if name == "model.norm.weight" else 1.0
-        return uniform.mul_(0.1).add_(1.0).mul_(center)
-    if name in ("model.embed_tokens.weight", "lm_head.weight"):
-        uniform.mul_(_EMBEDDING_STD * math.sqrt(3.0))
-        uniform[num_probable:] *= _IMPROBABLE
-        return uniform
-    return uniform.mul_(_LAYER_GAIN * math.sqrt(3.0 / shape[1]))
+    uniform = torch.from_numpy(words).to(torch.float32).add_(0.5).mul_(1.0 / 32768).view(weight.shape)
+    match weight.role:
+        case Role.NORM | Role.HEAD_NORM:
+            return uniform.mul_(0.1).add_(1.0)
+        case Role.FINAL_NORM:
+            return uniform.mul_(0.1).add_(1.0).mul_(_FINAL_NORM_STD / (_EMBEDDING_STD * math.sqrt(count)))
+        case Role.EMBEDDING | Role.HEAD:
+            uniform.mul_(_EMBEDDING_STD * math.sqrt(3.0))
+            uniform[num_probable:] *= _IMPROBABLE
+            return uniform
+        case Role.BIAS:
+            return uniform.mul_(_BIAS_RANGE)
+        case Role.PROJECTION:
+            return uniform.mul_(_LAYER_GAIN * math.sqrt(3.0 / weight.shape[1]))
 
 
 def _replace_json(path: Path, content: dict[str, Any]) -> None:

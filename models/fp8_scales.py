@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from splitserve.errors import CheckpointError
-from splitserve.kernels.fp8_linear import Fp8Weight
+from splitserve.kernels.fp8_weight import Fp8Weight
 from splitserve.models.checkpoint import TensorRecord
 from splitserve.models.shard import Part, Parts
 

@@ -16,30 +16,26 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from splitserve.errors import CheckpointError
-from splitserve.kernels.fp8_linear import Fp8Weight
+from splitserve.kernels.fp8_weight import Fp8Weight
 from splitserve.models.checkpoint import TensorRecord
 
 
 @dataclass(frozen=True, slots=True)
 class KVScales:
-    """Of one layer: powers of two."""
+    """One layer's scales: powers of two."""
 
     key: float = 1.0
     value: float = 1.0
 
 
-UNSCALED = KVScales()
+def read_kv_scales(
+    records: Mapping[str, TensorRecord], key_names: Sequence[str], value_names: Sequence[str]
+) -> KVScales:
+    """Return a layer's scales by the first of the names that the checkpoint has: 1 where it has none.
 
-
-def read_kv_scales(records: Mapping[str, TensorRecord], num_layers: int) -> list[KVScales]:
-    """Those of each layer: 1 where the checkpoint has none. Raises :class:`CheckpointError` for what is no scale."""
-    scales = []
-    for index in range(num_layers):
-        attention = f"model.layers.{index}.self_attn"
-        key = _read_first(records, (f"{attention}.k_scale", f"{attention}.k_proj.k_scale"))
-        value = _read_first(records, (f"{attention}.v_scale", f"{attention}.v_proj.v_scale"))
-        scales.append(KVScales(key, value))
-    return scales
+    Raises :class:`CheckpointError` for a tensor that is no scale.
+    """
+    return KVScales(_read_first(records, key_names), _read_first(records, value_names))
 
 
 def _read_first(records: Mapping[str, TensorRecord], names: Sequence[str]) -> float:

@@ -24,11 +24,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from splitserve.errors import CheckpointError
-from splitserve.kernels.fp8_linear import Fp8Weight
+from splitserve.kernels.fp8_weight import Fp8Weight
 from splitserve.models.checkpoint import TensorRecord
 from splitserve.models.config import Fp8Format
 from splitserve.models.fp8_scales import FP8, ScaleReader
-from splitserve.models.shard import Part, Parts, is_projection
+from splitserve.models.layers.weight import Role, Weight
+from splitserve.models.shard import Part, Parts
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ STORED_DTYPES = {
 STAGING_BYTES = 32 << 20
 MAX_THREADS = 8
 _DUMMY_STD = 0.02
+_DUMMY_ONES = (Role.NORM, Role.HEAD_NORM, Role.FINAL_NORM)
 
 
 class WeightReader(Protocol):
@@ -114,12 +116,13 @@ class DummyReader:
 
     def __init__(
         self,
-        shapes: Mapping[str, tuple[int, ...]],
+        weights: Mapping[str, Weight],
         dtype: torch.dtype,
         device: torch.device,
         fp8: Fp8Format | None = None,
     ) -> None:
-        self._shapes = shapes
+        """``weights``: what a checkpoint would have."""
+        self._weights = weights
         self._fp8 = fp8
         self._dtype = dtype
         self._device = device
@@ -131,7 +134,7 @@ class DummyReader:
         return cuts[0].contiguous() if len(cuts) == 1 else torch.cat(cuts)
 
     def is_fp8(self, parts: Parts) -> bool:
-        return self._fp8 is not None and all(is_projection(part.name) for part in parts)
+        return self._fp8 is not None and all(self._weights[part.name].may_be_fp8 for part in parts)
 
     def read_fp8(self, parts: Parts) -> Fp8Weight:
         weight = self.read(parts).to(torch.float8_e4m3fn)
@@ -142,8 +145,8 @@ class DummyReader:
     def close(self) -> None: ...
 
     def _whole(self, name: str) -> Tensor:
-        shape = self._shapes[name]
-        if len(shape) == 1:
+        shape, role = self._weights[name].shape, self._weights[name].role
+        if role in _DUMMY_ONES:
             return torch.ones(shape, dtype=self._dtype, device=self._device)
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
         return torch.empty(shape, dtype=self._dtype, device=self._device).normal_(0.0, _DUMMY_STD, generator=generator)

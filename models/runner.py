@@ -13,7 +13,7 @@ from splitserve.errors import SplitserveError
 from splitserve.kernels.api import AttentionShape, PagedBatch, SamplingBatch
 from splitserve.kernels.fp8_kv import FP8
 from splitserve.models.decoder import DecoderModel, ForwardBatch
-from splitserve.step import ScheduledChunk, StepOutput, StepPlan
+from splitserve.step import LaunchingRunner, ScheduledChunk, StepOutput, StepPlan
 
 
 class NonFiniteLogitsError(SplitserveError):
@@ -62,6 +62,19 @@ class ModelRunner:
             device=model.device,
         )
         self._attention = model.kernels.make_attention(self._shape)
+
+    @property
+    def launcher(self) -> LaunchingRunner | None:
+        """Return this runner if its device runs launched steps by itself; None if steps run on the calling thread."""
+        return None
+
+    @property
+    def depends_on_sizes(self) -> bool:
+        """Return whether kernels are chosen or compiled for a step's sizes: a start then runs each kind of size."""
+        return False
+
+    def check_device(self) -> None:
+        """Raise an error if the device can run no further step."""
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:

@@ -1,20 +1,24 @@
-"""Memory that a model takes beside its weights: lower bounds from its configuration alone, without torch."""
+"""Memory that a model takes beside its weights: lower bounds from its declaration alone, without torch."""
 
 from splitserve.models.config import ModelConfig
+from splitserve.models.declared import declare
+from splitserve.models.layers.weight import Role
 
 _LOGIT_BYTES = 4
 
 
 def kv_token_bytes(config: ModelConfig, element_bytes: int) -> int:
-    """KV of one token, over all layers and ranks."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * element_bytes
+    """Return the bytes of one token's keys and values, over all layers and ranks."""
+    return declare(config).kv_elements * element_bytes
 
 
 def logits_bytes(config: ModelConfig, num_seqs: int) -> int:
-    """Logits of a step that draws a token for each of ``num_seqs`` sequences."""
+    """Return the bytes of a step's logits that draws a token for each of ``num_seqs`` sequences."""
     return num_seqs * config.vocab_size * _LOGIT_BYTES
 
 
 def activation_bytes(config: ModelConfig, num_tokens: int, element_bytes: int) -> int:
-    """The widest layer's inputs and outputs in a step of ``num_tokens`` tokens."""
-    return num_tokens * (2 * config.hidden_size + 2 * config.intermediate_size) * element_bytes
+    """Return the bytes of the residual and of the widest product's input and output, for ``num_tokens`` tokens."""
+    stacks = [stack for stack in declare(config).stacks() if stack[0].role is Role.PROJECTION]
+    widest = max(stack[0].shape[1] + sum(weight.shape[0] for weight in stack) for stack in stacks)
+    return num_tokens * (config.hidden_size + widest) * element_bytes

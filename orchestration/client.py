@@ -13,10 +13,10 @@ from splitserve.errors import ConfigError, SplitserveError
 from splitserve.orchestration.control import AnyReply, AnyRequest, ClusterStatus, GetStatus, Stop, accepted
 from splitserve.orchestration.control_socket import ask
 from splitserve.orchestration.log_files import read_log
+from splitserve.orchestration.roster import Phase
 from splitserve.orchestration.serve import FOLDER_VARIABLE
 from splitserve.orchestration.shared_memory import remove_abandoned
 from splitserve.orchestration.state_folder import StateFolder
-from splitserve.orchestration.supervision import Phase
 
 POLL_SECONDS = 0.25
 STOP_SECONDS = 120.0  # large host tiers are given back slowly

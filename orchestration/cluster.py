@@ -3,17 +3,18 @@
 :class:`Cluster` starts them, shows their progress, watches them and ends them, wherever its host runs them
 (:mod:`.local_host`, :mod:`.ray_host`). It is one loop over events; :mod:`.supervision` decides which workers there
 shall be. No child outlives a cluster on this machine: they are asked with SIGINT, which doesn't wait for requests,
-killed after :data:`STOP_GRACE_SECONDS` (more with large host tiers), and end by themselves if this process dies
-without a word.
+killed after :data:`.children.STOP_GRACE_SECONDS` (more with large host tiers), and end by themselves if this process
+dies without a word.
 """
 
 import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
+from functools import partial
 from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Self
@@ -21,6 +22,8 @@ from typing import Self
 import msgspec
 
 from splitserve.errors import SplitserveError
+from splitserve.orchestration.children import Children
+from splitserve.orchestration.cluster_start import ClusterStart
 from splitserve.orchestration.control import (
     Accepted,
     AnyReply,
@@ -43,27 +46,20 @@ from splitserve.orchestration.host import (
     Memory,
     StopRequested,
 )
+from splitserve.orchestration.launch_errors import LaunchError, LaunchInterruptedError
 from splitserve.orchestration.lmcache_keeper import LMCacheKeeper, is_lmcache
-from splitserve.orchestration.router_keeper import RouterKeeper, probe_ready
+from splitserve.orchestration.roster import Action, Phase
+from splitserve.orchestration.router_keeper import RouterKeeper
 from splitserve.orchestration.spec import ClusterSpec
 from splitserve.orchestration.status import ROUTER, cluster_status
-from splitserve.orchestration.supervision import Action, Drain, Kill, Phase, Start, Supervisor, Worker
+from splitserve.orchestration.supervision import Supervisor
+from splitserve.orchestration.worker_keeper import WorkerKeeper
 
-STOP_GRACE_SECONDS = 3.0
 START_TIMEOUT_SECONDS = 900.0
 ROUTER_READY_TIMEOUT_SECONDS = 30.0
 REPLY_TIMEOUT_SECONDS = 30.0
-_READY_POLL_SECONDS = 0.05
 
 _log = logging.getLogger(__name__)
-
-
-class LaunchError(SplitserveError):
-    """A process of the cluster failed to start; the message is its own."""
-
-
-class LaunchInterruptedError(SplitserveError):
-    """A signal asked for the end before the cluster was ready."""
 
 
 def ignore_progress(_event: ChildProgress) -> None:
@@ -92,11 +88,13 @@ class Cluster:
         self._host = host
         self._show = show
         self._events: SimpleQueue[Event] = SimpleQueue()
-        self._changed = threading.Condition()  # guards what watch() changes and others look at
-        self._children: dict[str, Child] = {}
+        self._children = Children(lambda: self.state == "starting")
         self._supervisor = Supervisor(spec, restart=restart, has_room=host.has_room)
         self._router = RouterKeeper(restart_router)
         self._lmcache = LMCacheKeeper()
+        self._workers = WorkerKeeper(
+            self._supervisor, self._children, host, emit=self._events.put, on_gone=self._lmcache.leave
+        )
         self._remembered: Memory | None = None
 
     def __enter__(self) -> Self:
@@ -121,24 +119,23 @@ class Cluster:
     @property
     def pids(self) -> dict[str, int]:
         """Process ids by name (``router``, ``prefill-0``, ...)."""
-        with self._changed:
-            return {name: child.pid for name, child in self._children.items()}
+        return self._children.pids()
 
     @property
     def ready(self) -> frozenset[str]:
         """Workers that said that they are ready, and have neither ended nor been sent away since."""
-        with self._changed:
+        with self._children.changed:
             return self._supervisor.names(Phase.READY)
 
     def wait_ready(self, name: str, timeout_seconds: float) -> bool:
         """Wait until a worker is ready; False if that takes longer."""
-        with self._changed:
-            return self._changed.wait_for(lambda: name in self._supervisor.names(Phase.READY), timeout_seconds)
+        with self._children.changed:
+            return self._children.changed.wait_for(lambda: name in self._supervisor.names(Phase.READY), timeout_seconds)
 
     def send_signal(self, name: str, signal_number: int) -> None:
         """To a process that is running; nothing if it has just ended. Raises :class:`KeyError` for an unknown name."""
-        with self._changed:
-            self._children[name].send_signal(signal_number)
+        with self._children.changed:
+            self._children.by_name[name].send_signal(signal_number)
             if name != ROUTER and signal_number in (signal.SIGTERM, signal.SIGKILL):
                 self._supervisor.on_leaving(name)
 
@@ -167,16 +164,15 @@ class Cluster:
         Raises :class:`LaunchError`, or :class:`LaunchInterruptedError` after :meth:`request_stop`.
         """
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
+        start = ClusterStart(self._events, self._children, self._note_progress, self._reply, self._not_ready)
         try:
             self._host.prepare(self.spec)
-            self._add_child(self._host.start_router(self.spec, ANY_PORTS, self._events.put))
-            self._handle_events_until(
-                lambda: self._router.membership != "", "the router's membership endpoint", deadline
-            )
+            self._children.add(self._host.start_router(self.spec, ANY_PORTS, self._events.put))
+            start.wait(lambda: self._router.membership != "", "the router's membership endpoint", deadline)
             self._supervisor.want_all(time.monotonic())
             self._do_what_is_due()
-            self._handle_events_until(lambda: self._all_ready() and self.url != "", "all workers", deadline)
-            self._wait_until_router_ready(time.monotonic() + ROUTER_READY_TIMEOUT_SECONDS)
+            start.wait(lambda: self._all_ready() and self.url != "", "all workers", deadline)
+            start.wait_for_router(self.url, time.monotonic() + ROUTER_READY_TIMEOUT_SECONDS)
             self.state = "serving"
         except BaseException:
             self.stop()
@@ -191,13 +187,13 @@ class Cluster:
         self._router.recall(memory.membership, memory.url)
         children = adopt(self._events.put)
         now = time.monotonic()
-        with self._changed:
+        with self._children.changed:
             servers = self._lmcache.adopt(children)
             self._supervisor.restore(memory.snapshot, children.keys() - {ROUTER} - servers, now)
             if not memory.snapshot.workers:
                 self._supervisor.want_all(now)  # it was lost before it could want any
         for child in children.values():
-            self._add_child(child)
+            self._children.add(child)
         if ROUTER not in children:
             self._router.due_at = now
         deadline = now + START_TIMEOUT_SECONDS
@@ -218,7 +214,7 @@ class Cluster:
                     return 0
                 case _:
                     self._handle(event)
-            if ROUTER not in self._children and not self._router.is_due_some_time:
+            if ROUTER not in self._children.by_name and not self._router.is_due_some_time:
                 _log.error("the router is gone: stopping")
                 return 1
             if not self._supervisor.workers:
@@ -246,18 +242,11 @@ class Cluster:
     def stop(self) -> None:
         """End every child in the time that the module's docstring says, by force if need be. Idempotent."""
         self.state = "stopping"
-        for child in self._children.values():
-            child.send_signal(signal.SIGINT)
         workers = self._supervisor.workers.values()
-        grace = STOP_GRACE_SECONDS + max((worker.spec.give_back_seconds() for worker in workers), default=0.0)
-        deadline = time.monotonic() + grace
-        for child in self._children.values():
-            if not child.join(max(0.0, deadline - time.monotonic())):
-                _log.warning("%s (pid %d) did not end within %.3g s: killed", child.name, child.pid, grace)
-                child.kill()
-                child.join(STOP_GRACE_SECONDS)
-        with self._changed:
-            self._children.clear()
+        give_back_seconds = max((worker.spec.give_back_seconds() for worker in workers), default=0.0)
+        self._children.end_all(give_back_seconds)
+        with self._children.changed:
+            self._children.by_name.clear()
             self._supervisor.workers.clear()
         self._host.close()
 
@@ -270,80 +259,20 @@ class Cluster:
         if not with_workers:
             return
         self._keep_lmcache()
-        with self._changed:
-            actions = self._supervisor.poll(now)
-        self._perform(actions)
+        self._workers.poll(self._router.membership)
         self._remember()
-
-    def _perform(self, actions: Iterable[Action]) -> None:
-        for action in actions:
-            match action:
-                case Start(worker):
-                    self._start_worker(worker)
-                case Drain(name):
-                    _log.info("%s is asked to finish its requests and leave", name)
-                    self._children[name].send_signal(signal.SIGTERM)
-                case Kill(name):
-                    _log.warning("%s did not leave in time: killed", name)
-                    self._children[name].kill()
-
-    def _start_worker(self, worker: Worker) -> None:
-        try:
-            child = self._host.start_worker(
-                worker.name, worker.spec, worker.pool, self._router.membership, self._events.put
-            )
-        except (OSError, SplitserveError) as error:  # no memory, no process, no device: as if it had died at once
-            if self.state == "starting":
-                raise LaunchError(f"{worker.name} can't be started: {error}") from error
-            _log.error("%s can't be started: %s", worker.name, error)
-            self._on_worker_exit(worker.name, 1, str(error))
-            return
-        self._add_child(child)
-        with self._changed:
-            self._supervisor.on_started(worker.name)
-            if child.pid:
-                self._supervisor.on_placed(worker.name, time.monotonic())
-
-    def _add_child(self, child: Child) -> None:
-        with self._changed:
-            self._children[child.name] = child
-
-    def _take_leave(self, name: str, returncode: int) -> str:
-        """A child has ended; returns why, in words."""
-        with self._changed:
-            child = self._children.pop(name)
-        child.join(STOP_GRACE_SECONDS)
-        words = child.describe_exit(returncode)
-        _log.log(logging.ERROR if returncode else logging.INFO, "%s: %s", name, words)
-        return words
-
-    def _on_worker_exit(self, name: str, returncode: int, words: str) -> None:
-        self._host.release(name)
-        now = time.monotonic()
-        with self._changed:
-            was_wanted = self._supervisor.workers[name].wanted
-            actions = self._supervisor.on_exit(name, returncode, words, now)
-            worker = self._supervisor.workers.get(name)
-        if worker is not None:
-            delay_seconds = worker.due_at - now
-            _log.warning("%s is started again%s", name, f" in {delay_seconds:.1f} s" if delay_seconds > 0 else "")
-        elif was_wanted:
-            _log.error("%s is not restarted; %s go on", name, ", ".join(sorted(self._children)))
-        self._perform(actions)
-        if worker is None:
-            self._lmcache.leave(name)
 
     def _handle(self, event: Event | None) -> None:
         match event:
             case ChildExited(name, returncode):
-                words = self._take_leave(name, returncode)
+                words = self._children.take_leave(name, returncode)
                 if name == ROUTER:
                     self._on_router_exit()
                 elif is_lmcache(name):
                     self._host.release(name)
                     self._lmcache.on_exit(name, time.monotonic())
                 else:
-                    self._on_worker_exit(name, returncode, words)
+                    self._workers.on_exit(name, returncode, words)
             case ChildProgress() as progress:
                 self._note_progress(progress)
             case Asked(request, answer):
@@ -364,12 +293,9 @@ class Cluster:
         actions: list[Action] = []
         match progress.stage:
             case "ready" if progress.name in self._supervisor.workers:
-                with self._changed:
-                    actions = self._supervisor.on_ready(progress.name, time.monotonic())
-                    self._changed.notify_all()
+                actions = self._workers.on_ready(progress.name)
             case "placed" if progress.name in self._supervisor.workers:
-                with self._changed:
-                    self._supervisor.on_placed(progress.name, time.monotonic())
+                self._workers.on_placed(progress.name)
             case "ready" if is_lmcache(progress.name):
                 self._lmcache.on_ready(progress.name, time.monotonic())
             case "lmcache":
@@ -380,7 +306,7 @@ class Cluster:
             case "listening":
                 self._router.on_listening(progress.detail["url"], time.monotonic())
         self._show(progress)
-        self._perform(actions)
+        self._workers.perform(actions)
         self._remember()
 
     def _remember(self) -> None:
@@ -397,9 +323,10 @@ class Cluster:
     def _start_router_again(self) -> None:
         """At the same place, so that workers and clients find it."""
         self._router.due_at = float("inf")
-        try:
-            self._add_child(self._host.start_router(self.spec, self._router.ports, self._events.put))
-        except (OSError, SplitserveError) as error:
+        error = self._children.try_start(
+            lambda: self._host.start_router(self.spec, self._router.ports, self._events.put)
+        )
+        if error is not None:
             _log.error("the router can't be started: %s", error)
             self._on_router_exit()
 
@@ -414,7 +341,7 @@ class Cluster:
         """Workers that were told of another place have to be told anew: they are replaced."""
         if not self._router.on_membership(endpoint):
             return
-        for name, child in list(self._children.items()):
+        for name, child in list(self._children.by_name.items()):
             if name in self._supervisor.workers:
                 _log.warning("membership has moved to %s: %s is started again", endpoint, name)
                 child.kill()
@@ -423,16 +350,14 @@ class Cluster:
 
     def _keep_lmcache(self) -> None:
         """Workers do without a server until it's there, and whenever it isn't."""
-        for name in self._lmcache.take_unused(self._children):
+        running = self._children.by_name
+        for name in self._lmcache.take_unused(running):
             _log.info("%s has no worker any more: it is ended", name)
-            self._children[name].send_signal(signal.SIGINT)
-        for name in self._lmcache.take_due(time.monotonic(), self._children):
-            try:
-                self._add_child(self._host.start_lmcache(name, self._supervisor.spec, self._events.put))
-            except (OSError, SplitserveError) as error:
-                if self.state == "starting":
-                    raise LaunchError(f"{name} can't be started: {error}") from error
-                _log.error("%s can't be started: %s", name, error)
+            running[name].send_signal(signal.SIGINT)
+        for name in self._lmcache.take_due(time.monotonic(), running):
+            spec = self._supervisor.spec
+            error = self._children.start(name, partial(self._host.start_lmcache, name, spec, self._events.put))
+            if error is not None:
                 self._lmcache.on_exit(name, time.monotonic())
 
     # ---- the start ----
@@ -440,65 +365,22 @@ class Cluster:
     def _all_ready(self) -> bool:
         return len(self._supervisor.names(Phase.READY)) == len(self._supervisor.workers)
 
-    def _handle_events_until(self, condition: Callable[[], bool], awaited: str, deadline: float) -> None:
-        while not condition():
-            try:
-                event = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
-            except Empty:
-                missing = ", ".join(sorted(self._supervisor.workers.keys() - self.ready)) or ROUTER
-                raise LaunchError(f"gave up waiting for {awaited}; not ready: {missing}") from None
-            self._handle_start_event(event)
-
-    def _handle_start_event(self, event: Event) -> None:
-        match event:
-            case StopRequested(reason):
-                raise LaunchInterruptedError(f"{reason} before the cluster was ready")
-            case ChildExited(name, returncode):
-                child = self._children[name]
-                raise LaunchError(f"{name}: {child.describe_exit(returncode)}")
-            case ChildProgress() as progress:
-                self._note_progress(progress)
-            case Asked(request, answer):
-                starting = Refused("the cluster is still starting: wait until `splitserve status` says serving")
-                answer(self._reply(request) if isinstance(request, GetStatus | Stop) else starting)
-
-    def _wait_until_router_ready(self, deadline: float) -> None:
-        answer = "no answer"
-        while time.monotonic() < deadline:
-            ready, answer = probe_ready(self.url)
-            if ready:
-                return
-            try:
-                self._handle_start_event(self._events.get(timeout=_READY_POLL_SECONDS))
-            except Empty:
-                continue
-        raise LaunchError(f"all workers are ready, but the router is not: GET {self.url}/ready gives {answer}")
+    def _not_ready(self) -> list[str]:
+        return sorted(self._supervisor.workers.keys() - self.ready) or [ROUTER]
 
     # ---- requests ----
 
     def _reply(self, request: AnyRequest) -> AnyReply:
         """Carry a request out, as far as that is done at once."""
-        now = time.monotonic()
-        supervisor = self._supervisor
         try:
             match request:
                 case GetStatus():
-                    return cluster_status(self.state, self.url, supervisor, self._children, now)
+                    children = self._children.by_name
+                    return cluster_status(self.state, self.url, self._supervisor, children, time.monotonic())
                 case Stop():
                     self.request_stop("splitserve down")
-                case Scale(pool, count):
-                    with self._changed:
-                        actions = supervisor.scale(pool, count, now)
-                    self._perform(actions)
-                case DrainWorker(name):
-                    with self._changed:
-                        actions = supervisor.drain(name, now)
-                    self._perform(actions)
-                case UpgradeCluster(_, allow_gap):
-                    target = request.target(supervisor.spec)
-                    with self._changed:
-                        actions = supervisor.begin_upgrade(target, now, allow_gap=allow_gap)
-                    self._perform(actions)
+                case Scale() | DrainWorker() | UpgradeCluster():
+                    self._workers.carry_out(request)
         except SplitserveError as error:
             return Refused(str(error))
         return Accepted()

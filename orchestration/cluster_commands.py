@@ -17,8 +17,8 @@ from splitserve.orchestration.options import (
     cluster_spec,
     errors_in_options,
 )
+from splitserve.orchestration.rolling_upgrade import UpgradeState
 from splitserve.orchestration.spec import ClusterSpec
-from splitserve.orchestration.supervision import UpgradeState
 
 EXIT_FAILED = 1
 DEFAULT_NAME = "default"

@@ -11,9 +11,10 @@ import msgspec
 
 from splitserve.errors import ConfigError, WireError
 from splitserve.orchestration.restarts import StartTimes
+from splitserve.orchestration.rolling_upgrade import UpgradeState
+from splitserve.orchestration.roster import Phase
 from splitserve.orchestration.spec import ClusterSpec
 from splitserve.orchestration.spec_conversion import convert_spec
-from splitserve.orchestration.supervision import Phase, UpgradeState
 
 
 class Request(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -29,7 +29,6 @@ from splitserve.orchestration.doctor_cluster import settled_report, shows_right_
 from splitserve.orchestration.doctor_cluster_checks import (
     check_connections,
     check_integrity,
-    check_transports,
     check_workers,
     cluster_checks,
 )
@@ -45,13 +44,14 @@ from splitserve.orchestration.doctor_model import look_at_model
 from splitserve.orchestration.doctor_plan import spec_checks
 from splitserve.orchestration.doctor_probe import look_by_probe
 from splitserve.orchestration.doctor_report import Check, Diagnosis, Problem, check, skipped
+from splitserve.orchestration.doctor_transport_checks import check_transports
 from splitserve.orchestration.expansion import read_secret, resolve_secrets
 from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.options import cluster_spec, flag_of
+from splitserve.orchestration.roster import Phase
 from splitserve.orchestration.shorthand import simple_spec
 from splitserve.orchestration.spec import API_KEY_VARIABLE, SECRET_VARIABLE, ClusterSpec, PoolSpec
 from splitserve.orchestration.state_folder import known_clusters
-from splitserve.orchestration.supervision import Phase
 
 EXIT_PROBLEMS = 1
 THIS_MACHINE = "this machine"

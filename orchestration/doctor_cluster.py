@@ -8,12 +8,9 @@ import msgspec
 from splitserve import __version__
 from splitserve.cluster_report import ClusterReport, WorkerReport, WorkerState
 from splitserve.errors import ConfigError
-from splitserve.orchestration.doctor_cluster_checks import (
-    MAX_CLOCK_OFFSET_SECONDS,
-    is_stale,
-    pairs,
-)
 from splitserve.orchestration.doctor_http import Endpoint
+from splitserve.orchestration.doctor_worker_checks import MAX_CLOCK_OFFSET_SECONDS
+from splitserve.orchestration.doctor_workers import is_stale, pairs
 from splitserve.security import SocketSecurity
 
 POLL_SECONDS = 0.2

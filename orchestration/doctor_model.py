@@ -7,7 +7,7 @@ from splitserve.errors import CheckpointError
 from splitserve.model_files import MAX_TOKENIZER_BYTES, parse_json, read_text
 from splitserve.models.checkpoint import read_records, weight_files, weights_version
 from splitserve.models.config import load_model_config
-from splitserve.models.shard import expected_shapes
+from splitserve.models.declared import stored_weights
 from splitserve.orchestration.doctor_report import Check, Problem, check, few
 from splitserve.orchestration.spec import check_model_directory
 
@@ -52,12 +52,14 @@ def _read_weights(directory: Path) -> str:
     _check_directory(directory)
     files = weight_files(directory)
     records = read_records(directory)
-    expected = expected_shapes(load_model_config(directory))
+    expected = stored_weights(load_model_config(directory))
     missing = [name for name in expected if name not in records]
     if missing:
         raise CheckpointError(f"{directory} lacks {len(missing)} tensors that config.json asks for: {few(missing)}")
-    for name, shape in expected.items():
-        if records[name].shape != shape:
+    for name, weight in expected.items():
+        if records[name].shape != weight.shape:
             found = list(records[name].shape)
-            raise CheckpointError(f"{records[name].file}: {name} has shape {found}; config.json asks for {list(shape)}")
+            raise CheckpointError(
+                f"{records[name].file}: {name} has shape {found}; config.json asks for {list(weight.shape)}"
+            )
     return f"{len(records)} tensors in {len(files)} file{'' if len(files) == 1 else 's'}"

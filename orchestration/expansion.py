@@ -51,9 +51,14 @@ def read_secret(path: str, variable: str) -> str:
 def resolve_secrets(spec: ClusterSpec) -> Secrets:
     """Read what the spec refers to, on this machine. Raises :class:`ConfigError` for a reference to nothing."""
     return Secrets(
-        secret=_resolve("secrets.shared", spec.secrets.shared, SECRET_VARIABLE),
+        secret=resolve_shared_secret(spec),
         api_key=_resolve("secrets.api_key", spec.secrets.api_key, API_KEY_VARIABLE),
     )
+
+
+def resolve_shared_secret(spec: ClusterSpec) -> str:
+    """Read the shared secret alone: the API key may come through a pipe, which can be read once."""
+    return _resolve("secrets.shared", spec.secrets.shared, SECRET_VARIABLE)
 
 
 def _resolve(place: str, reference: SecretRef | None, variable: str) -> str:

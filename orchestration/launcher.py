@@ -6,8 +6,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from splitserve.orchestration.cluster import Cluster, LaunchError, LaunchInterruptedError, ignore_progress
+from splitserve.orchestration.cluster import Cluster, ignore_progress
 from splitserve.orchestration.host import ChildProgress
+from splitserve.orchestration.launch_errors import LaunchError, LaunchInterruptedError
 from splitserve.orchestration.local_host import ENTRIES, Entries, LocalHost
 from splitserve.orchestration.router_keeper import probe_ready
 from splitserve.orchestration.spec import ClusterSpec

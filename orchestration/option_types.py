@@ -10,7 +10,7 @@ from splitserve.orchestration.sizes import parse_bytes
 
 
 def bytes_option(text: str) -> int:
-    """:func:`parse_bytes` for argparse."""
+    """Parse a size with :func:`parse_bytes`."""
     try:
         return parse_bytes(text)
     except ConfigError as error:
@@ -18,30 +18,31 @@ def bytes_option(text: str) -> int:
 
 
 def positive_bytes(text: str) -> int:
-    """As :func:`bytes_option`, at least one."""
+    """Parse a size as :func:`bytes_option` does, of at least one byte."""
     num_bytes = bytes_option(text)
     if num_bytes < 1:
         raise argparse.ArgumentTypeError(f"must be more than 0 bytes, got {text!r}")
     return num_bytes
 
 
-def whole_number(least: int, most: int) -> Callable[[str], int]:
-    """A whole number from ``least`` to ``most``, both included."""
+def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Return a parser of whole numbers from ``least`` to ``most``, both included; None: of any size."""
+    allowed = f"from {least} on" if most is None else f"between {least} and {most}"
 
     def parse(text: str) -> int:
         try:
             number = int(text)
         except ValueError:
             number = least - 1
-        if not least <= number <= most:
-            raise argparse.ArgumentTypeError(f"must be a whole number between {least} and {most}, got {text!r}")
+        if number < least or (most is not None and number > most):
+            raise argparse.ArgumentTypeError(f"must be a whole number {allowed}, got {text!r}")
         return number
 
     return parse
 
 
 def finite_number(text: str) -> float:
-    """Neither infinite nor NaN."""
+    """Parse a number that is neither infinite nor NaN."""
     try:
         number = float(text)
     except ValueError:
@@ -52,14 +53,14 @@ def finite_number(text: str) -> float:
 
 
 def address(text: str) -> str:
-    """A host name or an IP address; not empty, which would mean every address of the machine."""
+    """Check a host name or an IP address; not empty, which would mean every address of the machine."""
     if not text or text != "".join(text.split()):
         raise argparse.ArgumentTypeError(f"must be an address like 127.0.0.1, ::1 or 0.0.0.0 (all), got {text!r}")
     return text
 
 
 def path(text: str) -> str:
-    """Not empty, and without NUL."""
+    """Check a path: not empty, and without NUL."""
     if not text or "\0" in text:
         raise argparse.ArgumentTypeError(f"must be a path, got {text!r}")
     return text
@@ -72,4 +73,4 @@ def absolute_path(text: str) -> str:
 
 PORT = whole_number(0, 2**16 - 1)
 COUNT = whole_number(0, 4096)
-"""Of workers."""
+"""Number of workers."""

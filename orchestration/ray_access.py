@@ -20,7 +20,7 @@ sys.exit({_ACCEPTED})
 OPEN_TO_ANYBODY = (
     "the Ray cluster at {address} has no authentication: every client that reaches its ports can run any code on its "
     "nodes. Give all its nodes and clients one token (RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH in the environment "
-    "of `ray start` and of splitserve), and keep its ports to a network of your own: docs/security.md"
+    "of `ray start` and of splitserve), and keep its ports to a network of your own: docs/guides/security.md"
 )
 
 

@@ -19,9 +19,9 @@ import msgspec
 
 from splitserve.errors import ConfigError
 from splitserve.orchestration.client import OperationError, Say, status_of
-from splitserve.orchestration.cluster import LaunchError
 from splitserve.orchestration.control import AnyReply, AnyRequest, Stop, decode_reply, encode
 from splitserve.orchestration.host import ChildProgress
+from splitserve.orchestration.launch_errors import LaunchError
 from splitserve.orchestration.local_host import ENTRIES, Entries
 from splitserve.orchestration.ray_names import NAMESPACE, SOME_MEMORY_BYTES, controller_name, memory_key
 from splitserve.orchestration.requirements import pip_arguments

@@ -1,6 +1,6 @@
 """docs/reference/settings.md, made from the declarations of all settings.
 
-Write it anew with ``python -m splitserve.orchestration.settings_page > docs/reference/settings.md``.
+``scripts/reference_pages.py`` writes it.
 """
 
 import json
@@ -15,14 +15,14 @@ from splitserve.orchestration.spec import ClusterSpec
 from splitserve.orchestration.spec_settings import SpecSetting, spec_settings
 from splitserve.settings import choices_of, plain_types, range_words
 
-_HEAD = """# Settings
+_HEAD = """<!-- made by `python scripts/reference_pages.py`, not by hand -->
+
+# Settings
 
 Settings of a cluster by their location in its spec (`splitserve serve --spec FILE`), with the options of
 `splitserve serve` and `splitserve up` that set the same. `pools[]` stands for each pool. What is below `engine` holds
 for all pools; a pool's own `engine` wins. `splitserve spec schema` prints a JSON schema for editors,
 `splitserve spec show PATH ...` the spec that options stand for.
-
-This page is generated: `python -m splitserve.orchestration.settings_page > docs/reference/settings.md`.
 """
 _TYPES = {str: "text", int: "whole number", float: "number", bool: "true or false"}
 
@@ -71,7 +71,3 @@ def _default(each: SpecSetting) -> str:
     if isinstance(each.default, float):
         return f"`{each.default:.10g}`"
     return f"`{each.default if isinstance(each.default, str) else json.dumps(each.default)}`"
-
-
-if __name__ == "__main__":
-    print(settings_page(), end="")

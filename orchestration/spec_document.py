@@ -82,7 +82,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def schema_text() -> str:
-    """:func:`json_schema` as it is shipped in ``docs/cluster-spec.schema.json``."""
+    """:func:`json_schema` as it is shipped in ``docs/reference/cluster-spec.schema.json``."""
     return json.dumps(json_schema(), indent=2, sort_keys=True) + "\n"
 
 

@@ -17,10 +17,10 @@ from splitserve.engine_config import DEVICE_DEFAULTS, machine_problems
 from splitserve.errors import CheckpointError, ConfigError
 from splitserve.models.checkpoint import weight_files
 from splitserve.models.config import ModelConfig, load_model_config
-from splitserve.models.shard import check_tensor_parallel_size
+from splitserve.models.declared import check_tensor_parallel_size
 from splitserve.models.sizes import activation_bytes, kv_token_bytes, logits_bytes
 from splitserve.orchestration.addresses import LOOPBACK, own_address
-from splitserve.orchestration.expansion import read_secret, resolve_secrets
+from splitserve.orchestration.expansion import read_secret, resolve_shared_secret
 from splitserve.orchestration.gpus import Gpu, check_enough_gpus, has_driver
 from splitserve.orchestration.sizes import format_bytes
 from splitserve.orchestration.spec import ClusterSpec, PoolSpec, SecretRef, SpecError, check_model_directory, set_fields
@@ -246,7 +246,7 @@ def address_problems(spec: ClusterSpec) -> Iterator[Problem]:
     place = "network.interface" if spec.network.interface else "network.host"
     has_secrets = not list(_secret_problems(spec)) and not _is_pipe(spec.secrets.shared)
     if has_secrets and (
-        problem := _refusal(lambda: check_exposure(own_address(spec.network, LOOPBACK), resolve_secrets(spec).secret))
+        problem := _refusal(lambda: check_exposure(own_address(spec.network, LOOPBACK), resolve_shared_secret(spec)))
     ):
         yield place, problem
     host, port = spec.router.host, spec.router.port

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from splitserve import __version__
 from splitserve.orchestration.control import ClusterStatus, ProcessStatus, UpgradeStatus
 from splitserve.orchestration.host import Child
-from splitserve.orchestration.supervision import Phase, Supervisor, Upgrade, Worker
+from splitserve.orchestration.rolling_upgrade import Upgrade
+from splitserve.orchestration.roster import Phase, Worker
+from splitserve.orchestration.supervision import Supervisor
 
 ROUTER = "router"
 

@@ -22,10 +22,11 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from splitserve.cores import current_cpu_quota
 from splitserve.errors import ConfigError
+from splitserve.prefill.sleepy_cores import Cores, SleepyCores
 
 logger = logging.getLogger(__name__)
 
@@ -36,20 +37,6 @@ _STARTED = "awake"
 _TURNS = 1000
 """Between two yields: yielding all the time would delay the thread that is to have the core."""
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-
-
-class Cores(Protocol):
-    """What hears whether a worker has something to do."""
-
-    def note(self, is_busy: bool, now: float) -> None:
-        """Called each second or so, and as soon as there is something. ``now`` of the monotonic clock."""
-
-
-class SleepyCores:
-    """They sleep as the platform lets them."""
-
-    def note(self, is_busy: bool, now: float) -> None:
-        pass
 
 
 def check_cores_can_be_kept_awake() -> None:

@@ -1,157 +1,101 @@
-"""What every worker's core does, whatever its role: messages in, steps planned, results committed, effects out.
+"""The core of every worker: messages in, steps planned, results committed, effects out.
 
-No I/O, no clock, no torch: the loop (:mod:`splitserve.prefill.loop`) and the fault simulator drive the same object.
+It is composed of parts (:mod:`splitserve.prefill.parts`); it doesn't depend on the role. No I/O, no clock, no torch:
+the loop (:mod:`splitserve.prefill.loop`) and the fault simulator drive the same object.
 """
 
 from collections import deque
-from collections.abc import Callable
-from typing import Any, Protocol
-
-import msgspec
+from collections.abc import Sequence as ListLike
 
 from splitserve.counters import WorkerLoad
 from splitserve.handover import ReadResult
-from splitserve.kvconnector.block_pool import BlockState
 from splitserve.kvconnector.connector import PeerConnected
-from splitserve.kvconnector.tiers import AnyResult
+from splitserve.kvconnector.tier_commands import AnyResult
 from splitserve.messages import (
     Abort,
     Envelope,
     FailureCode,
-    Grant,
-    OfferAck,
-    PeerHello,
     PeerLink,
-    PrefillRequest,
-    PrefixGrant,
-    Release,
     TokenDelta,
 )
 from splitserve.prefill.effects import Effect, StartCopy
-from splitserve.prefill.engine_state import EngineState
-from splitserve.prefill.scheduler import Planned, PrefillScheduler
-from splitserve.prefill.sequence import Sequence, Shortage
-from splitserve.prefill.source import DRAINING_REASON, SourceSide
-from splitserve.request import FinishReason, Party
+from splitserve.prefill.load_report import load_of
+from splitserve.prefill.parts import Handler, Part
+from splitserve.prefill.requests import Requests
+from splitserve.prefill.scheduling import Planned
+from splitserve.prefill.sequence import Sequence
+from splitserve.prefill.stage import Stage
+from splitserve.request import FinishReason
 from splitserve.step import MAX_STEPS_UNDER_WAY, ScheduledChunk, StepOutput, StepPlan
 
-Handler = Callable[[Any, Party, float], None]
 
+class EngineCore:
+    """Runs the requests of one worker together with its parts, which are called in their order."""
 
-class StepScheduler(Protocol):
-    """What the core needs of a scheduler."""
-
-    def plan(self, budget: int) -> list[Planned]: ...
-
-    def shortage(self, budget: int) -> Shortage: ...
-
-    def begin_loads(self) -> None: ...
-
-    def add(self, sequence: Sequence, *, first: bool = False) -> None: ...
-
-    def remove(self, sequence: Sequence) -> None: ...
-
-
-class PrefillCore:
-    """A prefill worker. :class:`splitserve.decode.core.DecodeCore` adds the other side."""
-
-    def __init__(
-        self, state: EngineState, scheduler: StepScheduler, source: SourceSide, *, max_num_batched_tokens: int
-    ) -> None:
-        self.state = state
-        self.source = source
-        self._scheduler = scheduler
-        self._max_num_batched_tokens = max_num_batched_tokens
+    def __init__(self, requests: Requests, parts: ListLike[Part]) -> None:
+        self.state = requests.state
+        self.scheduler = requests.scheduler
+        self.parts = requests.parts = parts
+        self._requests = requests
         self._steps: deque[list[Planned]] = deque()  # launched, oldest first
         self._outcomes: deque[StepOutput | str] = deque()  # of the first of them, which wait for a load's end
-        self.has_news = False  # membership should hear of it before the next heartbeat is due
-        self._handlers: dict[type, Handler] = {
-            PrefillRequest: self._on_prefill_request,
-            Abort: self._on_abort,
-            PeerHello: source.on_hello,
-            Grant: source.on_grant,
-            PrefixGrant: source.on_prefix_grant,
-            OfferAck: source.on_ack,
-            Release: source.on_release,
-        }
+        self._handlers: dict[type, Handler] = {Abort: requests.on_abort}
+        for part in parts:
+            handlers = part.handlers()
+            assert not handlers.keys() & self._handlers.keys(), "two parts take the same message"
+            self._handlers.update(handlers)
 
-    # ---- messages ----
+    # ---- messages and events ----
 
     def handle(self, envelope: Envelope, now: float) -> None:
-        """Process one message. One that isn't meant for this incarnation, or for this role, is counted and dropped."""
+        """Process one message. One for another incarnation, or not for a worker, is counted and dropped."""
         handler = self._handlers.get(type(envelope.body))
         if handler is None or (envelope.to is not None and envelope.to != self.state.me):
             self.state.counters.stale_messages += 1
             return
         handler(envelope.body, envelope.sender, now)
 
-    def _on_prefill_request(self, request: PrefillRequest, sender: Party, now: float) -> None:
-        sequence = self._accept(request, sender, now)
-        if sequence is not None:
-            self.source.on_request(request, sequence, now)
+    def handle_connector_event(self, event: ReadResult | PeerConnected, now: float) -> None:
+        """Take what the KV connector reports."""
+        for part in self.parts:
+            part.on_connector_event(event, now)
+        self.state.flush_deltas()
 
-    def _on_abort(self, abort: Abort, sender: Party, now: float) -> None:
-        del sender
-        sequence = self.state.sequences.get(abort.key)
-        if sequence is None:
-            self.state.bury(abort.key, "aborted", now, attempt_over=True)
-        elif not sequence.ended:
-            self._end(sequence, "aborted", now)
-
-    def _accept(self, request: Any, sender: Party, now: float) -> Sequence | None:
-        """The sequence of a new request; None if it's a late one, a repeated one, or can never run here."""
-        if request.key in self.state.tombstones or request.key in self.state.sequences:
-            self.state.counters.stale_messages += 1
-            return None
-        token_ids = request.token_ids[:]
-        token_ids.extend(request.output_ids)
-        sequence = Sequence(
-            key=request.key,
-            reply_to=sender,
-            token_ids=token_ids,
-            num_prompt_tokens=len(request.token_ids),
-            sampling=request.sampling,
-            deadline=now + min(request.deadline_seconds, self.state.protocol.request_deadline_seconds),
-            max_length=self.state.max_model_len,
-        )
-        if self.state.is_draining:
-            self.state.fail(sequence, FailureCode.OVERLOADED, DRAINING_REASON)
-            self.state.bury(request.key, DRAINING_REASON, now)
-            return None
-        if len(self.state.sequences) >= self.state.protocol.max_requests:
-            crowded = f"{len(self.state.sequences)} requests are here already"
-            self.state.fail(sequence, FailureCode.OVERLOADED, crowded)
-            self.state.bury(request.key, crowded, now)
-            return None
-        problem = self.state.why_impossible(sequence)
-        if problem:
-            self.state.fail(sequence, FailureCode.INVALID, problem)
-            self.state.bury(request.key, problem, now)
-            return None
-        return sequence
+    def handle_copy_result(self, result: AnyResult, now: float) -> None:
+        """Take the news of a tier: a copy is over, or nearly, or the tier comes or goes."""
+        load = self.state.blocks.tiers.on_result(result)
+        if load is None:
+            return
+        sequence = load.owner
+        self.state.blocks.finish_load(sequence)
+        if sequence.has_ended:
+            self._give_back_untouched(sequence)
+        else:
+            self._requests.owner(sequence).on_loaded(sequence, now)
+        self._take_outcomes(now)
 
     def drain(self) -> None:
-        """Refuse requests from now on. Those that are here go on, and their peers go on reading."""
+        """Reject requests from now on. Those that are here go on, and their peers go on reading."""
         self.state.is_draining = True
-        self.source.drain()
-
-    @property
-    def is_idle(self) -> bool:
-        """Nothing is under way: no request, no hand-over, no step. Reads that were given up don't count."""
-        return not (self.state.sequences or self.source.num_live or self._steps)
+        for part in self.parts:
+            part.drain()
 
     # ---- steps ----
 
     def plan_step(self, now: float) -> StepPlan | None:
-        """The next step, or None if nothing can run. The caller launches it and calls :meth:`commit_step` or
-        :meth:`fail_step`, in the order of the plans. One step may be planned while another is under way."""
+        """Return the next step, or None if nothing can run.
+
+        The caller launches it and calls :meth:`commit_step` or :meth:`fail_step`, in the order of the plans. One step
+        may be planned while another is in flight.
+        """
         if len(self._steps) == MAX_STEPS_UNDER_WAY:
             assert self._outcomes, "a third step before the first one is committed"
             return None
-        self._before_plan(now)
-        if self.source.can_make_room:
-            self.source.make_room(self._scheduler.shortage(self._max_num_batched_tokens), now)
-        step = self._scheduler.plan(self._max_num_batched_tokens)
+        for part in self.parts:
+            part.admit(now)
+        for part in self.parts:
+            part.before_plan(now)
+        step = self.scheduler.plan()
         self.state.blocks.tiers.start_clocks(now)
         if not step:
             return None
@@ -161,17 +105,17 @@ class PrefillCore:
         return StepPlan([chunk for _, chunk in step])
 
     def commit_step(self, output: StepOutput, now: float) -> None:
-        """The step has completed on the device: its KV is written, its tokens are drawn."""
+        """Take the results of the oldest step: its KV is written, its tokens are drawn."""
         self._outcomes.append(output)
         self._take_outcomes(now)
 
     def fail_step(self, error: str, now: float) -> None:
-        """The step failed: its requests end with its error. Nothing it wrote was published."""
+        """End the requests of the oldest step with its error. Nothing that it wrote was published."""
         self._outcomes.append(error)
         self._take_outcomes(now)
 
     def _take_outcomes(self, now: float) -> None:
-        """In the steps' order. What comes of a step that waited for a load counts when the load has ended."""
+        """Apply outcomes in the steps' order. Those of a step that waited for a load count when the load has ended."""
         while self._outcomes and not any(_awaits_load(*planned) for planned in self._steps[0]):
             step, outcome = self._steps.popleft(), self._outcomes.popleft()
             if isinstance(outcome, StepOutput):
@@ -181,35 +125,39 @@ class PrefillCore:
 
     def _commit(self, step: list[Planned], output: StepOutput, now: float) -> None:
         self.state.counters.steps += 1
+        prefilling = Stage.PREFILLING
         for (sequence, chunk), token_id in zip(step, output.token_ids, strict=True):
-            self._complete(sequence, chunk)
-            if sequence.ended or _lacks_its_load(sequence, chunk):
+            sequence.on_completed(chunk)
+            if sequence.has_ended:
+                self._give_back_untouched(sequence)
+                continue
+            if _lacks_its_load(sequence, chunk):
                 continue
             if chunk.start < sequence.num_prompt_tokens:
                 self._count_prompt_tokens(sequence, chunk)
             sequence.num_computed += len(chunk.token_ids)
             self.state.blocks.publish_computed(sequence)
-            if not sequence.decodes_here:
-                self.source.on_computed(sequence, now)
+            if sequence.stage is prefilling:
+                self._requests.owner(sequence).on_computed(sequence, now)
             if token_id is not None:
                 self._on_token(sequence, token_id, now)
         self.state.flush_deltas()
 
     def _fail(self, step: list[Planned], error: str, now: float) -> None:
         for sequence, chunk in step:
-            self._complete(sequence, chunk)
-            if not sequence.ended and not _lacks_its_load(sequence, chunk):
-                self.state.fail(sequence, FailureCode.INTERNAL, error)
-                self._end(sequence, error, now, attempt_over=False)
+            sequence.on_completed(chunk)
+            if sequence.has_ended:
+                self._give_back_untouched(sequence)
+            elif not _lacks_its_load(sequence, chunk):
+                self._requests.fail(sequence, FailureCode.INTERNAL, error, now)
 
-    def _complete(self, sequence: Sequence, chunk: ScheduledChunk) -> None:
-        """The step no longer touches the sequence's blocks."""
-        sequence.on_completed(chunk)
-        if sequence.dropped and not sequence.is_touched:
+    def _give_back_untouched(self, sequence: Sequence) -> None:
+        """Give the blocks of a sequence back whose end had to wait for what touched them."""
+        if sequence.stage is Stage.RELEASED and not sequence.is_touched:
             self.state.blocks.give_back(sequence)
 
     def _on_token(self, sequence: Sequence, token_id: int, now: float) -> None:
-        """A token was drawn: deliver it, and end the request or hand it on."""
+        """Deliver a token, and end the request, hand it on, or let it draw the next one."""
         position = sequence.num_output_tokens
         finish_reason = sequence.sampling.finish_reason(token_id, position + 1)
         if finish_reason is None and not sequence.may_go_on:
@@ -220,24 +168,13 @@ class PrefillCore:
         )
         self.state.add_delta(sequence, delta)
         if finish_reason is not None:
-            self._end(sequence, f"finished: {finish_reason}", now)
+            self._requests.end(sequence, f"finished: {finish_reason}", now)
+        elif sequence.decodes_here:
+            sequence.token_ids.append(token_id)
+            self.scheduler.start_decoding(sequence)
         else:
-            self._continue(sequence, token_id, now)
-
-    def _continue(self, sequence: Sequence, token_id: int, now: float) -> None:
-        """Prefill's part is done."""
-        self._scheduler.remove(sequence)
-        self.source.on_prefilled(sequence, token_id, now)
-
-    def _end(self, sequence: Sequence, reason: str, now: float, *, attempt_over: bool = True) -> None:
-        """The request is over on this worker; ``attempt_over``: on every worker."""
-        sequence.ended = True
-        self._scheduler.remove(sequence)
-        if self.source.owns(sequence):
-            self.source.withdraw(sequence, reason, now, attempt_over=attempt_over)
-        else:
-            self.state.bury(sequence.key, reason, now, attempt_over=attempt_over)
-            self.state.drop_blocks(sequence)
+            self.scheduler.remove(sequence)
+            self._requests.owner(sequence).on_token(sequence, token_id, now)
 
     def _count_prompt_tokens(self, sequence: Sequence, chunk: ScheduledChunk) -> None:
         counters = self.state.counters
@@ -245,94 +182,66 @@ class PrefillCore:
         if chunk.start == sequence.num_cached_tokens:
             counters.prefix_hit_tokens += sequence.num_cached_tokens
 
-    # ---- the connector, time ----
-
-    def handle_connector_event(self, event: ReadResult | PeerConnected, now: float) -> None:
-        raise AssertionError(f"a prefill worker reads from nobody, but was told of {event} at {now}")
-
-    def handle_copy_result(self, result: AnyResult, now: float) -> None:
-        """A copy between the device and a tier is over, or nearly, or a tier comes or goes."""
-        load = self.state.blocks.tiers.on_result(result)
-        if load is None:
-            return
-        sequence = load.owner
-        self.state.blocks.finish_load(sequence)
-        if sequence.dropped and not sequence.is_touched:
-            self.state.blocks.give_back(sequence)
-        elif not sequence.ended:
-            self._on_loaded(sequence, now)
-        self._take_outcomes(now)
-
-    def _on_loaded(self, sequence: Sequence, now: float) -> None:
-        """The scheduler goes on with it by itself."""
-
-    def _on_late_load(self, sequence: Sequence) -> None:
-        """Its blocks were given back: it starts anew, before all others, and computes them."""
-        self._scheduler.remove(sequence)
-        self._scheduler.add(sequence, first=True)
-
-    def _move_blocks(self, now: float) -> None:
-        """What tiers have to do by now."""
-        tiers = self.state.blocks.tiers
-        for load in tiers.overdue(now):
-            self.state.blocks.abandon_load(load.owner)
-            if not load.owner.ended:
-                self._on_late_load(load.owner)
-        self._scheduler.begin_loads()
-        tiers.start_stores()
-        tiers.start_clocks(now)
+    # ---- time ----
 
     def tick(self, now: float) -> None:
         """Do what is due by now."""
-        for sequence in [s for s in self.state.sequences.values() if now >= s.deadline and not s.ended]:
-            self.state.fail(sequence, FailureCode.DEADLINE, "the request's deadline passed")
-            self._end(sequence, "deadline", now)
-        self.source.poll(now)
+        self._requests.expire(now)
+        for part in self.parts:
+            part.poll(now)
         self._move_blocks(now)
+        for part in self.parts:
+            part.admit(now)
+        self.state.blocks.tiers.start_clocks(now)
+        self.state.flush_deltas()
+
+    def _move_blocks(self, now: float) -> None:
+        """Give up loads that take too long; begin loads and stores."""
+        tiers = self.state.blocks.tiers
+        for load in tiers.overdue(now):
+            sequence = load.owner
+            self.state.blocks.abandon_load(sequence)
+            if sequence.stage is Stage.PULLING:
+                self._requests.owner(sequence).on_late_load(sequence)
+            elif not sequence.has_ended:
+                self.scheduler.requeue(sequence)
+        self.scheduler.begin_loads()
+        tiers.start_stores()
 
     def next_deadline(self) -> float:
-        """When :meth:`tick` has something to do, if nothing happens before."""
-        deadlines = [s.deadline for s in self.state.sequences.values() if not s.ended]
-        return min(self.source.next_deadline(), self.state.blocks.tiers.next_deadline(), *deadlines)
+        """Return the time at which :meth:`tick` has something to do, if nothing happens before."""
+        parts = (part.next_deadline() for part in self.parts)
+        return min(self._requests.next_deadline(), self.state.blocks.tiers.next_deadline(), *parts)
 
     def take_effects(self) -> list[Effect]:
         return [*self.state.outbox.take(), *map(StartCopy, self.state.blocks.tiers.take_commands())]
 
-    def _before_plan(self, now: float) -> None:
-        """Room for what a role does before each step."""
-
     # ---- looking at it ----
 
+    @property
+    def is_idle(self) -> bool:
+        """Return whether no request, hand-over or step is in flight. Reads that were given up don't count."""
+        return not (self.state.sequences or self._steps or any(part.num_live for part in self.parts))
+
+    def take_news(self) -> bool:
+        """Return whether the next heartbeat is to be sent at once. The answer is given once."""
+        has_news, self.state.has_news = self.state.has_news, False
+        return has_news
+
     def links(self) -> list[PeerLink]:
-        """How KV comes here, by peer."""
-        return []
+        """Return how KV comes here, by peer."""
+        return [link for part in self.parts for link in part.links()]
 
     def load(self) -> WorkerLoad:
-        """Load and counters for the heartbeat."""
-        pool, tiers = self.state.blocks.pool, self.state.blocks.tiers
-        waiting, running = self._queues()
-        return WorkerLoad(
-            **msgspec.structs.asdict(self.state.counters),
-            num_waiting=len(waiting),
-            num_running=len(running),
-            waiting_tokens=sum(sequence.num_remaining for sequence in waiting),
-            blocks_free=pool.count(BlockState.FREE),
-            blocks_cached=pool.count(BlockState.CACHED),
-            blocks_referenced=pool.count(BlockState.REFERENCED),
-            blocks_quarantined=pool.count(BlockState.QUARANTINED),
-            tier_blocks=tiers.num_blocks,
-            tiers=tiers.report(self.state.block_bytes),
-            requests_tracked=len(self.state.sequences) + self.source.num_live,
-        )
-
-    def _queues(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Sequences that wait for prefill, and those that decode."""
-        assert isinstance(self._scheduler, PrefillScheduler)
-        return [*self._scheduler.waiting, *self._scheduler.active], []
+        """Return load and counters for the heartbeat."""
+        return load_of(self.state, self.scheduler, self.parts)
 
     def check_invariants(self) -> None:
-        """Every reference to a block, or to a slot that peers read, is explained by a sequence that lives here, by a
-        copy to a tier, or by a peer that reads it; see :meth:`BlockPool.check_invariants`."""
+        """Raise AssertionError unless every sequence, part, block and slot is in a state that can be.
+
+        Every reference to a block, or to a slot that peers read, is explained by a sequence that lives here, by a copy
+        to a tier, or by a peer that reads it; see :meth:`BlockPool.check_invariants`.
+        """
         pool, tiers = self.state.blocks.pool, self.state.blocks.tiers
         pool.check_invariants()
         tiers.check_invariants()
@@ -342,17 +251,21 @@ class PrefillCore:
             *(load.owner for load in tiers.loads),
         }
         held = [b for s in holders for b in s.block_ids]
-        explained = len(held) + tiers.num_references() + self.source.prefixes.num_references
+        explained = len(held) + tiers.num_references() + sum(part.num_references for part in self.parts)
         assert pool.total_references() == explained, "references that nobody explains"
-        slots = sum(len(s.host_slots) for s in holders) + self.source.prefixes.num_slots
+        slots = sum(len(s.host_slots) for s in holders) + sum(part.num_slots for part in self.parts)
         assert tiers.num_held_slots == slots, "slots are held that nobody explains"
+        for part in self.parts:
+            part.check_invariants()
+        self.scheduler.check_invariants()
+        self._requests.check_invariants()
 
 
 def _awaits_load(sequence: Sequence, chunk: ScheduledChunk) -> bool:
-    """Whether it isn't known yet what the chunk was computed from."""
+    """Return whether the content that the chunk was computed from isn't known yet."""
     return bool(chunk.gates) and sequence.load is not None
 
 
 def _lacks_its_load(sequence: Sequence, chunk: ScheduledChunk) -> bool:
-    """Whether what the chunk was computed from didn't come: it is computed again, from what did."""
+    """Return whether the load that the chunk was computed from brought less: the rest is computed again."""
     return bool(chunk.gates) and sequence.num_computed < chunk.start

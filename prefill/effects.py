@@ -4,7 +4,7 @@ loop."""
 from dataclasses import dataclass, field
 
 from splitserve.handover import ReadCommand
-from splitserve.kvconnector.tiers import AnyCommand
+from splitserve.kvconnector.tier_commands import AnyCommand
 from splitserve.messages import Body, PeerRef, PeerWelcome
 from splitserve.request import Party
 

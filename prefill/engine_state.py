@@ -9,10 +9,14 @@ from splitserve.counters import WorkerCounters
 from splitserve.kvconnector.layout import block_bytes, num_blocks_for
 from splitserve.memory_records import LayoutRecord
 from splitserve.messages import FailureCode, RequestFailed, StepTokens, TokenDelta
+from splitserve.prefill.block_manager import BlockManager
 from splitserve.prefill.effects import Outbox
-from splitserve.prefill.sequence import BlockManager, Sequence
+from splitserve.prefill.sequence import Sequence
+from splitserve.prefill.stage import Stage
 from splitserve.request import Party, RequestKey
 from splitserve.token_ids import highest
+
+DRAINING_REASON = "this worker is draining"
 
 
 class Tombstone(NamedTuple):
@@ -24,24 +28,21 @@ class Tombstone(NamedTuple):
 
 @dataclass(slots=True)
 class EngineState:
-    """``sequences`` holds every request that lives in this worker, in whatever state, by its key.
+    """Everything that the core of a worker and its parts share."""
 
-    ``is_draining``: new requests are refused, those that are here go on. ``counters`` are the whole worker's: its tiers
-    add to them as well.
-    """
-
-    me: Party
-    layout: LayoutRecord
-    blocks: BlockManager
-    protocol: ProtocolConfig
-    max_model_len: int
-    vocab_size: int
-    outbox: Outbox = field(default_factory=Outbox)
-    sequences: dict[RequestKey, Sequence] = field(default_factory=dict)
-    counters: WorkerCounters = field(init=False)
-    tombstones: ExpiringMap[RequestKey, Tombstone] = field(init=False)
-    deltas: dict[Party, list[TokenDelta]] = field(default_factory=dict)
-    is_draining: bool = False
+    me: Party  # this incarnation of the worker
+    layout: LayoutRecord  # its KV blocks, as peers see them
+    blocks: BlockManager  # its memory
+    protocol: ProtocolConfig  # time-outs and bounds
+    max_model_len: int  # tokens of a prompt and its output
+    vocab_size: int  # token ids are below it
+    outbox: Outbox = field(default_factory=Outbox)  # effects for the loop to perform
+    sequences: dict[RequestKey, Sequence] = field(default_factory=dict)  # every request in this worker, in any stage
+    counters: WorkerCounters = field(init=False)  # since start; the tiers add to them, too
+    tombstones: ExpiringMap[RequestKey, Tombstone] = field(init=False)  # requests that are over
+    deltas: dict[Party, list[TokenDelta]] = field(default_factory=dict)  # new tokens by router, until the next flush
+    is_draining: bool = False  # new requests are rejected, those that are here go on
+    has_news: bool = False  # the next heartbeat is sent at once
 
     def __post_init__(self) -> None:
         self.counters = self.blocks.tiers.counters
@@ -88,6 +89,6 @@ class EngineState:
 
     def drop_blocks(self, sequence: Sequence) -> None:
         """Give a sequence's blocks back: now, or when what touches them has completed."""
-        sequence.ended = sequence.dropped = True
+        sequence.enter(Stage.RELEASED)
         if not sequence.is_touched:
             self.blocks.give_back(sequence)

@@ -10,23 +10,13 @@ from typing import Protocol
 
 from splitserve.kvconnector.owner_thread import wait_precisely
 from splitserve.prefill.launch_pace import LaunchPace
-from splitserve.step import MAX_STEPS_UNDER_WAY, StepOutput, StepPlan
+from splitserve.step import MAX_STEPS_UNDER_WAY, LaunchedStep, LaunchingRunner, StepOutput, StepPlan
 
 
 class Runner(Protocol):
     """What the executor needs of a model runner."""
 
     def run(self, plan: StepPlan) -> StepOutput: ...
-
-
-class LaunchedStep(Protocol):
-    def wait(self) -> StepOutput: ...
-
-
-class LaunchingRunner(Protocol):
-    """A runner whose device runs steps by itself, one after the other."""
-
-    def launch(self, plan: StepPlan) -> LaunchedStep: ...
 
 
 @dataclass(frozen=True, slots=True)

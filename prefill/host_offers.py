@@ -12,8 +12,9 @@ from collections.abc import Iterable, Iterator
 
 from splitserve.handover import SourceHandover, SourceState
 from splitserve.messages import OfferedBlock
+from splitserve.prefill.block_manager import Shortage
 from splitserve.prefill.engine_state import EngineState
-from splitserve.prefill.sequence import Sequence, Shortage
+from splitserve.prefill.sequence import Sequence
 
 
 class HostOffers:

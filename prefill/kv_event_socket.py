@@ -1,4 +1,4 @@
-"""Publishes what a worker holds, as it changes: docs/kv-events.md.
+"""Publishes what a worker holds, as it changes: docs/guides/kv-events.md.
 
 A subscriber first gets a snapshot, then what changes. Batches are numbered; who misses one subscribes anew.
 """
@@ -10,7 +10,7 @@ import msgspec
 import zmq
 
 from splitserve.kv_event_batch import TOPIC, KVEvent, KVEventBatch
-from splitserve.prefill.sequence import BlockManager
+from splitserve.prefill.block_manager import BlockManager
 from splitserve.prefill.sockets import WorkerSockets
 
 logger = logging.getLogger(__name__)

@@ -5,8 +5,8 @@ The same lease, offers and release as those of a hand-over, and the same reader'
 
 from splitserve.handover import SourceHandover, SourceState
 from splitserve.messages import Grant, OfferAck, OfferedBlock, PrefixGrant, Release, Withdrawn
-from splitserve.prefill.engine_state import EngineState
-from splitserve.prefill.sequence import HeldPrefix
+from splitserve.prefill.block_manager import HeldPrefix
+from splitserve.prefill.engine_state import DRAINING_REASON, EngineState
 from splitserve.request import Party, RequestKey
 
 NOTHING_HERE = "nothing of the prefix is here"
@@ -29,7 +29,7 @@ class PrefixSource:
         protocol, block_size = self._state.protocol, self._state.blocks.block_size
         why_not = self._why_not
         if self._state.is_draining:
-            why_not = "this worker is draining"
+            why_not = DRAINING_REASON
         elif len(self._held) >= protocol.max_requests:
             why_not = f"{len(self._held)} prefixes are being read here already"
         elif not 0 < grant.lease_seconds <= protocol.request_deadline_seconds:

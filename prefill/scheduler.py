@@ -2,42 +2,43 @@
 
 import itertools
 from collections import deque
-from typing import NamedTuple
 
 from splitserve.kvconnector.layout import num_blocks_for
-from splitserve.prefill.sequence import BlockManager, Sequence, Shortage
-from splitserve.step import ScheduledChunk
+from splitserve.prefill.block_manager import BlockManager, Shortage
+from splitserve.prefill.scheduling import Planned, StepBudget
+from splitserve.prefill.sequence import Sequence
+from splitserve.prefill.stage import Stage
 
 MAX_LOADS_AHEAD = 8
 """As many of those that wait may have their KV come up, and hold blocks for it."""
 TAIL_SPLIT_FACTOR = 4  # prompts shorter than this many tail chunks move fast enough in one piece
 
 
-class Planned(NamedTuple):
-    sequence: Sequence
-    chunk: ScheduledChunk
-
-
 class PrefillScheduler:
     """First come, first served. A prompt starts only when all of it has room, so two can't wait for each other.
 
-    ``tail_chunk_tokens`` > 0 keeps the last chunk of a long prompt that small: everything before it moves to
-    decode while it
-    is computed, so little is left to move once the first token is out.
+    With ``budget.tail_chunk_tokens`` the last chunk of a long prompt is that small: everything before it moves to
+    decode while it is computed, so little is left to move once the first token is out.
     """
 
-    def __init__(self, blocks: BlockManager, *, max_num_seqs: int, tail_chunk_tokens: int = 0) -> None:
+    def __init__(self, blocks: BlockManager, budget: StepBudget) -> None:
         self._blocks = blocks
-        self._max_num_seqs = max_num_seqs
-        self._tail_chunk_tokens = tail_chunk_tokens
+        self._budget = budget
         self.waiting: deque[Sequence] = deque()
         self.active: list[Sequence] = []  # admitted, with known tokens left to compute
 
     def add(self, sequence: Sequence, *, first: bool = False) -> None:
+        """Queue a sequence, behind or before all others."""
+        sequence.enter(Stage.QUEUED)
         if first:
             self.waiting.appendleft(sequence)
         else:
             self.waiting.append(sequence)
+
+    def add_admitted(self, sequence: Sequence) -> None:
+        """Add a sequence that holds all its blocks, and has KV for some of its known tokens."""
+        sequence.enter(Stage.PREFILLING)
+        self.active.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, wherever it is. Its blocks stay with the caller."""
@@ -48,7 +49,7 @@ class PrefillScheduler:
 
     def take_prefilled(self) -> list[Sequence]:
         """Forget, and return, the sequences that decode here next: a launched step draws their first token."""
-        drawing = (s for s in self.active if s.drawing_chunk is not None and not s.is_gated)
+        drawing = (s for s in self.active if s.launched.drawing_chunk is not None and not s.launched.is_gated)
         taken = [s for s in drawing if s.decodes_here and s.may_go_on]
         if taken:
             self.active = [sequence for sequence in self.active if sequence not in taken]
@@ -74,19 +75,19 @@ class PrefillScheduler:
         planned: list[Planned] = []
         for sequence in self.active:
             budget -= self._plan_chunk(sequence, budget, planned)
-        while budget > 0 and self.waiting and num_running + len(self.active) < self._max_num_seqs:
+        while budget > 0 and self.waiting and num_running + len(self.active) < self._budget.max_num_seqs:
             following = self._next_with_blocks(num_running)
             if following is None:
                 break
             self.waiting.remove(following)
-            self.active.append(following)
+            self.add_admitted(following)
             budget -= self._plan_chunk(following, budget, planned)
         return planned or self._plan_gated(budget, num_running)
 
     def shortage(self, budget: int, num_running: int = 0) -> Shortage:
         """What the first one that waits lacks, if nothing else keeps it from beginning in the next step."""
         computing = sum(sequence.num_unplanned for sequence in self.active if sequence.load is None)
-        is_full = num_running + len(self.active) >= self._max_num_seqs
+        is_full = num_running + len(self.active) >= self._budget.max_num_seqs
         if not self.waiting or self.waiting[0].block_ids or is_full or computing >= budget:
             return Shortage()
         return self._blocks.shortage(self.waiting[0], headroom=num_running)
@@ -105,7 +106,7 @@ class PrefillScheduler:
             return []
         block_size = self._blocks.block_size
         for sequence in self.active:
-            if sequence.load is None or sequence.in_step or not sequence.load.can_hold_step:
+            if sequence.load is None or sequence.launched.num_steps or not sequence.load.can_hold_step:
                 continue
             num_tokens = sequence.num_after_load(block_size)
             if num_tokens <= budget and not self._splits_tail(num_tokens):
@@ -113,7 +114,7 @@ class PrefillScheduler:
         return []
 
     def _plan_chunk(self, sequence: Sequence, budget: int, planned: list[Planned]) -> int:
-        is_waiting = sequence.load is not None or sequence.is_gated
+        is_waiting = sequence.load is not None or sequence.launched.is_gated
         num_tokens = 0 if is_waiting else self.chunk_tokens(sequence, budget)
         if num_tokens > 0:
             planned.append(Planned(sequence, sequence.chunk(num_tokens, self._blocks.block_size)))
@@ -124,13 +125,13 @@ class PrefillScheduler:
         remaining, block_size = sequence.num_unplanned, self._blocks.block_size
         wanted = remaining
         if self._splits_tail(remaining):
-            wanted = remaining - self._tail_chunk_tokens
+            wanted = remaining - self._budget.tail_chunk_tokens
         if wanted == remaining and remaining <= budget:
             return remaining
-        start = sequence.num_computed + sequence.num_launched
+        start = sequence.num_computed + sequence.launched.num_tokens
         aligned = (start + min(wanted, budget)) // block_size * block_size - start
         return aligned if aligned > 0 else min(wanted, budget)
 
     def _splits_tail(self, num_tokens: int) -> bool:
-        tail = self._tail_chunk_tokens
+        tail = self._budget.tail_chunk_tokens
         return tail > 0 and num_tokens >= TAIL_SPLIT_FACTOR * tail

@@ -1,72 +1,78 @@
-"""A request inside a worker: its tokens, its blocks, how much of its KV is computed."""
+"""A request inside a worker: its tokens, its blocks, how much of its KV is computed, its stage."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from splitserve.block_hash import extend_hashes
-from splitserve.kv_event_batch import DEVICE, KVEvent
-from splitserve.kvconnector.block_pool import BlockPool
 from splitserve.kvconnector.layout import num_blocks_for
-from splitserve.kvconnector.tiers import BlockLoad, Tiers
+from splitserve.kvconnector.tier_loads import BlockLoad
+from splitserve.prefill.stage import NEXT_STAGES, Stage
 from splitserve.request import Party, RequestKey, SamplingParams
-from splitserve.step import UNKNOWN_TOKEN, SampleSpec, ScheduledChunk
+from splitserve.step import MAX_STEPS_UNDER_WAY, UNKNOWN_TOKEN, SampleSpec, ScheduledChunk
 from splitserve.token_ids import TokenIds
+
+_ENDED, _RELEASED = Stage.ENDED, Stage.RELEASED  # looked up for each token, where access to an Enum's member costs
+
+
+@dataclass(slots=True)
+class LaunchedChunks:
+    """A sequence's chunks in launched steps that haven't completed."""
+
+    num_steps: int = 0  # steps that touch the blocks, which can't be given back before those have completed
+    num_tokens: int = 0  # tokens after the computed ones that these steps compute
+    drawing_chunk: int | None = None  # index of its chunk in the last of the steps, if that draws the token after them
+    is_gated: bool = False  # the only step waits on the device for the sequence's load, or did when it was launched
+
+    def check_invariants(self) -> None:
+        assert 0 <= self.num_steps <= MAX_STEPS_UNDER_WAY, f"{self.num_steps} steps in flight"
+        assert self.num_tokens >= self.num_steps, f"{self.num_tokens} tokens in {self.num_steps} steps"
+        if not self.num_steps:
+            assert (self.num_tokens, self.drawing_chunk, self.is_gated) == (0, None, False), "chunks without a step"
+        assert not self.is_gated or self.num_steps == 1, "a gated step isn't the only one"
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """``token_ids`` holds the prompt and the output so far; KV is in ``block_ids`` for the first ``num_computed``
-    of them.
+    """One request, from its first message to this worker until its blocks are given back."""
 
-    ``deadline`` is on the worker's own clock. ``num_cached_tokens`` is the prefix hit at the first admission, for
-    usage.
-    ``in_step`` counts the launched steps that touch the blocks: they can't be given back before those have completed.
-    ``num_launched`` tokens beyond ``num_computed`` are theirs; ``drawing_chunk`` is the chunk of the last launched step
-    that draws the token after them, if one does. ``max_length`` bounds prompt and output, and so does ``end_length``,
-    which ``sampling.max_tokens`` is part of.
-    ``decodes_here``: its tokens after the first one are drawn here, too.
-    ``load``: blocks that are on their way from a tier, which it waits for; with ``skips_tiers`` it doesn't look there.
-    ``is_gated``: it's in a launched step that waits for such blocks on the device, and in no other; the load, or what
-    came of it, is known by the time that step counts.
-    ``ended``: no more tokens, though an offer may still hold the blocks. ``dropped``: nobody needs the blocks any more.
-    ``host_slots``: of the host tier, with blocks that have left the device while they were on offer.
-    """
-
-    key: RequestKey
-    reply_to: Party
-    token_ids: TokenIds
-    num_prompt_tokens: int
-    sampling: SamplingParams
-    deadline: float
-    choice: int = 0
-    block_ids: list[int] = field(default_factory=list)
-    host_slots: list[int] = field(default_factory=list)
-    block_hashes: list[bytes] = field(default_factory=list)
-    num_computed: int = 0
-    num_published: int = 0
-    num_cached_tokens: int = 0
-    was_admitted: bool = False
-    in_step: int = 0
-    num_launched: int = 0
-    drawing_chunk: int | None = None
-    max_length: int = 2**31
-    end_length: int = field(init=False)
-    decodes_here: bool = False
-    load: BlockLoad | None = None
-    is_gated: bool = False
-    skips_tiers: bool = False
-    ended: bool = False
-    dropped: bool = False
+    key: RequestKey  # the request and its attempt
+    reply_to: Party  # the router that gets its tokens
+    token_ids: TokenIds  # the prompt and the output so far
+    num_prompt_tokens: int  # the first of ``token_ids``, which the client sent
+    sampling: SamplingParams  # how tokens are drawn, and when the output ends
+    deadline: float  # seconds on the worker's own clock
+    choice: int = 0  # the output's number among those of the request
+    max_length: int = 2**31  # bound of prompt and output, by the worker's memory and model
+    end_length: int = field(init=False)  # the same bound with ``sampling.max_tokens`` in it
+    decodes_here: bool = True  # False: after the first token a decode worker takes over
+    stage: Stage = Stage.NEW  # its place in the worker; changed by :meth:`enter` alone
+    block_ids: list[int] = field(default_factory=list)  # device blocks that it holds, in the order of its tokens
+    host_slots: list[int] = field(default_factory=list)  # host-tier slots held in place of blocks that left the device
+    block_hashes: list[bytes] = field(default_factory=list)  # chain of its full blocks, as far as it was needed
+    num_computed: int = 0  # tokens whose KV is in the blocks
+    num_published: int = 0  # full blocks that the prefix index has
+    num_cached_tokens: int = 0  # prefix hit at the first admission, for usage
+    was_admitted: bool = False  # held room for all its tokens at some time, perhaps no longer
+    skips_tiers: bool = False  # a load took too long: computes what the pool doesn't have
+    load: BlockLoad | None = None  # its blocks that are coming up from a tier
+    launched: LaunchedChunks = field(default_factory=LaunchedChunks)  # its part of the steps in flight
 
     def __post_init__(self) -> None:
         self.end_length = min(self.max_length, self.num_prompt_tokens + self.sampling.max_tokens)
 
+    def enter(self, stage: Stage) -> None:
+        """Change the stage; :data:`NEXT_STAGES` has the transitions. Entering the present stage has no effect."""
+        if stage is not self.stage:
+            assert stage in NEXT_STAGES[self.stage], f"{self.key} goes from {self.stage.value} to {stage.value}"
+            self.stage = stage
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether it draws no more tokens."""
+        return self.stage is _ENDED or self.stage is _RELEASED
+
     @property
     def is_touched(self) -> bool:
-        """Whether a launched step or a copy touches the blocks: they can't be given back before it has completed."""
-        return self.in_step > 0 or self.load is not None
+        """Return whether a launched step or a copy touches the blocks, so that they can't be given back yet."""
+        return self.launched.num_steps > 0 or self.load is not None
 
     @property
     def num_remaining(self) -> int:
@@ -76,11 +82,11 @@ class Sequence:
     @property
     def num_unplanned(self) -> int:
         """Known tokens that no launched step computes, either."""
-        return self.num_remaining - self.num_launched
+        return self.num_remaining - self.launched.num_tokens
 
     @property
     def may_go_on(self) -> bool:
-        """Whether the token that a launched step draws can be followed by another, as far as lengths tell."""
+        """Return whether lengths allow a token after the one that a launched step draws."""
         return len(self.token_ids) + 1 < self.end_length
 
     @property
@@ -88,29 +94,30 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     def chunk(self, num_tokens: int, block_size: int) -> ScheduledChunk:
-        """The next ``num_tokens`` known tokens as a chunk; it draws a token if it reaches the last known one.
+        """Return the next ``num_tokens`` known tokens as a chunk; it draws a token if it reaches the last known one.
 
         Where a launched step is about to draw one more, that one is the next.
         """
-        start = self.num_computed + self.num_launched
+        start = self.num_computed + self.launched.num_tokens
         end = start + num_tokens
-        is_unknown = self.drawing_chunk is not None
+        previous = self.launched.drawing_chunk
+        is_unknown = previous is not None
         return ScheduledChunk(
             [UNKNOWN_TOKEN] if is_unknown else list(self.token_ids[start:end]),
             start,
             self.block_ids[: num_blocks_for(end, block_size)],
             self._sample(end) if end == len(self.token_ids) + is_unknown else None,
-            self.drawing_chunk,
+            previous,
         )
 
     def num_after_load(self, block_size: int) -> int:
-        """Known tokens that neither are computed nor come up from a tier. At least one."""
+        """Return the number of known tokens that neither are computed nor come up from a tier: at least one."""
         loading = 0 if self.load is None else len(self.load.block_ids) * block_size
         return self.num_remaining - loading
 
     def gated_chunk(self, block_size: int) -> ScheduledChunk:
-        """All of those, as a chunk that waits for the load."""
-        assert self.load is not None and not self.num_launched
+        """Return all of those as a chunk that waits for the load."""
+        assert self.load is not None and not self.launched.num_tokens
         end = len(self.token_ids)
         start = end - self.num_after_load(block_size)
         blocks = self.block_ids[: num_blocks_for(end, block_size)]
@@ -123,208 +130,59 @@ class Sequence:
         return SampleSpec(sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed, self.choice, position)
 
     def on_launched(self, chunk: ScheduledChunk, index: int) -> None:
-        """A step has been planned whose chunk number ``index`` is this sequence's ``chunk``."""
-        self.in_step += 1
-        self.num_launched += len(chunk.token_ids)
-        self.drawing_chunk = None if chunk.sample is None else index
+        """Note that a step is launched whose chunk number ``index`` is this sequence's ``chunk``."""
+        launched = self.launched
+        launched.num_steps += 1
+        launched.num_tokens += len(chunk.token_ids)
+        launched.drawing_chunk = None if chunk.sample is None else index
         if chunk.gates:
-            assert self.load is not None and self.in_step == 1
-            self.is_gated = self.load.holds_step = True
+            assert self.load is not None
+            launched.is_gated = self.load.holds_step = True
 
     def on_completed(self, chunk: ScheduledChunk) -> None:
-        """The step with ``chunk`` is over."""
-        self.in_step -= 1
-        self.num_launched -= len(chunk.token_ids)
-        if not self.in_step:
-            self.drawing_chunk = None
-            self.is_gated = False
+        """Note that the step with ``chunk`` has completed."""
+        launched = self.launched
+        launched.num_steps -= 1
+        launched.num_tokens -= len(chunk.token_ids)
+        if not launched.num_steps:
+            launched.drawing_chunk = None
+            launched.is_gated = False
+
+    def check_invariants(self, block_size: int) -> None:
+        """Raise AssertionError unless its fields agree with each other and with its stage."""
+        self.launched.check_invariants()
+        num_held = len(self.block_ids) + len(self.host_slots)
+        name = f"{self.key}, which is {self.stage.value},"
+        assert self.num_computed <= len(self.token_ids), f"{name} has KV for more tokens than it has"
+        assert self.host_slots == [] or self.stage in _ON_OFFER, f"{name} holds slots of the host tier"
+        if self.stage in _WITHOUT_STEPS:
+            assert not self.launched.num_steps, f"{name} is in a step"
+        if self.stage in _WITHOUT_BLOCKS:
+            assert num_held == 0 and self.load is None, f"{name} holds {num_held} blocks"
+            assert self.num_computed == 0, f"{name} has KV without blocks"
+        elif self.stage in _WITH_BLOCKS:
+            known = self.num_computed if self.stage is Stage.DECODING else len(self.token_ids)
+            needed = num_blocks_for(known, block_size)
+            assert num_held >= needed, f"{name} holds {num_held} blocks of {needed}"
+        elif self.stage is Stage.QUEUED:
+            assert num_held or (self.load is None and self.num_computed == 0), f"{name} has KV without blocks"
+        elif self.stage is Stage.RELEASED:
+            assert num_held == 0 or self.is_touched, f"{name} holds blocks that nothing touches"
+        self._check_progress(name)
+
+    def _check_progress(self, name: str) -> None:
+        """Raise AssertionError unless as much is computed and launched as its stage says."""
+        match self.stage:
+            case Stage.PREFILLING:
+                assert self.num_remaining > 0, f"{name} has nothing to compute"
+            case Stage.DECODING:
+                assert self.decodes_here, f"{name} was to be handed out"
+                assert self.num_unplanned <= 1, f"{name} has {self.num_unplanned} tokens to compute"
+            case Stage.OFFERED:
+                assert not self.decodes_here and self.num_remaining == 0, f"{name} isn't computed"
 
 
-@dataclass(frozen=True, slots=True)
-class HeldPrefix:
-    """Blocks that a peer may read: each is referenced on the device, or pinned in the host tier, until it's given back.
-
-    ``places``: ids, those of slots counted on from the device's blocks, and generations.
-    """
-
-    block_ids: list[int] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
-    places: list[tuple[int, int]] = field(default_factory=list)
-
-
-class Shortage(NamedTuple):
-    """``num_blocks`` are missing for the next sequence to begin. It would share those that are ``wanted``."""
-
-    num_blocks: int = 0
-    wanted: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class BlockManager:
-    """What sequences do with the pool: reserve, publish, give back. ``root_hash`` starts every prefix chain.
-
-    ``tiers`` hold what doesn't fit the pool.
-    """
-
-    pool: BlockPool
-    block_size: int
-    root_hash: bytes
-    tiers: Tiers
-
-    def reserve(self, sequence: Sequence, headroom: int = 0) -> bool:
-        """Hold blocks for all known tokens, or none: cached ones for the longest known prefix, fresh ones for the rest.
-
-        The last known token is never taken from the cache, since somebody has to compute its logits.
-        ``headroom`` blocks must remain available. False, and nothing held, if there's no room.
-        """
-        assert not sequence.block_ids, "the sequence holds blocks already"
-        hashes = self._reusable_hashes(sequence)
-        cached = self.pool.match(hashes)
-        num_fresh = num_blocks_for(len(sequence.token_ids), self.block_size) - len(cached)
-        if self._num_missing(cached, num_fresh, headroom) > 0:
-            return False
-        self.pool.reference(cached)
-        fresh = self.pool.allocate(num_fresh, after=cached[-1] if cached else None)
-        assert fresh is not None, "room was checked above"
-        sequence.block_ids = cached + fresh
-        sequence.num_computed = len(cached) * self.block_size
-        sequence.num_published = len(cached)
-        if not sequence.was_admitted:
-            sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
-            sequence.was_admitted = True
-        self.tiers.on_reused(cached, hashes[: len(cached)], sequence.token_ids)
-        if not sequence.skips_tiers:
-            rest = hashes[len(cached) :]
-            sequence.load = self.tiers.begin_load(sequence, rest, fresh, sequence.token_ids, len(cached))
-        return True
-
-    def _num_missing(self, cached: ListLike[int], num_fresh: int, headroom: int) -> int:
-        """Blocks more that would have to be available to hold these; 0 or less if there's room."""
-        return num_fresh + headroom + self.pool.num_unheld(cached) - self.pool.num_available
-
-    def shortage(self, sequence: Sequence, headroom: int = 0) -> Shortage:
-        """Why :meth:`reserve` would fail."""
-        cached = self.pool.match(self._reusable_hashes(sequence))
-        num_fresh = num_blocks_for(len(sequence.token_ids), self.block_size) - len(cached)
-        return Shortage(max(0, self._num_missing(cached, num_fresh, headroom)), frozenset(cached))
-
-    def would_load(self, sequence: Sequence) -> bool:
-        """Whether some of the sequence's blocks are in a tier, and not in the pool."""
-        if sequence.skips_tiers or not (self.tiers.num_blocks or self.tiers.shared.is_available):
-            return False
-        hashes = self._reusable_hashes(sequence)
-        num_cached = len(self.pool.match(hashes))
-        return self.tiers.may_find(num_cached, hashes[num_cached:])
-
-    def finish_load(self, sequence: Sequence) -> None:
-        """The sequence's load is over: what landed needs no computing."""
-        assert sequence.load is not None
-        is_first = sequence.num_cached_tokens == sequence.num_computed
-        sequence.num_computed += sequence.load.num_good * self.block_size
-        sequence.load = None
-        if is_first:
-            sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
-        self.publish_computed(sequence)
-
-    def abandon_load(self, sequence: Sequence) -> None:
-        """The sequence's load takes too long: give back what it holds, and don't look into the tiers again."""
-        assert sequence.load is not None
-        kept_away = set(self.tiers.abandon(sequence.load))
-        sequence.block_ids = [block_id for block_id in sequence.block_ids if block_id not in kept_away]
-        sequence.load = None
-        sequence.skips_tiers = True
-        self.give_back(sequence)
-
-    def hold_prefix(self, hashes: ListLike[bytes]) -> HeldPrefix:
-        """Hold as much of a chain of hashes as is on the device or in the host tier, for a peer to read."""
-        held = HeldPrefix()
-        for block_hash in hashes:
-            block_id = self.pool.find(block_hash)
-            if block_id is not None:
-                self.pool.reference([block_id])
-                held.block_ids.append(block_id)
-                held.places.append((block_id, self.pool.generation(block_id)))
-            elif (found := self.tiers.hold_slot(block_hash)) is not None:
-                slot, generation = found
-                held.slots.append(slot)
-                held.places.append((self.pool.num_blocks + slot, generation))
-            else:
-                break
-        return held
-
-    def give_prefix_back(self, held: HeldPrefix) -> None:
-        self.pool.release(held.block_ids)
-        self.tiers.release_slots(held.slots)
-
-    def can_leave(self, sequence: Sequence, number: int, block_id: int) -> bool:
-        """Whether block ``number`` of a sequence, which is in ``block_id``, can be read from the host tier instead, and
-        is available then: nobody else holds it."""
-        return self.pool.num_holders(block_id) == 1 and self.tiers.has_slot(sequence.block_hashes[number])
-
-    def leave_device(self, sequence: Sequence, block_ids: Mapping[int, int]) -> dict[int, tuple[int, int]]:
-        """Hold slots of the host tier in place of blocks that can leave, which are named by their numbers. Places by
-        number, as in :class:`HeldPrefix`."""
-        places = {}
-        for number in block_ids:
-            held = self.tiers.hold_slot(sequence.block_hashes[number])
-            assert held is not None, f"block {number} is not in the host tier"
-            slot, generation = held
-            sequence.host_slots.append(slot)
-            places[number] = self.pool.num_blocks + slot, generation
-        gone = set(block_ids.values())
-        sequence.block_ids = [block_id for block_id in sequence.block_ids if block_id not in gone]
-        self.pool.release([block_ids[number] for number in sorted(block_ids)])
-        return places
-
-    def missing_hashes(self, sequence: Sequence) -> list[bytes]:
-        """Of the full blocks that the sequence has yet to compute, but not that of its last token."""
-        return self._reusable_hashes(sequence)[sequence.num_computed // self.block_size :]
-
-    def _reusable_hashes(self, sequence: Sequence) -> list[bytes]:
-        """Of the full blocks of all known tokens but the last."""
-        extend_hashes(sequence.block_hashes, self.root_hash, sequence.token_ids, self.block_size)
-        return sequence.block_hashes[: (len(sequence.token_ids) - 1) // self.block_size]
-
-    def contents(self) -> list[KVEvent]:
-        """What can be found now, in each tier: events that lead there from nothing."""
-        found = {DEVICE: self.pool.hashes(), **{tier.name: tier.index.hashes() for tier in self.tiers.tiers}}
-        return [KVEvent("stored", name, hashes) for name, hashes in found.items() if hashes]
-
-    def forget_prefixes(self) -> None:
-        """Nothing that was computed so far is used again."""
-        self.pool.clear_prefix_index()
-        self.tiers.clear()
-
-    def grow(self, sequence: Sequence) -> bool:
-        """Make room for one more token. False if no block is available."""
-        if len(sequence.block_ids) * self.block_size > sequence.num_computed + sequence.num_launched:
-            return True
-        fresh = self.pool.allocate(1, after=sequence.block_ids[-1])
-        if fresh is None:
-            return False
-        sequence.block_ids += fresh
-        return True
-
-    def publish_computed(self, sequence: Sequence) -> None:
-        """Let others find the full blocks that are complete by now."""
-        num_full = sequence.num_computed // self.block_size
-        if num_full > sequence.num_published:
-            extend_hashes(sequence.block_hashes, self.root_hash, sequence.token_ids, self.block_size)
-            worth: list[bool] = []
-            for index in range(sequence.num_published, num_full):
-                block_id, block_hash = sequence.block_ids[index], sequence.block_hashes[index]
-                self.pool.publish(block_id, block_hash)
-                is_prompt = (index + 1) * self.block_size <= sequence.num_prompt_tokens
-                worth.append(self.tiers.on_complete(block_id, block_hash, is_prompt=is_prompt))
-            self.tiers.shared.propose(sequence.token_ids, sequence.block_hashes, sequence.num_published, worth)
-            sequence.num_published = num_full
-
-    def give_back(self, sequence: Sequence) -> None:
-        """Drop the sequence's references. Nothing may touch its blocks any more."""
-        assert not sequence.is_touched, f"{sequence.key} gives blocks back that a step or a load still touches"
-        self.pool.release(sequence.block_ids)
-        self.tiers.release_slots(sequence.host_slots)
-        sequence.block_ids = []
-        sequence.host_slots = []
-        sequence.num_computed = 0
-        sequence.num_published = 0
+_WITHOUT_BLOCKS = frozenset({Stage.NEW, Stage.UNGRANTED, Stage.UNADMITTED})
+_WITH_BLOCKS = frozenset({Stage.PULLING, Stage.PREFILLING, Stage.DECODING})
+_WITHOUT_STEPS = _WITHOUT_BLOCKS | {Stage.PULLING, Stage.QUEUED, Stage.OFFERED}
+_ON_OFFER = frozenset({Stage.OFFERED, Stage.ENDED, Stage.RELEASED})

@@ -1,6 +1,8 @@
 """Prefill's side of hand-overs: pairs requests with grants, offers what is computed, holds it until decode has
 read it."""
 
+from collections.abc import Mapping
+
 from splitserve.bounded import ExpiringMap
 from splitserve.handover import SourceHandover, SourceState
 from splitserve.kvconnector.connector import ServedMemory
@@ -19,24 +21,23 @@ from splitserve.messages import (
     Withdrawn,
 )
 from splitserve.prefill.effects import Incident, Serve
-from splitserve.prefill.engine_state import EngineState, Tombstone
+from splitserve.prefill.engine_state import DRAINING_REASON, Tombstone
 from splitserve.prefill.host_offers import HostOffers
+from splitserve.prefill.parts import Handler, Part
 from splitserve.prefill.prefix_source import PrefixSource
-from splitserve.prefill.scheduler import PrefillScheduler
-from splitserve.prefill.sequence import Sequence, Shortage
+from splitserve.prefill.requests import Requests
+from splitserve.prefill.sequence import Sequence
+from splitserve.prefill.stage import Stage
 from splitserve.request import Party, RequestKey
 
-DRAINING_REASON = "this worker is draining"
 
+class SourcePart(Part):
+    """Prefill's side of hand-overs: a prompt is computed once both its request and decode's grant are here."""
 
-class SourceSide:
-    """A request computes only once both its :class:`PrefillRequest` and decode's :class:`Grant` are here."""
-
-    def __init__(
-        self, state: EngineState, scheduler: PrefillScheduler, served: ServedMemory, leading_digests: LeadingDigests
-    ) -> None:
-        self._state = state
-        self._scheduler = scheduler
+    def __init__(self, requests: Requests, served: ServedMemory, leading_digests: LeadingDigests) -> None:
+        self._requests = requests
+        self._state = state = requests.state
+        self._scheduler = requests.scheduler
         self._served = served
         self._leading_digests = leading_digests
         self._undigested: set[RequestKey] = set()  # hand-overs with computed blocks that wait for their digests
@@ -57,6 +58,16 @@ class SourceSide:
 
     # ---- messages ----
 
+    def handlers(self) -> Mapping[type, Handler]:
+        return {
+            PrefillRequest: self.on_request,
+            PeerHello: self.on_hello,
+            Grant: self.on_grant,
+            PrefixGrant: self.on_prefix_grant,
+            OfferAck: self.on_ack,
+            Release: self.on_release,
+        }
+
     def on_hello(self, hello: PeerHello, sender: Party, now: float) -> None:
         """A decode worker wants to read from here: it may if its blocks look like ours."""
         difference = self._state.layout.mismatch(hello.layout)
@@ -76,9 +87,13 @@ class SourceSide:
             ),
         )
 
-    def on_request(self, request: PrefillRequest, sequence: Sequence, now: float) -> None:
+    def on_request(self, request: PrefillRequest, sender: Party, now: float) -> None:
+        """Accept a prompt, which is computed once its decode worker grants it."""
+        sequence = self._requests.accept(request, sender, now, decodes_here=False)
+        if sequence is None:
+            return
         key = sequence.key
-        self._state.sequences[key] = sequence
+        sequence.enter(Stage.UNGRANTED)
         self._ungranted[key] = sequence, request.decode.party
         parked = self._parked_grants.pop(key, now)
         if parked is not None:
@@ -136,8 +151,8 @@ class SourceSide:
                 self._state.outbox.put(Incident(text))
             self._finish(handover, now)
         elif release.key in self._ungranted and self._ungranted[release.key][1] == sender:
-            del self._ungranted[release.key]  # its grant was lost; decode did without us
-            self._state.bury(release.key, "given up by decode", now)
+            sequence, _ = self._ungranted.pop(release.key)  # its grant was lost; decode did without us
+            self._requests.forget(sequence, "given up by decode", now)
         else:
             self._parked_grants.pop(release.key, now)
             is_known = release.key in self._state.sequences or release.key in self._state.tombstones
@@ -152,36 +167,33 @@ class SourceSide:
         if handover is not None and handover.state in (SourceState.GRANTED, SourceState.OFFERING):
             self._offer(sequence, handover, now)
 
-    def on_prefilled(self, sequence: Sequence, first_token: int, now: float) -> None:
-        """The first token is drawn: offer the rest, and keep the blocks until decode releases them."""
-        self._first_tokens[sequence.key] = first_token
+    def on_token(self, sequence: Sequence, token_id: int, now: float) -> None:
+        """Offer the rest, with the first token, and keep the blocks until decode releases them."""
+        sequence.enter(Stage.OFFERED)
+        self._first_tokens[sequence.key] = token_id
         self._offer(sequence, self._handovers[sequence.key], now)
 
-    def withdraw(self, sequence: Sequence, reason: str, now: float, *, attempt_over: bool) -> None:
-        """The request ends here. What was offered stays until decode releases it or its lease runs out."""
+    def on_end(self, sequence: Sequence, reason: str, now: float, *, attempt_over: bool) -> None:
+        """Withdraw the hand-over. What was offered stays until decode releases it or its lease runs out."""
         self._ungranted.pop(sequence.key, None)
         self._stop_offering(sequence.key)
         handover = self._handovers.get(sequence.key)
-        if handover is not None:
-            withdrawn = Withdrawn(key=sequence.key, reason=reason, attempt_over=attempt_over)
-            self._state.outbox.send(handover.peer, withdrawn)
-            handover.withdraw(reason, attempt_over=attempt_over)
-            if handover.num_offered_blocks > handover.first_block:
-                self._state.tombstones.put(sequence.key, Tombstone(reason, attempt_over), now)
-                return
+        if handover is None:
+            return
+        withdrawn = Withdrawn(key=sequence.key, reason=reason, attempt_over=attempt_over)
+        self._state.outbox.send(handover.peer, withdrawn)
+        handover.withdraw(reason, attempt_over=attempt_over)
+        if handover.num_offered_blocks > handover.first_block:
+            self._state.tombstones.put(sequence.key, Tombstone(reason, attempt_over), now)
+        else:
             del self._handovers[sequence.key]
-        self._state.bury(sequence.key, reason, now, attempt_over=attempt_over)
-        self._state.drop_blocks(sequence)
 
-    @property
-    def can_make_room(self) -> bool:
-        """Whether some of what is on offer can be offered from the host tier, perhaps."""
-        return self._host_offers.is_on and bool(self._handovers)
-
-    def make_room(self, shortage: Shortage, now: float) -> None:
-        """Who waits first lacks blocks: offer others from the host tier instead."""
-        for handover in self._host_offers.make_room(self._handovers.values(), shortage, now):
-            self._poll(handover, now)
+    def before_plan(self, now: float) -> None:
+        """Make room where the next prompt lacks blocks: offer others from the host tier in place of the device."""
+        if self._host_offers.is_on and self._handovers:
+            shortage = self._scheduler.shortage()
+            for handover in self._host_offers.make_room(self._handovers.values(), shortage, now):
+                self._poll(handover, now)
 
     def drain(self) -> None:
         """No new requests come: who waits for one is told, what was granted goes on."""
@@ -216,6 +228,25 @@ class SourceSide:
         """Requests, hand-overs, parked grants, prefixes that are read: zero when idle."""
         return len(self._handovers) + len(self._ungranted) + len(self._parked_grants) + self.prefixes.num_live
 
+    @property
+    def num_references(self) -> int:
+        return self.prefixes.num_references
+
+    @property
+    def num_slots(self) -> int:
+        return self.prefixes.num_slots
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless the sequences of hand-overs are in the stages that go with them."""
+        for sequence, _ in self._ungranted.values():
+            assert sequence.stage is Stage.UNGRANTED, f"{sequence.key} waits for its grant, but is {sequence.stage}"
+        stray = self._undigested | self._first_tokens.keys()
+        assert stray <= self._handovers.keys(), f"{stray} are to be offered without a hand-over"
+        for key, handover in self._handovers.items():
+            stage = self._state.sequences[key].stage
+            is_over = handover.state is SourceState.WITHDRAWN
+            assert is_over == (stage is Stage.ENDED), f"{key} is {stage}, its hand-over {handover.state}"
+
     # ---- inside ----
 
     def _poll(self, handover: SourceHandover, now: float) -> None:
@@ -237,7 +268,7 @@ class SourceSide:
             reason = f"decode's grant ({held}) doesn't fit a prompt of {num_tokens} tokens"
             self._state.outbox.send(peer, Withdrawn(key=grant.key, reason=reason))
             self._state.fail(sequence, FailureCode.HANDOVER, reason)
-            self._state.bury(sequence.key, reason, now)
+            self._requests.forget(sequence, reason, now)
             return
         self._handovers[sequence.key] = SourceHandover(grant, peer, block_size, self._state.protocol, now)
         self._scheduler.add(sequence)
@@ -253,8 +284,7 @@ class SourceSide:
             # worker that died the router knows by membership.
             self._state.counters.handover_failures += 1
             self._state.outbox.send(handover.peer, Withdrawn(key=handover.key, reason="the lease expired"))
-        self._state.bury(handover.key, handover.release_reason, now, attempt_over=handover.attempt_over)
-        self._state.drop_blocks(sequence)
+        self._requests.forget(sequence, handover.release_reason, now, attempt_over=handover.attempt_over)
 
     def _offer(self, sequence: Sequence, handover: SourceHandover, now: float) -> None:
         """Offer what is computed, as far as its digests are known; :meth:`poll` tries again with the rest."""

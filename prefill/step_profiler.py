@@ -22,9 +22,9 @@ from typing import Protocol
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from splitserve.prefill.executor import LaunchedStep, LaunchingRunner, Runner
+from splitserve.prefill.executor import Runner
 from splitserve.prefill.trace import NOT_BUSY, Busy, read_busy
-from splitserve.step import StepOutput, StepPlan
+from splitserve.step import LaunchedStep, LaunchingRunner, StepOutput, StepPlan
 
 logger = logging.getLogger(__name__)
 

@@ -18,14 +18,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from splitserve.request import SamplingParams
+from splitserve.router.active_request import ActiveRequest
 from splitserve.router.api_error import ApiError, error_of_failure
 from splitserve.router.choice import Choice, Piece
-from splitserve.router.dispatcher import Dispatcher, Generation
+from splitserve.router.dispatcher import ClientGoneError, Dispatcher
 from splitserve.router.formats import DONE_EVENT, Format, Usage, send_json, sse_event
 from splitserve.router.inbox import Inbox
 from splitserve.router.outcome import route
 from splitserve.router.request_state import NOTHING, Update
-from splitserve.router.waiting_room import ClientGoneError
 from splitserve.token_ids import TokenIds
 
 
@@ -93,7 +93,7 @@ class GenerationResponse(Response):
         self._include_usage = include_usage
         self._return_route = return_route
         self._inbox = Inbox()
-        self._generations: list[Generation] = []
+        self._requests: list[ActiveRequest] = []
         self._num_open = len(prompts)
         self._gone = False
         self._is_silent = False  # a comment is due
@@ -113,8 +113,8 @@ class GenerationResponse(Response):
             await send_json(send, error.status, error.encode(), error.headers())
         finally:
             watcher.cancel()
-            for generation in self._generations:
-                self._dispatcher.cancel(generation)
+            for request in self._requests:
+                self._dispatcher.cancel(request)
             self._dispatcher.release(len(self._prompts))
 
     async def _watch_client(self, receive: Receive) -> None:
@@ -125,7 +125,7 @@ class GenerationResponse(Response):
 
     async def _submit(self) -> None:
         for index, prompt in enumerate(self._prompts):
-            generation = await self._dispatcher.submit_in_time(
+            request = await self._dispatcher.submit_in_time(
                 index,
                 prompt.token_ids,
                 prompt.sampling,
@@ -133,7 +133,7 @@ class GenerationResponse(Response):
                 self._arrived_at,
                 watch_client=lambda: self._watcher,
             )
-            self._generations.append(generation)
+            self._requests.append(request)
 
     async def _next_pieces(self) -> tuple[list[tuple[int, Piece]], ApiError | None]:
         """New pieces of open choices, in order, and the error that follows them if a request failed."""
@@ -156,7 +156,7 @@ class GenerationResponse(Response):
         piece = choice.push(update.token_ids, update.finish_reason)
         if piece.finish_reason is not None:
             self._num_open -= 1
-            self._dispatcher.finish_at_stop_string(self._generations[index])
+            self._dispatcher.finish_at_stop_string(self._requests[index])
         return piece
 
     # ---- one JSON object ----
@@ -176,7 +176,7 @@ class GenerationResponse(Response):
             Piece("".join(text), ids, prompt.choice.finish_reason)
             for text, ids, prompt in zip(texts, token_ids, self._prompts, strict=True)
         ]
-        body = self._format.answer(choices, self._usage(), self._route(self._generations[0]))
+        body = self._format.answer(choices, self._usage(), self._route(self._requests[0]))
         await send_json(send, 200, body)
 
     # ---- server-sent events ----
@@ -195,7 +195,7 @@ class GenerationResponse(Response):
 
     def _comment(self, *, started: bool) -> bytes:
         """What a stream gets that has no tokens to send: a comment, if one is due."""
-        is_due = self._is_silent and (started or any(each.is_stranded for each in self._generations))
+        is_due = self._is_silent and (started or any(each.is_stranded for each in self._requests))
         self._is_silent = False
         return KEEP_ALIVE if is_due else b""
 
@@ -224,7 +224,7 @@ class GenerationResponse(Response):
         await send({"type": "http.response.body", "body": events + DONE_EVENT, "more_body": False})
 
     def _events(self, index: int, piece: Piece, opened: set[int]) -> bytes:
-        extra = {} if piece.finish_reason is None else self._route(self._generations[index])
+        extra = {} if piece.finish_reason is None else self._route(self._requests[index])
         chunk = self._format.chunk(index, piece, extra)
         if index in opened:
             return chunk
@@ -235,11 +235,11 @@ class GenerationResponse(Response):
         return Usage(
             prompt_tokens=sum(len(prompt.token_ids) for prompt in self._prompts),
             completion_tokens=sum(prompt.choice.num_tokens for prompt in self._prompts),
-            cached_tokens=sum(generation.state.num_cached_tokens for generation in self._generations),
+            cached_tokens=sum(request.state.num_cached_tokens for request in self._requests),
         )
 
-    def _route(self, generation: Generation) -> dict[str, Any]:
-        return {"splitserve": route(generation.state)} if self._return_route else {}
+    def _route(self, request: ActiveRequest) -> dict[str, Any]:
+        return {"splitserve": route(request.state)} if self._return_route else {}
 
 
 _STREAM_START = {

@@ -21,16 +21,17 @@ from splitserve.router.api_error import ApiError
 from splitserve.router.body import BodyReader
 from splitserve.router.cluster_report import cluster_report
 from splitserve.router.content_type import check_json
-from splitserve.router.dispatcher import Dispatcher, Limits
+from splitserve.router.dispatcher import ClientGoneError, Dispatcher
 from splitserve.router.formats import ChatFormat, CompletionFormat, Format
 from splitserve.router.local_origin import RequireLocal
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.openapi import openapi_document
+from splitserve.router.parsing import RequestModel
 from splitserve.router.placement import Disaggregated, NoWorker, RequestShape
+from splitserve.router.placer import Limits
 from splitserve.router.preparation import Preparation, check_not_empty
 from splitserve.router.profiles import MAX_PROFILE_BODY_BYTES, parse_profile_request
-from splitserve.router.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest, RequestModel
-from splitserve.router.waiting_room import ClientGoneError
+from splitserve.router.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 
 _KEYED_PATHS = ("/v1/", "/admin/")
 _CLOSED_TRANSPORT = "the handler is closed"  # what uvloop says between a connection's reset and its report of it

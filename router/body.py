@@ -9,7 +9,7 @@ from starlette.requests import Request
 
 from splitserve.router.api_error import ApiError
 from splitserve.router.body_shape import is_surely_small
-from splitserve.router.schema import RequestModel, parse, parse_checked
+from splitserve.router.parsing import RequestModel, parse, parse_checked
 
 MAX_BODIES_AT_ONCE = 16  # of the largest size
 BODY_SECONDS = 60.0  # a slower body holds memory and a connection for nothing

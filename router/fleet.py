@@ -1,7 +1,7 @@
 """The workers, with I/O: the membership socket, a link per ready worker, and the clock that notices silence.
 
 Carries out what :mod:`splitserve.router.membership` decides. Messages about requests go to ``on_message``; a worker
-that died, left or was replaced is reported once to ``on_lost``, with the reason in words.
+that died or left is reported once to ``on_lost``, with the reason in words.
 """
 
 import asyncio
@@ -136,6 +136,15 @@ class Fleet:
         self._security.close()
         self._context.term()
 
+    def check_invariants(self) -> None:
+        """A worker that is LOST, or known no more, has no link: its requests have been told, and none can follow."""
+        self.membership.check_invariants()
+        for party in self._links:
+            record = self.membership.get(party)
+            assert record is not None, f"there is a link to {party}, which isn't known"
+            assert record.state is not WorkerState.LOST, f"there is a link to {party}, which is lost"
+        assert self._kv_event_links.keys() <= self._links.keys(), "KV events are followed without a link"
+
     # ---- the membership socket ----
 
     def _on_membership_frames(self, frames: list[bytes]) -> None:
@@ -165,8 +174,6 @@ class Fleet:
     def _on_register(self, identity: bytes, sender: Party, body: Register) -> None:
         registration = self.membership.register(sender, body.info, self._loop.time(), identity, body.token)
         refusal = registration.refusal
-        if registration.replaced is not None:
-            self._end_link(registration.replaced, "was replaced by a new incarnation")
         if refusal is None and registration.must_dial:
             refusal = self._dial(sender)
         if refusal is not None:
@@ -228,6 +235,7 @@ class Fleet:
                 continue
             log.warning("worker %s: no link to %s yet; dialling anew", party, record.info.endpoint)
             if link is not None:
+                del self._links[party]
                 link.close()
             self._dial(party)
 

@@ -15,7 +15,7 @@ that the first one was given; a new incarnation replaces only one that is LOST. 
 """
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -30,6 +30,29 @@ from splitserve.router.placement import NO_LOAD, Disaggregated, Placed, RequestS
 MAX_WORKERS = 4096
 MAX_REPLACED_INCARNATIONS = 4096
 _TOKEN_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Charges:
+    """Counts of a router's attempts in flight at one worker: see :class:`WorkerView`."""
+
+    num_requests: int = 0
+    prefill_tokens: int = 0
+    context_tokens: int = 0
+
+    def __add__(self, other: "Charges") -> "Charges":
+        return Charges(
+            self.num_requests + other.num_requests,
+            self.prefill_tokens + other.prefill_tokens,
+            self.context_tokens + other.context_tokens,
+        )
+
+    @property
+    def is_negative(self) -> bool:
+        return min(self.num_requests, self.prefill_tokens, self.context_tokens) < 0
+
+    def __str__(self) -> str:
+        return f"{self.num_requests} requests, {self.prefill_tokens} prompt and {self.context_tokens} context tokens"
 
 
 @dataclass(slots=True)
@@ -54,6 +77,10 @@ class WorkerRecord:
     num_placed: int = 0
     breaker: Breaker = field(default_factory=Breaker)
 
+    @property
+    def charges(self) -> Charges:
+        return Charges(self.num_requests, self.prefill_tokens, self.context_tokens)
+
     def view(self, prefix_match_tokens: int = 0) -> WorkerView:
         info = self.info
         return WorkerView(
@@ -74,13 +101,11 @@ class WorkerRecord:
 @dataclass(frozen=True, slots=True)
 class Registration:
     """Answer to a Register. ``refusal`` says why not, and ``for_good`` that this won't change; ``must_dial`` that the
-    worker has no link (any more); ``replaced`` is the incarnation that it supersedes; ``token``: see
-    :class:`splitserve.messages.Registered`."""
+    worker has no link (any more); ``token``: see :class:`splitserve.messages.Registered`."""
 
     refusal: str | None = None
     for_good: bool = True
     must_dial: bool = False
-    replaced: Party | None = None
     token: str = ""
 
 
@@ -122,10 +147,9 @@ class Membership:
         record = self._records[sender.engine_id] = WorkerRecord(
             info, now, connection=connection, token=self._new_token()
         )
-        if known is None:
-            return Registration(must_dial=True, token=record.token)
-        self._mark_replaced(known.info.party)
-        return Registration(must_dial=True, replaced=known.info.party, token=record.token)
+        if known is not None:  # LOST: its link has ended
+            self._mark_replaced(known.info.party)
+        return Registration(must_dial=True, token=record.token)
 
     def heartbeat(
         self,
@@ -243,10 +267,10 @@ class Membership:
 
     def check_invariants(self) -> None:
         for engine_id, record in self._records.items():
-            party, counts = record.info.party, (record.num_requests, record.prefill_tokens, record.context_tokens)
+            party, charges = record.info.party, record.charges
             assert party.engine_id == engine_id, f"{party} is known as {engine_id}"
             assert party not in self._replaced, f"{party} is known although another one took its place"
-            assert min(counts) >= 0, f"{party} is charged {counts}, less than nothing"
+            assert not charges.is_negative, f"{party} is charged {charges}, less than nothing"
         assert len(self._records) <= MAX_WORKERS, f"{len(self._records)} workers are known"
         assert len(self._replaced) <= MAX_REPLACED_INCARNATIONS, f"{len(self._replaced)} incarnations are remembered"
 
@@ -313,6 +337,17 @@ class Charge:
         if self.decode is not None:
             self.decode.context_tokens -= self.num_prompt_tokens
         self._count_request(-1)
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self._prefilling
+
+    def by_record(self) -> Iterator[tuple[WorkerRecord, Charges]]:
+        """Yield what this charge adds to the counts of each of its workers now."""
+        for record in self._distinct_records():
+            prefill_tokens = self.num_prompt_tokens if self._prefilling and record is self.prefill else 0
+            context_tokens = self.num_prompt_tokens if self._decoding and record is self.decode else 0
+            yield record, Charges(int(self._decoding), prefill_tokens, context_tokens)
 
     def _count_request(self, change: int) -> None:
         for record in self._distinct_records():

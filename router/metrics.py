@@ -83,11 +83,15 @@ class RouterMetrics:
         self.workers_lost = _counter(
             registry,
             "workers_lost",
-            "Workers that died, fell silent or were replaced, but not those that left in order",
+            "Workers that died or fell silent, but not those that left in order",
         )
 
     def watch_workers(self, records: Callable[[], list[WorkerRecord]]) -> None:
         self.registry.register(WorkerCollector(records))
+
+    def watch_requests(self, num_admitted: Callable[[], int], num_waiting: Callable[[], int]) -> None:
+        self.requests_in_flight.set_function(num_admitted)
+        self.requests_waiting.set_function(num_waiting)
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

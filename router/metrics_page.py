@@ -1,6 +1,6 @@
 """docs/reference/metrics.md, made from the declarations of all metrics.
 
-Write it anew with ``python -m splitserve.router.metrics_page > docs/reference/metrics.md``.
+``scripts/reference_pages.py`` writes it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -10,13 +10,13 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from splitserve.router.metrics import RouterMetrics, WorkerCollector
 
-_HEAD = """# Metrics
+_HEAD = """<!-- made by `python scripts/reference_pages.py`, not by hand -->
+
+# Metrics
 
 The router's `GET /metrics` has all metrics of a cluster in Prometheus' text format; those of workers and tiers are
 as of the worker's last heartbeat, their counters since the worker's start. A histogram
 has `_bucket`, `_sum` and `_count`.
-
-This page is generated: `python -m splitserve.router.metrics_page > docs/reference/metrics.md`.
 """
 
 
@@ -46,7 +46,3 @@ def _table(title: str, metrics: Iterable[tuple[Any, Any]]) -> Iterator[str]:
         labels = ", ".join(f"`{label}`" for label in labelled._labelnames)
         yield f"| `{name}` | {family.type} | {labels} | {family.documentation} |"
     yield ""
-
-
-if __name__ == "__main__":
-    print(metrics_page(), end="")

@@ -12,7 +12,7 @@ from splitserve.router.answers import Prompt
 from splitserve.router.api_error import ApiError
 from splitserve.router.chat_template import ChatTemplateError
 from splitserve.router.choice import Choice
-from splitserve.router.dispatcher import Limits
+from splitserve.router.placer import Limits
 from splitserve.router.renderer import Renderer, RendererBusyError
 from splitserve.router.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from splitserve.router.tokenizer import ModelTokenizer

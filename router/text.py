@@ -90,7 +90,7 @@ class StopStrings:
         if not self._stops:
             return piece
         text = self._held + piece
-        cut = self._find(text)
+        cut = self._find(text, len(self._held))
         if cut is not None:
             self.stopped = True
             self._held = ""
@@ -104,11 +104,15 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _find(self, text: str) -> int | None:
-        """Where the stop string that ends first begins; of those that end together, the longest."""
+    def _find(self, text: str, num_searched: int) -> int | None:
+        """Return the begin of the stop string that ends first; of those that end together, of the longest.
+
+        The first ``num_searched`` characters are known to hold none: searching them again for long stop strings of
+        repeated characters would cost more than a millisecond per token.
+        """
         best: tuple[int, int] | None = None
         for stop in self._stops:
-            begin = text.find(stop)
+            begin = text.find(stop, max(0, num_searched - len(stop) + 1))
             if begin >= 0 and (best is None or (begin + len(stop), begin) < best):
                 best = (begin + len(stop), begin)
         return None if best is None else best[1]

@@ -1,82 +1,93 @@
-"""New requests that no worker can take at the moment: each waits for one, in bounded number and for a bounded time."""
+"""Newcomers (requests, and questions about limits) that no worker can serve yet: each waits for one, in bounded number
+and for a bounded time. Pure."""
 
-import asyncio
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from splitserve.router.api_error import ApiError
-from splitserve.router.metrics import RouterMetrics
+from splitserve.router.core_effects import CancelTimer, Outbox, Refuse, SetTimer
+from splitserve.router.core_events import Timer, TimerKind
 from splitserve.router.placement import NoWorker
 
 RETRY_AFTER_SECONDS = 5
-"""What clients are told who waited in vain: a worker that is started again takes about that long."""
+"""Given to clients that waited in vain: about the time in which a worker is started again."""
 
-Outcome = TypeVar("Outcome")
-
-
-class ClientGoneError(Exception):
-    """The client closed its connection while its request waited."""
+T = TypeVar("T")
 
 
-class WaitingRoom:
-    """``max_waiting`` requests at once."""
+class WaitingRoom(Generic[T]):
+    """At most ``max_waiting`` newcomers at once, for ``wait_seconds`` from their arrival, in order of arrival.
 
-    def __init__(self, max_waiting: int, metrics: RouterMetrics) -> None:
-        self._max_waiting = max_waiting
-        self._metrics = metrics
-        self._calls: set[asyncio.Future[None]] = set()
-        self._closed = False
+    ``serve`` gives a newcomer what it came for, or returns why no worker can.
+    """
 
-    async def until(
+    def __init__(
         self,
-        attempt: Callable[[], Outcome | NoWorker],
-        deadline: float,
-        watch_client: Callable[[], asyncio.Future[None]],
-    ) -> Outcome:
-        """Make ``attempt`` now and at each :meth:`call`, until it succeeds; return its outcome.
+        max_waiting: int,
+        wait_seconds: float,
+        outbox: Outbox,
+        serve: Callable[[str, T, float], NoWorker | None],
+    ) -> None:
+        self._max_waiting = max_waiting
+        self._wait_seconds = wait_seconds
+        self._outbox = outbox
+        self._serve = serve
+        self._waiting: dict[str, T] = {}
+        self._is_closed = False
 
-        ``deadline`` is a time of the event loop. ``watch_client`` is called if the request has to wait; its future is
-        done when the client is gone. Raises :class:`ApiError` 503 at the deadline, or at once if too many wait, and
-        :class:`ClientGoneError`.
-        """
-        outcome = attempt()
-        if not isinstance(outcome, NoWorker):
-            return outcome
-        if len(self._calls) >= self._max_waiting:
-            raise no_worker(f"{outcome.reason}, and {len(self._calls)} requests wait for one already")
-        loop = asyncio.get_running_loop()
-        gone = watch_client()
-        while isinstance(outcome, NoWorker):
-            left_seconds = deadline - loop.time()
-            if left_seconds <= 0.0 or self._closed:
-                raise no_worker(outcome.reason)
-            await self._next_call(gone, left_seconds)
-            outcome = attempt()
-        return outcome
+    def __len__(self) -> int:
+        return len(self._waiting)
 
-    def call(self) -> None:
-        """Have all that wait try again: a worker has come."""
-        for waiting in self._calls:
-            if not waiting.done():
-                waiting.set_result(None)
+    def in_line(self) -> list[tuple[str, T]]:
+        """Return those that wait, by their ids."""
+        return list(self._waiting.items())
 
-    def close(self) -> None:
-        """No worker will come: nobody waits any longer."""
-        self._closed = True
-        self.call()
+    def arrive(self, newcomer_id: str, newcomer: T, arrived_at: float, now: float) -> None:
+        """Serve a newcomer now, let it wait, or refuse it."""
+        lacking = self._serve(newcomer_id, newcomer, now)
+        if lacking is None:
+            return
+        wait_until = arrived_at + self._wait_seconds
+        if len(self._waiting) >= self._max_waiting:
+            reason = f"{lacking.reason}, and {len(self._waiting)} requests wait for one already"
+            self._outbox.put(Refuse(newcomer_id, reason))
+        elif self._is_closed or wait_until <= now:
+            self._outbox.put(Refuse(newcomer_id, lacking.reason))
+        else:
+            self._waiting[newcomer_id] = newcomer
+            self._outbox.put(SetTimer(Timer(TimerKind.WAIT, newcomer_id), wait_until))
 
-    async def _next_call(self, gone: asyncio.Future[None], seconds: float) -> None:
-        called = asyncio.get_running_loop().create_future()
-        self._calls.add(called)
-        self._metrics.requests_waiting.set(len(self._calls))
-        try:
-            await asyncio.wait((called, gone), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            self._calls.discard(called)
-            self._metrics.requests_waiting.set(len(self._calls))
-        if gone.done():
-            raise ClientGoneError
+    def serve_all(self, now: float) -> None:
+        """A worker has come: serve those that it can."""
+        for newcomer_id, newcomer in self.in_line():
+            if self._serve(newcomer_id, newcomer, now) is None:
+                self.leave(newcomer_id)
+
+    def leave(self, newcomer_id: str) -> bool:
+        """Leave the line; return False for a newcomer that wasn't in it."""
+        if self._waiting.pop(newcomer_id, None) is None:
+            return False
+        self._outbox.put(CancelTimer(Timer(TimerKind.WAIT, newcomer_id)))
+        return True
+
+    def on_timer(self, newcomer_id: str, now: float) -> None:
+        """Serve a newcomer that has waited long enough, or refuse it."""
+        newcomer = self._waiting.pop(newcomer_id, None)
+        lacking = None if newcomer is None else self._serve(newcomer_id, newcomer, now)
+        if lacking is not None:
+            self._outbox.put(Refuse(newcomer_id, lacking.reason))
+
+    def close(self, reason: str) -> None:
+        """No worker will come: refuse all, and those that come later."""
+        self._is_closed = True
+        for newcomer_id, _ in self.in_line():
+            self.leave(newcomer_id)
+            self._outbox.put(Refuse(newcomer_id, reason))
+
+    def check_invariants(self) -> None:
+        assert len(self._waiting) <= self._max_waiting, f"{len(self._waiting)} wait where {self._max_waiting} may"
 
 
 def no_worker(reason: str) -> ApiError:
+    """Return the answer to a client whose request no worker took."""
     return ApiError(503, f"{reason}: try again", code="no_worker", retry_after_seconds=RETRY_AFTER_SECONDS)

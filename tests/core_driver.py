@@ -4,16 +4,17 @@ import numpy as np
 
 from simulator import LAYOUT, PROTOCOL, VOCAB, SimConnector
 from splitserve.config import EngineConfig, WorkerConfig
-from splitserve.decode.build import build_core
+from splitserve.decode.build import BlockMemory, ModelBounds, build_core
 from splitserve.handover import ReadResult
 from splitserve.kvconnector.block_pool import BlockState
 from splitserve.kvconnector.connector import PeerConnected
 from splitserve.kvconnector.digest import LeadingDigests, no_digests
+from splitserve.kvconnector.tier import Tier
+from splitserve.kvconnector.tier_commands import CopyCommand, CopyNearsEnd, CopyResult
 from splitserve.kvconnector.tier_index import TierIndex
-from splitserve.kvconnector.tiers import CopyCommand, CopyNearsEnd, CopyResult, Tier
 from splitserve.memory_records import LayoutRecord
 from splitserve.messages import Body, DecodeRequest, Envelope, Grant, PeerRef, PrefillRequest
-from splitserve.prefill.core import PrefillCore
+from splitserve.prefill.core import EngineCore
 from splitserve.prefill.effects import Effect, Send, StartCopy
 from splitserve.request import Party, RequestKey, Role, SamplingParams
 from splitserve.step import StepOutput, StepPlan
@@ -41,17 +42,18 @@ class Worker:
         slots = np.full(num_slots, 7, dtype=np.uint64)
         engine = EngineConfig(model="m", max_num_batched_tokens=8, max_num_seqs=4, tail_chunk_tokens=4).on("cpu")
         config = WorkerConfig(engine_id=me.engine_id, role=role, engine=engine, membership="", protocol=PROTOCOL)
-        self.core: PrefillCore = build_core(
+        self.core: EngineCore = build_core(
             config,
             me,
-            layout,
-            np.zeros(num_blocks, dtype=np.uint64),
+            BlockMemory(
+                layout,
+                np.zeros(num_blocks, dtype=np.uint64),
+                first_generation=1,
+                leading_digests=leading_digests,
+                tiers=[Tier("host", TierIndex(num_slots, slots))] if num_slots else [],
+            ),
             SimConnector(me, num_blocks, num_slots=num_slots),  # type: ignore[arg-type]
-            max_model_len=64,
-            vocab_size=VOCAB,
-            first_generation=1,
-            leading_digests=leading_digests,
-            tiers=[Tier("host", TierIndex(num_slots, slots))] if num_slots else [],
+            ModelBounds(max_model_len=64, vocab_size=VOCAB),
         )
         self.now = 0.0
         self.copies: list[CopyCommand] = []  # between device and host tier; under way

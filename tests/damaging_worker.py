@@ -8,7 +8,7 @@ from splitserve.handover import SourceHandover
 from splitserve.kvconnector.digest import FirstDigests, LeadingDigests
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.prefill.sequence import Sequence
-from splitserve.prefill.source import SourceSide
+from splitserve.prefill.source import SourcePart
 from splitserve.request import Role
 
 NUM_INTACT = 3  # hand-overs before the damaged one
@@ -17,10 +17,10 @@ NUM_INTACT = 3  # hand-overs before the damaged one
 def damage_one(memories: list[KVMemory]) -> None:
     """A block changes after its digest was made and before it can be read, at the end of a prompt: what comes after it
     in the prompt isn't computed from it."""
-    offer = SourceSide._offer
+    offer = SourcePart._offer
     num_complete = 0
 
-    def offer_and_damage(self: SourceSide, sequence: Sequence, handover: SourceHandover, now: float) -> None:
+    def offer_and_damage(self: SourcePart, sequence: Sequence, handover: SourceHandover, now: float) -> None:
         nonlocal num_complete
         new = sequence.block_ids[handover.num_offered_blocks :]
         is_computed = sequence.key in self._first_tokens
@@ -30,7 +30,7 @@ def damage_one(memories: list[KVMemory]) -> None:
             if num_complete == NUM_INTACT + 1:
                 memories[0].blocks[new[0]].add_(1.0)
 
-    SourceSide._offer = offer_and_damage
+    SourcePart._offer = offer_and_damage
 
 
 def run_worker(config: WorkerConfig, progress: Callable[[str, dict[str, str]], None]) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from core_driver import DECODE, LAYOUT, NUM_BLOCKS, PREFILL, Worker
+from core_parts import sink_of, source_of
 from simulator import PROTOCOL, VOCAB
 from splitserve.block_hash import extend_hashes, root_hash
 from splitserve.counters import WorkerLoad
-from splitserve.decode.core import DecodeCore
 from splitserve.errors import WireError
 from splitserve.handover import ReadCommand, ReadResult
 from splitserve.kvconnector.connector import PeerConnected
@@ -323,14 +323,13 @@ class FuzzedWorker:
         self.perform(self.worker.event(ReadResult(read_id, error, generations)))
 
     def assert_bounded(self) -> None:
-        state, source = self.core.state, self.core.source
+        state, source, sink = self.core.state, source_of(self.core), sink_of(self.core)
         assert len(state.sequences) <= PROTOCOL.max_requests
         assert len(state.tombstones) <= PROTOCOL.max_tombstones
         assert source.num_live <= PROTOCOL.max_requests + PROTOCOL.max_parked
         assert not state.outbox.effects
-        if isinstance(self.core, DecodeCore):
-            assert len(self.core.peers) <= PROTOCOL.max_peers
-            assert self.core.sink.num_reads_in_flight == len(self.reads)
+        assert len(sink.peers) <= PROTOCOL.max_peers
+        assert sink.sink.num_reads_in_flight == len(self.reads)
 
     def calm_down(self) -> None:
         """Everything outside comes to its end, and all time-outs pass: nothing may be left."""

@@ -9,13 +9,15 @@ from typing import Any
 import zmq
 
 from router_harness import Workers
-from splitserve.benchmarks.instant_worker import DEFAULT_LAYOUT, InstantWorker
+from splitserve.benchmarks.instant_worker import InstantWorker
+from splitserve.benchmarks.worker_script import DEFAULT_LAYOUT
 from splitserve.cluster_report import WorkerState
 from splitserve.config import ProtocolConfig, RouterConfig
 from splitserve.counters import WorkerLoad
 from splitserve.messages import Abort, Body, Envelope, Heartbeat, Register, WorkerInfo
 from splitserve.request import Party, Role, SamplingParams
-from splitserve.router.dispatcher import Dispatcher, Generation
+from splitserve.router.active_request import ActiveRequest
+from splitserve.router.dispatcher import Dispatcher
 from splitserve.router.inbox import Inbox
 from splitserve.router.membership import WorkerRecord
 from splitserve.router.metrics import RouterMetrics
@@ -59,13 +61,19 @@ class LiveRouter:
     async def until_ready(self, party: Party) -> None:
         await until(lambda: self.state(party) is WorkerState.READY, f"{party} isn't ready")
 
-    def submit(self, max_tokens: int = 4) -> Generation:
-        now = asyncio.get_running_loop().time()
-        return self.dispatcher.submit(0, PROMPT, SamplingParams(max_tokens=max_tokens), Inbox(), now)
+    async def submit(self, max_tokens: int = 4) -> ActiveRequest:
+        """Begin a request at once: the test fails if it has to wait for a worker."""
+        loop = asyncio.get_running_loop()
+        client = loop.create_future()
+        client.set_result(None)  # gone, should anything wait for it
+        sampling = SamplingParams(max_tokens=max_tokens)
+        return await self.dispatcher.submit_in_time(
+            0, PROMPT, sampling, Inbox(), loop.time(), watch_client=lambda: client
+        )
 
-    async def finish(self, generation: Generation) -> Generation:
-        await until(lambda: generation.state.ended, f"{generation.state.request_id} doesn't end")
-        return generation
+    async def finish(self, request: ActiveRequest) -> ActiveRequest:
+        await until(lambda: request.state.ended, f"{request.request_id} doesn't end")
+        return request
 
     def record(self, party: Party) -> WorkerRecord:
         record = self.fleet.membership.get(party)
@@ -73,6 +81,7 @@ class LiveRouter:
         return record
 
     def state(self, party: Party) -> WorkerState | None:
+        self.fleet.check_invariants()
         record = self.fleet.membership.get(party)
         return None if record is None else record.state
 

@@ -1,6 +1,7 @@
 """Which states production state machines really go through: recorded while the simulator runs them under faults."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as ListLike
 from enum import Enum
 from typing import Any
 from unittest import mock
@@ -11,25 +12,31 @@ from splitserve.cluster_report import WorkerState
 from splitserve.decode.peers import Peer, PeerState
 from splitserve.handover import SinkHandover, SinkState, SourceHandover, SourceState
 from splitserve.kvconnector.block_pool import BlockPool, BlockState
+from splitserve.prefill.sequence import Sequence
+from splitserve.prefill.stage import Stage
 from splitserve.router.membership import WorkerRecord
 from splitserve.router.request_state import Phase, RequestState
 
 Transitions = dict[str, set[tuple[str, str]]]
-MACHINES: tuple[type[Enum], ...] = (Phase, SourceState, SinkState, PeerState, WorkerState, BlockState)
+MACHINES: tuple[type[Enum], ...] = (Phase, SourceState, SinkState, PeerState, WorkerState, BlockState, Stage)
 OWNERS = (
     (RequestState, "phase"),
     (SourceHandover, "state"),
     (SinkHandover, "state"),
     (Peer, "state"),
     (WorkerRecord, "state"),
+    (Sequence, "stage"),
 )
 POOL_METHODS = ("allocate", "reference", "release", "quarantine", "lift_quarantine", "publish", "clear_prefix_index")
-SCHEDULES: Sequence[Schedule] = (
+LATE_COPIES = Faults(copy_late=0.4, copy_seconds=0.4)
+TIERED = Shape(prefill=0, decode=0, mixed=2, num_blocks=12, tier_slots=40)
+SCHEDULES: ListLike[Schedule] = (
     *(random_schedule(seed) for seed in range(200)),
     *(Schedule(seed=seed, faults=Faults(step_error=0.5)) for seed in range(10)),
     *(Schedule(seed=seed, faults=Faults(damage=0.1)) for seed in range(5)),
     *(Schedule(seed=seed, shape=Shape(num_blocks=16), num_requests=24) for seed in range(4)),
     *(Schedule(seed=seed, faults=Faults(partitions=2, read_seconds=1.0), protocol=SHORT_LEASES) for seed in range(20)),
+    *(Schedule(seed=seed, faults=LATE_COPIES, shape=TIERED, num_requests=20) for seed in range(10)),
 )
 
 

@@ -6,16 +6,19 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from splitserve.benchmarks.instant_worker import InstantWorker, Script, WorkerOptions, default_script
+from splitserve.benchmarks.instant_worker import InstantWorker, WorkerOptions
+from splitserve.benchmarks.worker_script import Script, default_script
 from splitserve.config import RouterConfig
 from splitserve.request import Role
-from waiting import PATIENCE_SECONDS
+from waiting import PATIENCE_SECONDS, wait_until
 
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"
@@ -165,3 +168,21 @@ class Workers:
     def close(self) -> None:
         for worker in list(self._running):
             self.stop(worker)
+
+
+@contextmanager
+def served_router(model_dir: Path, **settings: Any) -> Iterator[tuple[RouterProcess, Workers]]:
+    """A router with settings, and its workers, none at first; both end with the block. Its log must hold no bug."""
+    router = RouterProcess(model_dir, **settings)
+    workers = Workers(router.membership)
+    try:
+        yield router, workers
+    finally:
+        workers.close()
+        _, _, log = router.stop()
+        assert "Traceback" not in log, log
+
+
+def ready(router: RouterProcess) -> None:
+    """Wait until the router has workers that can serve."""
+    wait_until(lambda: router.request("GET", "/ready")[0] == 200)

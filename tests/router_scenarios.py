@@ -7,7 +7,8 @@ import asyncio
 from collections.abc import Sequence
 
 from live_router import LiveRouter, WorkerByHand, aborted, until
-from splitserve.benchmarks.instant_worker import InstantWorker, Reply, Request, default_script
+from splitserve.benchmarks.instant_worker import InstantWorker
+from splitserve.benchmarks.worker_script import Reply, Request, default_script
 from splitserve.cluster_report import WorkerState
 from splitserve.messages import (
     Body,
@@ -47,7 +48,7 @@ def failing_after_two_tokens(body: Request) -> Sequence[Reply]:
 
 async def a_retry_gets_what_is_left_of_the_deadline(router: LiveRouter) -> None:
     first, second = await router.start("m0", script=failing_later), await router.start("m1")
-    await router.finish(router.submit())
+    await router.finish(await router.submit())
     given, left = first.requests[0].deadline_seconds, second.requests[0].deadline_seconds
     assert left <= given - TRY_SECONDS, f"the retry got more than what was left of its deadline: {left} of {given} s"
 
@@ -56,7 +57,7 @@ async def a_retry_goes_on_after_the_delivered_tokens(router: LiveRouter) -> None
     await router.start("m0", script=failing_after_two_tokens)
     second = await router.start("m1")
     await until(lambda: len(router.fleet.membership.records()) == 2, "two workers")
-    router.submit()
+    await router.submit()
     await until(lambda: second.requests, "the retry")
     output_ids = list(second.requests[0].output_ids)
     assert output_ids == [7, 8], f"the retry goes on after {output_ids} instead of the delivered tokens"
@@ -65,7 +66,7 @@ async def a_retry_goes_on_after_the_delivered_tokens(router: LiveRouter) -> None
 async def a_failed_attempt_is_charged_to_nobody(router: LiveRouter) -> None:
     await router.start("m0", script=failing)
     await router.start("m1")
-    await router.finish(router.submit())
+    await router.finish(await router.submit())
     check_charges(router)
 
 
@@ -83,8 +84,8 @@ async def a_retried_prompt_is_computed_once_its_tokens_flow(router: LiveRouter) 
 
     await router.start("m0", script=failing_after_two_tokens)
     second = await router.start("m1", script=go_on)
-    generation = router.submit()
-    await until(lambda: len(generation.state.delivered_ids) == 3, "a token of the retry")
+    request = await router.submit()
+    await until(lambda: len(request.state.delivered_ids) == 3, "a token of the retry")
     tokens = router.record(second.party).prefill_tokens
     assert tokens == 0, f"{second.party} is charged {tokens} prompt tokens that it has computed"
 
@@ -92,7 +93,7 @@ async def a_retried_prompt_is_computed_once_its_tokens_flow(router: LiveRouter) 
 async def the_survivor_of_a_failed_attempt_is_aborted(router: LiveRouter) -> None:
     await router.start("p0", Role.PREFILL, failing)
     decode = await router.start("d0", Role.DECODE, answer_local)
-    await router.finish(router.submit())
+    await router.finish(await router.submit())
     keys = [body.key for body in decode.requests]
     found = aborted(decode.received)
     assert found == keys[:1] and len(keys) == 2, f"of the attempts {keys} these were aborted: {found}"
@@ -111,16 +112,16 @@ async def a_failed_handover_is_the_other_sides_fault(router: LiveRouter) -> None
 
     prefill = await router.start("p0", Role.PREFILL, silent)
     decode = await router.start("d0", Role.DECODE, report)
-    generation = router.submit()
-    await until(lambda: generation.state.history, "the failure")
-    culprit = generation.state.history[0].culprit
+    request = await router.submit()
+    await until(lambda: request.state.history, "the failure")
+    culprit = request.state.history[0].culprit
     assert culprit == prefill.party, f"{culprit} is blamed for what {decode.party} reported of {prefill.party}"
 
 
 async def a_success_closes_the_breaker(router: LiveRouter) -> None:
     async def run(outcome: FailureCode | None) -> None:
         outcomes.append(outcome)
-        await router.finish(router.submit())
+        await router.finish(await router.submit())
 
     def answer(body: Request) -> Sequence[Reply]:
         code = outcomes[-1]
@@ -147,14 +148,14 @@ class Hushable(InstantWorker):
 async def a_worker_that_returns_hears_what_others_have_done_meanwhile(router: LiveRouter) -> None:
     first = await router.start("m0", script=silent, kind=Hushable)
     await router.start("m1")
-    request = router.submit()
+    request = await router.submit()
     await until(lambda: first.requests, "the request at its first worker")
     first.is_silent = True
     await router.finish(request)
     assert router.state(first.party) is WorkerState.LOST and request.state.phase is Phase.FINISHED
     first.is_silent = False
     await router.until_ready(first.party)
-    router.submit()
+    await router.submit()
     await until(lambda: len(first.requests) == 2, "another request")
     keys = [body.key for body in first.requests]
     assert aborted(first.received) == keys[:1], f"{first.party} is back, and wasn't told to abort {keys[0]}"
@@ -177,7 +178,7 @@ async def a_lost_worker_is_ready_with_its_link_and_not_before(router: LiveRouter
     worker.listen()
     worker.heartbeat()
     await router.until_ready(worker.party)
-    router.submit()
+    await router.submit()
     await until(worker.received, "a request")
 
 
@@ -198,12 +199,12 @@ async def a_draining_worker_gets_no_requests(router: LiveRouter) -> None:
     for _ in range(3):
         placement = router.dispatcher.place(SHAPE)
         assert placement == Local(staying.party), f"a request would go to {placement}, but {leaving.party} drains"
-        await router.finish(router.submit())
+        await router.finish(await router.submit())
 
 
 async def a_new_incarnation_takes_requests_over_for_good(router: LiveRouter) -> None:
     old = await router.start_by_hand("m0", incarnation=1)
-    request = router.submit()
+    request = await router.submit()
     await until(old.received, "the request at the old incarnation")
     old.stop_listening()
     await until(lambda: router.state(old.party) is WorkerState.LOST, "the loss of the old incarnation")

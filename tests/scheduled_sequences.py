@@ -7,8 +7,10 @@ import numpy as np
 from splitserve.decode.scheduler import DecodeScheduler
 from splitserve.kvconnector.block_pool import BlockPool
 from splitserve.kvconnector.tiers import Tiers
-from splitserve.prefill.scheduler import Planned, PrefillScheduler
-from splitserve.prefill.sequence import BlockManager, Sequence
+from splitserve.prefill.block_manager import BlockManager
+from splitserve.prefill.scheduler import PrefillScheduler
+from splitserve.prefill.scheduling import Planned, StepBudget, StepScheduler
+from splitserve.prefill.sequence import Sequence
 from splitserve.request import Party, RequestKey, SamplingParams
 
 BLOCK_SIZE = 4
@@ -20,7 +22,7 @@ def make_blocks(num_blocks: int = 64) -> BlockManager:
     return BlockManager(pool, BLOCK_SIZE, b"root", Tiers(pool))
 
 
-def make_sequence(name: str, tokens: int | list[int], *, num_output: int = 0, max_tokens: int = 100) -> Sequence:
+def make_sequence(name: str, tokens: int | list[int], *, max_tokens: int = 100, decodes_here: bool = True) -> Sequence:
     """Distinct tokens by name, so that no two share a prefix by chance."""
     token_ids = (
         [zlib.crc32(f"{name} {i}".encode()) % 10_000 for i in range(tokens)]
@@ -28,7 +30,9 @@ def make_sequence(name: str, tokens: int | list[int], *, num_output: int = 0, ma
         else list(tokens)
     )
     sampling = SamplingParams(max_tokens=max_tokens)
-    return Sequence(RequestKey(name), ROUTER, token_ids, len(token_ids) - num_output, sampling, deadline=100.0)
+    return Sequence(
+        RequestKey(name), ROUTER, token_ids, len(token_ids), sampling, deadline=100.0, decodes_here=decodes_here
+    )
 
 
 def complete(blocks: BlockManager, planned: list[Planned]) -> None:
@@ -42,11 +46,24 @@ def lengths(planned: list[Planned]) -> list[tuple[str, int]]:
     return [(sequence.key.request_id, len(chunk.token_ids)) for sequence, chunk in planned]
 
 
+def make_prefill(
+    blocks: BlockManager | None = None, *, max_num_seqs: int, tail_chunk_tokens: int = 0
+) -> PrefillScheduler:
+    budget = StepBudget(1000, max_num_seqs, 1000, tail_chunk_tokens)
+    return PrefillScheduler(make_blocks() if blocks is None else blocks, budget)
+
+
 def make_decode(
     num_blocks: int = 64, max_num_seqs: int = 4, max_num_prefill_tokens: int = 1000
-) -> tuple[BlockManager, DecodeScheduler]:
+) -> tuple[BlockManager, StepScheduler]:
     blocks = make_blocks(num_blocks)
-    prefill = PrefillScheduler(blocks, max_num_seqs=max_num_seqs)
-    return blocks, DecodeScheduler(
-        blocks, prefill, max_num_seqs=max_num_seqs, max_num_prefill_tokens=max_num_prefill_tokens
-    )
+    budget = StepBudget(1000, max_num_seqs, max_num_prefill_tokens)
+    return blocks, StepScheduler(PrefillScheduler(blocks, budget), DecodeScheduler(blocks), budget)
+
+
+def plan(scheduler: StepScheduler, num_tokens: int) -> list[Planned]:
+    """A step of at most ``num_tokens``."""
+    scheduler.budget.max_num_batched_tokens = num_tokens
+    planned = scheduler.plan()
+    scheduler.check_invariants()
+    return planned

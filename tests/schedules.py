@@ -41,6 +41,7 @@ SHAPES = (
 LONG_WAITS = {"dead_after_seconds": 30.0, "lease_seconds": 30.0, "request_deadline_seconds": 300.0}
 EXPIRING_LEASES = {"lease_seconds": 0.4, "renew_interval_seconds": 0.3, "host_offer_after_seconds": 0.05}
 IMPATIENT_READS = {"read_deadline_seconds": 0.2}  # a peer is given up while others still read, and greeted anew
+FEW_MAY_WAIT = {"max_requests_waiting": 2, "no_worker_wait_seconds": 0.3}
 SHORT_LEASES = {"lease_seconds": 1.0, "renew_interval_seconds": 0.3}
 
 
@@ -125,8 +126,9 @@ def random_schedule(seed: int) -> Schedule:
         copy_late=sometimes(0.0, 0.3),
         copy_seconds=sometimes(0.05, 0.5),
         lies=sometimes(0.0, 0.3),
+        unsent=sometimes(0.0, 0.2) if chosen.random() < 0.3 else 0.0,
     )
-    protocol = chosen.choice([{}, {}, SHORT_LEASES, EXPIRING_LEASES, IMPATIENT_READS, LONG_WAITS])
+    protocol = chosen.choice([{}, {}, SHORT_LEASES, EXPIRING_LEASES, IMPATIENT_READS, LONG_WAITS, FEW_MAY_WAIT])
     return Schedule(
         seed=seed,
         faults=faults,

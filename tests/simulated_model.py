@@ -61,7 +61,8 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     against which digests are verified. ``clocks`` is how far the workers' clocks are apart. With
     ``rounding`` no two workers draw the same token: a client must see one stream all the same.
     Copies between device and tiers fail with ``copy_error``, and end too late with ``copy_late``. ``lies`` is the
-    probability that an offer is wrong: see :class:`simulated_lies.Liar`.
+    probability that an offer is wrong: see :class:`simulated_lies.Liar`. ``unsent`` is the probability that a
+    worker's link doesn't take a request from the router.
     """
 
     drop: float = 0.0
@@ -89,6 +90,7 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     copy_late: float = 0.0
     copy_seconds: float = 0.05
     lies: float = 0.0
+    unsent: float = 0.0
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -12,8 +12,9 @@ import numpy as np
 from simulated_model import BLOCK_SIZE
 from splitserve.block_hash import extend_hashes
 from splitserve.kvconnector.shared_tier import ChainCopy, SharedTier, TierState
+from splitserve.kvconnector.tier import Tier
+from splitserve.kvconnector.tier_commands import ClearCommand, CopyCommand, CopyNearsEnd, CopyResult
 from splitserve.kvconnector.tier_index import TierIndex
-from splitserve.kvconnector.tiers import ClearCommand, CopyCommand, CopyNearsEnd, CopyResult, Tier
 
 SHARED = "shared"
 MAX_CHUNKS = 24
@@ -79,7 +80,9 @@ class SimTiers:
     def follow_events(self) -> None:
         """Whoever adds up the events knows what can be found."""
         blocks = self.worker.core.state.blocks
-        for event in blocks.tiers.events.take():
+        events = blocks.tiers.events.take()
+        self.worker.sim.router.on_kv_events(self.worker, events)
+        for event in events:
             known = self.found.setdefault(event.tier, set())
             hashes = set(event.hashes)
             assert len(hashes) == len(event.hashes), "an event names a block twice"

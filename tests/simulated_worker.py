@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from core_parts import sink_of
 from simulated_model import BLOCK_SIZE, LAYOUT, NUM_HEADS, VOCAB, SimConnector, mix, next_kv
 from simulated_reader import SimReader
 from simulated_tiers import SimTiers
 from splitserve.config import EngineConfig, WorkerConfig
-from splitserve.decode.build import build_core
-from splitserve.decode.core import DecodeCore
+from splitserve.decode.build import BlockMemory, ModelBounds, build_core
 from splitserve.decode.peers import PeerState
 from splitserve.handover import ReadResult, SinkHandover
 from splitserve.kvconnector.block_pool import BlockState
@@ -55,15 +55,16 @@ class SimWorker:
         self.core = build_core(
             config,
             self.party,
-            LAYOUT,
-            self.generations,
+            BlockMemory(
+                LAYOUT,
+                self.generations,
+                first_generation=sim.random.getrandbits(63),
+                leading_digests=self.leading_digests if sim.faults.damage else no_digests,
+                tiers=self.below.tiers,
+                shared_tier=self.below.shared,
+            ),
             SimConnector(self.party, num_blocks, num_slots=sim.tier_slots),  # type: ignore[arg-type]
-            max_model_len=num_blocks * BLOCK_SIZE,
-            vocab_size=VOCAB,
-            first_generation=sim.random.getrandbits(63),
-            leading_digests=self.leading_digests if sim.faults.damage else no_digests,
-            tiers=self.below.tiers,
-            shared_tier=self.below.shared,
+            ModelBounds(max_model_len=num_blocks * BLOCK_SIZE, vocab_size=VOCAB),
         )
         self.below.begin()
         self.digests: dict[tuple[int, int], bytes | None] = {}  # by block and generation; None: not there yet
@@ -93,7 +94,7 @@ class SimWorker:
 
     def check_peers(self) -> None:
         """The connector is connected to the peers of the table, as far as that was asked for, and to no others."""
-        peers = self.core.peers.peers() if isinstance(self.core, DecodeCore) else ()
+        peers = sink_of(self.core).peers.peers()
         num_open = sum(peer.state in (PeerState.CONNECTING, PeerState.READY) for peer in peers)
         connects, disconnects = self.num_effects[Connect], self.num_effects[Disconnect]
         assert connects == disconnects + num_open, (
@@ -104,7 +105,7 @@ class SimWorker:
 
     def changed_blocks(self, result: ReadResult) -> tuple[SinkHandover, list[int]] | None:
         """The hand-over of a read, with the indices of its blocks whose generations aren't those that were offered."""
-        incoming = self.core.sink._reads.get(result.read_id) if isinstance(self.core, DecodeCore) else None
+        incoming = sink_of(self.core).sink._reads.get(result.read_id)
         if incoming is None or incoming.handover is None:
             return None
         read = incoming.handover.reads_in_flight[result.read_id]

@@ -13,7 +13,7 @@ _RANK = """
 import mmap, random, sys, time
 import torch
 from splitserve.kernels import triton_all_gather as ag
-from splitserve.kernels.triton_all_reduce import PeerMemory
+from splitserve.kernels.triton_peer_memory import PeerMemory
 
 path, rank, size, start = sys.argv[1], *map(int, sys.argv[2:])
 ag.PROGRAMS, ag._BLOCK = 2, 16

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 _RANK = """
 import mmap, random, sys, time
 import torch
-from splitserve.kernels import triton_all_reduce as ar, triton_ops
+from splitserve.kernels import triton_all_reduce as ar, triton_ops, triton_peer_memory as pm
 
 path, rank, size, capacity, start = sys.argv[1], *map(int, sys.argv[2:])
 ar.PROGRAMS, ar._BLOCK, ar._LONGEST_ROW = 2, 16, 48
@@ -27,7 +27,7 @@ stride = -(-(num_bytes + 2 * num_flagless) // 4096) * 4096
 
 def memory_at(first_byte):
     buffers = torch.tensor([whole.data_ptr() + stride * r + first_byte for r in range(size)])
-    return ar.PeerMemory(rank, size, capacity, buffers, torch.zeros(2, ar.PROGRAMS, dtype=torch.int32))
+    return pm.PeerMemory(rank, size, capacity, buffers, torch.zeros(2, ar.PROGRAMS, dtype=torch.int32))
 
 flagged, flagless = memory_at(0), {}
 flagged.calls.fill_(start)
@@ -35,7 +35,7 @@ for dtype in (torch.float32, torch.float16):
     first = num_bytes + num_flagless * len(flagless)
     flagless[dtype] = memory_at(first)
     whole[stride * rank + first : stride * rank + first + num_flagless].view(dtype).fill_(-0.0)
-flags = whole[stride * rank + num_bytes - ar.FLAG_BYTES * ar.PROGRAMS : stride * rank + num_bytes].view(torch.int32)
+flags = whole[stride * rank + num_bytes - pm.FLAG_BYTES * ar.PROGRAMS : stride * rank + num_bytes].view(torch.int32)
 flags.fill_((2 * start + 2**31) % 2**32 - 2**31)
 ready = whole[stride * size :].view(torch.int32)
 ready[rank] = 1

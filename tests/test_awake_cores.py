@@ -1,6 +1,7 @@
 """Cores that are kept awake: who spins, when it rests, and that it ends with the worker."""
 
 import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
@@ -90,7 +91,8 @@ class Notes:
 
 def test_the_loop_tells_when_there_is_something_to_do() -> None:
     with running(FaultyRunner()) as run:
-        run.loop._cores = notes = Notes()
+        notes = Notes()
+        run.loop._io = dataclasses.replace(run.loop._io, cores=notes)
         wait_until(lambda: notes.said == [False])
         run.submit("r", max_tokens=4)
         assert len(run.tokens_of("r")) == 4

@@ -8,7 +8,9 @@ import torch
 
 from splitserve.benchmarks import kernels, layout
 from splitserve.benchmarks.device_timing import relative_error
-from splitserve.benchmarks.kernel_cases import Target, attended_pairs, cases, shuffled_batch
+from splitserve.benchmarks.kernel_case import Target
+from splitserve.benchmarks.kernel_cases import cases
+from splitserve.benchmarks.kv_cases import attended_pairs, shuffled_batch
 from splitserve.benchmarks.layout import Side, sides, single_head_sides
 from splitserve.errors import ConfigError
 from splitserve.kernels.api import AttentionShape

@@ -4,7 +4,8 @@ import json
 from array import array
 from pathlib import Path
 
-from splitserve.benchmarks.router_overhead import main, prompt_stages
+from splitserve.benchmarks.router_overhead import main
+from splitserve.benchmarks.router_stages import prompt_stages
 
 
 def test_stages_of_a_prompt_are_timed_where_all_of_it_hits() -> None:

@@ -9,8 +9,9 @@ import torch
 
 from serving import complete_all
 from splitserve.benchmarks import chaos_ties
-from splitserve.benchmarks.chaos import Outcome, check_answers
+from splitserve.benchmarks.chaos import check_answers
 from splitserve.benchmarks.chaos_load import Answer, Case, Expected, make_cases
+from splitserve.benchmarks.chaos_outcome import Outcome
 from splitserve.benchmarks.chaos_ties import NEAR_TIE_SHARE, Referee
 from splitserve.config import EngineConfig
 from splitserve.orchestration.launcher import LocalCluster

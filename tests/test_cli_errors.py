@@ -18,12 +18,12 @@ from splitserve.errors import ConfigError
 from splitserve.models.demo import write_demo_model
 from splitserve.orchestration import cli, small_files
 from splitserve.orchestration.doctor_machine import look_at_machine
-from splitserve.orchestration.expansion import read_secret
+from splitserve.orchestration.expansion import read_secret, resolve_secrets
 from splitserve.orchestration.gpus import Gpu
 from splitserve.orchestration.shorthand import simple_spec
 from splitserve.orchestration.small_files import read_small_file
 from splitserve.orchestration.spec_document import parse_spec, read_spec
-from splitserve.orchestration.start_checks import Machine, capacity_problems, file_problems
+from splitserve.orchestration.start_checks import Machine, address_problems, capacity_problems, file_problems
 from splitserve.orchestration.state_folder import StateFolder, choose_cluster, known_clusters
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -299,6 +299,23 @@ def test_a_pipe_is_read_to_its_end(tmp_path: Path) -> None:
     writer.start()
     assert read_spec(str(pipe)).num_workers == 1
     writer.join()
+
+
+@pytest.mark.parametrize("option", ["api_key", "shared"])
+def test_looking_at_a_spec_leaves_secrets_in_their_pipes(tmp_path: Path, option: str) -> None:
+    """As of ``--api-key-file <(command)``: what the checks read, the start couldn't read again."""
+    reading, writing = os.pipe()
+    try:
+        os.write(writing, b"a secret")
+        os.close(writing)
+        document = f"model: {{path: {tmp_path}}}\npools: [{{name: a, role: mixed}}]\nrouter: {{port: 0}}\n"
+        spec = parse_spec(document + f"secrets: {{{option}: {{file: /dev/fd/{reading}}}}}\n")
+        problems = [*file_problems(spec), *address_problems(spec)]
+        assert not [problem for problem in problems if problem[0].startswith("secrets")]
+        found = resolve_secrets(spec)
+    finally:
+        os.close(reading)
+    assert (found.api_key if option == "api_key" else found.secret) == "a secret"
 
 
 def test_a_demo_model_has_the_modes_that_the_umask_leaves(tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ from serving import complete_all, wait_until_quiet
 from splitserve.benchmarks.recovery_times import recoveries
 from splitserve.errors import ConfigError
 from splitserve.orchestration.client import ClusterClient, follow, log_lines, status_of
-from splitserve.orchestration.cluster import LaunchError
 from splitserve.orchestration.control import ClusterStatus, DrainWorker, Refused, Scale, UpgradeCluster, accepted
+from splitserve.orchestration.launch_errors import LaunchError
 from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.ray_access import accepts_strangers
 from splitserve.orchestration.ray_client import RayClient, connect, start_on_ray

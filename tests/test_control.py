@@ -40,6 +40,8 @@ from splitserve.orchestration.display import describe_status
 from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.local_host import Entries
 from splitserve.orchestration.log_files import read_log
+from splitserve.orchestration.rolling_upgrade import UpgradeState
+from splitserve.orchestration.roster import Phase
 from splitserve.orchestration.serve import FOLDER_VARIABLE
 from splitserve.orchestration.shorthand import simple_spec
 from splitserve.orchestration.state_folder import (
@@ -50,7 +52,6 @@ from splitserve.orchestration.state_folder import (
     known_clusters,
     state_root,
 )
-from splitserve.orchestration.supervision import Phase, UpgradeState
 
 STATUS = ClusterStatus(
     name="c",

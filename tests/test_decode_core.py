@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from core_driver import DECODE, KEY, NUM_BLOCKS, PREFILL, Worker, decode_request, of, sent
+from core_parts import sink_of
 from simulated_router import ROUTER
 from simulator import LAYOUT, PROTOCOL, SimConnector
-from splitserve.decode.core import DecodeCore
 from splitserve.handover import ReadCommand, ReadResult
 from splitserve.kvconnector.block_pool import BlockState
 from splitserve.kvconnector.connector import PeerConnected
@@ -220,7 +220,7 @@ class TestDecode:
         reborn = Party(PREFILL.engine_id, PREFILL.incarnation + 1)
         effects = decode.hear(ROUTER, decode_request(RequestKey("r1"), reborn))
         assert of(effects, HangUp) == [HangUp(PREFILL)] and of(effects, Disconnect) == [Disconnect(PREFILL)]
-        assert isinstance(decode.core, DecodeCore) and decode.core.peers.get(PREFILL) is None
+        assert sink_of(decode.core).peers.get(PREFILL) is None
         stale_before = decode.core.load().stale_messages
         decode.hear(PREFILL, self.offer(RequestKey("r1")))
         assert decode.core.load().stale_messages == stale_before + 1, "an offer of the old incarnation"

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from safetensors import safe_open
 from splitserve.errors import ConfigError
 from splitserve.models.config import load_model_config
 from splitserve.models.demo import SHAPES, demo_tensor, write_demo_model
+from splitserve.models.layers.weight import Role, Weight
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -95,10 +97,11 @@ def test_true_shapes_have_their_true_number_of_parameters() -> None:
 
 def test_a_tensor_depends_on_seed_and_name_alone() -> None:
     name = "model.layers.0.mlp.up_proj.weight"
-    tensor = demo_tensor(name, (64, 33), 10, 5)
-    assert torch.equal(tensor, demo_tensor(name, (64, 33), 10, 5))
-    assert not torch.equal(tensor, demo_tensor(name, (64, 33), 10, 6))
-    assert not torch.equal(tensor, demo_tensor(name.replace("0", "1"), (64, 33), 10, 5))
+    weight = Weight(name, (64, 33), Role.PROJECTION)
+    tensor = demo_tensor(weight, 10, 5)
+    assert torch.equal(tensor, demo_tensor(weight, 10, 5))
+    assert not torch.equal(tensor, demo_tensor(weight, 10, 6))
+    assert not torch.equal(tensor, demo_tensor(replace(weight, name=name.replace("0", "1")), 10, 5))
     assert abs(float(tensor.mean())) < 0.05 and 0.2 < float(tensor.std()) < 0.35
 
 

@@ -21,8 +21,8 @@ from splitserve.kvconnector import disk_tier as module
 from splitserve.kvconnector.disk_tier import DiskStore, disk_tier, keep_common, rank_folder
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.slot_folder import HEADER_BYTES, Header, SlotFolder
+from splitserve.kvconnector.tier import Tier
 from splitserve.kvconnector.tier_copies import PartialCopyError, TierStore
-from splitserve.kvconnector.tiers import Tier
 from splitserve.memory_records import LayoutRecord
 from test_end_to_end import BLOCK_SIZE, body, cluster
 from test_tiers_end_to_end import BLOCK_BYTES

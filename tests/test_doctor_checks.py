@@ -18,12 +18,7 @@ from splitserve.memory_records import LayoutRecord
 from splitserve.messages import PeerLink, WorkerInfo, WorkerPlace
 from splitserve.models.checkpoint import weights_version
 from splitserve.orchestration.core_plan import Wanted
-from splitserve.orchestration.doctor_cluster_checks import (
-    cluster_checks,
-    cores_together,
-    expected_transport,
-    is_by,
-)
+from splitserve.orchestration.doctor_cluster_checks import cluster_checks
 from splitserve.orchestration.doctor_machine import (
     MachineFacts,
     Package,
@@ -43,6 +38,8 @@ from splitserve.orchestration.doctor_machine_checks import (
 from splitserve.orchestration.doctor_model import look_at_model
 from splitserve.orchestration.doctor_probe import Probe, Shape, predicted_prefix, probe_checks, probe_shape
 from splitserve.orchestration.doctor_report import Check, Diagnosis
+from splitserve.orchestration.doctor_transport_checks import expected_transport, is_by
+from splitserve.orchestration.doctor_worker_checks import cores_together
 from splitserve.orchestration.gpus import Gpu
 from splitserve.orchestration.topology import Core, NumaNode, Topology
 from splitserve.request import Party, Role

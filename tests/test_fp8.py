@@ -16,16 +16,18 @@ from serving import complete_all, greedy_bodies
 from splitserve.config import EngineConfig
 from splitserve.errors import CheckpointError
 from splitserve.kernels import linear, reference
-from splitserve.kernels.fp8_linear import GROUP, Fp8Weight, fp8_unavailable_reason, select_fp8
+from splitserve.kernels.fp8_linear import fp8_unavailable_reason, select_fp8
+from splitserve.kernels.fp8_weight import GROUP, Fp8Weight
 from splitserve.models import demo
 from splitserve.models.checkpoint import read_records
 from splitserve.models.config import Fp8Format, load_model_config
+from splitserve.models.declared import declare, stored_weights
 from splitserve.models.decoder import DecoderModel
 from splitserve.models.fp8_scales import ScaleReader
 from splitserve.models.loader import load_model
 from splitserve.models.reading import DummyReader, MappedReader, StagedReader
 from splitserve.models.runner import ModelRunner
-from splitserve.models.shard import Shard, WeightParts, expected_shapes, is_projection
+from splitserve.models.shard import Shard
 from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.shorthand import simple_spec
 from splitserve.step import SampleSpec, ScheduledChunk, StepPlan
@@ -74,7 +76,7 @@ def checkpoints(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     stored, rounded = {}, {}
     for name, tensor in load_file(plain / "model.safetensors").items():
         stored[name] = rounded[name] = tensor
-        if is_projection(name):
+        if name.endswith("_proj.weight"):
             stored[name], scales = quantised(tensor, block)
             rounded[name] = dequantised(stored[name], scales, block)
             stored[f"{name}_scale" if block is None else f"{name}_scale_inv"] = scales
@@ -118,13 +120,14 @@ def test_ranks_have_their_part_of_weights_and_scales(checkpoints: tuple[Path, Pa
     assert config.fp8 is not None
     scales = ScaleReader(records, config.fp8.block)
     for rank in range(size):
-        weights = list(WeightParts(config, Shard(rank, size)).layer(1).values())
+        stacks = list(declare(config).layers[1].stacks())
+        weights = [tuple(weight.part(Shard(rank, size)) for weight in stack) for stack in stacks]
         mapped = MappedReader(records, torch.float32, scales)
         staged = StagedReader(records, torch.float32, CPU, scales, num_threads=2, staging_bytes=5000)
         with torch.inference_mode():
             staged.announce(weights)
-        for parts in weights:
-            assert mapped.is_fp8(parts) == staged.is_fp8(parts) == is_projection(parts[0].name)
+        for stack, parts in zip(stacks, weights, strict=True):
+            assert mapped.is_fp8(parts) == staged.is_fp8(parts) == stack[0].may_be_fp8
             if not mapped.is_fp8(parts):
                 assert torch.equal(staged.read(parts), expected.read(parts))
                 continue
@@ -182,13 +185,14 @@ def test_layers_that_were_left_alone_stay_as_they_are(checkpoints: tuple[Path, P
 
 def test_dummy_weights_come_in_the_declared_format(checkpoints: tuple[Path, Path]) -> None:
     config = load_model_config(checkpoints[0])
-    reader = DummyReader(expected_shapes(config), torch.float32, CPU, config.fp8)
-    parts = WeightParts(config, Shard(1, 2)).layer(0)
-    assert not reader.is_fp8(parts["input_norm"])
-    read = reader.read_fp8(parts["down"])
+    weights = stored_weights(config)
+    reader = DummyReader(weights, torch.float32, CPU, config.fp8)
+    down = (weights["model.layers.0.mlp.down_proj.weight"].part(Shard(1, 2)),)
+    assert not reader.is_fp8((weights["model.layers.0.input_layernorm.weight"].part(Shard(1, 2)),))
+    read = reader.read_fp8(down)
     assert read.weight.dtype == FP8 and read.weight.shape == (192, 208)
-    assert not reader.is_fp8(WeightParts(config, Shard()).head)
-    assert not DummyReader(expected_shapes(config), torch.float32, CPU).is_fp8(parts["down"])
+    assert not reader.is_fp8((declare(config).head_weight.part(Shard()),))
+    assert not DummyReader(weights, torch.float32, CPU).is_fp8(down)
 
 
 @pytest.mark.parametrize(

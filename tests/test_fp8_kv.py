@@ -74,7 +74,10 @@ def test_scales_of_a_checkpoint_divide_what_is_stored(
         for name, value in (("k", 3.0), ("v", 0.25))
     }
     scaled_path = with_scales(path, tmp_path / "m", scales)
-    assert read_kv_scales(read_records(scaled_path), 4) == [KVScales(4.0, 0.25)] * 4
+    records = read_records(scaled_path)
+    for index in range(4):
+        key, value = (f"model.layers.{index}.self_attn.{name}_scale" for name in "kv")
+        assert read_kv_scales(records, ["absent", key], [value, key]) == KVScales(4.0, 0.25)
     plain, scaled = prefill(runner_of(path, torch.float32)), prefill(runner_of(scaled_path, FP8))
     factors = torch.tensor([4.0, 0.25]).view(1, 1, 2, 1, 1)
     assert torch.equal(scaled[:, 0], (plain[:, 0] / factors).to(FP8).float())

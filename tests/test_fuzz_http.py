@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from schemathesis import Case, GenerationMode, openapi
 from schemathesis import checks as api_checks
 
-from router_harness import RouterProcess, Workers, write_model_dir
+from router_harness import RouterProcess, ready, served_router, write_model_dir
 from splitserve.request import Role
 from waiting import PATIENCE_SECONDS, wait_until
 
@@ -54,17 +54,12 @@ HOSTILE_VALUES += [["s"] * 17, ["s" * 1025], [1] * 257, [5] * 300, ["a"] * 50, [
 def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
     path: Path = tmp_path_factory.mktemp("router") / "tiny"
     write_model_dir(path)
-    process = RouterProcess(path, max_requests_in_flight=64)
-    workers = Workers(process.membership)
-    try:
+    with served_router(path, max_requests_in_flight=64) as (process, workers):
         for role in (Role.PREFILL, Role.DECODE, Role.MIXED):
             workers.start(f"{role}-0", role, max_model_len=MAX_MODEL_LEN).keep_record = False
-        wait_until(lambda: process.request("GET", "/ready")[0] == 200)
+        ready(process)
         yield process
-    finally:
-        workers.close()
-        status, _, log = process.stop()
-        assert status == 0 and "Traceback" not in log, log
+    assert process.process.returncode == 0
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ import zmq
 from fuzzing import ROUTER, MessageFuzzer
 from router_harness import RouterProcess, Workers, write_model_dir
 from serving import complete_all, wait_until_quiet
-from splitserve.benchmarks.instant_worker import DEFAULT_LAYOUT, Reply, Request, default_script
+from splitserve.benchmarks.worker_script import DEFAULT_LAYOUT, Reply, Request, default_script
 from splitserve.config import EngineConfig, ProtocolConfig
 from splitserve.memory_records import LayoutRecord
 from splitserve.messages import Envelope, PeerHello, PeerRefused, Register, RegisterRefused, WorkerInfo

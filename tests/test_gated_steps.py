@@ -8,8 +8,8 @@ import pytest
 from core_driver import DECODE, KEY, NUM_BLOCKS, PREFILL, Worker, grant, prefill_request, sent
 from simulator import PROTOCOL, ROUTER
 from splitserve.kvconnector.load_gates import LoadGates, layer_groups
+from splitserve.kvconnector.tier_commands import CopyCommand, CopyNearsEnd, CopyResult
 from splitserve.kvconnector.tier_copies import TierCopies
-from splitserve.kvconnector.tiers import CopyCommand, CopyNearsEnd, CopyResult
 from splitserve.messages import Abort, LocalRequest, Offer, Release, RequestFailed, StepTokens
 from splitserve.prefill.effects import Effect
 from splitserve.request import RequestKey, Role, SamplingParams

@@ -223,6 +223,6 @@ def test_a_small_read_that_was_held_up_makes_no_link_endlessly_fast() -> None:
 
 
 def test_paths_are_those_of_the_specification() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "handover.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parent.parent / "docs" / "concepts" / "handover.md").read_text(encoding="utf-8")
     assert [line.split("`")[1] for line in page.splitlines() if line.startswith("| `") and line.split("`")[1] in
             set(ReadPath)] == list(ReadPath)  # fmt: skip

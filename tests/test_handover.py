@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from splitserve.config import ProtocolConfig
 from splitserve.handover import (
+    Pull,
     ReadCommand,
     ReadResult,
     SinkHandover,
@@ -42,18 +43,15 @@ def make_sink(
 ) -> SinkHandover:
     first_block = num_cached_tokens // BLOCK_SIZE
     num_blocks = -(-num_prompt_tokens // BLOCK_SIZE)
-    return SinkHandover(
-        KEY,
-        PREFILL,
+    pull = Pull(
         num_prompt_tokens=num_prompt_tokens,
         num_cached_tokens=num_cached_tokens,
         local_blocks=list(range(50, 50 + num_blocks - first_block)),
         block_size=BLOCK_SIZE,
         block_bytes=1000,
-        config=config,
-        now=0.0,
         reads_host_tier=reads_host_tier,
     )
+    return SinkHandover(KEY, PREFILL, pull, config, 0.0)
 
 
 def blocks(*block_ids: int) -> list[OfferedBlock]:

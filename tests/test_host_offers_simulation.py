@@ -12,7 +12,8 @@ from splitserve.handover import SinkHandover, SinkState, SourceHandover
 from splitserve.kvconnector.tier_index import TierIndex
 from splitserve.messages import Offer, OfferAck, OfferedBlock
 from splitserve.offered_blocks import DiscardedRead, OfferedBlocks
-from splitserve.prefill.sequence import BlockManager, Sequence
+from splitserve.prefill.block_manager import BlockManager
+from splitserve.prefill.sequence import Sequence
 
 SHAPE = Shape(decode=2, num_blocks=40, prefill_blocks=14, tier_slots=60)
 FEW_SLOTS = msgspec.structs.replace(SHAPE, tier_slots=20)  # they are taken again soon

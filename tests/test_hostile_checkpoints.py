@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from canary import TOKEN_SECONDS, guarded_router
+from guarded_router import TOKEN_SECONDS, guarded_router
 from router_harness import CHAT_TEMPLATE, RouterProcess, write_model_dir
 from splitserve.errors import CheckpointError
 from splitserve.models.checkpoint import read_records, weight_files

@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from router_harness import RouterProcess, Workers, write_model_dir
+from router_harness import RouterProcess, ready, served_router, write_model_dir
 from splitserve.benchmarks.attack_http import CHUNKED, HEALTH, send_all
-from splitserve.benchmarks.instant_worker import default_script
+from splitserve.benchmarks.worker_script import default_script
 from splitserve.config import HttpLimits
 from splitserve.request import Role
 from waiting import PATIENCE_SECONDS, wait_until
@@ -33,17 +33,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def router(model: Path) -> Iterator[RouterProcess]:
-    process = RouterProcess(model, http=LIMITS, max_requests_in_flight=NUM_CONNECTIONS)
-    workers = Workers(process.membership)
-    try:
+    with served_router(model, http=LIMITS, max_requests_in_flight=NUM_CONNECTIONS) as (process, workers):
         script = default_script(tokens_per_message=1, token_seconds=0.02)
         workers.start("m0", Role.MIXED, script, max_model_len=4096)
-        wait_until(lambda: process.request("GET", "/ready")[0] == 200)
+        ready(process)
         yield process
-    finally:
-        workers.close()
-        status, _, log = process.stop()
-        assert status == 0 and "Traceback" not in log, log
+    assert process.process.returncode == 0
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from splitserve.kernels import attention
+from splitserve.kernels import attend, attention
 from splitserve.kernels.api import AttentionShape, PagedBatch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -130,7 +130,7 @@ def test_the_portable_form_of_attention_agrees_with_the_fused_one() -> None:
     query = torch.randn(1, 6, 9, 16, generator=generator)
     keys, values = (torch.randn(1, 2, 12, 16, generator=generator) for _ in range(2))
     for mask in (None, torch.full((9, 12), -math.inf).triu_(4)):
-        fused = attention.attend(query, keys, values, mask, 0.25)
-        portable = attention.attend_portable(query, keys, values, mask, 0.25)
+        fused = attend.attend(query, keys, values, mask, 0.25)
+        portable = attend.attend_portable(query, keys, values, mask, 0.25)
         for left, right in zip(fused, portable, strict=True):
             torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)

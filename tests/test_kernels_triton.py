@@ -12,6 +12,7 @@ pytest.importorskip("triton")  # conftest.py chose its interpreter, if need be, 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 from splitserve.kernels import (  # noqa: E402
+    linear_launch,
     reference,
     sampling,
     triton_gather,
@@ -76,16 +77,16 @@ def test_silu_mul(tokens: int, size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("rows", "columns", "inputs", "params"),
     [
-        (3, 40, 96, triton_linear.LinearLaunch(16, 16, 32, 1, 4, 2, 64)),
-        (17, 64, 130, triton_linear.LinearLaunch(16, 16, 32, 1, 4, 2, 64)),
-        (5, 48, 160, triton_linear.LinearLaunch(16, 16, 32, 3, 4, 2, 0)),
-        (20, 32, 128, triton_linear.LinearLaunch(32, 32, 64, 2, 4, 2, 0, tma=True)),
-        (1, 20, 96, triton_linear.LinearLaunch(1, 8, 64)),
-        (1, 32, 128, triton_linear.LinearLaunch(1, 4, 128)),
+        (3, 40, 96, linear_launch.LinearLaunch(16, 16, 32, 1, 4, 2, 64)),
+        (17, 64, 130, linear_launch.LinearLaunch(16, 16, 32, 1, 4, 2, 64)),
+        (5, 48, 160, linear_launch.LinearLaunch(16, 16, 32, 3, 4, 2, 0)),
+        (20, 32, 128, linear_launch.LinearLaunch(32, 32, 64, 2, 4, 2, 0, tma=True)),
+        (1, 20, 96, linear_launch.LinearLaunch(1, 8, 64)),
+        (1, 32, 128, linear_launch.LinearLaunch(1, 4, 128)),
     ],
 )
 def test_linear(
-    rows: int, columns: int, inputs: int, params: triton_linear.LinearLaunch, around: str, dtype: torch.dtype
+    rows: int, columns: int, inputs: int, params: linear_launch.LinearLaunch, around: str, dtype: torch.dtype
 ) -> None:
     if params.tma and DEVICE.type == "cuda" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("this GPU has no bulk copy engine")
@@ -126,7 +127,7 @@ def test_parts_of_a_product_add_up_to_the_bits_of_the_joined_one(tma: bool, dtyp
     next_norm, residual = rand(48, dtype=dtype, seed=3), rand(5, 48, dtype=dtype, seed=4)
     results = []
     for joined in (True, False):
-        params = asdict(triton_linear.LinearLaunch(16, 16, 32, 3, 4, 2, 0, tma, joined))
+        params = asdict(linear_launch.LinearLaunch(16, 16, 32, 3, 4, 2, 0, tma, joined))
         with (
             tuning.forced("linear_plain", params),
             tuning.forced("linear_norm", params),

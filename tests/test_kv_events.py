@@ -1,4 +1,4 @@
-"""KV events: what a subscriber hears of a real worker adds up to what the worker holds, as docs/kv-events.md has it."""
+"""KV events: a subscriber's view adds up to the KV that a real worker holds, as docs/guides/kv-events.md specifies."""
 
 import hashlib
 import re

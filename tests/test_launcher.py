@@ -247,7 +247,7 @@ def test_child_that_ignores_sigterm_is_killed(
 ) -> None:
     """Later where a large host tier is given back."""
     monkeypatch.setenv("SPLITSERVE_TEST_BEHAVIOUR", "mixed-0=stubborn")
-    monkeypatch.setattr("splitserve.orchestration.cluster.STOP_GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("splitserve.orchestration.children.STOP_GRACE_SECONDS", 0.5)
     cluster = make_cluster(num_mixed=1, host_kv_memory_bytes=host_gib << 30)
     cluster.start()
     pids = list(cluster.pids.values())

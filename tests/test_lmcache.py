@@ -20,7 +20,8 @@ import torch
 
 from lmcache_server import CHUNK_TOKENS, LAYOUT, SEGMENTS, ProbedServer, Side, probed_server, tokens
 from splitserve.errors import ConfigError
-from splitserve.kvconnector.lmcache import CudaBlockBytes, lmcache_tier
+from splitserve.kvconnector.lmcache import lmcache_tier
+from splitserve.kvconnector.lmcache_block_bytes import CudaBlockBytes
 from splitserve.kvconnector.lmcache_chunk import ChunkFormat, checksum
 from splitserve.kvconnector.lmcache_link import model_name_of
 from splitserve.kvconnector.memory import KVMemory
@@ -382,8 +383,8 @@ def put_and_wait(backend: dict[str, Any], prompt: list[int], is_kept: Callable[[
 @pytest.mark.parametrize("most", [1, 3, 4, 7])
 def test_blocks_go_through_staging_in_parts(server: ProbedServer, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, with less room than a chunk takes; here the device is host memory."""
-    monkeypatch.setattr("splitserve.kvconnector.lmcache.block_bytes_of", CudaBlockBytes)
-    monkeypatch.setattr("splitserve.kvconnector.lmcache.STAGING_BYTES", most * 65536)
+    monkeypatch.setattr("splitserve.kvconnector.lmcache_lane.block_bytes_of", CudaBlockBytes)
+    monkeypatch.setattr("splitserve.kvconnector.lmcache_block_bytes.STAGING_BYTES", most * 65536)
     prompt = tokens(4, seed=40 + most)
     with Side(server.endpoint) as side:
         assert side.memory.block_bytes == 65536

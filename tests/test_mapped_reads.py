@@ -257,7 +257,7 @@ def test_ways_to_copy_rows_are_measured_when_connecting(has_kernel: bool, monkey
     monkeypatch.setattr(mapped, "try_kernel", lambda _target: has_kernel)
     shape_of_reads = SimpleNamespace(local_block_bytes=memory.block_bytes, num_spans=2)
     probe = object.__new__(LinkProbe)
-    probe._reader = SimpleNamespace(shape=shape_of_reads, agent=SimpleNamespace(name="a"))  # type: ignore[assignment]
+    probe._access = SimpleNamespace(shape=shape_of_reads, agent=SimpleNamespace(name="a"))  # type: ignore[assignment]
     place = torch.full((5, memory.block_bytes), 7, dtype=torch.uint8)
     steps = probe._measure_rows(mapped, place.data_ptr(), 4)
     with pytest.raises(StopIteration) as over:

@@ -11,8 +11,9 @@ import pytest
 import zmq
 
 from router_harness import RouterProcess, Workers, write_model_dir
-from splitserve.benchmarks.instant_worker import DEFAULT_LAYOUT, InstantWorker, WorkerOptions, default_script
+from splitserve.benchmarks.instant_worker import InstantWorker, WorkerOptions
 from splitserve.benchmarks.paced_worker import PacedRunner, build_loop
+from splitserve.benchmarks.worker_script import DEFAULT_LAYOUT, default_script
 from splitserve.cluster_report import WorkerState
 from splitserve.config import ProtocolConfig
 from splitserve.counters import WorkerLoad
@@ -73,11 +74,11 @@ def test_a_live_worker_is_not_replaced_and_a_lost_one_is() -> None:
     members, _ = registered()
     newer = info(2)
     refused = members.register(newer.party, newer, 1.0, b"two")
-    assert refused.refusal is not None and not refused.for_good and refused.replaced is None
+    assert refused.refusal is not None and not refused.for_good
     assert members.get(info().party) is not None and members.speaks_for(b"one", info().party)
     members.lose(info().party)
     taken = members.register(newer.party, newer, 2.0, b"two")
-    assert taken.refusal is None and taken.replaced == info().party
+    assert taken.refusal is None and taken.must_dial and members.get(info().party) is None
     gone = members.register(info().party, info(), 3.0, b"one")
     assert gone.refusal is not None and gone.for_good
 
@@ -277,7 +278,7 @@ class Relay:
 def test_a_worker_whose_connection_breaks_registers_anew_at_once(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("splitserve.prefill.loop.REGISTER_INTERVAL_SECONDS", 3600.0)
+    monkeypatch.setattr("splitserve.prefill.membership_client.REGISTER_INTERVAL_SECONDS", 3600.0)
     router = RouterProcess(model_dir)
     relay = Relay(address_of(router.membership))
     worker = Loop(relay.endpoint)

@@ -5,25 +5,26 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduled_sequences import BLOCK_SIZE, lengths, make_decode, make_sequence
-from splitserve.decode.scheduler import DecodeScheduler
+from scheduled_sequences import BLOCK_SIZE, lengths, make_decode, make_sequence, plan
 from splitserve.kvconnector.block_pool import BlockState
-from splitserve.prefill.scheduler import Planned
-from splitserve.prefill.sequence import BlockManager, Sequence
+from splitserve.prefill.block_manager import BlockManager
+from splitserve.prefill.scheduling import Planned, StepScheduler
+from splitserve.prefill.sequence import Sequence
+from splitserve.prefill.stage import Stage
 from splitserve.step import UNKNOWN_TOKEN
 
 
 class Overlapped:
     """Steps as on a GPU: the next one is planned and launched before the results of the last one are here."""
 
-    def __init__(self, blocks: BlockManager, scheduler: DecodeScheduler, budget: int) -> None:
+    def __init__(self, blocks: BlockManager, scheduler: StepScheduler, budget: int) -> None:
         self.blocks = blocks
         self.scheduler = scheduler
         self.budget = budget
         self.under_way: deque[list[Planned]] = deque()
 
     def launch(self) -> list[Planned]:
-        planned = self.scheduler.plan(self.budget)
+        planned = plan(self.scheduler, self.budget)
         for index, (sequence, chunk) in enumerate(planned):
             sequence.on_launched(chunk, index)
         if planned:
@@ -33,7 +34,7 @@ class Overlapped:
     def commit(self) -> None:
         for sequence, chunk in self.under_way.popleft():
             sequence.on_completed(chunk)
-            if sequence.ended:
+            if sequence.has_ended:
                 self.give_back(sequence)
                 continue
             sequence.num_computed += len(chunk.token_ids)
@@ -43,15 +44,14 @@ class Overlapped:
             assert chunk.sample.position == len(sequence.token_ids), "tokens are drawn in order, each once"
             sequence.token_ids.append(1)
             if sequence.num_output_tokens == sequence.sampling.max_tokens:
-                sequence.ended = True
+                sequence.enter(Stage.ENDED)
                 self.scheduler.remove(sequence)
                 self.give_back(sequence)
-            elif sequence not in self.scheduler.running:
-                self.scheduler.prefill.remove(sequence)
-                self.scheduler.add_running(sequence)
+            else:
+                self.scheduler.start_decoding(sequence)
 
     def give_back(self, sequence: Sequence) -> None:
-        if not sequence.in_step:
+        if not sequence.launched.num_steps:
             self.blocks.give_back(sequence)
 
 
@@ -92,7 +92,7 @@ class TestMixedSteps:
     def test_what_is_handed_out_does_not_decode_here(self) -> None:
         blocks, scheduler = make_decode()
         engine = Overlapped(blocks, scheduler, budget=64)
-        scheduler.prefill.add(make_sequence("a", 5))  # as prefill's side of a hand-over does
+        scheduler.add(make_sequence("a", 5, decodes_here=False))  # as prefill's side of a hand-over does
         assert lengths(engine.launch()) == [("a", 5)]
         assert engine.launch() == []
 
@@ -141,20 +141,20 @@ class TestMixedSteps:
                 if arrival == step:
                     scheduler.add(sequence)
             before = list(engine.under_way[-1]) if engine.under_way else []
-            num_preemptions = scheduler.num_preemptions
+            num_preemptions = scheduler.decodes.num_preemptions
             planned = engine.launch()
-            decoding = [entry for entry in planned if entry.sequence in scheduler.running]
+            decoding = [entry for entry in planned if entry.sequence in scheduler.decodes.running]
             prefilling = planned[len(decoding) :]
             assert decoding == planned[: len(decoding)]
             left = min(budget - len(decoding), beside if decoding else budget)
             self.check_bounds(decoding, prefilling, left)
             self.check_edges(prefilling, left)
-            if scheduler.num_preemptions == num_preemptions and blocks.pool.num_available:
+            if scheduler.decodes.num_preemptions == num_preemptions and blocks.pool.num_available:
                 self.check_nobody_left_out(before, planned)
             blocks.pool.check_invariants()
             if len(engine.under_way) == depth or (engine.under_way and (not planned or data.draw(st.booleans()))):
                 engine.commit()
-            if all(sequence.ended for sequence in sequences) and not engine.under_way:
+            if all(sequence.has_ended for sequence in sequences) and not engine.under_way:
                 break
         assert [s.num_output_tokens for s in sequences] == [most for _, most, _ in prompts], "somebody starved"
         assert blocks.pool.count(BlockState.REFERENCED) == 0
@@ -179,7 +179,7 @@ class TestMixedSteps:
         """Whoever draws a token in the step before, and may go on, is in this one."""
         here = dict(planned)
         for index, (sequence, chunk) in enumerate(before):
-            if chunk.sample is None or sequence.ended:
+            if chunk.sample is None or sequence.has_ended:
                 continue
             if sequence.num_output_tokens + 1 < sequence.sampling.max_tokens:
                 assert here[sequence].previous_chunk == index

@@ -47,7 +47,7 @@ def write(directory: Path, config: dict[str, Any], generation: dict[str, Any] | 
 
 def test_a_config_of_transformers_4(tmp_path: Path) -> None:
     config = load_model_config(write(tmp_path, LLAMA_3_2_1B, {"eos_token_id": [128001, 128008, 128009]}))
-    assert config.architecture == "llama" and not config.qk_norm and config.tie_word_embeddings
+    assert config.architecture == "llama" and config.tie_word_embeddings
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (32, 8, 64)
     assert config.rope_theta == 500000.0 and config.rope_scaling == RopeScaling(32.0, 1.0, 4.0, 8192)
     assert config.dtype == "bfloat16" and config.rms_norm_eps == 1e-5

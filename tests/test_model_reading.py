@@ -15,16 +15,12 @@ from splitserve.errors import CheckpointError, ConfigError
 from splitserve.models import demo, reading
 from splitserve.models.checkpoint import read_records
 from splitserve.models.config import ModelConfig, load_model_config
+from splitserve.models.declared import check_tensor_parallel_size, declare, stored_weights
+from splitserve.models.families.llama import LlamaLayer
+from splitserve.models.layers.layer import Layer
+from splitserve.models.layers.weight import Stack
 from splitserve.models.reading import DummyReader, MappedReader, StagedReader
-from splitserve.models.shard import (
-    Parts,
-    Shard,
-    WeightParts,
-    check_tensor_parallel_size,
-    expected_shapes,
-    head_rows,
-    local_config,
-)
+from splitserve.models.shard import Parts, Shard, head_rows, local_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -38,10 +34,30 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return demo.write_demo_model(target, architecture=request.param, max_shard_bytes=1_000_000)
 
 
+def parts_of(stack: Stack, shard: Shard) -> Parts:
+    return tuple(weight.part(shard) for weight in stack)
+
+
+def layer_parts(config: ModelConfig, index: int, shard: Shard) -> dict[str, Parts]:
+    """The four matrices of a layer."""
+    layer = declare(config).layers[index]
+    assert isinstance(layer, LlamaLayer)
+    found: dict[str, Layer] = {
+        "qkv": layer.attention.qkv,
+        "output": layer.attention.output,
+        "gate_up": layer.mlp.gate_up,
+        "down": layer.mlp.down,
+    }
+    return {name: parts_of(next(projection.stacks()), shard) for name, projection in found.items()}
+
+
 def all_parts(config: ModelConfig, shard: Shard) -> list[Parts]:
-    parts = WeightParts(config, shard)
-    layers = [weight for index in range(config.num_layers) for weight in parts.layer(index).values()]
-    return [*layers, parts.embedding, parts.head, parts.final_norm]
+    decoder = declare(config)
+    stacks = [stack for layer in decoder.layers for stack in layer.stacks()]
+    final_norm = next(stack for part in decoder.parts() if part not in decoder.layers for stack in part.stacks())
+    return [
+        parts_of(stack, shard) for stack in (*stacks, (decoder.embedding_weight,), (decoder.head_weight,), final_norm)
+    ]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
@@ -64,25 +80,25 @@ def test_staged_reads_are_mapped_reads(checkpoint: Path, size: int, dtype: torch
 def test_the_ranks_shards_make_up_the_model_and_are_all_they_read(checkpoint: Path, size: int) -> None:
     config, records = load_model_config(checkpoint), read_records(checkpoint)
     reader = MappedReader(records, torch.float32)
-    whole = WeightParts(config, Shard())
-    ranks = [WeightParts(config, Shard(rank, size)) for rank in range(size)]
     for index in range(config.num_layers):
-        parts = [rank.layer(index) for rank in ranks]
+        whole = layer_parts(config, index, Shard())
+        parts = [layer_parts(config, index, Shard(rank, size)) for rank in range(size)]
         for name in ("output", "down"):
             joined = torch.cat([reader.read(part[name]) for part in parts], dim=1)
-            assert torch.equal(joined, reader.read(whole.layer(index)[name]))
+            assert torch.equal(joined, reader.read(whole[name]))
         gates, ups = zip(*[reader.read(part["gate_up"]).chunk(2) for part in parts], strict=True)
-        assert torch.equal(torch.cat([*gates, *ups]), reader.read(whole.layer(index)["gate_up"]))
-        assert_heads_belong_together(config, reader.read(whole.layer(index)["qkv"]), [p["qkv"] for p in parts], reader)
-    joined = torch.cat([reader.read(rank.head) for rank in ranks])
-    assert torch.equal(joined, reader.read(whole.head))
+        assert torch.equal(torch.cat([*gates, *ups]), reader.read(whole["gate_up"]))
+        assert_heads_belong_together(config, reader.read(whole["qkv"]), [p["qkv"] for p in parts], reader)
+    heads = [declare(config).head_weight.part(Shard(rank, size)) for rank in range(size)]
+    joined = torch.cat([reader.read((head,)) for head in heads])
+    assert torch.equal(joined, reader.read((declare(config).head_weight.part(Shard()),)))
 
     staged = StagedReader(records, torch.float32, CPU)
     staged.announce(all_parts(config, Shard(size - 1, size)))
     staged.close()
-    local = expected_shapes(local_config(config, size))
-    expected = sum(torch.Size(shape).numel() for shape in local.values())
-    expected += torch.Size((len(ranks[-1].head[0].rows or ()), config.hidden_size)).numel()
+    local = stored_weights(local_config(config, size))
+    expected = sum(torch.Size(weight.shape).numel() for weight in local.values())
+    expected += torch.Size((len(heads[-1].rows or ()), config.hidden_size)).numel()
     assert staged.num_bytes == 4 * expected
 
 
@@ -141,11 +157,11 @@ def assert_heads_belong_together(
 
 def test_dummy_weights_are_parts_of_one_model(checkpoint: Path) -> None:
     config = load_model_config(checkpoint)
-    reader = DummyReader(expected_shapes(config), torch.float32, CPU)
-    whole = reader.read(WeightParts(config, Shard()).layer(1)["down"])
-    halves = [reader.read(WeightParts(config, Shard(rank, 2)).layer(1)["down"]) for rank in (0, 1)]
+    reader = DummyReader(stored_weights(config), torch.float32, CPU)
+    whole = reader.read(layer_parts(config, 1, Shard())["down"])
+    halves = [reader.read(layer_parts(config, 1, Shard(rank, 2))["down"]) for rank in (0, 1)]
     assert torch.equal(torch.cat(halves, dim=1), whole)
-    assert not torch.equal(whole, reader.read(WeightParts(config, Shard()).layer(2)["down"]))
+    assert not torch.equal(whole, reader.read(layer_parts(config, 2, Shard())["down"]))
 
 
 def test_the_head_is_padded_to_even_rows() -> None:
@@ -172,10 +188,10 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(checkpoint: Path, tmp_pat
     victim = records["model.norm.weight"].file
     os.truncate(victim, 1000)
     reader = StagedReader(records, torch.float32, CPU)
-    parts = WeightParts(config, Shard())
-    reader.announce([parts.final_norm])
+    parts = (stored_weights(config)["model.norm.weight"].part(Shard()),)
+    reader.announce([parts])
     with pytest.raises(CheckpointError, match=f"{victim.name} ends too early"):
-        reader.read(parts.final_norm)
+        reader.read(parts)
     reader.close()
 
 

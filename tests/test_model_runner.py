@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from splitserve.models.config import load_model_config
-from splitserve.models.decoder import inverse_frequencies
+from splitserve.models.layers.rotary import inverse_frequencies
 from splitserve.models.loader import load_model
 from splitserve.models.runner import ModelRunner, NonFiniteLogitsError
 from splitserve.step import SampleSpec, ScheduledChunk, StepPlan

@@ -19,11 +19,11 @@ import pytest
 from nixl_reader import Reader, Source, changed
 from nixl_source import FIRST_GENERATION, NUM_BLOCKS, SOURCE, make_memory
 from splitserve.handover import ReadCommand, ReadPath, ReadResult
-from splitserve.kvconnector import nixl
-from splitserve.kvconnector import nixl_reader as nixl_reader_module
+from splitserve.kvconnector import nixl_read_thread, peer_access
 from splitserve.kvconnector.connector import PeerConnected
 from splitserve.kvconnector.digest import no_digests
-from splitserve.kvconnector.nixl_reader import LocalSide, PeerReader
+from splitserve.kvconnector.nixl_reader import PeerReader
+from splitserve.kvconnector.peer_access import LocalSide
 from splitserve.kvconnector.read_settings import ReadSettings
 from splitserve.memory_records import MappableMemory, MemoryKind
 from splitserve.request import Party
@@ -153,12 +153,12 @@ def test_generations_that_were_read_before_the_data_was_there_do_not_count() -> 
     reader = PeerReader("reads", LocalSide(memory, 0, ReadSettings.of(memory.kind), no_digests), source.welcome)
     data = Mock(due_at=time.monotonic() + 60.0)
     data.is_done.return_value = False
-    reader.mapped = Mock()
-    reader.mapped.read.return_value = data
+    reader.access.mapped = Mock()
+    reader.access.mapped.read.return_value = data
     reader.read(ReadCommand(1, SOURCE, [0, 1], [2, 3]), ReadPath.MAPPED)
     try:
         wait_until(lambda: reader.poll() == [] and reader.active[0].pending is data)
-        generations = reader._scratch[reader.active[0].scratch_row]
+        generations = reader.access.generations.scratch[reader.active[0].scratch_row]
         assert generations[3] == FIRST_GENERATION + 3, "they were read for practice"
         source.tell("3")
         data.is_done.return_value = True
@@ -203,8 +203,8 @@ def test_what_was_mapped_of_a_peer_is_given_back_when_reading_from_it_fails(
         def __init__(self, memory: MappableMemory, _num_bytes: int) -> None:
             self.close = lambda: closed.append(memory.handle)
 
-    monkeypatch.setattr(nixl_reader_module, "PeerMapping", Mapping)
-    monkeypatch.setattr(nixl_reader_module, "MappedReader", Mock(side_effect=RuntimeError("no stream")))
+    monkeypatch.setattr(peer_access, "PeerMapping", Mapping)
+    monkeypatch.setattr(peer_access, "MappedReader", Mock(side_effect=RuntimeError("no stream")))
     memory = make_memory()
     settings = ReadSettings.of(memory.kind, maps=True)
     ranks = [msgspec.structs.replace(source.welcome.ranks[0], mappable=[MappableMemory(b"h" * 64, 0)])]
@@ -360,8 +360,8 @@ def test_the_death_of_a_thread_is_not_silent(reader: Reader) -> None:
 def test_what_a_thread_computes_is_not_the_peers_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that is compiled for one peer must not cost another one its connection."""
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(nixl.time, "monotonic", lambda: clock.now)
-    thread = object.__new__(nixl._ReadThread)
+    monkeypatch.setattr(nixl_read_thread.time, "monotonic", lambda: clock.now)
+    thread = object.__new__(nixl_read_thread.ReadThread)
     probes = [SimpleNamespace(deadline=105.0), SimpleNamespace(deadline=103.0)]
     thread._probes = {SOURCE: (1, probes[0]), Party("another", 1): (2, probes[1])}  # type: ignore[dict-item]
     with pytest.raises(RuntimeError), thread._not_the_peers_time():

@@ -3,16 +3,18 @@
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor
 
 from splitserve.kernels import reference
-from splitserve.kernels.api import SamplingBatch
+from splitserve.kernels.api import Linear, SamplingBatch
 from splitserve.kernels.linear import PlainLinear
 from splitserve.kernels.registry import OPERATIONS, select_kernels
 from splitserve.models.config import load_model_config
+from splitserve.models.families.llama import LlamaLayer
 from splitserve.models.loader import load_model
 from splitserve.models.parallel import Alone, RowParallelLinear
 from splitserve.models.runner import ModelRunner
@@ -54,11 +56,10 @@ def run_steps(path: Path, group: Alone) -> tuple[list[Tensor], list[int]]:
     config = load_model_config(path)
     kernels = replace(kernels, sample=sample, pack_linear=pack_linear)
     model = load_model(path, config, dtype=torch.float32, device=CPU, kernels=kernels)
-    layers = tuple(
-        replace(layer, output=RowParallelLinear(layer.output, group), down=RowParallelLinear(layer.down, group))
-        for layer in model._weights.layers
-    )
-    model._weights = replace(model._weights, layers=layers)
+    for layer in model.decoder.layers:
+        assert isinstance(layer, LlamaLayer)
+        for projection in (layer.attention.output, layer.mlp.down):
+            projection.linear = RowParallelLinear(cast(Linear, projection.linear), group)
     shape = (4, config.num_layers, config.num_kv_heads, 2, BLOCK_SIZE, config.head_dim)
     runner = ModelRunner(model, torch.zeros(shape))
     for step in STEPS:

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from core_driver import DECODE, PREFILL, Worker, of
+from core_parts import sink_of
 from planted import Plant
 from simulated_router import ROUTER
 from simulator import PROTOCOL, SimConnector
-from splitserve.decode.core import DecodeCore
 from splitserve.decode.peers import PeerState, PeerTable
 from splitserve.kvconnector.connector import PeerConnected
 from splitserve.messages import Body, Introduce, PeerHello, PeerRef, PeerRefused, PeerWelcome
@@ -26,8 +26,7 @@ class Decode:
 
     def __init__(self) -> None:
         self.worker = Worker(Role.DECODE, DECODE)
-        assert isinstance(self.worker.core, DecodeCore)
-        self.table = self.worker.core.peers
+        self.table = sink_of(self.worker.core).peers
         self.effects: list[Effect] = []
 
     def hear(self, body: Body, sender: Party = PREFILL) -> None:

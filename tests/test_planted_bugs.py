@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from core_parts import source_of
 from planted import CHANGED, HANDOVERS_FAILED, WRONG_TOKENS, Plant, find
 from schedules import LONG_WAITS, SHORT_LEASES, Schedule, run_schedule
 from simulated_worker import SimWorker
@@ -19,14 +20,16 @@ from splitserve.handover import Offer, ReadResult, SinkActions, SinkHandover, So
 from splitserve.kvconnector.block_pool import BlockPool
 from splitserve.kvconnector.joining import ReadJoin
 from splitserve.messages import Envelope, Grant, OfferAck
-from splitserve.prefill.core import PrefillCore
+from splitserve.prefill.block_manager import BlockManager
+from splitserve.prefill.core import EngineCore
 from splitserve.prefill.engine_state import Tombstone
-from splitserve.prefill.sequence import BlockManager, Sequence
-from splitserve.prefill.source import SourceSide
+from splitserve.prefill.sequence import LaunchedChunks, Sequence
+from splitserve.prefill.source import SourcePart
+from splitserve.prefill.stage import Stage
 from splitserve.request import Party, RequestKey
 from splitserve.router.placement import Placed
 from splitserve.router.request_state import RequestState, TokenSequence
-from splitserve.step import ScheduledChunk, StepPlan
+from splitserve.step import StepPlan
 
 NUM_SCHEDULES = 300  # within which each must be found
 
@@ -66,19 +69,19 @@ def no_quarantine(patch: pytest.MonkeyPatch) -> None:
 
 
 def offered_before_the_step_completed(patch: pytest.MonkeyPatch) -> None:
-    original = PrefillCore.plan_step
+    original = EngineCore.plan_step
 
-    def offer_at_launch(self: PrefillCore, now: float) -> StepPlan | None:
+    def offer_at_launch(self: EngineCore, now: float) -> StepPlan | None:
         plan = original(self, now)
         for planned in self._steps[-1] if plan else ():
             if planned.chunk.sample is None:
                 planned.sequence.num_computed += len(planned.chunk.token_ids)
-                self.source.on_computed(planned.sequence, now)
+                source_of(self).on_computed(planned.sequence, now)
                 planned.sequence.num_computed -= len(planned.chunk.token_ids)
-        self.source.poll(now)
+        source_of(self).poll(now)
         return plan
 
-    patch.setattr(PrefillCore, "plan_step", offer_at_launch)
+    patch.setattr(EngineCore, "plan_step", offer_at_launch)
 
 
 def offers_sent_once(patch: pytest.MonkeyPatch) -> None:
@@ -110,10 +113,10 @@ def generation_kept_when_taken(patch: pytest.MonkeyPatch) -> None:
 
 def blocks_given_back_during_a_step(patch: pytest.MonkeyPatch) -> None:
     def drop_now(self: object, sequence: Sequence) -> None:
-        sequence.ended = True
-        in_step, sequence.in_step = sequence.in_step, 0
+        sequence.enter(Stage.RELEASED)
+        launched, sequence.launched = sequence.launched, LaunchedChunks()
         self.blocks.give_back(sequence)  # type: ignore[attr-defined]
-        sequence.in_step = in_step
+        sequence.launched = launched
 
     patch.setattr("splitserve.prefill.engine_state.EngineState.drop_blocks", drop_now)
 
@@ -121,26 +124,25 @@ def blocks_given_back_during_a_step(patch: pytest.MonkeyPatch) -> None:
 def blocks_given_back_between_two_steps(patch: pytest.MonkeyPatch) -> None:
     """When the first of two steps under way is over: the second one still writes."""
 
-    def complete(self: PrefillCore, sequence: Sequence, chunk: ScheduledChunk) -> None:
-        sequence.on_completed(chunk)
-        if sequence.dropped and sequence.block_ids:
-            in_step, sequence.in_step = sequence.in_step, 0
+    def give_back(self: EngineCore, sequence: Sequence) -> None:
+        if sequence.stage is Stage.RELEASED and sequence.block_ids:
+            launched, sequence.launched = sequence.launched, LaunchedChunks()
             self.state.blocks.give_back(sequence)
-            sequence.in_step = in_step
+            sequence.launched = launched
 
-    patch.setattr(PrefillCore, "_complete", complete)
+    patch.setattr(EngineCore, "_give_back_untouched", give_back)
 
 
 def offered_with_the_step_before(patch: pytest.MonkeyPatch) -> None:
     """When a step is over, what the next one computes is offered too."""
-    original = SourceSide.on_computed
+    original = SourcePart.on_computed
 
-    def on_computed(self: SourceSide, sequence: Sequence, now: float) -> None:
-        sequence.num_computed += sequence.num_launched
+    def on_computed(self: SourcePart, sequence: Sequence, now: float) -> None:
+        sequence.num_computed += sequence.launched.num_tokens
         original(self, sequence, now)
-        sequence.num_computed -= sequence.num_launched
+        sequence.num_computed -= sequence.launched.num_tokens
 
-    patch.setattr(SourceSide, "on_computed", on_computed)
+    patch.setattr(SourcePart, "on_computed", on_computed)
 
 
 def completed_on_one_rank(patch: pytest.MonkeyPatch) -> None:
@@ -228,16 +230,16 @@ def quarantine_ends_with_the_deadline(patch: pytest.MonkeyPatch) -> None:
 
 
 def freed_when_acknowledged(patch: pytest.MonkeyPatch) -> None:
-    original = SourceSide.on_ack
+    original = SourcePart.on_ack
 
-    def on_ack(self: SourceSide, ack: OfferAck, sender: Party, now: float) -> None:
+    def on_ack(self: SourcePart, ack: OfferAck, sender: Party, now: float) -> None:
         original(self, ack, sender, now)
         handover = self._handovers.get(ack.key)
         if handover is not None and ack.last:
             handover.release("acknowledged")
             self._finish(handover, now)
 
-    patch.setattr(SourceSide, "on_ack", on_ack)
+    patch.setattr(SourcePart, "on_ack", on_ack)
 
 
 def lease_by_the_other_clock(patch: pytest.MonkeyPatch) -> None:
@@ -301,12 +303,12 @@ def old_attempts_heard(patch: pytest.MonkeyPatch) -> None:
 
 
 def other_incarnations_served(patch: pytest.MonkeyPatch) -> None:
-    original = PrefillCore.handle
+    original = EngineCore.handle
 
-    def handle(self: PrefillCore, envelope: Envelope, now: float) -> None:
+    def handle(self: EngineCore, envelope: Envelope, now: float) -> None:
         original(self, Envelope(envelope.sender, None, envelope.body), now)
 
-    patch.setattr(PrefillCore, "handle", handle)
+    patch.setattr(EngineCore, "handle", handle)
 
 
 def tombstones_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -336,7 +338,7 @@ def retried_from_the_prompt(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RequestState, "delivered_ids", property(lambda self: []))
 
 
-def heard_after_the_end(patch: pytest.MonkeyPatch) -> None:
+def heard_between_attempts(patch: pytest.MonkeyPatch) -> None:
     def is_current(self: RequestState, sender: Party, key: RequestKey) -> bool:
         return key == self.key
 
@@ -347,7 +349,6 @@ def heard_after_the_end(patch: pytest.MonkeyPatch) -> None:
 
 PUBLISHED = "is shared or published; a read can't be writing to it"
 FREED_IN_STEP = "was freed under a step"
-FAILED = "failed without need"
 
 LITTLE_MEMORY = Shape(num_blocks=16)
 TWO_DECODE = Shape(decode=2, num_blocks=16)
@@ -374,6 +375,7 @@ EXPIRING = {
     "num_requests": 24,
 }
 DEATHS = {"faults": Faults(kills=4, freezes=1, step_seconds=0.1, read_seconds=0.3), "shape": TWO_EACH}
+LAST_DECODE_DIES = {"faults": Faults(kills=4, step_seconds=0.1), "num_requests": 16}
 INTERRUPTED = {
     "faults": Faults(abort=0.6, step_seconds=0.1),
     "shape": Shape(prefill=0, decode=0, mixed=1, num_blocks=64),
@@ -405,13 +407,13 @@ FALSE_STARTS = {"faults": Faults(kills=3, read_error=0.2, rounding=True, step_se
         (freed_when_acknowledged, SLOW_READS | {"shape": LITTLE_MEMORY}, HANDOVERS_FAILED),
         (lease_by_the_other_clock, QUIET, HANDOVERS_FAILED),
         (grant_not_all_or_nothing, {"shape": LITTLE_MEMORY, "num_requests": 24}, "waits for room, but holds"),
-        (attempts_unnumbered, BAD_READS, FAILED),
+        (attempts_unnumbered, BAD_READS, "is told to abort"),
         (old_attempts_heard, DEATHS, "was taken in for"),
         (other_incarnations_served, DEATHS, "took in a stale"),
         (tombstones_forgotten, LOSSY, "was granted anew"),
         (delivered_without_deduplication, QUIET, "were delivered"),
-        (retried_from_the_prompt, FALSE_STARTS, FAILED),
-        (heard_after_the_end, ABORTS, "after the end was taken in"),
+        (retried_from_the_prompt, FALSE_STARTS, "instead of the delivered tokens"),
+        (heard_between_attempts, LAST_DECODE_DIES, "was taken in for"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -97,7 +97,7 @@ def attempts_without_end(patch: pytest.MonkeyPatch) -> None:
         failure = dataclasses.replace(attempt.failure, reason=FailureReason.WORKER_LOST)
         return dataclasses.replace(attempt, failure=failure)
 
-    patch.setattr("simulated_router.next_step", shun_nobody)
+    patch.setattr("splitserve.router.attempts.next_step", shun_nobody)
 
 
 @pytest.mark.parametrize(

@@ -7,56 +7,20 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import msgspec
 import pytest
 
+import core_plants as plants
 import router_scenarios as scenarios
 from live_router import LiveRouter
 from planted import Plant
 from splitserve.cluster_report import WorkerState
-from splitserve.messages import Abort, Body
 from splitserve.request import Party
 from splitserve.router import membership
 from splitserve.router.breaker import Breaker
-from splitserve.router.dispatcher import Dispatcher, Generation
 from splitserve.router.membership import Membership
-from splitserve.router.placement import Placed, Snapshot
-from splitserve.router.request_state import Failure, RequestState, Update
+from splitserve.router.request_state import Failure, RequestState
 
 Scenario = Callable[[LiveRouter], Awaitable[None]]
-
-
-# ---- survivors of earlier tests ----
-
-
-def retries_get_the_whole_deadline(patch: pytest.MonkeyPatch) -> None:
-    original = Dispatcher._messages
-
-    def messages(self: Dispatcher, generation: Generation, placement: Placed) -> list[tuple[Party, Body]]:
-        sent = original(self, generation, placement)
-        return [(party, msgspec.structs.replace(body, deadline_seconds=self.deadline_seconds)) for party, body in sent]
-
-    patch.setattr(Dispatcher, "_messages", messages)
-
-
-def orphans_are_not_aborted(patch: pytest.MonkeyPatch) -> None:
-    original = Dispatcher._on_worker_ready
-
-    def on_worker_ready(self: Dispatcher, worker: Party) -> None:
-        self._orphans.pop(worker, 0.0)
-        original(self, worker)
-
-    patch.setattr(Dispatcher, "_on_worker_ready", on_worker_ready)
-
-
-def charges_of_failed_attempts_stay(patch: pytest.MonkeyPatch) -> None:
-    original = Dispatcher._end_attempt
-
-    def end_attempt(self: Dispatcher, generation: Generation) -> None:
-        generation.charge = None
-        original(self, generation)
-
-    patch.setattr(Dispatcher, "_end_attempt", end_attempt)
 
 
 def lost_workers_are_ready_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -70,43 +34,6 @@ def lost_workers_are_ready_at_once(patch: pytest.MonkeyPatch) -> None:
         return before
 
     patch.setattr(Membership, "heartbeat", heartbeat)
-
-
-# ---- others ----
-
-
-def retries_start_over(patch: pytest.MonkeyPatch) -> None:
-    original = Dispatcher._messages
-
-    def messages(self: Dispatcher, generation: Generation, placement: Placed) -> list[tuple[Party, Body]]:
-        sent = original(self, generation, placement)
-        return [(party, msgspec.structs.replace(body, output_ids=[])) for party, body in sent]
-
-    patch.setattr(Dispatcher, "_messages", messages)
-
-
-def only_the_first_attempt_has_a_first_token(patch: pytest.MonkeyPatch) -> None:
-    original = Dispatcher._note_tokens
-
-    def note_tokens(self: Dispatcher, generation: Generation, count: int) -> None:
-        charge = generation.charge
-        if generation.last_token_at:
-            generation.charge = None
-        original(self, generation, count)
-        generation.charge = charge
-
-    patch.setattr(Dispatcher, "_note_tokens", note_tokens)
-
-
-def aborts_name_the_next_attempt(patch: pytest.MonkeyPatch) -> None:
-    original = Dispatcher._apply
-
-    def apply(self: Dispatcher, generation: Generation, update: Update) -> None:
-        original(self, generation, msgspec.structs.replace(update, aborts=()) if update.retry else update)
-        for worker in update.aborts if update.retry else ():
-            self.fleet.send(worker, Abort(generation.state.key))
-
-    patch.setattr(Dispatcher, "_apply", apply)
 
 
 def the_messenger_is_blamed(patch: pytest.MonkeyPatch) -> None:
@@ -128,16 +55,6 @@ def replaced_incarnations_return(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Membership, "_mark_replaced", lambda self, party: None)
 
 
-def draining_workers_get_requests(patch: pytest.MonkeyPatch) -> None:
-    original = Membership.snapshot
-
-    def snapshot(self: Membership, *arguments: Any) -> Snapshot:
-        draining = [record.view() for record in self.records() if record.state is WorkerState.DRAINING]
-        return Snapshot((*original(self, *arguments).workers, *draining))
-
-    patch.setattr(Membership, "snapshot", snapshot)
-
-
 def heartbeats_are_not_noted(patch: pytest.MonkeyPatch) -> None:
     original = Membership.heartbeat
 
@@ -153,27 +70,33 @@ def heartbeats_are_not_noted(patch: pytest.MonkeyPatch) -> None:
 
 
 PLANTS: dict[Plant, tuple[Scenario, str]] = {
-    retries_get_the_whole_deadline: (scenarios.a_retry_gets_what_is_left_of_the_deadline, "more than what was left"),
-    orphans_are_not_aborted: (
+    plants.retries_get_the_whole_deadline: (
+        scenarios.a_retry_gets_what_is_left_of_the_deadline,
+        "more than what was left",
+    ),
+    plants.orphans_are_not_aborted: (
         scenarios.a_worker_that_returns_hears_what_others_have_done_meanwhile,
         "is back, and wasn't told to abort",
     ),
-    charges_of_failed_attempts_stay: (scenarios.a_failed_attempt_is_charged_to_nobody, "is still charged"),
+    plants.charges_of_failed_attempts_stay: (scenarios.a_failed_attempt_is_charged_to_nobody, "is still charged"),
     lost_workers_are_ready_at_once: (
         scenarios.a_lost_worker_is_ready_with_its_link_and_not_before,
         "is ready without its link",
     ),
-    retries_start_over: (scenarios.a_retry_goes_on_after_the_delivered_tokens, "instead of the delivered tokens"),
-    only_the_first_attempt_has_a_first_token: (
+    plants.retries_start_over: (
+        scenarios.a_retry_goes_on_after_the_delivered_tokens,
+        "instead of the delivered tokens",
+    ),
+    plants.only_the_first_attempt_has_a_first_token: (
         scenarios.a_retried_prompt_is_computed_once_its_tokens_flow,
         "prompt tokens that it has computed",
     ),
-    aborts_name_the_next_attempt: (scenarios.the_survivor_of_a_failed_attempt_is_aborted, "these were aborted"),
+    plants.aborts_name_the_next_attempt: (scenarios.the_survivor_of_a_failed_attempt_is_aborted, "these were aborted"),
     the_messenger_is_blamed: (scenarios.a_failed_handover_is_the_other_sides_fault, "is blamed for"),
     breakers_never_close: (scenarios.a_success_closes_the_breaker, "those before a success too"),
     live_workers_are_replaced: (scenarios.a_live_worker_keeps_its_place, "which is alive"),
     replaced_incarnations_return: (scenarios.a_new_incarnation_takes_requests_over_for_good, "took its place"),
-    draining_workers_get_requests: (scenarios.a_draining_worker_gets_no_requests, "drains"),
+    plants.draining_workers_get_requests: (scenarios.a_draining_worker_gets_no_requests, "drains"),
     heartbeats_are_not_noted: (scenarios.a_worker_whose_heartbeats_come_is_not_silent, "although its heartbeats come"),
 }
 

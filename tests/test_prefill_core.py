@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from core_driver import DECODE, KEY, PREFILL, PROMPT, SAMPLING, Worker, grant, of, prefill_request, sent
+from core_driver import DECODE, KEY, PREFILL, Worker, grant, of, prefill_request, sent
 from simulator import BLOCK_SIZE, LAYOUT, PROTOCOL, ROUTER
 from splitserve.kvconnector.block_pool import BlockState
 from splitserve.memory_records import LayoutRecord
@@ -12,7 +12,6 @@ from splitserve.messages import (
     Abort,
     Envelope,
     Grant,
-    LocalRequest,
     Offer,
     PeerHello,
     PeerRefused,
@@ -173,7 +172,7 @@ class TestPrefill:
     def test_repeated_and_misdirected_messages_are_counted_and_dropped(self, prefill: Worker) -> None:
         prefill.hear(ROUTER, prefill_request())
         prefill.hear(ROUTER, prefill_request())
-        prefill.hear(ROUTER, LocalRequest(RequestKey("r1"), PROMPT, SAMPLING, 60.0))
+        prefill.hear(ROUTER, StepTokens([]))
         stranger = Envelope(ROUTER, Party(PREFILL.engine_id, 99), prefill_request(RequestKey("r2")))
         prefill.core.handle(stranger, prefill.now)
         assert prefill.core.load().stale_messages == 3

@@ -8,7 +8,7 @@ from serving import PATIENT, complete_all, transformers_greedy, wait_until_quiet
 from splitserve.config import EngineConfig
 from splitserve.kvconnector.ranked_copies import CopyJoin, StateJoin
 from splitserve.kvconnector.shared_tier import TierState
-from splitserve.kvconnector.tiers import CopyResult
+from splitserve.kvconnector.tier_commands import CopyResult
 from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.shorthand import simple_spec
 from test_tensor_parallel import two_heads  # noqa: F401  (a fixture)

@@ -1,22 +1,11 @@
-"""docs/reference: pages that are made from declarations in the code."""
-
-from pathlib import Path
+"""Declarations that reference pages are made from: counters, gauges and settings."""
 
 import msgspec
 
 from splitserve.config import EngineConfig
 from splitserve.counters import Counter, Gauge, TierCounters, TierLoad, WorkerCounters, WorkerLoad, metrics_of
 from splitserve.engine_config import OPTION_GROUPS
-from splitserve.orchestration.settings_page import settings_page
 from splitserve.orchestration.spec_settings import spec_settings
-from splitserve.router.metrics_page import metrics_page
-
-REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
-
-
-def test_the_page_of_metrics_is_that_of_the_declarations() -> None:
-    """Write it anew with: python -m splitserve.router.metrics_page > docs/reference/metrics.md"""
-    assert (REFERENCE / "metrics.md").read_text(encoding="utf-8") == metrics_page()
 
 
 def test_every_number_of_a_heartbeat_is_a_metric() -> None:
@@ -31,11 +20,6 @@ def test_what_the_engine_adds_to_are_counters_from_zero() -> None:
     gauges = [name for name, metric in metrics_of(WorkerLoad).items() if isinstance(metric, Gauge)]
     assert "num_running" in gauges
     assert not set(gauges) & set(WorkerCounters.__struct_fields__)
-
-
-def test_the_page_of_settings_is_that_of_the_declarations() -> None:
-    """Write it anew with: python -m splitserve.orchestration.settings_page > docs/reference/settings.md"""
-    assert (REFERENCE / "settings.md").read_text(encoding="utf-8") == settings_page()
 
 
 def test_every_setting_says_what_it_means() -> None:

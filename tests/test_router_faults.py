@@ -9,18 +9,18 @@ import socket
 import subprocess
 import sys
 import threading
-import weakref
+from contextlib import ExitStack
 
 import msgspec
 import pytest
 import zmq
 
-from router_harness import RouterProcess, Workers, write_model_dir
-from splitserve.benchmarks.instant_worker import DEFAULT_LAYOUT, Reply, default_script
+from router_harness import RouterProcess, ready, served_router, write_model_dir
+from router_streams import PROMPT, Stream, aborts
+from splitserve.benchmarks.worker_script import DEFAULT_LAYOUT, Reply, default_script
 from splitserve.config import ProtocolConfig, RouterConfig
 from splitserve.counters import WorkerLoad
 from splitserve.messages import (
-    Abort,
     DecodeRequest,
     Envelope,
     FailureCode,
@@ -43,7 +43,6 @@ from splitserve.wire import encode
 from waiting import PATIENCE_SECONDS, wait_until
 
 SLOW = default_script(tokens_per_message=1, token_seconds=0.05)
-PROMPT = {"prompt": [50, 51, 52], "return_token_ids": True}
 
 
 @pytest.fixture(scope="module")
@@ -55,54 +54,9 @@ def model_dir(tmp_path_factory):
 
 @pytest.fixture
 def serve(model_dir):
-    """Start a router with settings, get it and its workers; all ends with the test, whose log is checked for bugs."""
-    started = []
-
-    def start(**settings):
-        process = RouterProcess(model_dir, **settings)
-        started.append((process, Workers(process.membership)))
-        return started[-1]
-
-    yield start
-    for process, workers in started:
-        workers.close()
-        _, _, log = process.stop()
-        assert "Traceback" not in log, log
-
-
-def ready(router):
-    wait_until(lambda: router.request("GET", "/ready")[0] == 200)
-
-
-def aborts(worker):
-    return [body for body in worker.received if isinstance(body, Abort)]
-
-
-class Stream:
-    """An open streaming request on a raw socket."""
-
-    def __init__(self, router, **fields):
-        body = json.dumps({"model": "tiny", "stream": True, "max_tokens": 100} | PROMPT | fields).encode()
-        self.socket = socket.create_connection(router.address, timeout=PATIENCE_SECONDS)
-        weakref.finalize(self, self.socket.close)
-        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        head += f"Content-Length: {len(body)}\r\n\r\n"
-        self.socket.sendall(head.encode() + body)
-        self.text = ""
-
-    def read_until(self, part):
-        while part not in self.text:
-            self.read_more()
-
-    def read_more(self):
-        data = self.socket.recv(65536)
-        assert data, f"the stream ended: {self.text}"
-        self.text += data.decode()
-
-    def error(self):
-        self.read_until("[DONE]")
-        lines = [line for line in self.text.splitlines() if line.startswith('data: {"error"')]
-        return json.loads(lines[0].removeprefix("data: "))["error"]
+    """Start a router with settings, get it and its workers; all ends with the test."""
+    with ExitStack() as stack:
+        yield lambda **settings: stack.enter_context(served_router(model_dir, **settings))
 
 
 IMPATIENT = ProtocolConfig(no_worker_wait_seconds=0.3, request_deadline_seconds=8.0)
@@ -209,9 +163,11 @@ def test_a_silent_worker_is_dead_after_the_limit_and_used_again_when_heard(serve
     assert status == 504 and "no heartbeat" in answer["error"]["message"]
     assert router.request("GET", "/ready")[0] == 503
     assert router.metric('splitserve_worker_ready{role="mixed",worker="m0"}') == 0
-    worker.say(Heartbeat(WorkerLoad(steps=7)))
+    worker.say(Heartbeat(WorkerLoad(steps=7, undeliverable_messages=8, malformed_messages=9)))
     ready(router)
     wait_until(lambda: router.metric('splitserve_worker_steps_total{role="mixed",worker="m0"}') == 7)
+    assert router.metric('splitserve_worker_undeliverable_messages_total{role="mixed",worker="m0"}') == 8
+    assert router.metric('splitserve_worker_malformed_messages_total{role="mixed",worker="m0"}') == 9
 
 
 @pytest.mark.parametrize(("error", "num_lost"), [("", 0), ("mixed-0 rank 1 was ended by SIGKILL", 1)])

@@ -12,11 +12,11 @@ import pytest
 
 import splitserve.router.server
 from router_harness import EOS, RouterProcess, Workers, write_model_dir
-from splitserve.benchmarks.instant_worker import default_script
+from splitserve.benchmarks.worker_script import default_script
 from splitserve.config import ProtocolConfig
 from splitserve.messages import DecodeRequest, LocalRequest, PrefillRequest
 from splitserve.request import Role
-from splitserve.router.dispatcher import Limits
+from splitserve.router.placer import Limits
 from splitserve.router.preparation import Preparation
 from splitserve.router.renderer import Renderer
 from splitserve.router.schema import CompletionRequest

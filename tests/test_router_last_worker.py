@@ -6,14 +6,16 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from router_harness import RouterProcess, Workers, write_model_dir
-from splitserve.benchmarks.instant_worker import Reply, Request, default_script
+from router_harness import RouterProcess, Workers, ready, served_router, write_model_dir
+from router_streams import PROMPT, Stream, aborts
+from splitserve.benchmarks.worker_script import Reply, Request, default_script
 from splitserve.config import ProtocolConfig
 from splitserve.messages import FailureCode, LocalRequest, RequestFailed
 from splitserve.request import Party, Role
@@ -21,7 +23,6 @@ from splitserve.router.ladder import MAX_ATTEMPTS, may_wait
 from splitserve.router.placement import Local, Snapshot, WorkerView
 from splitserve.router.request_state import FailedAttempt, Failure, FailureReason
 from splitserve.router.waiting_room import RETRY_AFTER_SECONDS
-from test_router_faults import PROMPT, Stream, aborts
 from waiting import PATIENCE_SECONDS, wait_until
 
 SLOW = default_script(tokens_per_message=1, token_seconds=0.05)
@@ -39,22 +40,12 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def serve(model_dir: Path) -> Iterator[Serve]:
-    started: list[tuple[RouterProcess, Workers]] = []
+    with ExitStack() as stack:
 
-    def start(**protocol: Any) -> tuple[RouterProcess, Workers]:
-        router = RouterProcess(model_dir, protocol=ProtocolConfig(**(PROTOCOL | protocol)))
-        started.append((router, Workers(router.membership)))
-        return started[-1]
+        def start(**protocol: Any) -> tuple[RouterProcess, Workers]:
+            return stack.enter_context(served_router(model_dir, protocol=ProtocolConfig(**(PROTOCOL | protocol))))
 
-    yield start
-    for router, workers in started:
-        workers.close()
-        _, _, log = router.stop()
-        assert "Traceback" not in log, log
-
-
-def ready(router: RouterProcess) -> None:
-    wait_until(lambda: router.request("GET", "/ready")[0] == 200)
+        yield start
 
 
 def gone(router: RouterProcess) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from splitserve.benchmarks.instant_worker import DEFAULT_LAYOUT
+from splitserve.benchmarks.worker_script import DEFAULT_LAYOUT
 from splitserve.cluster_report import WorkerState
 from splitserve.config import PLACEMENT_POLICIES
 from splitserve.counters import WorkerLoad
@@ -197,7 +197,7 @@ def test_a_new_incarnation_replaces_the_old_one_for_good():
     register(members, old)
     assert members.lose(old.party)
     registration = register(members, new)
-    assert registration.replaced == old.party and registration.must_dial
+    assert registration.refusal is None and registration.must_dial and members.get(old.party) is None
     assert register(members, old).refusal is not None
     assert members.heartbeat(old.party, WorkerLoad(), 1.0) is None
     assert members.get(new.party) is not None
@@ -252,7 +252,13 @@ class MembershipMachine(RuleBasedStateMachine):
     def register(self, party):
         role = {"a": Role.PREFILL, "b": Role.DECODE, "c": Role.MIXED}[party.engine_id]
         record = info(party.engine_id, party.incarnation, role, max_model_len=1000, num_blocks=99)
-        self.members.register(party, record, self.now)
+        others = [each for each in self.members.records() if each.info.party.engine_id == party.engine_id]
+        alive = [each for each in others if each.info.party != party and each.state is not WorkerState.LOST]
+        registration = self.members.register(party, record, self.now)
+        if alive:
+            assert registration.refusal is not None, f"{party} has the place of one that is alive"
+        taken = self.members.get(party)
+        assert (taken is not None) == (registration.refusal is None)
 
     @rule(party=parties)
     def heartbeat(self, party):

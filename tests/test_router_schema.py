@@ -7,7 +7,8 @@ import pydantic
 import pytest
 
 from splitserve.router.api_error import ApiError
-from splitserve.router.schema import MAX_ISSUES, ChatCompletionRequest, CompletionRequest, parse
+from splitserve.router.parsing import MAX_ISSUES, parse
+from splitserve.router.schema import ChatCompletionRequest, CompletionRequest
 
 
 def completion(**fields):
@@ -108,7 +109,7 @@ def test_packed_or_not_the_answer_is_the_same(prompt, rest, monkeypatch):
     """What is wrong with a body is said in the same words, wherever in it the prompt stands."""
     bodies = [f'{{"model": "m", "prompt": {prompt}{rest}}}', f'{{"prompt": {prompt}, "model": "m"{rest}}}']
     outcomes = [outcome(body.encode()) for body in bodies]
-    monkeypatch.setattr("splitserve.router.schema.take_token_ids", lambda _: None)
+    monkeypatch.setattr("splitserve.router.parsing.take_token_ids", lambda _: None)
     assert outcomes == [outcome(body.encode()) for body in bodies]
 
 

@@ -87,6 +87,37 @@ def test_stop_strings_cut_at_the_same_place_however_the_text_arrives(text, stops
     assert shown + checker.flush() == (text if expected is None else expected)
 
 
+REPEATING = st.builds(
+    lambda unit, count, end: unit * count + end,
+    st.text(alphabet="ab", min_size=1, max_size=3),
+    st.integers(1, 40),
+    st.text(alphabet="abc", max_size=2),
+)
+"""Long strings whose beginnings recur within them: much is held back, and stop strings end within each other."""
+
+
+@given(
+    units=st.lists(REPEATING, max_size=6),
+    stops=st.lists(REPEATING, min_size=1, max_size=16),
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=20),
+)
+def test_long_stop_strings_hold_back_their_beginnings_and_nothing_else(units, stops, sizes):
+    text = "".join(units)
+    expected = _reference_stop(text, stops)
+    checker = StopStrings(stops)
+    shown, end, turn = "", 0, 0
+    while end < len(text) and not checker.stopped:
+        begin, end, turn = end, end + sizes[turn % len(sizes)], turn + 1
+        shown += checker.push(text[begin:end])
+        so_far = text[:end]
+        assert checker.stopped == (_reference_stop(so_far, stops) is not None)
+        if not checker.stopped:
+            beginnings = {stop[:count] for stop in stops for count in range(len(stop))}
+            assert so_far[len(shown) :] == max((each for each in beginnings if so_far.endswith(each)), key=len)
+            assert so_far.startswith(shown)
+    assert shown + checker.flush() == (text if expected is None else expected)
+
+
 def test_only_a_possible_beginning_is_held_back():
     checker = StopStrings(["END"])
     assert checker.push("abE") == "ab" and checker.push("x") == "Ex" and checker.push("EN") == ""

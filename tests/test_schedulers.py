@@ -4,17 +4,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduled_sequences import BLOCK_SIZE, complete, lengths, make_blocks, make_decode, make_sequence
-from splitserve.decode.scheduler import DecodeScheduler
+from scheduled_sequences import (
+    BLOCK_SIZE,
+    complete,
+    lengths,
+    make_blocks,
+    make_decode,
+    make_prefill,
+    make_sequence,
+    plan,
+)
 from splitserve.kvconnector.block_pool import BlockState
-from splitserve.prefill.scheduler import TAIL_SPLIT_FACTOR, Planned, PrefillScheduler
-from splitserve.prefill.sequence import BlockManager, Sequence
+from splitserve.prefill.block_manager import BlockManager
+from splitserve.prefill.scheduler import TAIL_SPLIT_FACTOR
+from splitserve.prefill.scheduling import Planned, StepScheduler
+from splitserve.prefill.sequence import Sequence
+from splitserve.prefill.stage import Stage
 
 
 class TestPrefill:
     def test_a_short_prompt_is_one_chunk_that_draws_a_token(self) -> None:
         blocks = make_blocks()
-        scheduler = PrefillScheduler(blocks, max_num_seqs=4)
+        scheduler = make_prefill(blocks, max_num_seqs=4)
         sequence = make_sequence("a", 6)
         scheduler.add(sequence)
         ((_, chunk),) = scheduler.plan(16)
@@ -24,7 +35,7 @@ class TestPrefill:
 
     def test_chunks_end_on_block_edges_and_only_the_last_draws(self) -> None:
         blocks = make_blocks()
-        scheduler = PrefillScheduler(blocks, max_num_seqs=4)
+        scheduler = make_prefill(blocks, max_num_seqs=4)
         scheduler.add(make_sequence("a", 21))
         sizes, samples = [], []
         while planned := scheduler.plan(10):
@@ -36,7 +47,7 @@ class TestPrefill:
 
     def test_a_budget_below_a_block_still_makes_progress(self) -> None:
         blocks = make_blocks()
-        scheduler = PrefillScheduler(blocks, max_num_seqs=4)
+        scheduler = make_prefill(blocks, max_num_seqs=4)
         scheduler.add(make_sequence("a", 7))
         sizes = []
         while planned := scheduler.plan(3):
@@ -46,7 +57,7 @@ class TestPrefill:
 
     def test_the_budget_is_shared_in_order(self) -> None:
         blocks = make_blocks()
-        scheduler = PrefillScheduler(blocks, max_num_seqs=4)
+        scheduler = make_prefill(blocks, max_num_seqs=4)
         for name, size in (("a", 6), ("b", 20), ("c", 5)):
             scheduler.add(make_sequence(name, size))
         planned = scheduler.plan(16)
@@ -58,7 +69,7 @@ class TestPrefill:
     def test_the_tail_chunk_is_small_where_the_prompt_is_long(self) -> None:
         tail = 8
         blocks = make_blocks()
-        scheduler = PrefillScheduler(blocks, max_num_seqs=4, tail_chunk_tokens=tail)
+        scheduler = make_prefill(blocks, max_num_seqs=4, tail_chunk_tokens=tail)
         long, short = TAIL_SPLIT_FACTOR * tail + 2, TAIL_SPLIT_FACTOR * tail - 1
         for size, expected in ((long, [24, 10]), (short, [short])):
             scheduler.add(make_sequence(f"p{size}", size))
@@ -71,7 +82,7 @@ class TestPrefill:
 
     def test_admission_is_all_or_nothing_and_first_come_first_served(self) -> None:
         blocks = make_blocks(8)
-        scheduler = PrefillScheduler(blocks, max_num_seqs=8)
+        scheduler = make_prefill(blocks, max_num_seqs=8)
         big, huge, small = make_sequence("big", 20), make_sequence("huge", 16), make_sequence("small", 4)
         for sequence in (big, huge, small):
             scheduler.add(sequence)
@@ -83,19 +94,19 @@ class TestPrefill:
         assert lengths(scheduler.plan(100)) == [("huge", 16), ("small", 4)]
 
     def test_max_num_seqs_counts_those_that_decode(self) -> None:
-        scheduler = PrefillScheduler(make_blocks(), max_num_seqs=3)
+        scheduler = make_prefill(make_blocks(), max_num_seqs=3)
         for name in "abc":
             scheduler.add(make_sequence(name, 4))
         assert lengths(scheduler.plan(100, num_running=2)) == [("a", 4)]
 
     def test_those_that_decode_keep_a_block_each_to_grow_into(self) -> None:
-        scheduler = PrefillScheduler(make_blocks(6), max_num_seqs=8)
+        scheduler = make_prefill(make_blocks(6), max_num_seqs=8)
         scheduler.add(make_sequence("a", 16))
         assert scheduler.plan(100, num_running=3) == []
         assert lengths(scheduler.plan(100, num_running=2)) == [("a", 16)]
 
     def test_removed_sequences_are_forgotten_wherever_they_are(self) -> None:
-        scheduler = PrefillScheduler(make_blocks(), max_num_seqs=1)
+        scheduler = make_prefill(make_blocks(), max_num_seqs=1)
         active, waiting, stranger = (make_sequence(name, 4) for name in "abc")
         scheduler.add(active)
         scheduler.add(waiting)
@@ -115,7 +126,7 @@ class TestPrefill:
         self, sizes: list[int], budget: int, tail: int, num_blocks: int
     ) -> None:
         blocks = make_blocks(num_blocks)
-        scheduler = PrefillScheduler(blocks, max_num_seqs=3, tail_chunk_tokens=tail)
+        scheduler = make_prefill(blocks, max_num_seqs=3, tail_chunk_tokens=tail)
         sequences = [make_sequence(f"s{i}", size) for i, size in enumerate(sizes)]
         for sequence in sequences:
             scheduler.add(sequence)
@@ -141,17 +152,18 @@ class TestPrefill:
 
 
 class TestDecode:
-    def make(self, num_blocks: int = 64, max_num_seqs: int = 4) -> tuple[BlockManager, DecodeScheduler]:
+    def make(self, num_blocks: int = 64, max_num_seqs: int = 4) -> tuple[BlockManager, StepScheduler]:
         return make_decode(num_blocks, max_num_seqs)
 
-    def start(self, blocks: BlockManager, scheduler: DecodeScheduler, name: str, num_prompt_tokens: int) -> Sequence:
+    def start(self, blocks: BlockManager, scheduler: StepScheduler, name: str, num_prompt_tokens: int) -> Sequence:
         """A sequence whose prompt is computed and whose first token is drawn."""
         sequence = make_sequence(name, num_prompt_tokens)
         assert blocks.reserve(sequence)
         sequence.num_computed = num_prompt_tokens
         blocks.publish_computed(sequence)
         sequence.token_ids.append(1)
-        scheduler.add_running(sequence)
+        sequence.stage = Stage.PULLING
+        scheduler.start_decoding(sequence)
         return sequence
 
     def decode(self, blocks: BlockManager, planned: list[Planned]) -> None:
@@ -165,7 +177,7 @@ class TestDecode:
         self.start(blocks, scheduler, "a", 4)
         self.start(blocks, scheduler, "b", 6)
         scheduler.add(make_sequence("c", 30))
-        planned = scheduler.plan(10)
+        planned = plan(scheduler, 10)
         assert lengths(planned) == [("a", 1), ("b", 1), ("c", 8)]
         assert all(chunk.sample is not None for _, chunk in planned[:2])
 
@@ -174,7 +186,7 @@ class TestDecode:
         sequence = self.start(blocks, scheduler, "a", 3)
         sizes = []
         for _ in range(8):
-            self.decode(blocks, scheduler.plan(4))
+            self.decode(blocks, plan(scheduler, 4))
             sizes.append(len(sequence.block_ids))
         assert sizes == [1, 2, 2, 2, 2, 3, 3, 3]
         first = sequence.block_ids[0]
@@ -184,14 +196,14 @@ class TestDecode:
         blocks, scheduler = self.make(num_blocks=5)
         old = self.start(blocks, scheduler, "old", 8)
         new = self.start(blocks, scheduler, "new", 8)
-        scheduler.plan(4)  # old takes the fifth block, nothing is left for new
-        assert scheduler.num_preemptions == 1
-        assert list(scheduler.running) == [old] and list(scheduler.prefill.waiting) == [new]
+        plan(scheduler, 4)  # old takes the fifth block, nothing is left for new
+        assert scheduler.decodes.num_preemptions == 1
+        assert list(scheduler.decodes.running) == [old] and list(scheduler.prompts.waiting) == [new]
         assert (new.block_ids, new.num_computed) == ([], 0)
         assert len(new.token_ids) == 9, "what was drawn stays"
         scheduler.remove(old)
         blocks.give_back(old)
-        ((sequence, chunk),) = scheduler.plan(100)
+        ((sequence, chunk),) = plan(scheduler, 100)
         assert sequence is new and chunk.start + len(chunk.token_ids) == 9
         assert chunk.start == 8, "its own blocks were still cached"
         assert chunk.sample is not None and chunk.sample.position == 9
@@ -201,25 +213,25 @@ class TestDecode:
         self.start(blocks, scheduler, "old", 8)
         new = self.start(blocks, scheduler, "new", 8)
         scheduler.add(make_sequence("later", 4))
-        scheduler.plan(4)
-        assert scheduler.prefill.waiting[0] is new
+        plan(scheduler, 4)
+        assert scheduler.prompts.waiting[0] is new
 
     def test_a_sequence_alone_that_finds_no_block_preempts_itself(self) -> None:
         blocks, scheduler = self.make(num_blocks=4)
         other = blocks.pool.allocate(2)
         assert other is not None
         alone = self.start(blocks, scheduler, "alone", 8)
-        assert scheduler.plan(4) == []
-        assert not scheduler.running and list(scheduler.prefill.waiting) == [alone]
+        assert plan(scheduler, 4) == []
+        assert not scheduler.decodes.running and list(scheduler.prompts.waiting) == [alone]
         blocks.pool.release(other)
-        assert lengths(scheduler.plan(4)) == [("alone", 1)]
+        assert lengths(plan(scheduler, 4)) == [("alone", 1)]
 
     @pytest.mark.parametrize(("max_num_seqs", "budget", "expected"), [(2, 10, 2), (4, 3, 3), (4, 10, 4)])
     def test_a_step_is_bounded_by_max_num_seqs_and_budget(self, max_num_seqs: int, budget: int, expected: int) -> None:
         blocks, scheduler = self.make(max_num_seqs=max_num_seqs)
         for name in "abcd":
             self.start(blocks, scheduler, name, 4)
-        assert len(scheduler.plan(budget)) == expected
+        assert len(plan(scheduler, budget)) == expected
 
     @given(
         prompts=st.lists(st.integers(1, 12), min_size=1, max_size=6),
@@ -236,7 +248,7 @@ class TestDecode:
             scheduler.add(sequence)
         wanted = 10
         for _ in range(2000):
-            planned = scheduler.plan(budget)
+            planned = plan(scheduler, budget)
             if not planned:
                 break
             assert sum(size for _, size in lengths(planned)) <= budget
@@ -247,9 +259,8 @@ class TestDecode:
                 if sequence.num_output_tokens >= wanted:
                     scheduler.remove(sequence)
                     blocks.give_back(sequence)
-                elif sequence not in scheduler.running:
-                    scheduler.prefill.remove(sequence)
-                    scheduler.add_running(sequence)
+                else:
+                    scheduler.start_decoding(sequence)
             blocks.pool.check_invariants()
             assert blocks.pool.total_references() == sum(len(s.block_ids) for s in sequences)
         assert [sequence.num_output_tokens for sequence in sequences] == [wanted] * len(prompts)

@@ -8,9 +8,11 @@ import pytest
 from splitserve.block_hash import extend_hashes
 from splitserve.kvconnector.block_pool import BlockPool, BlockState
 from splitserve.kvconnector.shared_tier import ChainCopy, SharedTier, TierState
+from splitserve.kvconnector.tier import Tier
+from splitserve.kvconnector.tier_commands import ClearCommand, CopyCommand, CopyResult
 from splitserve.kvconnector.tier_index import TierIndex
 from splitserve.kvconnector.tier_policy import KeepPrompts
-from splitserve.kvconnector.tiers import ClearCommand, CopyCommand, CopyResult, Tier, Tiers
+from splitserve.kvconnector.tiers import Tiers
 
 BLOCK = 4
 CHUNK = 2  # blocks

@@ -15,7 +15,8 @@ pytest.importorskip("triton")
 
 from splitserve.kernels import tuning
 from splitserve.kernels.decode_launch import MAX_PARTS, DecodeLaunch
-from splitserve.kernels.triton_linear import CUBLAS, MAX_ROWS, LinearLaunch
+from splitserve.kernels.linear_launch import CUBLAS, LinearLaunch
+from splitserve.kernels.triton_linear import MAX_ROWS
 from splitserve.kernels.tunables import OPERATIONS
 
 SHARED_BYTES = {"NVIDIA H200": 227 << 10}  # of one program, by CUDA's programming guide for compute capability 9.0

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedules import LONG_WAITS, SHORT_LEASES, Schedule, random_schedule, run_schedule
-from simulated_router import SimRequest
 from simulator import VOCAB, Faults, Shape, Simulator
-from splitserve.router.request_state import Update
+from splitserve.router.core_effects import Deliver
+from splitserve.router.placement import Disaggregated
 
 ONE_EACH, TWO_EACH = Shape(), Shape(prefill=2, decode=2)
 LITTLE_MEMORY = Shape(num_blocks=16)
@@ -43,8 +43,7 @@ bounded = settings(max_examples=80)
 @bounded
 def test_a_quiet_schedule_hands_every_request_over(seed: int, shape: Shape) -> None:
     sim = run_schedule(Schedule(seed=seed, shape=shape))
-    expected = sum(len(request.output) > 1 for request in sim.router.requests.values())
-    assert sim.num_handovers == expected, "a first token that ends its request cancels the hand-over"
+    assert sim.num_handovers == num_handed_over(sim), "a first token that ends its request cancels the hand-over"
     assert sim.num_handover_failures == 0
     assert sim.router.failures == []
 
@@ -54,7 +53,13 @@ def test_a_quiet_schedule_hands_every_request_over(seed: int, shape: Shape) -> N
 def test_lost_messages_cost_time_only(seed: int, shape: Shape) -> None:
     sim = run_schedule(Schedule(seed=seed, faults=LOSSY, shape=shape, protocol=LONG_WAITS))
     assert sim.num_handover_failures == 0
-    assert sim.num_handovers == sum(len(request.output) > 1 for request in sim.router.requests.values())
+    assert sim.num_handovers == num_handed_over(sim)
+
+
+def num_handed_over(sim: Simulator) -> int:
+    """Return how many requests a pair of workers finished together; until both are there, one computes all."""
+    requests = [client.request for client in sim.router.clients.values() if len(client.output) > 1]
+    return sum(isinstance(request.state.placement, Disaggregated) for request in requests if request is not None)
 
 
 @given(seed=seeds, prefill=st.integers(1, 2))
@@ -87,7 +92,7 @@ def test_a_half_open_prefill_worker_costs_a_rung_and_no_request(seed: int, prefi
 @given(seed=seeds, shape=st.sampled_from([*DISAGGREGATED, ONE_MIXED, TWO_MIXED]))
 @bounded
 def test_every_schedule_ends_well(faults: Faults, protocol: dict[str, float], seed: int, shape: Shape) -> None:
-    """``run_schedule`` checks that no request fails without need; see ``SimRouter.check_end``."""
+    """``run_schedule`` checks that no request fails without need; see ``SimRouter.check_end`` and ``router_checks``."""
     run_schedule(Schedule(seed=seed, faults=faults, shape=shape, protocol=protocol))
 
 
@@ -152,14 +157,14 @@ def test_a_schedule_can_be_replayed_from_its_command() -> None:
 def test_a_preempted_request_is_not_overtaken_by_newcomers_for_ever() -> None:
     sim = Simulator(1, QUIET, LITTLE_MEMORY)
     ends: dict[str, float] = {}
-    original = sim.router.apply
+    original = sim.router._performers[Deliver]
 
-    def apply(request: SimRequest, update: Update) -> None:
-        if update.ended:
-            ends[request.state.request_id] = sim.now
-        original(request, update)
+    def deliver(effect: Deliver) -> None:
+        if effect.update.ended:
+            ends[effect.request_id] = sim.now
+        original(effect)
 
-    sim.router.apply = apply  # type: ignore[method-assign]
+    sim.router._performers[Deliver] = deliver
     num_requests, interval_seconds = 200, 0.012  # faster than they can be served
     for index in range(num_requests):
         prompt = [sim.random.randrange(VOCAB) for _ in range(sim.random.choice([3, 9, 17, 30]))]

@@ -1,4 +1,4 @@
-"""docs/handover.md against the code: states, their transitions, messages with their fields, time-outs.
+"""docs/concepts/handover.md against the code: states, their transitions, messages with their fields, time-outs.
 
 Both lists are made here, one from the page's tables, one from the code; for the transitions the code is run.
 """
@@ -17,16 +17,17 @@ from core_driver import Worker
 from recorded_transitions import MACHINES, Transitions, record_transitions
 from splitserve import messages
 from splitserve.config import ProtocolConfig
+from splitserve.prefill.stage import NEXT_STAGES, Stage
 from splitserve.request import Party, Role
 
-PAGE = (Path(__file__).parent.parent / "docs" / "handover.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parent.parent / "docs" / "concepts" / "handover.md").read_text(encoding="utf-8")
 Rows = list[dict[str, str]]
 
 
 def section(title: str) -> str:
     """The text under the heading that contains ``title``, up to the next heading of any level."""
     match = re.search(rf"^##+ [^\n]*{re.escape(title)}[^\n]*\n(.*?)(?=^##|\Z)", PAGE, re.MULTILINE | re.DOTALL)
-    assert match, f"docs/handover.md has no section {title!r}"
+    assert match, f"docs/concepts/handover.md has no section {title!r}"
     return match[1]
 
 
@@ -62,6 +63,11 @@ def test_transitions(machine: type[Enum], seen: Transitions) -> None:
     assert written == seen[machine.__name__]
 
 
+def test_stages_are_those_of_the_table_in_the_code(seen: Transitions) -> None:
+    allowed = {(stage.value, after.value) for stage, stages in NEXT_STAGES.items() for after in stages}
+    assert allowed == seen[Stage.__name__]
+
+
 def test_messages_and_their_fields() -> None:
     written = {row["message"].strip("`"): names(row["fields"]) for row in table(section("Messages"))}
     assert written == {kind.__name__: set(kind.__struct_fields__) for kind in typing.get_args(messages.Body)}
@@ -93,14 +99,11 @@ def test_parts_of_messages() -> None:
     assert written == found
 
 
-@pytest.mark.parametrize(
-    ("role", "receivers"),
-    [(Role.PREFILL, {"prefill"}), (Role.DECODE, {"prefill", "decode", "decode or mixed"})],
-    ids=["prefill", "decode"],
-)
-def test_workers_handle_what_is_sent_to_them(role: Role, receivers: set[str]) -> None:
-    """And nothing else. Answers of membership are the loop's; a decode core can do prefill's part too."""
+@pytest.mark.parametrize("role", list(Role))
+def test_workers_handle_what_is_sent_to_them(role: Role) -> None:
+    """And nothing else. Answers of membership are the loop's; every worker has both sides of a hand-over."""
     core = Worker(role, Party("worker", 1)).core
+    receivers = {"prefill", "decode", "decode or mixed"}
     written = {
         row["message"].strip("`")
         for row in table(section("Messages"))

@@ -11,19 +11,11 @@ from hypothesis import strategies as st
 from splitserve.config import EngineConfig
 from splitserve.errors import ConfigError
 from splitserve.orchestration.restarts import MAX_QUICK_DEATHS, StartTimes
+from splitserve.orchestration.rolling_upgrade import UpgradeState
+from splitserve.orchestration.roster import KILL_GRACE_SECONDS, Action, Drain, Kill, Phase, Start
 from splitserve.orchestration.shorthand import simple_spec
 from splitserve.orchestration.spec import ClusterSpec, DevicesSpec, ObjectivesSpec, PoolSpec
-from splitserve.orchestration.supervision import (
-    KILL_GRACE_SECONDS,
-    Action,
-    Drain,
-    Kill,
-    Phase,
-    Snapshot,
-    Start,
-    Supervisor,
-    UpgradeState,
-)
+from splitserve.orchestration.supervision import Snapshot, Supervisor
 
 ENGINE = EngineConfig(model="some/model")
 

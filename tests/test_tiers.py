@@ -20,13 +20,17 @@ from splitserve.kvconnector.host_tier import host_tier
 from splitserve.kvconnector.layout import runs
 from splitserve.kvconnector.memory import KVMemory
 from splitserve.kvconnector.numa_memory import HostMemory, node_of_cpus, node_of_device, parse_cpu_list
+from splitserve.kvconnector.tier import Tier
+from splitserve.kvconnector.tier_commands import CopyCommand, CopyResult
 from splitserve.kvconnector.tier_copies import PartialCopyError, TierCopies
 from splitserve.kvconnector.tier_index import TierIndex
 from splitserve.kvconnector.tier_policy import KeepAll, KeepPolicy, KeepPrompts, KeepSecondUse, make_policy
-from splitserve.kvconnector.tiers import CopyCommand, CopyResult, Tier, Tiers
+from splitserve.kvconnector.tiers import Tiers
 from splitserve.memory_records import LayoutRecord
+from splitserve.prefill.block_manager import BlockManager
 from splitserve.prefill.scheduler import PrefillScheduler
-from splitserve.prefill.sequence import BlockManager, Sequence
+from splitserve.prefill.scheduling import StepBudget
+from splitserve.prefill.sequence import Sequence
 from splitserve.request import Party, RequestKey, SamplingParams
 
 LAYOUT = LayoutRecord("m", "w", "float32", 16, 2, 2, 8)
@@ -267,7 +271,7 @@ def scheduler_with_a_tier(num_blocks: int) -> tuple[PrefillScheduler, Tiers, Seq
     tiers.start_stores()
     finish_all(tiers)
     pool.clear_prefix_index()
-    return PrefillScheduler(blocks, max_num_seqs=4), tiers, found
+    return PrefillScheduler(blocks, StepBudget(1000, 4, 1000)), tiers, found
 
 
 def test_kv_comes_up_while_its_sequence_waits_behind_others() -> None:

@@ -12,11 +12,15 @@ from schedules import SHORT_LEASES, Schedule, run_schedule
 from simulated_tiers import SHARED
 from simulated_worker import SimWorker
 from simulator import Faults, Shape
+from splitserve.kvconnector.tier import ServedSlots
 from splitserve.kvconnector.tier_index import TierIndex
-from splitserve.kvconnector.tiers import BlockLoad, Tiers
+from splitserve.kvconnector.tier_loads import BlockLoad, TierLoads
+from splitserve.kvconnector.tier_stores import TierStores
+from splitserve.kvconnector.tiers import Tiers
 from splitserve.messages import PrefixGrant
+from splitserve.prefill.block_manager import BlockManager, HeldPrefix
 from splitserve.prefill.prefix_source import PrefixSource
-from splitserve.prefill.sequence import BlockManager, HeldPrefix, Sequence
+from splitserve.prefill.sequence import Sequence
 from splitserve.request import Party
 
 SHAPES = [
@@ -129,7 +133,8 @@ def load_counts_before_it_lands(patch: pytest.MonkeyPatch) -> None:
         reserved = original(self, sequence, headroom)
         if sequence.load is not None:
             sequence.load.good = [True] * len(sequence.load.good)
-            self.tiers._loads = {k: v for k, v in self.tiers._loads.items() if v is not sequence.load}
+            loads = self.tiers._loads
+            loads._by_copy = {k: v for k, v in loads._by_copy.items() if v is not sequence.load}
             self.finish_load(sequence)
         return reserved
 
@@ -157,35 +162,34 @@ def slots_are_not_pinned(patch: pytest.MonkeyPatch) -> None:
 
 
 def stores_hold_no_reference(patch: pytest.MonkeyPatch) -> None:
-    original = Tiers._start_store
+    original = TierStores._start_one
 
-    def careless(self: Tiers, tier: object) -> None:
-        before = len(self._commands)
+    def careless(self: TierStores, tier: object) -> None:
+        before = len(self._work.copies.commands)
         original(self, tier)  # type: ignore[arg-type]
-        for command in self._commands[before:]:
-            self._pool.release(command.block_ids)
+        for command in self._work.copies.commands[before:]:
+            self._work.pool.release(command.block_ids)
 
-    def finish(self: Tiers, tier: object, command: object, num_good: int) -> None:
-        self._pool.reference(command.block_ids)  # type: ignore[attr-defined]
+    def finish(self: TierStores, tier: object, command: object, num_good: int) -> None:
+        self._work.pool.reference(command.block_ids)  # type: ignore[attr-defined]
         finish_store(self, tier, command, num_good)  # type: ignore[arg-type]
 
-    finish_store = Tiers._finish_store
-    patch.setattr(Tiers, "_start_store", careless)
-    patch.setattr(Tiers, "_finish_store", finish)
-    patch.setattr(Tiers, "num_references", lambda self: 0)
+    finish_store = TierStores.finish
+    patch.setattr(TierStores, "_start_one", careless)
+    patch.setattr(TierStores, "finish", finish)
+    patch.setattr(TierStores, "num_references", lambda self: 0)
 
 
 def slots_of_peers_are_not_pinned(patch: pytest.MonkeyPatch) -> None:
     """And their generations don't tell."""
 
-    def hold(self: Tiers, block_hash: bytes) -> tuple[int, int] | None:
-        tier = self._served_tier
-        if tier is None or block_hash not in tier.index:
+    def hold(self: ServedSlots, block_hash: bytes) -> tuple[int, int] | None:
+        if self.tier is None or block_hash not in self.tier.index:
             return None
-        return tier.index._ready[block_hash], 7
+        return self.tier.index._ready[block_hash], 7
 
-    patch.setattr(Tiers, "hold_slot", hold)
-    patch.setattr(Tiers, "release_slots", lambda self, slots: None)
+    patch.setattr(ServedSlots, "hold", hold)
+    patch.setattr(ServedSlots, "release", lambda self, slots: None)
     patch.setattr("simulated_worker.SimWorker.generation", steady_slots)
 
 
@@ -217,16 +221,16 @@ def steady_slots(self: SimWorker, block_id: int) -> int:
 
 
 def late_load_frees_its_blocks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Tiers, "abandon", lambda self, load: setattr(load, "is_abandoned", True) or [])
-    original = Tiers._finish_load
+    patch.setattr(TierLoads, "abandon", lambda self, load: setattr(load, "is_abandoned", True) or [])
+    original = TierLoads.finish
 
-    def finish(self: Tiers, tier: object, command: object, num_good: int) -> BlockLoad | None:
-        load = self._loads[command.copy_id]  # type: ignore[attr-defined]
+    def finish(self: TierLoads, tier: object, command: object, num_good: int) -> BlockLoad | None:
+        load = self._by_copy[command.copy_id]  # type: ignore[attr-defined]
         if load.is_abandoned:
-            self._pool.lift_quarantine = lambda block_ids: None  # type: ignore[method-assign]
+            self._work.pool.lift_quarantine = lambda block_ids: None  # type: ignore[method-assign]
         return original(self, tier, command, num_good)  # type: ignore[arg-type]
 
-    patch.setattr(Tiers, "_finish_load", finish)
+    patch.setattr(TierLoads, "finish", finish)
 
 
 def device_does_not_wait_for_loads(patch: pytest.MonkeyPatch) -> None:
@@ -242,14 +246,14 @@ def waiting_steps_hold_no_blocks(patch: pytest.MonkeyPatch) -> None:
 
 
 def loads_of_waiting_steps_are_given_up(patch: pytest.MonkeyPatch) -> None:
-    original = Tiers._deadlines
+    original = TierLoads._deadlines
 
-    def hasty(self: Tiers) -> Iterator[tuple[BlockLoad, float]]:
-        for load in self._loads.values():
+    def hasty(self: TierLoads) -> Iterator[tuple[BlockLoad, float]]:
+        for load in self._by_copy.values():
             load.holds_step = False
         return original(self)
 
-    patch.setattr(Tiers, "_deadlines", hasty)
+    patch.setattr(TierLoads, "_deadlines", hasty)
 
 
 PLANTS: dict[Plant, tuple[Faults, str]] = {
@@ -262,7 +266,7 @@ PLANTS: dict[Plant, tuple[Faults, str]] = {
     slots_of_peers_are_not_pinned: (Faults(read_seconds=0.3), "slots are held that nobody explains"),
     slots_keep_their_generation: (Faults(read_seconds=0.3), WRONG_TOKENS),
     device_does_not_wait_for_loads: (Faults(copy_seconds=0.4), WRONG_TOKENS),
-    token_of_a_failed_load_counts: (Faults(copy_error=0.3), WRONG_TOKENS),
+    token_of_a_failed_load_counts: (Faults(copy_error=0.3), "which is offered, isn't computed"),
     waiting_steps_hold_no_blocks: (Faults(abort=0.6, copy_seconds=0.4), "was freed under a step"),
     loads_of_waiting_steps_are_given_up: (Faults(copy_late=0.5), "that a step or a load still touches"),
 }

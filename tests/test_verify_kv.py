@@ -13,7 +13,7 @@ from serving import PATIENT, complete_all, transformers_greedy, wait_until_quiet
 from simulated_router import ROUTER
 from simulator import BLOCK_SIZE, LAYOUT, PROTOCOL
 from splitserve.config import EngineConfig
-from splitserve.handover import ReadResult, SinkHandover, SinkState
+from splitserve.handover import Pull, ReadResult, SinkHandover, SinkState
 from splitserve.kvconnector import digest
 from splitserve.kvconnector.digest import DIGEST_BYTES, DigestBlocks, FirstDigests, digests_of, no_digests
 from splitserve.kvconnector.memory import KVMemory
@@ -143,10 +143,8 @@ def test_a_request_that_ends_while_its_digests_are_made(end: Abort | Release) ->
 
 def offered_handover(digests: list[bytes]) -> tuple[SinkHandover, int]:
     """A hand-over with one read of all blocks under way; and the read's id."""
-    handover = SinkHandover(
-        KEY, PREFILL, num_prompt_tokens=len(PROMPT), num_cached_tokens=0, local_blocks=[5, 6, 7],
-        block_size=BLOCK_SIZE, block_bytes=64, config=PROTOCOL, now=0.0,
-    )  # fmt: skip
+    pull = Pull(len(PROMPT), num_cached_tokens=0, local_blocks=[5, 6, 7], block_size=BLOCK_SIZE, block_bytes=64)
+    handover = SinkHandover(KEY, PREFILL, pull, PROTOCOL, 0.0)
     blocks = [OfferedBlock(block_id, 100, digest) for block_id, digest in enumerate(digests)]
     handover.on_offer(Offer(KEY, 0, blocks, len(PROMPT), True, [1]), 10, 0.0)
     (read,) = handover.poll(0.0, can_read=True, next_read_id=1).reads

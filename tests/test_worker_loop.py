@@ -2,20 +2,32 @@
 
 import logging
 import threading
+import time
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+import zmq
 
-from splitserve.benchmarks.engine_loop import DirectRouter
+from splitserve.benchmarks.direct_router import DirectRouter
 from splitserve.benchmarks.paced_worker import PacedRunner, build_loop
 from splitserve.errors import DeviceLostError
-from splitserve.messages import FailureCode, Leave, LocalRequest, RequestFailed, StepTokens
-from splitserve.prefill.executor import LaunchedStep, LaunchingRunner, always_works
-from splitserve.request import FinishReason, RequestKey, SamplingParams
-from splitserve.step import UNKNOWN_TOKEN, StepOutput, StepPlan
-from waiting import PATIENCE_SECONDS
+from splitserve.messages import (
+    Envelope,
+    FailureCode,
+    Heartbeat,
+    Leave,
+    LocalRequest,
+    RequestFailed,
+    StepTokens,
+    WorkerLoad,
+)
+from splitserve.prefill.executor import always_works
+from splitserve.request import FinishReason, Party, RequestKey, SamplingParams
+from splitserve.step import UNKNOWN_TOKEN, LaunchedStep, LaunchingRunner, StepOutput, StepPlan
+from splitserve.wire import encode
+from waiting import PATIENCE_SECONDS, wait_until
 
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
 
@@ -58,10 +70,10 @@ class Run:
     def __init__(self, runner: LaunchingRunner, check_device: Callable[[], None], router: DirectRouter) -> None:
         self.router = router
         self.error: Exception | None = None
-        self.loop, where = build_loop(router.membership, runner, check_device=check_device)
+        self.loop, self.where = build_loop(router.membership, runner, check_device=check_device)
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
-        router.meet(where)
+        router.meet(self.where)
 
     def _run(self) -> None:
         try:
@@ -85,6 +97,15 @@ class Run:
                     tokens += delta.token_ids
                     if delta.finish_reason is FinishReason.LENGTH:
                         return tokens
+
+    def load(self) -> WorkerLoad:
+        """As its next heartbeats report it."""
+        while True:
+            loads = [body.load for body in self.router.heard_by_membership() if isinstance(body, Heartbeat)]
+            if loads:
+                return loads[-1]
+            assert self.thread.is_alive()
+            time.sleep(0.01)
 
     def failure(self) -> RequestFailed:
         while True:
@@ -115,6 +136,20 @@ def test_every_token_comes_once_and_the_device_gets_its_next_step_in_time() -> N
     follow_ups = [plan for plan in runner.plans if UNKNOWN_TOKEN in [c.token_ids[0] for c in plan.chunks]]
     assert len(follow_ups) > 100, "steps were launched before the results of those before them were here"
     assert run.error is None
+
+
+def test_heartbeats_count_what_could_not_be_delivered_and_what_was_no_message() -> None:
+    with running(FaultyRunner()) as run:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as link:
+            link.setsockopt(zmq.LINGER, 0)
+            link.connect(run.where.endpoint)
+            link.send(b"GET / HTTP/1.1")
+            request = LocalRequest(RequestKey("r"), array("i", [1] * 20), SamplingParams(max_tokens=1000), 60.0)
+            link.send(encode(Envelope(Party("gone soon", 2), run.where.party, request)))
+            assert link.poll(PATIENCE_SECONDS * 1000), "no token comes"
+            wait_until(lambda: run.load().malformed_messages == 1, "what is no message isn't counted")
+            assert run.load().undeliverable_messages == 0
+        wait_until(lambda: run.load().undeliverable_messages > 0, "tokens for a router that is gone aren't counted")
 
 
 def test_a_sequence_decodes_in_the_step_right_after_its_prompt() -> None:

@@ -7,8 +7,8 @@ import pytest
 import zmq
 
 from splitserve.messages import Abort, Body, Envelope, PeerRef, Release, StepTokens, TokenDelta
-from splitserve.prefill.loop import Waker
 from splitserve.prefill.sockets import WorkerSockets
+from splitserve.prefill.waker import Waker
 from splitserve.request import Party, RequestKey
 from splitserve.wire import decode, encode
 from waiting import PATIENCE_SECONDS

@@ -12,7 +12,7 @@ from splitserve.messages import PeerLink, WorkerInfo
 
 
 class WorkerState(StrEnum):
-    """State of a registered worker, as membership sees it (docs/handover.md)."""
+    """State of a registered worker, as membership sees it (docs/concepts/handover.md)."""
 
     CONNECTING = "connecting"
     READY = "ready"

@@ -1,8 +1,8 @@
 """Counters and gauges of a worker: each is declared once, as an annotated field of a struct that travels.
 
 The engine counts in a :class:`WorkerCounters` and a :class:`TierCounters` per tier; heartbeats carry both to the router
-as parts of a :class:`WorkerLoad`. Prometheus metrics and docs/reference/metrics.md are made from the annotations, by
-:func:`metrics_of`.
+as parts of a :class:`WorkerLoad`, with the counters that other objects own. Prometheus metrics and
+docs/reference/metrics.md are made from the annotations, by :func:`metrics_of`.
 """
 
 import typing
@@ -50,7 +50,6 @@ class WorkerCounters(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prompt_tokens: Annotated[Count, Counter("Prompt tokens computed, those of repeated attempts included")] = 0
     output_tokens: Annotated[Count, Counter("Output tokens drawn")] = 0
     prefix_hit_tokens: Annotated[Count, Counter("Prompt tokens found in the prefix cache, not computed")] = 0
-    preemptions: Annotated[Count, Counter("Running sequences put back into the queue for lack of KV blocks")] = 0
     handovers: Annotated[Count, Counter("Hand-overs completed, as decode counts them")] = 0
     handover_bytes: Annotated[Count, Counter("KV bytes read in completed hand-overs")] = 0
     handover_failures: Annotated[Count, Counter("Hand-overs that ended without decode having all blocks")] = 0
@@ -81,7 +80,7 @@ class WorkerCounters(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class TierCounters(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Counters of one tier of KV below the device (docs/kv-tiers.md).
+    """Counters of one tier of KV below the device (docs/guides/tiers.md).
 
     Each tier is asked until one has the block: that one counts a hit, the tiers before it a miss.
     """
@@ -118,6 +117,9 @@ class WorkerLoad(WorkerCounters, frozen=True, kw_only=True):  # type: ignore[mis
     blocks_referenced: Annotated[Count, Gauge("KV blocks in use")] = 0
     blocks_quarantined: Annotated[Count, Gauge("KV blocks withheld until what may write to them has ended")] = 0
     reads_in_flight: Annotated[Count, Gauge("Reads of a peer's KV in flight")] = 0
+    preemptions: Annotated[Count, Counter("Running sequences put back into the queue for lack of KV blocks")] = 0
+    undeliverable_messages: Annotated[Count, Counter("Messages dropped: their receiver did not take them")] = 0
+    malformed_messages: Annotated[Count, Counter("Messages dropped: they could not be decoded")] = 0
     resident_bytes: Annotated[Count, Gauge("Resident memory of the worker's processes")] = 0
     requests_tracked: Annotated[Count, Gauge("Requests and hand-overs that the worker holds state for")] = 0
     peers_ready: Annotated[Count, Gauge("Prefill workers that this worker can read from")] = 0

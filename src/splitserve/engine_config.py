@@ -255,7 +255,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = True
     kv_events: Annotated[
         bool,
-        Meta(description="Have workers publish what KV they hold (docs/kv-events.md)."),
+        Meta(description="Have workers publish what KV they hold (docs/guides/kv-events.md)."),
         Setting(flags=("--kv-events",), group=KV_MEMORY),
     ] = False
     host_kv_memory_bytes: Annotated[

@@ -252,36 +252,30 @@ class SinkActions:
     reads: list[ReadCommand] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """The blocks that a hand-over is to read, and their destinations."""
+
+    num_prompt_tokens: int  # known to both sides
+    num_cached_tokens: int  # of whole blocks, which are here already; fewer than the prompt's
+    local_blocks: Sequence[int]  # destinations of the blocks after those, held by the request and written by its reads
+    block_size: int  # tokens
+    block_bytes: int  # of one block on one rank
+    hashes: Sequence[bytes] = ()  # of the same blocks: reads what the peer has of them already, and nothing more
+    reads_host_tier: bool = False  # the peer may move what it offers to its host tier, if it has one
+
+    def __post_init__(self) -> None:
+        assert self.num_cached_tokens % self.block_size == 0 and self.num_cached_tokens < self.num_prompt_tokens
+        assert not self.hashes or len(self.hashes) == len(self.local_blocks)
+
+
 class SinkHandover:
     """Decode's side of one request, from its grant to the last verified block.
 
-    ``local_blocks`` are the destinations of prompt blocks ``first_block, first_block + 1, ...``: blocks that
-    nobody else
-    holds. They are written only by reads of this hand-over. A block counts as verified once the generation that
-    was read *after* its data
-    equals the one that was offered.
-
-    With ``hashes``, of the blocks from ``first_block`` on, it reads what the peer has of them, and nothing more.
-    ``reads_host_tier``: the peer may move what it offers there, if it has one.
+    A block counts as verified once the generation that was read *after* its data equals the one that was offered.
     """
 
-    def __init__(
-        self,
-        key: RequestKey,
-        peer: Party,
-        *,
-        num_prompt_tokens: int,
-        num_cached_tokens: int,
-        local_blocks: Sequence[int],
-        block_size: int,
-        block_bytes: int,
-        config: ProtocolConfig,
-        now: float,
-        hashes: Sequence[bytes] = (),
-        reads_host_tier: bool = False,
-    ) -> None:
-        assert num_cached_tokens % block_size == 0 and num_cached_tokens < num_prompt_tokens
-        assert not hashes or len(hashes) == len(local_blocks)
+    def __init__(self, key: RequestKey, peer: Party, pull: Pull, config: ProtocolConfig, now: float) -> None:
         self.key = key
         self.peer = peer
         self.state = SinkState.REQUESTED
@@ -292,17 +286,11 @@ class SinkHandover:
         self.mismatches: list[str] = []
         self.first_tokens: list[int] = []
         self.statistics = SinkStatistics()
-        self.first_block = num_cached_tokens // block_size
-        self._num_prompt_tokens = num_prompt_tokens
-        self._num_cached_tokens = num_cached_tokens
-        self._local_blocks = local_blocks
-        self._block_size = block_size
-        self._block_bytes = block_bytes
+        self.first_block = pull.num_cached_tokens // pull.block_size
+        self._pull = pull
         self._config = config
-        self._hashes = list(hashes)
-        self._reads_host_tier = reads_host_tier
         self._may_move = False
-        self._offered = OfferedBlocks(len(local_blocks))
+        self._offered = OfferedBlocks(len(pull.local_blocks))
         self._last_offer_seen = False
         self._ack_due = False
         self._reads: dict[int, ReadInFlight] = {}
@@ -319,7 +307,7 @@ class SinkHandover:
         if self.state not in (SinkState.REQUESTED, SinkState.READING):
             return
         self._last_heard_at = now
-        self._may_move = has_host_tier and self._reads_host_tier and not self._hashes
+        self._may_move = has_host_tier and self._pull.reads_host_tier and not self._pull.hashes
         start = offer.first_block - self.first_block
         if start > len(self._offered) or offer.revision < self._offered.revision:
             return  # an earlier offer was lost, and will be sent again; or this one was overtaken
@@ -415,25 +403,25 @@ class SinkHandover:
     # ---- inside ----
 
     def _make_grant(self) -> Grant | PrefixGrant:
-        if self._hashes:
-            return PrefixGrant(self.key, self.first_block, self._hashes, self._config.lease_seconds)
-        tokens = self._num_prompt_tokens, self._num_cached_tokens
-        return Grant(self.key, *tokens, self._config.lease_seconds, self._reads_host_tier)
+        if self._pull.hashes:
+            return PrefixGrant(self.key, self.first_block, list(self._pull.hashes), self._config.lease_seconds)
+        tokens = self._pull.num_prompt_tokens, self._pull.num_cached_tokens
+        return Grant(self.key, *tokens, self._config.lease_seconds, self._pull.reads_host_tier)
 
     def _problem_with(self, offer: Offer, start: int, num_peer_blocks: int) -> str | None:
         if start < 0:
             return f"it starts at block {offer.first_block}, before the granted one, {self.first_block}"
         end_block = offer.first_block + len(offer.blocks)
-        if end_block > self.first_block + len(self._local_blocks):
-            return f"it names {end_block} blocks of a prompt of {self._num_prompt_tokens} tokens"
-        end_tokens = end_block * self._block_size
-        if offer.last and not self._hashes:
-            if offer.num_tokens != self._num_prompt_tokens:
-                return f"the last one covers {offer.num_tokens} of {self._num_prompt_tokens} prompt tokens"
+        if end_block > self.first_block + len(self._pull.local_blocks):
+            return f"it names {end_block} blocks of a prompt of {self._pull.num_prompt_tokens} tokens"
+        end_tokens = end_block * self._pull.block_size
+        if offer.last and not self._pull.hashes:
+            if offer.num_tokens != self._pull.num_prompt_tokens:
+                return f"the last one covers {offer.num_tokens} of {self._pull.num_prompt_tokens} prompt tokens"
             if not offer.first_tokens:
                 return "the last one lacks the first token"
-            end_tokens = min(end_tokens, self._num_prompt_tokens)
-        if end_tokens != offer.num_tokens or offer.num_tokens > self._num_prompt_tokens:
+            end_tokens = min(end_tokens, self._pull.num_prompt_tokens)
+        if end_tokens != offer.num_tokens or offer.num_tokens > self._pull.num_prompt_tokens:
             return f"its blocks hold {end_tokens} tokens, but it says {offer.num_tokens}"
         if any(not 0 <= block.block_id < num_peer_blocks for block in offer.blocks):
             return f"it names a block outside the {num_peer_blocks} that prefill registered"
@@ -482,8 +470,8 @@ class SinkHandover:
 
     def _post_read(self, read_id: int, now: float) -> ReadCommand:
         first, remote = self._offered.next_range(self._config.max_blocks_per_read)
-        local = list(self._local_blocks[first : first + len(remote)])
-        num_bytes = len(remote) * self._block_bytes
+        local = list(self._pull.local_blocks[first : first + len(remote)])
+        num_bytes = len(remote) * self._pull.block_bytes
         deadline = now + self._config.read_deadline_seconds + num_bytes / self._config.min_read_bytes_per_second
         self._reads[read_id] = ReadInFlight(first, remote, local, deadline)
         self.statistics.num_reads += 1
@@ -494,7 +482,7 @@ class SinkHandover:
         return ReadCommand(read_id, self.peer, local, [block.block_id for block in remote])
 
     def _complete_if_all_verified(self, now: float) -> None:
-        num_wanted = len(self._offered) if self._hashes else len(self._local_blocks)
+        num_wanted = len(self._offered) if self._pull.hashes else len(self._pull.local_blocks)
         if self._last_offer_seen and self._offered.num_verified == num_wanted:
             self.state = SinkState.COMPLETE
             self.statistics.complete_at = now

@@ -1,4 +1,4 @@
-"""KV events as they travel: what a worker holds, as it changes. Specified in docs/kv-events.md."""
+"""KV events as they travel: what a worker holds, as it changes. Specified in docs/guides/kv-events.md."""
 
 from typing import Annotated, Literal
 

@@ -24,7 +24,7 @@ from splitserve.request import FinishReason, Party, RequestKey, Role, SamplingPa
 from splitserve.token_ids import TokenIds
 from splitserve.wire_numbers import BlockHash, Count, Digest, NonNegative, Seconds, Size, TokenId, Unsigned
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 MAX_RANKS = 64
 MAX_CPUS = 4096
 MAX_DEVICES = 256

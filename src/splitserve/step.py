@@ -5,6 +5,7 @@ sequences.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -69,3 +70,17 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Drawn token per chunk of the plan, in its order; None where the chunk asked for none."""
 
     token_ids: Sequence[int | None]
+
+
+class LaunchedStep(Protocol):
+    """A step that the device runs, or is about to."""
+
+    def wait(self) -> StepOutput:
+        """Return what the step drew, once it has completed."""
+
+
+class LaunchingRunner(Protocol):
+    """A runner whose device runs steps by itself, one after the other."""
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Queue a step behind those that were launched before, and return at once."""

@@ -1,0 +1,41 @@
+"""Child processes of benches, which print a line when they are ready, and a model for a router."""
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from splitserve.errors import ConfigError
+from splitserve.models.demo_tokenizer import QWEN_TOKENS, train_tokenizer
+
+
+@contextlib.contextmanager
+def child_process(module: str, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
+    with subprocess.Popen([sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def next_line(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    line = process.stdout.readline().strip()
+    if not line:
+        raise ConfigError(f"a child process ended with status {process.wait()} before it was ready")
+    return line
+
+
+def write_router_model(folder: Path) -> int:
+    """What a router needs of a model: a tokenizer. Returns the size of its vocabulary."""
+    tokenizer = train_tokenizer(2000, QWEN_TOKENS, seed=0)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": QWEN_TOKENS.eos, "chat_template": QWEN_TOKENS.chat_template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return int(tokenizer.get_vocab_size())

@@ -1,0 +1,104 @@
+"""Scripts of workers that compute nothing: which tokens they give to a request, and when."""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from splitserve.memory_records import LayoutRecord
+from splitserve.messages import (
+    Body,
+    DecodeRequest,
+    HandoverReport,
+    LocalRequest,
+    PrefillRequest,
+    StepTokens,
+    TokenDelta,
+)
+from splitserve.request import FinishReason
+
+DEFAULT_LAYOUT = LayoutRecord(
+    model="instant",
+    weights_version="0",
+    dtype="float32",
+    block_size=16,
+    num_layers=1,
+    num_kv_heads=1,
+    head_dim=8,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Something to send to the router ``delay_seconds`` after the request came; bytes go out as they are."""
+
+    body: Body | bytes
+    delay_seconds: float = 0.0
+
+
+Request: TypeAlias = PrefillRequest | DecodeRequest | LocalRequest
+Script = Callable[[Request], Sequence[Reply]]
+Output = Callable[[Sequence[int]], Iterator[int]]
+
+
+def repeat_prompt(token_ids: Sequence[int]) -> Iterator[int]:
+    return itertools.cycle(token_ids)
+
+
+def default_script(
+    output: Output = repeat_prompt, *, tokens_per_message: int = 0, token_seconds: float = 0.0
+) -> Script:
+    """What a correct worker sends: prefill the first token, decode all of them with a report, mixed all of them.
+
+    ``tokens_per_message`` 0 packs all into one message; ``token_seconds`` paces them.
+    """
+
+    def script(body: Request) -> list[Reply]:
+        if isinstance(body, PrefillRequest):
+            token_ids, reason = _outputs(body, output)
+            first_reason = reason if len(token_ids) == 1 else None
+            return [Reply(StepTokens([TokenDelta(body.key, 0, token_ids[:1], finish_reason=first_reason)]))]
+        token_ids, reason = _outputs(body, output)
+        if isinstance(body, DecodeRequest) and len(token_ids) == 1:
+            return []  # the first token ends the request: decode never gets to run
+        report = _report(body) if isinstance(body, DecodeRequest) else None
+        size = tokens_per_message or len(token_ids)
+        replies = []
+        for begin in range(0, len(token_ids), size):
+            part = token_ids[begin : begin + size]
+            last = begin + size >= len(token_ids)
+            delta = TokenDelta(
+                body.key,
+                begin,
+                part,
+                finish_reason=reason if last else None,
+                handover=report if begin == 0 else None,
+            )
+            replies.append(Reply(StepTokens([delta]), begin * token_seconds))
+        return replies
+
+    return script
+
+
+def _outputs(body: Request, output: Output) -> tuple[list[int], FinishReason | None]:
+    token_ids: list[int] = []
+    for token_id in output(body.token_ids):
+        token_ids.append(token_id)
+        reason = body.sampling.finish_reason(token_id, len(token_ids))
+        if reason is not None:
+            return token_ids, reason
+    return token_ids, None
+
+
+def _report(body: DecodeRequest) -> HandoverReport:
+    num_blocks = -(-len(body.token_ids) // DEFAULT_LAYOUT.block_size)
+    return HandoverReport(
+        prefill=body.prefill.party.engine_id,
+        transport="none",
+        blocks=num_blocks,
+        bytes=num_blocks * 4096,
+        cached_tokens=0,
+        reads=1,
+        seconds=0.0,
+        exposed_seconds=0.0,
+    )

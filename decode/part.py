@@ -1,0 +1,173 @@
+"""Decode's part of a worker: requests that decode here, with KV from a peer, a prefix of it, or none."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from splitserve.counters import WorkerLoad
+from splitserve.decode.peers import PeerTable
+from splitserve.decode.sink import SinkSide
+from splitserve.handover import ReadResult
+from splitserve.kvconnector.connector import PeerConnected
+from splitserve.messages import (
+    DecodeRequest,
+    FailureCode,
+    HandoverReport,
+    Introduce,
+    LocalRequest,
+    Offer,
+    PeerLink,
+    PeerRefused,
+    PeerWelcome,
+    TokenDelta,
+    Withdrawn,
+)
+from splitserve.prefill.parts import Handler, Part
+from splitserve.prefill.requests import Requests
+from splitserve.prefill.sequence import Sequence
+from splitserve.request import Party
+
+
+class SinkPart(Part):
+    """Pulls KV, then lets its sequences decode. A hand-over that fails is reported to the router, which owns the
+    failure ladder."""
+
+    def __init__(self, requests: Requests, connector: str) -> None:
+        self._requests = requests
+        self._state = requests.state
+        self._scheduler = requests.scheduler
+        self.peers = PeerTable(self._state, connector)
+        self.sink = SinkSide(self._state, self.peers, self._on_ready, self._on_failed, self._on_prefix_read)
+
+    # ---- messages and events ----
+
+    def handlers(self) -> Mapping[type, Handler]:
+        return {
+            DecodeRequest: self.on_decode_request,
+            LocalRequest: self.on_local_request,
+            Introduce: self.on_introduce,
+            PeerWelcome: self.peers.on_welcome,
+            PeerRefused: self.peers.on_refused,
+            Offer: self.sink.on_offer,
+            Withdrawn: self.on_withdrawn,
+        }
+
+    def on_decode_request(self, request: DecodeRequest, sender: Party, now: float) -> None:
+        """Pull the KV of a prompt that another worker computes."""
+        sequence = self._requests.accept(request, sender, now, decodes_here=True)
+        if sequence is not None:
+            self.sink.add(sequence, request.prefill, now)
+            self.admit(now)
+
+    def on_local_request(self, request: LocalRequest, sender: Party, now: float) -> None:
+        """Compute a prompt here, from the prefix on that a peer may have of it."""
+        sequence = self._requests.accept(request, sender, now, decodes_here=True)
+        if sequence is None:
+            return
+        is_alone = self._state.layout.tensor_parallel_size == 1  # slots of a host tier are read whole
+        if request.prefix is not None and request.prefix.party != self._state.me and is_alone:
+            self.sink.add(sequence, request.prefix, now, is_prefix=True)
+            self.admit(now)
+        else:
+            self._scheduler.add(sequence)
+
+    def on_withdrawn(self, withdrawn: Withdrawn, sender: Party, now: float) -> None:
+        """End the request, or only the hand-over."""
+        sequence = self._state.sequences.get(withdrawn.key)
+        if withdrawn.attempt_over and sequence is not None and self.sink.pulls(sequence, sender):
+            self._requests.end(sequence, withdrawn.reason, now)
+        else:
+            self.sink.on_withdrawn(withdrawn, sender, now)
+
+    def on_introduce(self, introduce: Introduce, sender: Party, now: float) -> None:
+        """Connect to a peer before the first request that needs it."""
+        del sender
+        self.peers.introduce(introduce.peer, now)
+
+    def on_connector_event(self, event: ReadResult | PeerConnected, now: float) -> None:
+        if isinstance(event, PeerConnected):
+            self.peers.on_connected(event)
+            self._state.has_news = True
+            self.sink.poll(now)
+        else:
+            self.sink.on_read_result(event, now)
+
+    # ---- hand-overs ----
+
+    def _on_ready(self, sequence: Sequence, first_token: int, report: HandoverReport) -> None:
+        """Let a sequence decode: its KV is verified, and its first token came with it.
+
+        A peer's host tier has full blocks only: what follows them is computed here.
+        """
+        self._state.counters.prefix_hit_tokens += sequence.num_cached_tokens
+        delta = TokenDelta(
+            key=sequence.key,
+            position=sequence.num_output_tokens,
+            token_ids=[first_token],
+            num_cached_tokens=sequence.num_cached_tokens,
+            handover=report,
+        )
+        sequence.token_ids.append(first_token)
+        self._state.add_delta(sequence, delta)
+        if sequence.num_remaining == 1:
+            self._scheduler.start_decoding(sequence)
+        else:
+            self._scheduler.add_admitted(sequence)
+
+    def _on_prefix_read(self, sequence: Sequence) -> None:
+        """Go on with the prefix that a peer had; a sequence that holds nothing is the next one to begin."""
+        if sequence.block_ids:
+            self._scheduler.add_admitted(sequence)
+        else:
+            self._scheduler.add(sequence, first=True)
+
+    def _on_failed(self, sequence: Sequence, reason: str, now: float) -> None:
+        """End the attempt. The router decides what comes next; verified blocks stay in the prefix index."""
+        self._requests.fail(sequence, FailureCode.HANDOVER, reason, now)
+
+    # ---- sequences that it owns ----
+
+    def owns(self, sequence: Sequence) -> bool:
+        return self.sink.owns(sequence)
+
+    def on_loaded(self, sequence: Sequence, now: float) -> None:
+        self.sink.on_loaded(sequence, now)
+
+    def on_late_load(self, sequence: Sequence) -> None:
+        self.sink.on_late_load(sequence)
+
+    def on_end(self, sequence: Sequence, reason: str, now: float, *, attempt_over: bool) -> None:
+        del reason, now, attempt_over
+        self.sink.abort(sequence)
+
+    # ---- time ----
+
+    def poll(self, now: float) -> None:
+        self.sink.poll(now)
+
+    def admit(self, now: float) -> None:
+        """Reserve room and grant, unless a sequence of the scheduler is to get its blocks back first."""
+        if not self._scheduler.owes_blocks:
+            running = self._scheduler.num_running
+            self.sink.admit(running, self._scheduler.budget.max_num_seqs - running - self.sink.num_granted, now)
+
+    def next_deadline(self) -> float:
+        return self.sink.next_deadline()
+
+    # ---- state ----
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        return self.sink.waiting
+
+    def links(self) -> list[PeerLink]:
+        return self.peers.links()
+
+    def report(self, load: WorkerLoad) -> WorkerLoad:
+        return msgspec.structs.replace(
+            load, reads_in_flight=self.sink.num_reads_in_flight, peers_ready=self.peers.num_ready
+        )
+
+    def check_invariants(self) -> None:
+        self.sink.check_invariants()
+        self.peers.check_invariants()

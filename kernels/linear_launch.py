@@ -1,0 +1,54 @@
+"""Launch parameters of products of a few rows: as tuned (:mod:`.tuning`), else a default."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import triton
+
+from splitserve.kernels.tuning import shape_key, tuned
+
+Variant = Literal["plain", "add", "norm", "gated"]
+
+_FEW_ROWS = 16
+_ROW_BLOCK = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class LinearLaunch:
+    """How a product is launched. ``block_m`` 0 leaves it to cuBLAS, 1 takes the kernel for one row.
+
+    ``block_n`` counts outputs, ``prefetch`` elements of each of the tile's weight rows, a power of two. ``tma``: the
+    bulk copy engine (compute capability 9.0) brings the weights. ``joined``: a product in parts is added up by its own
+    kernel, even where what reads it could do so. The defaults serve few rows of any shape.
+    """
+
+    block_m: int = 16
+    block_n: int = 32
+    block_k: int = 256
+    split_k: int = 1
+    num_warps: int = 4
+    num_stages: int = 4
+    prefetch: int = 0
+    tma: bool = False
+    joined: bool = True
+
+    @property
+    def leaves_parts(self) -> bool:
+        return not self.joined and self.split_k > 1 and self.block_m > 1
+
+
+CUBLAS = LinearLaunch(block_m=0)
+
+
+def launch_params(
+    variant: Variant, dtype: torch.dtype, out_features: int, in_features: int, num_rows: int
+) -> LinearLaunch:
+    """Return what was tuned, else a default: the kernels of :mod:`.triton_linear` for few rows, cuBLAS for more."""
+    if num_rows == 1:
+        # Whole rows: all of a program's weights are under way before it waits.
+        block_k = min(_ROW_BLOCK, triton.next_power_of_2(in_features))
+        default = LinearLaunch(block_m=1, block_n=2 if variant == "gated" else 4, block_k=block_k)
+    else:
+        default = LinearLaunch() if num_rows <= _FEW_ROWS else CUBLAS
+    return tuned(default, f"linear_{variant}", shape_key(dtype, n=out_features, k=in_features), num_rows)

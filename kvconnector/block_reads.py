@@ -1,0 +1,144 @@
+"""Data of one read, block by block, on each of the paths that :mod:`.nixl_reader` names."""
+
+import itertools
+import logging
+import time
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from splitserve.handover import ReadCommand, ReadPath
+from splitserve.kvconnector.device_copies import Done, Pending
+from splitserve.kvconnector.nixl_agent import BlockIds, TransferError
+from splitserve.kvconnector.peer_access import PeerAccess
+from splitserve.kvconnector.read_plan import layer_rows
+
+logger = logging.getLogger(__name__)
+
+STAGING = (ReadPath.STAGED, ReadPath.GATHERED)
+_PRACTICE_SECONDS = 0.0002  # before data is due: time enough to read generations for practice
+
+
+@dataclass(slots=True, eq=False)
+class Read:
+    """A read in flight; ``pending`` is what it waits for."""
+
+    command: ReadCommand
+    first_path: ReadPath  # as it began
+    path: ReadPath
+    started_at: float
+    pending: Pending
+    scratch_row: int
+    steps: Generator[Pending, None, None] = field(init=False)
+
+    @property
+    def uses_staging(self) -> bool:
+        return self.first_path in STAGING
+
+
+class BlockReads:
+    """Reads of blocks from one peer: generators of things to wait for."""
+
+    def __init__(self, access: PeerAccess) -> None:
+        self._access = access
+
+    @property
+    def other_path(self) -> ReadPath:
+        """The path that needs nothing of the source."""
+        return ReadPath.DIRECT if self._access.is_whole else ReadPath.STAGED
+
+    def read_slots(self, local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> Iterator[Pending]:
+        """Read those of some blocks that are in the peer's host tier."""
+        if self._access.host_slots is None or self._access.local_blocks is None:
+            raise TransferError("the peer's host tier can't be read with other numbers of ranks")
+        local, remote = (np.asarray(ids, dtype=np.int32) for ids in (local_blocks, remote_blocks))
+        is_slot = remote >= self._access.num_peer_blocks
+        yield from self._access.host_slots.read(
+            self._access.local_blocks, local[is_slot], remote[is_slot] - self._access.num_peer_blocks
+        )
+
+    def read(self, read: Read, local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> Iterator[Pending]:
+        """Read blocks of the peer's device."""
+        if read.path.is_through_mapping:
+            assert self._access.mapped is not None
+            data = self._access.mapped.read(local_blocks, remote_blocks, read.path)
+            if data.due_at > time.monotonic() + _PRACTICE_SECONDS:
+                # Too early to count. But by now there is time, and the next time, when it counts, takes half as long.
+                # It's copied while it's posted; where it isn't (over TCP), a slow source is waited for twice.
+                yield from self._access.read_generations(remote_blocks, read.scratch_row)
+            yield data
+            return
+        local, remote = (np.asarray(ids, dtype=np.int32) for ids in (local_blocks, remote_blocks))
+        if read.path is ReadPath.GATHERED and not (yield from self._read_gathered(local_blocks, remote)):
+            read.path = self.other_path
+        if read.path is ReadPath.DIRECT:
+            assert self._access.local_blocks is not None
+            yield self._access.agent.read_prepared(
+                self._access.local_blocks, local, self._access.remote_blocks[self._access.spans[0].rank], remote
+            )
+        elif read.path is ReadPath.LAYERS:
+            yield from self._read_layers(local, remote)
+        elif read.path is ReadPath.STAGED:
+            yield from self._read_staged(local_blocks, remote)
+
+    def _read_gathered(self, local_blocks: Sequence[int], remote: BlockIds) -> Generator[Pending, None, bool]:
+        """Return False if the source doesn't do its part in time: then it isn't asked again. The next slot is asked for
+        before the last one is read."""
+        gather, staging = self._access.gather, self._access.staging
+        assert gather is not None
+        size = self._access.blocks_per_gather(gather)
+        work = [(span, slice(low, low + size)) for span in self._access.spans for low in range(0, len(remote), size)]
+        tickets: list[int] = []
+        copies: list[Pending] = [Done(), Done()]
+        for index, (span, part) in enumerate(work):
+            for wanted, blocks in work[len(tickets) : index + 2]:
+                tickets.append(
+                    gather.request(wanted.rank, remote[blocks].tolist(), wanted.source_head, wanted.num_heads)
+                )
+            wait = gather.wait(span.rank, tickets[index])
+            yield wait
+            yield copies[index % 2]
+            if wait.slot is None:
+                logger.warning("%s: the source doesn't put blocks together; going on without", self._access.agent.name)
+                self._access.gather = None
+                yield from copies
+                return False
+            place = staging.half(index % 2, len(remote[part]) * self._access.piece_bytes(span))
+            yield gather.read(span.rank, wait.slot, place)
+            yield gather.check(span.rank, wait.slot, tickets[index])
+            gather.done(span.rank, tickets[index])
+            copies[index % 2] = staging.scatter_pieces(index % 2, local_blocks[part], span)
+        yield from copies
+        return True
+
+    def _read_layers(self, local: BlockIds, remote: BlockIds) -> Iterator[Pending]:
+        memory, theirs = self._access.local.memory, self._access.welcome.layout
+        ours = memory.region()
+        posted = []
+        for span in self._access.spans:
+            region = self._access.welcome.ranks[span.rank].region
+            places = layer_rows(memory.layout, ours, local, span.local_head, span.num_heads)
+            pieces = layer_rows(theirs, region, remote, span.source_head, span.num_heads)
+            posted.append(
+                self._access.agent.read_rows(self._access.remote_names[span.rank], region.kind, places, pieces)
+            )
+        yield from posted
+
+    def _read_staged(self, local_blocks: Sequence[int], remote: BlockIds) -> Iterator[Pending]:
+        """Copy one half's heads to their place while the other half is read."""
+        staging = self._access.staging
+        assert self._access.slots is not None
+        size = staging.slots_per_half
+        copies: list[Pending] = [Done(), Done()]
+        half = 0
+        for span, first in itertools.product(self._access.spans, range(0, len(remote), size)):
+            yield copies[half]
+            ids = remote[first : first + size]
+            slots = np.arange(half * size, half * size + len(ids), dtype=np.int32)
+            yield self._access.agent.read_prepared(
+                self._access.slots, slots, self._access.remote_blocks[span.rank], ids
+            )
+            copies[half] = staging.scatter_blocks(half, local_blocks[first : first + size], span)
+            half = 1 - half
+        yield from copies

@@ -1,0 +1,50 @@
+"""Reads of generations: of the peer's blocks, and of the slots of its host tier, whose ids come after the blocks'."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from splitserve.kvconnector.nixl_agent import Agent, Transfer
+from splitserve.kvconnector.read_plan import num_readable_blocks
+from splitserve.memory_records import MemoryKind
+from splitserve.messages import PeerWelcome
+
+READS_AT_ONCE = 4  # per peer; each needs a scratch row for the generations, further ones wait
+
+
+class GenerationReads:
+    """Scratch rows in which generations of one peer land, and the reads that fill them."""
+
+    def __init__(self, agent: Agent, welcome: PeerWelcome) -> None:
+        self._agent = agent
+        self._welcome = welcome
+        self._num_peer_blocks = welcome.ranks[0].region.num_blocks
+        self.scratch = np.zeros((READS_AT_ONCE, num_readable_blocks(welcome)), dtype=np.uint64)
+        self.free_rows = list(range(READS_AT_ONCE))
+        self._rows = [row.data for row in self.scratch]
+        agent.register(MemoryKind.DRAM, int(self.scratch.ctypes.data), self.scratch.nbytes)
+
+    def landed(self, ids: Sequence[int], scratch_row: int) -> list[int]:
+        """Return generations as last read into a row."""
+        row = self._rows[scratch_row]
+        return [row[block_id] for block_id in ids]
+
+    def make(self, remote_name: str, ids: Sequence[int], scratch_row: int) -> list[Transfer]:
+        """Make reads of the spans of generations that cover some blocks and slots; they are not yet posted."""
+        blocks = [block_id for block_id in ids if block_id < self._num_peer_blocks]
+        slots = [block_id for block_id in ids if block_id >= self._num_peer_blocks]
+        checks = []
+        if blocks:
+            checks.append(self._make_one(remote_name, blocks, scratch_row, self._welcome.generations_address))
+        host = self._welcome.ranks[0].host
+        if slots and host is not None:
+            address_of_0 = host.generations_address - self._num_peer_blocks * 8
+            checks.append(self._make_one(remote_name, slots, scratch_row, address_of_0))
+        return checks
+
+    def _make_one(self, remote_name: str, ids: Sequence[int], scratch_row: int, address_of_0: int) -> Transfer:
+        first, last = min(ids), max(ids)
+        num_bytes = (last - first + 1) * 8
+        local = np.array([[self.scratch[scratch_row].ctypes.data + first * 8, num_bytes, 0]], dtype=np.uint64)
+        remote = np.array([[address_of_0 + first * 8, num_bytes, 0]], dtype=np.uint64)
+        return self._agent.make_read(remote_name, MemoryKind.DRAM, local, remote)

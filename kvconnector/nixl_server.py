@@ -1,0 +1,57 @@
+"""The serving thread of a NIXL connector: the agent that peers read through."""
+
+from splitserve.kvconnector.cuda_memory import export, make_context_current
+from splitserve.kvconnector.gather import GatherSource
+from splitserve.kvconnector.memory import KVMemory
+from splitserve.kvconnector.nixl_agent import Agent
+from splitserve.kvconnector.owner_thread import OwnerThread
+from splitserve.kvconnector.read_settings import ReadSettings
+from splitserve.memory_records import HostTierMemory, MemoryKind, RankMemory
+
+
+class NixlServer(OwnerThread):
+    """Owner of the agent that peers read through, and of what is put together for them; polls while ``active``."""
+
+    def __init__(self, name: str, memory: KVMemory, settings: ReadSettings, host: HostTierMemory | None = None) -> None:
+        super().__init__("nixl-serve", settings.serve_poll_seconds)
+        self.active = False
+        self._gather_poll_seconds = settings.poll_seconds
+        self._device = memory.device
+        self._region = memory.region()
+        self._agent = Agent(f"serve/{name}")
+        num_bytes = self._region.num_bytes
+        self._agent.register(self._region.kind, self._region.blocks_address, num_bytes, self._region.device_id)
+        self._agent.register(MemoryKind.DRAM, memory.generations_address, memory.num_blocks * 8)
+        self._gather = GatherSource(memory, settings.gather_slots, settings.gather_slot_bytes)
+        gather = self._gather.region()
+        num_bytes = gather.slots.num_bytes
+        self._agent.register(gather.slots.kind, gather.slots.blocks_address, num_bytes, gather.slots.device_id)
+        self._agent.register(MemoryKind.DRAM, gather.tickets_address, gather.slots.num_blocks * 8)
+        if host is not None:
+            num_bytes = host.slots.num_bytes
+            self._agent.register(MemoryKind.DRAM, host.slots.blocks_address, num_bytes)
+            self._agent.register(MemoryKind.DRAM, host.generations_address, host.slots.num_blocks * 8)
+        mappable = export(memory.blocks, self._gather.memory)
+        self.served = RankMemory(self._agent.metadata(), self._region, gather, host, mappable)
+
+    @property
+    def is_busy(self) -> bool:
+        return self.active
+
+    @property
+    def poll_seconds(self) -> float:
+        return self._gather_poll_seconds if self._gather.is_wanted else super().poll_seconds
+
+    def begin(self) -> None:
+        make_context_current(self._device)
+        self._gather.prepare()
+
+    def poll(self) -> None:
+        if self.active:
+            for message in self._agent.progress():
+                self._gather.hear(message)
+            self._gather.poll()
+
+    def finish(self) -> None:
+        self._agent.destroy()
+        self._gather.wait()

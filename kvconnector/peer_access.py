@@ -1,0 +1,217 @@
+"""Access to one peer's memory through NIXL: an agent, lists of descriptors, mappings. Used by one thread only."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from splitserve.errors import HandshakeError
+from splitserve.kvconnector.cuda_memory import PeerMapping, own_machine
+from splitserve.kvconnector.device_copies import Pending
+from splitserve.kvconnector.digest import DigestBlocks
+from splitserve.kvconnector.generation_reads import GenerationReads
+from splitserve.kvconnector.layout import block_bytes
+from splitserve.kvconnector.mapped_reads import MappedReader
+from splitserve.kvconnector.memory import KVMemory
+from splitserve.kvconnector.nixl_agent import HERE, Agent, PreparedList, Transfer
+from splitserve.kvconnector.nixl_gather import GatherReader
+from splitserve.kvconnector.nixl_slots import HostSlotReader
+from splitserve.kvconnector.read_choice import ReadShape
+from splitserve.kvconnector.read_plan import HeadSpan, Rows, head_spans, is_whole, region_rows
+from splitserve.kvconnector.read_settings import ReadSettings
+from splitserve.kvconnector.staging import Staging
+from splitserve.kvconnector.welcome_check import check_welcome
+from splitserve.memory_records import MemoryRegion, RankMemory
+from splitserve.messages import PeerWelcome
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSide:
+    """Our side of all reads of one rank: its memory, its number, its settings."""
+
+    memory: KVMemory
+    rank: int
+    settings: ReadSettings
+    digest_blocks: DigestBlocks
+
+
+class PeerAccess:
+    """Prepared access to those ranks of a peer that we read from. Raises :class:`HandshakeError` where that fails."""
+
+    def __init__(self, name: str, local: LocalSide, welcome: PeerWelcome) -> None:
+        memory, theirs = local.memory, welcome.layout
+        check_welcome(welcome, memory.kind)
+        self.local = local
+        self.welcome = welcome
+        self.num_peer_blocks = welcome.ranks[0].region.num_blocks
+        self.spans = head_spans(memory.layout, local.rank, theirs)
+        self.is_whole = is_whole(self.spans, memory.layout, theirs)
+        self._staging: Staging | None = None
+        self.agent = Agent(name)
+        self._register(memory.region())
+        self.generations = GenerationReads(self.agent, welcome)
+        self.remote_names = {rank: self._add_remote(rank) for rank in {0, *(span.rank for span in self.spans)}}
+        self.remote_blocks = {span.rank: self._prepare_remote(span.rank) for span in self.spans}
+        self.local_blocks: PreparedList | None = None  # None: heads are split differently
+        self.slots: PreparedList | None = None  # of the staging area
+        self.host_slots = self._make_host_slots()
+        if self.is_whole:
+            self.local_blocks = self.agent.prepare(HERE, memory.kind, region_rows(memory.region()))
+        self.gather = self._make_gather()
+        self._mappings = {span.rank: self._map(welcome.ranks[span.rank]) for span in self.spans}
+        try:
+            self.mapped = self._make_mapped()
+            if self.mapped is None and not self.is_whole:
+                self._prepare_staging()
+        except Exception:
+            self._unmap()
+            raise
+
+    # ---- preparing ----
+
+    def _register(self, region: MemoryRegion) -> None:
+        self.agent.register(region.kind, region.blocks_address, region.num_bytes, region.device_id)
+
+    def _add_remote(self, rank: int) -> str:
+        name = self.agent.add_remote(self.welcome.ranks[rank].metadata)
+        if not name:
+            raise HandshakeError("NIXL didn't accept the peer's metadata")
+        return name
+
+    def _prepare_remote(self, rank: int) -> PreparedList:
+        region = self.welcome.ranks[rank].region
+        try:
+            return self.agent.prepare(self.remote_names[rank], region.kind, region_rows(region))
+        except Exception as error:
+            raise HandshakeError(f"the peer's blocks aren't in the memory that it registered: {error}") from error
+
+    @property
+    def _staging_half_bytes(self) -> int:
+        return max(self.local.settings.staging_bytes // 2, block_bytes(self.welcome.layout))
+
+    def _prepare_staging(self) -> Staging:
+        memory, source = self.local.memory, self.welcome.layout
+        staging = self._staging = Staging(memory, source, self._staging_half_bytes)
+        self._register(staging.region())
+        self.slots = self.agent.prepare(HERE, memory.kind, region_rows(staging.region()))
+        return staging
+
+    @property
+    def staging(self) -> Staging:
+        """Memory that nothing else has then: made at once only where a read will surely use it, else when one does."""
+        return self._staging or self._prepare_staging()
+
+    def _make_host_slots(self) -> HostSlotReader | None:
+        """Return None unless the peer has a host tier, and its blocks are as large as ours."""
+        host = self.welcome.ranks[0].host
+        if host is None or not self.is_whole:
+            return None
+        try:
+            lands_first = self.local.settings.lands_first
+            return HostSlotReader(self.agent, self.local.memory, host, self.remote_names[0], lands_first)
+        except Exception as error:
+            raise HandshakeError(f"the peer's host tier isn't in the memory that it registered: {error}") from error
+
+    @staticmethod
+    def _map(rank: RankMemory) -> list[PeerMapping]:
+        """Map what of a rank's memory is a GPU's: its blocks, its slots."""
+        sizes = [rank.region.num_bytes, 0 if rank.gather is None else rank.gather.slots.num_bytes]
+        return [PeerMapping(memory, size) for memory, size in zip(rank.mappable, sizes, strict=False)]
+
+    def _make_mapped(self) -> MappedReader | None:
+        """Return None unless the blocks of each rank that we read from are mapped, and that is wanted."""
+        settings = self.local.settings
+        if not settings.maps and not (settings.path is not None and settings.path.is_through_mapping):
+            return None
+        blocks = {rank: mappings[0] for rank, mappings in self._mappings.items() if mappings and mappings[0].address}
+        if len(blocks) < len(self._mappings):
+            return None
+        return MappedReader(self.local.memory, self.welcome.layout, self.spans, blocks)
+
+    def _make_gather(self) -> GatherReader | None:
+        """Return None unless each rank that we read from puts blocks together, a piece of a block at least."""
+        memories = {}
+        for span in self.spans:
+            memory = self.welcome.ranks[span.rank].gather
+            if memory is None or memory.slots.block_bytes < self.piece_bytes(span):
+                return None
+            memories[span.rank] = memory
+        return GatherReader(self.agent, memories, self.remote_names)
+
+    def piece_bytes(self, span: HeadSpan) -> int:
+        """Return the size of what one rank of the peer has for us of a block."""
+        layout = self.welcome.layout
+        return block_bytes(layout) // layout.kv_heads_per_rank * span.num_heads
+
+    @property
+    def device(self) -> torch.device:
+        return self.local.memory.device
+
+    @property
+    def is_on_this_machine(self) -> bool | None:
+        """Whether the peer's GPU is; None for host memory, and where it can't be told."""
+        machines = {memory.machine for span in self.spans for memory in self.welcome.ranks[span.rank].mappable}
+        ours = own_machine()
+        return machines == {ours} if ours and machines and "" not in machines else None
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether CUDA IPC maps all that we read from."""
+        return all(mappings and mappings[0].address for mappings in self._mappings.values())
+
+    def probe_source(self, span: int = 0) -> MemoryRegion:
+        """Return memory of the rank that has a span which may be read at any time, to measure how long that takes."""
+        return self.welcome.ranks[self.spans[span].rank].region
+
+    def probe(self, local: Rows, remote: Rows, span: int = 0) -> Transfer:
+        """Start reading ``remote`` of :meth:`probe_source` into registered memory of ours."""
+        return self.agent.read_rows(self.remote_names[self.spans[span].rank], self.local.memory.kind, local, remote)
+
+    @property
+    def shape(self) -> ReadShape:
+        layout = self.local.memory.layout
+        return ReadShape(
+            is_whole=self.is_whole,
+            num_spans=len(self.spans),
+            num_layers=layout.num_layers,
+            local_block_bytes=block_bytes(layout),
+            source_block_bytes=block_bytes(self.welcome.layout),
+            slots_per_half=self._staging_half_bytes // block_bytes(self.welcome.layout),
+            blocks_per_gather=0 if self.gather is None else self.blocks_per_gather(self.gather),
+            is_mapped=self.mapped is not None,
+        )
+
+    def blocks_per_gather(self, gather: GatherReader) -> int:
+        return min(gather.slot_bytes, self._staging_half_bytes) // max(self.piece_bytes(span) for span in self.spans)
+
+    # ---- generations ----
+
+    def read_generations(self, ids: Sequence[int], scratch_row: int) -> Iterator[Pending]:
+        """Read generations of blocks and slots for themselves, without data."""
+        for check in self.make_checks(ids, scratch_row):
+            yield check.post()
+
+    def make_checks(self, ids: Sequence[int], scratch_row: int) -> list[Transfer]:
+        """Make reads of generations of blocks and slots, not yet posted."""
+        return self.generations.make(self.remote_names[0], ids, scratch_row)
+
+    # ---- the end ----
+
+    def destroy(self) -> None:
+        """Stop the agent's reads: none of them writes to local memory after this returns."""
+        self.agent.destroy()
+
+    def wait(self) -> None:
+        """Wait for copies of our own, which the agent's end doesn't stop, and give the peer's memory back."""
+        if self._staging is not None:
+            self._staging.wait()
+        if self.host_slots is not None:
+            self.host_slots.wait()
+        if self.mapped is not None:
+            self.mapped.wait()
+        self._unmap()
+
+    def _unmap(self) -> None:
+        for mapping in itertools.chain(*self._mappings.values()):
+            mapping.close()

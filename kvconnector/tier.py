@@ -1,0 +1,84 @@
+"""One tier below the device as a worker sees it, and the slots of it that peers may read."""
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from splitserve.counters import WorkerCounters
+from splitserve.kvconnector.block_pool import BlockPool
+from splitserve.kvconnector.kv_events import KVEvents
+from splitserve.kvconnector.shared_tier import SharedTier
+from splitserve.kvconnector.tier_commands import CopiesInFlight
+from splitserve.kvconnector.tier_counts import TierCounts
+from splitserve.kvconnector.tier_index import TierIndex
+
+MAX_CANDIDATES = 1 << 16
+
+
+@dataclass(slots=True)
+class Tier:
+    """One place below the device: its name and what it holds. ``max_blocks_per_copy`` bounds how long a store takes,
+    ``max_blocks_per_load`` a load (None: the same)."""
+
+    name: str
+    index: TierIndex
+    max_blocks_per_copy: int = 64
+    max_blocks_per_load: int | None = None
+    counts: TierCounts = field(default_factory=TierCounts)
+    num_stores_in_flight: int = 0
+    candidates: OrderedDict[bytes, int] = field(default_factory=OrderedDict)  # hash -> block, oldest first
+
+    def propose(self, block_id: int, block_hash: bytes) -> None:
+        """Make a block a candidate for a store, unless its content is here. With too many, the oldest is dropped."""
+        if block_hash not in self.index:
+            self.candidates[block_hash] = block_id
+            if len(self.candidates) > MAX_CANDIDATES:
+                self.candidates.popitem(last=False)
+
+
+@dataclass(frozen=True, slots=True)
+class TierWork:
+    """State of a worker's tiers that stores and loads have in common."""
+
+    pool: BlockPool
+    tiers: Sequence[Tier]  # in the order in which they are asked
+    shared: SharedTier
+    copies: CopiesInFlight
+    events: KVEvents
+    counters: WorkerCounters
+
+
+class ServedSlots:
+    """Slots held for peers, of the first tier whose memory peers can read; without one it holds none."""
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        self.tier = next((tier for tier in tiers if tier.index.is_served), None)
+        self._held: Counter[int] = Counter()
+
+    def has(self, block_hash: bytes) -> bool:
+        """Return whether :meth:`hold` would find the content."""
+        return self.tier is not None and block_hash in self.tier.index
+
+    def hold(self, block_hash: bytes) -> tuple[int, int] | None:
+        """Return slot and generation of a content that peers can read: it stays until :meth:`release`."""
+        if self.tier is None or not self.has(block_hash):
+            return None
+        [slot] = self.tier.index.pin([block_hash])
+        self._held[slot] += 1
+        return slot, self.tier.index.generation(slot)
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Give up one hold on each of some slots."""
+        if self.tier is not None:
+            self.tier.index.unpin(slots)
+            self._held.subtract(slots)
+            self._held += Counter()  # without zeros
+
+    @property
+    def num_held(self) -> int:
+        """Holds, over all slots: a slot held twice counts twice."""
+        return self._held.total()
+
+    def held_in(self, tier: Tier) -> set[int]:
+        """Return the slots of a tier that are held."""
+        return set(self._held) if tier is self.tier else set()

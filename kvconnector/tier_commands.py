@@ -1,0 +1,98 @@
+"""Commands to copy blocks between the device and its tiers, their results, and the copies that are in flight."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import msgspec
+
+from splitserve.kvconnector.shared_tier import ChainCopy, TierState
+
+
+class CopyCommand(msgspec.Struct, frozen=True, tag=True):
+    """Copy whole blocks between the device and a tier: ``block_ids[i]`` with ``slots[i]``, whose content is
+    ``hashes[i]``. ``is_load``: into the blocks."""
+
+    copy_id: int
+    tier: str
+    is_load: bool
+    block_ids: Sequence[int]
+    slots: Sequence[int]
+    hashes: Sequence[bytes]
+
+
+class ClearCommand(msgspec.Struct, frozen=True, tag=True):
+    """Order to forget a tier's content: no later lookup finds any of it, those of the next incarnation included."""
+
+    tier: str
+
+
+class CopyResult(msgspec.Struct, frozen=True, tag=True):
+    """End of a copy: nothing touches its blocks or slots any more. The first ``num_good`` blocks are right; ``error``
+    says what is wrong with the one after them; ``seconds`` is what it took."""
+
+    copy_id: int
+    num_good: int
+    error: str | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CopyNearsEnd:
+    """Notice that the rest of a load takes no longer than a step does: one that needs the blocks may be launched, and
+    waits for them on the device. Its :class:`CopyResult` follows."""
+
+    copy_id: int
+
+
+Copy: TypeAlias = CopyCommand | ChainCopy
+AnyCommand: TypeAlias = Copy | ClearCommand
+AnyResult: TypeAlias = CopyResult | CopyNearsEnd | TierState
+
+
+class CopiesInFlight:
+    """Copies that have begun and are not over, by id, and the commands that are yet to be performed."""
+
+    def __init__(self) -> None:
+        self.commands: list[AnyCommand] = []
+        self.next_id = 1
+        self._copies: dict[int, Copy] = {}
+
+    def start(self, copy: Copy) -> int:
+        """Begin a copy that has :attr:`next_id`; returns that id."""
+        self.next_id = copy.copy_id + 1
+        self._copies[copy.copy_id] = copy
+        self.commands.append(copy)
+        return copy.copy_id
+
+    def take_commands(self) -> list[AnyCommand]:
+        """Return the commands since the last call, oldest first."""
+        commands, self.commands = self.commands, []
+        return commands
+
+    def finish(self, copy_id: int) -> Copy:
+        """Forget a copy that is over, and return it."""
+        return self._copies.pop(copy_id)
+
+    def blocks_of(self, copy_id: int) -> Sequence[int]:
+        """Return the blocks of the device that a copy touches."""
+        return self._copies[copy_id].block_ids
+
+    @property
+    def loads(self) -> list[Copy]:
+        """Copies into the device."""
+        return [copy for copy in self._copies.values() if copy.is_load]
+
+    @property
+    def stores(self) -> list[Copy]:
+        """Copies out of the device."""
+        return [copy for copy in self._copies.values() if not copy.is_load]
+
+    def of_tier(self, name: str) -> list[CopyCommand]:
+        """Return the copies from and to a tier with slots."""
+        return [copy for copy in self._copies.values() if isinstance(copy, CopyCommand) and copy.tier == name]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no copy is in flight."""
+        return not self._copies

@@ -1,0 +1,199 @@
+"""Loads: blocks come up from the tiers into the device for a sequence that waits for them, up to a deadline.
+
+A sequence whose prefix is found in a tier holds all of its blocks before the first copy starts, so two sequences can't
+wait for each other. Every block comes from the first tier that has it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from splitserve.kvconnector.shared_tier import ChainCopy
+from splitserve.kvconnector.tier import Tier, TierWork
+from splitserve.kvconnector.tier_commands import Copy, CopyCommand
+from splitserve.kvconnector.tier_counts import count_lookups
+
+
+@dataclass(slots=True, eq=False)
+class BlockLoad:
+    """Blocks of one sequence on their way up."""
+
+    owner: Any  # the sequence
+    block_ids: list[int]
+    good: list[bool]  # good[i]: block number i of the load has landed
+    pending: dict[int, int] = field(default_factory=dict)  # copies in flight: id -> number of its first block
+    deadline: float | None = None
+    is_abandoned: bool = False  # it took too long: nothing waits for it, and its unfinished blocks are in quarantine
+    is_distrusted: bool = False  # the tiers were cleared meanwhile: nothing of it is used
+    near_end: set[int] = field(default_factory=set)  # those of `pending` that a step can wait for
+    holds_step: bool = False  # a step that waits for it is launched, so it isn't abandoned before it ends
+    has_failed: bool = False  # some copy brought less than it should
+
+    @property
+    def can_hold_step(self) -> bool:
+        """Whether a step may be launched that waits on the device for what isn't here yet."""
+        return self.pending.keys() <= self.near_end and not (self.has_failed or self.is_distrusted)
+
+    @property
+    def num_good(self) -> int:
+        """Blocks that landed, up to the first that didn't."""
+        if self.is_distrusted:
+            return 0
+        return next((number for number, is_good in enumerate(self.good) if not is_good), len(self.good))
+
+
+class TierLoads:
+    """Loads in flight, by the ids of their copies. A load is overdue ``load_seconds`` after its clock was started."""
+
+    def __init__(self, work: TierWork, load_seconds: float) -> None:
+        self._work = work
+        self._load_seconds = load_seconds
+        self._by_copy: dict[int, BlockLoad] = {}
+
+    def begin(
+        self, owner: Any, hashes: Sequence[bytes], block_ids: Sequence[int], token_ids: Sequence[int], first_block: int
+    ) -> BlockLoad | None:
+        """Begin a load, as :meth:`.Tiers.begin_load` says."""
+        work, sources = self._work, self._sources(hashes)
+        num_blocks = len(sources)
+        count_lookups([tier.counts for tier in work.tiers], [tier.counts for tier in sources], len(hashes))
+        num_shared = work.shared.num_wanted(first_block + num_blocks, first_block + len(hashes))
+        if not num_blocks + num_shared:
+            return None
+        load = BlockLoad(owner, list(block_ids[: num_blocks + num_shared]), [False] * (num_blocks + num_shared))
+        for part in _same_source(sources):
+            tier, chosen = sources[part.start], list(hashes[part])
+            slots = tier.index.pin(chosen)
+            command = CopyCommand(work.copies.next_id, tier.name, True, load.block_ids[part], slots, chosen)
+            self._add(load, command, part.start)
+        for tier in work.tiers:
+            tier.index.touch(hashes[:num_blocks])
+        if num_shared:
+            self._ask_shared(load, num_blocks, first_block + num_blocks, hashes[num_blocks:], token_ids)
+        return load
+
+    def _ask_shared(
+        self, load: BlockLoad, start: int, first_block: int, hashes: Sequence[bytes], token_ids: Sequence[int]
+    ) -> None:
+        shared = self._work.shared
+        block_ids = load.block_ids[start:]
+        known = list(token_ids[: (first_block + len(block_ids)) * shared.block_size])
+        wanted = list(hashes[: len(block_ids)])
+        copy = ChainCopy(self._work.copies.next_id, shared.name, True, known, first_block, block_ids, wanted)
+        self._add(load, copy, start)
+
+    def _add(self, load: BlockLoad, copy: Copy, start: int) -> None:
+        load.pending[copy.copy_id] = start
+        self._by_copy[copy.copy_id] = load
+        self._work.copies.start(copy)
+
+    def may_find(self, first_block: int, hashes: Sequence[bytes]) -> bool:
+        """Return whether :meth:`begin` would begin a load for these blocks of a sequence."""
+        if self._sources(hashes[:1]):
+            return True
+        return self._work.shared.num_wanted(first_block, first_block + len(hashes)) > 0
+
+    def _sources(self, hashes: Sequence[bytes]) -> list[Tier]:
+        """For each leading block of a chain that is in some tier: the first tier that holds it."""
+        sources: list[Tier] = []
+        for block_hash in hashes:
+            for tier in self._work.tiers:
+                if block_hash in tier.index:
+                    sources.append(tier)
+                    break
+            else:
+                break
+        return sources
+
+    def abandon(self, load: BlockLoad) -> list[int]:
+        """Give up a load, as :meth:`.Tiers.abandon` says."""
+        load.is_abandoned = True
+        in_flight = [block_id for copy_id in load.pending for block_id in self._work.copies.blocks_of(copy_id)]
+        self._work.pool.quarantine(in_flight)
+        return in_flight
+
+    def distrust_all(self) -> None:
+        """Let no load in flight count as good."""
+        for load in self._by_copy.values():
+            load.is_distrusted = True
+
+    # ---- results ----
+
+    def nears_end(self, copy_id: int) -> None:
+        """Note that a step can wait for a copy."""
+        self._by_copy[copy_id].near_end.add(copy_id)
+
+    def finish(self, tier: Tier, command: CopyCommand, num_good: int) -> BlockLoad | None:
+        """Note the end of a copy from a tier; returns the load that is complete with it, unless it is abandoned."""
+        tier.index.unpin(command.slots)
+        if num_good < len(command.hashes):
+            bad = command.hashes[num_good]
+            if tier.index.forget(bad):
+                self._work.events.evicted(tier.name, [bad])
+        return self._land(command, num_good)
+
+    def finish_shared(self, command: ChainCopy, num_good: int) -> BlockLoad | None:
+        """Note the end of a copy from the shared tier; returns what :meth:`finish` does."""
+        self._work.shared.on_loaded(command, num_good)
+        return self._land(command, num_good)
+
+    def _land(self, command: Copy, num_good: int) -> BlockLoad | None:
+        load = self._by_copy.pop(command.copy_id)
+        first = load.pending.pop(command.copy_id)
+        if load.is_abandoned:
+            self._work.pool.lift_quarantine(command.block_ids)
+            return None
+        load.good[first : first + num_good] = [True] * num_good
+        load.has_failed |= num_good < len(command.block_ids)
+        if load.pending:
+            return None
+        self._work.counters.tier_loaded_blocks += load.num_good
+        return load
+
+    # ---- time ----
+
+    def start_clocks(self, now: float) -> None:
+        """Give a deadline to loads that began since the last call."""
+        for load in self._by_copy.values():
+            if load.deadline is None:
+                load.deadline = now + self._load_seconds
+
+    def overdue(self, now: float) -> list[BlockLoad]:
+        """Return loads past their deadline, each once, and count them as failures: the caller abandons them."""
+        late = {id(load): load for load, deadline in self._deadlines() if now >= deadline}
+        self._work.counters.tier_failures += len(late)
+        return list(late.values())
+
+    def next_deadline(self) -> float:
+        """Return when the next load is overdue, or infinity."""
+        return min((deadline for _, deadline in self._deadlines()), default=float("inf"))
+
+    def _deadlines(self) -> Iterator[tuple[BlockLoad, float]]:
+        """Deadlines of loads that may still be abandoned."""
+        for load in self._by_copy.values():
+            if load.deadline is not None and not (load.is_abandoned or load.holds_step):
+                yield load, load.deadline
+
+    # ---- the whole ----
+
+    @property
+    def awaited(self) -> list[BlockLoad]:
+        """Loads that their owner waits for."""
+        return list({id(load): load for load in self._by_copy.values() if not load.is_abandoned}.values())
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless each copy into the device belongs to a load."""
+        loads = {copy.copy_id for copy in self._work.copies.loads}
+        assert loads == self._by_copy.keys(), "a load counts as over before it is, or as in flight after its end"
+
+
+def _same_source(sources: Sequence[Tier]) -> Iterator[slice]:
+    """Split blocks into runs from one tier each, no longer than that tier's loads may be."""
+    start = 0
+    while start < len(sources):
+        tier = sources[start]
+        end, most = start + 1, min(len(sources), start + (tier.max_blocks_per_load or tier.max_blocks_per_copy))
+        while end < most and sources[end] is tier:
+            end += 1
+        yield slice(start, end)
+        start = end

@@ -1,0 +1,74 @@
+"""Stores: blocks of the device go down into the tiers in the background, a bounded number of copies at a time."""
+
+from splitserve.kvconnector.shared_tier import ChainCopy
+from splitserve.kvconnector.tier import Tier, TierWork
+from splitserve.kvconnector.tier_commands import CopyCommand, CopyResult
+
+MAX_STORES_IN_FLIGHT = 2
+"""Per tier: one that is copied, and the next one."""
+
+
+class TierStores:
+    """Copies of blocks into tiers. A block that is being copied is referenced, so that its content stays."""
+
+    def __init__(self, work: TierWork) -> None:
+        self._work = work
+
+    def propose(self, block_id: int, block_hash: bytes) -> None:
+        """Make a complete block of the device a candidate for each tier that lacks its content."""
+        for tier in self._work.tiers:
+            tier.propose(block_id, block_hash)
+
+    def start(self) -> None:
+        """Begin stores of candidates, as far as the bounds allow. Blocks that were taken meanwhile are lost."""
+        work = self._work
+        for tier in work.tiers:
+            while tier.candidates and tier.num_stores_in_flight < MAX_STORES_IN_FLIGHT:
+                self._start_one(tier)
+        while (copy := work.shared.next_store(work.copies.next_id, work.pool.match)) is not None:
+            work.pool.reference(copy.block_ids)
+            work.copies.start(copy)
+
+    def _start_one(self, tier: Tier) -> None:
+        work = self._work
+        block_ids: list[int] = []
+        slots: list[int] = []
+        hashes: list[bytes] = []
+        while tier.candidates and len(block_ids) < tier.max_blocks_per_copy:
+            block_hash, block_id = tier.candidates.popitem(last=False)
+            if work.pool.match([block_hash]) != [block_id]:
+                continue
+            place = tier.index.begin_store(block_hash)
+            if place is None:
+                continue
+            if place.evicted is not None:
+                tier.counts.evicted_blocks += 1
+                work.events.evicted(tier.name, [place.evicted])
+            block_ids.append(block_id)
+            slots.append(place.slot)
+            hashes.append(block_hash)
+        if block_ids:
+            work.pool.reference(block_ids)
+            tier.num_stores_in_flight += 1
+            work.copies.start(CopyCommand(work.copies.next_id, tier.name, False, block_ids, slots, hashes))
+
+    def finish(self, tier: Tier, command: CopyCommand, num_good: int) -> None:
+        """Index the first ``num_good`` blocks of a store that is over, and free the slots of the others."""
+        tier.num_stores_in_flight -= 1
+        stored: list[bytes] = []
+        for number, (block_hash, slot) in enumerate(zip(command.hashes, command.slots, strict=True)):
+            if tier.index.finish_store(block_hash, slot, is_good=number < num_good):
+                stored.append(block_hash)
+        self._work.counters.tier_stored_blocks += len(stored)
+        self._work.events.stored(tier.name, stored)
+        self._work.pool.release(command.block_ids)
+
+    def finish_shared(self, command: ChainCopy, result: CopyResult) -> None:
+        """Note the end of a store to the shared tier."""
+        self._work.shared.on_stored(command, is_good=result.error is None)
+        self._work.counters.tier_stored_blocks += result.num_good
+        self._work.pool.release(command.block_ids)
+
+    def num_references(self) -> int:
+        """Return how many references stores hold on blocks of the device."""
+        return sum(len(copy.block_ids) for copy in self._work.copies.stores)

@@ -1,0 +1,77 @@
+"""A decoder as a whole: embedding, a family's layers, final norm, LM head."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, TypeAlias
+
+from splitserve.models.config import ModelConfig
+from splitserve.models.layers.layer import Layer, WeightSource
+from splitserve.models.layers.norm import RmsNorm
+from splitserve.models.layers.residual import Residual
+from splitserve.models.layers.step import Step
+from splitserve.models.layers.weight import Role, Stack, TokenUnits, Weight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from splitserve.kernels.api import NormedLinear
+
+HEAD_NAME = "lm_head.weight"
+
+Progress = Callable[[int, int], None]
+"""Called with (steps done, steps in all) while weights load."""
+
+
+class DecoderLayer(Layer, ABC):
+    """One layer of a family: adds to the residual what it computes from it."""
+
+    @abstractmethod
+    def __call__(self, x: Residual, step: Step) -> None: ...
+
+
+MakeLayer: TypeAlias = Callable[[str, ModelConfig, int], DecoderLayer]
+"""Declares the layer of that name, the prefix of its tensors' names, and of that number."""
+
+
+class Decoder(Layer):
+    """A causal language model whose tensors have the names that Hugging Face's decoders have in common.
+
+    The embedding's table is whole on every rank: a lookup costs no time, and a split one would cost an all-reduce.
+    """
+
+    embedding: "Tensor"  # [vocab, hidden]; may be a view of the checkpoint's file, in the checkpoint's own dtype
+    _head: "NormedLinear"
+
+    def __init__(self, config: ModelConfig, layer: MakeLayer) -> None:
+        shape = (config.vocab_size, config.hidden_size)
+        self.embedding_weight = Weight("model.embed_tokens.weight", shape, Role.EMBEDDING)
+        self.is_tied = config.tie_word_embeddings
+        head_name = self.embedding_weight.name if self.is_tied else HEAD_NAME
+        self.head_weight = Weight(head_name, shape, Role.HEAD, rows=TokenUnits())
+        self.layers = [layer(f"model.layers.{index}", config, index) for index in range(config.num_layers)]
+        self._norm = RmsNorm("model.norm", config, Role.FINAL_NORM)
+
+    def stacks(self) -> Iterator[Stack]:
+        """Yield what is loaded; the head comes last, and isn't there if it is the embedding."""
+        yield (self.embedding_weight,)
+        yield from super().stacks()
+        if not self.is_tied:
+            yield (self.head_weight,)
+
+    def load(self, source: WeightSource, progress: Progress | None = None) -> None:
+        num_steps = len(self.layers) + 1
+        for index, layer in enumerate(self.layers):
+            layer.load(source)
+            if progress is not None:
+                progress(index + 1, num_steps)
+        self.embedding, self._head = source.embedding_and_head(self.embedding_weight, self.head_weight)
+        self._norm.load(source)
+        if progress is not None:
+            progress(num_steps, num_steps)
+
+    def __call__(self, x: Residual, step: Step) -> "Tensor":
+        """Return logits [R, vocab] of the step's rows to sample from. Raises :class:`.step.NothingToSample`."""
+        for layer in self.layers:
+            layer(x, step)
+        final = self._norm(x)
+        return self._head.after_norm(final.hidden, final.weight, final.eps, final.normed)

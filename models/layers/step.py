@@ -1,0 +1,48 @@
+"""One step, as layers see it: where its tokens stand, and the KV memory behind attention."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from splitserve.kernels.api import AttentionPlan, Kernels, PagedAttention
+
+BeforeLayer = Callable[[int], None]
+"""Called with the number of each layer, before anything reads the layer's KV."""
+
+
+class NothingToSample(Exception):
+    """Raised by the last layer's attention, when its KV is written, where a step draws no token: the step is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The step that runs. T tokens, R rows to sample from (R may be 0)."""
+
+    kernels: "Kernels"
+    rotation: "tuple[Tensor, Tensor]"  # cos, sin [T, D] (kernels.api.PrepareQkv)
+    slots: "Tensor"  # int64 [T, G]: where keys and values go
+    rows: "Tensor | None"  # int64 [R], rows of the flat batch to sample from; None: all of them
+    kv_layers: "Sequence[Tensor]"  # per layer: [num_blocks, G, 2, B, D]
+    attention: "PagedAttention"
+    plan: "AttentionPlan"
+    before_layer: BeforeLayer | None  # may queue what a layer has to wait for
+
+    def enter(self, layer: int) -> None:
+        """Announce that what follows reads the KV of ``layer``."""
+        if self.before_layer is not None:
+            self.before_layer(layer)
+
+    def attend(self, query: "Tensor", layer: int) -> "tuple[Tensor, Tensor | None]":
+        """Attend to the KV of ``layer``: ``query`` [T, H, D] -> [T, H * D], None.
+
+        After the last layer's attention all else works row by row: there only the rows to sample from are returned,
+        [R, H * D], with their numbers. Raises :class:`NothingToSample` if there are none.
+        """
+        rows = self.rows if layer == len(self.kv_layers) - 1 else None
+        if rows is not None and rows.shape[0] == 0:
+            raise NothingToSample
+        context = self.attention.run(query, self.kv_layers[layer], self.plan).flatten(1)
+        return (context if rows is None else context[rows]), rows

@@ -1,0 +1,93 @@
+"""The declaration of a stored tensor: its name, shape, role and split over tensor-parallel ranks. No torch here.
+
+All else that is known about a checkpoint's tensors follows from it: what a checkpoint must have, the part of each rank,
+scales of FP8 weights, the numbers of dummy and demo weights, memory sizes.
+"""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TypeAlias
+
+from splitserve.models.config import Fp8Format
+from splitserve.models.shard import Part, Shard, head_rows
+
+
+class Role(Enum):
+    """The use of a stored tensor: decides which numbers dummy and demo weights get, and what may be stored in FP8."""
+
+    EMBEDDING = auto()
+    HEAD = auto()
+    PROJECTION = auto()
+    BIAS = auto()
+    NORM = auto()
+    HEAD_NORM = auto()  # one weight for all query heads, or all key heads
+    FINAL_NORM = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """Equal units of a dimension that ranks share evenly, each whole on one rank: heads, or single elements."""
+
+    label: str  # with the number, for messages: "8 attention heads"
+    count: int
+    repeated: bool = False  # more ranks than units are possible: neighbouring ranks hold the same unit
+
+    def fits(self, size: int) -> bool:
+        """Return whether ``size`` ranks can share the units."""
+        return self.count % size == 0 or (self.repeated and size % self.count == 0)
+
+    def per_rank(self, size: int) -> int:
+        """Return the number of units that each of ``size`` ranks has."""
+        return max(1, self.count // size)
+
+    def part(self, extent: int, shard: Shard) -> range:
+        """Return the rank's share of a dimension of ``extent`` elements."""
+        first, unit = shard.rank * self.count // shard.size, extent // self.count
+        return range(first * unit, (first + self.per_rank(shard.size)) * unit)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenUnits:
+    """The rows of the LM head, one per token: any number of ranks shares them, and the last ranks' rows are padded."""
+
+    def part(self, extent: int, shard: Shard) -> range:
+        """Return the rank's stored rows; fewer than :func:`head_rows` where those are padded."""
+        rows = head_rows(extent, shard.size)
+        start = min(shard.rank * rows, extent)
+        return range(start, min(start + rows, extent))
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A tensor of the checkpoint. ``rows`` and ``columns``: how ranks share that dimension; None: each has all of it.
+
+    A matrix is [out_features, in_features], as stored; a vector has rows only.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    role: Role
+    rows: Units | TokenUnits | None = None
+    columns: Units | None = None
+
+    def part(self, shard: Shard) -> Part:
+        """Return what the rank has of it."""
+        rows = None if self.rows is None else self.rows.part(self.shape[0], shard)
+        columns = None if self.columns is None or shard.size == 1 else self.columns.part(self.shape[1], shard)
+        return Part(self.name, rows, columns)
+
+    @property
+    def may_be_fp8(self) -> bool:
+        """True for the matrices of layers."""
+        return self.role is Role.PROJECTION
+
+    def scale_shapes(self, fp8: Fp8Format) -> dict[str, tuple[int, ...]]:
+        """Return the scales that a checkpoint must have if it has this matrix in FP8, by name."""
+        if fp8.block is None:
+            return {f"{self.name}_scale": ()}
+        sizes = zip(self.shape, fp8.block, strict=True)
+        return {f"{self.name}_scale_inv": tuple(-(-size // block) for size, block in sizes)}
+
+
+Stack: TypeAlias = tuple[Weight, ...]
+"""Weights that are loaded as one, stacked along their rows."""

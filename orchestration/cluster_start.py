@@ -1,0 +1,68 @@
+"""The wait for a cluster that starts: the end of any process, or a request to stop, fails the start."""
+
+import time
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+
+from splitserve.orchestration.children import Children
+from splitserve.orchestration.control import AnyReply, AnyRequest, GetStatus, Refused, Stop
+from splitserve.orchestration.host import Asked, ChildExited, ChildProgress, Event, StopRequested
+from splitserve.orchestration.launch_errors import LaunchError, LaunchInterruptedError
+from splitserve.orchestration.router_keeper import probe_ready
+
+_READY_POLL_SECONDS = 0.05
+
+
+class ClusterStart:
+    """Takes events until what is awaited has happened. Raises :class:`LaunchError` or
+    :class:`LaunchInterruptedError`."""
+
+    def __init__(
+        self,
+        events: "SimpleQueue[Event]",
+        children: Children,
+        note_progress: Callable[[ChildProgress], None],
+        reply: Callable[[AnyRequest], AnyReply],
+        not_ready: Callable[[], list[str]],
+    ) -> None:
+        self._events = events
+        self._children = children
+        self._note_progress = note_progress
+        self._reply = reply
+        self._not_ready = not_ready
+
+    def wait(self, condition: Callable[[], bool], awaited: str, deadline: float) -> None:
+        """Take events until ``condition()``, which ``awaited`` describes."""
+        while not condition():
+            try:
+                event = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
+            except Empty:
+                missing = ", ".join(self._not_ready())
+                raise LaunchError(f"gave up waiting for {awaited}; not ready: {missing}") from None
+            self._handle(event)
+
+    def wait_for_router(self, url: str, deadline: float) -> None:
+        """Take events until the router says that it can serve."""
+        answer = "no answer"
+        while time.monotonic() < deadline:
+            ready, answer = probe_ready(url)
+            if ready:
+                return
+            try:
+                self._handle(self._events.get(timeout=_READY_POLL_SECONDS))
+            except Empty:
+                continue
+        raise LaunchError(f"all workers are ready, but the router is not: GET {url}/ready gives {answer}")
+
+    def _handle(self, event: Event) -> None:
+        match event:
+            case StopRequested(reason):
+                raise LaunchInterruptedError(f"{reason} before the cluster was ready")
+            case ChildExited(name, returncode):
+                child = self._children.by_name[name]
+                raise LaunchError(f"{name}: {child.describe_exit(returncode)}")
+            case ChildProgress() as progress:
+                self._note_progress(progress)
+            case Asked(request, answer):
+                starting = Refused("the cluster is still starting: wait until `splitserve status` says serving")
+                answer(self._reply(request) if isinstance(request, GetStatus | Stop) else starting)

@@ -1,0 +1,66 @@
+"""Checks of how KV travels between workers, as a cluster report has it. Pure."""
+
+from splitserve.cluster_report import ClusterReport, WorkerReport
+from splitserve.messages import PeerLink, WorkerPlace
+from splitserve.orchestration.doctor_report import Check, Problem, check, few, skipped
+from splitserve.orchestration.doctor_workers import name_of, pairs
+
+UNKNOWN_TRANSPORT = "unknown"
+_WITHIN_A_MACHINE = frozenset({"cma", "xpmem", "knem", "sysv", "posix"})
+_RDMA_PREFIXES = ("rc", "dc", "ud", "gga", "srd")
+
+
+def check_transports(report: ClusterReport, wanted: str) -> Check:
+    known = [(sink, source, link) for sink, source, link in pairs(report) if link is not None and link.transport]
+    if not known:
+        return skipped("transport", "no decode worker reads from a prefill worker")
+    problems = []
+    for sink, source, link in known:
+        problem = _transport_problem(sink, source, link, wanted)
+        if problem is not None:
+            problems.append(problem)
+    shown = sorted({f"{link.transport} at {link.bytes_per_second / 1e9:.2f} GB/s a thread" for _, _, link in known})
+    return check("transport", few(shown), problems)
+
+
+def _transport_problem(sink: WorkerReport, source: WorkerReport, link: PeerLink, wanted: str) -> Problem | None:
+    here, there = sink.info.place, source.info.place
+    expected = wanted or expected_transport(here, there)
+    if link.transport == UNKNOWN_TRANSPORT and not link.problem:
+        return None  # its environment keeps UCX from telling
+    if not link.problem and (not expected or is_by(link.transport, expected)):
+        return None
+    because = link.problem or f"{expected} is to be expected between them"
+    chosen = {
+        f"{name_of(each)} has UCX_TLS={each.info.place.ucx_tls}" for each in (sink, source) if each.info.place.ucx_tls
+    }
+    advice = "run both in one PID namespace and one user (CMA also needs kernel.yama.ptrace_scope 0 or 1)"
+    if expected == "cuda_ipc":
+        advice = "run both in one PID namespace (--pid=host), on GPUs that reach each other (nvidia-smi topo -m)"
+    elif expected == "rdma":
+        advice = "let UCX_NET_DEVICES and `connector: {devices: ...}` name the RDMA devices, and see that they are up"
+    if chosen:
+        advice = f"{', '.join(sorted(chosen))}: unset it, or take `connector: {{transports: ...}}` out of the spec"
+    return Problem(
+        "wrong_transport", f"{name_of(sink)} reads KV from {name_of(source)} by {link.transport}; {because}", advice
+    )
+
+
+def expected_transport(one: WorkerPlace, other: WorkerPlace) -> str:
+    """What two workers should use: a name of UCX's, ``shared memory`` or ``rdma`` for a group of them, "" for any."""
+    if not one.machine or not other.machine:
+        return ""
+    on_gpus = one.device.startswith("cuda") and other.device.startswith("cuda")
+    if one.machine == other.machine:
+        return "cuda_ipc" if on_gpus else "" if "cuda" in one.device + other.device else "shared memory"
+    return "rdma" if one.rdma_devices and other.rdma_devices else ""
+
+
+def is_by(transport: str, expected: str) -> bool:
+    """Whether the transports that UCX names, like ``rc_mlx5+cuda_ipc``, are of the expected kind."""
+    names = transport.partition(" ")[0].split("+")
+    if expected == "shared memory":
+        return bool(_WITHIN_A_MACHINE & set(names))
+    if expected == "rdma":
+        return any(name.startswith(_RDMA_PREFIXES) for name in names)
+    return expected in names

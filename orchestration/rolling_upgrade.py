@@ -1,0 +1,174 @@
+"""Rolling upgrades: workers of older revisions are replaced one by one. Pure: time is an argument."""
+
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+
+import msgspec
+
+from splitserve.errors import ConfigError
+from splitserve.orchestration.roster import Action, Phase, Roster
+from splitserve.orchestration.spec import ClusterSpec, PoolSpec
+from splitserve.orchestration.spec_contradictions import shared_settings
+
+
+class UpgradeState(StrEnum):
+    """State of the last upgrade."""
+
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class Upgrade(msgspec.Struct):
+    """Upgrade of a cluster, which replaces its workers one by one: ``old`` is the one whose turn it is.
+
+    With room for one more, its successor starts first, under a name of its own; without, the old one leaves first and
+    comes back under its name.
+    """
+
+    spec: ClusterSpec
+    before: ClusterSpec
+    num_workers: int
+    state: UpgradeState = UpgradeState.RUNNING
+    num_replaced: int = 0
+    old: str = ""
+    successor: str = ""
+    problem: str = ""
+
+
+class RollingUpgrade:
+    """Drives the upgrade of a roster's workers. ``has_room(pool)`` says whether the machines can take one more worker
+    of the pool now."""
+
+    def __init__(self, roster: Roster, has_room: Callable[[PoolSpec], bool]) -> None:
+        self.upgrade: Upgrade | None = None  # the last one; None before the first
+        self._roster = roster
+        self._has_room = has_room
+
+    @property
+    def running(self) -> Upgrade | None:
+        """The upgrade in progress."""
+        is_running = self.upgrade is not None and self.upgrade.state is UpgradeState.RUNNING
+        return self.upgrade if is_running else None
+
+    def refuse_during_upgrade(self) -> None:
+        """Raise :class:`ConfigError` while an upgrade is in progress."""
+        if (upgrade := self.running) is not None:
+            done, total = upgrade.num_replaced, upgrade.num_workers
+            raise ConfigError(f"an upgrade is under way ({done} of {total} workers replaced): wait for its end")
+
+    def is_turn_of(self, name: str) -> bool:
+        """Return whether a worker is the one that is being replaced."""
+        return self.running is not None and name == self.running.old
+
+    def begin(self, spec: ClusterSpec, now: float, *, allow_gap: bool) -> list[Action]:
+        """Begin to replace all workers, as :meth:`.Supervisor.begin_upgrade` says."""
+        self.refuse_during_upgrade()
+        roster = self._roster
+        _check_upgradable(roster.spec, spec)
+        for pool in spec.pools:
+            if not allow_gap and len(roster.wanted(pool.name)) == 1 and not self._has_room(pool):
+                raise ConfigError(
+                    f"there is no room for a successor beside the only worker of pool {pool.name}: requests would find "
+                    "none for a while; scale the pool up first, or accept that with --allow-gap"
+                )
+        num_wanted = sum(worker.wanted for worker in roster.workers.values())
+        self.upgrade = Upgrade(spec, roster.spec, num_wanted)
+        roster.spec = spec
+        roster.revision += 1
+        return self.advance(now)
+
+    def advance(self, now: float, *, just_ended: str = "", failed: bool = False) -> list[Action]:
+        """Go on after something happened: a worker became ready, or ``just_ended``, which ``failed`` unless its exit
+        status was 0."""
+        upgrade = self.running
+        if upgrade is None:
+            return []
+        if just_ended and just_ended == upgrade.successor and failed:
+            return self._fail(upgrade, just_ended, now)
+        if upgrade.old and not upgrade.successor:  # it leaves to make room
+            if just_ended == upgrade.old:
+                self._come_back_new(upgrade, now)
+            return []
+        if upgrade.successor:
+            workers = self._roster.workers
+            successor = workers.get(upgrade.successor)
+            if successor is None or successor.phase is not Phase.READY:
+                return []
+            old = workers.get(upgrade.old) if upgrade.old != upgrade.successor else None
+            if old is not None and old.wanted:
+                actions = self._roster.dismiss([old], now)
+                return actions or self._finish_turn(upgrade, now)  # no actions: it wasn't even running
+            if old is not None:
+                return []  # it is leaving
+        return self._finish_turn(upgrade, now) if upgrade.successor else self._next_turn(upgrade, now)
+
+    def _finish_turn(self, upgrade: Upgrade, now: float) -> list[Action]:
+        upgrade.num_replaced += 1
+        upgrade.old = upgrade.successor = ""
+        return self._next_turn(upgrade, now)
+
+    def _next_turn(self, upgrade: Upgrade, now: float) -> list[Action]:
+        roster = self._roster
+        old = next((w for w in roster.workers.values() if w.wanted and w.revision < roster.revision), None)
+        if old is None:
+            upgrade.state = UpgradeState.DONE
+            return []
+        upgrade.old = old.name
+        pool = roster.spec.pool(old.pool.name)
+        if self._has_room(pool):
+            upgrade.successor = roster.add(pool, now).name
+            return []
+        if old.phase is Phase.WAITING:
+            self._come_back_new(upgrade, now)
+            return []
+        return [] if old.phase is Phase.LEAVING else [roster.ask_to_leave(old, now)]
+
+    def _come_back_new(self, upgrade: Upgrade, now: float) -> None:
+        """Let the name of the old worker, which has left to make room, stand for its successor."""
+        worker = self._roster.workers[upgrade.old]
+        self._roster.renew(worker, now)
+        upgrade.successor = worker.name
+
+    def _fail(self, upgrade: Upgrade, name: str, now: float) -> list[Action]:
+        """Return to the spec from before the upgrade; workers other than the one that failed stay as they are."""
+        roster = self._roster
+        worker = roster.workers.get(name)
+        upgrade.state = UpgradeState.FAILED
+        upgrade.problem = f"{name}: {worker.last_words if worker else 'it ended'}"
+        roster.spec = upgrade.before
+        roster.revision += 1  # the same as before the upgrade, but not the same as that of those it has replaced
+        if worker is None:
+            return []
+        if upgrade.old == name:  # its predecessor had to make room: back to what worked
+            roster.renew(worker, now)
+            return []
+        return roster.dismiss([worker], now)
+
+
+def _check_upgradable(before: ClusterSpec, after: ClusterSpec) -> None:
+    """Raise :class:`ConfigError` for what workers of two revisions side by side must agree on, or what isn't theirs."""
+    old_roles = {pool.name: pool.role for pool in before.pools}
+    new_roles = {pool.name: pool.role for pool in after.pools}
+    if old_roles != new_roles:
+        raise ConfigError(
+            f"an upgrade keeps pools and roles ({_listed(old_roles)}), the new spec has {_listed(new_roles)}: "
+            "take the cluster down and up again"
+        )
+    for part in ("model", "router", "network", "lmcache", "objectives", "secrets", "devices", "protocol"):
+        if getattr(before, part) != getattr(after, part):
+            raise ConfigError(
+                f"{part} differs from the running cluster's: an upgrade changes pools, engine and connector; "
+                "take the cluster down and up again"
+            )
+    now = shared_settings(before, before.pools[0])
+    for place, wanted in shared_settings(after, after.pools[0]).items():
+        if wanted != now[place]:
+            raise ConfigError(
+                f"{place} is {wanted or 'not set'}, the running cluster's {now[place] or 'not set'}: workers of both "
+                "would exchange KV; take the cluster down and up again"
+            )
+
+
+def _listed(roles: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}: {role}" for name, role in roles.items())

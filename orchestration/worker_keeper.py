@@ -1,0 +1,118 @@
+"""Workers of a running cluster: carries out what the supervisor decides, and reports to it what became of that."""
+
+import logging
+import signal
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from splitserve.orchestration.children import Children
+from splitserve.orchestration.control import DrainWorker, Scale, UpgradeCluster
+from splitserve.orchestration.host import Event, Host
+from splitserve.orchestration.roster import Action, Drain, Kill, Start, Worker
+from splitserve.orchestration.supervision import Supervisor
+
+_log = logging.getLogger(__name__)
+
+
+class WorkerKeeper:
+    """Starts, drains and kills workers among a cluster's processes, whose lock guards the supervisor as well.
+
+    ``on_gone(name)`` is called for a worker that has ended and isn't started again.
+    """
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        children: Children,
+        host: Host,
+        *,
+        emit: Callable[[Event], None],
+        on_gone: Callable[[str], None],
+    ) -> None:
+        self._supervisor = supervisor
+        self._children = children
+        self._host = host
+        self._emit = emit
+        self._on_gone = on_gone
+        self._membership = ""  # where workers register
+
+    def poll(self, membership: str) -> None:
+        """Do what is due; workers register at ``membership``."""
+        self._membership = membership
+        with self._children.changed:
+            actions = self._supervisor.poll(time.monotonic())
+        self.perform(actions)
+
+    def carry_out(self, request: Scale | DrainWorker | UpgradeCluster) -> None:
+        """Begin what was asked for. Raises :class:`ConfigError` for what can't be."""
+        now = time.monotonic()
+        supervisor = self._supervisor
+        match request:
+            case Scale(pool, count):
+                with self._children.changed:
+                    actions = supervisor.scale(pool, count, now)
+            case DrainWorker(name):
+                with self._children.changed:
+                    actions = supervisor.drain(name, now)
+            case UpgradeCluster(_, allow_gap):
+                target = request.target(supervisor.spec)
+                with self._children.changed:
+                    actions = supervisor.begin_upgrade(target, now, allow_gap=allow_gap)
+        self.perform(actions)
+
+    def perform(self, actions: Iterable[Action]) -> None:
+        """Carry out what the supervisor decided."""
+        for action in actions:
+            match action:
+                case Start(worker):
+                    self._start(worker)
+                case Drain(name):
+                    _log.info("%s is asked to finish its requests and leave", name)
+                    self._children.by_name[name].send_signal(signal.SIGTERM)
+                case Kill(name):
+                    _log.warning("%s did not leave in time: killed", name)
+                    self._children.by_name[name].kill()
+
+    def _start(self, worker: Worker) -> None:
+        name, spec, pool = worker.name, worker.spec, worker.pool
+        launch = partial(self._host.start_worker, name, spec, pool, self._membership, self._emit)
+        error = self._children.start(name, launch)
+        if error is not None:  # as if it had died at once
+            self.on_exit(name, 1, str(error))
+            return
+        with self._children.changed:
+            self._supervisor.on_started(name)
+            if self._children.by_name[name].pid:
+                self._supervisor.on_placed(name, time.monotonic())
+
+    # ---- what happened ----
+
+    def on_placed(self, name: str) -> None:
+        """Note that a worker's process runs."""
+        with self._children.changed:
+            self._supervisor.on_placed(name, time.monotonic())
+
+    def on_ready(self, name: str) -> list[Action]:
+        """Note that a worker serves; returns what follows, for :meth:`perform`."""
+        with self._children.changed:
+            actions = self._supervisor.on_ready(name, time.monotonic())
+            self._children.changed.notify_all()
+        return actions
+
+    def on_exit(self, name: str, returncode: int, words: str) -> None:
+        """Note that a worker has ended, or couldn't be started."""
+        self._host.release(name)
+        now = time.monotonic()
+        with self._children.changed:
+            was_wanted = self._supervisor.workers[name].wanted
+            actions = self._supervisor.on_exit(name, returncode, words, now)
+            worker = self._supervisor.workers.get(name)
+        if worker is not None:
+            delay_seconds = worker.due_at - now
+            _log.warning("%s is started again%s", name, f" in {delay_seconds:.1f} s" if delay_seconds > 0 else "")
+        elif was_wanted:
+            _log.error("%s is not restarted; %s go on", name, ", ".join(sorted(self._children.by_name)))
+        self.perform(actions)
+        if worker is None:
+            self._on_gone(name)

@@ -1,0 +1,203 @@
+"""What sequences do with the block pool and the tiers below it: reserve, publish, give back."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from splitserve.block_hash import extend_hashes
+from splitserve.kv_event_batch import DEVICE, KVEvent
+from splitserve.kvconnector.block_pool import BlockPool
+from splitserve.kvconnector.layout import num_blocks_for
+from splitserve.kvconnector.tiers import Tiers
+from splitserve.prefill.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPrefix:
+    """Blocks that a peer may read: each is referenced on the device, or pinned in the host tier, until it's given back.
+
+    ``places``: ids, those of slots counted on from the device's blocks, and generations.
+    """
+
+    block_ids: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    places: list[tuple[int, int]] = field(default_factory=list)
+
+
+class Shortage(NamedTuple):
+    """``num_blocks`` are missing for the next sequence to begin. It would share those that are ``wanted``."""
+
+    num_blocks: int = 0
+    wanted: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class BlockManager:
+    """What sequences do with the pool: reserve, publish, give back. ``root_hash`` starts every prefix chain.
+
+    ``tiers`` hold what doesn't fit the pool.
+    """
+
+    pool: BlockPool
+    block_size: int
+    root_hash: bytes
+    tiers: Tiers
+
+    def reserve(self, sequence: Sequence, headroom: int = 0) -> bool:
+        """Hold blocks for all known tokens, or none: cached ones for the longest known prefix, fresh ones for the rest.
+
+        The last known token is never taken from the cache, since somebody has to compute its logits.
+        ``headroom`` blocks must remain available. False, and nothing held, if there's no room.
+        """
+        assert not sequence.block_ids, "the sequence holds blocks already"
+        hashes = self._reusable_hashes(sequence)
+        cached = self.pool.match(hashes)
+        num_fresh = num_blocks_for(len(sequence.token_ids), self.block_size) - len(cached)
+        if self._num_missing(cached, num_fresh, headroom) > 0:
+            return False
+        self.pool.reference(cached)
+        fresh = self.pool.allocate(num_fresh, after=cached[-1] if cached else None)
+        assert fresh is not None, "room was checked above"
+        sequence.block_ids = cached + fresh
+        sequence.num_computed = len(cached) * self.block_size
+        sequence.num_published = len(cached)
+        if not sequence.was_admitted:
+            sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
+            sequence.was_admitted = True
+        self.tiers.on_reused(cached, hashes[: len(cached)], sequence.token_ids)
+        if not sequence.skips_tiers:
+            rest = hashes[len(cached) :]
+            sequence.load = self.tiers.begin_load(sequence, rest, fresh, sequence.token_ids, len(cached))
+        return True
+
+    def _num_missing(self, cached: ListLike[int], num_fresh: int, headroom: int) -> int:
+        """Blocks more that would have to be available to hold these; 0 or less if there's room."""
+        return num_fresh + headroom + self.pool.num_unheld(cached) - self.pool.num_available
+
+    def shortage(self, sequence: Sequence, headroom: int = 0) -> Shortage:
+        """Why :meth:`reserve` would fail."""
+        cached = self.pool.match(self._reusable_hashes(sequence))
+        num_fresh = num_blocks_for(len(sequence.token_ids), self.block_size) - len(cached)
+        return Shortage(max(0, self._num_missing(cached, num_fresh, headroom)), frozenset(cached))
+
+    def would_load(self, sequence: Sequence) -> bool:
+        """Whether some of the sequence's blocks are in a tier, and not in the pool."""
+        if sequence.skips_tiers or not (self.tiers.num_blocks or self.tiers.shared.is_available):
+            return False
+        hashes = self._reusable_hashes(sequence)
+        num_cached = len(self.pool.match(hashes))
+        return self.tiers.may_find(num_cached, hashes[num_cached:])
+
+    def finish_load(self, sequence: Sequence) -> None:
+        """The sequence's load is over: what landed needs no computing."""
+        assert sequence.load is not None
+        is_first = sequence.num_cached_tokens == sequence.num_computed
+        sequence.num_computed += sequence.load.num_good * self.block_size
+        sequence.load = None
+        if is_first:
+            sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
+        self.publish_computed(sequence)
+
+    def abandon_load(self, sequence: Sequence) -> None:
+        """The sequence's load takes too long: give back what it holds, and don't look into the tiers again."""
+        assert sequence.load is not None
+        kept_away = set(self.tiers.abandon(sequence.load))
+        sequence.block_ids = [block_id for block_id in sequence.block_ids if block_id not in kept_away]
+        sequence.load = None
+        sequence.skips_tiers = True
+        self.give_back(sequence)
+
+    def hold_prefix(self, hashes: ListLike[bytes]) -> HeldPrefix:
+        """Hold as much of a chain of hashes as is on the device or in the host tier, for a peer to read."""
+        held = HeldPrefix()
+        for block_hash in hashes:
+            block_id = self.pool.find(block_hash)
+            if block_id is not None:
+                self.pool.reference([block_id])
+                held.block_ids.append(block_id)
+                held.places.append((block_id, self.pool.generation(block_id)))
+            elif (found := self.tiers.hold_slot(block_hash)) is not None:
+                slot, generation = found
+                held.slots.append(slot)
+                held.places.append((self.pool.num_blocks + slot, generation))
+            else:
+                break
+        return held
+
+    def give_prefix_back(self, held: HeldPrefix) -> None:
+        self.pool.release(held.block_ids)
+        self.tiers.release_slots(held.slots)
+
+    def can_leave(self, sequence: Sequence, number: int, block_id: int) -> bool:
+        """Whether block ``number`` of a sequence, which is in ``block_id``, can be read from the host tier instead, and
+        is available then: nobody else holds it."""
+        return self.pool.num_holders(block_id) == 1 and self.tiers.has_slot(sequence.block_hashes[number])
+
+    def leave_device(self, sequence: Sequence, block_ids: Mapping[int, int]) -> dict[int, tuple[int, int]]:
+        """Hold slots of the host tier in place of blocks that can leave, which are named by their numbers. Places by
+        number, as in :class:`HeldPrefix`."""
+        places = {}
+        for number in block_ids:
+            held = self.tiers.hold_slot(sequence.block_hashes[number])
+            assert held is not None, f"block {number} is not in the host tier"
+            slot, generation = held
+            sequence.host_slots.append(slot)
+            places[number] = self.pool.num_blocks + slot, generation
+        gone = set(block_ids.values())
+        sequence.block_ids = [block_id for block_id in sequence.block_ids if block_id not in gone]
+        self.pool.release([block_ids[number] for number in sorted(block_ids)])
+        return places
+
+    def missing_hashes(self, sequence: Sequence) -> list[bytes]:
+        """Of the full blocks that the sequence has yet to compute, but not that of its last token."""
+        return self._reusable_hashes(sequence)[sequence.num_computed // self.block_size :]
+
+    def _reusable_hashes(self, sequence: Sequence) -> list[bytes]:
+        """Of the full blocks of all known tokens but the last."""
+        extend_hashes(sequence.block_hashes, self.root_hash, sequence.token_ids, self.block_size)
+        return sequence.block_hashes[: (len(sequence.token_ids) - 1) // self.block_size]
+
+    def contents(self) -> list[KVEvent]:
+        """What can be found now, in each tier: events that lead there from nothing."""
+        found = {DEVICE: self.pool.hashes(), **{tier.name: tier.index.hashes() for tier in self.tiers.tiers}}
+        return [KVEvent("stored", name, hashes) for name, hashes in found.items() if hashes]
+
+    def forget_prefixes(self) -> None:
+        """Nothing that was computed so far is used again."""
+        self.pool.clear_prefix_index()
+        self.tiers.clear()
+
+    def grow(self, sequence: Sequence) -> bool:
+        """Make room for one more token. False if no block is available."""
+        if len(sequence.block_ids) * self.block_size > sequence.num_computed + sequence.launched.num_tokens:
+            return True
+        fresh = self.pool.allocate(1, after=sequence.block_ids[-1])
+        if fresh is None:
+            return False
+        sequence.block_ids += fresh
+        return True
+
+    def publish_computed(self, sequence: Sequence) -> None:
+        """Let others find the full blocks that are complete by now."""
+        num_full = sequence.num_computed // self.block_size
+        if num_full > sequence.num_published:
+            extend_hashes(sequence.block_hashes, self.root_hash, sequence.token_ids, self.block_size)
+            worth: list[bool] = []
+            for index in range(sequence.num_published, num_full):
+                block_id, block_hash = sequence.block_ids[index], sequence.block_hashes[index]
+                self.pool.publish(block_id, block_hash)
+                is_prompt = (index + 1) * self.block_size <= sequence.num_prompt_tokens
+                worth.append(self.tiers.on_complete(block_id, block_hash, is_prompt=is_prompt))
+            self.tiers.shared.propose(sequence.token_ids, sequence.block_hashes, sequence.num_published, worth)
+            sequence.num_published = num_full
+
+    def give_back(self, sequence: Sequence) -> None:
+        """Drop the sequence's references. Nothing may touch its blocks any more."""
+        assert not sequence.is_touched, f"{sequence.key} gives blocks back that a step or a load still touches"
+        self.pool.release(sequence.block_ids)
+        self.tiers.release_slots(sequence.host_slots)
+        sequence.block_ids = []
+        sequence.host_slots = []
+        sequence.num_computed = 0
+        sequence.num_published = 0

@@ -1,0 +1,35 @@
+"""The load that a worker reports with each heartbeat."""
+
+from collections.abc import Sequence as ListLike
+
+import msgspec
+
+from splitserve.counters import WorkerLoad
+from splitserve.kvconnector.block_pool import BlockState
+from splitserve.prefill.engine_state import EngineState
+from splitserve.prefill.parts import Part
+from splitserve.prefill.scheduling import StepScheduler
+
+
+def load_of(state: EngineState, scheduler: StepScheduler, parts: ListLike[Part]) -> WorkerLoad:
+    """Return load and counters of a worker's core."""
+    pool, tiers = state.blocks.pool, state.blocks.tiers
+    outside = [sequence for part in parts for sequence in part.waiting]
+    waiting = [*outside, *scheduler.prompts.waiting, *scheduler.prompts.active]
+    load = WorkerLoad(
+        **msgspec.structs.asdict(state.counters),
+        num_waiting=len(waiting),
+        num_running=scheduler.num_running,
+        waiting_tokens=sum(sequence.num_remaining for sequence in waiting),
+        blocks_free=pool.count(BlockState.FREE),
+        blocks_cached=pool.count(BlockState.CACHED),
+        blocks_referenced=pool.count(BlockState.REFERENCED),
+        blocks_quarantined=pool.count(BlockState.QUARANTINED),
+        preemptions=scheduler.decodes.num_preemptions,
+        tier_blocks=tiers.num_blocks,
+        tiers=tiers.report(state.block_bytes),
+        requests_tracked=len(state.sequences) + sum(part.num_live for part in parts),
+    )
+    for part in parts:
+        load = part.report(load)
+    return load

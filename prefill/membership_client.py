@@ -1,0 +1,124 @@
+"""A worker's side of membership: it registers, sends heartbeats, and reports where no answer comes."""
+
+import logging
+import math
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+import msgspec
+import psutil
+
+from splitserve.config import WorkerConfig
+from splitserve.errors import HandshakeError
+from splitserve.messages import Draining, Envelope, Heartbeat, Register, Registered, RegisterRefused, WorkerInfo
+from splitserve.prefill.core import EngineCore
+from splitserve.prefill.sockets import WorkerSockets
+
+logger = logging.getLogger(__name__)
+
+REGISTER_INTERVAL_SECONDS = 5.0
+COMPLAINT_INTERVAL_SECONDS = 5.0
+REFUSED_PERIODS = 2.0
+"""Times ``dead_after_seconds`` that a worker is refused for now until it counts as refused for good."""
+
+
+class MembershipClient:
+    """Keeps a worker registered. Called by the engine loop in each of its rounds."""
+
+    def __init__(
+        self, config: WorkerConfig, info: WorkerInfo, sockets: WorkerSockets, rank_pids: Sequence[int] = ()
+    ) -> None:
+        """``rank_pids``: processes of the worker's other ranks, whose memory counts as the worker's."""
+        self._config = config
+        self._info = info
+        self._sockets = sockets
+        self._pids = (os.getpid(), *rank_pids)
+        self.registered = False  # membership has accepted this worker
+        self._is_draining = False
+        self._token = ""
+        self._refusal = ""
+        self._refused_since = math.inf
+        self._complaint_due_at = time.monotonic() + COMPLAINT_INTERVAL_SECONDS
+        self._heartbeat_due_at = 0.0
+        self._register_due_at = 0.0
+
+    def receive(self, now: float) -> HandshakeError | None:
+        """Take membership's answers. Returns an error if this worker is refused for good."""
+        error = None
+        for envelope in self._sockets.receive_membership():
+            error = self._on_answer(envelope, now) or error
+        return error
+
+    def _on_answer(self, envelope: Envelope, now: float) -> HandshakeError | None:
+        if envelope.to != self._info.party:
+            return None
+        if isinstance(envelope.body, RegisterRefused):
+            return self._on_refused(envelope.body, now)
+        if isinstance(envelope.body, Registered):
+            self.registered, self._token = True, envelope.body.token
+            self._refusal, self._refused_since = "", math.inf
+        return None
+
+    def _on_refused(self, refused: RegisterRefused, now: float) -> HandshakeError | None:
+        """Ask again, unless that is of no use: then the worker ends, and its launcher starts another incarnation."""
+        self.registered, self._refusal = False, refused.reason
+        self._refused_since = min(self._refused_since, now)
+        has_waited = now - self._refused_since > REFUSED_PERIODS * self._config.protocol.dead_after_seconds
+        if refused.for_good or has_waited:
+            return HandshakeError(f"the router refuses {self._config.engine_id}: {refused.reason}")
+        return None
+
+    def drain(self) -> None:
+        """Announce that this worker takes no more requests."""
+        self._is_draining = True
+        self._sockets.send_membership(Draining())
+
+    def keep(self, core: EngineCore, now: float) -> None:
+        """Send what is due: a registration, a heartbeat, a line in the log where no answer comes."""
+        if self._sockets.has_new_membership_connection():
+            self._register_due_at = now
+        if now >= self._register_due_at and not self._is_draining:  # repeated: membership may have restarted
+            interval = REGISTER_INTERVAL_SECONDS if self.registered else self._config.protocol.heartbeat_seconds
+            self._register_due_at = now + interval
+            self._sockets.send_membership(Register(info=self._info, token=self._token))
+        if now >= self._complaint_due_at:
+            self._complaint_due_at = now + COMPLAINT_INTERVAL_SECONDS
+            self._complain()
+        if core.take_news() or now >= self._heartbeat_due_at:
+            self._heartbeat_due_at = now + self._config.protocol.heartbeat_seconds
+            self._send_heartbeat(core)
+
+    def _send_heartbeat(self, core: EngineCore) -> None:
+        load = msgspec.structs.replace(
+            core.load(),
+            resident_bytes=_resident_bytes(self._pids),
+            undeliverable_messages=self._sockets.num_undeliverable,
+            malformed_messages=self._sockets.num_malformed,
+        )
+        self._sockets.send_membership(Heartbeat(load=load, links=core.links(), clock_seconds=time.time()))
+        if self._is_draining:  # after the heartbeat, which makes a lost worker a candidate again
+            self._sockets.send_membership(Draining())
+
+    def _complain(self) -> None:
+        """Log the reason that no request comes here."""
+        if self._refusal:
+            logger.error("the router refuses this worker: %s", self._refusal)
+        elif not self.registered:
+            endpoint = self._config.membership
+            logger.warning("no answer from %s: is the router there, and has it the same shared secret?", endpoint)
+            self._sockets.revive_membership()
+
+    def next_deadline(self) -> float:
+        """Return the time at which :meth:`keep` has something to send, if nothing happens before."""
+        return self._heartbeat_due_at if self._is_draining else min(self._heartbeat_due_at, self._register_due_at)
+
+
+def _resident_bytes(pids: Sequence[int]) -> int:
+    """Return the resident memory of those processes that live."""
+    num_bytes = 0
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            num_bytes += psutil.Process(pid).memory_info().rss
+    return num_bytes

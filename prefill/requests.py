@@ -1,0 +1,109 @@
+"""Requests in a worker, from acceptance to their end."""
+
+from collections.abc import Sequence as ListLike
+from typing import Any
+
+from splitserve.messages import Abort, FailureCode
+from splitserve.prefill.engine_state import DRAINING_REASON, EngineState
+from splitserve.prefill.parts import Part
+from splitserve.prefill.scheduling import StepScheduler
+from splitserve.prefill.sequence import Sequence
+from splitserve.prefill.stage import Stage
+from splitserve.request import Party
+
+NO_PART = Part()
+"""Owner of a sequence that only the scheduler has."""
+
+
+class Requests:
+    """Accepts and ends requests. The core and its parts call it; ``parts`` are set by the core."""
+
+    def __init__(self, state: EngineState, scheduler: StepScheduler) -> None:
+        self.state = state
+        self.scheduler = scheduler
+        self.parts: ListLike[Part] = ()
+
+    def owner(self, sequence: Sequence) -> Part:
+        """Return the part that moves the sequence's KV."""
+        return next((part for part in self.parts if part.owns(sequence)), NO_PART)
+
+    def accept(self, request: Any, sender: Party, now: float, *, decodes_here: bool) -> Sequence | None:
+        """Return the sequence of a new request; None if it is late, repeated, or can never run here."""
+        state = self.state
+        if request.key in state.tombstones or request.key in state.sequences:
+            state.counters.stale_messages += 1
+            return None
+        token_ids = request.token_ids[:]
+        token_ids.extend(request.output_ids)
+        sequence = Sequence(
+            key=request.key,
+            reply_to=sender,
+            token_ids=token_ids,
+            num_prompt_tokens=len(request.token_ids),
+            sampling=request.sampling,
+            deadline=now + min(request.deadline_seconds, state.protocol.request_deadline_seconds),
+            max_length=state.max_model_len,
+            decodes_here=decodes_here,
+        )
+        refusal = self._refusal(sequence)
+        if refusal is not None:
+            state.fail(sequence, *refusal)
+            state.bury(request.key, refusal[1], now)
+            return None
+        state.sequences[request.key] = sequence
+        return sequence
+
+    def _refusal(self, sequence: Sequence) -> tuple[FailureCode, str] | None:
+        """Return the reason for which a request can't run here, or None."""
+        if self.state.is_draining:
+            return FailureCode.OVERLOADED, DRAINING_REASON
+        num_requests = len(self.state.sequences)
+        if num_requests >= self.state.protocol.max_requests:
+            return FailureCode.OVERLOADED, f"{num_requests} requests are here already"
+        problem = self.state.why_impossible(sequence)
+        return None if problem is None else (FailureCode.INVALID, problem)
+
+    def on_abort(self, abort: Abort, sender: Party, now: float) -> None:
+        """End a request; remember the end of one whose messages are still to come."""
+        del sender
+        sequence = self.state.sequences.get(abort.key)
+        if sequence is None:
+            self.state.bury(abort.key, "aborted", now, attempt_over=True)
+        elif not sequence.has_ended:
+            self.end(sequence, "aborted", now)
+
+    def end(self, sequence: Sequence, reason: str, now: float, *, attempt_over: bool = True) -> None:
+        """End a request on this worker; ``attempt_over``: on every worker."""
+        owner = self.owner(sequence)
+        sequence.enter(Stage.ENDED)
+        self.scheduler.remove(sequence)
+        owner.on_end(sequence, reason, now, attempt_over=attempt_over)
+        if not owner.owns(sequence):
+            self.forget(sequence, reason, now, attempt_over=attempt_over)
+
+    def fail(self, sequence: Sequence, code: FailureCode, reason: str, now: float) -> None:
+        """End a request with an error for the router, which decides what comes next."""
+        self.state.fail(sequence, code, reason)
+        self.end(sequence, reason, now, attempt_over=False)
+
+    def forget(self, sequence: Sequence, reason: str, now: float, *, attempt_over: bool = False) -> None:
+        """Remove a request that no part holds any more, and give its blocks back."""
+        self.state.bury(sequence.key, reason, now, attempt_over=attempt_over)
+        self.state.drop_blocks(sequence)
+
+    def expire(self, now: float) -> None:
+        """End the requests whose deadlines have passed."""
+        for sequence in [s for s in self.state.sequences.values() if now >= s.deadline and not s.has_ended]:
+            self.state.fail(sequence, FailureCode.DEADLINE, "the request's deadline passed")
+            self.end(sequence, "deadline", now)
+
+    def next_deadline(self) -> float:
+        """Return the earliest deadline of a request."""
+        return min((s.deadline for s in self.state.sequences.values() if not s.has_ended), default=float("inf"))
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless each sequence agrees with its stage, and at most one part owns it."""
+        for sequence in self.state.sequences.values():
+            owners = [type(part).__name__ for part in self.parts if part.owns(sequence)]
+            assert len(owners) <= 1, f"{sequence.key} has several owners: {owners}"
+            sequence.check_invariants(self.state.blocks.block_size)

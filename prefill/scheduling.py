@@ -1,0 +1,158 @@
+"""Steps of every worker: sequences that decode come first, prompts take what is left of the budget.
+
+The two policies, the prompts' and the decoding sequences', don't know each other. No torch, no clock.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from splitserve.prefill.block_manager import Shortage
+from splitserve.prefill.sequence import Sequence
+from splitserve.prefill.stage import Stage
+from splitserve.step import ScheduledChunk
+
+
+class Planned(NamedTuple):
+    sequence: Sequence
+    chunk: ScheduledChunk
+
+
+@dataclass(slots=True)
+class StepBudget:
+    """Bounds of a worker's steps. The role of a worker is what these numbers make of it."""
+
+    max_num_batched_tokens: int  # tokens of a step
+    max_num_seqs: int  # sequences of a step
+    max_num_prefill_tokens: int  # prompt tokens of a step that also decodes
+    tail_chunk_tokens: int = 0  # last chunk of a long prompt, so that little is left to move after it; 0: no bound
+
+
+class PromptPolicy(Protocol):
+    """Sequences with known tokens to compute: those that wait for their turn, and those that had it."""
+
+    waiting: deque[Sequence]
+    active: list[Sequence]
+
+    def add(self, sequence: Sequence, *, first: bool = False) -> None:
+        """Queue a sequence, behind or before all others."""
+
+    def add_admitted(self, sequence: Sequence) -> None:
+        """Add a sequence that holds all its blocks, and has KV for some of its known tokens."""
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence. Its blocks stay with the caller. No effect on one that isn't here."""
+
+    def take_prefilled(self) -> list[Sequence]:
+        """Forget, and return, the sequences that decode here next: a launched step draws their first token."""
+
+    def begin_loads(self, num_running: int) -> None:
+        """Let KV of the first ones that wait come up from the tiers."""
+
+    def shortage(self, budget: int, num_running: int) -> Shortage:
+        """Return what the first one that waits lacks, if nothing but blocks keeps it from beginning."""
+
+    def plan(self, budget: int, num_running: int) -> list[Planned]:
+        """Return chunks of at most ``budget`` tokens, beside ``num_running`` sequences that decode."""
+
+
+class DecodePolicy(Protocol):
+    """Sequences that draw a token in each step."""
+
+    running: dict[Sequence, None]
+    num_preemptions: int
+
+    def add(self, sequences: Iterable[Sequence]) -> None:
+        """Add sequences with KV for all known tokens but the last, or with the step launched that computes it."""
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence. Its blocks stay with the caller."""
+
+    def plan(self, budget: int) -> list[Planned]:
+        """Return a chunk of one token for each of at most ``budget`` sequences."""
+
+    def take_preempted(self) -> list[Sequence]:
+        """Return the sequences that lost their blocks since the last call, last the one that is to begin first."""
+
+
+class StepScheduler:
+    """Joins the two policies under one budget."""
+
+    def __init__(self, prompts: PromptPolicy, decodes: DecodePolicy, budget: StepBudget) -> None:
+        self.prompts = prompts
+        self.decodes = decodes
+        self.budget = budget
+
+    def add(self, sequence: Sequence, *, first: bool = False) -> None:
+        """Queue a sequence whose known tokens have yet to be computed here."""
+        self.prompts.add(sequence, first=first)
+
+    def add_admitted(self, sequence: Sequence) -> None:
+        """Add a sequence that holds all its blocks, and has KV for some of its known tokens."""
+        self.prompts.add_admitted(sequence)
+
+    def start_decoding(self, sequence: Sequence) -> None:
+        """Let a sequence draw a token in each step from now on. No effect on one that does."""
+        if sequence not in self.decodes.running:
+            assert sequence.num_remaining == 1
+            self.prompts.remove(sequence)
+            self.decodes.add([sequence])
+
+    def requeue(self, sequence: Sequence) -> None:
+        """Let a sequence that gave its blocks back start anew, before all others."""
+        self.remove(sequence)
+        self.add(sequence, first=True)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence, wherever it is. Its blocks stay with the caller."""
+        if sequence in self.decodes.running:
+            self.decodes.remove(sequence)
+        else:
+            self.prompts.remove(sequence)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.decodes.running)
+
+    @property
+    def owes_blocks(self) -> bool:
+        """Return whether the next one to begin lost its blocks: newcomers would keep it from getting them back."""
+        waiting = self.prompts.waiting
+        return bool(waiting) and waiting[0].was_admitted and not waiting[0].block_ids
+
+    def begin_loads(self) -> None:
+        """Let KV of the first ones that wait come up from the tiers."""
+        self.prompts.begin_loads(self.num_running)
+
+    def shortage(self) -> Shortage:
+        """Return what the first one that waits lacks, if nothing but blocks keeps it from beginning."""
+        return self.prompts.shortage(self.budget.max_num_batched_tokens - self.num_running, self.num_running)
+
+    def plan(self) -> list[Planned]:
+        """Return the chunks of one step; an empty list if nothing can run.
+
+        A sequence whose first token a launched step draws joins those that decode, so that it misses no step.
+        """
+        self.decodes.add(self.prompts.take_prefilled())
+        left = self.budget.max_num_batched_tokens
+        planned = self.decodes.plan(min(self.budget.max_num_seqs, left))
+        for preempted in self.decodes.take_preempted():
+            self.prompts.add(preempted, first=True)
+        left -= len(planned)
+        if planned:
+            left = min(left, self.budget.max_num_prefill_tokens)
+        planned += self.prompts.plan(left, self.num_running)
+        return planned
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless each sequence is in the one place that its stage names."""
+        places = (
+            (Stage.QUEUED, self.prompts.waiting),
+            (Stage.PREFILLING, self.prompts.active),
+            (Stage.DECODING, self.decodes.running),
+        )
+        for stage, sequences in places:
+            strays = [str(sequence.key) for sequence in sequences if sequence.stage is not stage]
+            assert not strays, f"the scheduler has {strays} among those that are {stage.value}"
+            assert len(set(sequences)) == len(sequences), f"a sequence is twice among those that are {stage.value}"

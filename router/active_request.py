@@ -1,0 +1,62 @@
+"""One request of the router's core: its prompt, its state machine, what it is charged for, its times."""
+
+from dataclasses import dataclass
+
+from splitserve.request import SamplingParams
+from splitserve.router.membership import Charge
+from splitserve.router.placement import RequestShape
+from splitserve.router.prefix_view import PromptHashes
+from splitserve.router.request_state import RequestState
+from splitserve.token_ids import TokenIds
+
+
+@dataclass(slots=True, eq=False)
+class ActiveRequest:
+    """Changed by the core only; its driver may read it, also after the end. Times are those of the core's clock."""
+
+    token_ids: TokenIds
+    sampling: SamplingParams
+    arrived_at: float
+    state: RequestState
+    hashes: PromptHashes
+    charge: Charge | None = None  # of the current attempt
+    attempt_began_at: float = 0.0
+    first_token_at: float = 0.0  # 0.0: no token came yet
+    last_token_at: float = 0.0
+    num_waits: int = 0  # of the current wait for a worker that can go on
+    stranded_at: float | None = None  # when that wait began
+    is_fallback: bool = False  # the first attempt is local only because there was no pair
+
+    @classmethod
+    def new(cls, request_id: str, token_ids: TokenIds, sampling: SamplingParams, arrived_at: float) -> "ActiveRequest":
+        state = RequestState(request_id, sampling.max_tokens)
+        return cls(token_ids, sampling, arrived_at, state, PromptHashes(token_ids))
+
+    @property
+    def request_id(self) -> str:
+        return self.state.request_id
+
+    @property
+    def shape(self) -> RequestShape:
+        return RequestShape(
+            num_prompt_tokens=len(self.token_ids),
+            max_tokens=self.sampling.max_tokens,
+            num_output_tokens=len(self.state.delivered_ids),
+        )
+
+    @property
+    def is_stranded(self) -> bool:
+        """Its last attempt failed, and no worker can go on for now."""
+        return self.stranded_at is not None and not self.state.ended
+
+    def check_invariants(self) -> None:
+        state = self.state
+        state.check_invariants()
+        assert not state.ended, f"{self.request_id} has ended, and is still active"
+        is_placed = state.placement is not None
+        assert is_placed != self.is_stranded, f"{self.request_id} neither has an attempt nor waits for one, or has both"
+        assert is_placed == (self.charge is not None), (
+            f"{self.request_id} is charged without an attempt, or the reverse"
+        )
+        if self.charge is not None and state.num_attempt_tokens > 0:
+            assert not self.charge.is_prefilling, f"{self.request_id} is charged for a prompt that has been computed"

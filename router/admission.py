@@ -1,0 +1,22 @@
+"""Admission: the number of requests in flight, from the arrival of their bodies to the end of their answers. Pure."""
+
+from splitserve.router.api_error import ApiError
+
+
+class Admission:
+    def __init__(self, max_in_flight: int) -> None:
+        self._max_in_flight = max_in_flight
+        self.num_admitted = 0
+
+    def admit(self, count: int, param: str | None = None) -> None:
+        """Take ``count`` places, or raise :class:`ApiError` 429 (400 if so many never fit)."""
+        if count > self._max_in_flight:
+            raise ApiError(400, f"{count} prompts in one request; at most {self._max_in_flight} fit", param=param)
+        if self.num_admitted + count > self._max_in_flight:
+            message = f"{self.num_admitted} requests are in flight and {self._max_in_flight} are allowed: try again"
+            raise ApiError(429, message, code="too_many_requests")
+        self.num_admitted += count
+
+    def release(self, count: int) -> None:
+        """Give places back that ``admit`` took."""
+        self.num_admitted -= count

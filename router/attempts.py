@@ -1,0 +1,85 @@
+"""Attempts of requests: the messages that begin one, and its successor on the ladder when it fails. Pure."""
+
+import random
+
+from splitserve.messages import Body, DecodeRequest, LocalRequest, PrefillRequest
+from splitserve.request import Party
+from splitserve.router.active_request import ActiveRequest
+from splitserve.router.core_effects import CancelTimer, Count, Log, Outbox, Send, SetTimer
+from splitserve.router.core_events import Timer, TimerKind
+from splitserve.router.ladder import backoff_seconds, may_wait, next_step
+from splitserve.router.membership import Membership
+from splitserve.router.placement import Disaggregated, NoWorker, Placed
+from splitserve.router.placer import Placer
+from splitserve.router.request_state import Failure
+
+MIN_DEADLINE_SECONDS = 0.001  # a worker refuses a request that has none left
+
+
+class Attempts:
+    """``chosen`` draws the jitter of waits."""
+
+    def __init__(
+        self,
+        placer: Placer,
+        membership: Membership,
+        outbox: Outbox,
+        chosen: random.Random,
+        deadline_seconds: float,
+    ) -> None:
+        self._placer = placer
+        self._membership = membership
+        self._outbox = outbox
+        self._chosen = chosen
+        self._deadline_seconds = deadline_seconds
+
+    def start(self, request: ActiveRequest, placement: Placed, now: float) -> None:
+        """Begin an attempt: charge its workers, and send it to them."""
+        request.state.begin(placement)
+        request.attempt_began_at = now
+        request.stranded_at, request.num_waits = None, 0
+        request.charge = self._membership.charge(placement, request.shape)
+        for party, body in self.messages(request, placement, now):
+            self._outbox.put(Send(party, body))
+
+    def go_on(self, request: ActiveRequest, now: float) -> Failure | None:
+        """After a failed attempt: begin the next one where the ladder says, or wait for workers (None for both).
+
+        Returns the request's failure where neither can help.
+        """
+        state = request.state
+        last = state.history[-1].failure
+        snapshot = self._placer.snapshot(request.hashes, now)
+        step = next_step(snapshot, request.shape, self._placer.policy, state.history)
+        if isinstance(step.placement, NoWorker) and may_wait(snapshot, state.history):
+            self._wait(request, now)
+            return None
+        self._outbox.put(Count("ladder_steps", (step.rung, last.reason)))
+        if isinstance(step.placement, NoWorker):
+            return Failure(last.reason, step.placement.reason)
+        if request.is_stranded:
+            self._outbox.put(CancelTimer(Timer(TimerKind.RETRY, request.request_id)))
+        self._outbox.put(Log(f"request {state.key} goes on ({step.rung}): {last.message}"))
+        self.start(request, step.placement, now)
+        return None
+
+    def _wait(self, request: ActiveRequest, now: float) -> None:
+        """Look again after a while; a worker that gets ready ends the wait earlier, the deadline for good."""
+        request.stranded_at = now if request.stranded_at is None else request.stranded_at
+        delay = backoff_seconds(request.num_waits, self._chosen)
+        request.num_waits += 1
+        self._outbox.put(SetTimer(Timer(TimerKind.RETRY, request.request_id), now + delay))
+
+    def messages(self, request: ActiveRequest, placement: Placed, now: float) -> list[tuple[Party, Body]]:
+        """Return an attempt's messages. Decode comes first: it reserves room while prefill's message travels."""
+        key, prompt, sampling = request.state.key, request.token_ids, request.sampling
+        delivered = request.state.delivered_ids
+        left_seconds = max(MIN_DEADLINE_SECONDS, self._deadline_seconds - (now - request.arrived_at))
+        if not isinstance(placement, Disaggregated):
+            prefix = self._placer.prefix_helper(request.hashes, placement.worker, now)
+            return [(placement.worker, LocalRequest(key, prompt, sampling, left_seconds, delivered, prefix))]
+        prefill, decode = self._placer.peer(placement.prefill), self._placer.peer(placement.decode)
+        return [
+            (placement.decode, DecodeRequest(key, prompt, sampling, prefill, left_seconds, delivered)),
+            (placement.prefill, PrefillRequest(key, prompt, sampling, decode, left_seconds, delivered)),
+        ]

@@ -1,0 +1,248 @@
+"""The router's decisions about requests, pure: ``handle(event, now)`` returns the effects to perform.
+
+    Submit -> admission's places, placement -> Send to the workers, or a place in the waiting room
+    FromWorker, WorkerLost, NotSent, TimerFired -> RequestState -> Deliver, Send(Abort), the next attempt
+    WorkerReady -> stranded requests go on, then those in the waiting room begin, in order of arrival
+
+No sockets, event loop or clock: the asyncio shell (:mod:`splitserve.router.dispatcher`) and the fault simulator drive
+the same core. Membership and the prefix view are driven beside it, by whatever carries the workers' messages.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from splitserve.config import RouterConfig
+from splitserve.messages import (
+    Abort,
+    Body,
+    DecodeRequest,
+    FailureCode,
+    LocalRequest,
+    PrefillRequest,
+    RequestFailed,
+    StepTokens,
+    TokenDelta,
+)
+from splitserve.request import Party, RequestKey
+from splitserve.router.active_request import ActiveRequest
+from splitserve.router.admission import Admission
+from splitserve.router.attempts import Attempts
+from splitserve.router.core_effects import (
+    Effect,
+    Outbox,
+    Send,
+    Stale,
+    TellLimits,
+)
+from splitserve.router.core_events import (
+    AskLimits,
+    Cancel,
+    Close,
+    Event,
+    FromWorker,
+    NotSent,
+    StopStringReached,
+    Submit,
+    Timer,
+    TimerFired,
+    TimerKind,
+    WorkerLost,
+    WorkerReady,
+)
+from splitserve.router.membership import Membership
+from splitserve.router.objectives import Objectives
+from splitserve.router.orphans import Orphans
+from splitserve.router.placement import NoWorker, policy_by_name
+from splitserve.router.placer import SHUTTING_DOWN, Placer
+from splitserve.router.prefix_view import PrefixView
+from splitserve.router.request_state import NOTHING, Failure, FailureReason
+from splitserve.router.request_table import RequestTable
+from splitserve.router.settlement import Settlement
+from splitserve.router.waiting_room import WaitingRoom
+
+MAX_SHARE_OF_DEADLINE_WAITED = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """An AskLimits that has no answer yet."""
+
+
+Newcomer: TypeAlias = ActiveRequest | Question
+
+
+class RouterCore:
+    """Raises :class:`ConfigError` for an unknown policy. ``chosen`` draws the jitter of waits."""
+
+    def __init__(
+        self, config: RouterConfig, membership: Membership, prefixes: PrefixView, chosen: random.Random
+    ) -> None:
+        protocol = config.protocol
+        self._membership = membership
+        self.admission = Admission(config.max_requests_in_flight)
+        self.deadline_seconds = protocol.request_deadline_seconds
+        self.placer = Placer(policy_by_name(config.policy), membership, prefixes)
+        self._outbox = Outbox()
+        # of new requests; those whose worker was lost wait until their deadline
+        wait_seconds = min(protocol.no_worker_wait_seconds, MAX_SHARE_OF_DEADLINE_WAITED * self.deadline_seconds)
+        self.waiting_room: WaitingRoom[Newcomer] = WaitingRoom(
+            protocol.max_requests_waiting, wait_seconds, self._outbox, self._serve
+        )
+        self._orphans = Orphans(protocol.tombstone_seconds)
+        attempts = Attempts(self.placer, membership, self._outbox, chosen, self.deadline_seconds)
+        objectives = Objectives(config.ttft_objective_seconds, config.tpot_objective_seconds)
+        self._settlement = Settlement(membership, objectives, self._outbox)
+        self.requests = RequestTable(attempts, self._settlement, membership, self._outbox, self.deadline_seconds)
+        self._handlers: dict[type, Callable[[Any, float], None]] = {
+            AskLimits: self._on_ask_limits,
+            Submit: self._on_submit,
+            Cancel: self._on_cancel,
+            StopStringReached: self._on_stop_string,
+            FromWorker: self._on_message,
+            NotSent: self._on_not_sent,
+            WorkerReady: self._on_worker_ready,
+            WorkerLost: self._on_worker_lost,
+            TimerFired: self._on_timer,
+            Close: self._on_close,
+        }
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Return what the event asks the driver to do, in order."""
+        self._handlers[type(event)](event, now)
+        return self._outbox.take()
+
+    # ---- clients ----
+
+    def _on_ask_limits(self, event: AskLimits, now: float) -> None:
+        self.waiting_room.arrive(event.question_id, Question(), event.arrived_at, now)
+
+    def _on_submit(self, event: Submit, now: float) -> None:
+        request = event.request
+        self.waiting_room.arrive(request.request_id, request, request.arrived_at, now)
+
+    def _serve(self, newcomer_id: str, newcomer: Newcomer, now: float) -> NoWorker | None:
+        """Answer a question or begin a request, or return why no worker can."""
+        if isinstance(newcomer, Question):
+            limits = self.placer.limits(now)
+            if isinstance(limits, NoWorker):
+                return limits
+            self._outbox.put(TellLimits(newcomer_id, limits))
+            return None
+        placement = self.placer.first(newcomer, now)
+        if isinstance(placement, NoWorker):
+            return placement
+        self.requests.begin(newcomer, placement, now)
+        return None
+
+    def _on_cancel(self, event: Cancel, now: float) -> None:
+        request = self.requests.get(event.request_id)
+        if request is None:
+            self.waiting_room.leave(event.request_id)
+        else:
+            self.requests.apply(request, request.state.cancel(), now)
+
+    def _on_stop_string(self, event: StopStringReached, now: float) -> None:
+        request = self.requests.get(event.request_id)
+        if request is not None:
+            self.requests.apply(request, request.state.finish_at_stop_string(), now)
+
+    # ---- workers ----
+
+    def _on_message(self, event: FromWorker, now: float) -> None:
+        sender, body = event.sender, event.body
+        if isinstance(body, StepTokens):
+            for delta in body.deltas:
+                self._on_delta(sender, delta, now)
+        elif isinstance(body, RequestFailed):
+            self._on_request_failed(sender, body, now)
+        else:
+            self._outbox.put(Stale(type(body).__name__, "which a router doesn't take", sender))
+
+    def _on_delta(self, sender: Party, delta: TokenDelta, now: float) -> None:
+        request = self.requests.get(delta.key.request_id)
+        update = None if request is None else request.state.on_delta(sender, delta)
+        if request is None or update is None:
+            self._outbox.put(Stale("tokens", str(delta.key), sender))
+            return
+        if delta.handover is not None:
+            self._settlement.on_handover(request, update, now)
+        self.requests.apply(request, update, now)
+
+    def _on_request_failed(self, sender: Party, failed: RequestFailed, now: float) -> None:
+        request = self.requests.get(failed.key.request_id)
+        update = None if request is None else request.state.on_request_failed(sender, failed)
+        if request is None or update is None:
+            self._outbox.put(Stale("failure", str(failed.key), sender))
+        else:
+            self.requests.apply(request, update, now)
+
+    def _on_not_sent(self, event: NotSent, now: float) -> None:
+        """A request that wasn't sent fails its attempt; a worker without its Abort ends by itself."""
+        key = _requested_by(event.body)
+        request = None if key is None else self.requests.get(key.request_id)
+        if request is None or key is None:
+            return
+        refused = RequestFailed(key, FailureCode.OVERLOADED, "it takes no more messages")
+        self.requests.apply(request, request.state.on_request_failed(event.to, refused) or NOTHING, now)
+
+    def _on_worker_lost(self, event: WorkerLost, now: float) -> None:
+        for request in self.requests:
+            key = request.state.key
+            update = request.state.on_worker_lost(event.worker, event.why)
+            if update is not None:
+                self._orphans.add(event.worker, key, now)
+                self.requests.apply(request, update, now)
+
+    def _on_worker_ready(self, event: WorkerReady, now: float) -> None:
+        """Requests that wait for a worker needn't wait longer. Its own of before its loss are computed elsewhere."""
+        for key in self._orphans.take(event.worker, now):
+            self._outbox.put(Send(event.worker, Abort(key)))
+        for request in self.requests:
+            if request.is_stranded:
+                self.requests.go_on(request, now)
+        self.waiting_room.serve_all(now)
+
+    # ---- time ----
+
+    def _on_timer(self, event: TimerFired, now: float) -> None:
+        kind, request_id = event.timer.kind, event.timer.request_id
+        if kind is TimerKind.WAIT:
+            self.waiting_room.on_timer(request_id, now)
+            return
+        request = self.requests.get(request_id)
+        if request is None:
+            return
+        if kind is TimerKind.DEADLINE:
+            self.requests.expire(request, now)
+        elif request.is_stranded:
+            self.requests.go_on(request, now)
+
+    def _on_close(self, _event: Close, now: float) -> None:
+        self.placer.is_closing = True
+        self.waiting_room.close(SHUTTING_DOWN)
+        for request in self.requests:
+            self.requests.apply(request, request.state.fail(Failure(FailureReason.SHUTDOWN, SHUTTING_DOWN)), now)
+
+    # ---- what must hold ----
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if counts, timers and attempts contradict each other."""
+        self.requests.check_invariants()
+        self.waiting_room.check_invariants()
+        self._membership.check_invariants()
+
+    def timers(self) -> set[Timer]:
+        """Return the timers that must be pending."""
+        found = {Timer(TimerKind.WAIT, newcomer_id) for newcomer_id, _ in self.waiting_room.in_line()}
+        for request in self.requests:
+            found.add(Timer(TimerKind.DEADLINE, request.request_id))
+            if request.is_stranded:
+                found.add(Timer(TimerKind.RETRY, request.request_id))
+        return found
+
+
+def _requested_by(body: Body) -> RequestKey | None:
+    """Return the attempt that a message begins, if it does."""
+    return body.key if isinstance(body, PrefillRequest | DecodeRequest | LocalRequest) else None

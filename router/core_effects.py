@@ -1,0 +1,107 @@
+"""Effects that :class:`splitserve.router.core.RouterCore` asks its driver for, to be performed in their order."""
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import msgspec
+
+from splitserve.messages import Body
+from splitserve.request import Party
+from splitserve.router.core_events import Timer
+from splitserve.router.placer import Limits
+from splitserve.router.request_state import Update
+
+
+class Send(msgspec.Struct, frozen=True, gc=False):
+    """A message over a worker's link. A link that doesn't take it is answered with the event NotSent."""
+
+    to: Party
+    body: Body
+
+
+class Deliver(msgspec.Struct, frozen=True, gc=False):
+    """News of a request for its client; the last one says ``ended``."""
+
+    request_id: str
+    update: Update
+
+
+class Begun(msgspec.Struct, frozen=True, gc=False):
+    """A submitted request has its workers."""
+
+    request_id: str
+
+
+class TellLimits(msgspec.Struct, frozen=True, gc=False):
+    """Answers AskLimits."""
+
+    question_id: str
+    limits: Limits
+
+
+class Refuse(msgspec.Struct, frozen=True, gc=False):
+    """No worker can take a submitted request, nor answer a question; ``reason`` is for the client."""
+
+    request_id: str
+    reason: str
+
+
+class SetTimer(msgspec.Struct, frozen=True, gc=False):
+    """Let TimerFired come at ``at``; a timer that is pending already is set anew."""
+
+    timer: Timer
+    at: float
+
+
+class CancelTimer(msgspec.Struct, frozen=True, gc=False):
+    """Forget a timer; harmless if it isn't pending."""
+
+    timer: Timer
+
+
+class Count(msgspec.Struct, frozen=True, gc=False):
+    """Add to a counter: ``metric`` is an attribute of :class:`splitserve.router.metrics.RouterMetrics`."""
+
+    metric: str
+    labels: tuple[str, ...] = ()
+    amount: int = 1
+
+
+class Observe(msgspec.Struct, frozen=True, gc=False):
+    """Add a value to a histogram of :class:`splitserve.router.metrics.RouterMetrics`."""
+
+    metric: str
+    seconds: float
+
+
+class Stale(msgspec.Struct, frozen=True, gc=False):
+    """A worker's message was dropped: it came too late, or means nothing to a router. To be counted and logged."""
+
+    kind: str
+    detail: str
+    sender: Party
+
+
+class Log(msgspec.Struct, frozen=True, gc=False):
+    """A line for the log."""
+
+    text: str
+
+
+Effect: TypeAlias = (
+    Send | Deliver | Begun | TellLimits | Refuse | SetTimer | CancelTimer | Count | Observe | Stale | Log
+)
+
+
+@dataclass(slots=True)
+class Outbox:
+    """Effects of one event so far."""
+
+    effects: list[Effect] = field(default_factory=list)
+
+    def put(self, effect: Effect) -> None:
+        self.effects.append(effect)
+
+    def take(self) -> list[Effect]:
+        effects, self.effects = self.effects, []
+        return effects

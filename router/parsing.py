@@ -1,0 +1,138 @@
+"""Bodies of requests, parsed and refused in words that name the first field at fault."""
+
+from typing import Any, TypeVar
+
+import pydantic
+
+from splitserve.router.api_error import ApiError
+from splitserve.router.body_shape import check_shape, check_values
+from splitserve.router.schema import (
+    NEUTRAL_ONLY,
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    GenerationRequest,
+    StreamOptions,
+    TextPart,
+)
+from splitserve.router.token_prompt import take_token_ids
+from splitserve.token_ids import TokenIds
+
+MAX_ISSUES = 100  # each of them costs time and memory: a body with more is refused without looking at any
+_MANY_VALUES = 1024
+_ANY_FIELDS = pydantic.TypeAdapter(dict[str, Any])
+RequestModel = TypeVar("RequestModel", bound=GenerationRequest)
+
+
+def parse(model: type[RequestModel], body: bytes) -> RequestModel:
+    """The body as ``model``. Raises :class:`ApiError` 400 that names the first field at fault.
+
+    Holds the interpreter for a time in proportion to the body's structure: :func:`parse_checked` bounds that first.
+    """
+    token_ids, rest = _take_prompt(model, body)
+    return _with_prompt(_parse_whole(model, rest), token_ids)
+
+
+def parse_checked(model: type[RequestModel], body: bytes) -> RequestModel:
+    """:func:`parse` for a large body, whose structure is counted before anything is built from it."""
+    shape = check_shape(body)
+    has_long_list = shape.num_commas >= _MANY_VALUES  # else the pass over the body that finds it would be in vain
+    token_ids, rest = _take_prompt(model, body) if has_long_list else (None, body)
+    check_values(shape if token_ids is None else check_shape(rest))
+    return _with_prompt(_parse_whole(model, rest), token_ids)
+
+
+def _take_prompt(model: type[RequestModel], body: bytes) -> tuple[TokenIds | None, bytes]:
+    """The prompt, if it's one list of token ids, and the body with a stand-in for it."""
+    taken = take_token_ids(body) if model is CompletionRequest else None
+    return (None, body) if taken is None else taken
+
+
+def _with_prompt(request: RequestModel, token_ids: TokenIds | None) -> RequestModel:
+    if token_ids is not None:
+        request.prompt = token_ids  # type: ignore[attr-defined]
+    return request
+
+
+def _parse_whole(model: type[RequestModel], body: bytes) -> RequestModel:
+    try:
+        request = model.model_validate_json(body)
+    except pydantic.ValidationError as error:
+        request = _retry_without_neutral(model, body, error)
+    _check_combinations(request)
+    return request
+
+
+def _retry_without_neutral(model: type[RequestModel], body: bytes, error: pydantic.ValidationError) -> RequestModel:
+    """Unsupported parameters come out as unknown fields: refuse them by name, or go on without neutral ones."""
+    if error.error_count() > MAX_ISSUES:
+        message = f"{error.error_count()} things are wrong with the body; /openapi.json says what may be in it"
+        raise ApiError(400, message, code="invalid_value") from None
+    issues = error.errors(include_url=False)
+    extras = {str(issue["loc"][0]): issue["input"] for issue in issues if _is_extra(issue)}
+    for name, value in extras.items():
+        if name not in NEUTRAL_ONLY:
+            raise ApiError(400, f"unknown parameter: {name}", param=name, code="unknown_parameter")
+        if not _is_neutral(value, NEUTRAL_ONLY[name]):
+            raise ApiError(400, f"{name} is not supported yet", param=name, code="unsupported_parameter")
+    if not extras:
+        raise _as_api_error(issues)
+    fields = _ANY_FIELDS.validate_json(body)
+    kept = {name: value for name, value in fields.items() if name not in extras}
+    try:
+        return model.model_validate(kept)
+    except pydantic.ValidationError as second:
+        raise _as_api_error(second.errors(include_url=False)) from None
+
+
+def _is_extra(issue: Any) -> bool:
+    return issue["type"] == "extra_forbidden" and len(issue["loc"]) == 1
+
+
+def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Equal to one of ``neutral``, where true and 1 are different values."""
+    return value is None or any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral)
+
+
+def _as_api_error(issues: list[Any]) -> ApiError:
+    issue = _most_telling(issues)
+    loc = issue["loc"]
+    if issue["type"] == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON: {issue['ctx']['error']}", code="invalid_json")
+    if not loc:
+        return ApiError(400, f"the body must be a JSON object: {issue['msg']}", code="invalid_json")
+    field = _field_path(issue)
+    # Elements of a plain list have no name of their own: the parameter is the list.
+    param = field if "." in field else str(loc[0])
+    return ApiError(400, f"{field}: {issue['msg']}", param=param, code="invalid_value")
+
+
+def _field_path(issue: Any) -> str:
+    """The field as clients write it (``messages[0].content``), without the names of union members and tags."""
+    loc = issue["loc"]
+    path = str(loc[0])
+    for depth, part in enumerate(loc[1:], start=2):
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part in _NESTED_NAMES or (issue["type"] == "extra_forbidden" and depth == len(loc)):
+            path += f".{part}"
+    return path
+
+
+def _most_telling(issues: list[Any]) -> Any:
+    """Of the first field's issues, one that isn't merely about another member of a union."""
+    same_field = [issue for issue in issues if issue["loc"][:1] == issues[0]["loc"][:1]]
+    return next((issue for issue in same_field if not issue["type"].endswith("_type")), same_field[0])
+
+
+_NESTED_NAMES = frozenset(name for nested in (StreamOptions, TextPart, ChatMessage) for name in nested.model_fields)
+
+
+def _check_combinations(request: GenerationRequest) -> None:
+    if request.stream_options is not None and not request.stream:
+        raise ApiError(400, "stream_options is only allowed with stream: true", param="stream_options")
+    if isinstance(request, ChatCompletionRequest):
+        both = (request.max_tokens, request.max_completion_tokens)
+        if None not in both and both[0] != both[1]:
+            message = "max_tokens and max_completion_tokens differ: give one of them"
+            raise ApiError(400, message, param="max_completion_tokens")

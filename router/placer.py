@@ -1,0 +1,84 @@
+"""Placement of requests on the workers that membership knows, with what the prefix view says of their prompts. Pure."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from splitserve.messages import PeerRef
+from splitserve.request import Party
+from splitserve.router.active_request import ActiveRequest
+from splitserve.router.ladder import local_placement
+from splitserve.router.membership import Membership
+from splitserve.router.placement import NoWorker, Placement, Policy, RequestShape, Snapshot, context_limits
+from splitserve.router.prefix_view import MIN_GAIN_BLOCKS, PrefixMatch, PrefixView, PromptHashes, helper_of
+
+SHUTTING_DOWN = "the router is shutting down"
+
+
+class Limits(msgspec.Struct, frozen=True, gc=False):
+    """Bounds of prompts that the workers can run."""
+
+    max_model_len: int  # of a sequence on the largest workers
+    common_model_len: int  # of a sequence on every one of them
+    vocab_size: int
+
+
+class Placer:
+    """``is_closing``: no request is placed any more."""
+
+    def __init__(self, policy: Policy, membership: Membership, prefixes: PrefixView) -> None:
+        self.policy = policy
+        self.is_closing = False
+        self._membership = membership
+        self._prefixes = prefixes
+
+    def place(self, shape: RequestShape, now: float, prompt: PromptHashes | None = None) -> Placement:
+        """Return the policy's choice for a request of this shape, with this prompt."""
+        if self.is_closing:
+            return NoWorker(SHUTTING_DOWN)
+        return self.policy(self.snapshot(prompt or PromptHashes(()), now), shape)
+
+    def first(self, request: ActiveRequest, now: float) -> Placement:
+        """Return the policy's choice for a new request; without a pair, a lone decode worker, if one fits."""
+        placement = self.place(request.shape, now, request.hashes)
+        if not isinstance(placement, NoWorker) or self.is_closing:
+            return placement
+        fallback = local_placement(self.snapshot(request.hashes, now).workers, request.shape)
+        request.is_fallback = fallback is not None
+        return placement if fallback is None else fallback
+
+    def snapshot(self, prompt: PromptHashes, now: float) -> Snapshot:
+        """Return the workers that take requests, with what each holds of the prompt."""
+        worth = {party: match.worth_tokens for party, match in self._matches(prompt).items()}
+        return self._membership.snapshot(now, worth)
+
+    def limits(self, now: float) -> Limits | NoWorker:
+        """Return what prompts must keep to, once that is known and requests can run."""
+        lengths = context_limits(self._membership.snapshot(now))
+        vocab_size = self._membership.vocab_size()
+        if self.is_closing or lengths is None or vocab_size is None:
+            placement = self.place(RequestShape(num_prompt_tokens=1, max_tokens=1), now)
+            return placement if isinstance(placement, NoWorker) else NoWorker("no worker is ready")
+        return Limits(*lengths, vocab_size)
+
+    def prefix_helper(self, prompt: PromptHashes, worker: Party, now: float) -> PeerRef | None:
+        """Return a worker that has so much more of the prompt, on its device or in its host tier, that ``worker`` had
+        best read it from there."""
+        matches = self._matches(prompt)
+        if not matches:
+            return None
+        ready = {view.party for view in self._membership.snapshot(now).workers}
+        record = self._membership.get(worker)
+        min_gain = MIN_GAIN_BLOCKS * record.info.layout.block_size if record is not None else 0
+        helper = helper_of(worker, {p: match for p, match in matches.items() if p in ready or p == worker}, min_gain)
+        return None if helper is None else self.peer(helper)
+
+    def peer(self, party: Party) -> PeerRef:
+        """Return a placed worker's address for its peers."""
+        record = self._membership.get(party)
+        assert record is not None, f"{party} was placed but isn't known"
+        return PeerRef(party, record.info.endpoint)
+
+    def _matches(self, prompt: PromptHashes) -> Mapping[Party, PrefixMatch]:
+        """Return what each worker holds of the prompt. With one worker it doesn't matter, and hashing takes a while."""
+        return self._prefixes.matches(prompt) if len(self._membership.records()) > 1 else {}

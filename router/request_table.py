@@ -1,0 +1,105 @@
+"""The requests that have begun and haven't ended: carries out what the transitions of their states ask for. Pure."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from splitserve.messages import Abort
+from splitserve.router.active_request import ActiveRequest
+from splitserve.router.attempts import Attempts
+from splitserve.router.core_effects import Begun, CancelTimer, Count, Deliver, Outbox, Send, SetTimer
+from splitserve.router.core_events import Timer, TimerKind
+from splitserve.router.membership import Charges, Membership
+from splitserve.router.placement import Placed
+from splitserve.router.request_state import NOTHING, Failure, FailureReason, Update
+from splitserve.router.settlement import Settlement
+
+
+class RequestTable:
+    """Each request in it has a deadline, and either a charged attempt or a timer that looks for the next one."""
+
+    def __init__(
+        self,
+        attempts: Attempts,
+        settlement: Settlement,
+        membership: Membership,
+        outbox: Outbox,
+        deadline_seconds: float,
+    ) -> None:
+        self._attempts = attempts
+        self._settlement = settlement
+        self._membership = membership
+        self._outbox = outbox
+        self._deadline_seconds = deadline_seconds
+        self._requests: dict[str, ActiveRequest] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[ActiveRequest]:
+        """Over those that are there now; they may end meanwhile."""
+        return iter(list(self._requests.values()))
+
+    def get(self, request_id: str) -> ActiveRequest | None:
+        return self._requests.get(request_id)
+
+    def begin(self, request: ActiveRequest, placement: Placed, now: float) -> None:
+        """Start a new request's first attempt."""
+        self._requests[request.request_id] = request
+        self._outbox.put(Begun(request.request_id))
+        self._outbox.put(Count("prompt_tokens", amount=len(request.token_ids)))
+        deadline = request.arrived_at + self._deadline_seconds
+        self._outbox.put(SetTimer(Timer(TimerKind.DEADLINE, request.request_id), deadline))
+        self._attempts.start(request, placement, now)
+        request.state.was_disaggregated |= request.is_fallback
+
+    def apply(self, request: ActiveRequest, update: Update, now: float) -> None:
+        """Carry out what a transition of the request's state asks for."""
+        if update is NOTHING:
+            return
+        if update.token_ids:
+            self._settlement.on_tokens(request, len(update.token_ids), now)
+        for worker in update.aborts:
+            self._outbox.put(Send(worker, Abort(request.state.key)))
+        if update.retry:
+            self._settlement.on_attempt_failed(request, now)
+            self.go_on(request, now)
+            return
+        if update.ended:
+            self._retire(request, now)
+        self._outbox.put(Deliver(request.request_id, update))
+
+    def go_on(self, request: ActiveRequest, now: float) -> None:
+        """Begin the next attempt, wait for a worker, or fail the request, as the ladder says."""
+        failure = self._attempts.go_on(request, now)
+        if failure is not None:
+            self.apply(request, request.state.fail(failure), now)
+
+    def expire(self, request: ActiveRequest, now: float) -> None:
+        """Fail a request whose deadline has come."""
+        message = f"the request took longer than {self._deadline_seconds:g} s"
+        if request.is_stranded:
+            last = request.state.history[-1].failure.message
+            message += f": no worker came that could go on; {last}"
+        self.apply(request, request.state.fail(Failure(FailureReason.DEADLINE, message)), now)
+
+    def _retire(self, request: ActiveRequest, now: float) -> None:
+        del self._requests[request.request_id]
+        self._outbox.put(CancelTimer(Timer(TimerKind.DEADLINE, request.request_id)))
+        if request.stranded_at is not None:
+            self._outbox.put(CancelTimer(Timer(TimerKind.RETRY, request.request_id)))
+        self._settlement.on_end(request, now)
+
+    def check_invariants(self) -> None:
+        for request in self._requests.values():
+            request.check_invariants()
+        self._check_charges()
+
+    def _check_charges(self) -> None:
+        """The counts of each worker are the sum over the attempts that run there."""
+        due: dict[int, Charges] = defaultdict(Charges)
+        for request in self._requests.values():
+            for record, charges in request.charge.by_record() if request.charge is not None else ():
+                due[id(record)] += charges
+        for record in self._membership.records():
+            found, sum_ = record.charges, due[id(record)]
+            assert found == sum_, f"{record.info.party} is charged {found}, but its attempts add up to {sum_}"

@@ -1,0 +1,73 @@
+"""Settlement of requests: charges, breakers, and the metrics of tokens, hand-overs, attempts and ends. Pure."""
+
+from splitserve.router.active_request import ActiveRequest
+from splitserve.router.core_effects import Count, Observe, Outbox
+from splitserve.router.membership import Membership
+from splitserve.router.objectives import Objectives
+from splitserve.router.outcome import outcome
+from splitserve.router.request_state import FailureReason, Phase, Update
+
+
+class Settlement:
+    def __init__(self, membership: Membership, objectives: Objectives, outbox: Outbox) -> None:
+        self._membership = membership
+        self._objectives = objectives
+        self._outbox = outbox
+
+    def on_tokens(self, request: ActiveRequest, count: int, now: float) -> None:
+        """New tokens go out to the client."""
+        self._outbox.put(Count("output_tokens", amount=count))
+        if request.charge is not None:
+            request.charge.first_token_out()  # of each attempt: a retry computes the prompt again
+        if request.last_token_at:
+            self._outbox.put(Observe("itl_seconds", now - request.last_token_at))
+        else:
+            request.first_token_at = now
+            self._outbox.put(Observe("ttft_seconds", now - request.arrived_at))
+        request.last_token_at = now
+
+    def on_handover(self, request: ActiveRequest, update: Update, now: float) -> None:
+        """Decode is ready. Its report repeats the first token; if that is news, decode was faster than prefill's."""
+        seconds = 0.0 if update.token_ids else now - request.last_token_at
+        request.state.handover_seconds = seconds
+        self._outbox.put(Observe("handover_seconds", seconds))
+
+    def on_attempt_failed(self, request: ActiveRequest, now: float) -> None:
+        """Take the failed attempt off its workers' counts, and hold it against the one to blame."""
+        self._release(request)
+        attempt = request.state.history[-1]
+        record = self._membership.get(attempt.culprit)
+        if record is not None and attempt.failure.reason is not FailureReason.OVERLOADED:
+            record.breaker.on_failure(now, request.attempt_began_at)
+
+    def on_end(self, request: ActiveRequest, now: float) -> None:
+        """Count the request once, by its end."""
+        self._release(request)
+        state = request.state
+        if state.phase is Phase.FINISHED and state.placement is not None:
+            for party in state.placement.parties:
+                record = self._membership.get(party)
+                if record is not None:
+                    record.breaker.on_success()
+        self._outbox.put(Observe("e2e_seconds", now - request.arrived_at))
+        self._outbox.put(Count("requests_finished", outcome(state)))
+        self._judge(request)
+
+    @staticmethod
+    def _release(request: ActiveRequest) -> None:
+        if request.charge is not None:
+            request.charge.release()
+            request.charge = None
+
+    def _judge(self, request: ActiveRequest) -> None:
+        """Count what the request means for the objectives; nothing, if its end was the client's doing."""
+        state = request.state
+        if state.phase is Phase.FINISHED:
+            times = (request.arrived_at, request.first_token_at, request.last_token_at)
+            verdicts = self._objectives.judge(*times, len(state.delivered_ids))
+        elif state.failure is not None and state.failure.reason is not FailureReason.INVALID:
+            verdicts = self._objectives.missed()
+        else:
+            return
+        for name, met in verdicts:
+            self._outbox.put(Count("objectives", (name, str(met).lower())))

@@ -1,0 +1,178 @@
+"""Invariants of the router as the simulator sees it from outside: what it sends, to which workers, and what it counts.
+
+A planted bug counts as found only by the words of a check: here, in the core's own invariants, or in a client's.
+"""
+
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING, TypeAlias
+
+from splitserve.cluster_report import WorkerState
+from splitserve.messages import Abort, Body, DecodeRequest, LocalRequest, PrefillRequest, RequestFailed, TokenDelta
+from splitserve.request import Party, RequestKey, Role
+from splitserve.router.core import Question
+from splitserve.router.core_effects import Count
+from splitserve.router.ladder import next_step
+from splitserve.router.membership import Charges
+from splitserve.router.placement import Disaggregated, NoWorker, Placement
+from splitserve.router.request_state import Phase, RequestState
+
+if TYPE_CHECKING:
+    from simulated_client import SimClient
+    from simulated_router import SimRouter
+
+MAX_ATTEMPTS_ALLOWED = 8
+ROUNDING_SECONDS = 1e-9
+ROLES = {DecodeRequest: {Role.DECODE}, PrefillRequest: {Role.PREFILL}, LocalRequest: {Role.DECODE, Role.MIXED}}
+AnyRequest: TypeAlias = DecodeRequest | PrefillRequest | LocalRequest
+
+
+class RouterChecks:
+    def __init__(self, router: "SimRouter") -> None:
+        self._router = router
+        self.counted: Counter[str] = Counter()
+        self._at_work: dict[RequestKey, set[Party]] = defaultdict(set)  # by attempt: workers that compute it still
+        self._orphans: dict[Party, dict[RequestKey, float]] = defaultdict(dict)  # with the times of their loss
+        self._heard: dict[tuple[RequestKey, int], int] = {}  # tokens, by attempt and position
+
+    # ---- what the router sends ----
+
+    def on_send(self, to: Party, body: Body) -> None:
+        if isinstance(body, Abort):
+            self._check_abort(to, body.key)
+        elif isinstance(body, AnyRequest):
+            self._check_worker(to, body)
+            self._check_request(to, body)
+            self._at_work[body.key].add(to)
+
+    def _check_abort(self, to: Party, key: RequestKey) -> None:
+        state = self._state(key)
+        is_running = not state.ended and state.placement is not None and state.key == key
+        assert not is_running, f"{to} is told to abort {key}, which runs"
+        self._at_work[key].discard(to)
+        self._orphans[to].pop(key, None)
+
+    def _check_worker(self, to: Party, body: AnyRequest) -> None:
+        record = self._router.membership.get(to)
+        state = "gone" if record is None else record.state
+        assert record is not None and state is WorkerState.READY, f"{body.key} goes to {to}, which is {state}"
+        role = record.info.role
+        assert role in ROLES[type(body)], f"{to} gets a {type(body).__name__}, but its role is {role}"
+        needed, room = len(body.token_ids) + body.sampling.max_tokens, record.view().context_tokens_limit
+        if role is Role.PREFILL:
+            needed = min(needed, len(body.token_ids) + len(body.output_ids) + 1)
+        assert needed <= room, f"{to} gets a sequence of {needed} tokens, but holds {room}"
+        prefix = body.prefix if isinstance(body, LocalRequest) else None
+        assert prefix is None or prefix.party != to, f"{to} is to read a prefix from itself"
+
+    def _check_request(self, to: Party, body: AnyRequest) -> None:
+        client, now = self._router.clients[body.key.request_id], self._router.sim.now
+        assert client.request is not None, f"{body.key} goes to {to}, but was never submitted"
+        left = client.request.arrived_at + self._router.core.deadline_seconds - now
+        more = "gets more than what was left of its deadline"
+        assert body.deadline_seconds <= max(left, 0.001) + ROUNDING_SECONDS, f"{body.key} {more}"
+        after = f"goes on after {body.output_ids} instead of the delivered tokens {client.output}"
+        assert list(body.output_ids) == client.output, f"{body.key} {after}"
+        number = body.key.attempt + 1
+        assert number <= MAX_ATTEMPTS_ALLOWED, f"{body.key.request_id} begins attempt {number}"
+
+    # ---- what workers say and what becomes of them ----
+
+    def on_not_sent(self, to: Party, key: RequestKey) -> None:
+        self._at_work[key].discard(to)
+
+    def on_taken_in(self, sender: Party, news: TokenDelta | RequestFailed, before: "Attempt") -> None:
+        """A message changed its request's state, which was as ``before``."""
+        assert not before.had_ended, "a message after the end was taken in"
+        is_current = news.key == before.key and sender in before.workers
+        assert is_current, f"a message of {news.key} was taken in for {before.key}"
+        if isinstance(news, RequestFailed):
+            self._at_work[news.key].discard(sender)
+            return
+        if len(before.workers) == 2 and sender == before.workers[1]:
+            self._at_work[news.key].discard(before.workers[0])  # prefill's part is over
+        if news.finish_reason is not None:
+            self._at_work[news.key].discard(sender)
+        self._compare(news)
+
+    def _compare(self, news: TokenDelta) -> None:
+        """Workers that contradict each other end the request: one of them computed something else."""
+        for position, token in enumerate(news.token_ids, start=news.position):
+            first = self._heard.setdefault((news.key, position), token)
+            is_noticed = self._state(news.key).phase is Phase.FAILED
+            assert first == token or is_noticed, f"{news.key} goes on with tokens {first} and {token} at {position}"
+
+    def on_lost(self, worker: Party) -> None:
+        for key, workers in self._at_work.items():
+            if worker in workers:
+                workers.discard(worker)
+                self._orphans[worker][key] = self._router.sim.now
+
+    def on_ready(self, worker: Party) -> None:
+        """A worker's link is up, and the core has been told."""
+        remembered = self._router.sim.now - self._router.sim.protocol.tombstone_seconds
+        left_over = [key for key, lost_at in self._orphans.pop(worker, {}).items() if lost_at > remembered]
+        assert not left_over, f"{worker} is back, and wasn't told to abort {left_over}"
+        core, now = self._router.core, self._router.sim.now
+        for request in core.requests:
+            if request.is_stranded:
+                snapshot = core.placer.snapshot(request.hashes, now)
+                step = next_step(snapshot, request.shape, core.placer.policy, request.state.history)
+                self._check_waits(request.request_id, step.placement)
+        for newcomer_id, newcomer in core.waiting_room.in_line():
+            if isinstance(newcomer, Question):
+                limits = core.placer.limits(now)
+                assert isinstance(limits, NoWorker), f"{newcomer_id} waits, although there are {limits}"
+            else:
+                self._check_waits(newcomer_id, core.placer.first(newcomer, now))
+
+    @staticmethod
+    def _check_waits(request_id: str, placement: Placement) -> None:
+        assert isinstance(placement, NoWorker), f"{request_id} waits, although it could run on {placement}"
+
+    # ---- after each event, and at the end ----
+
+    def on_count(self, effect: Count) -> None:
+        self.counted[effect.metric] += effect.amount
+
+    def after_event(self) -> None:
+        core = self._router.core
+        core.check_invariants()
+        pending, due = self._router.pending_timers, core.timers()
+        assert pending == due, f"timers are pending that should not be, or the reverse: {pending ^ due}"
+        for key, workers in list(self._at_work.items()):
+            state = self._state(key)
+            if state.ended or state.placement is None or state.key != key:
+                assert not workers, f"{workers} were not told to abort {key}"
+                del self._at_work[key]
+
+    def at_end(self) -> None:
+        router = self._router
+        begun = sum(client.has_begun for client in router.clients.values())
+        assert self.counted["requests_finished"] == begun, (
+            f"{begun} requests began and ended, but {self.counted['requests_finished']} were counted"
+        )
+        for record in router.membership.records():
+            assert record.charges == Charges(), f"{record.info.party} is still charged {record.charges}"
+        assert not router.pending_timers, f"timers are still pending: {router.pending_timers}"
+        assert not len(router.core.requests), "requests are still active"
+        num_admitted = router.core.admission.num_admitted
+        assert num_admitted == 0, f"{num_admitted} requests are still admitted"
+
+    def _state(self, key: RequestKey) -> RequestState:
+        request = self._client(key).request
+        assert request is not None, f"{key} was never submitted"
+        return request.state
+
+    def _client(self, key: RequestKey) -> "SimClient":
+        return self._router.clients[key.request_id]
+
+
+class Attempt:
+    """A request's attempt as it was before a message."""
+
+    def __init__(self, state: RequestState) -> None:
+        placement = state.placement
+        self.key = state.key
+        self.had_ended = state.ended
+        self.workers: tuple[Party, ...] = () if placement is None else placement.parties
+        assert not isinstance(placement, Disaggregated) or self.workers == (placement.prefill, placement.decode)

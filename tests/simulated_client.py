@@ -1,0 +1,111 @@
+"""A client of the simulator: prepares and submits its prompt, tries again when it's refused, and may leave early."""
+
+from typing import TYPE_CHECKING
+
+from splitserve.request import SamplingParams
+from splitserve.router.active_request import ActiveRequest
+from splitserve.router.core_events import AskLimits, Cancel, StopStringReached, Submit
+from splitserve.router.placer import Limits
+from splitserve.router.request_state import FailureReason, Update
+
+if TYPE_CHECKING:
+    from simulated_router import SimRouter
+
+RETRY_SECONDS = 0.5  # after a 503
+PREPARATION_SECONDS = 0.005  # at most, from the limits to the submitted prompt
+
+
+class SimClient:
+    """What the HTTP layer does for one prompt: limits, admission, preparation, submission; ``output`` is its answer."""
+
+    def __init__(self, router: "SimRouter", request_id: str, prompt: list[int], sampling: SamplingParams) -> None:
+        self._router = router
+        self._sim = router.sim
+        self.request_id = request_id
+        self.prompt = prompt
+        self.sampling = sampling
+        self.output: list[int] = []
+        self.request: ActiveRequest | None = None  # submitted last
+        self.has_begun = False
+        self.has_left = False
+        self.is_rejected = False  # no worker holds so many tokens
+        self.was_helpless = False  # it failed, and there was no worker that could have gone on
+        self.was_unsent = False  # a worker's link didn't take it
+        self._num_questions = 0
+        self._leaves_after_seconds: float | None = None  # from the begin on
+
+    @property
+    def is_done(self) -> bool:
+        if self.has_begun and self.request is not None:
+            return self.request.state.ended
+        return self.has_left or self.is_rejected
+
+    # ---- what it does ----
+
+    def leave_some_time(self) -> None:
+        """Mostly while its request runs; else soon, wherever the request is then."""
+        seconds = self._sim.random.uniform(0.0, 0.3)
+        if self._sim.random.random() < 0.75:
+            self._leaves_after_seconds = seconds
+        else:
+            self._sim.after(seconds, self.leave)
+
+    def ask(self) -> None:
+        if not self.has_left:
+            self._num_questions += 1
+            self._router.handle(AskLimits(self._question_id, self._sim.now))
+
+    def submit(self) -> None:
+        if self.has_left:
+            return
+        self._router.core.admission.admit(1)
+        self.request = ActiveRequest.new(self.request_id, self.prompt, self.sampling, self._sim.now)
+        self._router.handle(Submit(self.request))
+
+    def leave(self) -> None:
+        """Close the connection, or have enough of the answer, wherever the request is now."""
+        self.has_left = True
+        self._router.handle(Cancel(self._question_id))
+        if self.request is None:
+            return
+        has_enough = self.has_begun and self._sim.random.random() < 0.5
+        is_waiting = not self.has_begun and self.request_id in dict(self._router.core.waiting_room.in_line())
+        self._router.handle((StopStringReached if has_enough else Cancel)(self.request_id))
+        if is_waiting:
+            self._router.core.admission.release(1)
+
+    @property
+    def _question_id(self) -> str:
+        return f"{self.request_id}?{self._num_questions}"
+
+    # ---- what it is told ----
+
+    def on_limits(self, limits: Limits) -> None:
+        assert not self.has_left, f"{self.request_id} is told limits, but its client has left"
+        if len(self.prompt) + self.sampling.max_tokens > limits.max_model_len:
+            self.is_rejected = True  # 400
+            return
+        self._sim.after(self._sim.random.uniform(0.0, PREPARATION_SECONDS), self.submit)
+
+    def on_begun(self) -> None:
+        assert not self.has_left, f"{self.request_id} begins, but its client has left"
+        assert not self.has_begun, f"{self.request_id} begins twice"
+        self.has_begun = True
+        if self._leaves_after_seconds is not None:
+            self._sim.after(self._leaves_after_seconds, self.leave)
+
+    def on_refused(self, refused_id: str) -> None:
+        assert not self.has_left, f"{self.request_id} is refused, but its client has left"
+        if refused_id == self.request_id:
+            self._router.core.admission.release(1)
+        self._sim.after(RETRY_SECONDS, self.ask)
+
+    def on_update(self, update: Update) -> None:
+        assert self.has_begun and self.request is not None, f"news of {self.request_id}, which hasn't begun"
+        self.request.state.check_invariants()
+        self.output += update.token_ids
+        if update.ended:
+            self._router.core.admission.release(1)
+        if update.failure is not None and update.failure.reason is FailureReason.DEADLINE:
+            since = self.request.stranded_at
+            self.was_helpless = since is not None and not self._router.was_able_since(since)

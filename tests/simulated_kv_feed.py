@@ -1,0 +1,62 @@
+"""KV events of a simulated worker on their way to the router's prefix view: late, sometimes lost, then a snapshot."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from splitserve.kv_event_batch import KVEvent, KVEventBatch
+
+if TYPE_CHECKING:
+    from simulated_router import SimRouter
+    from simulated_worker import SimWorker
+
+MAX_DELAY_SECONDS = 0.1
+
+
+class SimKVFeed:
+    """One worker's publisher, and the router's subscription to it."""
+
+    def __init__(self, router: "SimRouter", worker: "SimWorker") -> None:
+        self._router = router
+        self._worker = worker
+        self._number = 0
+        self._is_subscribed = False
+        self._busy_until = 0.0
+
+    def publish(self, events: Sequence[KVEvent]) -> None:
+        if events:
+            self._number += 1
+            self._send(events, is_snapshot=False)
+
+    def subscribe(self) -> None:
+        """Ask for a snapshot, which comes after a while; what changes after it follows."""
+        self._is_subscribed = True
+        sim = self._router.sim
+        sim.after(sim.random.uniform(0.0, MAX_DELAY_SECONDS), self._send_snapshot)
+
+    def _send_snapshot(self) -> None:
+        if self._worker.alive:
+            self._send(self._worker.core.state.blocks.contents(), is_snapshot=True)
+
+    def _send(self, events: Sequence[KVEvent], *, is_snapshot: bool) -> None:
+        sim, party, blocks = self._router.sim, self._worker.party, self._worker.core.state.blocks
+        is_lost = not is_snapshot and sim.faults.drop > 0 and sim.random.random() < sim.faults.drop
+        if not self._is_subscribed or is_lost:
+            return
+        batch = KVEventBatch(
+            engine_id=party.engine_id,
+            incarnation=party.incarnation,
+            number=self._number,
+            block_size=blocks.block_size,
+            root_hash=blocks.root_hash,
+            is_snapshot=is_snapshot,
+            events=list(events),
+        )
+        arrival = max(self._busy_until, sim.now + sim.random.uniform(0.0, MAX_DELAY_SECONDS))
+        self._busy_until = arrival
+        sim.at(arrival, lambda: self._arrive(batch))
+
+    def _arrive(self, batch: KVEventBatch) -> None:
+        if not self._router.is_linked(self._worker.party):
+            self._is_subscribed = False
+        elif not self._router.prefixes.apply(batch):
+            self.subscribe()

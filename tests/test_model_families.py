@@ -1,0 +1,194 @@
+"""Each family of the registry against transformers: random checkpoints in which every weight changes the tokens."""
+
+import math
+import random
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from splitserve.kernels import reference
+from splitserve.kernels.attention import ReferencePagedAttention
+from splitserve.kernels.fp8_kv import FP8, DequantisingAttention
+from splitserve.kernels.registry import select_kernels
+from splitserve.models.config import load_model_config
+from splitserve.models.declared import declare
+from splitserve.models.families.registry import FAMILIES
+from splitserve.models.loader import load_model
+from splitserve.models.parallel import Alone, Collectives
+from splitserve.models.runner import ModelRunner
+from splitserve.models.shard import Shard
+from splitserve.step import SampleSpec, ScheduledChunk, StepPlan
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 16
+NUM_BLOCKS = 8
+NUM_NEW_TOKENS = 24
+VOCAB_SIZE = 500
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+NOISE = 0.3  # of norms and biases: as transformers makes them, they are ones and zeros
+PROMPTS = [random.Random(length).choices(range(VOCAB_SIZE), k=length) for length in (5, 33, 70)]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
+    """A checkpoint that transformers has made, and the tokens that it draws after :data:`PROMPTS`."""
+    import transformers
+
+    model_class = getattr(transformers, request.param)
+    torch.manual_seed(0)
+    model = model_class(model_class.config_class(**SIZES)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(NOISE * torch.randn_like(parameter))
+    path = tmp_path_factory.mktemp("families") / request.param
+    model.save_pretrained(path)
+    return path, [reference_tokens(model, prompt) for prompt in PROMPTS]
+
+
+def reference_tokens(model: Any, prompt: list[int]) -> list[int]:
+    output = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        max_new_tokens=NUM_NEW_TOKENS,
+        do_sample=False,
+    )
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens
+
+
+def make_runner(path: Path, group: Collectives | None = None, **options: Any) -> ModelRunner:
+    model = load_model(path, load_model_config(path), dtype=torch.float32, device=CPU, group=group, **options)
+    config, dtype = model.config, options.get("kv_dtype", torch.float32)
+    shape = (NUM_BLOCKS, config.num_layers, config.num_kv_heads, 2, BLOCK_SIZE, config.head_dim)
+    return ModelRunner(model, torch.full(shape, math.nan).to(dtype))
+
+
+def greedy(runner: ModelRunner, prompt: list[int], budget: int, count: int = NUM_NEW_TOKENS) -> list[int]:
+    """Tokens drawn after ``prompt``, computed in chunks of at most ``budget``."""
+    tokens, num_computed = list(prompt), 0
+    while len(tokens) < len(prompt) + count:
+        end = min(num_computed + budget, len(tokens))
+        spec = SampleSpec(0.0, 0, 1.0, 0, 0, end) if end == len(tokens) else None
+        chunk = ScheduledChunk(tokens[num_computed:end], num_computed, range(NUM_BLOCKS), spec)
+        (token,) = runner.run(StepPlan([chunk])).token_ids
+        num_computed = end
+        if token is not None:
+            tokens.append(token)
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("budget", [512, 16, 13])
+def test_greedy_tokens_are_those_of_transformers(family: tuple[Path, list[list[int]]], budget: int) -> None:
+    path, expected = family
+    runner = make_runner(path)
+    assert [greedy(runner, prompt, budget) for prompt in PROMPTS] == expected
+
+
+class Ranks:
+    """Two ranks that are threads of this process."""
+
+    def __init__(self) -> None:
+        self.barrier = threading.Barrier(2, timeout=60)
+        self.shown: list[Tensor] = [torch.empty(0)] * 2
+
+    def exchange(self, rank: int, tensor: Tensor) -> Sequence[Tensor]:
+        self.barrier.wait()
+        self.shown[rank] = tensor.clone()
+        self.barrier.wait()
+        return list(self.shown)
+
+
+class Rank(Alone):
+    def __init__(self, rank: int, ranks: Ranks) -> None:
+        self.shard = Shard(rank, 2)
+        self._ranks = ranks
+
+    def add_reduced(
+        self, residual: Tensor, parts: Tensor, norm: Tensor | None = None, eps: float = 0.0
+    ) -> Tensor | None:
+        first, second = self._ranks.exchange(self.shard.rank, parts.sum(0))
+        residual.add_(first + second)
+        return None if norm is None else reference.rms_norm(residual, norm, eps)
+
+    def gather_columns(self, part: Tensor) -> Tensor:
+        return torch.cat(tuple(self._ranks.exchange(self.shard.rank, part)), 1)
+
+
+def test_two_ranks_draw_the_same_tokens(family: tuple[Path, list[list[int]]]) -> None:
+    path, expected = family
+    ranks = Ranks()
+    tokens: dict[int, list[list[int]]] = {}
+
+    def run(rank: int) -> None:
+        runner = make_runner(path, Rank(rank, ranks))
+        tokens[rank] = [greedy(runner, prompt, 512) for prompt in PROMPTS]
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert tokens == {0: expected, 1: expected}
+
+
+def test_every_weight_changes_the_tokens(family: tuple[Path, list[list[int]]], tmp_path: Path) -> None:
+    """So none is forgotten: each tensor of a middle layer in turn is another one."""
+    path, (_, expected, _) = family
+    assert len(set(expected)) > NUM_NEW_TOKENS // 2, "text that repeats itself shows little"
+    (tmp_path / "config.json").write_bytes((path / "config.json").read_bytes())
+    tensors = load_file(path / "model.safetensors")
+    for name in [name for name in tensors if "layers.1." in name]:
+        changed = tensors[name].flip(0) if tensors[name].dim() == 1 else -tensors[name]
+        save_file({**tensors, name: changed.contiguous()}, tmp_path / "model.safetensors")
+        assert greedy(make_runner(tmp_path), PROMPTS[1], 512) != expected, name
+
+
+def test_dummy_weights_have_the_checkpoints_shape(family: tuple[Path, list[list[int]]]) -> None:
+    path, _ = family
+    stored = load_file(path / "model.safetensors")
+    declared = {weight.name: weight.shape for weight in declare(load_model_config(path)).weights()}
+    assert declared == {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    runner = make_runner(path, load_format="dummy")
+    assert all(0 <= token < VOCAB_SIZE for token in greedy(runner, PROMPTS[0], 512, count=3))
+
+
+def test_scales_of_keys_and_values_divide_what_is_stored(family: tuple[Path, list[list[int]]], tmp_path: Path) -> None:
+    """Powers of two change no digit: in the first layer the stored numbers are those without scales, divided."""
+    path, _ = family
+    (tmp_path / "config.json").write_bytes((path / "config.json").read_bytes())
+    attention = "model.layers.0.self_attn"
+    scales = {f"{attention}.k_scale": torch.tensor(4.0), f"{attention}.v_scale": torch.tensor(0.25)}
+    save_file({**load_file(path / "model.safetensors"), **scales}, tmp_path / "model.safetensors")
+    kernels = select_kernels(CPU, torch.float32)
+    kernels = replace(kernels, make_attention=lambda shape: DequantisingAttention(shape, ReferencePagedAttention))
+    plain, scaled = make_runner(path), make_runner(tmp_path, kernels=kernels, kv_dtype=FP8)
+    for runner in (plain, scaled):
+        greedy(runner, PROMPTS[1], 512, count=1)
+    factors = torch.tensor([4.0, 0.25]).view(1, 2, 1, 1)
+    written = plain.kv_cache[:2, 0]  # two full blocks
+    assert torch.equal(scaled.kv_cache[:2, 0].float(), (written / factors).to(FP8).float())
+    assert float(written.abs().max()) < 100, "FP8 holds it"

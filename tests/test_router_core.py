@@ -1,0 +1,262 @@
+"""The router's core by itself: events in, effects out, no event loop."""
+
+import random
+from typing import Any
+
+import pytest
+
+from splitserve.benchmarks.instant_worker import DEFAULT_LAYOUT
+from splitserve.config import ProtocolConfig, RouterConfig
+from splitserve.messages import Abort, DecodeRequest, LocalRequest, PrefillRequest, StepTokens, TokenDelta, WorkerInfo
+from splitserve.request import FinishReason, Party, RequestKey, Role, SamplingParams
+from splitserve.router.active_request import ActiveRequest
+from splitserve.router.core import RouterCore
+from splitserve.router.core_effects import (
+    Begun,
+    CancelTimer,
+    Count,
+    Deliver,
+    Effect,
+    Observe,
+    Refuse,
+    Send,
+    SetTimer,
+    Stale,
+    TellLimits,
+)
+from splitserve.router.core_events import (
+    AskLimits,
+    Cancel,
+    Close,
+    Event,
+    FromWorker,
+    NotSent,
+    StopStringReached,
+    Submit,
+    Timer,
+    TimerFired,
+    TimerKind,
+    WorkerLost,
+    WorkerReady,
+)
+from splitserve.router.membership import Charges, Membership
+from splitserve.router.metrics import RouterMetrics
+from splitserve.router.prefix_view import PrefixView
+
+PREFILL, DECODE, MIXED = Party("prefill-0", 1), Party("decode-0", 2), Party("mixed-0", 3)
+ROLES = {PREFILL: Role.PREFILL, DECODE: Role.DECODE, MIXED: Role.MIXED}
+DEADLINE_SECONDS = 60.0
+
+
+class Core:
+    """A core with its driver's clock; ``effects`` are those of the last event."""
+
+    def __init__(self, *workers: Party, **protocol: Any) -> None:
+        settings = ProtocolConfig(request_deadline_seconds=DEADLINE_SECONDS, **protocol)
+        config = RouterConfig(model="m", served_model_name="m", protocol=settings, max_requests_in_flight=4)
+        self.membership = Membership(5.0, 60.0)
+        self.core = RouterCore(config, self.membership, PrefixView(), random.Random(0))
+        self.now = 100.0
+        self.effects: list[Effect] = []
+        for worker in workers:
+            self.join(worker)
+
+    def handle(self, event: Event) -> list[Effect]:
+        self.effects = self.core.handle(event, self.now)
+        self.core.check_invariants()
+        return self.effects
+
+    def join(self, worker: Party, role: Role | None = None) -> list[Effect]:
+        info = WorkerInfo(
+            worker, role or ROLES[worker], f"tcp://{worker.engine_id}", 1, DEFAULT_LAYOUT, 64, 8, 1000, 100
+        )
+        assert self.membership.register(worker, info, self.now).refusal is None
+        self.membership.link_up(worker)
+        return self.handle(WorkerReady(worker))
+
+    def lose(self, worker: Party) -> list[Effect]:
+        self.membership.lose(worker)
+        return self.handle(WorkerLost(worker, "is gone"))
+
+    def submit(self, request_id: str = "r", max_tokens: int = 5) -> ActiveRequest:
+        request = ActiveRequest.new(request_id, [1, 2, 3], SamplingParams(max_tokens=max_tokens), self.now)
+        self.handle(Submit(request))
+        return request
+
+    def tokens(self, sender: Party, key: RequestKey, position: int, *ids: int, **more: Any) -> list[Effect]:
+        return self.handle(FromWorker(sender, StepTokens([TokenDelta(key, position, list(ids), **more)])))
+
+    def fire(self, kind: TimerKind, request_id: str = "r") -> list[Effect]:
+        return self.handle(TimerFired(Timer(kind, request_id)))
+
+    def of(self, kind: type) -> list[Any]:
+        return [effect for effect in self.effects if isinstance(effect, kind)]
+
+    @property
+    def sent(self) -> list[tuple[Party, type]]:
+        return [(send.to, type(send.body)) for send in self.of(Send)]
+
+    def charges(self, worker: Party) -> Charges:
+        record = self.membership.get(worker)
+        assert record is not None
+        return record.charges
+
+
+def test_a_request_goes_to_a_pair_and_back_to_its_client() -> None:
+    core = Core(PREFILL, DECODE)
+    request = core.submit()
+    assert core.of(Begun) == [Begun("r")]
+    assert core.sent == [(DECODE, DecodeRequest), (PREFILL, PrefillRequest)]
+    assert core.of(SetTimer) == [SetTimer(Timer(TimerKind.DEADLINE, "r"), core.now + DEADLINE_SECONDS)]
+    assert core.charges(PREFILL) == Charges(1, 3, 0) and core.charges(DECODE) == Charges(1, 0, 3)
+    core.now += 0.25
+    core.tokens(PREFILL, request.state.key, 0, 7)
+    assert core.of(Observe) == [Observe("ttft_seconds", 0.25)]
+    assert core.charges(PREFILL) == Charges(1, 0, 0)
+    core.now += 0.5
+    core.tokens(DECODE, request.state.key, 1, 8, finish_reason=FinishReason.STOP)
+    [deliver] = core.of(Deliver)
+    assert deliver.update.token_ids == [8] and deliver.update.ended
+    assert Observe("itl_seconds", 0.5) in core.effects
+    assert Count("requests_finished", ("disaggregated", "local", "no_handover_report")) in core.effects
+    assert core.of(CancelTimer) == [CancelTimer(Timer(TimerKind.DEADLINE, "r"))]
+    assert not core.core.requests and core.charges(DECODE) == Charges()
+    core.tokens(DECODE, request.state.key, 2, 9)
+    assert [type(effect) for effect in core.effects] == [Stale]
+
+
+def test_a_lone_decode_worker_takes_a_request_which_counts_as_meant_for_a_pair() -> None:
+    core = Core(DECODE)
+    request = core.submit()
+    assert core.sent == [(DECODE, LocalRequest)] and request.state.was_disaggregated
+
+
+def test_a_request_whose_worker_was_lost_goes_on_as_soon_as_another_is_ready() -> None:
+    core = Core(MIXED)
+    request = core.submit()
+    core.tokens(MIXED, request.state.key, 0, 7, 8)
+    core.lose(MIXED)
+    assert request.is_stranded and not core.sent
+    [retry] = core.of(SetTimer)
+    assert retry.timer == Timer(TimerKind.RETRY, "r") and core.now < retry.at <= core.now + 0.05
+    core.fire(TimerKind.RETRY)
+    assert not core.sent and core.of(SetTimer)[0].at > core.now + 0.05, "it waits for longer each time"
+    core.now += 1.0
+    other = Party("mixed-1", 4)
+    core.join(other, Role.MIXED)
+    [send] = core.of(Send)
+    assert send.to == other and send.body.output_ids == [7, 8] and send.body.key.attempt == 1
+    assert send.body.deadline_seconds == DEADLINE_SECONDS - 1.0
+    assert CancelTimer(retry.timer) in core.effects
+    core.join(Party("mixed-2", 5), Role.MIXED)
+    assert not core.sent, "once is enough"
+
+
+def test_a_worker_that_is_back_aborts_what_others_do_now() -> None:
+    core, other = Core(MIXED), Party("mixed-1", 4)
+    first = core.submit().state.key
+    core.join(other, Role.MIXED)
+    core.lose(MIXED)
+    assert core.sent == [(other, LocalRequest)]
+    assert core.join(MIXED) == [Send(MIXED, Abort(first))]
+    core.lose(MIXED)
+    assert core.join(MIXED) == [], "once is enough"
+
+
+def test_a_message_that_a_link_does_not_take_fails_the_attempt() -> None:
+    core = Core(PREFILL, DECODE, MIXED)
+    core.submit()
+    [decode, prefill] = core.of(Send)
+    core.handle(NotSent(decode.to, decode.body))
+    assert core.sent[0] == (PREFILL, Abort) and core.sent[1] == (MIXED, LocalRequest)
+    assert core.handle(NotSent(prefill.to, prefill.body)) == [], "its attempt is over"
+    assert core.handle(NotSent(PREFILL, Abort(decode.body.key))) == []
+
+
+def test_a_stranded_request_ends_at_its_deadline() -> None:
+    core = Core(MIXED)
+    request = core.submit()
+    core.lose(MIXED)
+    core.fire(TimerKind.DEADLINE)
+    [deliver] = core.of(Deliver)
+    assert "no worker came that could go on" in deliver.update.failure.message
+    assert {cancel.timer.kind for cancel in core.of(CancelTimer)} == {TimerKind.DEADLINE, TimerKind.RETRY}
+    assert request.state.ended and core.core.timers() == set()
+
+
+class TestNewcomers:
+    def test_they_wait_for_a_worker_in_order(self) -> None:
+        core = Core()
+        core.handle(AskLimits("q", core.now))
+        core.submit("first")
+        core.submit("second")
+        assert core.of(SetTimer) == [SetTimer(Timer(TimerKind.WAIT, "second"), core.now + 10.0)]
+        core.join(MIXED)
+        [told] = core.of(TellLimits)
+        assert told.question_id == "q" and told.limits.vocab_size == 100
+        assert [begun.request_id for begun in core.of(Begun)] == ["first", "second"]
+        assert core.core.timers() == {Timer(TimerKind.DEADLINE, "first"), Timer(TimerKind.DEADLINE, "second")}
+
+    @pytest.mark.parametrize("deadline_share", [0.0, 0.25])
+    def test_they_are_refused_when_no_worker_came(self, deadline_share: float) -> None:
+        core = Core(no_worker_wait_seconds=600.0 if deadline_share else 10.0)
+        core.submit()
+        wait_seconds = deadline_share * DEADLINE_SECONDS or 10.0
+        assert core.of(SetTimer) == [SetTimer(Timer(TimerKind.WAIT, "r"), core.now + wait_seconds)]
+        assert core.fire(TimerKind.WAIT) == [Refuse("r", "no worker is ready")]
+        assert core.fire(TimerKind.WAIT) == []
+
+    def test_one_that_arrived_too_long_ago_does_not_wait(self) -> None:
+        core = Core()
+        assert core.handle(AskLimits("q", core.now - 10.0)) == [Refuse("q", "no worker is ready")]
+
+    def test_those_beyond_the_bound_are_refused_and_those_that_leave_make_room(self) -> None:
+        core = Core(max_requests_waiting=1)
+        core.submit("first")
+        core.submit("second")
+        [refuse] = core.effects
+        assert refuse == Refuse("second", "no worker is ready, and 1 requests wait for one already")
+        core.handle(Cancel("first"))
+        assert core.effects == [CancelTimer(Timer(TimerKind.WAIT, "first"))]
+        core.submit("third")
+        core.join(MIXED)
+        assert [begun.request_id for begun in core.of(Begun)] == ["third"]
+
+
+def test_clients_end_their_requests() -> None:
+    core = Core(MIXED)
+    for event in (Cancel("r"), StopStringReached("r")):
+        request = core.submit()
+        core.handle(event)
+        assert core.sent == [(MIXED, Abort)] and core.of(Deliver)[0].update.ended and request.state.ended
+        assert core.handle(event) == [], "harmless after the end"
+
+
+def test_a_router_that_closes_ends_all() -> None:
+    core = Core(MIXED)
+    core.submit("runs")
+    core.lose(MIXED)
+    core.submit("waits")
+    core.handle(Close())
+    assert core.of(Refuse) == [Refuse("waits", "the router is shutting down")]
+    assert core.of(Deliver)[0].update.failure.reason == "shutdown"
+    core.submit("late")
+    assert core.effects == [Refuse("late", "the router is shutting down")]
+
+
+def test_effects_name_metrics_that_there_are() -> None:
+    core, seen = Core(PREFILL, DECODE), set[str]()
+    request = core.submit()
+    metrics = RouterMetrics()
+    for event in (
+        FromWorker(PREFILL, StepTokens([TokenDelta(request.state.key, 0, [7])])),
+        FromWorker(DECODE, StepTokens([TokenDelta(request.state.key, 1, [8])])),
+        WorkerLost(DECODE, "is gone"),
+        Cancel("r"),
+    ):
+        core.handle(event)
+        for effect in core.effects:
+            if isinstance(effect, Count | Observe):
+                assert hasattr(metrics, effect.metric), effect
+                seen.add(effect.metric)
+    assert seen >= {"output_tokens", "ttft_seconds", "itl_seconds", "e2e_seconds", "requests_finished"}
