@@ -20,6 +20,7 @@ import msgspec
 import zmq
 
 from splitserve.benchmarks.worker_script import DEFAULT_LAYOUT, Request, Script, default_script
+from splitserve.counters import WorkerLoad
 from splitserve.errors import WireError
 from splitserve.memory_records import LayoutRecord
 from splitserve.messages import (
@@ -32,7 +33,6 @@ from splitserve.messages import (
     Registered,
     RegisterRefused,
     WorkerInfo,
-    WorkerLoad,
 )
 from splitserve.orchestration.command_parser import CommandParser
 from splitserve.request import Party, Role

@@ -23,7 +23,7 @@ from splitserve.benchmarks.report import add_result_options, keep_result, table
 from splitserve.benchmarks.tier_client import ARMS, arms_in_turn, ask
 from splitserve.benchmarks.tier_hits import fits, hits, pace
 from splitserve.benchmarks.tier_shared import add_shared_options, shared, shared_rows
-from splitserve.config import KEEP_POLICIES
+from splitserve.engine_config import KEEP_POLICIES
 from splitserve.models.config import load_model_config
 from splitserve.orchestration.command_parser import CommandParser
 from splitserve.orchestration.launcher import LocalCluster

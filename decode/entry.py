@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from splitserve.config import EngineConfig, SettingsError, WorkerConfig, machine_problems
+from splitserve.config import EngineConfig, WorkerConfig
 from splitserve.cores import usable_cpus
 from splitserve.decode.build import BlockMemory, ModelBounds, build_core
 from splitserve.decode.kv_tiers import RankTiers, make_tiers
@@ -23,6 +23,7 @@ from splitserve.decode.ranks import RankError, Ranks
 from splitserve.decode.served import Progress, ServedModel, device_of, load_served_model
 from splitserve.decode.start_clock import StartClock
 from splitserve.decode.team import Team, start_team
+from splitserve.engine_config import SettingsError, machine_problems
 from splitserve.errors import ConfigError
 from splitserve.kvconnector.connector import KVConnector
 from splitserve.kvconnector.digest import FirstDigests, digests_of, no_digests

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from splitserve.counters import WorkerLoad
 from splitserve.decode.peers import PeerTable
 from splitserve.decode.sink import SinkSide
 from splitserve.handover import ReadResult
@@ -20,7 +21,6 @@ from splitserve.messages import (
     PeerWelcome,
     TokenDelta,
     Withdrawn,
-    WorkerLoad,
 )
 from splitserve.prefill.parts import Handler, Part
 from splitserve.prefill.requests import Requests

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, Pipe
 import msgspec
 
 from splitserve.config import CorePlacement, EngineConfig
-from splitserve.decode.rank_messages import RankFailed, RankOrder, RankReport, RankStep
+from splitserve.decode.rank_messages import RankFailed, RankOrder, RankReport
 from splitserve.errors import SplitserveError
 from splitserve.kvconnector.ranked import TransferRankError
 from splitserve.models.parallel import CollectiveError
@@ -163,7 +163,7 @@ class Ranks:
 
     def send(self, plan: StepPlan) -> None:
         """Have all of them run ``plan`` next. Raises :class:`CollectiveError`."""
-        step = self._encoder.encode(RankStep(plan))
+        step = self._encoder.encode(plan)
         for rank in self._ranks:
             try:
                 rank.send(step)

@@ -4,11 +4,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from splitserve.counters import WorkerCounters
 from splitserve.kvconnector.block_pool import BlockPool
 from splitserve.kvconnector.kv_events import KVEvents
 from splitserve.kvconnector.shared_tier import SharedTier
 from splitserve.kvconnector.tier_commands import CopiesInFlight
-from splitserve.kvconnector.tier_counts import TierCounters, TierCounts
+from splitserve.kvconnector.tier_counts import TierCounts
 from splitserve.kvconnector.tier_index import TierIndex
 
 MAX_CANDIDATES = 1 << 16
@@ -44,7 +45,7 @@ class TierWork:
     shared: SharedTier
     copies: CopiesInFlight
     events: KVEvents
-    counters: TierCounters
+    counters: WorkerCounters
 
 
 class ServedSlots:

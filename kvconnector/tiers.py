@@ -15,16 +15,16 @@ from typing import Any
 
 import msgspec
 
+from splitserve.counters import TierLoad, WorkerCounters
 from splitserve.kvconnector.block_pool import BlockPool
 from splitserve.kvconnector.kv_events import KVEvents
 from splitserve.kvconnector.shared_tier import ChainCopy, SharedTier, TierState
 from splitserve.kvconnector.tier import ServedSlots, Tier, TierWork
 from splitserve.kvconnector.tier_commands import AnyCommand, AnyResult, ClearCommand, CopiesInFlight, CopyNearsEnd
-from splitserve.kvconnector.tier_counts import TierCounters, TierCounts
+from splitserve.kvconnector.tier_counts import TierCounts
 from splitserve.kvconnector.tier_loads import BlockLoad, TierLoads
 from splitserve.kvconnector.tier_policy import KeepAll, KeepPolicy
 from splitserve.kvconnector.tier_stores import TierStores
-from splitserve.messages import TierLoad
 
 
 class Tiers:
@@ -47,7 +47,7 @@ class Tiers:
         self.tiers = list(tiers)
         self.shared = shared or SharedTier()
         self.shared_counts = TierCounts()
-        self.counters = TierCounters()
+        self.counters = WorkerCounters()
         self.events = events or KVEvents()
         self._by_name = {tier.name: tier for tier in tiers}
         self._policy = policy or KeepAll()

@@ -45,16 +45,12 @@ from splitserve.orchestration.doctor_plan import spec_checks
 from splitserve.orchestration.doctor_probe import look_by_probe
 from splitserve.orchestration.doctor_report import Check, Diagnosis, Problem, check, skipped
 from splitserve.orchestration.doctor_transport_checks import check_transports
-from splitserve.orchestration.expansion import (
-    API_KEY_VARIABLE,
-    SECRET_VARIABLE,
-    read_secret,
-    resolve_secrets,
-)
+from splitserve.orchestration.expansion import read_secret, resolve_secrets
 from splitserve.orchestration.launcher import LocalCluster
 from splitserve.orchestration.options import cluster_spec, flag_of
+from splitserve.orchestration.roster import Phase
 from splitserve.orchestration.shorthand import simple_spec
-from splitserve.orchestration.spec import ClusterSpec, PoolSpec
+from splitserve.orchestration.spec import API_KEY_VARIABLE, SECRET_VARIABLE, ClusterSpec, PoolSpec
 from splitserve.orchestration.state_folder import known_clusters
 
 EXIT_PROBLEMS = 1
@@ -156,7 +152,7 @@ def _port_of(url: str) -> str:
 def _launcher_problems(status: ClusterStatus) -> Iterator[Problem]:
     logs = f"`splitserve logs --name {status.name} {{worker}}` says more"
     for worker in status.workers:
-        if worker.phase != "ready" and worker.last_words:
+        if worker.phase is not Phase.READY and worker.last_words:
             yield Problem(
                 "worker_restarts",
                 f"{worker.name} is {worker.phase}; it was started again {worker.num_restarts} times, and ended: "
@@ -179,7 +175,7 @@ def _this_machine(options: argparse.Namespace, diagnosis: Diagnosis) -> Iterator
     yield check_port(host, port, port_user(host, port), asked_for=asked_for)
     if spec is not None:
         yield look_at_model(spec.model.path, spec.model.load_format)
-        plan = list(spec_checks(spec, facts, str if options.spec else lambda place: flag_of(place, options)))
+        plan = list(spec_checks(spec, facts, str if options.spec else flag_of))
         yield from plan
         if any(each.name == "plan" and each.problems for each in plan):
             yield skipped("probe", "the plan above can't be started")

@@ -1,6 +1,6 @@
 """What is wrong with a running cluster, as far as its router's report says. Pure."""
 
-from splitserve.cluster_report import ClusterReport, WorkerReport
+from splitserve.cluster_report import ClusterReport, WorkerReport, WorkerState
 from splitserve.orchestration.doctor_report import Check, Problem, check, few
 from splitserve.orchestration.doctor_transport_checks import check_transports
 from splitserve.orchestration.doctor_worker_checks import (
@@ -10,7 +10,7 @@ from splitserve.orchestration.doctor_worker_checks import (
     check_worker_limits,
     check_worker_memory,
 )
-from splitserve.orchestration.doctor_workers import CONNECTING, is_stale, name_of, pairs
+from splitserve.orchestration.doctor_workers import is_stale, name_of, pairs
 
 
 def cluster_checks(report: ClusterReport, wanted_transport: str = "", secret_fits: bool | None = None) -> list[Check]:
@@ -86,7 +86,7 @@ def check_connections(report: ClusterReport) -> Check:
             _REACH.format(address=worker.info.endpoint),
         )
         for worker in report.workers
-        if worker.state == CONNECTING and not is_stale(worker, report)
+        if worker.state is WorkerState.CONNECTING and not is_stale(worker, report)
     ]
     num_links = 0
     for sink, source, link in pairs(report):

@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
-from splitserve.cluster_report import ClusterReport
+from splitserve.cluster_report import ClusterReport, WorkerState
 from splitserve.errors import SplitserveError
 from splitserve.orchestration.doctor_http import Endpoint
 from splitserve.orchestration.doctor_machine import TorchFacts, ask_torch
 from splitserve.orchestration.doctor_report import Check, Problem, check, skipped
-from splitserve.orchestration.doctor_workers import READY
 from splitserve.orchestration.sizes import format_bytes
 from splitserve.request import Role
 
@@ -59,7 +58,7 @@ class Probe:
 
 def probe_shape(report: ClusterReport) -> Shape | None:
     """A prompt that every worker has room for; None if there is none."""
-    infos = [worker.info for worker in report.workers if worker.state == READY]
+    infos = [worker.info for worker in report.workers if worker.state is WorkerState.READY]
     if not infos:
         return None
     block_size = infos[0].layout.block_size
@@ -139,7 +138,7 @@ def _describe_path(probe: Probe) -> str:
 
 def _path_problems(report: ClusterReport, probe: Probe) -> Iterator[Problem]:
     route = probe.routes[0]
-    roles = {worker.info.role for worker in report.workers if worker.state == READY}
+    roles = {worker.info.role for worker in report.workers if worker.state is WorkerState.READY}
     if {Role.PREFILL, Role.DECODE} <= roles and Role.MIXED not in roles and not probe.handover:
         failed = "; ".join(f"{each['worker']}: {each['reason']}" for each in route["failed_attempts"])
         yield Problem(

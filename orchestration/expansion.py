@@ -10,11 +10,9 @@ import msgspec
 from splitserve.config import Confidential, CorePlacement, RouterConfig, WorkerConfig
 from splitserve.errors import ConfigError
 from splitserve.orchestration.small_files import read_small_file
-from splitserve.orchestration.spec import ClusterSpec, PoolSpec, SecretRef
+from splitserve.orchestration.spec import API_KEY_VARIABLE, SECRET_VARIABLE, ClusterSpec, PoolSpec, SecretRef
 from splitserve.request import Role
 
-SECRET_VARIABLE = "SPLITSERVE_SECRET"  # noqa: S105 - a variable's name
-API_KEY_VARIABLE = "SPLITSERVE_API_KEY"
 MAX_SECRET_BYTES = 4096
 RANDOM_SECRET_BYTES = 32
 

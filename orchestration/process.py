@@ -14,10 +14,10 @@ import msgspec
 
 from splitserve.config import LMCacheConfig, RouterConfig, WorkerConfig
 from splitserve.orchestration.child import Config, Order, Progress
-from splitserve.orchestration.expansion import API_KEY_VARIABLE, SECRET_VARIABLE
 from splitserve.orchestration.host import ChildExited, ChildProgress, Event
 from splitserve.orchestration.log_files import keep_short, open_log
 from splitserve.orchestration.shared_memory import SharedMemoryFolder
+from splitserve.orchestration.spec import API_KEY_VARIABLE, SECRET_VARIABLE
 
 # Threads of an OpenMP pool spin before they sleep. libgomp's default of 300,000 turns holds a core for so long
 # after each parallel region that it slows the neighbours of an idle worker. A fifteenth of it is still longer than the

@@ -2,7 +2,7 @@
 
 import re
 
-from splitserve.config import MAX_MEMORY_BYTES
+from splitserve.engine_config import MAX_MEMORY_BYTES
 from splitserve.errors import ConfigError
 
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}

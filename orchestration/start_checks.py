@@ -12,8 +12,8 @@ from typing import TypeAlias
 
 import psutil
 
-from splitserve.config import DEVICE_DEFAULTS, machine_problems
 from splitserve.cores import usable_cpus
+from splitserve.engine_config import DEVICE_DEFAULTS, machine_problems
 from splitserve.errors import CheckpointError, ConfigError
 from splitserve.models.checkpoint import weight_files
 from splitserve.models.config import ModelConfig, load_model_config

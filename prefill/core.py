@@ -7,6 +7,7 @@ the loop (:mod:`splitserve.prefill.loop`) and the fault simulator drive the same
 from collections import deque
 from collections.abc import Sequence as ListLike
 
+from splitserve.counters import WorkerLoad
 from splitserve.handover import ReadResult
 from splitserve.kvconnector.connector import PeerConnected
 from splitserve.kvconnector.tier_commands import AnyResult
@@ -16,7 +17,6 @@ from splitserve.messages import (
     FailureCode,
     PeerLink,
     TokenDelta,
-    WorkerLoad,
 )
 from splitserve.prefill.effects import Effect, StartCopy
 from splitserve.prefill.load_report import load_of

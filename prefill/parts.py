@@ -3,9 +3,10 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from splitserve.counters import WorkerLoad
 from splitserve.handover import ReadResult
 from splitserve.kvconnector.connector import PeerConnected
-from splitserve.messages import PeerLink, WorkerLoad
+from splitserve.messages import PeerLink
 from splitserve.prefill.sequence import Sequence
 from splitserve.request import Party
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import zmq
 
+from splitserve.cluster_report import WorkerState
 from splitserve.config import RouterConfig
 from splitserve.errors import ConfigError, WireError
 from splitserve.messages import (
@@ -30,7 +31,7 @@ from splitserve.messages import (
 from splitserve.request import Party, Role
 from splitserve.router.kv_event_link import KVEventLink
 from splitserve.router.links import FailedHandshakes, LoopSocket, WorkerLink, bind_router_socket
-from splitserve.router.membership import MAX_WORKERS, Membership, WorkerState
+from splitserve.router.membership import MAX_WORKERS, Membership
 from splitserve.router.metrics import RouterMetrics
 from splitserve.router.prefix_view import PrefixView
 from splitserve.router.turned_away import UNKNOWN, TurnedAway

@@ -17,11 +17,12 @@ that the first one was given; a new incarnation replaces only one that is LOST. 
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from types import MappingProxyType
 
+from splitserve.cluster_report import WorkerState
+from splitserve.counters import WorkerLoad
 from splitserve.memory_records import LayoutRecord
-from splitserve.messages import PeerLink, WorkerInfo, WorkerLoad
+from splitserve.messages import PeerLink, WorkerInfo
 from splitserve.request import Party
 from splitserve.router.breaker import Breaker
 from splitserve.router.placement import NO_LOAD, Disaggregated, Placed, RequestShape, Snapshot, WorkerView
@@ -29,13 +30,6 @@ from splitserve.router.placement import NO_LOAD, Disaggregated, Placed, RequestS
 MAX_WORKERS = 4096
 MAX_REPLACED_INCARNATIONS = 4096
 _TOKEN_BYTES = 16
-
-
-class WorkerState(StrEnum):
-    CONNECTING = "connecting"
-    READY = "ready"
-    DRAINING = "draining"
-    LOST = "lost"
 
 
 @dataclass(frozen=True, slots=True)

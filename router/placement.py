@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from splitserve.config import PlacementPolicyName
+from splitserve.counters import WorkerLoad
 from splitserve.errors import ConfigError
-from splitserve.messages import WorkerLoad
 from splitserve.request import Party, Role
 
 NO_LOAD = WorkerLoad()
@@ -168,7 +169,7 @@ def _why_not(snapshot: Snapshot, fitting: list[WorkerView], shape: RequestShape)
     return f"no ready {lacking} worker has room for a sequence of {shape.max_context_tokens} tokens"
 
 
-POLICIES: dict[str, Policy] = {"least-loaded": least_loaded}
+POLICIES: dict[str, Policy] = {PlacementPolicyName.LEAST_LOADED: least_loaded}
 
 
 def policy_by_name(name: str) -> Policy:

@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 import msgspec
 
+from splitserve.cluster_report import WorkerState
 from splitserve.messages import Profile, Profiled
 from splitserve.request import Party
 from splitserve.router.api_error import ApiError
 from splitserve.router.fleet import Fleet
-from splitserve.router.membership import WorkerState
 
 MAX_STEPS = 100_000
 MAX_SECONDS = 600.0

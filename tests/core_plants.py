@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from splitserve.cluster_report import WorkerState
 from splitserve.messages import Abort, Body
 from splitserve.request import Party
 from splitserve.router.active_request import ActiveRequest
@@ -13,7 +14,7 @@ from splitserve.router.core import RouterCore
 from splitserve.router.core_effects import Count, Send
 from splitserve.router.core_events import Cancel, WorkerReady
 from splitserve.router.ladder import decode_load
-from splitserve.router.membership import Charge, Membership, WorkerState
+from splitserve.router.membership import Charge, Membership
 from splitserve.router.orphans import Orphans
 from splitserve.router.placement import Local, Placed, RequestShape, Snapshot, WorkerView
 from splitserve.router.prefix_view import PrefixMatch

@@ -12,6 +12,7 @@ from core_driver import DECODE, LAYOUT, NUM_BLOCKS, PREFILL, Worker
 from core_parts import sink_of, source_of
 from simulator import PROTOCOL, VOCAB
 from splitserve.block_hash import extend_hashes, root_hash
+from splitserve.counters import WorkerLoad
 from splitserve.errors import WireError
 from splitserve.handover import ReadCommand, ReadResult
 from splitserve.kvconnector.connector import PeerConnected
@@ -49,7 +50,6 @@ from splitserve.messages import (
     TokenDelta,
     Withdrawn,
     WorkerInfo,
-    WorkerLoad,
 )
 from splitserve.prefill.effects import Connect, Disconnect, Effect, Send, StartRead
 from splitserve.request import Party, RequestKey, Role, SamplingParams

@@ -11,13 +11,15 @@ import zmq
 from router_harness import Workers
 from splitserve.benchmarks.instant_worker import InstantWorker
 from splitserve.benchmarks.worker_script import DEFAULT_LAYOUT
+from splitserve.cluster_report import WorkerState
 from splitserve.config import ProtocolConfig, RouterConfig
-from splitserve.messages import Abort, Body, Envelope, Heartbeat, Register, WorkerInfo, WorkerLoad
+from splitserve.counters import WorkerLoad
+from splitserve.messages import Abort, Body, Envelope, Heartbeat, Register, WorkerInfo
 from splitserve.request import Party, Role, SamplingParams
 from splitserve.router.active_request import ActiveRequest
 from splitserve.router.dispatcher import Dispatcher
 from splitserve.router.inbox import Inbox
-from splitserve.router.membership import WorkerRecord, WorkerState
+from splitserve.router.membership import WorkerRecord
 from splitserve.router.metrics import RouterMetrics
 from splitserve.wire import decode, encode
 from waiting import PATIENCE_SECONDS

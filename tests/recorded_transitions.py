@@ -8,12 +8,13 @@ from unittest import mock
 
 from schedules import SHORT_LEASES, Schedule, random_schedule, run_schedule
 from simulator import Faults, Shape
+from splitserve.cluster_report import WorkerState
 from splitserve.decode.peers import Peer, PeerState
 from splitserve.handover import SinkHandover, SinkState, SourceHandover, SourceState
 from splitserve.kvconnector.block_pool import BlockPool, BlockState
 from splitserve.prefill.sequence import Sequence
 from splitserve.prefill.stage import Stage
-from splitserve.router.membership import WorkerRecord, WorkerState
+from splitserve.router.membership import WorkerRecord
 from splitserve.router.request_state import Phase, RequestState
 
 Transitions = dict[str, set[tuple[str, str]]]

@@ -6,12 +6,13 @@ A planted bug counts as found only by the words of a check: here, in the core's 
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, TypeAlias
 
+from splitserve.cluster_report import WorkerState
 from splitserve.messages import Abort, Body, DecodeRequest, LocalRequest, PrefillRequest, RequestFailed, TokenDelta
 from splitserve.request import Party, RequestKey, Role
 from splitserve.router.core import Question
 from splitserve.router.core_effects import Count
 from splitserve.router.ladder import next_step
-from splitserve.router.membership import Charges, WorkerState
+from splitserve.router.membership import Charges
 from splitserve.router.placement import Disaggregated, NoWorker, Placement
 from splitserve.router.request_state import Phase, RequestState
 

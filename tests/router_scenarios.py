@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from live_router import LiveRouter, WorkerByHand, aborted, until
 from splitserve.benchmarks.instant_worker import InstantWorker
 from splitserve.benchmarks.worker_script import Reply, Request, default_script
+from splitserve.cluster_report import WorkerState
 from splitserve.messages import (
     Body,
     DecodeRequest,
@@ -22,7 +23,6 @@ from splitserve.messages import (
     TokenDelta,
 )
 from splitserve.request import Party, Role
-from splitserve.router.membership import WorkerState
 from splitserve.router.placement import Local, NoWorker, RequestShape
 from splitserve.router.request_state import Phase
 

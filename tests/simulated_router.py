@@ -12,6 +12,7 @@ from router_checks import Attempt, RouterChecks
 from simulated_client import SimClient
 from simulated_kv_feed import SimKVFeed
 from simulated_model import ROUTER
+from splitserve.cluster_report import WorkerState
 from splitserve.config import RouterConfig
 from splitserve.messages import Abort, Body, RequestFailed, StepTokens, TokenDelta, WorkerInfo
 from splitserve.request import Party, Role, SamplingParams
@@ -32,7 +33,7 @@ from splitserve.router.core_effects import (
     TellLimits,
 )
 from splitserve.router.core_events import Event, FromWorker, NotSent, Timer, TimerFired, WorkerLost, WorkerReady
-from splitserve.router.membership import Membership, WorkerState
+from splitserve.router.membership import Membership
 from splitserve.router.prefix_view import PrefixView
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from command_line import splitserve
-from splitserve.config import machine_problems
+from splitserve.engine_config import machine_problems
 from splitserve.errors import ConfigError
 from splitserve.models.demo import write_demo_model
 from splitserve.orchestration import cli, small_files

@@ -12,9 +12,10 @@ import msgspec
 import pytest
 import zmq
 
-from splitserve.cluster_report import ClusterReport, WorkerReport
+from splitserve.cluster_report import ClusterReport, WorkerReport, WorkerState
+from splitserve.counters import WorkerLoad
 from splitserve.memory_records import LayoutRecord
-from splitserve.messages import PeerLink, WorkerInfo, WorkerLoad, WorkerPlace
+from splitserve.messages import PeerLink, WorkerInfo, WorkerPlace
 from splitserve.models.checkpoint import weights_version
 from splitserve.orchestration.core_plan import Wanted
 from splitserve.orchestration.doctor_cluster_checks import cluster_checks
@@ -65,7 +66,7 @@ def worker(name: str, role: Role, *, links: tuple[PeerLink, ...] = (), **place: 
         place=msgspec.structs.replace(PLACE, **{"cpus": [cpu], **place}),
     )
     return WorkerReport(
-        info=info, state="ready", silent_seconds=0.1, num_heartbeats=3, load=WorkerLoad(), links=list(links)
+        info=info, state=WorkerState.READY, silent_seconds=0.1, num_heartbeats=3, load=WorkerLoad(), links=list(links)
     )
 
 

@@ -4,6 +4,8 @@ import pytest
 
 from core_driver import DECODE, KEY, PREFILL, Worker, decode_request, grant, prefill_request, sent
 from simulator import PROTOCOL, ROUTER
+from splitserve.cluster_report import WorkerState
+from splitserve.counters import WorkerLoad
 from splitserve.messages import (
     DecodeRequest,
     FailureCode,
@@ -14,11 +16,10 @@ from splitserve.messages import (
     RequestFailed,
     StepTokens,
     Withdrawn,
-    WorkerLoad,
 )
 from splitserve.prefill.drain import SETTLE_SECONDS, Drain
 from splitserve.request import Party, RequestKey, Role, SamplingParams
-from splitserve.router.membership import Membership, WorkerState
+from splitserve.router.membership import Membership
 from test_router_placement import info
 
 NEW = RequestKey("new", 0)

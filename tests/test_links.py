@@ -4,9 +4,10 @@ import pytest
 
 from core_driver import DECODE, KEY, PREFILL, Worker, decode_request, of, sent
 from simulator import LAYOUT, ROUTER, SimConnector
+from splitserve.counters import WorkerLoad
 from splitserve.handover import ReadPath, ReadResult
 from splitserve.kvconnector.connector import Link, PeerConnected
-from splitserve.messages import Introduce, Offer, OfferedBlock, PeerLink, PeerRef, StepTokens, WorkerInfo, WorkerLoad
+from splitserve.messages import Introduce, Offer, OfferedBlock, PeerLink, PeerRef, StepTokens, WorkerInfo
 from splitserve.prefill.effects import StartRead
 from splitserve.request import Role
 from splitserve.router.membership import Membership

@@ -14,7 +14,9 @@ from router_harness import RouterProcess, Workers, write_model_dir
 from splitserve.benchmarks.instant_worker import InstantWorker, WorkerOptions
 from splitserve.benchmarks.paced_worker import PacedRunner, build_loop
 from splitserve.benchmarks.worker_script import DEFAULT_LAYOUT, default_script
+from splitserve.cluster_report import WorkerState
 from splitserve.config import ProtocolConfig
+from splitserve.counters import WorkerLoad
 from splitserve.errors import HandshakeError
 from splitserve.messages import (
     Body,
@@ -29,11 +31,10 @@ from splitserve.messages import (
     Registered,
     RegisterRefused,
     WorkerInfo,
-    WorkerLoad,
 )
 from splitserve.prefill.loop import WorkerLoop
 from splitserve.request import Party, Role
-from splitserve.router.membership import Membership, WorkerState
+from splitserve.router.membership import Membership
 from splitserve.wire import decode, encode
 from waiting import PATIENCE_SECONDS, wait_until
 

@@ -3,10 +3,10 @@
 So the checks of test_simulation.py can fail, and for the reasons that they're meant for.
 """
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from core_parts import source_of
@@ -43,7 +43,7 @@ def generations_unchecked(patch: pytest.MonkeyPatch) -> None:
     def believe(self: SinkHandover, result: ReadResult, now: float) -> None:
         read = self.reads_in_flight.get(result.read_id)
         if read is not None and result.error is None:
-            result = dataclasses.replace(result, generations=[block.generation for block in read.remote])
+            result = msgspec.structs.replace(result, generations=[block.generation for block in read.remote])
         original(self, result, now)
 
     patch.setattr(SinkHandover, "on_read_result", believe)

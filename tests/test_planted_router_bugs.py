@@ -13,10 +13,11 @@ import core_plants as plants
 import router_scenarios as scenarios
 from live_router import LiveRouter
 from planted import Plant
+from splitserve.cluster_report import WorkerState
 from splitserve.request import Party
 from splitserve.router import membership
 from splitserve.router.breaker import Breaker
-from splitserve.router.membership import Membership, WorkerState
+from splitserve.router.membership import Membership
 from splitserve.router.request_state import Failure, RequestState
 
 Scenario = Callable[[LiveRouter], Awaitable[None]]

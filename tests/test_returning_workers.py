@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from live_router import LiveRouter, WorkerByHand, until
+from splitserve.cluster_report import WorkerState
 from splitserve.errors import ConfigError
 from splitserve.messages import Body, Registered, RegisterRefused
 from splitserve.request import Party
-from splitserve.router.membership import WorkerState
 
 DEAD_AFTER_SECONDS = 0.6
 FORGET_AFTER_SECONDS = 1.2

@@ -19,6 +19,7 @@ from router_harness import RouterProcess, ready, served_router, write_model_dir
 from router_streams import PROMPT, Stream, aborts
 from splitserve.benchmarks.worker_script import DEFAULT_LAYOUT, Reply, default_script
 from splitserve.config import ProtocolConfig, RouterConfig
+from splitserve.counters import WorkerLoad
 from splitserve.messages import (
     DecodeRequest,
     Envelope,
@@ -32,7 +33,6 @@ from splitserve.messages import (
     RequestFailed,
     StepTokens,
     TokenDelta,
-    WorkerLoad,
 )
 from splitserve.request import FinishReason, Party, RequestKey, Role
 from splitserve.router.answers import READ_GRACE_SECONDS, GenerationResponse

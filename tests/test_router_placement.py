@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from splitserve.benchmarks.worker_script import DEFAULT_LAYOUT
+from splitserve.cluster_report import WorkerState
 from splitserve.config import PLACEMENT_POLICIES
+from splitserve.counters import WorkerLoad
 from splitserve.errors import ConfigError
-from splitserve.messages import WorkerInfo, WorkerLoad
+from splitserve.messages import WorkerInfo
 from splitserve.request import Party, Role
-from splitserve.router.membership import Membership, WorkerState
+from splitserve.router.membership import Membership
 from splitserve.router.placement import (
     POLICIES,
     Disaggregated,

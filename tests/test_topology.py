@@ -32,6 +32,7 @@ from splitserve.orchestration.topology import (
     read_topology,
 )
 from splitserve.prefill.pinning import cpus_of_thread, pin_threads
+from splitserve.request import Role
 
 
 def read(root: Path, cpus: set[int] | None = None, allowed_nodes: str = "") -> Topology:
@@ -313,7 +314,7 @@ def test_each_worker_starts_on_a_gpu_of_its_own(tmp_path: Path, monkeypatch: pyt
 
 
 def test_lists_of_cores_go_round() -> None:
-    pool = PoolSpec(name="p", role="mixed", placement=PlacementSpec(cores=["0-3", "4-7"], transfer_cores=["3", "7"]))
+    pool = PoolSpec(name="p", role=Role.MIXED, placement=PlacementSpec(cores=["0-3", "4-7"], transfer_cores=["3", "7"]))
     assert [wanted_place(f"p-{n}", pool, ()).cores for n in range(3)] == ["0-3", "4-7", "0-3"]
     assert wanted_place("p-1", pool, ()).transfer_cores == "7"
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitserve import messages
+from splitserve.counters import TierLoad, WorkerLoad
 from splitserve.errors import WireError
 from splitserve.memory_records import (
     GatherMemory,
@@ -52,11 +53,9 @@ from splitserve.messages import (
     Release,
     RequestFailed,
     StepTokens,
-    TierLoad,
     TokenDelta,
     Withdrawn,
     WorkerInfo,
-    WorkerLoad,
     WorkerPlace,
 )
 from splitserve.request import FinishReason, Party, RequestKey, Role, SamplingParams
@@ -91,7 +90,11 @@ EXAMPLES: list[Body] = [
     Register(info=INFO),
     Registered(),
     Heartbeat(
-        WorkerLoad(num_running=3, resident_bytes=2**40, tiers=[TierLoad("host", 9, 3, 2, load_seconds=0.5)]),
+        WorkerLoad(
+            num_running=3,
+            resident_bytes=2**40,
+            tiers=[TierLoad(name="host", slots=9, blocks=3, hits=2, load_seconds=0.5)],
+        ),
         [PeerLink("p", "cma", 3e9, "slow")],
         1.8e9,
     ),

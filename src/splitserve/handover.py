@@ -27,14 +27,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 
+import msgspec
+
 from splitserve.config import ProtocolConfig
 from splitserve.messages import Grant, Offer, OfferAck, OfferedBlock, PrefixGrant
 from splitserve.offered_blocks import DiscardedRead, OfferedBlocks
 from splitserve.request import Party, RequestKey
 
 
-@dataclass(frozen=True, slots=True)
-class ReadCommand:
+class ReadCommand(msgspec.Struct, frozen=True, tag=True):
     """Copy the peer's blocks ``remote_blocks[i]`` into our ``local_blocks[i]``, then read the remote generations."""
 
     read_id: int
@@ -59,8 +60,7 @@ class ReadPath(StrEnum):
         return self in (ReadPath.MAPPED, ReadPath.KERNEL)
 
 
-@dataclass(frozen=True, slots=True)
-class ReadResult:
+class ReadResult(msgspec.Struct, frozen=True, tag=True):
     """A read is terminal: nothing will write to its local blocks any more.
 
     ``generations[i]`` is the remote block's generation, read after all data had landed. ``error`` is None on success;
