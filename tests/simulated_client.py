@@ -69,7 +69,7 @@ class SimClient:
         self._router.handle(Cancel(self._question_id))
         if self.request is None:
             return
-        has_enough = self.has_begun and self._sim.random.random() < 0.5
+        has_enough = bool(self.output) and self._sim.random.random() < 0.5
         is_waiting = not self.has_begun and self.request_id in dict(self._router.core.waiting_room.in_line())
         self._router.handle((StopStringReached if has_enough else Cancel)(self.request_id))
         if is_waiting:
