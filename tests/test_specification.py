@@ -15,8 +15,8 @@ import pytest
 
 from core_driver import Worker
 from recorded_transitions import MACHINES, Transitions, record_transitions
-from splitserve import messages
 from splitserve.config import ProtocolConfig
+from splitserve.messages import Body, Envelope
 from splitserve.prefill.stage import NEXT_STAGES, Stage
 from splitserve.request import Party, Role
 
@@ -70,7 +70,7 @@ def test_stages_are_those_of_the_table_in_the_code(seen: Transitions) -> None:
 
 def test_messages_and_their_fields() -> None:
     written = {row["message"].strip("`"): names(row["fields"]) for row in table(section("Messages"))}
-    assert written == {kind.__name__: set(kind.__struct_fields__) for kind in typing.get_args(messages.Body)}
+    assert written == {kind.__name__: set(kind.__struct_fields__) for kind in typing.get_args(Body)}
 
 
 def parts_of(kind: type[msgspec.Struct], found: dict[str, set[str]]) -> None:
@@ -90,11 +90,11 @@ def parts_of(kind: type[msgspec.Struct], found: dict[str, set[str]]) -> None:
 
 def test_parts_of_messages() -> None:
     found: dict[str, set[str]] = {}
-    for kind in (messages.Envelope, *typing.get_args(messages.Body)):
+    for kind in (Envelope, *typing.get_args(Body)):
         parts_of(kind, found)
-    for kind in typing.get_args(messages.Body):
+    for kind in typing.get_args(Body):
         found.pop(kind.__name__, None)
-    found |= {"Envelope": set(messages.Envelope.__struct_fields__)}
+    found |= {"Envelope": set(Envelope.__struct_fields__)}
     written = {row["part"].strip("`"): names(row["fields"]) for row in table(section("Parts of messages"))}
     assert written == found
 
