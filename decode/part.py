@@ -10,9 +10,10 @@ from splitserve.engine.parts import Handler, Part
 from splitserve.engine.requests import Requests
 from splitserve.engine.sequence import Sequence
 from splitserve.kvconnector.transfer.connector import PeerConnected
+from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.handover.reads import ReadResult
 from splitserve.protocol.messages.handover import Offer, PeerRefused, PeerWelcome, Withdrawn
-from splitserve.protocol.messages.membership import PeerLink, WorkerLoad
+from splitserve.protocol.messages.membership import PeerLink
 from splitserve.protocol.messages.requests import (
     DecodeRequest,
     FailureCode,

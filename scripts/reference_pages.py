@@ -1,7 +1,8 @@
-"""Writes the pages of docs/reference/ that follow from the code: command line, cluster spec, HTTP API.
+"""Writes the pages of docs/reference/ that follow from the code: CLI, spec, settings, HTTP API, metrics.
 
 ``python scripts/reference_pages.py`` writes them anew; with ``--check`` the exit status tells whether they are up to
-date. Figures and texts come from argparse, from the schema of cluster specs and from the OpenAPI document.
+date. Figures and texts come from argparse, from the schema of cluster specs, from the declarations of settings and
+metrics, and from the OpenAPI document.
 """
 
 import argparse
@@ -14,8 +15,10 @@ from typing import Any
 
 from splitserve.orchestration.cli.main import BENCHES, TUNE, build_parser
 from splitserve.orchestration.cli.option_types import bytes_option
-from splitserve.orchestration.spec.document import json_schema
+from splitserve.orchestration.spec.document import json_schema, schema_text
+from splitserve.orchestration.spec.settings_page import settings_page
 from splitserve.orchestration.spec.sizes import format_bytes
+from splitserve.router.admin.metrics_page import metrics_page
 from splitserve.router.http.openapi import openapi_document
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
@@ -149,6 +152,8 @@ def spec_page() -> str:
 
 
 def _struct_section(name: str, schema: Schema) -> str:
+    if "enum" in schema:
+        return f"## {name}\n\nOne of {_type_of(schema)}."
     required = schema.get("required", [])
     rows: list[Sequence[str]] = []
     for field, value in schema["properties"].items():
@@ -291,7 +296,15 @@ def _without_null(value: Schema) -> Schema:
 
 def pages() -> dict[Path, str]:
     """All pages, as they should be."""
-    return {FOLDER / "cli.md": cli_page(), FOLDER / "cluster-spec.md": spec_page(), FOLDER / "http-api.md": api_page()}
+    texts = {
+        "cli.md": cli_page(),
+        "cluster-spec.md": spec_page(),
+        "cluster-spec.schema.json": schema_text(),
+        "settings.md": settings_page(),
+        "http-api.md": api_page(),
+        "metrics.md": metrics_page(),
+    }
+    return {FOLDER / name: text for name, text in texts.items()}
 
 
 def main(argv: Sequence[str]) -> int:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from command_line import splitserve
+from two_heads import two_heads  # noqa: F401  (a fixture)
 
 if not Path("/dev/nvidiactl").exists():  # no GPU: Triton's kernels run under its interpreter; read at triton's import
     os.environ["TRITON_INTERPRET"] = "1"

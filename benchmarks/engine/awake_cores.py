@@ -22,10 +22,10 @@ from splitserve.benchmarks.common.arguments import positive, positive_seconds
 from splitserve.benchmarks.common.report import add_result_options, keep_result, table
 from splitserve.common.cores import awake_cpus, usable_cpus
 from splitserve.common.errors import ConfigError
-from splitserve.engine.awake_cores import check_cores_can_be_kept_awake, kept_awake
 from splitserve.kvconnector.transfer.owner_thread import wait_precisely
 from splitserve.orchestration.cli.command_parser import CommandParser
 from splitserve.orchestration.hosts.topology import format_list, parse_list
+from splitserve.worker.machine.awake_cores import check_cores_can_be_kept_awake, kept_awake
 
 SLEEP_SECONDS = 0.0003, 0.0015
 COMPUTE_SECONDS = 0.0003

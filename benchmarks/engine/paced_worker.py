@@ -121,7 +121,7 @@ class PacedRunner:
             )
         )
         drawn = [None if chunk.sample is None else next(self.tokens) % self.vocab_size for chunk in plan.chunks]
-        return _Pending(StepOutput(drawn), self.free_at)
+        return _Pending(StepOutput.of(drawn), self.free_at)
 
     def report(self) -> DeviceReport | None:
         """Of the longest run of decode steps with as many sequences as there ever were; None without one."""

@@ -27,7 +27,6 @@ from splitserve.benchmarks.kv import handover_served
 from splitserve.benchmarks.kv.handover_ranks import RankPlace, Sinks, Timing, two_workers
 from splitserve.common.cores import awake_cpus, usable_cpus
 from splitserve.common.errors import ConfigError
-from splitserve.engine.awake_cores import kept_awake
 from splitserve.kvconnector.layout.shape import block_bytes, num_blocks_for
 from splitserve.kvconnector.transfer.read_plan import head_spans
 from splitserve.kvconnector.transfer.read_settings import MIB, ReadSettings
@@ -37,6 +36,7 @@ from splitserve.orchestration.cli.option_types import bytes_option, positive_byt
 from splitserve.orchestration.hosts.affinity import bind_process
 from splitserve.protocol.handover.reads import ReadPath
 from splitserve.protocol.memory_records import LayoutRecord, MemoryKind
+from splitserve.worker.machine.awake_cores import kept_awake
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {"shape": "qwen3-0.6b", "dtype": "float32", "prompt_tokens": [128, 512, 2000], "block_size": [16, 32]},

@@ -28,7 +28,7 @@ from splitserve.orchestration.cli.command_parser import CommandParser
 from splitserve.orchestration.cli.option_types import positive_bytes
 from splitserve.orchestration.cluster.launcher import LocalCluster
 from splitserve.orchestration.spec.shorthand import simple_spec
-from splitserve.protocol.config import KEEP_POLICIES
+from splitserve.protocol.engine_config import KEEP_POLICIES
 
 PARTS = ("chats", "no_reuse", "fits", "hits", "pace", "shared")
 

@@ -23,17 +23,10 @@ from splitserve.benchmarks.router.worker_script import DEFAULT_LAYOUT, Request, 
 from splitserve.common.errors import WireError
 from splitserve.common.security import SocketSecurity
 from splitserve.orchestration.cli.command_parser import CommandParser
+from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.memory_records import LayoutRecord
 from splitserve.protocol.messages.envelope import Body, Envelope
-from splitserve.protocol.messages.membership import (
-    Heartbeat,
-    Leave,
-    Register,
-    Registered,
-    RegisterRefused,
-    WorkerInfo,
-    WorkerLoad,
-)
+from splitserve.protocol.messages.membership import Heartbeat, Leave, Register, Registered, RegisterRefused, WorkerInfo
 from splitserve.protocol.messages.requests import PeerRef
 from splitserve.protocol.request import Party, Role
 from splitserve.protocol.wire import decode, encode

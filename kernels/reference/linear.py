@@ -16,9 +16,9 @@ from splitserve.kernels.api import RmsNorm, SiluMul
 # the one for a single row is slow for more.
 _LAYOUT_ROWS = 128
 
-# oneDNN makes a primitive for each number of rows of each weight shape: 0.55 MiB of heap on AVX-512.
-# Two caches hold about half of that each, oneDNN's own and that of PyTorch's binding (ideep); both keep 1,024 if
-# nothing else is set. Another primitive costs 0.35 ms, so numbers of rows beyond _EXACT_ROWS are rounded up to one of
+# oneDNN makes a primitive for each number of rows of each weight shape: 0.55 MiB of heap on AVX-512 for any shape. Two
+# caches hold about half of that each, oneDNN's own and that of PyTorch's binding (ideep); both keep 1,024 if nothing
+# else is set. Another primitive costs about 0.35 ms, so numbers of rows beyond _EXACT_ROWS are rounded up to one of
 # _ROW_COUNTS_PER_OCTAVE between powers of two: most steps find theirs.
 MAX_CACHED_PRIMITIVES = 128
 CACHE_SETTINGS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from splitserve.common.errors import ConfigError
 from splitserve.kvconnector.layout.numa_memory import HostMemory
+from splitserve.protocol.memory_records import MemoryKind
 
 POLL_SECONDS = 0.0002
 BACKENDS = {"posix": "POSIX", "gds": "GDS"}
@@ -51,7 +52,7 @@ class FileAgent:
             ) from error
         self._memory = memory  # after the agent: attributes are given up in the order in which they were set
         ranges = [(part.address, len(part.bytes), 0, "") for part in memory]
-        self._registration = self._agent.register_memory(ranges, "DRAM", backends=self._backends)
+        self._registration = self._agent.register_memory(ranges, MemoryKind.DRAM.value, backends=self._backends)
 
     def write(self, ranges: Sequence[FileRange]) -> None:
         """From memory into files. Raises :class:`FileTransferError`."""
@@ -67,7 +68,8 @@ class FileAgent:
             registration = self._agent.register_memory(
                 [(0, num_bytes, file, "") for file, num_bytes in files.items()], "FILE", backends=self._backends
             )
-            local = self._agent.get_xfer_descs([(part.address, part.num_bytes, 0) for part in ranges], "DRAM")
+            memory = [(part.address, part.num_bytes, 0) for part in ranges]
+            local = self._agent.get_xfer_descs(memory, MemoryKind.DRAM.value)
             remote = self._agent.get_xfer_descs([(part.offset, part.num_bytes, part.file) for part in ranges], "FILE")
             handle = self._agent.initialize_xfer(operation, local, remote, self._name, backends=self._backends)
             state = self._agent.transfer(handle)

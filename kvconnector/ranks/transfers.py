@@ -3,7 +3,8 @@
 Rank 0's engine loop sees one connector. It hands each command to all ranks, and an event out when all of them have
 reported: a read has succeeded when it has on every rank, and is terminal when nothing of any rank can be written any
 more. Between rank 0 and another rank there is a pipe with msgpack on it, beside that of the steps: reads wait for no
-step.
+step. Commands and events of reads and copies travel as they are; only what the connector has methods for has messages
+of its own here.
 """
 
 import contextlib
@@ -13,16 +14,24 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from types import MappingProxyType
+from typing import TypeAlias
 
 import msgspec
 
 from splitserve.common.errors import SplitserveError
-from splitserve.kvconnector.tiers.commands import AnyCommand, AnyResult, ClearCommand, CopyCommand, CopyResult
+from splitserve.kvconnector.tiers.commands import (
+    AnyCommand,
+    AnyResult,
+    ClearCommand,
+    CopyCommand,
+    CopyNearsEnd,
+    CopyResult,
+)
 from splitserve.kvconnector.tiers.copies import AnyStore, TierCopies
 from splitserve.kvconnector.tiers.shared import ChainCopy, TierState
-from splitserve.kvconnector.transfer.connector import KVConnector, Link, PeerConnected, ServedMemory
+from splitserve.kvconnector.transfer.connector import KVConnector, PeerConnected, ServedMemory
 from splitserve.kvconnector.transfer.joining import ConnectionJoin, ReadJoin, side_by_side
-from splitserve.protocol.handover.reads import ReadCommand, ReadPath, ReadResult
+from splitserve.protocol.handover.reads import ReadCommand, ReadResult
 from splitserve.protocol.memory_records import RankMemory
 from splitserve.protocol.messages.handover import PeerWelcome
 from splitserve.protocol.request import Party
@@ -43,75 +52,12 @@ class RankDisconnect(msgspec.Struct, frozen=True, tag=True):
     peer: Party
 
 
-class RankRead(msgspec.Struct, frozen=True, tag=True):
-    read_id: int
-    peer: Party
-    local_blocks: list[int]
-    remote_blocks: list[int]
-
-
 class RankServe(msgspec.Struct, frozen=True, tag=True):
     active: bool
 
 
-class RankCopy(msgspec.Struct, frozen=True, tag=True):
-    """Of whole blocks, to or from the rank's own slots of a tier."""
-
-    copy_id: int
-    tier: str
-    is_load: bool
-    block_ids: list[int]
-    slots: list[int]
-    hashes: list[bytes]
-
-
-class RankChainCopy(msgspec.Struct, frozen=True, tag=True):
-    """Likewise, to or from the shared tier; see :class:`splitserve.kvconnector.tiers.shared.ChainCopy`."""
-
-    copy_id: int
-    tier: str
-    is_load: bool
-    token_ids: list[int]
-    first_block: int
-    block_ids: list[int]
-    hashes: list[bytes]
-
-
-class RankClear(msgspec.Struct, frozen=True, tag=True):
-    tier: str
-
-
-class RankTierState(msgspec.Struct, frozen=True, tag=True):
-    """How the shared tier is for the rank."""
-
-    tier: str
-    is_available: bool
-    chunk_tokens: int
-
-
-class RankCopyOver(msgspec.Struct, frozen=True, tag=True):
-    copy_id: int
-    num_good: int
-    error: str | None
-    seconds: float
-
-
 class RankEnd(msgspec.Struct, frozen=True, tag=True):
     """In order: the rank ends its transfers and closes the channel."""
-
-
-class RankConnected(msgspec.Struct, frozen=True, tag=True):
-    peer: Party
-    error: str | None
-    link: Link | None
-
-
-class RankReadOver(msgspec.Struct, frozen=True, tag=True):
-    read_id: int
-    error: str | None
-    generations: list[int]
-    seconds: float
-    path: ReadPath
 
 
 class RankServes(msgspec.Struct, frozen=True, tag=True):
@@ -121,10 +67,10 @@ class RankServes(msgspec.Struct, frozen=True, tag=True):
     found: dict[str, list[tuple[bytes, int]]] = {}
 
 
-RankCommand = RankConnect | RankDisconnect | RankRead | RankCopy | RankChainCopy | RankClear | RankServe | RankEnd
-RankEvent = RankConnected | RankReadOver | RankCopyOver | RankTierState | RankServes
+RankCommand: TypeAlias = RankConnect | RankDisconnect | RankServe | RankEnd | ReadCommand | AnyCommand
+RankEvent: TypeAlias = RankServes | PeerConnected | ReadResult | CopyResult | TierState
 
-_encoder = msgspec.msgpack.Encoder()
+_encoder = msgspec.msgpack.Encoder(enc_hook=list)  # of sequences that msgpack has no type for
 _commands = msgspec.msgpack.Decoder(RankCommand)
 _events = msgspec.msgpack.Decoder(RankEvent)
 
@@ -176,8 +122,7 @@ class RankedConnector:
 
     def read(self, command: ReadCommand) -> None:
         self._reads[command.read_id] = ReadJoin(1 + len(self._channels))
-        blocks = list(command.local_blocks), list(command.remote_blocks)
-        self._tell(RankRead(command.read_id, command.peer, *blocks))
+        self._tell(command)
         self._local.read(command)
 
     @property
@@ -186,14 +131,7 @@ class RankedConnector:
 
     def copy(self, command: AnyCommand) -> None:
         """Let the other ranks do it, too; :meth:`copy_results` says when one has."""
-        match command:
-            case CopyCommand(copy_id, tier, is_load, block_ids, slots, hashes):
-                self._tell(RankCopy(copy_id, tier, is_load, list(block_ids), list(slots), list(hashes)))
-            case ChainCopy(copy_id, tier, is_load, token_ids, first_block, block_ids, hashes):
-                chain = list(token_ids), first_block, list(block_ids), list(hashes)
-                self._tell(RankChainCopy(copy_id, tier, is_load, *chain))
-            case ClearCommand(tier):
-                self._tell(RankClear(tier))
+        self._tell(command)
 
     def copy_results(self) -> list[tuple[int, AnyResult]]:
         """Of other ranks, since the last call, with their numbers; one from each rank for each copy."""
@@ -256,16 +194,10 @@ class RankedConnector:
                 channel.close()
                 self._lose(rank)
                 return
-            if isinstance(event, RankConnected):
-                self._remote_events.append((rank, PeerConnected(event.peer, event.error, event.link)))
-            elif isinstance(event, RankReadOver):
-                result = ReadResult(event.read_id, event.error, event.generations, event.seconds, path=event.path)
-                self._remote_events.append((rank, result))
-            elif isinstance(event, RankCopyOver):
-                over = CopyResult(event.copy_id, event.num_good, event.error, event.seconds)
-                self._copy_results.append((rank, over))
-            elif isinstance(event, RankTierState):
-                self._copy_results.append((rank, TierState(event.tier, event.is_available, event.chunk_tokens)))
+            if isinstance(event, PeerConnected | ReadResult):
+                self._remote_events.append((rank, event))
+            elif isinstance(event, CopyResult | TierState):
+                self._copy_results.append((rank, event))
             self._wake()
 
     def _lose(self, rank: int) -> None:
@@ -327,14 +259,10 @@ class RankTransfers:
                 self._connector.connect(peer, welcome)
             case RankDisconnect(peer):
                 self._connector.disconnect(peer)
-            case RankRead(read_id, peer, local_blocks, remote_blocks):
-                self._connector.read(ReadCommand(read_id, peer, local_blocks, remote_blocks))
-            case RankCopy(copy_id, tier, is_load, block_ids, slots, hashes):
-                self._copies.start(CopyCommand(copy_id, tier, is_load, block_ids, slots, hashes))
-            case RankChainCopy(copy_id, tier, is_load, token_ids, first_block, block_ids, hashes):
-                self._copies.start(ChainCopy(copy_id, tier, is_load, token_ids, first_block, block_ids, hashes))
-            case RankClear(tier):
-                self._copies.start(ClearCommand(tier))
+            case ReadCommand():
+                self._connector.read(command)
+            case CopyCommand() | ChainCopy() | ClearCommand():
+                self._copies.start(command)
             case RankServe(active):
                 self._connector.serve(active)
             case RankEnd():
@@ -343,20 +271,14 @@ class RankTransfers:
     def _pass_events_on(self) -> None:
         with self._sending:  # in their order
             for event in self._connector.events():
-                if isinstance(event, PeerConnected):
-                    self._put(RankConnected(event.peer, event.error, event.link))
-                else:
-                    generations = list(event.generations)
-                    self._put(RankReadOver(event.read_id, event.error, generations, event.seconds, event.path))
+                self._put(event)
 
     def _pass_copies_on(self) -> None:
         """On a copy's own thread; rank 0 may be gone."""
         with self._sending, contextlib.suppress(OSError):
             for result in self._copies.results():
-                if isinstance(result, CopyResult):
-                    self._put(RankCopyOver(result.copy_id, result.num_good, result.error, result.seconds))
-                elif isinstance(result, TierState):
-                    self._put(RankTierState(result.tier, result.is_available, result.chunk_tokens))
+                if not isinstance(result, CopyNearsEnd):  # a step would have to wait on all ranks' devices
+                    self._put(result)
 
     def _send(self, event: RankEvent) -> None:
         with self._sending:

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import msgspec
+
 from splitserve.kvconnector.tiers.shared import ChainCopy, TierState
 
 
-@dataclass(frozen=True, slots=True)
-class CopyCommand:
+class CopyCommand(msgspec.Struct, frozen=True, tag=True):
     """Copy whole blocks between the device and a tier: ``block_ids[i]`` with ``slots[i]``, whose content is
     ``hashes[i]``. ``is_load``: into the blocks."""
 
@@ -20,15 +21,13 @@ class CopyCommand:
     hashes: Sequence[bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class ClearCommand:
+class ClearCommand(msgspec.Struct, frozen=True, tag=True):
     """Order to forget a tier's content: no later lookup finds any of it, those of the next incarnation included."""
 
     tier: str
 
 
-@dataclass(frozen=True, slots=True)
-class CopyResult:
+class CopyResult(msgspec.Struct, frozen=True, tag=True):
     """End of a copy: nothing touches its blocks or slots any more. The first ``num_good`` blocks are right; ``error``
     says what is wrong with the one after them; ``seconds`` is what it took."""
 

@@ -1,28 +1,15 @@
 """What each tier has done since start, for /metrics."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+
+import msgspec
 
 from splitserve.kvconnector.tiers.index import TierIndex
-from splitserve.protocol.messages.membership import TierLoad
+from splitserve.protocol.counters import TierCounters, TierLoad
 
 
-@dataclass(slots=True)
-class TierCounts:
-    """In blocks, but for ``failures``, which are copies, and seconds, which are what copies took.
-
-    ``hits``: asked for, and here; ``misses``: asked for, not on the device and not here. Of the first of several tiers
-    that has a block it's a hit, of those before it a miss, and those behind it aren't asked.
-    """
-
-    hits: int = 0
-    misses: int = 0
-    stored_blocks: int = 0
-    loaded_blocks: int = 0
-    evicted_blocks: int = 0
-    failures: int = 0
-    store_seconds: float = 0.0
-    load_seconds: float = 0.0
+class TierCounts(TierCounters, kw_only=True):
+    """Counters of one tier, and how copies add to them."""
 
     def add_copy(self, *, is_load: bool, num_good: int, seconds: float, failed: bool) -> None:
         self.failures += failed
@@ -41,17 +28,8 @@ class TierCounts:
             blocks=len(index) if index is not None else 0,
             stored_bytes=self.stored_blocks * block_bytes,
             loaded_bytes=self.loaded_blocks * block_bytes,
-            **asdict(self),
+            **msgspec.structs.asdict(self),
         )
-
-
-@dataclass(slots=True)
-class TierCounters:
-    """Totals since start, over all tiers. Names as in :class:`splitserve.protocol.messages.membership.WorkerLoad`."""
-
-    tier_stored_blocks: int = 0
-    tier_loaded_blocks: int = 0
-    tier_failures: int = 0
 
 
 def count_lookups(asked: Sequence[TierCounts], found_in: Sequence[TierCounts], num_wanted: int) -> None:

@@ -7,7 +7,7 @@ time whether the tiers should keep it. A tier that has a block already isn't ask
 from collections import OrderedDict
 from typing import Protocol
 
-from splitserve.protocol.config import KEEP_POLICIES
+from splitserve.protocol.engine_config import KeepPolicyName
 
 MAX_REMEMBERED = 1 << 17
 
@@ -70,6 +70,10 @@ class KeepSecondUse:
 
 
 def make_policy(name: str) -> KeepPolicy:
-    """The policy of that name, one of :data:`splitserve.protocol.config.KEEP_POLICIES`."""
-    policies: dict[str, type[KeepPolicy]] = dict(zip(KEEP_POLICIES, (KeepAll, KeepSecondUse, KeepPrompts), strict=True))
-    return policies[name]()
+    """Return the policy of that name, a :class:`splitserve.protocol.engine_config.KeepPolicyName`."""
+    policies: dict[KeepPolicyName, type[KeepPolicy]] = {
+        KeepPolicyName.ALL: KeepAll,
+        KeepPolicyName.SECOND_USE: KeepSecondUse,
+        KeepPolicyName.PROMPT: KeepPrompts,
+    }
+    return policies[KeepPolicyName(name)]()

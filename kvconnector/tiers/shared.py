@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import msgspec
+
 MAX_STORES_IN_FLIGHT = 2
 MAX_CANDIDATES = 4096
 MAX_KNOWN = 1 << 16
@@ -18,8 +20,7 @@ FindBlocks: TypeAlias = Callable[[Sequence[bytes]], list[int]]
 """The blocks of the device that have some contents, up to the first that has none."""
 
 
-@dataclass(frozen=True, slots=True)
-class TierState:
+class TierState(msgspec.Struct, frozen=True, tag=True):
     """Whether the shared tier answers, and how many tokens its chunks have: a multiple of the block size."""
 
     tier: str
@@ -27,8 +28,7 @@ class TierState:
     chunk_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ChainCopy:
+class ChainCopy(msgspec.Struct, frozen=True, tag=True):
     """Copy blocks of one sequence between the device and the shared tier. ``is_load``: into the blocks.
 
     ``block_ids[i]`` has the content ``hashes[i]`` and is number ``first_block + i`` of the sequence, whose tokens up to

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from splitserve.kvconnector.blocks.kv_events import KVEvents
 from splitserve.kvconnector.blocks.pool import BlockPool
 from splitserve.kvconnector.tiers.commands import CopiesInFlight
-from splitserve.kvconnector.tiers.counts import TierCounters, TierCounts
+from splitserve.kvconnector.tiers.counts import TierCounts
 from splitserve.kvconnector.tiers.index import TierIndex
 from splitserve.kvconnector.tiers.shared import SharedTier
+from splitserve.protocol.counters import WorkerCounters
 
 MAX_CANDIDATES = 1 << 16
 
@@ -44,7 +45,7 @@ class TierWork:
     shared: SharedTier
     copies: CopiesInFlight
     events: KVEvents
-    counters: TierCounters
+    counters: WorkerCounters
 
 
 class ServedSlots:

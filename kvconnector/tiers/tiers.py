@@ -18,13 +18,13 @@ import msgspec
 from splitserve.kvconnector.blocks.kv_events import KVEvents
 from splitserve.kvconnector.blocks.pool import BlockPool
 from splitserve.kvconnector.tiers.commands import AnyCommand, AnyResult, ClearCommand, CopiesInFlight, CopyNearsEnd
-from splitserve.kvconnector.tiers.counts import TierCounters, TierCounts
+from splitserve.kvconnector.tiers.counts import TierCounts
 from splitserve.kvconnector.tiers.loads import BlockLoad, TierLoads
 from splitserve.kvconnector.tiers.policy import KeepAll, KeepPolicy
 from splitserve.kvconnector.tiers.shared import ChainCopy, SharedTier, TierState
 from splitserve.kvconnector.tiers.stores import TierStores
 from splitserve.kvconnector.tiers.tier import ServedSlots, Tier, TierWork
-from splitserve.protocol.messages.membership import TierLoad
+from splitserve.protocol.counters import TierLoad, WorkerCounters
 
 
 class Tiers:
@@ -47,7 +47,7 @@ class Tiers:
         self.tiers = list(tiers)
         self.shared = shared or SharedTier()
         self.shared_counts = TierCounts()
-        self.counters = TierCounters()
+        self.counters = WorkerCounters()
         self.events = events or KVEvents()
         self._by_name = {tier.name: tier for tier in tiers}
         self._policy = policy or KeepAll()

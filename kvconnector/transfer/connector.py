@@ -5,8 +5,10 @@ whether the bytes can be trusted is the protocol's judgement (:mod:`splitserve.p
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from splitserve.protocol.handover.reads import ReadCommand, ReadResult
 from splitserve.protocol.memory_records import RankMemory
@@ -27,13 +29,12 @@ class Link:
     problem: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class PeerConnected:
-    """The outcome of :meth:`KVConnector.connect`; ``error`` is None on success."""
+class PeerConnected(msgspec.Struct, frozen=True, tag=True):
+    """Outcome of :meth:`KVConnector.connect`; ``error`` is None on success."""
 
     peer: Party
     error: str | None
-    link: Link | None = field(default=None, compare=False)
+    link: Link | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,11 @@ class TokenUnits:
         return range(start, min(start + rows, extent))
 
 
+def fp8_scale_name(name: str, *, in_blocks: bool) -> str:
+    """Return the name of the scales of the FP8 matrix ``name``: one per block, or one for all of it."""
+    return f"{name}_scale_inv" if in_blocks else f"{name}_scale"
+
+
 @dataclass(frozen=True, slots=True)
 class Weight:
     """A tensor of the checkpoint. ``rows`` and ``columns``: how ranks share that dimension; None: each has all of it.
@@ -83,10 +88,9 @@ class Weight:
 
     def scale_shapes(self, fp8: Fp8Format) -> dict[str, tuple[int, ...]]:
         """Return the scales that a checkpoint must have if it has this matrix in FP8, by name."""
-        if fp8.block is None:
-            return {f"{self.name}_scale": ()}
-        sizes = zip(self.shape, fp8.block, strict=True)
-        return {f"{self.name}_scale_inv": tuple(-(-size // block) for size, block in sizes)}
+        name = fp8_scale_name(self.name, in_blocks=fp8.block is not None)
+        sizes = () if fp8.block is None else zip(self.shape, fp8.block, strict=True)
+        return {name: tuple(-(-size // block) for size, block in sizes)}
 
 
 Stack: TypeAlias = tuple[Weight, ...]

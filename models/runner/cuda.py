@@ -27,7 +27,7 @@ from splitserve.kernels.api import AttentionPlan, DecodePlan, PagedBatch
 from splitserve.models.decoder import DecoderModel, ForwardBatch
 from splitserve.models.layers.step import BeforeLayer
 from splitserve.models.runner.runner import ModelRunner, NonFiniteLogitsError, sampling_batch
-from splitserve.protocol.step import LaunchingRunner, SampleSpec, ScheduledChunk, StepOutput, StepPlan
+from splitserve.protocol.step import Draw, LaunchingRunner, SampleSpec, ScheduledChunk, StepOutput, StepPlan
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -84,13 +84,13 @@ class PendingStep:
     def wait(self) -> StepOutput:
         """Blocks until the step has completed. Raises :class:`NonFiniteLogitsError`, or what the device reports."""
         self.done.synchronize()
-        token_ids: list[int | None] = [None] * self.num_chunks
+        draws: list[Draw | None] = [None] * self.num_chunks
         drawn = self.drawn.tolist()
         if failed := tuple(index for index, token in zip(self.sampled, drawn, strict=True) if token < 0):
             raise NonFiniteLogitsError(failed)
         for index, token in zip(self.sampled, drawn, strict=True):
-            token_ids[index] = token
-        return StepOutput(token_ids)
+            draws[index] = Draw((token,))
+        return StepOutput(draws)
 
 
 @dataclass(frozen=True, slots=True)

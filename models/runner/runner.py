@@ -13,7 +13,7 @@ from splitserve.common.errors import SplitserveError
 from splitserve.kernels.api import AttentionShape, PagedBatch, SamplingBatch
 from splitserve.kernels.fp8.kv import FP8
 from splitserve.models.decoder import DecoderModel, ForwardBatch
-from splitserve.protocol.step import LaunchingRunner, ScheduledChunk, StepOutput, StepPlan
+from splitserve.protocol.step import Draw, LaunchingRunner, ScheduledChunk, StepOutput, StepPlan
 
 
 class NonFiniteLogitsError(SplitserveError):
@@ -84,15 +84,15 @@ class ModelRunner:
         """
         sampled = [index for index, chunk in enumerate(plan.chunks) if chunk.sample is not None]
         logits = self.model.forward(self._batch(plan.chunks), self._kv_layers, self._attention)
-        token_ids: list[int | None] = [None] * len(plan.chunks)
+        draws: list[Draw | None] = [None] * len(plan.chunks)
         if logits is None:
-            return StepOutput(token_ids)
+            return StepOutput(draws)
         drawn = self.model.kernels.sample(logits, sampling_batch(plan.chunks)).tolist()
         if failed := tuple(index for index, token in zip(sampled, drawn, strict=True) if token < 0):
             raise NonFiniteLogitsError(failed)
         for index, token in zip(sampled, drawn, strict=True):
-            token_ids[index] = token
-        return StepOutput(token_ids)
+            draws[index] = Draw((token,))
+        return StepOutput(draws)
 
     def _batch(self, chunks: Sequence[ScheduledChunk]) -> ForwardBatch:
         token_ids: list[int] = []

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from splitserve.common.errors import CheckpointError
 from splitserve.kernels.fp8.weight import Fp8Weight
+from splitserve.models.layers.weight import fp8_scale_name
 from splitserve.models.weights.checkpoint import TensorRecord
 from splitserve.models.weights.shard import Part, Parts
 
@@ -47,10 +48,10 @@ class ScaleReader:
         """float32 [rows of the part, groups of columns that it has a share in]."""
         num_rows, num_columns = self._records[part.name].shape
         rows, columns = part.rows or range(num_rows), part.columns or range(num_columns)
+        scales = self._read(fp8_scale_name(part.name, in_blocks=self._block is not None)).float()
         if self._block is None:
-            return self._read(f"{part.name}_scale").float().reshape(1, 1).expand(len(rows), 1)
+            return scales.reshape(1, 1).expand(len(rows), 1)
         block_rows, block_columns = self._block
-        scales = self._read(f"{part.name}_scale_inv").float()
         scales = scales[torch.arange(rows.start, rows.stop) // block_rows]
         return scales[:, columns.start // block_columns : -(-columns.stop // block_columns)]
 

@@ -11,6 +11,7 @@ import psutil
 
 from splitserve.common.errors import ConfigError, SplitserveError
 from splitserve.orchestration.cli.serve import FOLDER_VARIABLE
+from splitserve.orchestration.cluster.roster import Phase
 from splitserve.orchestration.control.requests import AnyReply, AnyRequest, ClusterStatus, GetStatus, Stop, accepted
 from splitserve.orchestration.control.socket import ask
 from splitserve.orchestration.control.state_folder import StateFolder
@@ -155,7 +156,7 @@ def follow(
 
     Raises :class:`OperationError` if one was given up on the way, or if it takes too long.
     """
-    shown: dict[str, str] = {}
+    shown: dict[str, Phase] = {}
     words: dict[str, str] = {}
     began = time.monotonic()
     placeless: dict[str, float] = {}  # since when, for those that were not spoken of yet
@@ -178,7 +179,7 @@ def follow(
         if now - began > timeout_seconds:
             raise OperationError(f"it took longer than {timeout_seconds:g} s: {_unfinished(status)}")
         for worker in status.workers:
-            if worker.phase != "starting" or worker.pid:
+            if worker.phase is not Phase.STARTING or worker.pid:
                 placeless.pop(worker.name, None)
             elif now - placeless.setdefault(worker.name, now) > PATIENCE_SECONDS:
                 say(f"  {worker.name:<10} still {worker.place}")

@@ -17,6 +17,7 @@ from splitserve.orchestration.cli.options import (
     cluster_spec,
     errors_in_options,
 )
+from splitserve.orchestration.cluster.rolling_upgrade import UpgradeState
 from splitserve.orchestration.spec.cluster_spec import ClusterSpec
 
 EXIT_FAILED = 1
@@ -187,9 +188,9 @@ def _upgrade(options: argparse.Namespace) -> int:
             _say(f"  {pool.name:<10} keeps its {count} {workers}; `splitserve scale` changes the number")
     if options.no_wait:
         return 0
-    status = follow(client, _say, lambda status: status.upgrade is None or status.upgrade.state != "running", 0)
+    status = follow(client, _say, lambda status: not status.is_upgrading, 0)
     assert status.upgrade is not None
-    if status.upgrade.state == "failed":
+    if status.upgrade.state is UpgradeState.FAILED:
         _say(
             f"the upgrade failed after {status.upgrade.num_replaced} of {status.upgrade.num_workers} workers and the "
             f"others stay as they are: {status.upgrade.problem}"

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import os
 from collections.abc import Callable
 
 from splitserve.common.errors import ConfigError
@@ -63,6 +64,11 @@ def path(text: str) -> str:
     if not text or "\0" in text:
         raise argparse.ArgumentTypeError(f"must be a path, got {text!r}")
     return text
+
+
+def absolute_path(text: str) -> str:
+    """Return the path from the root; "" for none."""
+    return os.path.abspath(text) if text else ""
 
 
 PORT = whole_number(0, 2**16 - 1)

@@ -19,6 +19,7 @@ from splitserve.orchestration.cluster.restarts import StartTimes
 from splitserve.orchestration.cluster.rolling_upgrade import RollingUpgrade, Upgrade
 from splitserve.orchestration.cluster.roster import MAX_WORKERS_PER_POOL, Action, Phase, Roster, Worker
 from splitserve.orchestration.spec.cluster_spec import ClusterSpec, PoolSpec
+from splitserve.protocol.request import Role
 
 
 class KnownWorker(msgspec.Struct, frozen=True):
@@ -212,4 +213,4 @@ class Supervisor:
 
 
 def _can_serve(roles: Collection[str]) -> bool:
-    return "mixed" in roles or {"prefill", "decode"} <= set(roles)
+    return Role.MIXED in roles or {Role.PREFILL, Role.DECODE} <= set(roles)

@@ -11,6 +11,8 @@ import msgspec
 
 from splitserve.common.errors import ConfigError, WireError
 from splitserve.orchestration.cluster.restarts import StartTimes
+from splitserve.orchestration.cluster.rolling_upgrade import UpgradeState
+from splitserve.orchestration.cluster.roster import Phase
 from splitserve.orchestration.spec.cluster_spec import ClusterSpec
 from splitserve.orchestration.spec.conversion import convert_spec
 
@@ -60,8 +62,7 @@ class Refused(Reply, frozen=True):
 
 
 class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The router or a worker. ``phase`` is that of :mod:`splitserve.orchestration.cluster.supervision`;
-    ``seconds_ready`` is None unless it is ready.
+    """The router or a worker. ``seconds_ready`` is None unless it is ready.
 
     ``place`` says where it runs, for people; ``last_words`` how its predecessor ended; ``times`` are those of its last
     start, in seconds since 1970 by the clock of the cluster's launcher.
@@ -70,7 +71,7 @@ class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     name: str
     pool: str = ""
     role: str = ""
-    phase: str
+    phase: Phase
     pid: int = 0
     place: str = ""
     revision: int = 1
@@ -82,7 +83,7 @@ class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class UpgradeStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    state: str
+    state: UpgradeState
     num_replaced: int
     num_workers: int
     problem: str = ""
@@ -103,10 +104,13 @@ class ClusterStatus(Reply, frozen=True, kw_only=True):
     upgrade: UpgradeStatus | None = None
 
     @property
+    def is_upgrading(self) -> bool:
+        return self.upgrade is not None and self.upgrade.state is UpgradeState.RUNNING
+
+    @property
     def is_settled(self) -> bool:
         """Whether all that is wanted is there, and nothing else."""
-        upgrading = self.upgrade is not None and self.upgrade.state == "running"
-        return not upgrading and all(worker.phase == "ready" for worker in self.workers)
+        return not self.is_upgrading and all(worker.phase is Phase.READY for worker in self.workers)
 
 
 AnyRequest: TypeAlias = GetStatus | Scale | DrainWorker | UpgradeCluster | Stop

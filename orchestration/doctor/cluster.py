@@ -10,8 +10,8 @@ from splitserve.common.errors import ConfigError
 from splitserve.common.security import SocketSecurity
 from splitserve.orchestration.doctor.http import Endpoint
 from splitserve.orchestration.doctor.worker_checks import MAX_CLOCK_OFFSET_SECONDS
-from splitserve.orchestration.doctor.workers import CONNECTING, is_stale, pairs
-from splitserve.protocol.cluster_report import ClusterReport, WorkerReport
+from splitserve.orchestration.doctor.workers import is_stale, pairs
+from splitserve.protocol.cluster_report import ClusterReport, WorkerReport, WorkerState
 
 POLL_SECONDS = 0.2
 MARGIN_SECONDS = 1.0
@@ -100,7 +100,7 @@ def _may_pass(report: ClusterReport) -> bool:
     """Whether something isn't as it should be that may only not be so yet."""
     return (
         not report.workers
-        or any(worker.state == CONNECTING for worker in report.workers)
+        or any(worker.state is WorkerState.CONNECTING for worker in report.workers)
         or any(link is None or not link.transport for _, _, link in pairs(report))
         or any(abs(worker.clock_offset_seconds or 0.0) > MAX_CLOCK_OFFSET_SECONDS for worker in report.workers)
     )

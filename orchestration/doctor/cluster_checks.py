@@ -9,8 +9,8 @@ from splitserve.orchestration.doctor.worker_checks import (
     check_worker_limits,
     check_worker_memory,
 )
-from splitserve.orchestration.doctor.workers import CONNECTING, is_stale, name_of, pairs
-from splitserve.protocol.cluster_report import ClusterReport, WorkerReport
+from splitserve.orchestration.doctor.workers import is_stale, name_of, pairs
+from splitserve.protocol.cluster_report import ClusterReport, WorkerReport, WorkerState
 
 
 def cluster_checks(report: ClusterReport, wanted_transport: str = "", secret_fits: bool | None = None) -> list[Check]:
@@ -86,7 +86,7 @@ def check_connections(report: ClusterReport) -> Check:
             _REACH.format(address=worker.info.endpoint),
         )
         for worker in report.workers
-        if worker.state == CONNECTING and not is_stale(worker, report)
+        if worker.state is WorkerState.CONNECTING and not is_stale(worker, report)
     ]
     num_links = 0
     for sink, source, link in pairs(report):

@@ -25,6 +25,7 @@ from splitserve.common.errors import SplitserveError
 from splitserve.orchestration.cli.client import LocalClient, status_of
 from splitserve.orchestration.cli.options import cluster_spec, flag_of
 from splitserve.orchestration.cluster.launcher import LocalCluster
+from splitserve.orchestration.cluster.roster import Phase
 from splitserve.orchestration.control.requests import ClusterStatus
 from splitserve.orchestration.control.state_folder import known_clusters
 from splitserve.orchestration.doctor.cluster import settled_report, shows_right_secret
@@ -42,8 +43,8 @@ from splitserve.orchestration.doctor.plan import spec_checks
 from splitserve.orchestration.doctor.probe import look_by_probe
 from splitserve.orchestration.doctor.report import Check, Diagnosis, Problem, check, skipped
 from splitserve.orchestration.doctor.transport_checks import check_transports
-from splitserve.orchestration.spec.cluster_spec import ClusterSpec, PoolSpec
-from splitserve.orchestration.spec.expansion import API_KEY_VARIABLE, SECRET_VARIABLE, read_secret, resolve_secrets
+from splitserve.orchestration.spec.cluster_spec import API_KEY_VARIABLE, SECRET_VARIABLE, ClusterSpec, PoolSpec
+from splitserve.orchestration.spec.expansion import read_secret, resolve_secrets
 from splitserve.orchestration.spec.shorthand import simple_spec
 from splitserve.protocol.config import EngineConfig, ProtocolConfig
 
@@ -146,7 +147,7 @@ def _port_of(url: str) -> str:
 def _launcher_problems(status: ClusterStatus) -> Iterator[Problem]:
     logs = f"`splitserve logs --name {status.name} {{worker}}` says more"
     for worker in status.workers:
-        if worker.phase != "ready" and worker.last_words:
+        if worker.phase is not Phase.READY and worker.last_words:
             yield Problem(
                 "worker_restarts",
                 f"{worker.name} is {worker.phase}; it was started again {worker.num_restarts} times, and ended: "
@@ -169,7 +170,7 @@ def _this_machine(options: argparse.Namespace, diagnosis: Diagnosis) -> Iterator
     yield check_port(host, port, port_user(host, port), asked_for=asked_for)
     if spec is not None:
         yield look_at_model(spec.model.path, spec.model.load_format)
-        plan = list(spec_checks(spec, facts, str if options.spec else lambda place: flag_of(place, options)))
+        plan = list(spec_checks(spec, facts, str if options.spec else flag_of))
         yield from plan
         if any(each.name == "plan" and each.problems for each in plan):
             yield skipped("probe", "the plan above can't be started")

@@ -16,9 +16,8 @@ from splitserve.common.errors import SplitserveError
 from splitserve.orchestration.doctor.http import Endpoint
 from splitserve.orchestration.doctor.machine import TorchFacts, ask_torch
 from splitserve.orchestration.doctor.report import Check, Problem, check, skipped
-from splitserve.orchestration.doctor.workers import READY
 from splitserve.orchestration.spec.sizes import format_bytes
-from splitserve.protocol.cluster_report import ClusterReport
+from splitserve.protocol.cluster_report import ClusterReport, WorkerState
 from splitserve.protocol.request import Role
 
 NUM_BLOCKS = 32
@@ -59,7 +58,7 @@ class Probe:
 
 def probe_shape(report: ClusterReport) -> Shape | None:
     """A prompt that every worker has room for; None if there is none."""
-    infos = [worker.info for worker in report.workers if worker.state == READY]
+    infos = [worker.info for worker in report.workers if worker.state is WorkerState.READY]
     if not infos:
         return None
     block_size = infos[0].layout.block_size
@@ -139,7 +138,7 @@ def _describe_path(probe: Probe) -> str:
 
 def _path_problems(report: ClusterReport, probe: Probe) -> Iterator[Problem]:
     route = probe.routes[0]
-    roles = {worker.info.role for worker in report.workers if worker.state == READY}
+    roles = {worker.info.role for worker in report.workers if worker.state is WorkerState.READY}
     if {Role.PREFILL, Role.DECODE} <= roles and Role.MIXED not in roles and not probe.handover:
         failed = "; ".join(f"{each['worker']}: {each['reason']}" for each in route["failed_attempts"])
         yield Problem(

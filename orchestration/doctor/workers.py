@@ -2,22 +2,18 @@
 
 from collections.abc import Iterator
 
-from splitserve.protocol.cluster_report import ClusterReport, WorkerReport
+from splitserve.protocol.cluster_report import ClusterReport, WorkerReport, WorkerState
 from splitserve.protocol.messages.membership import PeerLink
 from splitserve.protocol.request import Role
 
-READY = "ready"  # as the router writes it, and the others
-CONNECTING = "connecting"
-LOST = "lost"
-
 
 def is_stale(worker: WorkerReport, report: ClusterReport) -> bool:
-    return worker.state == LOST or worker.silent_seconds > report.dead_after_seconds
+    return worker.state is WorkerState.LOST or worker.silent_seconds > report.dead_after_seconds
 
 
 def pairs(report: ClusterReport) -> Iterator[tuple[WorkerReport, WorkerReport, PeerLink | None]]:
     """Each decode worker with each prefill worker that it may be told to read from, both ready, and its link."""
-    ready = [worker for worker in report.workers if worker.state == READY and not is_stale(worker, report)]
+    ready = [worker for worker in report.workers if worker.state is WorkerState.READY and not is_stale(worker, report)]
     for sink in (worker for worker in ready if worker.info.role is Role.DECODE):
         links = {link.peer: link for link in sink.links}
         for source in (worker for worker in ready if worker.info.role is Role.PREFILL):

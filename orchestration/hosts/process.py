@@ -16,7 +16,7 @@ from splitserve.orchestration.cluster.host import ChildExited, ChildProgress, Ev
 from splitserve.orchestration.hosts.child import Config, Order, Progress
 from splitserve.orchestration.hosts.log_files import keep_short, open_log
 from splitserve.orchestration.hosts.shared_memory import SharedMemoryFolder
-from splitserve.orchestration.spec.expansion import API_KEY_VARIABLE, SECRET_VARIABLE
+from splitserve.orchestration.spec.cluster_spec import API_KEY_VARIABLE, SECRET_VARIABLE
 from splitserve.protocol.config import LMCacheConfig, RouterConfig, WorkerConfig
 
 # Threads of an OpenMP pool spin before they sleep. libgomp's default of 300,000 turns holds a core for so long

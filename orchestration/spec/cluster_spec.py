@@ -5,8 +5,6 @@ options of ``splitserve serve`` are a shorthand for it (:mod:`.shorthand`). Secr
 variable or a file), never values. Whatever can't work is refused with the place in the document and a remedy.
 """
 
-import typing
-from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -14,17 +12,12 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from splitserve.common.errors import CheckpointError, ConfigError
+from splitserve.orchestration.cli.option_types import absolute_path, address
 from splitserve.orchestration.spec.sizes import parse_bytes
-from splitserve.protocol.config import (
-    ATTENTION_BACKENDS,
-    DEVICES,
-    DTYPES,
-    KV_CACHE_DTYPES,
-    EngineConfig,
-    LMCacheConfig,
-    ProtocolConfig,
-    RouterConfig,
-)
+from splitserve.protocol.config import PLACEMENT_POLICIES, LMCacheConfig, ProtocolConfig, RouterConfig
+from splitserve.protocol.engine_config import ENDPOINT, WORKERS, Device, Dtype, EngineConfig, LoadFormat
+from splitserve.protocol.request import Role
+from splitserve.protocol.settings import Setting, description_of, hints_of, setting_of
 
 Name: TypeAlias = Annotated[str, Meta(pattern="^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
 Positive: TypeAlias = Annotated[int, Meta(ge=1)]
@@ -35,34 +28,31 @@ _ROUTER: dict[str, Any] = {field.name: field.default for field in msgspec.struct
 _LMCACHE: dict[str, Any] = {field.name: field.default for field in msgspec.structs.fields(LMCacheConfig)}
 MAX_BODY_MIB = 64
 _GIVEN_BACK_BYTES_PER_SECOND = 4 << 30  # 8 GiB of small pages took 1.3 s
-_CHOICES = {
-    "dtype": DTYPES,
-    "device": DEVICES,
-    "attention_backend": ATTENTION_BACKENDS,
-    "kv_cache_dtype": KV_CACHE_DTYPES,
-}
-# Fields of an EngineConfig that the document has elsewhere, or that aren't a user's to set.
-_ELSEWHERE = frozenset(
-    {
-        *("model", "served_model_name", "load_format", "max_model_len", "seed", "verify_kv"),
-        *("dtype", "device", "threads", "kv_memory_bytes", "gpu_memory_utilization", "tensor_parallel_size"),
-        *("host_kv_memory_bytes", "disk_kv_bytes", "lmcache_endpoint"),
-    }
-)
+API_KEY_VARIABLE = "SPLITSERVE_API_KEY"
+SECRET_VARIABLE = "SPLITSERVE_SECRET"  # noqa: S105 - a variable's name
+
+_ENGINE_HINTS = hints_of(EngineConfig)
+PLACES = {field: place for field, hint in _ENGINE_HINTS.items() if (place := setting_of(hint).place)}
+"""Locations of those fields of :class:`EngineConfig` that aren't below ``engine``; ``pools[]`` stands for each pool."""
 
 
-def _settings(name: str, config: type[Struct], left_out: Collection[str] = ()) -> Any:
-    """A struct with the fields of ``config``, all optional and none negative: it follows that class by itself."""
+def _engine(field: str) -> Meta:
+    """Return the description of a field of :class:`EngineConfig`, for the part of the document where it is set."""
+    return description_of(_ENGINE_HINTS[field])
+
+
+def _settings(name: str, config: type[Struct]) -> Any:
+    """Return a struct with the fields of ``config``, all optional: it follows that class by itself."""
     fields = []
-    for field, hint in typing.get_type_hints(config).items():
-        kind: Any = Annotated[hint, Meta(ge=0)] if hint in (int, float) else hint
-        kind = Literal[_CHOICES[field]] if field in _CHOICES else kind
-        if field not in left_out:
-            fields.append((field, kind | UnsetType, UNSET))
+    for field, hint in hints_of(config).items():
+        choices = setting_of(hint).choices
+        kind: Any = Literal[choices] if choices else hint.__origin__
+        if field not in PLACES:
+            fields.append((field, Annotated[kind, description_of(hint), setting_of(hint)] | UnsetType, UNSET))
     return msgspec.defstruct(name, fields, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
-EngineSettings: Any = _settings("EngineSettings", EngineConfig, _ELSEWHERE)
+EngineSettings: Any = _settings("EngineSettings", EngineConfig)
 ProtocolSettings: Any = _settings("ProtocolSettings", ProtocolConfig)
 
 
@@ -73,44 +63,36 @@ class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
 class ModelSpec(Part, frozen=True, kw_only=True):
     """The one model that the cluster serves."""
 
-    path: Annotated[str, Meta(min_length=1, description="Directory of a Hugging Face checkpoint, on every machine.")]
-    served_name: Annotated[str, Meta(description="Id that clients use; empty: the directory's name.")] = ""
-    load_format: Annotated[Literal["auto", "dummy"], Meta(description="dummy: random weights, for measuring.")] = "auto"
-    max_model_len: Annotated[int, Meta(ge=0, description="Context in tokens; 0: the model's own.")] = 0
-    seed: Annotated[int, Meta(description="Of dummy weights.")] = 0
+    path: Annotated[str, Meta(min_length=1), _engine("model")]
+    served_name: Annotated[str, _engine("served_model_name")] = ""
+    load_format: Annotated[LoadFormat, _engine("load_format")] = "auto"
+    max_model_len: Annotated[int, _engine("max_model_len")] = 0
+    seed: Annotated[int, _engine("seed")] = 0
 
 
 class MemorySpec(Part, frozen=True, kw_only=True):
     """How much memory a worker takes."""
 
-    kv: Annotated[int | str, Meta(description="Of KV, for each worker: bytes, or like 512MiB; 0: decide at start.")] = 0
-    host: Annotated[
-        int | str, Meta(description="Of the machine's own, for KV beyond that: bytes, or like 16GiB; 0: none.")
-    ] = 0
-    disk: Annotated[
-        int | str, Meta(description="Of files in engine.disk_kv_dir, for each worker: bytes, or like 64GiB, at most.")
-    ] = _DEFAULTS["disk_kv_bytes"]
-    gpu_utilization: Annotated[
-        float, Meta(gt=0, le=1, description="Share of a GPU's memory that a worker takes in all, unless kv is given.")
-    ] = _DEFAULTS["gpu_memory_utilization"]
+    kv: Annotated[int | str, _engine("kv_memory_bytes")] = _DEFAULTS["kv_memory_bytes"]
+    host: Annotated[int | str, _engine("host_kv_memory_bytes")] = _DEFAULTS["host_kv_memory_bytes"]
+    disk: Annotated[int | str, _engine("disk_kv_bytes")] = _DEFAULTS["disk_kv_bytes"]
+    gpu_utilization: Annotated[float, _engine("gpu_memory_utilization")] = _DEFAULTS["gpu_memory_utilization"]
 
 
 class LMCacheSpec(Part, frozen=True, kw_only=True):
     """An LMCache server on each machine, whose memory the workers there share. One is started, or is there already."""
 
-    endpoint: Annotated[
-        str, Meta(description="Of a server that runs already on each worker's machine; empty: one is started there.")
-    ] = ""
+    endpoint: Annotated[str, _engine("lmcache_endpoint")] = ""
     memory: Annotated[int | str, Meta(description="Shared memory of the server: bytes, or like 16GiB.")] = _LMCACHE[
         "memory_bytes"
     ]
-    chunk_tokens: Annotated[int, Meta(ge=1, description="KV is kept in pieces of this length.")] = _LMCACHE[
+    chunk_tokens: Annotated[int, Meta(ge=1, description="Tokens of each piece of KV that is kept.")] = _LMCACHE[
         "chunk_tokens"
     ]
-    port: Annotated[int, Meta(ge=0, lt=2**16, description="At the loopback address; 0 takes a free one.")] = 0
+    port: Annotated[int, Meta(ge=0, le=2**16 - 1, description="Port at the loopback address; 0 takes a free one.")] = 0
     backends: Annotated[
         list[dict[str, Any]],
-        Meta(description="What LMCache's --l2-adapter takes, like {type: fs, base_path: /var/cache/lmcache}."),
+        Meta(description="Objects that LMCache's --l2-adapter takes, like {type: fs, base_path: /var/cache/lmcache}."),
     ] = []
     environment: Annotated[
         str, Meta(description="Directory of the virtual environment with LMCache; empty: beside our own.")
@@ -132,10 +114,14 @@ class PlacementSpec(Part, frozen=True, kw_only=True):
     """Overrides of the plan of cores and devices, which `serve` and `up` print at the start."""
 
     pin: Annotated[bool, Meta(description="Bind workers to NUMA nodes, and threads to cores, where that helps.")] = True
-    numa_node: Annotated[NotNegative | None, Meta(description="Of all workers of the pool.")] = None
+    numa_node: Annotated[NotNegative | None, Meta(description="NUMA node of all workers of the pool.")] = None
     cores: Annotated[list[str], Meta(description="Hardware threads of each worker in turn, like ['0-7', '8-15'].")] = []
-    transfer_cores: Annotated[list[str], Meta(description="Those of them that move KV, of each worker in turn.")] = []
-    num_transfer_cores: Annotated[NotNegative | None, Meta(description="How many, if not which.")] = None
+    transfer_cores: Annotated[
+        list[str], Meta(description="Hardware threads among them that move KV, of each worker in turn.")
+    ] = []
+    num_transfer_cores: Annotated[
+        NotNegative | None, Meta(description="Number of transfer cores, where they aren't named.")
+    ] = None
     nic: Annotated[str, Meta(description="Network device, as UCX calls it; empty: UCX's own choice.")] = ""
 
 
@@ -143,35 +129,50 @@ class PoolSpec(Part, frozen=True, kw_only=True):
     """Workers of one kind."""
 
     name: Annotated[Name, Meta(description="Workers are called NAME-0, NAME-1, ...")]
-    role: Annotated[Literal["prefill", "decode", "mixed"], Meta(description="mixed: both phases.")]
+    role: Annotated[Role, Meta(description="Phase that the workers compute; mixed: both.")]
     count: Annotated[int, Meta(ge=0, le=4096, description="Number of workers.")] = 1
-    tensor_parallel_size: Annotated[int, Meta(ge=1, le=64, description="GPUs (ranks) of each worker, on one node.")] = 1
-    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="auto: CUDA where there is one.")] = "auto"
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
-        Meta(description="Of weights and KV; auto: the checkpoint's. All pools must agree."),
-    ] = "auto"
+    tensor_parallel_size: Annotated[int, _engine("tensor_parallel_size")] = _DEFAULTS["tensor_parallel_size"]
+    device: Annotated[Device, _engine("device")] = "auto"
+    dtype: Annotated[Dtype, _engine("dtype")] = "auto"
     memory: MemorySpec = MemorySpec()
     lmcache: Annotated[bool, Meta(description="Whether the workers use the cluster's LMCache server.")] = True
-    threads: Annotated[int, Meta(ge=0, description="Per worker; 0 splits a machine's cores between its workers.")] = 0
+    threads: Annotated[int, _engine("threads")] = _DEFAULTS["threads"]
     engine: EngineSettings = EngineSettings()
     nodes: NodeSpec = NodeSpec()
     placement: PlacementSpec = PlacementSpec()
-    environment: Annotated[dict[str, str], Meta(description="Added to the workers' environment.")] = {}
+    environment: Annotated[dict[str, str], Meta(description="Variables added to the workers' environment.")] = {}
 
 
 class RouterSpec(Part, frozen=True, kw_only=True):
     """The HTTP endpoint and how requests are placed."""
 
-    host: Annotated[str, Meta(min_length=1, description="Address to bind.")] = _ROUTER["host"]
-    port: Annotated[int, Meta(ge=0, lt=2**16, description="Port to bind; 0 takes a free one.")] = _ROUTER["port"]
-    policy: Annotated[str, Meta(description="How requests are placed.")] = _ROUTER["policy"]
-    max_requests_in_flight: Annotated[int, Meta(ge=1, description="Beyond that clients get 429.")] = _ROUTER[
-        "max_requests_in_flight"
-    ]
-    max_body_mib: Annotated[int, Meta(ge=1, le=MAX_BODY_MIB, description="Beyond that a request's body gets 413.")] = (
-        _ROUTER["max_body_mib"]
+    host: Annotated[
+        str,
+        Meta(min_length=1, description="Address that the endpoint binds."),
+        Setting(flags=("--host",), parse=address, group=ENDPOINT),
+    ] = _ROUTER["host"]
+    port: Annotated[
+        int,
+        Meta(ge=0, le=2**16 - 1, description="Port that the endpoint binds; 0 takes a free one."),
+        Setting(flags=("--port",), group=ENDPOINT),
+    ] = _ROUTER["port"]
+    policy: Annotated[
+        str,
+        Meta(description="How requests are placed."),
+        Setting(flags=("--policy",), choices=PLACEMENT_POLICIES, group=ENDPOINT),
+    ] = _ROUTER["policy"]
+    max_requests_in_flight: Annotated[int, Meta(ge=1, description="Requests in flight; clients get 429 beyond.")] = (
+        _ROUTER["max_requests_in_flight"]
     )
+    max_body_mib: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=MAX_BODY_MIB,
+            description="Largest body of a request (413 beyond); parsing one MiB can hold all streams for 10 ms.",
+        ),
+        Setting(flags=("--max-body-mib",), metavar="MIB", group=ENDPOINT),
+    ] = _ROUTER["max_body_mib"]
     nodes: NodeSpec = NodeSpec()
 
 
@@ -179,19 +180,32 @@ class NetworkSpec(Part, frozen=True, kw_only=True):
     """The address at which a process is reached by the others: each process binds one of its own machine."""
 
     host: Annotated[
-        str, Meta(description="Address to bind; empty: 127.0.0.1 on one machine, the node's own address on Ray.")
+        str,
+        Meta(
+            description="Address that workers and membership bind; empty: 127.0.0.1 on one machine, the node's own "
+            "address on Ray."
+        ),
+        Setting(flags=("--worker-host",), metavar="ADDRESS", group=WORKERS),
     ] = ""
-    interface: Annotated[str, Meta(description="Bind the address of this network interface, like eth0.")] = ""
-    ip_version: Annotated[Literal[4, 6], Meta(description="Which address of the interface.")] = 4
+    interface: Annotated[
+        str,
+        Meta(description="Network interface whose address they bind instead, like eth0."),
+        Setting(flags=("--interface",), metavar="NAME", group=WORKERS),
+    ] = ""
+    ip_version: Annotated[
+        Literal[4, 6],
+        Meta(description="Version of the interface's address."),
+        Setting(flags=("--ipv6",), const=6, group=WORKERS, help="bind the interface's IPv6 address, not its IPv4 one"),
+    ] = 4
 
 
 class ConnectorSpec(Part, frozen=True, kw_only=True):
     """What moves KV blocks between workers."""
 
-    name: Literal["nixl"] = "nixl"
+    name: Annotated[Literal["nixl"], Meta(description="Library that moves KV.")] = "nixl"
     transports: Annotated[list[str], Meta(description="UCX transports, like [tcp]; empty: UCX's own choice.")] = []
     devices: Annotated[list[str], Meta(description="UCX network devices, like [mlx5_0:1]; empty: UCX's choice.")] = []
-    verify_kv: Annotated[bool, Meta(description="Digest blocks on both sides of each hand-over.")] = False
+    verify_kv: Annotated[bool, _engine("verify_kv")] = False
 
 
 class ObjectivesSpec(Part, frozen=True, kw_only=True):
@@ -211,20 +225,50 @@ class SecretRef(Part, frozen=True, kw_only=True):
 class SecretsSpec(Part, frozen=True, kw_only=True):
     """References to secrets. Without one, SPLITSERVE_SECRET and SPLITSERVE_API_KEY count, where they are set."""
 
-    shared: Annotated[SecretRef | None, Meta(description="Protects what processes tell each other.")] = None
-    api_key: Annotated[SecretRef | None, Meta(description="What clients must show.")] = None
+    shared: Annotated[
+        SecretRef | None,
+        Meta(description="Secret that protects messages between processes, needed off loopback."),
+        Setting(
+            flags=("--secret-file",),
+            metavar="PATH",
+            parse=absolute_path,
+            group=WORKERS,
+            place="secrets.shared.file",
+            help="file with the secret that protects messages between processes, needed off loopback; "
+            f"empty: ${SECRET_VARIABLE}, else none",
+        ),
+    ] = None
+    api_key: Annotated[
+        SecretRef | None,
+        Meta(description="Key that /v1 and /admin require as 'Authorization: Bearer KEY'."),
+        Setting(
+            flags=("--api-key-file",),
+            metavar="PATH",
+            parse=absolute_path,
+            group=ENDPOINT,
+            place="secrets.api_key.file",
+            help="file with the key that /v1 and /admin require as 'Authorization: Bearer KEY'; "
+            f"empty: ${API_KEY_VARIABLE}, else none",
+        ),
+    ] = None
 
 
 class DevicesSpec(Part, frozen=True, kw_only=True):
     """GPUs of the machine. On Ray, Ray assigns them."""
 
-    share: Annotated[bool, Meta(description="Let workers have the same GPU; set memory.kv then.")] = False
+    share: Annotated[
+        bool,
+        Meta(description="Let workers have the same GPU; set their KV memory then."),
+        Setting(flags=("--share-gpus",), group=WORKERS),
+    ] = False
 
 
 class ClusterSpec(Part, frozen=True, kw_only=True):
     """A cluster that serves one model; :func:`.conversion.convert_spec` refuses one that can't work."""
 
-    name: Annotated[Name, Meta(description="Of the cluster: what `splitserve status --name` takes.")] = "default"
+    name: Annotated[Name, Meta(description="Name of the cluster, for `splitserve status --name` and others.")] = (
+        "default"
+    )
     model: ModelSpec
     pools: Annotated[list[PoolSpec], Meta(min_length=1)]
     engine: Annotated[EngineSettings, Meta(description="For all pools; a pool's own win.")] = EngineSettings()
@@ -260,27 +304,11 @@ class ClusterSpec(Part, frozen=True, kw_only=True):
 
     def engine_config(self, pool: PoolSpec) -> EngineConfig:
         """The engine's settings in ``pool``, without what differs between its workers."""
-        values: dict[str, Any] = {
-            "model": self.model.path,
-            "served_model_name": self.served_model_name,
-            "load_format": self.model.load_format,
-            "max_model_len": self.model.max_model_len,
-            "seed": self.model.seed,
-            "verify_kv": self.connector.verify_kv,
-            "dtype": pool.dtype,
-            "device": pool.device,
-            "threads": pool.threads,
-            "kv_memory_bytes": num_bytes_of(pool.memory.kv),
-            "host_kv_memory_bytes": num_bytes_of(pool.memory.host),
-            "disk_kv_bytes": num_bytes_of(pool.memory.disk),
-            "gpu_memory_utilization": pool.memory.gpu_utilization,
-            "lmcache_endpoint": self.lmcache.endpoint if self.lmcache and pool.lmcache else "",
-            **set_fields(self.engine),
-            **set_fields(pool.engine),
-        }
-        if "tensor_parallel_size" in _DEFAULTS:
-            values["tensor_parallel_size"] = pool.tensor_parallel_size
-        return EngineConfig(**values)
+        values = {field: value_at(self, pool, place) for field, place in PLACES.items()}
+        values |= {field: num_bytes_of(value) for field, value in values.items() if field.endswith("_bytes")}
+        values["served_model_name"] = self.served_model_name
+        values["lmcache_endpoint"] = self.lmcache.endpoint if self.lmcache and pool.lmcache else ""
+        return EngineConfig(**{**values, **set_fields(self.engine), **set_fields(pool.engine)})
 
     def give_back_seconds(self) -> float:
         """That a worker may take at its end to give back the largest host tier there is: pinned pages go slowly."""
@@ -306,6 +334,15 @@ class ClusterSpec(Part, frozen=True, kw_only=True):
     def describe(self) -> str:
         """Like ``2 prefill + 1 decode``."""
         return " + ".join(f"{pool.count} {pool.name}" for pool in self.pools if pool.count) or "no worker"
+
+
+def value_at(spec: ClusterSpec, pool: PoolSpec, place: str) -> Any:
+    """Return what ``spec`` has at ``place`` (below ``pools[]``: what ``pool`` has); None without that part."""
+    first, *names = place.split(".")
+    value = pool if first == "pools[]" else getattr(spec, first)
+    for name in names:
+        value = None if value is None else getattr(value, name)
+    return value
 
 
 class SpecError(ConfigError):

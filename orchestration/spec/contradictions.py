@@ -8,6 +8,9 @@ import msgspec
 
 from splitserve.common.errors import ConfigError
 from splitserve.orchestration.spec.cluster_spec import (
+    API_KEY_VARIABLE,
+    PLACES,
+    SECRET_VARIABLE,
     ClusterSpec,
     LMCacheSpec,
     MemorySpec,
@@ -17,27 +20,14 @@ from splitserve.orchestration.spec.cluster_spec import (
     num_bytes_of,
     set_fields,
 )
-from splitserve.protocol.config import PLACEMENT_POLICIES, SettingsError, protocol_problems
+from splitserve.protocol.config import PLACEMENT_POLICIES, protocol_problems
+from splitserve.protocol.engine_config import SettingsError
 from splitserve.protocol.request import Role
 
 # What a process gets from its launcher; a document that sets them would contradict it.
 MANAGED_VARIABLES = frozenset(
-    {"SPLITSERVE_SECRET", "SPLITSERVE_API_KEY", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "UCX_TLS", "UCX_NET_DEVICES"}
+    {SECRET_VARIABLE, API_KEY_VARIABLE, "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "UCX_TLS", "UCX_NET_DEVICES"}
 )
-_PLACES_IN_POOL = {
-    **{field: f".{field}" for field in ("dtype", "device", "threads", "tensor_parallel_size")},
-    "kv_memory_bytes": ".memory.kv",
-    "host_kv_memory_bytes": ".memory.host",
-    "disk_kv_bytes": ".memory.disk",
-    "gpu_memory_utilization": ".memory.gpu_utilization",
-}
-_PLACES_OUTSIDE = {
-    "model": "model.path",
-    "served_model_name": "model.served_name",
-    **{field: f"model.{field}" for field in ("load_format", "max_model_len", "seed")},
-    "verify_kv": "connector.verify_kv",
-    "lmcache_endpoint": "lmcache.endpoint",
-}
 
 
 def contradictions(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
@@ -87,21 +77,21 @@ def _lmcache_problems(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
 
 
 def _missing_roles(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
-    numbers = Counter({role.value: 0 for role in Role})
+    numbers = Counter(dict.fromkeys(Role, 0))
     for pool in spec.pools:
         numbers[pool.role] += pool.count
     if not spec.num_workers:
         yield "pools", "no workers: raise the count of a pool"
-    elif numbers["prefill"] and not numbers["decode"]:
+    elif numbers[Role.PREFILL] and not numbers[Role.DECODE]:
         yield (
             "pools",
-            f"{numbers['prefill']} prefill and no decode worker: nobody would generate; add a decode pool "
+            f"{numbers[Role.PREFILL]} prefill and no decode worker: nobody would generate; add a decode pool "
             "(--decode N), or use mixed workers, which do both (--mixed N)",
         )
-    elif numbers["decode"] and not numbers["prefill"]:
+    elif numbers[Role.DECODE] and not numbers[Role.PREFILL]:
         yield (
             "pools",
-            f"{numbers['decode']} decode and no prefill worker: nobody would compute prompts; add a prefill pool "
+            f"{numbers[Role.DECODE]} decode and no prefill worker: nobody would compute prompts; add a prefill pool "
             "(--prefill N), or use mixed workers, which do both (--mixed N)",
         )
 
@@ -135,10 +125,8 @@ def _pool_problems(spec: ClusterSpec, pool: PoolSpec, place: str) -> Iterator[tu
 
 def place_of(spec: ClusterSpec, pool: PoolSpec, pool_place: str, field: str) -> str:
     """Where the document sets the ``field`` of an :class:`EngineConfig` for ``pool``, which is at ``pool_place``."""
-    if field in _PLACES_OUTSIDE:
-        return _PLACES_OUTSIDE[field]
-    if field in _PLACES_IN_POOL:
-        return f"{pool_place}{_PLACES_IN_POOL[field]}"
+    if field in PLACES:
+        return PLACES[field].replace("pools[]", pool_place)
     is_for_all = field in set_fields(spec.engine) and field not in set_fields(pool.engine)
     return f"{'' if is_for_all else f'{pool_place}.'}engine.{field}"
 

@@ -13,6 +13,8 @@ import msgspec
 from splitserve.orchestration.cli.command_parser import closest
 from splitserve.orchestration.spec.cluster_spec import ClusterSpec, SecretRef, SpecError
 from splitserve.orchestration.spec.contradictions import contradictions
+from splitserve.protocol.request import Role
+from splitserve.protocol.settings import choices_of, plain_types
 
 STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")  # of a place: a key, or an index
 MAX_PROBLEMS = 100
@@ -30,9 +32,9 @@ _SOME_VALUE = "..."  # in msgspec's places: of a mapping
 _UNKNOWN = "there is no such setting"
 _PLACEHOLDERS: dict[Any, Any] = {
     "model": {"path": "."},
-    "pools": [{"name": "placeholder", "role": "mixed"}],
+    "pools": [{"name": "placeholder", "role": Role.MIXED.value}],
     "path": ".",
-    "role": "mixed",
+    "role": Role.MIXED.value,
 }
 
 
@@ -132,7 +134,7 @@ def _repair(document: Any, fault: _FaultError) -> bool:
         case ("model" | "pools" as name,):
             document[name] = copy.deepcopy(_PLACEHOLDERS[name])
         case ("pools", int(index)):
-            document["pools"][index] = {"name": f"placeholder-{index}", "role": "mixed"}
+            document["pools"][index] = {"name": f"placeholder-{index}", "role": Role.MIXED.value}
         case ("pools", int(index), "name"):
             document["pools"][index]["name"] = f"placeholder-{index}"
         case ("model", "path") | ("pools", int(), "role"):
@@ -175,7 +177,7 @@ def _explain(text: str, steps: Steps, kind: Any) -> str:
     if steps[:1] == ("secrets",) and kind is not None and _is_struct(kind, SecretRef) and "got `" in text:
         return "give a reference, like {env: NAME} or {file: PATH}: secrets are never written into a spec"
     if (choice := re.match(r"Invalid enum value (.*)", text)) is not None:
-        choices = [str(each) for each in _choices(kind)]
+        choices = [str(each) for each in choices_of(kind)]
         close = closest(choice[1].strip("'"), choices)
         return f"is {choice[1]};{f' did you mean {close}?' if close else ''} choose one of {', '.join(choices)}"
     if (pattern := re.match(r"Expected `str` matching regex '(.*)'", text)) is not None:
@@ -203,34 +205,19 @@ def _kind_at(steps: Steps) -> Any:
     kind: Any = ClusterSpec
     for step in steps:
         if isinstance(step, int) or step == _SOME_VALUE:
-            arguments = [each for part in _parts(kind) for each in typing.get_args(part)]
+            arguments = [each for part in plain_types(kind) for each in typing.get_args(part)]
             kind = arguments[-1] if arguments else None
         else:
             kind = _fields(kind).get(step)
     return kind
 
 
-def _parts(kind: Any) -> list[Any]:
-    """``kind`` without annotations, and what a union is made of."""
-    if hasattr(kind, "__metadata__"):
-        return _parts(kind.__origin__)
-    if typing.get_origin(kind) is typing.Union or type(kind).__name__ == "UnionType":
-        return [part for argument in typing.get_args(kind) for part in _parts(argument)]
-    return [kind]
-
-
 def _is_struct(kind: Any, struct: type[msgspec.Struct]) -> bool:
-    return any(part is struct for part in _parts(kind))
+    return any(part is struct for part in plain_types(kind))
 
 
 def _fields(kind: Any) -> dict[str, Any]:
-    for part in _parts(kind):
+    for part in plain_types(kind):
         if isinstance(part, type) and issubclass(part, msgspec.Struct):
             return typing.get_type_hints(part, include_extras=True)
     return {}
-
-
-def _choices(kind: Any) -> list[Any]:
-    return [
-        value for part in _parts(kind) if typing.get_origin(part) is typing.Literal for value in typing.get_args(part)
-    ]

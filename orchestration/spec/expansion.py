@@ -8,13 +8,17 @@ from secrets import token_hex
 import msgspec
 
 from splitserve.common.errors import ConfigError
-from splitserve.orchestration.spec.cluster_spec import ClusterSpec, PoolSpec, SecretRef
+from splitserve.orchestration.spec.cluster_spec import (
+    API_KEY_VARIABLE,
+    SECRET_VARIABLE,
+    ClusterSpec,
+    PoolSpec,
+    SecretRef,
+)
 from splitserve.orchestration.spec.small_files import read_small_file
 from splitserve.protocol.config import Confidential, CorePlacement, RouterConfig, WorkerConfig
 from splitserve.protocol.request import Role
 
-SECRET_VARIABLE = "SPLITSERVE_SECRET"  # noqa: S105 - a variable's name
-API_KEY_VARIABLE = "SPLITSERVE_API_KEY"
 MAX_SECRET_BYTES = 4096
 RANDOM_SECRET_BYTES = 32
 

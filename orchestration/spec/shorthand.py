@@ -5,17 +5,7 @@ from typing import Any
 from msgspec import Struct, structs, to_builtins
 
 from splitserve.common.errors import ConfigError
-from splitserve.orchestration.spec.cluster_spec import (
-    ClusterSpec,
-    ConnectorSpec,
-    EngineSettings,
-    LMCacheSpec,
-    MemorySpec,
-    ModelSpec,
-    PoolSpec,
-    ProtocolSettings,
-    RouterSpec,
-)
+from splitserve.orchestration.spec.cluster_spec import PLACES, ClusterSpec, EngineSettings, ProtocolSettings, RouterSpec
 from splitserve.orchestration.spec.conversion import convert_spec
 from splitserve.protocol.config import EngineConfig, ProtocolConfig, RouterConfig
 from splitserve.protocol.request import Role
@@ -57,45 +47,35 @@ def simple_spec(
     for flag, name in (("--disk-kv-size", "disk_kv_bytes"), ("--disk-kv-backend", "disk_kv_backend")):
         if not engine.disk_kv_dir and getattr(engine, name) != _ENGINE[name]:
             raise ConfigError(f"{flag} is for KV in files: say where, with --disk-kv-dir")
-    pools = [_pool(engine, role, number, ranks.get(role, 0)) for role, number in numbers.items() if number]
-    spec = ClusterSpec(
-        model=ModelSpec(
-            path=engine.model,
-            served_name=engine.served_model_name,
-            load_format=engine.load_format,  # type: ignore[arg-type]
-            max_model_len=engine.max_model_len,
-            seed=engine.seed,
-        ),
-        pools=pools,
-        engine=_settings_of(EngineSettings, engine),
-        protocol=_settings_of(ProtocolSettings, protocol),
-        **{
-            "router": RouterSpec(port=port),
-            "connector": ConnectorSpec(verify_kv=engine.verify_kv),
-            "lmcache": LMCacheSpec(endpoint=engine.lmcache_endpoint) if engine.lmcache_endpoint else None,
-            **parts,
-        },
-    )
-    return convert_spec(to_builtins(spec))  # constructors check no bounds
+    document: dict[str, Any] = {
+        "router": RouterSpec(port=port),
+        **parts,
+        "pools": [_pool(engine, role, number, ranks.get(role, 0)) for role, number in numbers.items() if number],
+        "engine": _settings_of(EngineSettings, engine),
+        "protocol": _settings_of(ProtocolSettings, protocol),
+    }
+    document = to_builtins(document)  # constructors check no bounds
+    for field, place in PLACES.items():
+        if place.partition(".")[0] not in ("pools[]", *parts) and (value := getattr(engine, field)) != _ENGINE[field]:
+            put(document, place, value)
+    return convert_spec(document)
 
 
-def _pool(engine: EngineConfig, role: Role, count: int, num_ranks: int) -> PoolSpec:
-    """``num_ranks``: of each worker; 0: as many as the engine says."""
-    return PoolSpec(
-        name=role.value,
-        role=role.value,
-        count=count,
-        tensor_parallel_size=num_ranks or engine.tensor_parallel_size,
-        device=engine.device,  # type: ignore[arg-type]  # checked by EngineConfig
-        dtype=engine.dtype,  # type: ignore[arg-type]
-        memory=MemorySpec(
-            kv=engine.kv_memory_bytes,
-            host=engine.host_kv_memory_bytes,
-            disk=engine.disk_kv_bytes,
-            gpu_utilization=engine.gpu_memory_utilization,
-        ),
-        threads=engine.threads,
-    )
+def _pool(engine: EngineConfig, role: Role, count: int, num_ranks: int) -> dict[str, Any]:
+    """Return a pool of ``engine``'s settings; ``num_ranks``: of each worker, 0: as many as the engine says."""
+    pool: dict[str, Any] = {"name": role.value, "role": role.value, "count": count}
+    for field, place in PLACES.items():
+        if place.startswith("pools[]."):
+            put(pool, place.removeprefix("pools[]."), getattr(engine, field))
+    return {**pool, "tensor_parallel_size": num_ranks or engine.tensor_parallel_size}
+
+
+def put(document: dict[str, Any], place: str, value: Any) -> None:
+    """Set what is at ``place`` of a cluster spec's document, like ``router.port``."""
+    *outer, name = place.split(".")
+    for each in outer:
+        document = document.setdefault(each, {})
+    document[name] = value
 
 
 def _settings_of(kind: Any, config: Struct) -> Any:

@@ -3,7 +3,7 @@
 import re
 
 from splitserve.common.errors import ConfigError
-from splitserve.protocol.config import MAX_MEMORY_BYTES
+from splitserve.protocol.engine_config import MAX_MEMORY_BYTES
 
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmgt]?)(?P<binary>i?)(?P<byte>b?)", re.IGNORECASE)

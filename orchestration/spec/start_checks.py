@@ -32,7 +32,7 @@ from splitserve.orchestration.spec.cluster_spec import (
 from splitserve.orchestration.spec.contradictions import place_of
 from splitserve.orchestration.spec.expansion import read_secret, resolve_shared_secret
 from splitserve.orchestration.spec.sizes import format_bytes
-from splitserve.protocol.config import DEVICE_DEFAULTS, machine_problems
+from splitserve.protocol.engine_config import DEVICE_DEFAULTS, machine_problems
 
 Problem: TypeAlias = tuple[str, str]
 """A place in the spec, and what is wrong there."""

@@ -33,7 +33,7 @@ def cluster_report(config: RouterConfig, fleet: Fleet, now: float) -> ClusterRep
 def _worker_report(record: WorkerRecord, now: float) -> WorkerReport:
     return WorkerReport(
         info=record.info,
-        state=record.state.value,
+        state=record.state,
         silent_seconds=now - record.last_heard,
         num_heartbeats=record.num_heartbeats,
         load=record.load,

@@ -1,50 +1,27 @@
 """Prometheus metrics of the router and, from their last heartbeats, of the workers."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeAlias
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from splitserve.protocol.messages.membership import TierLoad, WorkerLoad
-from splitserve.router.links.membership import WorkerRecord, WorkerState
+from splitserve.protocol.cluster_report import WorkerState
+from splitserve.protocol.counters import Counter as CounterField
+from splitserve.protocol.counters import TierLoad, WorkerLoad, metrics_of
+from splitserve.router.links.membership import WorkerRecord
+from splitserve.router.requests.effects import Count, CountTokens, Observe
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
 _HANDOVER_BUCKETS = (0.0005, 0.001, 0.002, 0.003, 0.004, 0.006, 0.01, 0.02, 0.04, 0.1, 0.25, 1, 5)
 _E2E_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
-_LOAD_COUNTERS = frozenset(
-    {
-        "steps",
-        "prompt_tokens",
-        "output_tokens",
-        "prefix_hit_tokens",
-        "preemptions",
-        "handovers",
-        "handover_bytes",
-        "handover_failures",
-        "stale_messages",
-        "undeliverable_messages",
-        "malformed_messages",
-        "kv_mismatches",
-        "reads_direct",
-        "reads_layers",
-        "reads_staged",
-        "reads_gathered",
-        "reads_mapped",
-        "reads_kernel",
-        "tier_stored_blocks",
-        "tier_loaded_blocks",
-        "tier_failures",
-        "peer_prefixes",
-        "peer_prefix_blocks",
-        "peer_prefix_failures",
-        "other_copies",
-        "host_offered_blocks",
-        "reads_repeated",
-    }
-)
+_LABELS = ("worker", "role")
+
+Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily
 
 
 class RouterMetrics:
@@ -95,7 +72,7 @@ class RouterMetrics:
         self.ladder_steps = Counter(
             "splitserve_ladder_steps",
             "Attempts that failed, by what came next (handover, local, gave_up) and why",
-            ["rung", "reason"],
+            ("rung", "reason"),
             registry=registry,
         )
         self.stale_messages = _counter(registry, "stale_messages", "Messages dropped: old attempt, incarnation, ended")
@@ -111,27 +88,39 @@ class RouterMetrics:
         )
 
     def watch_workers(self, records: Callable[[], list[WorkerRecord]]) -> None:
-        self.registry.register(_WorkerCollector(records))
+        self.registry.register(WorkerCollector(records))
 
     def watch_requests(self, num_admitted: Callable[[], int], num_waiting: Callable[[], int]) -> None:
         self.requests_in_flight.set_function(num_admitted)
         self.requests_waiting.set_function(num_waiting)
 
+    # ---- effects of the core ----
+
+    def count(self, effect: Count) -> None:
+        counter = getattr(self, effect.metric)
+        (counter.labels(*effect.labels) if effect.labels else counter).inc(effect.amount)
+
+    def count_tokens(self, effect: CountTokens) -> None:
+        self.output_tokens.inc(effect.num_tokens)
+        (self.ttft_seconds if effect.are_first else self.itl_seconds).observe(effect.seconds)
+
+    def observe(self, effect: Observe) -> None:
+        getattr(self, effect.metric).observe(effect.seconds)
+
     def render(self) -> bytes:
         return generate_latest(self.registry)
 
 
-class _WorkerCollector(Collector):
-    """Gauges and counters per worker, read at scrape time."""
+class WorkerCollector(Collector):
+    """Gauges and counters per worker, read at scrape time from ``records``."""
 
     def __init__(self, records: Callable[[], list[WorkerRecord]]) -> None:
         self._records = records
 
-    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+    def collect(self) -> Iterator[Family]:
         records = self._records()
-        labels = ("worker", "role")
-        ready = GaugeMetricFamily("splitserve_worker_ready", "1 if the worker gets requests", labels=labels)
-        placed = GaugeMetricFamily("splitserve_worker_requests_in_flight", "Requests placed there", labels=labels)
+        ready = GaugeMetricFamily("splitserve_worker_ready", "1 if the worker gets requests", labels=_LABELS)
+        placed = GaugeMetricFamily("splitserve_worker_requests_in_flight", "Requests placed there", labels=_LABELS)
         for record in records:
             ready.add_metric(_labels(record), float(record.state is WorkerState.READY))
             placed.add_metric(_labels(record), record.num_requests)
@@ -139,27 +128,33 @@ class _WorkerCollector(Collector):
         yield placed
         yield _identities(records)
         yield from _links(records)
-        yield from _tiers(records)
-        for name in WorkerLoad.__struct_fields__:
-            if name == "tiers":
-                continue
-            family: CounterMetricFamily | GaugeMetricFamily
-            text = f"{name} of the worker's last heartbeat"
-            if name in _LOAD_COUNTERS:
-                family = CounterMetricFamily(f"splitserve_worker_{name}", text, labels=labels)
-            else:
-                family = GaugeMetricFamily(f"splitserve_worker_{name}", text, labels=labels)
-            for record in records:
-                family.add_metric(_labels(record), getattr(record.load, name))
-            yield family
+        loads = [(_labels(record), record.load) for record in records]
+        yield from _families("splitserve_worker", WorkerLoad, _LABELS, loads)
+        tiers = [((*_labels(record), tier.name), tier) for record in records for tier in record.load.tiers]
+        yield from _families("splitserve_tier", TierLoad, (*_LABELS, "tier"), tiers)
 
-    def describe(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
+    def describe(self) -> Iterable[Family]:
         return ()
+
+
+def _families(
+    prefix: str,
+    struct: type[msgspec.Struct],
+    labels: Sequence[str],
+    values: Sequence[tuple[tuple[str, ...], msgspec.Struct]],
+) -> Iterator[Family]:
+    """Yield a family for each annotated field of ``struct``; ``values`` are instances of it with their labels."""
+    for name, metric in metrics_of(struct).items():
+        kind = CounterMetricFamily if isinstance(metric, CounterField) else GaugeMetricFamily
+        family = kind(f"{prefix}_{name}", metric.help, labels=labels)
+        for label_values, load in values:
+            family.add_metric(label_values, getattr(load, name))
+        yield family
 
 
 def _identities(records: list[WorkerRecord]) -> GaugeMetricFamily:
     """Which process a worker is: what an operator needs to look at it, or to end it."""
-    labels = ("worker", "role", "incarnation", "endpoint", "pid", "kv_events_endpoint")
+    labels = (*_LABELS, "incarnation", "endpoint", "pid", "kv_events_endpoint")
     family = GaugeMetricFamily("splitserve_worker_info", "Always 1; the labels say who and where it is", labels=labels)
     for record in records:
         info = record.info
@@ -168,9 +163,9 @@ def _identities(records: list[WorkerRecord]) -> GaugeMetricFamily:
     return family
 
 
-def _links(records: list[WorkerRecord]) -> Iterator[GaugeMetricFamily]:
+def _links(records: list[WorkerRecord]) -> Iterator[Family]:
     """A transport that nobody intended costs a factor of a hundred, and nothing else shows it."""
-    labels = ("worker", "role", "peer", "transport")
+    labels = (*_LABELS, "peer", "transport")
     speed = GaugeMetricFamily(
         "splitserve_link_bytes_per_second", "One thread's large read of the peer's KV when connecting", labels=labels
     )
@@ -184,18 +179,6 @@ def _links(records: list[WorkerRecord]) -> Iterator[GaugeMetricFamily]:
             slow.add_metric(values, float(bool(link.problem)))
     yield speed
     yield slow
-
-
-def _tiers(records: list[WorkerRecord]) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-    """Each tier of each worker: docs/guides/tiers.md."""
-    labels = ("worker", "role", "tier")
-    for name in TierLoad.__struct_fields__[1:]:
-        kind = GaugeMetricFamily if name in ("slots", "blocks", "available") else CounterMetricFamily
-        family = kind(f"splitserve_tier_{name}", f"{name} of a tier, as of the last heartbeat", labels=labels)
-        for record in records:
-            for tier in record.load.tiers:
-                family.add_metric((*_labels(record), tier.name), getattr(tier, name))
-        yield family
 
 
 def _labels(record: WorkerRecord) -> tuple[str, str]:

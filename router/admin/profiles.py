@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 import msgspec
 
+from splitserve.protocol.cluster_report import WorkerState
 from splitserve.protocol.messages.requests import Profile, Profiled
 from splitserve.protocol.request import Party
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.links.fleet import Fleet
-from splitserve.router.links.membership import WorkerState
 
 MAX_STEPS = 100_000
 MAX_SECONDS = 600.0

@@ -7,6 +7,7 @@ values only. Limits that depend on the workers (context length, vocabulary) aren
 from typing import Any
 
 from splitserve import __version__
+from splitserve.protocol.request import FinishReason
 from splitserve.router.http.schema import NEUTRAL_ONLY, ChatCompletionRequest, CompletionRequest, GenerationRequest
 
 Json = dict[str, Any]
@@ -83,7 +84,8 @@ def _ready() -> Json:
 
 
 def _schemas(model_id: str) -> Json:
-    choice = {"index": _COUNT, "logprobs": {"type": "null"}, "finish_reason": {"enum": ["stop", "length"]}}
+    reasons = [reason.value for reason in FinishReason]
+    choice = {"index": _COUNT, "logprobs": {"type": "null"}, "finish_reason": {"enum": reasons}}
     message = _object({"role": {"const": "assistant"}, "content": _STRING, "refusal": {"type": "null"}})
     details = _object({"cached_tokens": _COUNT})
     usage = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), _COUNT)

@@ -14,6 +14,7 @@ import zmq
 
 from splitserve.common.errors import ConfigError, WireError
 from splitserve.common.security import SocketSecurity, check_exposure
+from splitserve.protocol.cluster_report import WorkerState
 from splitserve.protocol.config import RouterConfig
 from splitserve.protocol.messages.envelope import Body, Envelope
 from splitserve.protocol.messages.membership import (
@@ -31,7 +32,7 @@ from splitserve.protocol.wire import decode, encode
 from splitserve.router.admin.metrics import RouterMetrics
 from splitserve.router.links.kv_event_link import KVEventLink
 from splitserve.router.links.links import FailedHandshakes, LoopSocket, WorkerLink, bind_router_socket
-from splitserve.router.links.membership import MAX_WORKERS, Membership, WorkerState
+from splitserve.router.links.membership import MAX_WORKERS, Membership
 from splitserve.router.links.turned_away import UNKNOWN, TurnedAway
 from splitserve.router.placement.prefix_view import PrefixView
 

@@ -17,11 +17,12 @@ that the first one was given; a new incarnation replaces only one that is LOST. 
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from types import MappingProxyType
 
+from splitserve.protocol.cluster_report import WorkerState
+from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.memory_records import LayoutRecord
-from splitserve.protocol.messages.membership import PeerLink, WorkerInfo, WorkerLoad
+from splitserve.protocol.messages.membership import PeerLink, WorkerInfo
 from splitserve.protocol.request import Party
 from splitserve.router.placement.breaker import Breaker
 from splitserve.router.placement.policies import NO_LOAD, Disaggregated, Placed, RequestShape, Snapshot, WorkerView
@@ -29,13 +30,6 @@ from splitserve.router.placement.policies import NO_LOAD, Disaggregated, Placed,
 MAX_WORKERS = 4096
 MAX_REPLACED_INCARNATIONS = 4096
 _TOKEN_BYTES = 16
-
-
-class WorkerState(StrEnum):
-    CONNECTING = "connecting"
-    READY = "ready"
-    DRAINING = "draining"
-    LOST = "lost"
 
 
 @dataclass(frozen=True, slots=True)

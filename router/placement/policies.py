@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from splitserve.common.errors import ConfigError
-from splitserve.protocol.messages.membership import WorkerLoad
+from splitserve.protocol.config import PlacementPolicyName
+from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.request import Party, Role
 
 NO_LOAD = WorkerLoad()
@@ -168,7 +169,7 @@ def _why_not(snapshot: Snapshot, fitting: list[WorkerView], shape: RequestShape)
     return f"no ready {lacking} worker has room for a sequence of {shape.max_context_tokens} tokens"
 
 
-POLICIES: dict[str, Policy] = {"least-loaded": least_loaded}
+POLICIES: dict[str, Policy] = {PlacementPolicyName.LEAST_LOADED: least_loaded}
 
 
 def policy_by_name(name: str) -> Policy:

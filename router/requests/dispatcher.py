@@ -12,7 +12,6 @@ import logging
 import random
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -33,6 +32,7 @@ from splitserve.router.requests.effects import (
     Begun,
     CancelTimer,
     Count,
+    CountTokens,
     Deliver,
     Effect,
     Log,
@@ -74,11 +74,11 @@ class Dispatcher:
 
     def __init__(self, config: RouterConfig, metrics: RouterMetrics) -> None:
         self.config = config
-        self._metrics = metrics
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
         self._is_performing = False
-        self._effects: deque[Effect] = deque()
+        self._later: list[Effect] = []  # of events that came while effects were performed
+        self._num_questions = 0
         self._timers: dict[Timer, asyncio.TimerHandle] = {}
         self._inboxes: dict[str, tuple[Inbox, int]] = {}  # of requests that have begun, with their index there
         self._answers: dict[str, asyncio.Future[Limits | Refuse | None]] = {}  # None: the request has begun
@@ -96,8 +96,9 @@ class Dispatcher:
             Refuse: lambda effect: self._answer(effect.request_id, effect),
             SetTimer: self._set_timer,
             CancelTimer: self._cancel_timer,
-            Count: self._count,
-            Observe: self._observe,
+            Count: metrics.count,
+            CountTokens: metrics.count_tokens,
+            Observe: metrics.observe,
             Stale: lambda effect: self.fleet.drop_stale(effect.kind, effect.detail, effect.sender),
             Log: lambda effect: log.info("%s", effect.text),
         }
@@ -123,7 +124,8 @@ class Dispatcher:
 
         Raises :class:`ApiError` 503 if no worker comes in time, and :class:`ClientGoneError`.
         """
-        question_id = secrets.token_hex(12)
+        self._num_questions += 1
+        question_id = f"question-{self._num_questions}"
         limits = await self._ask(question_id, AskLimits(question_id, arrived_at), watch_client)
         assert isinstance(limits, Limits), "a question about limits is answered by limits"
         return limits
@@ -210,14 +212,16 @@ class Dispatcher:
 
         The clock is the event loop's, exact where the loop's own is a millisecond late: both are CLOCK_MONOTONIC.
         """
-        self._effects.extend(self.core.handle(event, time.monotonic()))
+        effects = self.core.handle(event, time.monotonic())
         if self._is_performing:
+            self._later += effects
             return
         self._is_performing = True
         try:
-            while self._effects:
-                effect = self._effects.popleft()
-                self._performers[type(effect)](effect)
+            while effects:
+                for effect in effects:
+                    self._performers[type(effect)](effect)
+                effects, self._later = self._later, []
         finally:
             self._is_performing = False
 
@@ -248,10 +252,3 @@ class Dispatcher:
     def _on_timer(self, timer: Timer) -> None:
         del self._timers[timer]
         self._handle(TimerFired(timer))
-
-    def _count(self, effect: Count) -> None:
-        counter = getattr(self._metrics, effect.metric)
-        (counter.labels(*effect.labels) if effect.labels else counter).inc(effect.amount)
-
-    def _observe(self, effect: Observe) -> None:
-        getattr(self._metrics, effect.metric).observe(effect.seconds)

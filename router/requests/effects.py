@@ -1,7 +1,7 @@
 """Effects that :class:`splitserve.router.requests.core.RouterCore` asks its driver for, to be performed in their
 order."""
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import TypeAlias
 
 import msgspec
@@ -68,6 +68,14 @@ class Count(msgspec.Struct, frozen=True, gc=False):
     amount: int = 1
 
 
+class CountTokens(msgspec.Struct, frozen=True, gc=False):
+    """Count tokens that go out together, and the time since the request's last ones, or since its arrival."""
+
+    num_tokens: int
+    seconds: float
+    are_first: bool
+
+
 class Observe(msgspec.Struct, frozen=True, gc=False):
     """Add a value to a histogram of :class:`splitserve.router.admin.metrics.RouterMetrics`."""
 
@@ -90,19 +98,20 @@ class Log(msgspec.Struct, frozen=True, gc=False):
 
 
 Effect: TypeAlias = (
-    Send | Deliver | Begun | TellLimits | Refuse | SetTimer | CancelTimer | Count | Observe | Stale | Log
+    Send | Deliver | Begun | TellLimits | Refuse | SetTimer | CancelTimer | Count | CountTokens | Observe | Stale | Log
 )
 
 
-@dataclass(slots=True)
 class Outbox:
-    """Effects of one event so far."""
+    """Effects of one event so far; ``put`` adds one."""
 
-    effects: list[Effect] = field(default_factory=list)
+    __slots__ = ("_effects", "put")
 
-    def put(self, effect: Effect) -> None:
-        self.effects.append(effect)
+    def __init__(self) -> None:
+        self._effects: list[Effect] = []
+        self.put: Callable[[Effect], None] = self._effects.append
 
     def take(self) -> list[Effect]:
-        effects, self.effects = self.effects, []
+        effects = self._effects.copy()
+        self._effects.clear()
         return effects

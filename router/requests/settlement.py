@@ -2,7 +2,7 @@
 
 from splitserve.router.links.membership import Membership
 from splitserve.router.requests.active_request import ActiveRequest
-from splitserve.router.requests.effects import Count, Observe, Outbox
+from splitserve.router.requests.effects import Count, CountTokens, Observe, Outbox
 from splitserve.router.requests.objectives import Objectives
 from splitserve.router.requests.outcome import outcome
 from splitserve.router.requests.state import FailureReason, Phase, Update
@@ -16,14 +16,13 @@ class Settlement:
 
     def on_tokens(self, request: ActiveRequest, count: int, now: float) -> None:
         """New tokens go out to the client."""
-        self._outbox.put(Count("output_tokens", amount=count))
         if request.charge is not None:
             request.charge.first_token_out()  # of each attempt: a retry computes the prompt again
-        if request.last_token_at:
-            self._outbox.put(Observe("itl_seconds", now - request.last_token_at))
-        else:
+        are_first = not request.last_token_at
+        if are_first:
             request.first_token_at = now
-            self._outbox.put(Observe("ttft_seconds", now - request.arrived_at))
+        since = request.arrived_at if are_first else request.last_token_at
+        self._outbox.put(CountTokens(count, now - since, are_first))
         request.last_token_at = now
 
     def on_handover(self, request: ActiveRequest, update: Update, now: float) -> None:

@@ -220,7 +220,7 @@ class RequestState:
             self._at_work = list(self.placement.parties) if self.placement is not None else []
             text = f"worker {sender.engine_id} sent {error}"
             return self.fail(Failure(FailureReason.CONTRADICTION, text))
-        if all(each.end is not None for each in self.sequences):
+        if sequence.end is not None and all(each.end is not None for each in self.sequences):
             self._forget(sender)
         if new_ids and self.phase is Phase.WAITING:
             self.phase = Phase.STREAMING
@@ -278,8 +278,8 @@ class RequestState:
             # Decode has the whole prompt's KV and the first token: prefill's part is over.
             self._decode_started = True
             self._forget(placement.prefill)
-        else:
-            self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
+        elif delta.num_cached_tokens > self.num_cached_tokens:
+            self.num_cached_tokens = delta.num_cached_tokens
         if delta.handover is not None:
             self.handover = delta.handover
 

@@ -9,7 +9,7 @@ import pytest
 from splitserve.benchmarks.engine.awake_cores import ARMS, Turns, figures, held_up, main
 from splitserve.common.cores import usable_cpus
 from splitserve.common.errors import ConfigError
-from splitserve.engine.awake_cores import current_cpu_quota
+from splitserve.worker.machine.awake_cores import current_cpu_quota
 
 
 def test_who_is_held_up() -> None:

@@ -1,6 +1,7 @@
 """Where results go, and what a result says of the code that it was measured with."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -45,13 +46,12 @@ def test_an_installed_package_keeps_results_out_of_itself(tmp_path: Path) -> Non
     root, site, here = report.results_directory().parent.parent, tmp_path / "site-packages", tmp_path / "here"
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     here.mkdir()
-    for module in ("__init__.py", "common/cores.py", "benchmarks/common/report.py", "benchmarks/common/arguments.py"):
-        (site / "splitserve" / module).parent.mkdir(parents=True, exist_ok=True)
-        (site / "splitserve" / module).write_bytes((root / "src/splitserve" / module).read_bytes())
+    ignored = shutil.ignore_patterns("results", "__pycache__")
+    shutil.copytree(root / "src/splitserve", site / "splitserve", ignore=ignored)
     script = "from splitserve.benchmarks.common.report import write_result; print(write_result('x', [], {}))"
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(site)!r}); {script}"]
     done = subprocess.run(command, cwd=here, check=True, capture_output=True, text=True)
     path = Path(done.stdout.strip())
     assert path.parent == here / "splitserve-results"
     assert json.loads(path.read_text())["versions"]["commit"] == "unknown"
-    assert not list(site.rglob("*.json"))
+    assert not list((site / "splitserve" / "benchmarks").rglob("*.json"))

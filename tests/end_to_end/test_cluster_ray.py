@@ -149,7 +149,7 @@ def test_a_life_under_load_on_two_and_on_four_nodes(
 ) -> None:
     spec = write_spec(tmp_path / "spec.yaml", tiny_qwen3, "life")
     url = up_on_ray(read_spec(spec), StateFolder("life"), raylets.address, "info", restart=True)
-    warnings = [record.getMessage() for record in caplog.records if record.name.endswith("ray_commands")]
+    warnings = [record.getMessage() for record in caplog.records if record.name.endswith("ray.commands")]
     assert accepts_strangers(raylets.address) and "has no authentication" in warnings[0]
     assert "notices a machine without power or network after up to" in warnings[1]
     client = client_on_ray("life", raylets.address)
@@ -332,7 +332,7 @@ network: {{host: 127.0.0.1}}
 
 
 def knows_that_it_is_back(client: ClusterClient, worker: str) -> bool:
-    return any("lmcache_link" in line and "is back" in line for line in log_lines(client, worker, 99, follow=False))
+    return any("lmcache.link" in line and "is back" in line for line in log_lines(client, worker, 99, follow=False))
 
 
 def prompts_of(worker: str, url: str, shared: Path) -> tuple[list[dict[str, Any]], list[list[int]]]:

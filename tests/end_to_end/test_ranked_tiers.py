@@ -20,7 +20,6 @@ from splitserve.orchestration.spec.shorthand import simple_spec
 from splitserve.protocol.block_hash import extend_hashes, root_hash, shard_root
 from splitserve.protocol.config import EngineConfig
 from splitserve.protocol.memory_records import LayoutRecord
-from two_heads import two_heads  # noqa: F401  (a fixture)
 
 BLOCK_SIZE = 16
 BLOCK_BYTES = 2 * 2 * 2 * BLOCK_SIZE * 32 * 4  # of all heads: two layers, two heads, keys and values, float32

@@ -18,8 +18,6 @@ import torch
 from running_loop import FaultyRunner, running
 from splitserve.common.cores import awake_cpus, usable_cpus
 from splitserve.common.errors import ConfigError
-from splitserve.engine import awake_cores
-from splitserve.engine.awake_cores import REST_AFTER_SECONDS, AwakeCores, kept_awake
 from splitserve.orchestration.hosts.child import Order, cpus_for, run
 from splitserve.orchestration.spec.document import parse_spec
 from splitserve.orchestration.spec.expansion import Secrets, router_config
@@ -27,12 +25,14 @@ from splitserve.protocol.config import CorePlacement, EngineConfig, WorkerConfig
 from splitserve.protocol.request import Role
 from splitserve.worker import entry
 from splitserve.worker.entry import run_worker
+from splitserve.worker.machine import awake_cores
+from splitserve.worker.machine.awake_cores import REST_AFTER_SECONDS, AwakeCores, kept_awake
 from waiting import wait_until
 
 SPINS = pytest.mark.skipif(
     not hasattr(os, "SCHED_IDLE") or awake_cores.current_cpu_quota() is not None, reason="needs Linux and no CPU quota"
 )
-STARTS = "import os, sys; from splitserve.engine.awake_cores import AwakeCores as A"
+STARTS = "import os, sys; from splitserve.worker.machine.awake_cores import AwakeCores as A"
 CPUS = sorted(usable_cpus())[:2]
 
 

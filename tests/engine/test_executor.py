@@ -40,7 +40,7 @@ class Step:
         assert self.release.wait(PATIENCE_SECONDS)
         if self.error is not None:
             raise self.error
-        return StepOutput([self.token])
+        return StepOutput.of([self.token])
 
 
 class GatedRunner:
@@ -120,7 +120,7 @@ class TestOverlapped:
         assert not driver.executor.has_room
         assert driver.executor.result() is None
         driver.release(1)
-        assert driver.result().outcome == StepOutput([5])
+        assert driver.result().outcome == StepOutput.of([5])
         assert driver.executor.has_room
         driver.launch(7)
         driver.runner.wait_launched(3)
@@ -133,8 +133,8 @@ class TestOverlapped:
         assert driver.executor.result() is None, "the first step still runs"
         driver.release(1)
         first, second = driver.result(), driver.result()
-        assert (first.step, first.outcome, first.plan) == (1, StepOutput([5]), plan_of(5))
-        assert (second.step, second.outcome, second.plan) == (2, StepOutput([6]), plan_of(6))
+        assert (first.step, first.outcome, first.plan) == (1, StepOutput.of([5]), plan_of(5))
+        assert (second.step, second.outcome, second.plan) == (2, StepOutput.of([6]), plan_of(6))
 
     def test_a_step_that_waits_behind_another_is_not_slow(self, driver: Driver) -> None:
         driver.launch(5, 6)
@@ -163,7 +163,7 @@ class TestOverlapped:
         time.sleep(0.05)
         assert driver.executor.result() is None
         driver.release(1)
-        assert driver.result().outcome == StepOutput([5])
+        assert driver.result().outcome == StepOutput.of([5])
         assert str(driver.failure()) == "RuntimeError: no such graph"
 
     def test_a_later_steps_error_names_the_first_one(self, driver: Driver) -> None:
@@ -189,7 +189,7 @@ class TestOverlapped:
         driver.launch(7, 8)
         driver.release(3)
         driver.release(4)
-        assert driver.result().outcome == StepOutput([7])
+        assert driver.result().outcome == StepOutput.of([7])
         assert str(driver.failure()) == "ValueError: step with 8", "it has nothing to do with the first one"
 
     def test_a_call_runs_on_the_thread_that_launches(self, driver: Driver) -> None:
@@ -209,7 +209,7 @@ class TestOverlapped:
         driver.runner.wait_launched(2)
         threading.Timer(0.1, lambda: [step.release.set() for step in driver.runner.launched]).start()
         driver.executor.close(10)
-        assert [driver.result().outcome for _ in range(2)] == [StepOutput([5]), StepOutput([6])]
+        assert [driver.result().outcome for _ in range(2)] == [StepOutput.of([5]), StepOutput.of([6])]
 
     def test_close_does_not_wait_for_a_step_that_hangs(self, driver: Driver) -> None:
         driver.launch(5, 6)
@@ -236,7 +236,7 @@ class TestOneAtATime:
             driver.release(number)
             result = driver.result()
             assert (result.step, result.plan) == (number, plan_of(token))
-            expected = "ValueError: no finite logits" if token == 6 else str(StepOutput([token]))
+            expected = "ValueError: no finite logits" if token == 6 else str(StepOutput.of([token]))
             assert str(result.outcome) == expected
 
     def test_a_call_waits_for_the_step_before_it(self, driver: Driver) -> None:
@@ -305,7 +305,7 @@ class TestLateLaunch:
         driver.launch(5)
         assert not driver.executor.has_room
         driver.release(1)
-        assert driver.result().outcome == StepOutput([5])
+        assert driver.result().outcome == StepOutput.of([5])
         driver.launch(6)  # the device is idle: at once
         driver.runner.wait_launched(2)
         assert pace.launches == []
@@ -318,12 +318,12 @@ class TestLateLaunch:
         driver.launch(6)
         driver.release(1)
         pace.wait = 0.03  # counted from the end of the first one
-        assert driver.result().outcome == StepOutput([5])
+        assert driver.result().outcome == StepOutput.of([5])
         assert driver.woken.acquire(timeout=10)
         driver.launch(7)
         driver.release(2)
         driver.release(3)
-        assert [driver.result().outcome for _ in range(2)] == [StepOutput([6]), StepOutput([7])]
+        assert [driver.result().outcome for _ in range(2)] == [StepOutput.of([6]), StepOutput.of([7])]
         assert len(pace.launches) == 2 and min(pace.launches) > 0.0
 
     def test_launches_that_wait_for_copies_tell_nothing(self, driver: Driver, pace: SetPace) -> None:

@@ -95,14 +95,14 @@ class Adding:
         numbers = torch.ones(64, 64)
         for _ in range(4):
             numbers = numbers @ numbers
-        return StepOutput([1])
+        return StepOutput.of([1])
 
     def launch(self, plan: StepPlan) -> "Adding":
         self.run(plan)
         return self
 
     def wait(self) -> StepOutput:
-        return StepOutput([1])
+        return StepOutput.of([1])
 
 
 class TestRecorder:
@@ -128,7 +128,7 @@ class TestRecorder:
         assert not (tmp_path / "profiles").exists()
         assert profiler.begin(3, 60.0) == ""
         for _ in range(5):
-            assert step() == StepOutput([1])
+            assert step() == StepOutput.of([1])
         assert woken.acquire(timeout=PATIENCE_SECONDS)
         result = profiler.result()
         assert result is not None and (result.error, result.num_steps) == ("", 3)
@@ -177,7 +177,7 @@ class TestRecorder:
 
         monkeypatch.setattr(step_profiler.profile, "start", no_permission)
         profiler.begin(2, 60.0)
-        assert ProfiledRunner(Adding(), profiler).run(PLAN) == StepOutput([1])
+        assert ProfiledRunner(Adding(), profiler).run(PLAN) == StepOutput.of([1])
         assert woken.acquire(timeout=PATIENCE_SECONDS)
         result = profiler.result()
         assert result is not None and "INSUFFICIENT_PRIVILEGES" in result.error

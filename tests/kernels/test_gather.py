@@ -28,9 +28,9 @@ SHAPES = [
 LARGE = (3, 2, 2, 2, 64, 128)  # more than one program for each run
 
 
-@pytest.fixture(params=["kv_copy", "triton_gather"])
+@pytest.fixture(params=["reference.kv_copy", "triton.gather"])
 def backend(request: pytest.FixtureRequest) -> ModuleType:
-    if request.param == "triton_gather":
+    if request.param == "triton.gather":
         pytest.importorskip("triton")
     return importlib.import_module(f"splitserve.kernels.{request.param}")
 

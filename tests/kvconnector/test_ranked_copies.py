@@ -11,7 +11,6 @@ from splitserve.kvconnector.tiers.shared import TierState
 from splitserve.orchestration.cluster.launcher import LocalCluster
 from splitserve.orchestration.spec.shorthand import simple_spec
 from splitserve.protocol.config import EngineConfig
-from two_heads import two_heads  # noqa: F401  (a fixture)
 
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 32 * 4  # of all heads: two layers, two heads, keys and values, 16 tokens, float32
 PROMPTS = [[300 + 7 * (user * 160 + position) % 1100 for position in range(160 + user)] for user in range(8)]

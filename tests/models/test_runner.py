@@ -15,7 +15,7 @@ from splitserve.models.config import load_model_config
 from splitserve.models.layers.rotary import inverse_frequencies
 from splitserve.models.runner.runner import ModelRunner, NonFiniteLogitsError
 from splitserve.models.weights.loader import load_model
-from splitserve.protocol.step import SampleSpec, ScheduledChunk, StepPlan
+from splitserve.protocol.step import Draw, SampleSpec, ScheduledChunk, StepOutput, StepPlan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -168,17 +168,26 @@ def test_a_prefix_that_another_sequence_computed_is_reused(checkpoint: Path, num
 def test_a_chunk_that_samples_nothing_yields_none_and_still_writes_its_kv(tiny_qwen3: Path) -> None:
     runner = make_runner(tiny_qwen3)
     output = runner.run(StepPlan([ScheduledChunk([5, 6, 7], 0, [9], None)]))
-    assert output.token_ids == [None]
+    assert output.draws == output.token_ids == [None]
     written = runner.kv_cache[9, :, :, :, :3]
     assert bool(written.isfinite().all()) and bool(runner.kv_cache[9, :, :, :, 3:].isnan().all())
     assert bool(runner.kv_cache[:9].isnan().all()) and bool(runner.kv_cache[10:].isnan().all())
+
+
+def test_a_draw_of_several_tokens_has_no_single_one() -> None:
+    assert StepOutput.of([7, None]) == StepOutput([Draw((7,)), None])
+    assert StepOutput.of([7, None]).token_ids == [7, None]
+    with pytest.raises(ValueError, match="too many values"):
+        _ = StepOutput([Draw((7, 8))]).token_ids
 
 
 def test_sampled_tokens_do_not_depend_on_the_batch_or_the_chunks(tiny_qwen3: Path) -> None:
     runner = make_runner(tiny_qwen3)
     prompt = random_prompt(20, 5)
     spec = SampleSpec(temperature=0.8, top_k=50, top_p=0.95, seed=77, choice=0, position=20)
-    alone = runner.run(StepPlan([ScheduledChunk(prompt, 0, [1, 2], spec)])).token_ids[0]
+    (draw,) = runner.run(StepPlan([ScheduledChunk(prompt, 0, [1, 2], spec)])).draws
+    assert draw is not None and draw.logprobs is None
+    alone = draw.token_id
     runner.run(StepPlan([ScheduledChunk(prompt[:19], 0, [3, 4], None)]))
     others = [ScheduledChunk(random_prompt(5, seed), 0, [10 + seed], greedy(5)) for seed in range(4)]
     last = ScheduledChunk(prompt[19:], 19, [3, 4], spec)

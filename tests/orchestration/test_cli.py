@@ -162,7 +162,7 @@ def test_help_shows_defaults_that_say_something(capsys: pytest.CaptureFixture[st
         (["--mixed", "1", "--seed", "9" * 30], "--seed: must be between 0 and 9223372036854775807"),
         (
             ["--mixed", "1", "--gpu-memory-utilization", "1.5"],
-            r"memory-utilization: must be in \(0, 1\], got 1.5",
+            "memory-utilization: must be more than 0 and at most 1, got 1.5",
         ),
     ],
 )

@@ -25,7 +25,7 @@ from splitserve.orchestration.spec.expansion import read_secret, resolve_secrets
 from splitserve.orchestration.spec.shorthand import simple_spec
 from splitserve.orchestration.spec.small_files import read_small_file
 from splitserve.orchestration.spec.start_checks import Machine, address_problems, capacity_problems, file_problems
-from splitserve.protocol.config import machine_problems
+from splitserve.protocol.engine_config import machine_problems
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

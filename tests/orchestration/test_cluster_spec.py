@@ -276,7 +276,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="not a checkout")
 def test_the_shipped_schema_is_that_of_the_structs() -> None:
-    """To write it anew: splitserve spec schema > docs/reference/cluster-spec.schema.json"""
+    """Write it anew with: python scripts/reference_pages.py"""
     assert (ROOT / "docs" / "reference" / "cluster-spec.schema.json").read_text() == schema_text()
 
 

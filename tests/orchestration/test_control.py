@@ -18,6 +18,8 @@ from splitserve.orchestration.cli.client import LocalClient, OperationError, fol
 from splitserve.orchestration.cli.display import describe_status
 from splitserve.orchestration.cli.serve import FOLDER_VARIABLE
 from splitserve.orchestration.cluster.launcher import LocalCluster
+from splitserve.orchestration.cluster.rolling_upgrade import UpgradeState
+from splitserve.orchestration.cluster.roster import Phase
 from splitserve.orchestration.control.requests import (
     Accepted,
     AnyRequest,
@@ -59,13 +61,13 @@ STATUS = ClusterStatus(
     url="http://127.0.0.1:1",
     revision=2,
     counts={"prefill": 1},
-    router=ProcessStatus(name="router", phase="ready", pid=7),
+    router=ProcessStatus(name="router", phase=Phase.READY, pid=7),
     workers=[
         ProcessStatus(
             name="prefill-0",
             pool="prefill",
             role="prefill",
-            phase="leaving",
+            phase=Phase.LEAVING,
             pid=8,
             place="GPU 3",
             num_restarts=2,
@@ -73,7 +75,7 @@ STATUS = ClusterStatus(
             wanted=False,
         )
     ],
-    upgrade=UpgradeStatus(state="failed", num_replaced=1, num_workers=3, problem="no memory"),
+    upgrade=UpgradeStatus(state=UpgradeState.FAILED, num_replaced=1, num_workers=3, problem="no memory"),
 )
 
 

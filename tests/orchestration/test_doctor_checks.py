@@ -39,9 +39,10 @@ from splitserve.orchestration.doctor.worker_checks import cores_together
 from splitserve.orchestration.hosts.core_plan import Wanted
 from splitserve.orchestration.hosts.gpus import Gpu
 from splitserve.orchestration.hosts.topology import Core, NumaNode, Topology
-from splitserve.protocol.cluster_report import ClusterReport, WorkerReport
+from splitserve.protocol.cluster_report import ClusterReport, WorkerReport, WorkerState
+from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.memory_records import LayoutRecord
-from splitserve.protocol.messages.membership import PeerLink, WorkerInfo, WorkerLoad, WorkerPlace
+from splitserve.protocol.messages.membership import PeerLink, WorkerInfo, WorkerPlace
 from splitserve.protocol.request import Party, Role
 from splitserve.router.links.links import FailedHandshakes
 from splitserve.router.links.turned_away import REFUSED_SECONDS, STRANGER_SECONDS, TurnedAway
@@ -65,7 +66,7 @@ def worker(name: str, role: Role, *, links: tuple[PeerLink, ...] = (), **place: 
         place=msgspec.structs.replace(PLACE, **{"cpus": [cpu], **place}),
     )
     return WorkerReport(
-        info=info, state="ready", silent_seconds=0.1, num_heartbeats=3, load=WorkerLoad(), links=list(links)
+        info=info, state=WorkerState.READY, silent_seconds=0.1, num_heartbeats=3, load=WorkerLoad(), links=list(links)
     )
 
 

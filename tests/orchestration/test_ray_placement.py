@@ -9,8 +9,9 @@ from splitserve.orchestration.ray.placement import Node, bundle, choose_node, de
 from splitserve.orchestration.spec.cluster_spec import NodeSpec, PoolSpec
 from splitserve.orchestration.spec.shorthand import simple_spec
 from splitserve.protocol.config import EngineConfig
+from splitserve.protocol.request import Role
 
-POOL = PoolSpec(name="gen", role="decode")
+POOL = PoolSpec(name="gen", role=Role.DECODE)
 
 
 def node(name: str, cpus: float = 8, gpus: float = 0, free: float | None = None, **labels: str) -> Node:
@@ -48,7 +49,7 @@ def test_the_nodes_of_other_pools_are_avoided_the_own_ones_more() -> None:
 
 def test_a_worker_is_kept_on_one_node() -> None:
     nodes = [node("a", gpus=2), node("b", gpus=2), node("c", gpus=4)]
-    pool = PoolSpec(name="gen", role="decode", tensor_parallel_size=4)
+    pool = PoolSpec(name="gen", role=Role.DECODE, tensor_parallel_size=4)
     wanted = bundle(pool, "cuda", 2)
     assert wanted == {"CPU": 2.0, "GPU": 4.0}
     assert place(pool, nodes, 3, wanted) == ["c"], "two GPUs here and two there don't make a worker"
@@ -75,20 +76,20 @@ def test_what_is_taken_is_not_given() -> None:
 )
 def test_labels(wanted: dict[str, str], fits: bool) -> None:
     assert matches({"zone": "x"}, wanted) is fits
-    pool = PoolSpec(name="gen", role="decode", nodes=NodeSpec(labels=wanted))
+    pool = PoolSpec(name="gen", role=Role.DECODE, nodes=NodeSpec(labels=wanted))
     assert (choose_node(pool, {"CPU": 1}, [node("a", zone="x")], {}) is not None) is fits
 
 
 def test_devices_and_shares_follow_the_nodes() -> None:
     assert device_on(POOL, [node("a"), node("b")]) == "cpu"
     assert device_on(POOL, [node("a"), node("b", gpus=8)]) == "cuda"
-    assert device_on(PoolSpec(name="p", role="mixed", device="cpu"), [node("b", gpus=8)]) == "cpu"
+    assert device_on(PoolSpec(name="p", role=Role.MIXED, device="cpu"), [node("b", gpus=8)]) == "cpu"
     spec = simple_spec(EngineConfig(model="m"), num_prefill=2, num_decode=2)
     assert share_of_cores(spec, [node("a", 8)]) == 2
     assert share_of_cores(spec, [node("a", 8), node("b", 8)]) == 4
     assert share_of_cores(spec, [node("a", 8), node("b", 3)]) == 1, "the smallest node counts"
     assert share_of_cores(spec, []) == 1
-    resources = PoolSpec(name="p", role="mixed", nodes=NodeSpec(resources={"rack-7": 0.01}))
+    resources = PoolSpec(name="p", role=Role.MIXED, nodes=NodeSpec(resources={"rack-7": 0.01}))
     assert bundle(resources, "cpu", 3) == {"CPU": 3.0, "rack-7": 0.01}
 
 

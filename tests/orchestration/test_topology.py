@@ -25,6 +25,7 @@ from splitserve.orchestration.hosts.topology import Topology, format_list, norma
 from splitserve.orchestration.spec.cluster_spec import PlacementSpec, PoolSpec
 from splitserve.orchestration.spec.document import parse_spec
 from splitserve.protocol.config import CorePlacement
+from splitserve.protocol.request import Role
 from splitserve.worker.machine.pinning import cpus_of_thread, pin_threads
 
 
@@ -307,7 +308,7 @@ def test_each_worker_starts_on_a_gpu_of_its_own(tmp_path: Path, monkeypatch: pyt
 
 
 def test_lists_of_cores_go_round() -> None:
-    pool = PoolSpec(name="p", role="mixed", placement=PlacementSpec(cores=["0-3", "4-7"], transfer_cores=["3", "7"]))
+    pool = PoolSpec(name="p", role=Role.MIXED, placement=PlacementSpec(cores=["0-3", "4-7"], transfer_cores=["3", "7"]))
     assert [wanted_place(f"p-{n}", pool, ()).cores for n in range(3)] == ["0-3", "4-7", "0-3"]
     assert wanted_place("p-1", pool, ()).transfer_cores == "7"
 

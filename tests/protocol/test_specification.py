@@ -16,8 +16,8 @@ import pytest
 from core_driver import Worker
 from recorded_transitions import MACHINES, Transitions, record_transitions
 from splitserve.engine.stage import NEXT_STAGES, Stage
-from splitserve.protocol import messages
 from splitserve.protocol.config import ProtocolConfig
+from splitserve.protocol.messages.envelope import Body, Envelope
 from splitserve.protocol.request import Party, Role
 
 PAGE = (Path(__file__).parents[2] / "docs" / "concepts" / "handover.md").read_text(encoding="utf-8")
@@ -70,7 +70,7 @@ def test_stages_are_those_of_the_table_in_the_code(seen: Transitions) -> None:
 
 def test_messages_and_their_fields() -> None:
     written = {row["message"].strip("`"): names(row["fields"]) for row in table(section("Messages"))}
-    assert written == {kind.__name__: set(kind.__struct_fields__) for kind in typing.get_args(messages.Body)}
+    assert written == {kind.__name__: set(kind.__struct_fields__) for kind in typing.get_args(Body)}
 
 
 def parts_of(kind: type[msgspec.Struct], found: dict[str, set[str]]) -> None:
@@ -90,11 +90,11 @@ def parts_of(kind: type[msgspec.Struct], found: dict[str, set[str]]) -> None:
 
 def test_parts_of_messages() -> None:
     found: dict[str, set[str]] = {}
-    for kind in (messages.Envelope, *typing.get_args(messages.Body)):
+    for kind in (Envelope, *typing.get_args(Body)):
         parts_of(kind, found)
-    for kind in typing.get_args(messages.Body):
+    for kind in typing.get_args(Body):
         found.pop(kind.__name__, None)
-    found |= {"Envelope": set(messages.Envelope.__struct_fields__)}
+    found |= {"Envelope": set(Envelope.__struct_fields__)}
     written = {row["part"].strip("`"): names(row["fields"]) for row in table(section("Parts of messages"))}
     assert written == found
 

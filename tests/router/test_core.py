@@ -26,6 +26,7 @@ from splitserve.router.requests.effects import (
     Begun,
     CancelTimer,
     Count,
+    CountTokens,
     Deliver,
     Effect,
     Observe,
@@ -119,13 +120,13 @@ def test_a_request_goes_to_a_pair_and_back_to_its_client() -> None:
     assert core.charges(PREFILL) == Charges(1, 3, 0) and core.charges(DECODE) == Charges(1, 0, 3)
     core.now += 0.25
     core.tokens(PREFILL, request.state.key, 0, 7)
-    assert core.of(Observe) == [Observe("ttft_seconds", 0.25)]
+    assert core.of(CountTokens) == [CountTokens(1, 0.25, are_first=True)]
     assert core.charges(PREFILL) == Charges(1, 0, 0)
     core.now += 0.5
     core.tokens(DECODE, request.state.key, 1, 8, finish_reason=FinishReason.STOP)
     [deliver] = core.of(Deliver)
     assert deliver.update.token_ids == [8] and deliver.update.ended
-    assert Observe("itl_seconds", 0.5) in core.effects
+    assert CountTokens(1, 0.5, are_first=False) in core.effects
     assert Count("requests_finished", ("disaggregated", "local", "no_handover_report")) in core.effects
     assert core.of(CancelTimer) == [CancelTimer(Timer(TimerKind.DEADLINE, "r"))]
     assert not core.core.requests and core.charges(DECODE) == Charges()
@@ -254,11 +255,12 @@ def test_a_router_that_closes_ends_all() -> None:
 
 def test_effects_name_metrics_that_there_are() -> None:
     core, seen = Core(PREFILL, DECODE), set[str]()
-    request = core.submit()
+    request = ActiveRequest.new("r", [1, 2, 3], SamplingParams(max_tokens=5), core.now)
     metrics = RouterMetrics()
     for event in (
-        FromWorker(PREFILL, StepTokens([TokenDelta(request.state.key, 0, [7])])),
-        FromWorker(DECODE, StepTokens([TokenDelta(request.state.key, 1, [8])])),
+        Submit(request),
+        FromWorker(PREFILL, StepTokens([TokenDelta(RequestKey("r"), 0, [7])])),
+        FromWorker(DECODE, StepTokens([TokenDelta(RequestKey("r"), 1, [8])])),
         WorkerLost(DECODE, "is gone"),
         Cancel("r"),
     ):
@@ -267,4 +269,4 @@ def test_effects_name_metrics_that_there_are() -> None:
             if isinstance(effect, Count | Observe):
                 assert hasattr(metrics, effect.metric), effect
                 seen.add(effect.metric)
-    assert seen >= {"output_tokens", "ttft_seconds", "itl_seconds", "e2e_seconds", "requests_finished"}
+    assert seen >= {"e2e_seconds", "requests_finished", "prompt_tokens"}

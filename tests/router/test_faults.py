@@ -19,8 +19,9 @@ from router_harness import RouterProcess, ready, served_router, write_model_dir
 from router_streams import PROMPT, Stream, aborts
 from splitserve.benchmarks.router.worker_script import DEFAULT_LAYOUT, Reply, default_script
 from splitserve.protocol.config import ProtocolConfig, RouterConfig
+from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.messages.envelope import Envelope
-from splitserve.protocol.messages.membership import Heartbeat, Leave, Register, WorkerLoad
+from splitserve.protocol.messages.membership import Heartbeat, Leave, Register
 from splitserve.protocol.messages.requests import (
     DecodeRequest,
     FailureCode,

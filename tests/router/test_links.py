@@ -6,9 +6,10 @@ from core_driver import DECODE, KEY, PREFILL, Worker, decode_request, of, sent
 from simulator import LAYOUT, ROUTER, SimConnector
 from splitserve.engine.effects import StartRead
 from splitserve.kvconnector.transfer.connector import Link, PeerConnected
+from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.handover.reads import ReadPath, ReadResult
 from splitserve.protocol.messages.handover import Offer, OfferedBlock
-from splitserve.protocol.messages.membership import PeerLink, WorkerInfo, WorkerLoad
+from splitserve.protocol.messages.membership import PeerLink, WorkerInfo
 from splitserve.protocol.messages.requests import Introduce, PeerRef, StepTokens
 from splitserve.protocol.request import Role
 from splitserve.router.admin.metrics import RouterMetrics

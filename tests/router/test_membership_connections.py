@@ -16,7 +16,9 @@ from splitserve.benchmarks.router.instant_worker import InstantWorker, WorkerOpt
 from splitserve.benchmarks.router.worker_script import DEFAULT_LAYOUT, default_script
 from splitserve.common.errors import HandshakeError
 from splitserve.engine.loop import WorkerLoop
+from splitserve.protocol.cluster_report import WorkerState
 from splitserve.protocol.config import ProtocolConfig
+from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.messages.envelope import Body, Envelope
 from splitserve.protocol.messages.membership import (
     Draining,
@@ -27,12 +29,11 @@ from splitserve.protocol.messages.membership import (
     Registered,
     RegisterRefused,
     WorkerInfo,
-    WorkerLoad,
 )
 from splitserve.protocol.messages.requests import Introduce, PeerRef
 from splitserve.protocol.request import Party, Role
 from splitserve.protocol.wire import decode, encode
-from splitserve.router.links.membership import Membership, WorkerState
+from splitserve.router.links.membership import Membership
 from waiting import PATIENCE_SECONDS, wait_until
 
 ROUTER = Party("router", 1)

@@ -10,10 +10,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from splitserve.benchmarks.router.worker_script import DEFAULT_LAYOUT
 from splitserve.common.errors import ConfigError
+from splitserve.protocol.cluster_report import WorkerState
 from splitserve.protocol.config import PLACEMENT_POLICIES
-from splitserve.protocol.messages.membership import WorkerLoad
+from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.request import Party, Role
-from splitserve.router.links.membership import Membership, WorkerState
+from splitserve.router.links.membership import Membership
 from splitserve.router.placement.policies import (
     POLICIES,
     Disaggregated,

@@ -9,10 +9,10 @@ import pytest
 
 from live_router import LiveRouter, WorkerByHand, until
 from splitserve.common.errors import ConfigError
+from splitserve.protocol.cluster_report import WorkerState
 from splitserve.protocol.messages.envelope import Body
 from splitserve.protocol.messages.membership import Registered, RegisterRefused
 from splitserve.protocol.request import Party
-from splitserve.router.links.membership import WorkerState
 
 DEAD_AFTER_SECONDS = 0.6
 FORGET_AFTER_SECONDS = 1.2

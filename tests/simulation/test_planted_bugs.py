@@ -3,10 +3,10 @@
 So the checks of test_simulation.py can fail, and for the reasons that they're meant for.
 """
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from core_parts import source_of
@@ -46,7 +46,7 @@ def generations_unchecked(patch: pytest.MonkeyPatch) -> None:
     def believe(self: SinkHandover, result: ReadResult, now: float) -> None:
         read = self.reads_in_flight.get(result.read_id)
         if read is not None and result.error is None:
-            result = dataclasses.replace(result, generations=[block.generation for block in read.remote])
+            result = msgspec.structs.replace(result, generations=[block.generation for block in read.remote])
         original(self, result, now)
 
     patch.setattr(SinkHandover, "on_read_result", believe)
@@ -380,9 +380,9 @@ EXPIRING = {
 DEATHS = {"faults": Faults(kills=4, freezes=1, step_seconds=0.1, read_seconds=0.3), "shape": TWO_EACH}
 LAST_DECODE_DIES = {"faults": Faults(kills=4, step_seconds=0.1), "num_requests": 16}
 INTERRUPTED = {
-    "faults": Faults(abort=0.6, step_seconds=0.1),
-    "shape": Shape(prefill=0, decode=0, mixed=1, num_blocks=64),
-    "num_requests": 40,
+    "faults": Faults(abort=0.9, step_seconds=0.1),
+    "shape": Shape(prefill=0, decode=0, mixed=4, num_blocks=64),
+    "num_requests": 60,
 }
 FALSE_STARTS = {"faults": Faults(kills=3, read_error=0.2, rounding=True, step_seconds=0.1), "shape": TWO_EACH}
 

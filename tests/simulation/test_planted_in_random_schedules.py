@@ -9,6 +9,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from typing import Any
 
+import msgspec
 import pytest
 
 from peer_scenarios import (
@@ -59,7 +60,7 @@ def believe_generations(
         if read is not None and result.error is None:
             pairs = zip(is_believed(self.peer, read.remote), read.remote, result.generations, strict=True)
             generations = [block.generation if believed else found for believed, block, found in pairs]
-            result = dataclasses.replace(result, generations=generations)
+            result = msgspec.structs.replace(result, generations=generations)
         original(self, result, now)
 
     patch.setattr(SinkHandover, "on_read_result", believe)

@@ -13,9 +13,10 @@ import core_plants as plants
 import router_scenarios as scenarios
 from live_router import LiveRouter
 from planted import Plant
+from splitserve.protocol.cluster_report import WorkerState
 from splitserve.protocol.request import Party
 from splitserve.router.links import membership
-from splitserve.router.links.membership import Membership, WorkerState
+from splitserve.router.links.membership import Membership
 from splitserve.router.placement.breaker import Breaker
 from splitserve.router.requests.state import Failure, RequestState
 

@@ -32,6 +32,7 @@ SHAPES = [
     Shape(prefill=0, decode=0, mixed=3, num_blocks=12, tier_slots=40),
 ]
 FEW_SLOTS = Shape(num_blocks=14, tier_slots=3)
+FEW_PEER_SLOTS = Shape(prefill=0, decode=0, mixed=3, num_blocks=12, tier_slots=6)
 WITH_SHARED = [
     Shape(prefill=0, decode=0, mixed=2, num_blocks=14, shared_chunk=1),
     Shape(prefill=2, decode=1, num_blocks=16, prefill_blocks=12, shared_chunk=2),
@@ -78,9 +79,12 @@ def test_the_schedules_do_have_steps_that_wait_for_loads() -> None:
     """Some of which come to nothing: what was computed isn't used."""
     faults = Faults(copy_error=0.2)
     for shape in SHAPES:
-        sims = [run_schedule(Schedule(seed=seed, shape=shape, faults=faults, num_requests=20)) for seed in range(10)]
-        waits = sum(worker.below.num_waits for sim in sims for worker in sim.workers.values())
-        assert waits > 2, shape
+        num_waits = seed = 0
+        while num_waits <= 2:
+            sim = run_schedule(Schedule(seed=seed, shape=shape, faults=faults, num_requests=20))
+            num_waits += sum(worker.below.num_waits for worker in sim.workers.values())
+            seed += 1
+            assert seed < 60, shape
 
 
 def test_the_schedules_do_load_from_the_shared_tier() -> None:
@@ -266,16 +270,22 @@ PLANTS: dict[Plant, tuple[Faults, str]] = {
     slots_of_peers_are_not_pinned: (Faults(read_seconds=0.3), "slots are held that nobody explains"),
     slots_keep_their_generation: (Faults(read_seconds=0.3), WRONG_TOKENS),
     device_does_not_wait_for_loads: (Faults(copy_seconds=0.4), WRONG_TOKENS),
-    token_of_a_failed_load_counts: (Faults(copy_error=0.3), "which is offered, isn't computed"),
+    token_of_a_failed_load_counts: (Faults(copy_error=0.3), "isn't computed"),
     waiting_steps_hold_no_blocks: (Faults(abort=0.6, copy_seconds=0.4), "was freed under a step"),
     loads_of_waiting_steps_are_given_up: (Faults(copy_late=0.5), "that a step or a load still touches"),
 }
+
+SLOTS_TAKEN_AGAIN: dict[Plant, tuple[list[Shape], int]] = {
+    slots_are_not_pinned: ([FEW_SLOTS], 20),
+    slots_keep_their_generation: ([FEW_PEER_SLOTS], 40),
+}
+"""Shapes and numbers of requests with which slots are taken again soon."""
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
 def test_planted_bugs_are_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     faults, words = PLANTS[plant]
-    shapes = [FEW_SLOTS] if plant is slots_are_not_pinned else SHAPES  # where slots are taken again soon
+    shapes, num_requests = SLOTS_TAKEN_AGAIN.get(plant, (SHAPES, 20))
     pairs = zip(range(150), itertools.cycle(shapes), strict=False)
-    find((Schedule(seed=seed, faults=faults, shape=shape, num_requests=20) for seed, shape in pairs), words)
+    find((Schedule(seed=seed, faults=faults, shape=shape, num_requests=num_requests) for seed, shape in pairs), words)

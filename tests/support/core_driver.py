@@ -88,7 +88,7 @@ class Worker:
 
     def commit(self, plan: StepPlan, token: int = 3) -> list[Effect]:
         drawn = [None if chunk.sample is None else token for chunk in plan.chunks]
-        self.core.commit_step(StepOutput(drawn), self.now)
+        self.core.commit_step(StepOutput.of(drawn), self.now)
         return self.tick()
 
     def event(self, event: ReadResult | PeerConnected) -> list[Effect]:

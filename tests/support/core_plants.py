@@ -5,17 +5,18 @@ from typing import Any
 import msgspec
 import pytest
 
+from splitserve.protocol.cluster_report import WorkerState
 from splitserve.protocol.messages.envelope import Body
 from splitserve.protocol.messages.requests import Abort
 from splitserve.protocol.request import Party
-from splitserve.router.links.membership import Charge, Membership, WorkerState
+from splitserve.router.links.membership import Charge, Membership
 from splitserve.router.placement.policies import Local, Placed, RequestShape, Snapshot, WorkerView
 from splitserve.router.placement.prefix_view import PrefixMatch
 from splitserve.router.requests.active_request import ActiveRequest
 from splitserve.router.requests.attempts import Attempts
 from splitserve.router.requests.core import RouterCore
-from splitserve.router.requests.effects import CancelTimer, Count, Effect, Outbox, Send
-from splitserve.router.requests.events import Cancel, TimerKind, WorkerReady
+from splitserve.router.requests.effects import Count, Send
+from splitserve.router.requests.events import Cancel, WorkerReady
 from splitserve.router.requests.ladder import decode_load
 from splitserve.router.requests.orphans import Orphans
 from splitserve.router.requests.settlement import Settlement
@@ -182,13 +183,11 @@ def retries_have_no_timer(patch: pytest.MonkeyPatch) -> None:
 
 
 def timers_outlive_their_requests(patch: pytest.MonkeyPatch) -> None:
-    original = Outbox.put
+    def retire(self: RequestTable, request: ActiveRequest, now: float) -> None:
+        del self._requests[request.request_id]
+        self._settlement.on_end(request, now)
 
-    def put(self: Outbox, effect: Effect) -> None:
-        if not (isinstance(effect, CancelTimer) and effect.timer.kind is TimerKind.DEADLINE):
-            original(self, effect)
-
-    patch.setattr(Outbox, "put", put)
+    patch.setattr(RequestTable, "_retire", retire)
 
 
 def the_waiting_room_is_not_served(patch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from splitserve.engine.effects import Connect, Disconnect, Effect, Send, StartRe
 from splitserve.kvconnector.layout.shape import block_bytes
 from splitserve.kvconnector.transfer.connector import PeerConnected
 from splitserve.protocol.block_hash import extend_hashes, root_hash
+from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.handover.reads import ReadCommand, ReadResult
 from splitserve.protocol.memory_records import HostTierMemory, MemoryKind, MemoryRegion, RankMemory
 from splitserve.protocol.messages.envelope import SCHEMA_VERSION, Body
@@ -39,7 +40,6 @@ from splitserve.protocol.messages.membership import (
     Registered,
     RegisterRefused,
     WorkerInfo,
-    WorkerLoad,
 )
 from splitserve.protocol.messages.requests import (
     Abort,

@@ -11,15 +11,17 @@ import zmq
 from router_harness import Workers
 from splitserve.benchmarks.router.instant_worker import InstantWorker
 from splitserve.benchmarks.router.worker_script import DEFAULT_LAYOUT
+from splitserve.protocol.cluster_report import WorkerState
 from splitserve.protocol.config import ProtocolConfig, RouterConfig
+from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.messages.envelope import Body, Envelope
-from splitserve.protocol.messages.membership import Heartbeat, Register, WorkerInfo, WorkerLoad
+from splitserve.protocol.messages.membership import Heartbeat, Register, WorkerInfo
 from splitserve.protocol.messages.requests import Abort
 from splitserve.protocol.request import Party, Role, SamplingParams
 from splitserve.protocol.wire import decode, encode
 from splitserve.router.admin.metrics import RouterMetrics
 from splitserve.router.http.inbox import Inbox
-from splitserve.router.links.membership import WorkerRecord, WorkerState
+from splitserve.router.links.membership import WorkerRecord
 from splitserve.router.requests.active_request import ActiveRequest
 from splitserve.router.requests.dispatcher import Dispatcher
 from waiting import PATIENCE_SECONDS

@@ -38,7 +38,7 @@ class LosesDevice:
 
 
 def make_executor(
-    runner: ModelRunner, _pace: object, wake: Callable[[], None], _profiler: StepProfiler | None
+    runner: ModelRunner, _ranks: object, _pace: object, wake: Callable[[], None], _profiler: StepProfiler | None
 ) -> Executor:
     faulty = LosesDevice(runner, Path(os.environ["LOST_DEVICE_MARKER"]))
     return StepExecutor(faulty, wake, faulty.check_device)

@@ -74,8 +74,13 @@ class Reader:
 
     def connect(self, source: Source, peer: Party = SOURCE) -> None:
         self.connector.connect(peer, source.welcome)
-        assert self.wait(lambda: PeerConnected(peer, None) in self.events), self.events
-        self.events.remove(PeerConnected(peer, None))
+        assert self.wait(lambda: bool(self._connected(peer))), self.events
+        (event,) = self._connected(peer)
+        assert event.error is None, event.error
+        self.events.remove(event)
+
+    def _connected(self, peer: Party) -> list[PeerConnected]:
+        return [event for event in self.events if isinstance(event, PeerConnected) and event.peer == peer]
 
     def result(self, read_id: int, seconds: float = PATIENCE_SECONDS) -> ReadResult | None:
         self.wait(lambda: any(isinstance(e, ReadResult) and e.read_id == read_id for e in self.events), seconds)

@@ -12,9 +12,10 @@ from splitserve.decode.peers import Peer, PeerState
 from splitserve.engine.sequence import Sequence
 from splitserve.engine.stage import Stage
 from splitserve.kvconnector.blocks.pool import BlockPool, BlockState
+from splitserve.protocol.cluster_report import WorkerState
 from splitserve.protocol.handover.sink import SinkHandover, SinkState
 from splitserve.protocol.handover.source import SourceHandover, SourceState
-from splitserve.router.links.membership import WorkerRecord, WorkerState
+from splitserve.router.links.membership import WorkerRecord
 from splitserve.router.requests.state import Phase, RequestState
 
 Transitions = dict[str, set[tuple[str, str]]]

@@ -6,6 +6,7 @@ A planted bug counts as found only by the words of a check: here, in the core's 
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, TypeAlias
 
+from splitserve.protocol.cluster_report import WorkerState
 from splitserve.protocol.messages.envelope import Body
 from splitserve.protocol.messages.requests import (
     Abort,
@@ -16,7 +17,7 @@ from splitserve.protocol.messages.requests import (
     TokenDelta,
 )
 from splitserve.protocol.request import Party, RequestKey, Role
-from splitserve.router.links.membership import Charges, WorkerState
+from splitserve.router.links.membership import Charges
 from splitserve.router.placement.policies import Disaggregated, NoWorker, Placement
 from splitserve.router.requests.core import Question
 from splitserve.router.requests.effects import Count

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from live_router import LiveRouter, WorkerByHand, aborted, until
 from splitserve.benchmarks.router.instant_worker import InstantWorker
 from splitserve.benchmarks.router.worker_script import Reply, Request, default_script
+from splitserve.protocol.cluster_report import WorkerState
 from splitserve.protocol.messages.envelope import Body
 from splitserve.protocol.messages.membership import Draining, Heartbeat, RegisterRefused
 from splitserve.protocol.messages.requests import (
@@ -20,7 +21,6 @@ from splitserve.protocol.messages.requests import (
     TokenDelta,
 )
 from splitserve.protocol.request import Party, Role
-from splitserve.router.links.membership import WorkerState
 from splitserve.router.placement.policies import Local, NoWorker, RequestShape
 from splitserve.router.requests.state import Phase
 

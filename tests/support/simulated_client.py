@@ -2,11 +2,12 @@
 
 from typing import TYPE_CHECKING
 
+from simulated_model import expected_output
 from splitserve.protocol.request import SamplingParams
 from splitserve.router.placement.placer import Limits
 from splitserve.router.requests.active_request import ActiveRequest
 from splitserve.router.requests.events import AskLimits, Cancel, StopStringReached, Submit
-from splitserve.router.requests.state import FailureReason, Update
+from splitserve.router.requests.state import Failure, FailureReason, Phase, Update
 
 if TYPE_CHECKING:
     from simulated_router import SimRouter
@@ -68,7 +69,7 @@ class SimClient:
         self._router.handle(Cancel(self._question_id))
         if self.request is None:
             return
-        has_enough = self.has_begun and self._sim.random.random() < 0.5
+        has_enough = bool(self.output) and self._sim.random.random() < 0.5
         is_waiting = not self.has_begun and self.request_id in dict(self._router.core.waiting_room.in_line())
         self._router.handle((StopStringReached if has_enough else Cancel)(self.request_id))
         if is_waiting:
@@ -109,3 +110,29 @@ class SimClient:
         if update.failure is not None and update.failure.reason is FailureReason.DEADLINE:
             since = self.request.stranded_at
             self.was_helpless = since is not None and not self._router.was_able_since(since)
+
+    # ---- how it must end ----
+
+    def check_answer(self) -> None:
+        """The tokens are those of an undisturbed worker: all of them, if any worker could help."""
+        if self.request is None or not self.has_begun:
+            return
+        state = self.request.state
+        is_complete = state.phase is Phase.FINISHED and not self.has_left
+        was_deceived = self.request_id in self._sim.liar.deceived
+        if self._sim.faults.rounding or was_deceived:
+            is_long = len(self.output) == self.sampling.max_tokens
+            assert not is_complete or is_long, f"{self.request_id}: too short"
+        else:
+            expected = expected_output(self.prompt, self.sampling)
+            expected = expected if is_complete else expected[: len(self.output)]
+            assert self.output == expected, f"{self.request_id}: wrong tokens, {self.output} instead of {expected}"
+        if state.failure is not None:
+            assert self._may_fail(state.failure), f"{self.request_id} failed without need: {state.failure.message}"
+
+    def _may_fail(self, failure: Failure) -> bool:
+        if self.was_helpless or self._sim.faults.step_error > 0:
+            return True
+        if failure.reason is FailureReason.CONTRADICTION:
+            return self.request_id in self._sim.liar.deceived
+        return self.was_unsent and failure.reason is not FailureReason.DEADLINE

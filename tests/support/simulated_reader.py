@@ -1,8 +1,9 @@
 """The connector's part in the simulator: connections to peers, copies block by block, then the generations."""
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from simulated_model import BLOCK_SIZE
 from splitserve.kvconnector.transfer.connector import PeerConnected
@@ -119,7 +120,7 @@ class SimReader:
         results = self._joins[result.read_id].add(rank, result)
         if results is not None:
             digests = self._worker.digest_blocks(self._reads[result.read_id].local_blocks)
-            self._finish(dataclasses.replace(side_by_side(results), digests=digests))
+            self._finish(msgspec.structs.replace(side_by_side(results), digests=digests))
 
     def _fail(self, command: ReadCommand, error: str) -> None:
         """The connection breaks, and ends the peer's other reads with it, and this one's on other ranks."""

@@ -321,5 +321,5 @@ class SimWorker:
         if fails:
             self.core.fail_step("planted step error", self.clock)
         else:
-            self.core.commit_step(StepOutput(drawn), self.clock)
+            self.core.commit_step(StepOutput.of(drawn), self.clock)
         self.settle()

@@ -16,9 +16,10 @@ from splitserve.engine.sequence import Sequence
 from splitserve.engine.stage import Stage
 from splitserve.kvconnector.tiers.commands import AnyResult
 from splitserve.kvconnector.transfer.connector import PeerConnected
+from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.handover.reads import ReadResult
 from splitserve.protocol.messages.envelope import Envelope
-from splitserve.protocol.messages.membership import PeerLink, WorkerLoad
+from splitserve.protocol.messages.membership import PeerLink
 from splitserve.protocol.messages.requests import Abort, FailureCode, TokenDelta
 from splitserve.protocol.request import FinishReason
 from splitserve.protocol.step import MAX_STEPS_UNDER_WAY, ScheduledChunk, StepOutput, StepPlan

@@ -5,8 +5,9 @@ from typing import Any
 
 from splitserve.engine.sequence import Sequence
 from splitserve.kvconnector.transfer.connector import PeerConnected
+from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.handover.reads import ReadResult
-from splitserve.protocol.messages.membership import PeerLink, WorkerLoad
+from splitserve.protocol.messages.membership import PeerLink
 from splitserve.protocol.request import Party
 
 Handler = Callable[[Any, Party, float], None]

@@ -95,7 +95,7 @@ class StepScheduler:
     def start_decoding(self, sequence: Sequence) -> None:
         """Let a sequence draw a token in each step from now on. No effect on one that does."""
         if sequence not in self.decodes.running:
-            assert sequence.num_remaining == 1
+            assert sequence.num_remaining == 1, f"{sequence.key}, which is to decode, isn't computed"
             self.prompts.remove(sequence)
             self.decodes.add([sequence])
 

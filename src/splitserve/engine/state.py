@@ -10,45 +10,13 @@ from splitserve.engine.sequence import Sequence
 from splitserve.engine.stage import Stage
 from splitserve.kvconnector.layout.shape import block_bytes, num_blocks_for
 from splitserve.protocol.config import ProtocolConfig
-from splitserve.protocol.handover.reads import ReadPath
+from splitserve.protocol.counters import WorkerCounters
 from splitserve.protocol.memory_records import LayoutRecord
 from splitserve.protocol.messages.requests import FailureCode, RequestFailed, StepTokens, TokenDelta
 from splitserve.protocol.request import Party, RequestKey
 from splitserve.protocol.token_ids import highest
 
 DRAINING_REASON = "this worker is draining"
-
-
-@dataclass(slots=True)
-class Counters:
-    """Since start. Names as in :class:`splitserve.protocol.messages.membership.WorkerLoad`."""
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    handovers: int = 0
-    handover_bytes: int = 0
-    handover_failures: int = 0
-    stale_messages: int = 0
-    kv_mismatches: int = 0
-    reads_direct: int = 0
-    reads_layers: int = 0
-    reads_staged: int = 0
-    reads_gathered: int = 0
-    reads_mapped: int = 0
-    reads_kernel: int = 0
-    peer_prefixes: int = 0
-    peer_prefix_blocks: int = 0
-    peer_prefix_failures: int = 0
-    other_copies: int = 0
-    host_offered_blocks: int = 0
-    reads_repeated: int = 0
-
-    def count_read(self, path: ReadPath) -> None:
-        """One that succeeded."""
-        name = f"reads_{path}"
-        setattr(self, name, getattr(self, name) + 1)
 
 
 class Tombstone(NamedTuple):
@@ -70,13 +38,14 @@ class EngineState:
     vocab_size: int  # token ids are below it
     outbox: Outbox = field(default_factory=Outbox)  # effects for the loop to perform
     sequences: dict[RequestKey, Sequence] = field(default_factory=dict)  # every request in this worker, in any stage
-    counters: Counters = field(default_factory=Counters)  # since start
+    counters: WorkerCounters = field(init=False)  # since start; the tiers add to them, too
     tombstones: ExpiringMap[RequestKey, Tombstone] = field(init=False)  # requests that are over
     deltas: dict[Party, list[TokenDelta]] = field(default_factory=dict)  # new tokens by router, until the next flush
     is_draining: bool = False  # new requests are rejected, those that are here go on
     has_news: bool = False  # the next heartbeat is sent at once
 
     def __post_init__(self) -> None:
+        self.counters = self.blocks.tiers.counters
         self.tombstones = ExpiringMap(
             max_size=self.protocol.max_tombstones, ttl_seconds=self.protocol.tombstone_seconds
         )

@@ -3,20 +3,32 @@
 Ages are in seconds at ``clock_seconds``, the router's Unix time.
 """
 
+from enum import StrEnum
+
 import msgspec
 
-from splitserve.protocol.messages.membership import PeerLink, WorkerInfo, WorkerLoad
+from splitserve.protocol.counters import WorkerLoad
+from splitserve.protocol.messages.membership import PeerLink, WorkerInfo
+
+
+class WorkerState(StrEnum):
+    """State of a registered worker, as membership sees it (docs/concepts/handover.md)."""
+
+    CONNECTING = "connecting"
+    READY = "ready"
+    DRAINING = "draining"
+    LOST = "lost"
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A registered worker. ``state`` is that of :class:`splitserve.router.links.membership.WorkerState`.
+    """A registered worker.
 
     ``silent_seconds``: since its last heartbeat, or since it registered. ``clock_offset_seconds``: how far its clock
     is ahead of the router's, less what the heartbeat took on its way; None before the first one.
     """
 
     info: WorkerInfo
-    state: str
+    state: WorkerState
     silent_seconds: float
     num_heartbeats: int
     load: WorkerLoad

@@ -66,10 +66,33 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return tuple([copy_id for chunk in self.chunks for copy_id in chunk.gates])
 
 
-class StepOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Drawn token per chunk of the plan, in its order; None where the chunk asked for none."""
+class Draw(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The tokens that a chunk drew, for the positions behind its last one. Today that is a single token."""
 
-    token_ids: Sequence[int | None]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] | None = None  # of each token; None: not asked for
+
+    @property
+    def token_id(self) -> int:
+        """The only token. Raises ValueError if there are several."""
+        (token_id,) = self.token_ids
+        return token_id
+
+
+class StepOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Results of a step: a draw per chunk of the plan, in its order; None where the chunk asked for none."""
+
+    draws: Sequence[Draw | None]
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int | None]) -> "StepOutput":
+        """Return the results of a step whose chunks drew these tokens, at most one each."""
+        return cls([None if token_id is None else Draw((token_id,)) for token_id in token_ids])
+
+    @property
+    def token_ids(self) -> list[int | None]:
+        """The token of each chunk. Raises ValueError if one drew several."""
+        return [None if draw is None else draw.token_id for draw in self.draws]
 
 
 class LaunchedStep(Protocol):

@@ -16,7 +16,6 @@ import torch
 from splitserve.common.cores import usable_cpus
 from splitserve.common.errors import ConfigError
 from splitserve.common.security import check_exposure, is_loopback
-from splitserve.engine.awake_cores import kept_awake
 from splitserve.engine.io.kv_event_socket import KVEventSocket, NoKVEvents
 from splitserve.engine.io.membership_client import MembershipClient
 from splitserve.engine.io.sockets import WorkerSockets
@@ -35,11 +34,13 @@ from splitserve.kvconnector.tiers.copies import Copies, TierCopies
 from splitserve.kvconnector.transfer.connector import KVConnector
 from splitserve.kvconnector.transfer.read_settings import ReadSettings
 from splitserve.models.runner.runner import ModelRunner
-from splitserve.protocol.config import EngineConfig, SettingsError, WorkerConfig, machine_problems
+from splitserve.protocol.config import EngineConfig, WorkerConfig
+from splitserve.protocol.engine_config import SettingsError, machine_problems
 from splitserve.protocol.memory_records import HostTierMemory
 from splitserve.protocol.messages.membership import WorkerInfo, WorkerPlace
 from splitserve.protocol.request import Party, Role
 from splitserve.worker.build import BlockMemory, ModelBounds, build_core
+from splitserve.worker.machine.awake_cores import kept_awake
 from splitserve.worker.machine.pinning import pin_threads
 from splitserve.worker.ranks.others import RankError, Ranks
 from splitserve.worker.ranks.runner import RankedLauncher, RankedRunner

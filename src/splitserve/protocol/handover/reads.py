@@ -1,14 +1,14 @@
 """Reads of a peer's blocks: commands, results, paths."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
+
+import msgspec
 
 from splitserve.protocol.request import Party
 
 
-@dataclass(frozen=True, slots=True)
-class ReadCommand:
+class ReadCommand(msgspec.Struct, frozen=True, tag=True):
     """Copy the peer's blocks ``remote_blocks[i]`` into our ``local_blocks[i]``, then read the remote generations."""
 
     read_id: int
@@ -33,8 +33,7 @@ class ReadPath(StrEnum):
         return self in (ReadPath.MAPPED, ReadPath.KERNEL)
 
 
-@dataclass(frozen=True, slots=True)
-class ReadResult:
+class ReadResult(msgspec.Struct, frozen=True, tag=True):
     """A read is terminal: nothing will write to its local blocks any more.
 
     ``generations[i]`` is the remote block's generation, read after all data had landed. ``error`` is None on success;

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import msgspec
 
+from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.memory_records import LayoutRecord
 from splitserve.protocol.messages.base import Message
 from splitserve.protocol.request import Party, Role
@@ -16,10 +17,6 @@ MAX_DEVICES = 256
 MAX_OPERATIONS = 64
 
 MAX_LINKS = 4096
-
-MAX_TIERS = 16
-
-MAX_TIER_NAME = 32
 
 MAX_TOKEN = 64
 
@@ -67,70 +64,6 @@ class WorkerInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_events_endpoint: str = ""
     place: WorkerPlace = WorkerPlace()
     prefix_caching: bool = True
-
-
-class TierLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tier of KV below the device. Counters are since start; what they count: docs/guides/tiers.md."""
-
-    name: Annotated[str, msgspec.Meta(max_length=MAX_TIER_NAME)]
-    slots: Count = 0
-    blocks: Count = 0
-    hits: Count = 0
-    misses: Count = 0
-    stored_blocks: Count = 0
-    stored_bytes: Count = 0
-    loaded_blocks: Count = 0
-    loaded_bytes: Count = 0
-    evicted_blocks: Count = 0
-    failures: Count = 0
-    store_seconds: NonNegative = 0.0
-    load_seconds: NonNegative = 0.0
-    available: Annotated[int, msgspec.Meta(ge=0, le=1)] = 1
-
-
-class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A worker's load, sent with each heartbeat. Counters are since start."""
-
-    num_waiting: Count = 0
-    num_running: Count = 0
-    waiting_tokens: Count = 0
-    blocks_free: Count = 0
-    blocks_cached: Count = 0
-    blocks_referenced: Count = 0
-    blocks_quarantined: Count = 0
-    reads_in_flight: Count = 0
-    steps: Count = 0
-    prompt_tokens: Count = 0
-    output_tokens: Count = 0
-    prefix_hit_tokens: Count = 0
-    preemptions: Count = 0
-    handovers: Count = 0
-    handover_bytes: Count = 0
-    handover_failures: Count = 0
-    stale_messages: Count = 0
-    undeliverable_messages: Count = 0
-    malformed_messages: Count = 0
-    resident_bytes: Count = 0
-    requests_tracked: Count = 0
-    peers_ready: Count = 0
-    kv_mismatches: Count = 0
-    reads_direct: Count = 0
-    reads_layers: Count = 0
-    reads_staged: Count = 0
-    reads_gathered: Count = 0
-    reads_mapped: Count = 0
-    reads_kernel: Count = 0
-    tier_blocks: Count = 0
-    tier_stored_blocks: Count = 0
-    tier_loaded_blocks: Count = 0
-    tier_failures: Count = 0
-    peer_prefixes: Count = 0
-    peer_prefix_blocks: Count = 0
-    peer_prefix_failures: Count = 0
-    other_copies: Count = 0
-    host_offered_blocks: Count = 0
-    reads_repeated: Count = 0
-    tiers: Annotated[list[TierLoad], msgspec.Meta(max_length=MAX_TIERS)] = []
 
 
 class Register(Message, frozen=True):

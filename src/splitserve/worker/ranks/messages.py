@@ -1,7 +1,7 @@
 """What a worker and its other ranks tell each other: plain pipes within one machine, msgpack, no pickle.
 
-worker -> rank: one RankOrder as the first line of standard input, then RankStep on a pipe of its own, whose end
-                means the worker's orderly end. The end of standard input means that the worker is gone.
+worker -> rank: one RankOrder as the first line of standard input, then a StepPlan for each step on a pipe of its
+                own, whose end means the worker's orderly end. The end of standard input means that the worker is gone.
 rank -> worker: RankReady once, and RankFailed if it ends with an error
 both ways:      the link between the worker's connector and the rank's; what they say is theirs
 """
@@ -10,7 +10,6 @@ import msgspec
 
 from splitserve.protocol.config import CorePlacement, EngineConfig
 from splitserve.protocol.request import Party, Role
-from splitserve.protocol.step import StepPlan
 
 
 class RankOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,9 +47,3 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 RankReport = RankReady | RankFailed
-
-
-class RankStep(msgspec.Struct, frozen=True, array_like=True):
-    """One step, for all ranks to run."""
-
-    plan: StepPlan

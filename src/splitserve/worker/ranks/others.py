@@ -24,7 +24,7 @@ from splitserve.models.parallel.ranks import CollectiveError
 from splitserve.protocol.config import CorePlacement, EngineConfig
 from splitserve.protocol.request import Party, Role
 from splitserve.protocol.step import StepPlan
-from splitserve.worker.ranks.messages import RankFailed, RankOrder, RankReport, RankStep
+from splitserve.worker.ranks.messages import RankFailed, RankOrder, RankReport
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ class Ranks:
 
     def send(self, plan: StepPlan) -> None:
         """Have all of them run ``plan`` next. Raises :class:`CollectiveError`."""
-        step = self._encoder.encode(RankStep(plan))
+        step = self._encoder.encode(plan)
         for rank in self._ranks:
             try:
                 rank.send(step)

@@ -28,9 +28,9 @@ from splitserve.models.parallel.process_group import find_store, join_group
 from splitserve.models.parallel.ranks import CollectiveError
 from splitserve.models.runner.runner import ModelRunner, NonFiniteLogitsError
 from splitserve.models.weights.shard import Shard
-from splitserve.protocol.step import LaunchedStep, LaunchingRunner
+from splitserve.protocol.step import LaunchedStep, LaunchingRunner, StepPlan
 from splitserve.worker.machine.pinning import keep_near, pin_threads
-from splitserve.worker.ranks.messages import RankFailed, RankOrder, RankReady, RankReport, RankStep
+from splitserve.worker.ranks.messages import RankFailed, RankOrder, RankReady, RankReport
 from splitserve.worker.start.kv_tiers import make_tiers
 from splitserve.worker.start.served_model import device_of, load_served_model
 
@@ -50,7 +50,7 @@ class RankProcess:
         for fd in (order.steps_fd, order.reports_fd, order.link_fd):
             os.set_inheritable(fd, False)
         self._reports = os.fdopen(order.reports_fd, "wb", buffering=0)
-        self._decoder = msgspec.msgpack.Decoder(RankStep)
+        self._decoder = msgspec.msgpack.Decoder(StepPlan)
 
     def run(self) -> None:
         """Until the worker needs no more steps."""
@@ -105,16 +105,16 @@ class RankProcess:
         except BrokenPipeError:
             logger.warning("the worker is gone")
 
-    def _next_step(self) -> RankStep | None:
+    def _next_step(self) -> StepPlan | None:
         try:
             return self._decoder.decode(self._steps.recv_bytes())
         except EOFError:
             return None
 
     def _run_steps(self, runner: ModelRunner) -> None:
-        while (step := self._next_step()) is not None:
+        while (plan := self._next_step()) is not None:
             try:
-                runner.run(step.plan)
+                runner.run(plan)
             except NonFiniteLogitsError as error:
                 logger.debug("%s", error)  # rank 0 says it
 
@@ -124,8 +124,8 @@ class RankProcess:
         arguments = (device, launched)
         waiter = threading.Thread(target=self._wait_for_steps, args=arguments, name="model-wait", daemon=True)
         waiter.start()
-        while (step := self._next_step()) is not None:
-            launched.put(launcher.launch(step.plan))
+        while (plan := self._next_step()) is not None:
+            launched.put(launcher.launch(plan))
         launched.put(None)
         waiter.join()
 

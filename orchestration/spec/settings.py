@@ -1,0 +1,86 @@
+"""Settings of a cluster spec as plain records, made from the declarations of its parts and of the engine's config."""
+
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from msgspec import Meta, structs
+
+from splitserve.orchestration.spec.cluster_spec import PLACES, ClusterSpec, PoolSpec
+from splitserve.protocol.config import EngineConfig, ProtocolConfig
+from splitserve.protocol.settings import Setting, hints_of, meta_of, setting_of
+
+_FIELDS = {place: field for field, place in PLACES.items()}
+_CONFIGS: dict[str, type[msgspec.Struct]] = {"engine": EngineConfig, "protocol": ProtocolConfig}
+"""Parts whose fields are those of a config: defaults and ranges are declared there."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpecSetting:
+    """One setting: its location in a cluster spec (``pools[]`` for each pool), and what its declaration says.
+
+    ``field``: that of :class:`EngineConfig` which it sets, "" if it sets none. ``kind``: its type in the document.
+    """
+
+    place: str
+    field: str
+    kind: Any
+    meta: Meta
+    setting: Setting
+    default: Any
+
+    @property
+    def description(self) -> str:
+        return self.meta.description or ""
+
+
+def spec_settings() -> list[SpecSetting]:
+    """Return all settings in the order of the document, but those of an engine at the end, as its config has them."""
+    found = list(_settings_in(ClusterSpec, ""))
+    order = {field: number for number, field in enumerate(EngineConfig.__struct_fields__)}
+    return sorted(found, key=lambda each: order.get(each.field, -1))
+
+
+def _settings_in(struct: type[msgspec.Struct], outer: str) -> Iterator[SpecSetting]:
+    """Yield the settings of a part of the document, which is at ``outer``."""
+    for field in structs.fields(struct):
+        hint = hints_of(struct)[field.name]
+        place = f"{outer}{field.name}"
+        setting, part = setting_of(hint), _part_of(hint)
+        if field.name in _CONFIGS and not outer:
+            yield from _settings_of_config(_CONFIGS[field.name], f"{place}.")
+        elif part is PoolSpec:
+            yield from _settings_in(part, "pools[].")
+        elif part is not None and not (field.name in _CONFIGS and outer):
+            if setting.flags:
+                yield SpecSetting(setting.place, "", str, meta_of(hint), setting, "")
+            yield from (each for each in _settings_in(part, f"{place}.") if each.place != setting.place)
+        elif part is None:
+            yield _setting(place, hint, field)
+
+
+def _setting(place: str, hint: Any, field: structs.FieldInfo) -> SpecSetting:
+    engine_field = _FIELDS.get(place, "")
+    default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+    if engine_field:
+        declared = hints_of(EngineConfig)[engine_field]
+        return SpecSetting(place, engine_field, hint, meta_of(declared), setting_of(declared), default)
+    return SpecSetting(place, "", hint, meta_of(hint), setting_of(hint), default)
+
+
+def _settings_of_config(config: type[msgspec.Struct], outer: str) -> Iterator[SpecSetting]:
+    for field in structs.fields(config):
+        if config is EngineConfig and field.name in PLACES:
+            continue
+        hint = hints_of(config)[field.name]
+        name = field.name if config is EngineConfig else ""
+        yield SpecSetting(f"{outer}{field.name}", name, hint, meta_of(hint), setting_of(hint), field.default)
+
+
+def _part_of(hint: Any) -> type[msgspec.Struct] | None:
+    """Return the part of the document that a field holds, or None if it's a value."""
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        return hint
+    return next((part for each in typing.get_args(hint) if (part := _part_of(each)) is not None), None)

@@ -1,0 +1,127 @@
+"""Counters and gauges of a worker: each is declared once, as an annotated field of a struct that travels.
+
+The engine counts in a :class:`WorkerCounters` and a :class:`TierCounters` per tier; heartbeats carry both to the router
+as parts of a :class:`WorkerLoad`, with the counters that other objects own. Prometheus metrics and
+docs/reference/metrics.md are made from the annotations, by :func:`metrics_of`.
+"""
+
+import typing
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+
+from splitserve.protocol.wire_numbers import Count, NonNegative
+
+MAX_TIERS = 16
+MAX_TIER_NAME = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """Annotation of a field that only grows, from 0 at the worker's start."""
+
+    help: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gauge:
+    """Annotation of a field that may rise and fall."""
+
+    help: str
+
+
+def metrics_of(struct: type[msgspec.Struct]) -> dict[str, Counter | Gauge]:
+    """Return the annotated fields of ``struct`` with their annotations, in the order of their declaration."""
+    hints: dict[str, Any] = typing.get_type_hints(struct, include_extras=True)
+    found = {name: _metric(hint) for name, hint in hints.items()}
+    return {name: found_metric for name in struct.__struct_fields__ if (found_metric := found[name]) is not None}
+
+
+def _metric(hint: Any) -> Counter | Gauge | None:
+    metadata = getattr(hint, "__metadata__", ())
+    return next((each for each in metadata if isinstance(each, Counter | Gauge)), None)
+
+
+class WorkerCounters(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Counters of a worker's engine, which adds to them in place."""
+
+    steps: Annotated[Count, Counter("Steps that the model ran")] = 0
+    prompt_tokens: Annotated[Count, Counter("Prompt tokens computed, those of repeated attempts included")] = 0
+    output_tokens: Annotated[Count, Counter("Output tokens drawn")] = 0
+    prefix_hit_tokens: Annotated[Count, Counter("Prompt tokens found in the prefix cache, not computed")] = 0
+    handovers: Annotated[Count, Counter("Hand-overs completed, as decode counts them")] = 0
+    handover_bytes: Annotated[Count, Counter("KV bytes read in completed hand-overs")] = 0
+    handover_failures: Annotated[Count, Counter("Hand-overs that ended without decode having all blocks")] = 0
+    stale_messages: Annotated[
+        Count, Counter("Messages dropped: of an old incarnation, an old attempt or an ended request")
+    ] = 0
+    kv_mismatches: Annotated[Count, Counter("Blocks that arrived with another digest than offered (--verify-kv)")] = 0
+    reads_direct: Annotated[Count, Counter("Reads of whole blocks into their destination")] = 0
+    reads_layers: Annotated[Count, Counter("Reads with one descriptor per layer of a block")] = 0
+    reads_staged: Annotated[Count, Counter("Reads of whole blocks through a staging area")] = 0
+    reads_gathered: Annotated[Count, Counter("Reads of pieces that the source gathered")] = 0
+    reads_mapped: Annotated[Count, Counter("Reads by copy engines through a mapping of the peer's memory")] = 0
+    reads_kernel: Annotated[Count, Counter("Reads by a kernel through a mapping of the peer's memory")] = 0
+    tier_stored_blocks: Annotated[Count, Counter("Blocks offloaded, over all tiers")] = 0
+    tier_loaded_blocks: Annotated[Count, Counter("Blocks onboarded, over all tiers")] = 0
+    tier_failures: Annotated[Count, Counter("Copies that failed, and loads that took too long, over all tiers")] = 0
+    peer_prefixes: Annotated[Count, Counter("Prefixes read from another worker's device or host tier")] = 0
+    peer_prefix_blocks: Annotated[Count, Counter("Blocks of those prefixes")] = 0
+    peer_prefix_failures: Annotated[Count, Counter("Reads of another worker's prefix that failed")] = 0
+    other_copies: Annotated[Count, Counter("Hand-overs that continued from another copy of the blocks")] = 0
+    host_offered_blocks: Annotated[Count, Counter("Blocks that moved to the host tier while on offer")] = 0
+    reads_repeated: Annotated[Count, Counter("Reads repeated because offered blocks had moved")] = 0
+
+    def count_read(self, path: str) -> None:
+        """Count a read that succeeded on ``path``, a :class:`splitserve.protocol.handover.reads.ReadPath`."""
+        name = f"reads_{path}"
+        setattr(self, name, getattr(self, name) + 1)
+
+
+class TierCounters(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Counters of one tier of KV below the device (docs/guides/tiers.md).
+
+    Each tier is asked until one has the block: that one counts a hit, the tiers before it a miss.
+    """
+
+    hits: Annotated[Count, Counter("Blocks that requests asked for and the tier had")] = 0
+    misses: Annotated[Count, Counter("Blocks that requests asked for and the tier did not have")] = 0
+    stored_blocks: Annotated[Count, Counter("Blocks offloaded into the tier")] = 0
+    loaded_blocks: Annotated[Count, Counter("Blocks onboarded from the tier")] = 0
+    evicted_blocks: Annotated[Count, Counter("Blocks that gave their slot to others")] = 0
+    failures: Annotated[Count, Counter("Copies that failed, in part or altogether")] = 0
+    store_seconds: Annotated[NonNegative, Counter("Seconds that copies into the tier took")] = 0.0
+    load_seconds: Annotated[NonNegative, Counter("Seconds that copies from the tier took")] = 0.0
+
+
+class TierLoad(TierCounters, frozen=True, kw_only=True):  # type: ignore[misc]  # msgspec can, dataclasses can't
+    """One tier's counters and gauges, as part of a heartbeat. Slots and blocks of a shared tier are not known: 0."""
+
+    name: Annotated[str, msgspec.Meta(max_length=MAX_TIER_NAME)]
+    slots: Annotated[Count, Gauge("Slots for blocks")] = 0
+    blocks: Annotated[Count, Gauge("Slots whose content can be loaded")] = 0
+    stored_bytes: Annotated[Count, Counter("Bytes offloaded into the tier")] = 0
+    loaded_bytes: Annotated[Count, Counter("Bytes onboarded from the tier")] = 0
+    available: Annotated[int, msgspec.Meta(ge=0, le=1), Gauge("0 while the tier's server does not answer, else 1")] = 1
+
+
+class WorkerLoad(WorkerCounters, frozen=True, kw_only=True):  # type: ignore[misc]  # likewise
+    """A worker's gauges and counters, sent with each heartbeat."""
+
+    num_waiting: Annotated[Count, Gauge("Requests that wait for prefill, or are in it")] = 0
+    num_running: Annotated[Count, Gauge("Sequences that decode")] = 0
+    waiting_tokens: Annotated[Count, Gauge("Prompt tokens still to be computed")] = 0
+    blocks_free: Annotated[Count, Gauge("KV blocks without content")] = 0
+    blocks_cached: Annotated[Count, Gauge("KV blocks of the prefix cache without references")] = 0
+    blocks_referenced: Annotated[Count, Gauge("KV blocks in use")] = 0
+    blocks_quarantined: Annotated[Count, Gauge("KV blocks withheld until what may write to them has ended")] = 0
+    reads_in_flight: Annotated[Count, Gauge("Reads of a peer's KV in flight")] = 0
+    preemptions: Annotated[Count, Counter("Running sequences put back into the queue for lack of KV blocks")] = 0
+    undeliverable_messages: Annotated[Count, Counter("Messages dropped: their receiver did not take them")] = 0
+    malformed_messages: Annotated[Count, Counter("Messages dropped: they could not be decoded")] = 0
+    resident_bytes: Annotated[Count, Gauge("Resident memory of the worker's processes")] = 0
+    requests_tracked: Annotated[Count, Gauge("Requests and hand-overs that the worker holds state for")] = 0
+    peers_ready: Annotated[Count, Gauge("Prefill workers that this worker can read from")] = 0
+    tier_blocks: Annotated[Count, Gauge("Blocks that can be loaded, over all tiers but the shared one")] = 0
+    tiers: Annotated[list[TierLoad], msgspec.Meta(max_length=MAX_TIERS)] = []

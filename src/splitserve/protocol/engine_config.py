@@ -1,0 +1,355 @@
+"""Settings of a worker's engine: each field is declared once, with its meaning, its range, and how users give it."""
+
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Annotated, Literal, TypeAlias, get_args
+
+import msgspec
+from msgspec import Meta
+
+from splitserve.common.errors import ConfigError
+from splitserve.protocol.settings import Setting, problems_of
+
+Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
+Device: TypeAlias = Literal["auto", "cpu", "cuda"]
+LoadFormat: TypeAlias = Literal["auto", "dummy"]
+DTYPES: tuple[str, ...] = get_args(Dtype)
+DEVICES: tuple[str, ...] = get_args(Device)
+LOAD_FORMATS: tuple[str, ...] = get_args(LoadFormat)
+KV_CACHE_DTYPES = ("auto", "fp8")
+ATTENTION_BACKENDS = ("auto", "hybrid", "flashinfer", "triton", "reference")
+DISK_KV_BACKENDS = ("posix", "gds")
+
+
+class KeepPolicyName(StrEnum):
+    """Names of the policies in :mod:`splitserve.kvconnector.tiers.policy`."""
+
+    ALL = "all"
+    SECOND_USE = "second-use"
+    PROMPT = "prompt"
+
+
+KEEP_POLICIES = tuple(policy.value for policy in KeepPolicyName)
+MAX_MEMORY_BYTES = 1 << 60
+MAX_TOKENS = 1 << 24
+MAX_SECONDS = 86400.0
+MIN_MODEL_LEN = 2
+"""A token of the prompt and one of the answer."""
+MAX_THREADS_PER_CPU = 2
+"""Threads of a worker for each hardware thread: more than one is slow, which the doctor says, but runs."""
+
+
+class SettingsError(ConfigError):
+    """Settings that can't work. ``problems`` are pairs of a field and what is wrong with it."""
+
+    def __init__(self, problems: list[tuple[str, str]]) -> None:
+        super().__init__("; ".join(f"{field} {text}" for field, text in problems))
+        self.problems = problems
+
+
+class DeviceDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What a 0 in :class:`EngineConfig` stands for. Prefill tokens beside decode 0: no other bound than the step's."""
+
+    block_size: int
+    max_num_batched_tokens: int
+    max_num_prefill_tokens_beside_decode: int
+    tail_chunk_tokens: int
+
+
+DEVICE_DEFAULTS = {
+    "cpu": DeviceDefaults(
+        block_size=16, max_num_batched_tokens=512, max_num_prefill_tokens_beside_decode=0, tail_chunk_tokens=64
+    ),
+    # 320 prompt tokens beside up to 64 that decode fill three tiles of 128 rows of a GEMM. The last
+    # chunk: benchmarks/results/README.md compares 512 and 1024 tokens.
+    "cuda": DeviceDefaults(
+        block_size=64, max_num_batched_tokens=8192, max_num_prefill_tokens_beside_decode=320, tail_chunk_tokens=1024
+    ),
+}
+
+
+WORKERS = "workers"
+ENDPOINT = "endpoint"
+ENGINE = "engine"
+KV_MEMORY = "KV memory"
+KV_TIERS = "KV beyond a worker's own memory"
+OPTION_GROUPS = (WORKERS, ENDPOINT, ENGINE, KV_MEMORY, KV_TIERS)
+"""Headings of `splitserve serve --help`, in their order."""
+
+TokenLimit: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+NumBytes: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_MEMORY_BYTES)]
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What one worker serves, and with how much of the machine.
+
+    What is 0 of :class:`DeviceDefaults` is decided by device (:meth:`on`).
+    """
+
+    model: Annotated[
+        str, Meta(description="Directory of a Hugging Face checkpoint, on every machine."), Setting(place="model.path")
+    ]
+    served_model_name: Annotated[
+        str,
+        Meta(description="Id that clients use for the model; empty: the directory's name."),
+        Setting(flags=("--served-model-name",), metavar="ID", group=ENDPOINT, place="model.served_name"),
+    ] = ""
+    dtype: Annotated[
+        str,
+        Meta(description="Type of weights and KV; auto: the checkpoint's. All pools must agree."),
+        Setting(flags=("--dtype",), choices=DTYPES, group=ENGINE, place="pools[].dtype"),
+    ] = "auto"
+    device: Annotated[
+        str,
+        Meta(description="Kind of device; auto: CUDA if there is a GPU."),
+        Setting(flags=("--device",), choices=DEVICES, group=ENGINE, place="pools[].device"),
+    ] = "auto"
+    load_format: Annotated[
+        str,
+        Meta(description="Source of weights; dummy: random ones, for measuring."),
+        Setting(flags=("--load-format",), choices=LOAD_FORMATS, group=ENGINE, place="model.load_format"),
+    ] = "auto"
+    seed: Annotated[
+        int,
+        Meta(ge=0, le=2**63 - 1, description="Seed of dummy weights."),
+        Setting(flags=("--seed",), group=ENGINE, place="model.seed"),
+    ] = 0
+    max_model_len: Annotated[
+        TokenLimit,
+        Meta(description="Context length in tokens; 0: the model's own."),
+        Setting(flags=("--max-model-len",), metavar="TOKENS", group=ENGINE, place="model.max_model_len"),
+    ] = 0
+    tensor_parallel_size: Annotated[
+        int,
+        Meta(
+            ge=1, le=64, description="Processes (ranks) that share a worker's model, on one GPU each if there are GPUs."
+        ),
+        Setting(
+            flags=("--tensor-parallel-size", "-tp"),
+            metavar="N",
+            group=ENGINE,
+            place="pools[].tensor_parallel_size",
+        ),
+    ] = 1
+    threads: Annotated[
+        int,
+        Meta(ge=0, le=4096, description="Threads of each worker; 0 splits a machine's cores between its workers."),
+        Setting(flags=("--threads",), metavar="T", group=WORKERS, place="pools[].threads"),
+    ] = 0
+    attention_backend: Annotated[
+        str,
+        Meta(description="Kernels of attention; auto: the best that can run."),
+        Setting(flags=("--attention-backend",), choices=ATTENTION_BACKENDS, group=ENGINE),
+    ] = "auto"
+    enforce_eager: Annotated[
+        bool, Meta(description="Run without CUDA graphs."), Setting(flags=("--enforce-eager",), group=ENGINE)
+    ] = False
+    capture_mixed_steps: Annotated[
+        bool,
+        Meta(description="Capture CUDA graphs of steps with a small prefill as well, beside decode or alone."),
+        Setting(flags=("--capture-mixed-steps",), group=ENGINE),
+    ] = True
+    late_launch: Annotated[
+        bool,
+        Meta(description="Launch each decode step of a GPU just in time, so that newly arrived requests join it."),
+        Setting(flags=("--late-launch",), group=ENGINE),
+    ] = True
+    keep_cores_awake: Annotated[
+        bool,
+        Meta(
+            description="Keep workers on GPUs to half of the cores, and those awake while there are requests: sooner "
+            "tokens, for machines that do nothing else."
+        ),
+        Setting(flags=("--keep-cores-awake",), group=ENGINE),
+    ] = False
+    max_num_batched_tokens: Annotated[
+        TokenLimit,
+        Meta(description="Tokens of one step; 0: 8192 on a GPU, 512 on CPU."),
+        Setting(flags=("--max-batched-tokens", "--max-num-batched-tokens"), metavar="TOKENS", group=ENGINE),
+    ] = 0
+    max_num_prefill_tokens_beside_decode: Annotated[
+        TokenLimit,
+        Meta(
+            description="Prompt tokens of a step that also decodes; smaller: shorter ITL, later first tokens; 0: 320 "
+            "on a GPU, as many as fit the step on CPU."
+        ),
+        Setting(flags=("--max-prefill-tokens-beside-decode",), metavar="TOKENS", group=ENGINE),
+    ] = 0
+    max_num_seqs: Annotated[
+        int,
+        Meta(ge=1, le=65536, description="Sequences that run at once in a worker."),
+        Setting(flags=("--max-num-seqs",), metavar="N", group=ENGINE),
+    ] = 64
+    tail_chunk_tokens: Annotated[
+        TokenLimit,
+        Meta(
+            description="Tokens of the last chunk of a prompt that is handed over; small: little is left to move after "
+            "the first token; 0: 1024 on a GPU, 64 on CPU."
+        ),
+    ] = 0
+    profile_dir: Annotated[
+        str,
+        Meta(
+            description="Directory on the worker's machine for profiles that POST /admin/profile asks for; empty: none."
+        ),
+        Setting(flags=("--profile-dir",), metavar="DIR", group=ENGINE),
+    ] = ""
+    block_size: Annotated[
+        int,
+        Meta(ge=0, le=4096, description="Tokens per KV block; 0: 64 on a GPU, 16 on CPU."),
+        Setting(flags=("--block-size",), metavar="TOKENS", group=KV_MEMORY),
+    ] = 0
+    kv_cache_dtype: Annotated[
+        str,
+        Meta(description="Type of KV memory; auto: as dtype; fp8: half the memory and hand-over, less accuracy."),
+        Setting(flags=("--kv-cache-dtype",), choices=KV_CACHE_DTYPES, group=KV_MEMORY),
+    ] = "auto"
+    kv_memory_bytes: Annotated[
+        NumBytes,
+        Meta(description="KV memory of each worker, like 512MiB, 2GB or 1.5g; 0: decided at start."),
+        Setting(
+            flags=("--kv-memory", "--kv-cache-memory-bytes"),
+            metavar="SIZE",
+            group=KV_MEMORY,
+            place="pools[].memory.kv",
+        ),
+    ] = 0
+    gpu_memory_utilization: Annotated[
+        float,
+        Meta(
+            gt=0, le=1, description="Share of a GPU's memory that a worker takes in all, unless its KV memory is given."
+        ),
+        Setting(
+            flags=("--gpu-memory-utilization",),
+            metavar="SHARE",
+            group=KV_MEMORY,
+            place="pools[].memory.gpu_utilization",
+        ),
+    ] = 0.9
+    enable_prefix_caching: Annotated[
+        bool,
+        Meta(description="Reuse the KV of earlier prompts with the same beginning."),
+        Setting(flags=("--enable-prefix-caching",), group=KV_MEMORY),
+    ] = True
+    verify_kv: Annotated[
+        bool,
+        Meta(
+            description="Digest blocks on both sides of each hand-over; one that differs is logged, counted, not used."
+        ),
+        Setting(flags=("--verify-kv",), group=KV_MEMORY, place="connector.verify_kv"),
+    ] = False
+    read_threads: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=256,
+            description="Threads that read KV from a peer at once, where reads are posted to a transport; 0: as many "
+            "as fill the link.",
+        ),
+        Setting(flags=("--read-threads",), metavar="N", group=KV_MEMORY),
+    ] = 0
+    map_peer_memory: Annotated[
+        bool,
+        Meta(description="Let a GPU copy from a peer's memory through a mapping of it, where that is faster."),
+        Setting(flags=("--map-peer-memory",), group=KV_MEMORY),
+    ] = True
+    kv_events: Annotated[
+        bool,
+        Meta(description="Have workers publish what KV they hold (docs/guides/kv-events.md)."),
+        Setting(flags=("--kv-events",), group=KV_MEMORY),
+    ] = False
+    host_kv_memory_bytes: Annotated[
+        NumBytes,
+        Meta(description="Host memory of each worker for more KV, like 16GiB, pinned on a GPU worker; 0: none."),
+        Setting(flags=("--host-kv-memory",), metavar="SIZE", group=KV_TIERS, place="pools[].memory.host"),
+    ] = 0
+    disk_kv_dir: Annotated[
+        str,
+        Meta(
+            description="Directory for KV beyond host memory, which a worker finds again after a restart; empty: none."
+        ),
+        Setting(flags=("--disk-kv-dir",), metavar="DIR", group=KV_TIERS),
+    ] = ""
+    disk_kv_bytes: Annotated[
+        NumBytes,
+        Meta(description="Largest size of each worker's KV in disk_kv_dir, like 64GiB."),
+        Setting(flags=("--disk-kv-size",), metavar="SIZE", group=KV_TIERS, place="pools[].memory.disk"),
+    ] = 16 << 30
+    disk_kv_backend: Annotated[
+        str,
+        Meta(
+            description="NIXL backend that moves KV to disk_kv_dir: POSIX, or GPUDirect Storage where it is installed."
+        ),
+        Setting(flags=("--disk-kv-backend",), choices=DISK_KV_BACKENDS, group=KV_TIERS),
+    ] = "posix"
+    lmcache_endpoint: Annotated[
+        str,
+        Meta(
+            description="Endpoint of an LMCache server that runs on each worker's machine already, like "
+            "tcp://127.0.0.1:5555 (`splitserve lmcache`)."
+        ),
+        Setting(flags=("--lmcache",), metavar="ENDPOINT", group=KV_TIERS, place="lmcache.endpoint"),
+    ] = ""
+    kv_keep: Annotated[
+        str,
+        Meta(description="Blocks that are worth a place beyond the device."),
+        Setting(flags=("--kv-keep",), choices=KEEP_POLICIES, group=KV_TIERS),
+    ] = KeepPolicyName.ALL.value
+    kv_load_seconds: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=MAX_SECONDS,
+            description="How long a request waits for its KV to be onboarded before it computes it.",
+        ),
+        Setting(flags=("--kv-load-seconds",), metavar="S", group=KV_TIERS),
+    ] = 5.0
+
+    def __post_init__(self) -> None:
+        problems = list(_engine_problems(self))
+        if problems:
+            raise SettingsError(problems)
+
+    def on(self, device: str) -> "EngineConfig":
+        """With all that depends on the device decided for "cpu" or "cuda"."""
+        defaults = DEVICE_DEFAULTS[device]
+        max_tokens = self.max_num_batched_tokens or max(defaults.max_num_batched_tokens, self.max_num_seqs)
+        beside = self.max_num_prefill_tokens_beside_decode or defaults.max_num_prefill_tokens_beside_decode
+        return msgspec.structs.replace(
+            self,
+            block_size=self.block_size or defaults.block_size,
+            max_num_batched_tokens=max_tokens,
+            max_num_prefill_tokens_beside_decode=min(beside or max_tokens, max_tokens),
+            tail_chunk_tokens=self.tail_chunk_tokens or defaults.tail_chunk_tokens,
+        )
+
+
+def _engine_problems(engine: EngineConfig) -> Iterator[tuple[str, str]]:
+    """Fields, and what is wrong with them on any machine."""
+    yield from problems_of(engine)
+    if 0 < engine.max_model_len < MIN_MODEL_LEN:
+        yield "max_model_len", f"must be at least {MIN_MODEL_LEN} (a token in, a token out), got {engine.max_model_len}"
+    if engine.verify_kv and engine.tensor_parallel_size > 1:
+        yield (
+            "verify_kv",
+            f"compares blocks of workers of one rank, but tensor_parallel_size is {engine.tensor_parallel_size}; "
+            "leave one of them out",
+        )
+    if 0 < engine.max_num_batched_tokens < engine.max_num_seqs:
+        yield (
+            "max_num_batched_tokens",
+            f"({engine.max_num_batched_tokens}) is smaller than max_num_seqs ({engine.max_num_seqs}): a step could not "
+            "hold one token of each running sequence",
+        )
+
+
+def machine_problems(engine: EngineConfig, num_cpus: int) -> Iterator[tuple[str, str]]:
+    """Fields, and what is wrong with them on a machine with ``num_cpus`` hardware threads."""
+    most = MAX_THREADS_PER_CPU * num_cpus
+    for field in ("threads", "read_threads"):
+        if getattr(engine, field) > most:
+            yield (
+                field,
+                f"must be between 0 and {most} on this machine ({num_cpus} hardware threads), got "
+                f"{getattr(engine, field)}; 0 lets it decide",
+            )
