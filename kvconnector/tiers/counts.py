@@ -1,4 +1,4 @@
-"""What each tier has done since start, for /metrics."""
+"""Counts of each tier since start, for /metrics."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -9,19 +9,19 @@ from splitserve.protocol.messages.membership import TierLoad
 
 @dataclass(slots=True)
 class TierCounts:
-    """In blocks, but for ``failures``, which are copies, and seconds, which are what copies took.
+    """Counts of one tier, in blocks unless noted.
 
-    ``hits``: asked for, and here; ``misses``: asked for, not on the device and not here. Of the first of several tiers
-    that has a block it's a hit, of those before it a miss, and those behind it aren't asked.
+    A lookup asks the tiers in order, and ends at the first tier that has the block: a hit there, a miss in the tiers
+    before it, and not counted in the tiers behind it.
     """
 
-    hits: int = 0
-    misses: int = 0
+    hits: int = 0  # requested, and found here
+    misses: int = 0  # requested, not on the device and not found here
     stored_blocks: int = 0
     loaded_blocks: int = 0
     evicted_blocks: int = 0
-    failures: int = 0
-    store_seconds: float = 0.0
+    failures: int = 0  # copies
+    store_seconds: float = 0.0  # durations of copies, added up
     load_seconds: float = 0.0
 
     def add_copy(self, *, is_load: bool, num_good: int, seconds: float, failed: bool) -> None:
@@ -34,7 +34,7 @@ class TierCounts:
             self.store_seconds += seconds
 
     def report(self, name: str, index: TierIndex | None, block_bytes: int) -> TierLoad:
-        """For the heartbeat; no ``index``: nobody knows how much is there."""
+        """Return the counts for the heartbeat; ``index`` is None if the amount stored is unknown."""
         return TierLoad(
             name=name,
             slots=index.num_slots if index is not None else 0,
@@ -55,8 +55,11 @@ class TierCounters:
 
 
 def count_lookups(asked: Sequence[TierCounts], found_in: Sequence[TierCounts], num_wanted: int) -> None:
-    """Of ``num_wanted`` blocks that a request needs and that aren't on the device; ``asked``: in the order in which
-    tiers are. ``found_in``: where the first of the blocks are. Behind them there is a gap: nothing more can be used."""
+    """Count hits and misses of ``num_wanted`` blocks that a request needs and that are not on the device.
+
+    ``asked``: all tiers in lookup order. ``found_in``: the tiers of the leading blocks; after them is a gap, so no
+    further block can be used.
+    """
     num_left = num_wanted
     for counts in asked:
         num_hits = sum(1 for each in found_in if each is counts)
