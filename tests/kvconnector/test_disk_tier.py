@@ -82,7 +82,7 @@ def test_a_file_that_is_cut_off_or_damaged_is_a_miss_and_goes(tmp_path: Path) ->
             path.write_bytes(data)
         gone.unlink()
         memory.blocks.zero_()
-        for slot, complaint in ((1, "cut off"), (2, "damaged"), (3, "No such file"), (4, "damaged")):
+        for slot, complaint in ((1, "truncated"), (2, "damaged"), (3, "No such file"), (4, "damaged")):
             with pytest.raises(PartialCopyError, match=complaint) as failure:
                 store.load([0, slot, 7], [0, slot, 0], [HASHES[0], HASHES[slot], HASHES[0]])
             assert failure.value.num_good == 1
