@@ -229,7 +229,7 @@ def _decode_kernel(
         target = partial_ptr + (head[:, None] * PARTS + part) * HEAD_DIM + column[None, :]
         tl.store(target, result, mask=is_head[:, None] & is_column[None, :])
         tl.store(lse_ptr + head * PARTS + part, top + tl.log2(total), mask=is_head)
-        tl.debug_barrier()  # every thread's share of the part is stored before the ticket says so
+        tl.debug_barrier()  # every thread's share of the part is stored before the ticket is taken
         ticket = tickets_ptr + sequence * KV_HEADS + kv_head
         num_parts = tl.cdiv(context, size)  # those that aren't empty
         if tl.atomic_add(ticket, 1, sem="acq_rel") == num_parts - 1:

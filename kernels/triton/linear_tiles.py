@@ -176,7 +176,7 @@ def _join(
     at = parts_ptr + tile.to(tl.int64) * (SPLIT_K * SIZE)
     inner = tl.arange(0, BLOCK_M)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     tl.store(at + part * SIZE + inner, acc)
-    tl.debug_barrier()  # every thread's part is stored before the ticket says so
+    tl.debug_barrier()  # every thread's part is stored before the ticket is taken
     is_last = tl.atomic_add(tickets_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1
     if is_last:
         tl.debug_barrier()

@@ -3,7 +3,7 @@
 A read is a generator of pending operations to wait for: its data, copies to their location, and last the generations.
 Paths of data:
 
-    direct    whole blocks of one rank straight into local blocks; the only posted path if both sides split heads alike
+    direct    whole blocks of one rank straight into local blocks; only if both sides split heads alike
     layers    pieces of blocks straight to their location, a descriptor per layer
     staged    whole blocks of a rank into a staging area, from there the needed heads to their location
     gathered  needed heads of many blocks, gathered by the source, into a staging area, from there to their location
