@@ -12,7 +12,7 @@ PROGRAMS_PER_DEVICE = 528  # 4 for each of an H100's 132 multiprocessors
 
 @dataclass(frozen=True, slots=True)
 class DecodeLaunch:
-    """Launch parameters."""
+    """Launch parameters of decode attention."""
 
     num_parts: int  # programs that share a (sequence, key/value head)
     tile: int = 64  # tokens of context that a program handles at a time, a power of two

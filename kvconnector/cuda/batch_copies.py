@@ -101,7 +101,7 @@ class _Memcpy2D(ctypes.Structure):
 
 
 class BatchCopier:
-    """Queue of batched copies.
+    """Copier that queues many copies by one call of the driver.
 
     ``driver``: libcuda, or an object with its functions. A driver older than CUDA 13 has no batches; the copies are
     then queued one by one.

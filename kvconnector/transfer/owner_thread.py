@@ -32,8 +32,7 @@ class OwnerThread(ABC):
         self._commands.put(command)
 
     def check(self) -> None:
-        """Raise the error that ended the thread: without the thread no read would ever complete, and without this check
-        silently."""
+        """Raise the error that ended the thread: its reads never complete, and nothing else would report that."""
         if self._failure is not None:
             raise RuntimeError(f"thread {self._thread.name} of the NIXL connector failed") from self._failure
 

@@ -35,8 +35,8 @@ def heads_of(layout: LayoutRecord, rank: int) -> range:
 
 
 def head_spans(ours: LayoutRecord, rank: int, theirs: LayoutRecord) -> tuple[HeadSpan, ...]:
-    """Return the location of the local rank's heads in the peer's ranks, in order. Of several ranks with the same head
-    one is chosen, and different local ranks choose different ones."""
+    """Return the location of the local rank's heads in the peer's ranks, in order. If several ranks have the
+    same head, the local rank's number selects one of them, so that the local ranks spread over them."""
     mine = heads_of(ours, rank)
     held = [heads_of(theirs, other) for other in range(theirs.tensor_parallel_size)]
     spans: list[HeadSpan] = []

@@ -10,7 +10,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ReadSettings:
-    """Settings of reads."""
+    """Numbers that control a worker's reads from its peers."""
 
     num_threads: int  # threads that read concurrently, each with an agent of its own per peer
     split_bytes: int  # a larger read that is posted to a transport is split between the threads
