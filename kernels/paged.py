@@ -1,4 +1,4 @@
-"""A :class:`PagedBatch` as flat arrays, the form in which GPU backends take it."""
+"""A :class:`PagedBatch` as flat arrays, the form that GPU backends use."""
 
 from dataclasses import dataclass
 from itertools import chain
@@ -13,7 +13,8 @@ Int32Array = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class FlatTables:
-    """Blocks of sequence i: ``indices[indptr[i] : indptr[i + 1]]``, just those that its context covers. All int32."""
+    """Block tables as flat arrays, all int32: sequence i has blocks ``indices[indptr[i] : indptr[i + 1]]``, exactly
+    those that its context covers."""
 
     indptr: Int32Array  # [S + 1]
     indices: Int32Array  # [indptr[S]]
@@ -21,7 +22,7 @@ class FlatTables:
 
 
 def flat_tables(batch: PagedBatch, block_size: int, first: int = 0) -> FlatTables:
-    """Of the sequences from ``first`` on."""
+    """Return the tables of the sequences from ``first`` on."""
     context_lens = np.asarray(batch.context_lens[first:], dtype=np.int32)
     counts = -(-context_lens // block_size)
     indptr = np.zeros(len(counts) + 1, dtype=np.int32)
@@ -32,7 +33,7 @@ def flat_tables(batch: PagedBatch, block_size: int, first: int = 0) -> FlatTable
 
 
 def num_leading_decodes(batch: PagedBatch) -> int:
-    """How many sequences stand before the first one with more than one query token."""
+    """Return the number of sequences before the first one with more than one query token."""
     for index, query_len in enumerate(batch.query_lens):
         if query_len != 1:
             return index

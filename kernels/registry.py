@@ -1,7 +1,7 @@
-"""Which backend runs each operation: decided once at start, from device and dtype, and overridable by name.
+"""Choice of a backend for each operation: once at start, by device and dtype, with overrides by name.
 
-A backend is a :class:`Candidate`: a name, a check that answers why it can't run here (or None), and a loader, so that
-a missing package costs nothing until it's asked for. Candidates stand best first; the reference is last and can
+A backend is a :class:`Candidate`: a name, a check that returns why it can't run here (or None), and a loader, so that a
+missing package costs nothing unless it is requested. Candidates are listed best first; the reference is last and can
 always run. A new backend is one more line in ``_CANDIDATES``.
 """
 
@@ -21,7 +21,7 @@ from splitserve.kernels.reference import operations as reference
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What the kernels will run on."""
+    """Device, dtype and head size that the kernels will run with."""
 
     device: torch.device
     dtype: torch.dtype
@@ -30,7 +30,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """``why_not`` gives the reason why this backend can't run on a target, or None if it can."""
+    """A backend of an operation. ``why_not`` returns why it can't run on a target, or None if it can."""
 
     backend: str
     why_not: Callable[[Target], str | None]
@@ -106,10 +106,10 @@ OPERATIONS = tuple(_CANDIDATES)
 def select_kernels(
     device: torch.device, dtype: torch.dtype, overrides: Mapping[str, str] | None = None, head_dim: int | None = None
 ) -> Kernels:
-    """The best backend of each operation for ``device``, ``dtype`` and ``head_dim`` (None: any).
+    """Return the best backend of each operation for ``device``, ``dtype`` and ``head_dim`` (None: any).
 
-    ``overrides`` maps an operation of :data:`OPERATIONS` to the backend that must run it. Raises ValueError that says
-    what is wrong with an override: an unknown name, or why that backend can't run here.
+    ``overrides`` maps an operation of :data:`OPERATIONS` to the backend that must run it. Raises ValueError with the
+    problem of an override: an unknown name, or the reason why that backend can't run here.
     """
     overrides = overrides or {}
     target = Target(device, dtype, head_dim)
@@ -124,7 +124,8 @@ def select_kernels(
 
 
 def backends(operation: str, target: Target) -> dict[str, str | None]:
-    """All backends of an operation, best first: why each can't run on ``target``, or None if it can."""
+    """Return all backends of an operation, best first, each with the reason why it can't run on ``target``, or None if
+    it can."""
     return {candidate.backend: candidate.why_not(target) for candidate in _CANDIDATES[operation]}
 
 

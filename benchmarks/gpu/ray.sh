@@ -25,7 +25,7 @@ Y
   $C status; nvidia-smi --query-compute-apps=pid,gpu_uuid,used_memory --format=csv
   URL=$($C status --json | python3 -c "import json, sys; print(json.load(sys.stdin)['url'])")
   curl -s $URL/v1/completions -H 'content-type: application/json' -d "{\"model\": \"demo\", \"prompt\": [$(seq -s, 10 4009)], \"max_tokens\": 8, \"temperature\": 0, \"ignore_eos\": true, \"return_route\": true}"; echo
-  $C logs 2>&1 | grep -i "go by\|transport\|device\|GPU\|WARN\|ERROR" | tail -20
+  $C logs 2>&1 | grep -i "reads from\|transport\|device\|GPU\|WARN\|ERROR" | tail -20
   time $C down
 fi
 

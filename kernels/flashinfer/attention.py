@@ -1,8 +1,8 @@
 """Paged attention through FlashInfer: its tensor-core decode and its FlashAttention 3 (else 2) prefill kernels.
 
-They read our blocks in place: keys and values of one layer are strided views in FlashInfer's "HND" order. A plan's
-numbers travel through a pinned buffer; since a plan may be made while the copy of an earlier one still waits in the
-stream, each wrapper rotates through several such buffers.
+They read KV blocks in place: keys and values of one layer are strided views in FlashInfer's "HND" order. A plan's
+numbers are copied from a pinned buffer. Since a plan may be made while the copy of an earlier one is still waiting in
+the stream, each wrapper rotates through several such buffers.
 """
 
 import itertools
@@ -23,7 +23,8 @@ _WORKSPACE_BYTES = 256 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class FlashInferPlan:
-    """``decode`` serves the first ``num_decodes`` query tokens, ``prefill`` or ``ragged`` the rest; None: not used."""
+    """Plan of a step: ``decode`` handles the first ``num_decodes`` query tokens, ``prefill`` or ``ragged`` the rest;
+    None: unused."""
 
     num_decodes: int
     decode: Any
@@ -44,8 +45,8 @@ class FlashInferPagedAttention:
         self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=shape.device)
         is_hopper = torch.cuda.get_device_capability(shape.device) == (9, 0)
         self._decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(self._workspace, "HND", use_tensor_cores=True)
-        # The decode parts of a mixed step have been launched before the prefill part overwrites the workspace, but
-        # plans of both live in it at once: so each has its own.
+        # The decode kernels of a mixed step are launched before the prefill kernels overwrite the workspace, but plans
+        # of both are in it at the same time, so each has its own.
         self._prefill_workspace = torch.empty_like(self._workspace)
         self._prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
             self._prefill_workspace, "HND", backend="fa3" if is_hopper else "fa2"
@@ -97,7 +98,7 @@ class FlashInferPagedAttention:
 
     def make_mixed_plan(self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int) -> DecodePlan:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
-        raise NotImplementedError("CUDA graphs of mixed steps take the triton or the hybrid attention backend")
+        raise NotImplementedError("CUDA graphs of mixed steps need the triton or the hybrid attention backend")
 
     # ---- once per layer ----
 
@@ -120,7 +121,7 @@ class FlashInferPagedAttention:
 
 
 class FlashInferDecodePlan:
-    """A decode plan whose tensors stay where they are, for CUDA graphs. Implements ``kernels.api.DecodePlan``."""
+    """A decode plan whose tensors keep their addresses, for CUDA graphs. Implements ``kernels.api.DecodePlan``."""
 
     def __init__(
         self, flashinfer: Any, shape: AttentionShape, workspace: Tensor, batch_size: int, max_blocks: int
@@ -168,7 +169,7 @@ class FlashInferDecodePlan:
 
 
 def plan_decode(wrapper: Any, pinned: Iterator[Tensor], tables: FlatTables, shape: AttentionShape) -> None:
-    """A full plan of a decode wrapper; the arrays stay on the host until FlashInfer itself copies them."""
+    """Make a full plan of a decode wrapper; the arrays stay on the host until FlashInfer copies them."""
     wrapper._pin_memory_int_workspace_buffer = next(pinned)
     wrapper.plan(
         torch.from_numpy(tables.indptr),
@@ -184,12 +185,12 @@ def plan_decode(wrapper: Any, pinned: Iterator[Tensor], tables: FlatTables, shap
 
 
 def _last_block_lens(tables: FlatTables, block_size: int) -> Tensor:
-    """int32 [S] on the host: tokens in each sequence's last block."""
+    """Return the number of tokens in each sequence's last block, int32 [S] on the host."""
     return torch.from_numpy((tables.context_lens - 1) % block_size + 1)
 
 
 def unsupported_reason(shape: AttentionShape) -> str | None:
-    """Why FlashInfer can't serve ``shape``, or None."""
+    """Return why FlashInfer doesn't support ``shape``, or None."""
     if shape.dtype not in (torch.bfloat16, torch.float16):
         return f"FlashInfer attention takes bfloat16 and float16, not {shape.dtype}; use the triton backend"
     if shape.head_dim not in (64, 128, 256):

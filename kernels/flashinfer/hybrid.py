@@ -17,7 +17,8 @@ from splitserve.kernels.triton.plans import TritonDecodePlan, TritonMixedPlan
 
 @dataclass(frozen=True, slots=True)
 class HybridPlan:
-    """``decode`` serves the first ``num_decodes`` query tokens, ``chunks`` all others; None where there are none."""
+    """Plan of a step: ``decode`` handles the first ``num_decodes`` query tokens, ``chunks`` all others; None if there
+    are none."""
 
     num_decodes: int
     decode: AttentionPlan | None

@@ -1,7 +1,8 @@
-"""Attention of long prompt chunks: keys and values gathered into one tensor, then FlashInfer's FlashAttention 3 on it.
+"""Attention of long prompt chunks: keys and values are gathered into one tensor, then FlashInfer's FlashAttention 3
+runs on it.
 
-Its kernel for paged memory reads keys and values element by address; the one for plain tensors has the bulk copy
-engine bring them, which more than pays for the gathering.
+FlashInfer's kernel for paged memory computes the address of each element of keys and values; the kernel for contiguous
+tensors loads them with the bulk copy engine, which saves more time than the gathering takes.
 """
 
 import itertools
@@ -17,21 +18,21 @@ from splitserve.kernels.api import AttentionShape, PagedBatch
 from splitserve.kernels.triton.gather import gather_tokens
 from splitserve.kernels.triton.sampling import to_device
 
-MIN_QUERY_TOKENS = 512  # of a step: with fewer, gathering takes longer than it saves
-MAX_CONTEXT_TOKENS = 1 << 16  # of a step: bounds the memory that is gathered into
-_NUM_PINNED = 4  # plans under way at once, and one more
+MIN_QUERY_TOKENS = 512  # per step: with fewer, gathering takes longer than it saves
+MAX_CONTEXT_TOKENS = 1 << 16  # per step: bounds the memory for gathered keys and values
+_NUM_PINNED = 4  # plans in flight at once, plus one
 
 
 @dataclass(frozen=True, slots=True)
 class RaggedPlan:
-    """``tiles`` int32 [3, N]: block, first token among those gathered, number of tokens."""
+    """Plan of a step's chunks. ``tiles`` int32 [3, N]: block, first token among the gathered ones, number of tokens."""
 
     tiles: Tensor
     num_tokens: int
 
 
 class RaggedPrefill:
-    """Chunks of several sequences at once. On compute capability 9.0 only."""
+    """Attention of chunks of several sequences at once. Compute capability 9.0 only."""
 
     def __init__(self, flashinfer: Any, shape: AttentionShape, workspace: Tensor) -> None:
         self._shape = shape
@@ -40,7 +41,7 @@ class RaggedPrefill:
 
     @staticmethod
     def serves(batch: PagedBatch, first: int) -> bool:
-        """Whether it is the better choice for the chunks of ``batch`` from ``first`` on."""
+        """Return whether ragged attention is the better choice for the chunks of ``batch`` from ``first`` on."""
         return (
             sum(batch.query_lens[first:]) >= MIN_QUERY_TOKENS and sum(batch.context_lens[first:]) <= MAX_CONTEXT_TOKENS
         )
@@ -72,13 +73,14 @@ class RaggedPrefill:
         return RaggedPlan(to_device(flat, shape.device), int(ends[1][-1]))
 
     def run(self, query: Tensor, kv_layer: Tensor, plan: RaggedPlan, out: Tensor) -> None:
-        """``query``, ``out`` [T, H, D]: those of the planned chunks; ``kv_layer`` [num_blocks, G, 2, B, D]."""
+        """Attend with the query tokens of the planned chunks. ``query``, ``out``: [T, H, D]; ``kv_layer``: [num_blocks,
+        G, 2, B, D]."""
         keys, values = gather_tokens(kv_layer, plan.tiles, plan.num_tokens)
         self._wrapper.run(query, keys, values, out=out)
 
 
 def pinned_buffers(wrapper: Any) -> Iterator[Tensor]:
-    """Endlessly: host buffers for ``wrapper``'s plans, in turn."""
+    """Return an endless iterator over host buffers for ``wrapper``'s plans."""
     first = wrapper._pin_memory_int_workspace_buffer
     buffers = [first, *(torch.empty_like(first, pin_memory=True) for _ in range(_NUM_PINNED - 1))]
     return itertools.cycle(buffers)

@@ -1,4 +1,4 @@
-"""Attention over KV memory in FP8 (float8_e4m3fn), for backends that read only the dtype that the model computes in."""
+"""Attention over KV memory in FP8 (float8_e4m3fn), for backends that read only the model's compute dtype."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,22 +10,22 @@ from splitserve.kernels.api import AttentionPlan, AttentionShape, DecodePlan, Pa
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
-"""Of that format; larger numbers are stored as this."""
+"""Largest number of that format; larger ones are stored as this."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """``block_ids`` int64 [n]: what the step reads; ``inner`` counts blocks in their order."""
+    """Plan of a step. ``block_ids`` int64 [n]: the blocks that the step reads; ``inner`` uses indices into them."""
 
     block_ids: Tensor
     inner: AttentionPlan
 
 
 class DequantisingAttention:
-    """The blocks that a step reads are converted, one layer at a time, for another backend.
+    """Attention that converts the blocks of a step, one layer at a time, for another backend.
 
-    See :class:`splitserve.kernels.api.PagedAttention`. That takes memory and time as the context grows: it serves CPUs,
-    where FP8 is for trying out what a GPU would do.
+    See :class:`splitserve.kernels.api.PagedAttention`. Its memory and time grow with the context: it is meant for CPUs,
+    where FP8 serves only to try out a GPU's behaviour.
     """
 
     def __init__(self, shape: AttentionShape, make_attention: Callable[[AttentionShape], PagedAttention]) -> None:
@@ -45,14 +45,14 @@ class DequantisingAttention:
         return _Plan(torch.tensor(block_ids, device=self._device), inner)
 
     def make_decode_plan(self, batch_size: int, max_blocks: int) -> DecodePlan:
-        """There are no CUDA graphs here."""
+        """Raise NotImplementedError: there are no CUDA graphs here."""
         raise NotImplementedError(
-            f"FP8 KV has a fixed plan for {batch_size} sequences of {max_blocks} blocks with the triton backend only"
+            f"a fixed plan over FP8 KV (for {batch_size} sequences of {max_blocks} blocks) needs the triton backend"
         )
 
     def make_mixed_plan(self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int) -> DecodePlan:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
-        raise NotImplementedError("CUDA graphs of mixed steps over FP8 KV take the triton attention backend")
+        raise NotImplementedError("CUDA graphs of mixed steps over FP8 KV need the triton attention backend")
 
     def run(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
         assert isinstance(plan, _Plan) and kv_layer.dtype == FP8

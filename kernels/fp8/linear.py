@@ -1,8 +1,8 @@
-"""Products with weights that are stored in FP8 (float8_e4m3fn), each group of a row's elements with a scale.
+"""Products with weights that are stored in FP8 (float8_e4m3fn), with a scale for each group of a row's elements.
 
-Where the GPU has FP8 units, both sides are in FP8: activations are quantised row by row as they come, with a scale per
-row, or per group of :data:`GROUP` elements where the weight has scales of such groups. Elsewhere the weight becomes one
-of the dtype that the model computes in, once, at load.
+If the GPU has FP8 units, both sides are in FP8: activations are quantised row by row at run time, with a scale per row,
+or per group of :data:`GROUP` elements if the weight has scales of such groups. Otherwise the weight is converted once,
+at load, to the model's compute dtype.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from splitserve.kernels.api import Linear, RmsNorm, SiluMul
 from splitserve.kernels.fp8.weight import GROUP, Fp8Weight
 
 _MIN_CAPABILITY = (9, 0)
-_ALIGNMENT = 16  # of both sizes of a weight, for torch._scaled_mm
+_ALIGNMENT = 16  # of both dimensions of a weight, for torch._scaled_mm
 
 
 Pack = Callable[[Fp8Weight], Linear]
@@ -28,14 +28,15 @@ def select_fp8(
     rms_norm: RmsNorm,
     silu_mul: SiluMul,
 ) -> tuple[Pack, str]:
-    """How FP8 weights are packed for a model that computes in ``dtype``, and in words what becomes of them."""
+    """Return the function that packs FP8 weights for a model that computes in ``dtype``, and a description of the
+    choice."""
 
     def dequantise(weight: Fp8Weight) -> Linear:
         return pack_linear(weight.dequantised(dtype))
 
     reason = fp8_unavailable_reason(device, dtype)
     if reason is not None:
-        return dequantise, f"FP8 weights are computed with in {str(dtype).removeprefix('torch.')}: {reason}"
+        return dequantise, f"FP8 weights are converted to {str(dtype).removeprefix('torch.')}: {reason}"
     from splitserve.kernels.fp8.triton_linear import BlockFp8Linear, RowFp8Linear
 
     def pack(weight: Fp8Weight) -> Linear:
@@ -49,7 +50,7 @@ def select_fp8(
 
 
 def fp8_unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why products can't be in FP8, or None."""
+    """Return why products can't be computed in FP8, or None."""
     if device.type != "cuda":
         return f"{device.type} has no FP8 units"
     capability = torch.cuda.get_device_capability(device)

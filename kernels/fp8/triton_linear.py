@@ -1,7 +1,7 @@
-"""FP8 products on GPUs: the quantisation of activations, and a product with scales of blocks. See :mod:`.linear`.
+"""FP8 products on GPUs: the quantisation of activations, and a product with block scales. See :mod:`.linear`.
 
-A block-scaled product adds up one group of columns at a time in the matrix units, and scales each such sum in float32
-(the way of DeepSeek-V3's technical report, section 3.3).
+A block-scaled product sums one group of columns at a time in the matrix units, and scales each such sum in float32 (as
+in DeepSeek-V3's technical report, section 3.3).
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -15,12 +15,13 @@ from splitserve.kernels.fp8.weight import GROUP, Fp8Weight
 from splitserve.kernels.reference.linear import UnfusedLinear
 
 FP8 = torch.float8_e4m3fn
-_LARGEST = 448.0  # of that format
+_LARGEST = 448.0  # largest number of that format
 _TINY = 1e-12  # the scale of a row of zeros
 
 
 def quantise_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """``x`` [T, K] -> float8 [T, K], scales float32 [T, ceil(K / group)]: the largest of each group becomes 448."""
+    """Quantise ``x`` [T, K] -> float8 [T, K], scales float32 [T, ceil(K / group)]: the largest of each group becomes
+    448."""
     rows, columns = x.shape
     num_groups = triton.cdiv(columns, group)
     quantised = torch.empty((rows, columns), dtype=FP8, device=x.device)
@@ -57,7 +58,8 @@ def _quantise_kernel(
 
 
 class RowFp8Linear(UnfusedLinear):
-    """A scale per row of the weight, and of the activations: cuBLAS or CUTLASS, through PyTorch. bfloat16 only."""
+    """Product with a scale per row of the weight and of the activations: cuBLAS or CUTLASS, through PyTorch. bfloat16
+    only."""
 
     def __init__(self, weight: Fp8Weight, *, rms_norm: RmsNorm, silu_mul: SiluMul) -> None:
         super().__init__(weight.weight.shape, rms_norm, silu_mul)
@@ -71,7 +73,7 @@ class RowFp8Linear(UnfusedLinear):
 
 
 class BlockFp8Linear(UnfusedLinear):
-    """A scale per :data:`GROUP` columns of a row of the weight, and of the activations."""
+    """Product with a scale per :data:`GROUP` columns of a row of the weight and of the activations."""
 
     def __init__(self, weight: Fp8Weight, *, rms_norm: RmsNorm, silu_mul: SiluMul) -> None:
         super().__init__(weight.weight.shape, rms_norm, silu_mul)
@@ -83,7 +85,8 @@ class BlockFp8Linear(UnfusedLinear):
 
 
 def block_product(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` [T, K] times ``weight`` [N, K], both float8, in ``dtype`` [T, N]; scales [T, K / GROUP], [N, K / GROUP]."""
+    """Return ``x`` [T, K] times ``weight`` [N, K], both float8, in ``dtype`` [T, N]; scales [T, K / GROUP], [N, K /
+    GROUP]."""
     rows, columns = x.shape
     out_features = weight.shape[0]
     assert columns % GROUP == 0 and x.is_contiguous() and weight.is_contiguous()

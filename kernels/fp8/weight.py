@@ -1,4 +1,4 @@
-"""Weights stored in FP8 (float8_e4m3fn), each group of a row's elements with a scale."""
+"""Weights stored in FP8 (float8_e4m3fn), with a scale for each group of a row's elements."""
 
 from dataclasses import dataclass
 

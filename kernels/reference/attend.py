@@ -1,19 +1,20 @@
-"""Attention with its log-sum-exp in PyTorch's operations, by parts of the keys that are merged."""
+"""Attention with its log-sum-exp in PyTorch's operations, over parts of the keys that are then merged."""
 
 import torch
 from torch import Tensor
 
-QUERY_BLOCK = 64  # queries that share one mask: the fused kernel's own causal mode computes what it masks
+QUERY_BLOCK = 64  # queries that share one mask: the fused kernel's own causal mode also computes masked scores
 
 
 def attend_segment(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """:func:`attend` of all queries, or block by block over the keys that each block sees (see :class:`_Segment`)."""
+    """Return :func:`attend` of all queries, or block by block over the keys that each block attends to (see
+    :class:`_Segment`)."""
     if mask is None:
         return attend(query, keys, values, None, scale)
     num_queries, num_keys = query.shape[2], keys.shape[2]
-    # Blocks are counted from the end, so that one mask serves them all: an earlier block sees its right-hand part.
+    # Blocks are counted from the end, so that one mask suffices for all: an earlier block uses its right-hand part.
     parts = []
     for last in range(num_queries, 0, -QUERY_BLOCK):
         first = max(0, last - QUERY_BLOCK)
@@ -26,9 +27,10 @@ def attend_segment(
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention with its log-sum-exp: ``query`` [1, H, L, D], ``keys`` and ``values`` [1, G, K, D], ``mask`` [L, K].
+    """Compute attention with its log-sum-exp: ``query`` [1, H, L, D], ``keys`` and ``values`` [1, G, K, D], ``mask``
+    [L, K].
 
-    Returns the output [1, H, L, D] and the log of the softmax's denominator, float32 [1, H, L].
+    Return the output [1, H, L, D] and the log of the softmax's denominator, float32 [1, H, L].
     """
     if query.device.type == "cpu":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -41,7 +43,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sca
 def attend_portable(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """:func:`attend` in plain operations, for devices without the fused one."""
+    """Compute :func:`attend` in plain operations, for devices without the fused one."""
     group_size = query.shape[1] // keys.shape[1]
     scores = query.float() @ keys.repeat_interleave(group_size, dim=1).transpose(2, 3).float() * scale
     if mask is not None:
@@ -51,7 +53,8 @@ def attend_portable(
 
 
 def merge(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Attention over two disjoint sets of keys from the attention over each (output, log-sum-exp)."""
+    """Merge attention over two disjoint sets of keys, each as (output, log-sum-exp), into attention over their
+    union."""
     lse = torch.logaddexp(left[1], right[1])
     out = left[0] * (left[1] - lse).exp().unsqueeze(-1) + right[0] * (right[1] - lse).exp().unsqueeze(-1)
     return out.to(left[0].dtype), lse

@@ -1,14 +1,15 @@
-"""Paged attention in plain PyTorch, quick enough to be the default on CPU.
+"""Paged attention in plain PyTorch, fast enough to be the default on CPU.
 
-Decode tokens of similar context are attended together. Their keys are gathered per layer into a small buffer that
-stays in the cache (one ``index_select`` over rows of ``[block_size, head_dim]``), head by head, for one batched
-product. Their values are never copied: the weighted sum over scattered rows is an embedding bag.
+Decode tokens of similar context are attended together. Their keys are gathered per layer into a small buffer that stays
+in the cache (one ``index_select`` over rows of ``[block_size, head_dim]``), head by head, for one batched product.
+Their values are never copied: the weighted sum over scattered rows is an embedding bag.
 
-A prefill chunk attends with the fused CPU kernel in segments: earlier context that doesn't fit the buffer, piece by
-piece, then the rest together with the chunk itself. The parts are merged by their log-sum-exp, as in FlashAttention.
-So the buffer is bounded for any context length, and no mask of chunk x context is ever made.
+A prefill chunk attends with the fused CPU kernel in segments: earlier context that does not fit the buffer, piece by
+piece, then the rest together with the chunk itself. The parts are merged by their log-sum-exp, as in FlashAttention. So
+the buffer is bounded for any context length, and no mask of chunk x context is ever built.
 
-Memory that no sequence has written may hold anything, NaN too: it's never multiplied with a weight, not even with zero.
+Memory that no sequence has written may hold any bits, including NaN: it is never multiplied with a weight, not even
+with zero.
 """
 
 import math
@@ -23,25 +24,24 @@ from splitserve.kernels.reference.attend import QUERY_BLOCK, attend_segment, mer
 
 GATHER_BYTES = 4 * 1024 * 1024
 """Bytes gathered at a time: this and the activations fit a level-3 cache. 2 to 8 MiB measured about the same."""
-_MIN_FILL = 0.75  # of a decode group's padded context that must be real
+_MIN_FILL = 0.75  # least share of real tokens in a decode group's padded context
 
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """Context of one sequence to gather at once: ``rows`` [2 * G * num_blocks] of ``[B, D]``; tokens ..last of them.
+    """Context of one sequence that is gathered at once.
 
-    ``mask`` is None where all queries see all of it. Else the queries are the last tokens of it, and ``mask``
-    [min(L, QUERY_BLOCK), last] is what the last ones of them see, 0 or -inf.
+    Without a mask all queries attend to all of it. With a mask the queries are the context's last tokens.
     """
 
-    rows: Tensor
-    last: int
-    mask: Tensor | None
+    rows: Tensor  # [2 * G * num_blocks], rows of [B, D]
+    last: int  # number of tokens used
+    mask: Tensor | None  # [min(L, QUERY_BLOCK), last] for the last queries, 0 or -inf
 
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """One sequence on its own: its query tokens first..last of the flat batch, over its segments."""
+    """One sequence attended separately: its query tokens first..last of the flat batch, over its segments."""
 
     first: int
     last: int
@@ -50,19 +50,14 @@ class _Span:
 
 @dataclass(frozen=True, slots=True)
 class _DecodeGroup:
-    """Several sequences (S) of one query token each, padded to the longest context (C tokens).
+    """Several sequences (S) of one query token each, padded to the longest context (C tokens)."""
 
-    ``query_rows`` [S], a slice where they're adjacent; ``key_rows``: rows of ``[B, D]`` to gather at a time, each
-    [S * G * blocks], together all blocks; ``unseen`` bool [S, 1, 1, C], None if there's no padding; ``value_rows``
-    [S * H * C], rows of ``[D]``, and the ``bags`` [S * H + 1] that they fall into.
-    """
-
-    query_rows: Tensor | slice
-    key_rows: tuple[Tensor, ...]
+    query_rows: Tensor | slice  # [S]; a slice if they are adjacent
+    key_rows: tuple[Tensor, ...]  # rows of [B, D] to gather at a time, each [S * G * blocks]; together all blocks
     context: int
-    unseen: Tensor | None
-    value_rows: Tensor
-    bags: Tensor
+    unseen: Tensor | None  # bool [S, 1, 1, C]; None without padding
+    value_rows: Tensor  # [S * H * C], rows of [D]
+    bags: Tensor  # [S * H + 1], first value row of each bag
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +100,7 @@ class ReferencePagedAttention:
         return plan
 
     def make_decode_plan(self, batch_size: int, max_blocks: int) -> DecodePlan:
-        """There are no CUDA graphs here."""
+        """Raise NotImplementedError: there are no CUDA graphs here."""
         raise NotImplementedError(
             f"the reference attention has no fixed plan for {batch_size} sequences of {max_blocks} blocks; use "
             "--enforce-eager with it"
@@ -113,13 +108,14 @@ class ReferencePagedAttention:
 
     def make_mixed_plan(self, num_decodes: int, num_chunk_tokens: int, num_chunks: int, max_blocks: int) -> DecodePlan:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
-        raise NotImplementedError("CUDA graphs of mixed steps take the triton or the hybrid attention backend")
+        raise NotImplementedError("CUDA graphs of mixed steps need the triton or the hybrid attention backend")
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._shape.block_size)
 
     def _segments(self, query_len: int, context: int, table: Sequence[int]) -> tuple[_Segment, ...]:
-        """Earlier context in pieces of the buffer's size; the last segment holds what is left and all queries."""
+        """Split the context into segments of the buffer's size; the last segment holds the remainder and all
+        queries."""
         size = self._shape.block_size
         num_blocks = self._num_blocks(context)
         own_blocks = num_blocks - (context - query_len) // size
@@ -139,7 +135,7 @@ class ReferencePagedAttention:
         return mask.triu_(num_keys - num_rows + 1)
 
     def _groups(self, decodes: list[tuple[int, int, Sequence[int]]]) -> list[_DecodeGroup]:
-        """Longest first; a group ends where the next context would be mostly padding."""
+        """Group decodes, longest first; a group ends where the next context would be mostly padding."""
         decodes.sort(key=lambda decode: -decode[1])
         groups: list[_DecodeGroup] = []
         members: list[tuple[int, int, Sequence[int]]] = []
@@ -164,7 +160,7 @@ class ReferencePagedAttention:
         contexts = torch.tensor([context for _, context, _ in members])
         longest = int(contexts.max())
         num_blocks = self._num_blocks(longest)
-        # A short table is filled up with its own first block; what is read there is masked.
+        # A short table is padded with its own first block; the tokens read there are masked.
         tables = [(*table[:num_blocks], *[table[0]] * (num_blocks - len(table))) for _, _, table in members]
         tokens = torch.arange(longest)
         unseen = tokens >= contexts.view(-1, 1)  # [S, C]
@@ -181,7 +177,8 @@ class ReferencePagedAttention:
         )
 
     def _value_rows(self, tables: Tensor, tokens: Tensor) -> Tensor:
-        """Rows of ``[D]`` of the values of ``tokens`` [S, C], per query head: [S * H * C], from a layer's first."""
+        """Return rows of ``[D]`` of the values of ``tokens`` [S, C], per query head: [S * H * C], relative to a layer's
+        first row."""
         shape = self._shape
         blocks = tables.gather(1, tokens // shape.block_size)  # [S, C]
         rows = blocks * (shape.rows_per_block * shape.block_size) + tokens % shape.block_size + shape.block_size
@@ -189,7 +186,7 @@ class ReferencePagedAttention:
         return (rows.unsqueeze(1) + kv_heads.view(-1, 1) * (2 * shape.block_size)).flatten()
 
     def _rows(self, tables: Sequence[Sequence[int]]) -> Tensor:
-        """Rows of ``[B, D]`` of keys and values, [2, S * G * num_blocks], relative to a layer's first row."""
+        """Return rows of ``[B, D]`` of keys and values, [2, S * G * num_blocks], relative to a layer's first row."""
         blocks = torch.tensor(tables).view(1, len(tables), 1, -1)
         rows = blocks * self._shape.rows_per_block + self._head_rows
         return rows.flatten(1).to(self._shape.device)
@@ -202,7 +199,7 @@ class ReferencePagedAttention:
 
     @property
     def buffer_bytes(self) -> int:
-        """Size of the gather buffer so far."""
+        """Current size of the gather buffer."""
         return self._buffer.nbytes
 
     # ---- once per layer ----
@@ -218,7 +215,7 @@ class ReferencePagedAttention:
         return out
 
     def _kv_rows(self, kv_layer: Tensor) -> Tensor:
-        """``kv_layer`` as rows of ``[B, D]``, from this layer's first row on, over the blocks of all layers."""
+        """Return ``kv_layer`` as rows of ``[B, D]``, from this layer's first row on, over the blocks of all layers."""
         shape = self._shape
         row = shape.block_size * shape.head_dim
         expected = (shape.rows_per_block * row, 2 * row, row, shape.head_dim, 1)
@@ -231,7 +228,7 @@ class ReferencePagedAttention:
         return torch.index_select(kv_rows, 0, rows, out=gathered)
 
     def _attend_group(self, query: Tensor, kv_rows: Tensor, group: _DecodeGroup) -> Tensor:
-        """``query`` [S, H, D] -> [S, H, D]. Query heads that share keys are the rows of one product."""
+        """Attend with ``query`` [S, H, D] -> [S, H, D]. Query heads that share keys are the rows of one product."""
         shape = self._shape
         num_seqs = query.shape[0]
         shared = (query * self._scale).view(num_seqs * shape.num_kv_heads, -1, shape.head_dim)
@@ -256,7 +253,7 @@ class ReferencePagedAttention:
         return out.view(query.shape)
 
     def _attend_span(self, query: Tensor, kv_rows: Tensor, span: _Span) -> Tensor:
-        """``query`` [L, H, D] -> [L, H, D]."""
+        """Attend with ``query`` [L, H, D] -> [L, H, D]."""
         shape = self._shape
         heads_first = query.transpose(0, 1).unsqueeze(0)  # [1, H, L, D]
         merged: tuple[Tensor, Tensor] | None = None

@@ -1,7 +1,8 @@
-"""A range of key/value heads of some KV blocks, to and from one contiguous buffer: in plain PyTorch, on any device.
+"""Copies of a range of key/value heads of KV blocks, to and from one contiguous buffer: in plain PyTorch, on any
+device.
 
-A worker of another tensor-parallel size wants some heads of each block, and a host tier wants blocks one after another;
-neither can be had as large contiguous pieces of the KV memory itself.
+A worker with another tensor-parallel size needs some heads of each block, and a host tier needs blocks one after
+another; neither is available as large contiguous pieces of the KV memory itself.
 """
 
 import torch
@@ -26,7 +27,7 @@ def scatter_kv(source: Tensor, block_ids: Tensor, first_head: int, kv_cache: Ten
 
 
 def check_kv_copy(kv_cache: Tensor, block_ids: Tensor, first_head: int, buffer: Tensor) -> None:
-    """What callers of both directions must keep. Looks at no value: none of the ids is read."""
+    """Assert the preconditions of both directions. Reads no values: no id is checked."""
     _, num_layers, num_heads, *rest = kv_cache.shape
     assert kv_cache.is_contiguous() and buffer.is_contiguous() and kv_cache.dtype == buffer.dtype
     assert block_ids.dtype == torch.int64 and block_ids.device == kv_cache.device and block_ids.is_contiguous()

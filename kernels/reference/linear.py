@@ -1,7 +1,7 @@
-"""Matrix products with weights in the layout that the GEMM wants, in plain PyTorch.
+"""Matrix products with weights in the layout that the GEMM needs, in plain PyTorch.
 
-:class:`OneDnnLinear` hands the weight to oneDNN's own blocked layout once, at load; the plain copy can then be freed.
-``splitserve bench kernels --device cpu`` compares both.
+:class:`OneDnnLinear` converts the weight once, at load, to oneDNN's own blocked layout; the plain copy can then be
+freed. ``splitserve bench kernels --device cpu`` compares both.
 """
 
 import os
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from splitserve.kernels.api import RmsNorm, SiluMul
 
-# oneDNN chooses the blocked layout for a number of rows. The layout for 128 rows serves all numbers of rows;
-# the one for a single row is slow for more.
+# oneDNN chooses the blocked layout for a number of rows. The layout for 128 rows suits all numbers of rows; the one for
+# a single row is slow for more.
 _LAYOUT_ROWS = 128
 
-# oneDNN makes a primitive for each number of rows of each weight shape: 0.55 MiB of heap on AVX-512 for any shape. Two
-# caches hold about half of that each, oneDNN's own and that of PyTorch's binding (ideep); both keep 1,024 if nothing
-# else is set. Another primitive costs about 0.35 ms, so numbers of rows beyond _EXACT_ROWS are rounded up to one of
-# _ROW_COUNTS_PER_OCTAVE between powers of two: most steps find theirs.
+# oneDNN makes a primitive for each number of rows of each weight shape: 0.55 MiB of heap on AVX-512. Two caches hold
+# about half of that each, oneDNN's own and that of PyTorch's binding (ideep); both keep 1,024 by default. Making a
+# primitive costs 0.35 ms, so numbers of rows beyond _EXACT_ROWS are rounded up to one of _ROW_COUNTS_PER_OCTAVE between
+# powers of two: most steps then find a cached primitive.
 MAX_CACHED_PRIMITIVES = 128
 CACHE_SETTINGS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 _EXACT_ROWS = 32
@@ -27,7 +27,8 @@ _ROW_COUNTS_PER_OCTAVE = 16
 
 
 class UnfusedLinear(ABC):
-    """All around the product in operations of their own; subclasses may do better. See :class:`kernels.api.Linear`."""
+    """Linear that performs norm, activation and addition as separate operations; subclasses may fuse them. See
+    :class:`kernels.api.Linear`."""
 
     def __init__(self, shape: torch.Size, rms_norm: RmsNorm, silu_mul: SiluMul) -> None:
         self.out_features, self.in_features = shape
@@ -55,7 +56,7 @@ class UnfusedLinear(ABC):
 
 
 class PlainLinear(UnfusedLinear):
-    """The weight as it is, [out_features, in_features]: any device, any dtype. See :class:`kernels.api.Linear`."""
+    """The weight unchanged, [out_features, in_features]: any device, any dtype. See :class:`kernels.api.Linear`."""
 
     def __init__(self, weight: Tensor, *, rms_norm: RmsNorm, silu_mul: SiluMul) -> None:
         super().__init__(weight.shape, rms_norm, silu_mul)
@@ -100,16 +101,16 @@ def padded_rows(num_rows: int) -> int:
 
 
 def bound_primitive_caches() -> None:
-    """Let this process keep at most :data:`MAX_CACHED_PRIMITIVES` of oneDNN's primitives, about 70 MiB.
+    """Limit this process to :data:`MAX_CACHED_PRIMITIVES` of oneDNN's primitives, about 70 MiB.
 
-    The caches read their capacity when the first primitive is made, so call this before. An operator's setting stays.
+    The caches read their capacity when the first primitive is made, so call this before. An operator's setting is kept.
     """
     for name in CACHE_SETTINGS:
         os.environ.setdefault(name, str(MAX_CACHED_PRIMITIVES))
 
 
 def onednn_unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why :class:`OneDnnLinear` can't run here, or None."""
+    """Return why :class:`OneDnnLinear` can't run here, or None."""
     if device.type != "cpu":
         return f"it runs on CPU, not on {device.type}"
     if dtype not in (torch.float32, torch.bfloat16):

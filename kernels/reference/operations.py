@@ -1,4 +1,4 @@
-"""Norm, rotation, activation and KV write in plain PyTorch: right on any device, and the default on CPU.
+"""Norm, rotation, activation and KV write in plain PyTorch: correct on any device, and the default on CPU.
 
 Signatures and shapes are those of :mod:`splitserve.kernels.api`.
 """
@@ -30,7 +30,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the halves of each head. ``x`` [T, heads, D]; ``cos``, ``sin`` [T, D], the first half of sin negated."""
+    """Rotate the halves of each head. ``x`` [T, heads, D]; ``cos``, ``sin`` [T, D], the first half of sin negated."""
     half = x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -69,12 +69,12 @@ def prepare_qkv(
 
 
 def join_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum of :meth:`splitserve.kernels.api.Linear.parts` over their first dimension, in ``dtype``."""
+    """Return the sum of :meth:`splitserve.kernels.api.Linear.parts` over their first dimension, in ``dtype``."""
     return parts[0] if parts.shape[0] == 1 else parts.sum(0).to(dtype)
 
 
 def kv_write(kv_layer: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
-    """Writes ``key`` and ``value`` [T, G, D] at ``slots`` [T, G]. A flat view takes half the time of full indexing."""
+    """Write ``key`` and ``value`` [T, G, D] at ``slots`` [T, G]. A flat view takes half the time of full indexing."""
     num_blocks, num_kv_heads, _, block_size, head_dim = kv_layer.shape
     num_rows = (num_blocks - 1) * (kv_layer.stride(0) // head_dim) + (2 * num_kv_heads - 1) * block_size
     rows = slots.flatten()

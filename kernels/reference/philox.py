@@ -19,7 +19,8 @@ Word: TypeAlias = Tensor | int
 
 
 def philox4x32(counter: tuple[Word, Word, Word, Word], key: tuple[int, int]) -> tuple[Word, Word, Word, Word]:
-    """The four output words for each counter. Words that are the same for all lanes may stay plain ints (cheaper)."""
+    """Return the four output words for each counter. Words that are equal in all lanes may stay plain ints
+    (cheaper)."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
@@ -32,7 +33,8 @@ def philox4x32(counter: tuple[Word, Word, Word, Word], key: tuple[int, int]) -> 
 
 
 def _multiply(multiplier: int, word: Word) -> tuple[Word, Word]:
-    """High and low 32 bits of the product. The int64 product may wrap: its 64 bits are right, its sign isn't."""
+    """Return the high and low 32 bits of the product. The int64 product may wrap: its 64 bits are right, its sign is
+    not."""
     product = word * multiplier
     if isinstance(product, Tensor):
         return (product >> 32) & _MASK, product & _MASK
@@ -40,10 +42,10 @@ def _multiply(multiplier: int, word: Word) -> tuple[Word, Word]:
 
 
 def words_of_ids(ids: Tensor, seed: int, choice: int, position: int) -> Tensor:
-    """One 32-bit word per id (int64, same shape): the draw of (seed, choice, position) for that id alone.
+    """Return one 32-bit word per id (int64, same shape): the draw of (seed, choice, position) for that id alone.
 
-    The counter is (id // 4, position, choice, 0) and the word is id % 4 of its four, so no two ids share a word
-    and an id's word doesn't depend on which other ids are asked for.
+    The counter is (id // 4, position, choice, 0) and the word is id % 4 of its four, so no two ids share a word and an
+    id's word doesn't depend on which other ids are requested.
     """
     words = philox4x32((ids >> 2, position & _MASK, choice & _MASK, position >> 32), split_key(seed))
     stacked = torch.stack([_as_tensor(word, ids) for word in words])
@@ -58,7 +60,7 @@ def words_of_range(count: int, seed: int, choice: int, position: int, device: to
 
 
 def split_key(seed: int) -> tuple[int, int]:
-    """Low and high 32 bits of a 64-bit seed."""
+    """Split a 64-bit seed into its low and high 32 bits."""
     return seed & _MASK, (seed >> 32) & _MASK
 
 

@@ -1,4 +1,4 @@
-"""Batched sampling: greedy, temperature, top-k, top-p, with draws that depend on nothing but their key.
+"""Batched sampling: greedy, temperature, top-k, top-p, with draws that depend only on their key.
 
 A draw is Gumbel-max: the token with the largest ``logit / temperature + gumbel``, where the Gumbel noise of a token is
 a function of (seed, choice, position, token id) (:mod:`splitserve.kernels.reference.philox`). It is an exact draw from
@@ -34,7 +34,8 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def gumbel(words: Tensor) -> Tensor:
-    """Standard Gumbel noise, float64, from 32-bit words: ``-log(-log(u))`` with u in the middle of 2**-32 steps."""
+    """Return standard Gumbel noise, float64, from 32-bit words: ``-log(-log(u))`` with u in the middle of 2**-32
+    steps."""
     uniform = (words.double() + 0.5) * 2.0**-32
     return -torch.log(-torch.log(uniform))
 
@@ -60,10 +61,10 @@ def _draw_filtered(scaled: Tensor, rows: Sequence[int], batch: SamplingBatch) ->
 
 
 def keep_thresholds(scaled: Tensor, top_ks: Sequence[int], top_ps: Sequence[float]) -> Tensor:
-    """Per row of ``scaled`` (float64 [R, vocab]): the smallest logit that top-k and then top-p keep, [R].
+    """Return the smallest logit that top-k and then top-p keep in each row of ``scaled`` (float64 [R, vocab]), [R].
 
-    Top-k keeps the k largest. Top-p keeps, of what top-k left, the smallest set of largest tokens whose probability
-    reaches p. Ties at the threshold are all kept, so the result doesn't depend on any order.
+    Top-k keeps the k largest. Of these, top-p keeps the smallest set of largest tokens whose probability reaches p.
+    Ties at the threshold are all kept, so the result doesn't depend on any order.
     """
     return torch.stack([_threshold(*row) for row in zip(scaled, top_ks, top_ps, strict=True)])
 
@@ -74,7 +75,8 @@ def _threshold(logits: Tensor, top_k: int, top_p: float) -> Tensor:
         candidates = logits.topk(top_k).values
         log_total = candidates.logsumexp(0)
     elif top_p < 1.0:
-        # Tokens below (1 - p) / vocab have less than 1 - p together: what reaches p lies above, only that is sorted.
+        # Tokens below (1 - p) / vocab together have less than 1 - p: the set that reaches p lies above; only that is
+        # sorted.
         log_total = logits.logsumexp(0)
         possible = logits >= log_total + math.log((1.0 - top_p) / vocab_size)
         candidates = logits[possible].sort(descending=True).values

@@ -1,7 +1,7 @@
-"""Columns of all ranks of one machine side by side, written straight into each other's memory, in one kernel.
+"""All-gather of columns over the ranks of one machine, written directly into each other's memory, in one kernel.
 
-Each rank writes its columns into the place that they have in every rank's result. Ranks meet twice: before, so that
-nobody's last result is overwritten while it is read, by kernels before this one; and after, so that all has come.
+Each rank writes its columns to their location in every rank's result. Ranks meet twice: before, so that no rank's
+previous result is overwritten while earlier kernels read it; and after, so that all columns have arrived.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -13,23 +13,24 @@ from splitserve.kernels.triton.launch import overlapped, wait
 from splitserve.kernels.triton.peer_memory import ALIGNMENT, FLAG_BYTES, PeerMemory, at_peer, meet
 
 PROGRAMS = 128
-"""Of every launch: their counters must stay in step. Few enough to run at once on the GPUs that this is for."""
+"""Programs of every launch: fixed, because their counters must stay in step. Few enough to run concurrently on the GPUs
+that this kernel is meant for."""
 
 _BLOCK = 4096
 
 
 def gather_bytes(capacity_bytes: int) -> int:
-    """Bytes of each rank's buffer: a result, the flags. Those must be zero before the first call."""
+    """Return the bytes of each rank's buffer: a result, the flags. The flags must be zero before the first call."""
     assert capacity_bytes % ALIGNMENT == 0
     return capacity_bytes + FLAG_BYTES * PROGRAMS
 
 
 def gather_columns(memory: PeerMemory, mine: Tensor, part: Tensor, max_spins: int = 0) -> Tensor:
-    """``part`` [R, N] of all ranks side by side: [R, size * N], in ``mine``, this rank's own buffer (uint8); it is
-    good until the next call.
+    """Return ``part`` [R, N] of all ranks side by side: [R, size * N], in ``mine``, this rank's own buffer (uint8),
+    valid until the next call.
 
-    All ranks call it in the same order, for the same shapes. With ``max_spins`` a rank waits for no more than so many
-    looks at a flag, after which the result is wrong: for trying out only.
+    All ranks call it in the same order, for the same shapes. With ``max_spins`` a rank reads a flag at most that many
+    times, after which the result is wrong: for trials only.
     """
     rows, columns = part.shape
     num_bytes = memory.size * part.nbytes

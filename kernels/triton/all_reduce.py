@@ -1,20 +1,20 @@
-"""Sums over the ranks of one machine, read and written straight through each other's memory, in one kernel.
+"""Sums over the ranks of one machine, read and written directly through each other's memory, in one kernel.
 
-For the small tensors of a decode step the latency counts: NCCL's rings pass a tensor on in steps, here everybody talks
-to everybody at once. Every rank has a buffer that all can address, a :class:`PeerMemory`, with a slot for each rank's
-summand. One-shot: each rank writes its summand into its slot of all other buffers, and adds up what it got. Two-shot:
-each reads a slice of what the others left in their own slots, adds it up and writes it to the others: less to move with
-many ranks, but they meet twice. The summands are added in the order of the ranks, in float32, with the residual first,
-so all ranks get the same bits. Where a program has whole rows of the residual, it normalises them as well.
+For the small tensors of a decode step latency matters: NCCL's rings pass a tensor on in steps, here all ranks
+communicate with all others at once. Every rank has a buffer that all can address, a :class:`PeerMemory`, with a slot
+for each rank's summand. One-shot: each rank writes its summand into its slot of all other buffers, and sums what it
+received. Two-shot: each rank reads one slice of the summands that the others left in their own slots, sums it and
+writes it to the others: less data to move with many ranks, but they meet twice. The summands are added in the order of
+the ranks, in float32, with the residual first, so all ranks get the same bits. If a program has whole rows of the
+residual, it normalises them as well.
 
-Ranks meet at flags that only ever count up, so that a captured graph can be replayed: program i of a rank waits for
-program i of the others, since it reads what those wrote. The summands of two calls in a row lie in different halves of
-the buffer, and two halves are enough. A slot is read in a call by the rank that has it or by the others, and written by
-one rank, at the earliest two calls later. That rank has met all others in the call between: they had begun it, so their
-kernels before it had ended, all programs of them, and with them the reads. It doesn't matter then which program has
-which part in which call. The results of two-shot need no second half: they are written after the first meeting of a
-call, and read before the next call begins. Without flags (:func:`flagless_add`) ranks don't meet
-(:mod:`.flagless_add`).
+Ranks meet at flags that only count up, so that a captured graph can be replayed: program i of a rank waits for program
+i of the others, since it reads what those wrote. The summands of two consecutive calls are in different halves of the
+buffer, and two halves suffice. A slot is read in a call by its own rank or by the others, and written by one rank, two
+calls later at the earliest. That rank has met all others in the call between: they had begun that call, so their
+earlier kernels had ended with all their programs, including the reads. So it doesn't matter which program handles which
+part in which call. The results of two-shot need no second half: they are written after the first meeting of a call, and
+read before the next call begins. Without flags (:func:`flagless_add`) ranks don't meet (:mod:`.flagless_add`).
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -31,21 +31,23 @@ from splitserve.kernels.triton.operations import normalised
 from splitserve.kernels.triton.peer_memory import ALIGNMENT, FLAG_BYTES, PeerMemory, at_peer, meet, summand
 
 PROGRAMS = 64
-"""Of every launch, whatever its size: their counters must stay in step. Few enough to run at once on any GPU."""
+"""Programs of every launch, whatever its size: their counters must stay in step. Few enough to run concurrently on any
+GPU."""
 
 _BLOCK = 4096
-_LONGEST_ROW = 8192  # that one program normalises
+_LONGEST_ROW = 8192  # longest row that one program normalises
 
 
 def flagless_bytes(capacity_bytes: int, size: int) -> int:
-    """Bytes of each rank's buffer: three parts of a slot for each rank."""
+    """Return the bytes of each rank's buffer: three parts with a slot for each rank."""
     assert capacity_bytes % (ALIGNMENT * 4) == 0  # slots are emptied 16 elements at a time
     assert 3 * size * capacity_bytes < 2**31  # offsets are computed in 32 bits
     return 3 * size * capacity_bytes
 
 
 def buffer_bytes(capacity_bytes: int, size: int) -> int:
-    """Bytes of each rank's buffer: two halves of a slot for each rank, one part for the others' results, the flags."""
+    """Return the bytes of each rank's buffer: two halves with a slot for each rank, one part for the others' results,
+    the flags."""
     assert capacity_bytes % ALIGNMENT == 0
     assert 4 * size <= FLAG_BYTES
     num_bytes = (2 * size + 1) * capacity_bytes + FLAG_BYTES * PROGRAMS
@@ -61,14 +63,14 @@ def one_shot_add(
     norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor | None:
-    """``residual`` += the sum of all ranks' ``parts``, both contiguous. ``parts`` [S, *residual's] are added up first,
-    in float32, and their sum is rounded to the residual's dtype (:meth:`splitserve.kernels.api.Linear.parts`).
+    """Add the sum of all ranks' ``parts`` to ``residual``, both contiguous.
 
-    With ``norm`` [N], for a residual [T, N]: returns it RMS-normalised (:class:`splitserve.kernels.api.RmsNorm`), where
-    its rows aren't too long for that, else None.
+    ``parts`` [S, *residual's] are summed first, in float32, and their sum is rounded to the residual's dtype
+    (:meth:`splitserve.kernels.api.Linear.parts`). With ``norm`` [N], for a residual [T, N]: return it RMS-normalised
+    (:class:`splitserve.kernels.api.RmsNorm`) unless its rows are too long for that; otherwise return None.
 
-    All ranks call it (or :func:`two_shot_add`) in the same order, for the same shapes. With ``max_spins`` a rank waits
-    for no more than so many looks at a flag, after which the result is wrong: for trying out only.
+    All ranks call it (or :func:`two_shot_add`) in the same order, for the same shapes. With ``max_spins`` a rank reads
+    a flag at most that many times, after which the result is wrong: for trials only.
     """
     return _launch_with_norm(_one_shot_kernel, memory, residual, parts, max_spins, norm, eps, FLAG_BYTES=FLAG_BYTES)
 
@@ -81,7 +83,7 @@ def flagless_add(
     norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor | None:
-    """See :func:`one_shot_add`. A sum of negative zeros becomes a positive one."""
+    """Add without flags; see :func:`one_shot_add`. A sum of negative zeros becomes a positive one."""
     return _launch_with_norm(flagless_kernel, memory, residual, parts, max_spins, norm, eps)
 
 
@@ -125,7 +127,7 @@ def two_shot_add(
     norm: Tensor | None = None,  # noqa: ARG001
     eps: float = 0.0,  # noqa: ARG001
 ) -> None:
-    """See :func:`one_shot_add`; a program has no whole rows, so nothing is normalised."""
+    """Add in two shots; see :func:`one_shot_add`. A program has no whole rows, so nothing is normalised."""
     _two_shot_kernel[(PROGRAMS,)](
         memory.buffers,
         memory.calls,
@@ -138,7 +140,8 @@ def two_shot_add(
 
 
 def _launch_options(memory: PeerMemory, residual: Tensor, parts: Tensor, block: int, max_spins: int) -> dict[str, Any]:
-    """Of all kernels. ``block``: elements that a program has at a time, a power of two."""
+    """Return the launch options of all kernels. ``block``: elements that a program handles at a time, a power of
+    two."""
     assert residual.is_contiguous() and parts.is_contiguous()
     assert residual.shape == parts.shape[1:] and parts.dtype in (residual.dtype, torch.float32)
     assert residual.nbytes <= memory.capacity_bytes
@@ -170,10 +173,10 @@ def _sum(
     SIZE: tl.constexpr,
     PUSHED: tl.constexpr,
 ):
-    """The residual plus all ranks' summands, at the offsets ``at``, in the residual's dtype.
+    """Return the residual plus all ranks' summands, at the offsets ``at``, in the residual's dtype.
 
-    ``half_at``: bytes from a buffer's start to its slots. ``PUSHED``: summands are in this rank's buffer, else each is
-    in its own rank's.
+    ``half_at``: bytes from a buffer's start to its slots. ``PUSHED``: summands are in this rank's buffer; otherwise
+    each is in its own rank's.
     """
     total = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     for rank in tl.static_range(SIZE):
@@ -257,7 +260,7 @@ def _two_shot_kernel(
     call = tl.load(calls + program)
     half_at = (call & 1) * (SIZE * CAPACITY)  # the counter wraps around
     results_at = 2 * SIZE * CAPACITY
-    length = tl.cdiv(num_elements, 16 * SIZE) * 16  # of a rank's slice
+    length = tl.cdiv(num_elements, 16 * SIZE) * 16  # length of a rank's slice
     published = at_peer(buffers, RANK, half_at + RANK * CAPACITY, residual)
     for step in tl.static_range(1, SIZE):
         start = (RANK + step) % SIZE * length

@@ -1,9 +1,9 @@
 """Paged attention as Triton kernels, for any GPU: flash-decoding (Dao et al., 2023) and flash attention over blocks.
 
-Leading sequences with one query token are decoded: a program per (sequence, key/value head, part of the context) serves
-all query heads of the group, and the last one of them to arrive joins the parts by their log-sum-exp, in their order,
-so that the result doesn't depend on who is last. All others are chunks (:mod:`splitserve.kernels.triton.chunks`). A
-context's last tile is masked: unwritten memory may hold NaN.
+Leading sequences with one query token are decoded: a program per (sequence, key/value head, part of the context)
+handles all query heads of the group, and the last of these programs to finish joins the parts by their log-sum-exp, in
+order, so that the result doesn't depend on which one is last. All others are chunks
+(:mod:`splitserve.kernels.triton.chunks`). A context's last tile is masked: unwritten memory may hold NaN.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -31,7 +31,7 @@ from splitserve.kernels.triton.plans import (
 from splitserve.kernels.triton.sampling import to_device
 from splitserve.kernels.tuning.decode_launch import decode_launch
 
-_MIN_DOT = 16  # rows that a matrix instruction wants
+_MIN_DOT = 16  # least number of rows of a matrix instruction
 
 
 class TritonPagedAttention:
@@ -135,7 +135,7 @@ class TritonPagedAttention:
 
 
 def unsupported_reason(shape: AttentionShape) -> str | None:
-    """Why these kernels can't serve ``shape``, or None."""
+    """Return why these kernels don't support ``shape``, or None."""
     if shape.num_heads % shape.num_kv_heads:
         return f"{shape.num_heads} query heads can't share {shape.num_kv_heads} key/value heads"
     if shape.head_dim > 256:
@@ -229,7 +229,7 @@ def _decode_kernel(
         target = partial_ptr + (head[:, None] * PARTS + part) * HEAD_DIM + column[None, :]
         tl.store(target, result, mask=is_head[:, None] & is_column[None, :])
         tl.store(lse_ptr + head * PARTS + part, top + tl.log2(total), mask=is_head)
-        tl.debug_barrier()  # every thread's share of the part is stored before the ticket says so
+        tl.debug_barrier()  # every thread's share of the part is stored before the ticket is taken
         ticket = tickets_ptr + sequence * KV_HEADS + kv_head
         num_parts = tl.cdiv(context, size)  # those that aren't empty
         if tl.atomic_add(ticket, 1, sem="acq_rel") == num_parts - 1:
@@ -241,7 +241,7 @@ def _decode_kernel(
 
 @triton.jit
 def _part_size(context, PARTS: tl.constexpr, TILE: tl.constexpr):
-    """Tokens of each part; the last parts may be empty, and then write nothing."""
+    """Return the number of tokens of each part; the last parts may be empty, and then write nothing."""
     return tl.cdiv(tl.cdiv(context, PARTS), TILE) * TILE
 
 
@@ -258,7 +258,7 @@ def _join_parts(
     PARTS: tl.constexpr,
     PARTS_PADDED: tl.constexpr,
 ):
-    """Fills the heads of a group, each from its first ``num_parts`` parts."""
+    """Fill the heads of a group, each from its first ``num_parts`` parts."""
     part = tl.arange(0, PARTS_PADDED)
     is_part = part < num_parts
     column = tl.arange(0, DIM)

@@ -1,8 +1,8 @@
 """Attention of chunks of several query tokens as Triton kernels: flash attention over blocks.
 
-A program per (item, query head), where an item is a tile of queries and its context or a part of that
+There is a program per (item, query head), where an item is a tile of queries with its context or a part of that
 (:func:`splitserve.kernels.triton.plans.chunk_arrays`): a few queries over a long context keep a whole GPU busy only if
-many programs share the context. Parts are joined by their log-sum-exp, in their order, by a second kernel.
+many programs share the context. A second kernel joins parts by their log-sum-exp, in order.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -21,7 +21,7 @@ _JOIN_ROWS = 4
 
 
 def run_chunks(shape: AttentionShape, query: Tensor, kv_layer: Tensor, out: Tensor, part: ChunkPart) -> None:
-    """Fills the rows of ``out`` [T, H, D] that are of ``part``, from those of ``query`` [T, H, D]."""
+    """Fill the rows of ``out`` [T, H, D] that belong to ``part``, from those of ``query`` [T, H, D]."""
     num_items, workspace = part.items.shape[1], part.workspace
     _chunk_kernel[(num_items, shape.num_heads)](
         query,
@@ -161,7 +161,7 @@ def _join_kernel(
     ROWS: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """Programs take turns at the ``ROWS`` rows each of all tiles that were split, which may be none."""
+    """Join all split tiles, if any; programs take turns, ``ROWS`` rows each."""
     UNITS: tl.constexpr = QUERIES // ROWS
     head = tl.program_id(1).to(tl.int64)
     num_units = tl.load(joins_ptr) * UNITS

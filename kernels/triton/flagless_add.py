@@ -1,10 +1,11 @@
 """The kernel of :func:`.all_reduce.flagless_add`: sums over ranks that don't meet.
 
-Summands are pushed as in one-shot, and the reader of a slot sees element by element what has come, since the slot holds
-negative zeros before, which are never sent. So a sender needn't wait until its summand has arrived before it may say
-so. That takes three parts of the buffer, in turn. In each call a rank empties the slots that it read in the call
-before. Those are written two calls later, by ranks that got a summand of the call between, whose sender had ended the
-call that empties them. The parts and the counters are others than those of the calls with flags.
+Summands are pushed as in one-shot. A slot holds negative zeros before, which are never sent, so its reader recognises
+element by element what has arrived. A sender therefore need not wait for its summand to arrive before announcing it.
+This takes three parts of the buffer, in rotation. In each call a rank empties the slots that it read in the previous
+call. Those are written two calls later, by ranks that received a summand of the call between; the sender of that
+summand had finished the call that empties them. The parts and the counters are separate from those of the calls with
+flags.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -18,7 +19,7 @@ from splitserve.kernels.triton.peer_memory import at_peer, summand
 
 @triton.jit
 def _is_empty(values):
-    """Where there are negative zeros."""
+    """Return a mask of the negative zeros."""
     if values.dtype.primitive_bitwidth == 16:
         is_empty = values.to(tl.int16, bitcast=True) == -(2**15)
     else:
@@ -33,7 +34,7 @@ def _sendable(values):
 
 @triton.jit
 def _arrived(slot, inside, MAX_SPINS: tl.constexpr):
-    """The elements at ``slot``, when the last one of them has come."""
+    """Return the elements at ``slot``, once all of them have arrived."""
     values = tl.load(slot, mask=inside, other=0.0, volatile=True)
     missing = tl.max(_is_empty(values).to(tl.int32), 0)
     spins = 0
@@ -72,7 +73,7 @@ def flagless_kernel(
     if HAS_NORM:
         weight = tl.load(norm + within, mask=within < LENGTH, other=0.0)
     wait(OVERLAPPED)
-    turn = tl.load(calls + program)  # of the three parts
+    turn = tl.load(calls + program)  # which of the three parts
     slots_at = turn * (SIZE * CAPACITY)
     for first in range(program * LENGTH, num_elements, NUM_PROGRAMS * LENGTH):
         at = first + within
@@ -113,9 +114,9 @@ def _empty_last(
     BLOCK: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr,
 ):
-    """This program's share of the slots that were read in the call before, whatever program read them."""
+    """Empty this program's share of the slots that were read in the previous call, whichever program read them."""
     program = tl.program_id(0)
-    num_elements = tl.cdiv(tl.load(calls + NUM_PROGRAMS + program), 16) * 16  # what is behind the last one is empty
+    num_elements = tl.cdiv(tl.load(calls + NUM_PROGRAMS + program), 16) * 16  # elements after the last one are empty
     if like.dtype.element_ty.primitive_bitwidth == 16:
         empty = tl.full((BLOCK,), -(2**15), tl.int16).to(like.dtype.element_ty, bitcast=True)
     else:

@@ -16,7 +16,7 @@ from splitserve.kernels.triton.launch import overlapped, wait
 
 _PROGRAM_BYTES = 16384
 _NUM_WARPS = 4
-# Two int64 are one access of 16 bytes. Smaller units are for heads of odd sizes, as only tests have them.
+# Two int64 are one access of 16 bytes. Smaller units are for heads of odd sizes, which only tests have.
 _UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
@@ -73,7 +73,7 @@ def _copy_kernel(
     run = tl.program_id(0)
     layer = run % NUM_LAYERS
     block_id = tl.load(ids_ptr + run // NUM_LAYERS)
-    # Strides are constants, so that the compiler sees how well these are aligned.
+    # Strides are constants, so that the compiler can derive their alignment.
     at_layer = (block_id * NUM_LAYERS + layer) * (NUM_HEADS * HEAD_UNITS)
     at_head = at_layer + first_head * HEAD_UNITS
     at_run = run.to(tl.int64) * RUN_UNITS
@@ -88,9 +88,9 @@ def _copy_kernel(
 
 
 def gather_tokens(kv_layer: Tensor, tiles: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Keys and values [num_tokens, G, D] of one layer ``kv_layer`` [num_blocks, G, 2, B, D].
+    """Return keys and values [num_tokens, G, D] of one layer ``kv_layer`` [num_blocks, G, 2, B, D].
 
-    ``tiles`` int32 [3, N] on the device: block, first row of the result, tokens of the block that are wanted.
+    ``tiles`` int32 [3, N] on the device: block, first row of the result, number of tokens used from the block.
     """
     _, num_kv_heads, _, block_size, head_dim = kv_layer.shape
     assert kv_layer.stride()[1:] == (2 * block_size * head_dim, block_size * head_dim, head_dim, 1)

@@ -1,10 +1,10 @@
-"""How Triton kernels are launched: so that a kernel may start while the one before it ends.
+"""Launch of Triton kernels such that a kernel may start while its predecessor ends.
 
-With programmatic dependent launch (compute capability 9.0 and later) the next kernel's programs take the place of
-those that have ended, and wait on the device until the kernel before has completed. A decode step has hundreds of
-kernels of a few microseconds, so the gaps between them matter. Every kernel that is launched so must call ``wait``
-before it reads what a kernel wrote, or writes what one may read: completion is then transitive. What was written before
-the first kernel of a step (weights, the plan's numbers, which are copied, not computed) it may read at once.
+With programmatic dependent launch (compute capability 9.0 and later) the next kernel's programs replace those that have
+ended, and wait on the device until the previous kernel has completed. A decode step has hundreds of kernels of a few
+microseconds, so the gaps between them matter. Every kernel launched this way must call ``wait`` before it reads what a
+kernel wrote, or writes what one may read: completion is then transitive. It may at once read what was written before
+the first kernel of a step (weights, the plan's numbers, which are copied, not computed).
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -17,7 +17,7 @@ import triton.language as tl
 
 
 def overlapped(device: torch.device) -> dict[str, Any]:
-    """Keyword arguments of a launch on ``device`` of a kernel that takes ``OVERLAPPED`` and heeds it."""
+    """Return keyword arguments for a launch on ``device`` of a kernel that takes and honours ``OVERLAPPED``."""
     if device.type != "cuda" or not _has_dependent_launch(device.index or 0):
         return {"OVERLAPPED": False}
     return {"OVERLAPPED": True, "launch_pdl": True}
@@ -30,7 +30,7 @@ def _has_dependent_launch(device_index: int) -> bool:
 
 @triton.jit
 def wait(OVERLAPPED: tl.constexpr):
-    """Let the next kernel start where there is room, and wait for the end of the one before."""
+    """Let the next kernel start where there is room, and wait for the end of the previous one."""
     if OVERLAPPED:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -38,7 +38,8 @@ def wait(OVERLAPPED: tl.constexpr):
 
 @triton.jit
 def prefetch(rows_at, first_k, K: tl.constexpr, COUNT: tl.constexpr):
-    """Into the L2 cache: elements ``first_k`` to ``first_k + COUNT`` of each row of ``K``, 128 bytes at a time."""
+    """Prefetch elements ``first_k`` to ``first_k + COUNT`` of each row of ``K`` into the L2 cache, 128 bytes at a
+    time."""
     LINE: tl.constexpr = 128 // (rows_at.dtype.element_ty.primitive_bitwidth // 8)
     NUM_LINES: tl.constexpr = (COUNT + LINE - 1) // LINE
     at = rows_at[:, None] + tl.minimum(first_k + tl.arange(0, NUM_LINES) * LINE, K - 1)[None, :]

@@ -1,8 +1,8 @@
-"""Products of a few rows with a large weight, as a decode step has them: bound by the bandwidth of reading the weight.
+"""Products of a few rows with a large weight, as in a decode step: bound by the bandwidth of reading the weight.
 
-Two kernels, each with what stands around the product: :mod:`.linear_row` for a single row,
-:mod:`.linear_tiles` for more. Both fetch their first weights before they wait for the kernel that computes their
-input, so that memory is busy while that one ends. For many rows cuBLAS is the better one.
+There are two kernels, each fused with the operations around the product: :mod:`.linear_row` for a single row,
+:mod:`.linear_tiles` for more. Both fetch their first weights before they wait for the kernel that computes their input,
+so that memory stays busy while that kernel ends. For many rows cuBLAS is better.
 """
 
 import torch
@@ -15,11 +15,11 @@ from splitserve.kernels.triton.linear_tiles import launch_tiles
 from splitserve.kernels.triton.operations import add_parts
 from splitserve.kernels.tuning.linear_launch import LinearLaunch, Variant, launch_params
 
-MAX_ROWS = 512  # beyond, cuBLAS is never worse
+MAX_ROWS = 512  # with more rows, cuBLAS is never slower
 
 
 class TritonLinear(PlainLinear):
-    """The weight as it is, [out_features, in_features]. See :class:`splitserve.kernels.api.Linear`."""
+    """The weight unchanged, [out_features, in_features]. See :class:`splitserve.kernels.api.Linear`."""
 
     def __init__(self, weight: Tensor, *, rms_norm: RmsNorm, silu_mul: SiluMul) -> None:
         super().__init__(weight, rms_norm=rms_norm, silu_mul=silu_mul)
@@ -88,7 +88,7 @@ class TritonLinear(PlainLinear):
             launch(normed, self.weight, out, params, gated=gated)
 
     def _params(self, variant: Variant, x: Tensor) -> LinearLaunch | None:
-        """None leaves the product to cuBLAS."""
+        """Return the launch parameters; None leaves the product to cuBLAS."""
         if x.shape[0] > MAX_ROWS:
             return None
         key = (variant, x.shape[0])
@@ -109,10 +109,11 @@ def launch(
     gated: bool = False,
     adds: bool = False,
 ) -> None:
-    """``x`` [T, K], ``weight`` [N, K] -> ``out`` [T, N]; [T, N / 2] if ``gated``; added to ``out`` if ``adds``.
+    """Compute ``x`` [T, K] times ``weight`` [N, K] -> ``out`` [T, N]; [T, N / 2] if ``gated``; added to ``out`` if
+    ``adds``.
 
-    With ``out`` [``split_k``, T, N], in float32, the parts of the product stay apart. Only the kernel for one row takes
-    ``norm`` [K].
+    With ``out`` [``split_k``, T, N], in float32, the parts of the product stay separate. Only the kernel for one row
+    takes ``norm`` [K].
     """
     assert x.stride(1) == 1 and weight.shape == (out.shape[-1] * (1 + gated), x.shape[1]) and out.is_contiguous()
     if params.block_m == 1:

@@ -96,7 +96,7 @@ def _row_kernel(
 
 @triton.jit
 def _row_tile(rows_at, k, is_column, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """[BLOCK_N, BLOCK_K] of the weight; read once, so it may leave the cache first."""
+    """Load [BLOCK_N, BLOCK_K] of the weight; it is read once, so it may be evicted from the cache first."""
     if N % BLOCK_N == 0 and K % BLOCK_K == 0:
         return tl.load(rows_at + k[None, :], eviction_policy="evict_first")
     mask = is_column[:, None] & (k < K)[None, :]
@@ -105,7 +105,8 @@ def _row_tile(rows_at, k, is_column, N: tl.constexpr, K: tl.constexpr, BLOCK_N: 
 
 @triton.jit
 def store_product(total, up, out_at, mask, GATED: tl.constexpr, ADDS: tl.constexpr):
-    """What stands after the product: gate, or the sum with what is there."""
+    """Store the product after the operation that follows it: the gate, or the addition to the output's present
+    content."""
     narrow = out_at.dtype.element_ty
     if GATED:
         gate = total.to(narrow).to(tl.float32)

@@ -1,7 +1,7 @@
 """The product of several rows with a weight, in tiles, with matrix instructions.
 
-With ``split_k`` the last program of a tile to arrive adds up the parts, in their order, so that the result doesn't
-depend on which one is last; or the parts are left to what reads them (:meth:`splitserve.kernels.api.Linear.parts`).
+With ``split_k`` the last program of a tile to finish sums the parts, in order, so that the result doesn't depend on
+which one is last; or the parts are left to the consumer kernel (:meth:`splitserve.kernels.api.Linear.parts`).
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -17,7 +17,7 @@ from splitserve.kernels.triton.launch import overlapped, prefetch, wait
 from splitserve.kernels.triton.linear_row import store_product
 from splitserve.kernels.tuning.linear_launch import LinearLaunch
 
-_MAX_TILES = 1 << 16  # of tickets
+_MAX_TILES = 1 << 16  # number of tickets
 
 
 def launch_tiles(x: Tensor, weight: Tensor, out: Tensor, params: LinearLaunch, *, gated: bool, adds: bool) -> None:
@@ -65,9 +65,9 @@ def launch_tiles(x: Tensor, weight: Tensor, out: Tensor, params: LinearLaunch, *
 
 @functools.cache
 def _split_workspace(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Room for the parts of split products, float32, and tickets, which are zero between launches.
+    """Return a buffer for the parts of split products, float32, and tickets, which are zero between launches.
 
-    Products of one stream share it: each waits for the one before.
+    Products of one stream share it: each waits for its predecessor.
     """
     return (
         torch.empty(1 << 23, dtype=torch.float32, device=device),
@@ -106,7 +106,7 @@ def _tile_kernel(
     row = (tile % num_row_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
     first_column = (tile // num_row_tiles) * BLOCK_N
     first_k = part * PART_K
-    inner = tl.arange(0, WIDTH)  # outputs of the tile; with a gate, then the same of its other half
+    inner = tl.arange(0, WIDTH)  # outputs of the tile; with a gate, followed by the same outputs of the other half
     weight_row = tl.minimum(first_column + inner % BLOCK_N, N - 1) + inner // BLOCK_N * N
     rows_at = weight_ptr + weight_row.to(tl.int64) * K
     if PREFETCH > 0 and OVERLAPPED:
@@ -114,7 +114,7 @@ def _tile_kernel(
     wait(OVERLAPPED)
 
     acc = tl.zeros((BLOCK_M, WIDTH), tl.float32)
-    # Rows beyond the last aren't read: all programs reading one row in their stead would wait for the same memory.
+    # Rows beyond the last aren't read: if all programs read one row instead, they would wait for the same memory.
     x_rows, is_row = x_ptr + row.to(tl.int64) * x_stride, (row < num_rows)[:, None]
     for offset in range(0, PART_K, BLOCK_K):
         k = first_k + offset + tl.arange(0, BLOCK_K)
@@ -139,7 +139,7 @@ def _tile_kernel(
 
 @triton.jit
 def _tile_input(x_rows, is_row, k, K: tl.constexpr, IS_WHOLE: tl.constexpr):
-    """[BLOCK_M, BLOCK_K]. ``IS_WHOLE``: no ``k`` is beyond the last one."""
+    """Load the input, [BLOCK_M, BLOCK_K]. ``IS_WHOLE``: no ``k`` is beyond the last one."""
     if IS_WHOLE:
         return tl.load(x_rows[:, None] + k[None, :], mask=is_row, other=0.0)
     return tl.load(x_rows[:, None] + k[None, :], mask=is_row & (k < K)[None, :], other=0.0)
@@ -147,7 +147,7 @@ def _tile_input(x_rows, is_row, k, K: tl.constexpr, IS_WHOLE: tl.constexpr):
 
 @triton.jit
 def _tile_weight(rows_at, k, K: tl.constexpr, IS_WHOLE: tl.constexpr):
-    """[WIDTH, BLOCK_K]; read once, so it may leave the cache first."""
+    """Load the weight, [WIDTH, BLOCK_K]; it is read once, so it may be evicted from the cache first."""
     if IS_WHOLE:
         return tl.load(rows_at[:, None] + k[None, :], eviction_policy="evict_first")
     return tl.load(rows_at[:, None] + k[None, :], mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first")
@@ -155,7 +155,7 @@ def _tile_weight(rows_at, k, K: tl.constexpr, IS_WHOLE: tl.constexpr):
 
 @triton.jit
 def _halves(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The gate's outputs and the others, [BLOCK_M, BLOCK_N] each, of [BLOCK_M, 2 * BLOCK_N]."""
+    """Split [BLOCK_M, 2 * BLOCK_N] into the gate's outputs and the others, [BLOCK_M, BLOCK_N] each."""
     return tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
 
 
@@ -170,12 +170,13 @@ def _join(
     BLOCK_M: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """The sum over all parts of ``tile``, for the last program of it to arrive; others are told that they aren't."""
+    """Return the sum over all parts of ``tile``, and True, in the last program of the tile to finish; its own part, and
+    False, in the others."""
     SIZE: tl.constexpr = BLOCK_M * WIDTH
     at = parts_ptr + tile.to(tl.int64) * (SPLIT_K * SIZE)
     inner = tl.arange(0, BLOCK_M)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     tl.store(at + part * SIZE + inner, acc)
-    tl.debug_barrier()  # every thread's part is stored before the ticket says so
+    tl.debug_barrier()  # every thread's part is stored before the ticket is taken
     is_last = tl.atomic_add(tickets_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1
     if is_last:
         tl.debug_barrier()

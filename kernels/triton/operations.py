@@ -1,7 +1,7 @@
 """Norm, query/key/value preparation and activation as Triton kernels; one pass over memory each.
 
-Signatures and shapes are those of :mod:`splitserve.kernels.api`. Offsets that can pass 2**31 elements (KV memory, long
-flat batches) are computed in 64 bits.
+Signatures and shapes are those of :mod:`splitserve.kernels.api`. Offsets that can exceed 2**31 elements (KV memory,
+long flat batches) are computed in 64 bits.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -18,7 +18,7 @@ _HEADS_PER_PROGRAM = 8
 
 
 def begin_step(inputs: Tensor, drawn: Tensor, embedding: Tensor, rotations: Tensor, shape: AttentionShape) -> TokenRows:
-    """See :class:`splitserve.kernels.api.BeginStep`: one kernel for what takes a dozen otherwise."""
+    """See :class:`splitserve.kernels.api.BeginStep`: one kernel instead of a dozen."""
     num_tokens, hidden_size = inputs.shape[1], embedding.shape[1]
     device = inputs.device
     assert inputs.is_contiguous() and drawn.is_contiguous() and embedding.is_contiguous() and rotations.is_contiguous()
@@ -130,8 +130,8 @@ def _rms_norm_kernel(
 
 
 def add_parts(residual: Tensor, parts: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``residual`` [T, N] += the sum of ``parts`` [S, T, N] over S, in their order, in float32, in place. Returns it
-    RMS-normalised by ``weight`` [N] (:class:`splitserve.kernels.api.RmsNorm`)."""
+    """Add the sum of ``parts`` [S, T, N] over S, in order, in float32, to ``residual`` [T, N] in place. Return the
+    residual RMS-normalised by ``weight`` [N] (:class:`splitserve.kernels.api.RmsNorm`)."""
     num_parts, num_rows, size = parts.shape
     assert residual.is_contiguous() and parts.is_contiguous() and residual.shape == (num_rows, size)
     normed = torch.empty_like(residual)
@@ -179,7 +179,7 @@ def _add_parts_kernel(
 
 @triton.jit
 def sum_of_parts(parts_ptr, at, inside, stride, PARTS: tl.constexpr):
-    """In float32, in their order. ``stride``: elements from a part to the next one."""
+    """Return the sum of the parts, in float32, in order. ``stride``: elements from one part to the next."""
     total = tl.load(parts_ptr + at, mask=inside, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         total += tl.load(parts_ptr + part * stride + at, mask=inside, other=0.0).to(tl.float32)
@@ -188,7 +188,7 @@ def sum_of_parts(parts_ptr, at, inside, stride, PARTS: tl.constexpr):
 
 @triton.jit
 def normalised(x, weight, eps, SIZE: tl.constexpr):
-    """A row of ``SIZE`` elements in its own dtype; those of ``x`` beyond are zero."""
+    """Return a normalised row of ``SIZE`` elements in its own dtype; elements of ``x`` beyond are zero."""
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide) / SIZE + eps)
     normed = (wide * scale).to(x.dtype).to(tl.float32) * weight.to(tl.float32)
@@ -328,7 +328,8 @@ def _prepare_qkv_kernel(
 
 @triton.jit
 def _kv_rows(slots_ptr, token, head, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Where a token's keys and values go, as rows of HEAD_DIM, and which of ``head`` are such."""
+    """Return the rows of HEAD_DIM that a token's keys and values are written to, and a mask of the key and value heads
+    in ``head``."""
     num_rotated = NUM_HEADS + NUM_KV_HEADS
     is_kv = (head >= NUM_HEADS) & (head < num_rotated + NUM_KV_HEADS)
     is_value = head >= num_rotated
@@ -339,6 +340,6 @@ def _kv_rows(slots_ptr, token, head, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.c
 
 @triton.jit
 def _scaled(wide, scale, weight, narrow: tl.constexpr):
-    """In float32, rounded as the reference rounds: after the scale, and after the weight."""
+    """Scale in float32, rounding like the reference: after the scale, and after the weight."""
     scaled = (wide * scale).to(narrow).to(tl.float32) * weight.to(tl.float32)
     return scaled.to(narrow).to(tl.float32)

@@ -10,37 +10,38 @@ from torch import Tensor
 from splitserve.kernels.triton.operations import sum_of_parts
 
 ALIGNMENT = 16  # bytes of one load of one thread
-FLAG_BYTES = 128  # of a program's flags, one for each rank: a cache line of its own
+FLAG_BYTES = 128  # flags of a program, one for each rank: a cache line of its own
 
 
 @dataclass(frozen=True, slots=True)
 class PeerMemory:
     """One rank's view of the ranks' buffers, each of :func:`.all_reduce.buffer_bytes`, zeroed before any use.
 
-    For :func:`.all_reduce.flagless_add` there are others, of :func:`.all_reduce.flagless_bytes`, filled
-    with negative zeros of the dtype of all its calls; and others again for :mod:`.all_gather`.
+    :func:`.all_reduce.flagless_add` has separate buffers, of :func:`.all_reduce.flagless_bytes`, filled with negative
+    zeros of the dtype of all its calls; :mod:`.all_gather` has separate ones again.
     """
 
     rank: int
     size: int
-    capacity_bytes: int  # the most that a tensor, of a gather: a result, may have
+    capacity_bytes: int  # largest tensor; for a gather: largest result
     buffers: Tensor  # their addresses, int64 [size]
-    calls: Tensor  # int32 [2, programs of a launch], zero at first, this rank's own: what programs keep between calls
+    calls: Tensor  # int32 [2, programs of a launch], zero at first, this rank's own: state of programs between calls
 
 
 @triton.jit
 def at_peer(buffers, rank, offset_bytes, like):
-    """Address ``offset_bytes`` behind the start of ``rank``'s buffer, as a pointer to what ``like`` points to."""
+    """Return the address ``offset_bytes`` after the start of ``rank``'s buffer, as a pointer of the type of
+    ``like``."""
     address = tl.load(buffers + rank) + offset_bytes
     return tl.multiple_of(address.to(tl.pointer_type(like.dtype.element_ty)), 16)
 
 
 @triton.jit
 def meet(buffers, flags_at, target, like, RANK: tl.constexpr, SIZE: tl.constexpr, MAX_SPINS: tl.constexpr):
-    """Tell this program of all other ranks that this one got to ``target``, and wait until they did.
+    """Signal this program of all other ranks that this one has reached ``target``, and wait until they have.
 
-    What any thread of theirs wrote before can be read afterwards. ``flags_at``: bytes from a buffer's start to this
-    program's flags, one for each rank. ``like`` is a pointer to int32.
+    All that any of their threads wrote before can be read afterwards. ``flags_at``: bytes from a buffer's start to this
+    program's flags, one for each rank. ``like``: a pointer to int32.
     """
     tl.debug_barrier()
     for step in tl.static_range(1, SIZE):
@@ -49,7 +50,7 @@ def meet(buffers, flags_at, target, like, RANK: tl.constexpr, SIZE: tl.constexpr
     for step in tl.static_range(1, SIZE):
         flag = at_peer(buffers, RANK, flags_at, like) + (RANK + step) % SIZE
         spins = 0
-        # The difference wraps around as the counters do.
+        # The difference wraps around like the counters.
         behind = tl.atomic_add(flag, 0, sem="acquire", scope="sys") - target < 0
         while behind:
             behind = tl.atomic_add(flag, 0, sem="acquire", scope="sys") - target < 0
@@ -61,5 +62,5 @@ def meet(buffers, flags_at, target, like, RANK: tl.constexpr, SIZE: tl.constexpr
 
 @triton.jit
 def summand(parts, at, inside, num_elements, residual, PARTS: tl.constexpr):
-    """What this rank adds at the offsets ``at``, in the residual's dtype."""
+    """Return this rank's summand at the offsets ``at``, in the residual's dtype."""
     return sum_of_parts(parts, at, inside, num_elements, PARTS).to(residual.dtype.element_ty)

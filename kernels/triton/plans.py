@@ -1,4 +1,4 @@
-"""What Triton's paged attention derives from a batch: for one step, or of fixed size, for CUDA graphs."""
+"""Plans of Triton's paged attention: for one step, or of fixed size, for CUDA graphs."""
 
 import itertools
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from splitserve.kernels.tuning.decode_launch import MAX_PARTS, PROGRAMS_PER_DEVI
 
 QUERY_TILE = 64
 CONTEXT_TILE = 64
-_ALIGNED = 32  # int32 numbers: each array begins a cache line
-UNSPLIT_TILES = 8  # of context: that many are not worth the join of two parts
+_ALIGNED = 32  # in int32 numbers: each array begins a cache line
+UNSPLIT_TILES = 8  # tiles of context: splitting so few costs more than it saves
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePart:
-    """The sequences of one query token each: device arrays as in :class:`FlatTables`, and room for the parts."""
+    """The sequences of one query token each: device arrays as in :class:`FlatTables`, and buffers for the parts."""
 
     num_sequences: int
     indptr: Tensor
@@ -37,16 +37,16 @@ DecodePartials = tuple[DecodeLaunch, Tensor, Tensor, Tensor]  # the last four of
 
 @dataclass(frozen=True, slots=True)
 class ChunkWorkspace:
-    """Room for parts of tiles that are to be joined, for one step after the other."""
+    """Buffers for parts of tiles that are to be joined; reused by each step."""
 
-    programs_per_head: int  # among which the work of a step's chunks is divided
+    programs_per_head: int  # number of programs that share the work of a step's chunks
     partial: Tensor  # float32 [slots, H, QUERY_TILE, D]
     partial_lse: Tensor  # float32 [slots, H, QUERY_TILE]: logarithms to base 2
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkPart:
-    """Longer chunks, as :func:`chunk_arrays` has them."""
+    """Longer chunks, in the form of :func:`chunk_arrays`."""
 
     indptr: Tensor
     indices: Tensor
@@ -66,7 +66,7 @@ class TritonPlan:
 
 
 class FixedArrays:
-    """Int32 arrays of these sizes on the device that stay where they are, for CUDA graphs; filled by one copy."""
+    """Int32 arrays of the given sizes on the device that keep their addresses, for CUDA graphs; filled by one copy."""
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         padded = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
@@ -75,18 +75,18 @@ class FixedArrays:
         self.arrays = [self._flat[start : start + size] for start, size in zip(self._starts, sizes, strict=True)]
 
     def fill(self, arrays: Sequence[Int32Array]) -> None:
-        """All of them, in the stream's order; the last one may be shorter, and then its end stays as it is."""
+        """Fill all arrays, in the stream's order; the last one may be shorter, and then its end stays unchanged."""
         packed = np.zeros(self._starts[-1] + len(arrays[-1]), dtype=np.int32)
         for start, array in zip(self._starts, arrays, strict=True):
             packed[start : start + len(array)] = array
         host = torch.from_numpy(packed)
         if self._flat.is_cuda:
-            host = host.pin_memory()  # kept by its allocator until it was copied
+            host = host.pin_memory()  # its allocator keeps it until it is copied
         self._flat[: len(packed)].copy_(host, non_blocking=True)
 
 
 class TritonDecodePlan:
-    """A plan whose tensors stay where they are, for CUDA graphs. Implements ``kernels.api.DecodePlan``."""
+    """A plan whose tensors keep their addresses, for CUDA graphs. Implements ``kernels.api.DecodePlan``."""
 
     def __init__(self, shape: AttentionShape, batch_size: int, max_blocks: int, partials: DecodePartials) -> None:
         self._block_size = shape.block_size
@@ -103,8 +103,7 @@ class TritonDecodePlan:
 
 
 class TritonMixedPlan:
-    """As :class:`TritonDecodePlan`, with chunks after the sequences that decode, which may be none; items left over
-    have no rows."""
+    """A :class:`TritonDecodePlan` with optional chunks after the decoding sequences; unused items have no rows."""
 
     def __init__(
         self,
@@ -141,7 +140,8 @@ class TritonMixedPlan:
 
 
 def chunk_workspace(shape: AttentionShape) -> ChunkWorkspace:
-    """About 35 MB for heads of 128, whatever the chunks; all plans of one attention share it."""
+    """Allocate the workspace: about 35 MB for heads of 128, whatever the chunks; all plans of one attention share
+    it."""
     programs = max(1, min(MAX_PARTS, PROGRAMS_PER_DEVICE // shape.num_heads))
     sizes = (2 * programs if programs > 1 else 0, shape.num_heads, QUERY_TILE)  # see chunk_arrays
     partial = torch.empty((*sizes, shape.head_dim), dtype=torch.float32, device=shape.device)
@@ -151,18 +151,20 @@ def chunk_workspace(shape: AttentionShape) -> ChunkWorkspace:
 def chunk_arrays(
     batch: PagedBatch, first: int, num_programs: int, num_items: int = 0, num_joins: int = 0
 ) -> tuple[Int32Array, Int32Array]:
-    """The work on the sequences from ``first`` on, before which each has one row: (items, joins), both int32.
+    """Divide the work on the sequences from ``first`` on, before which each has one row; return (items, joins), both
+    int32.
 
-    A tile of queries is one item, or is split into items by parts of its context: as many as it takes for ``P =
-    num_programs`` items of a step to share the work evenly. ``items`` [7, N], those that take longest first: first
-    query row, its position, rows, sequence, first token, end of the tokens, slot for the result, -1 if it's the only
-    part. ``joins`` [1 + 4 * J]: how many, and of each split tile: first query row, rows, first slot, number of slots,
-    which are in the order of the parts. Every row sees the first token of every part of its tile. For T tiles there are
-    less than T + P items, at most T joins and less than P, less than 2 * P slots. N and J are ``num_items`` and
-    ``num_joins``, with zeros at the end, where those are larger.
+    A tile of queries is one item, or is split into items by parts of its context, so that the ``P = num_programs``
+    items of a step share the work evenly. Every row attends to the first token of every part of its tile.
+
+    ``items`` [7, N], longest first: first query row, its position, rows, sequence, first token, end of the tokens, slot
+    for the result (-1: the only part). ``joins`` [1 + 4 * J]: their number, and for each split tile: first query row,
+    rows, first slot, number of slots, which are in the order of the parts. T tiles give fewer than T + P items, at most
+    T and fewer than P joins, fewer than 2 * P slots. N and J are at least ``num_items`` and ``num_joins``, padded with
+    zeros.
     """
     tiles = _query_tiles(batch, first)
-    seen = [position // CONTEXT_TILE + 1 for _, position, _, _ in tiles]  # tiles of context that all rows see
+    seen = [position // CONTEXT_TILE + 1 for _, position, _, _ in tiles]  # tiles of context that all rows attend to
     most = max(UNSPLIT_TILES, -(-sum(seen) // num_programs)) if num_programs > 1 else sum(seen)
     items: list[tuple[int, ...]] = []
     joins: list[tuple[int, ...]] = []
@@ -182,7 +184,7 @@ def chunk_arrays(
 
 
 def _query_tiles(batch: PagedBatch, first: int) -> list[tuple[int, int, int, int]]:
-    """First row, its position in the sequence, rows, sequence counted from ``first``."""
+    """Return the tiles of queries: first row, its position in the sequence, rows, sequence counted from ``first``."""
     tiles = []
     row = first
     for index, (query_len, context) in enumerate(
@@ -197,7 +199,7 @@ def _query_tiles(batch: PagedBatch, first: int) -> list[tuple[int, int, int, int
 
 
 def _columns(rows: Sequence[tuple[int, ...]], width: int, least: int) -> Int32Array:
-    """``rows`` of ``width`` numbers as columns, with zeros after them if they are fewer than ``least``."""
+    """Return ``rows`` of ``width`` numbers as columns, padded with zeros to at least ``least`` columns."""
     columns = np.zeros((width, max(least, len(rows))), dtype=np.int32)
     columns[:, : len(rows)] = np.array(rows, dtype=np.int32).reshape(-1, width).T
     return columns

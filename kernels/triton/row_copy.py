@@ -1,15 +1,15 @@
-"""Rows of bytes from places of one memory to places of another, as one Triton kernel.
+"""Copies of rows of bytes between two memories, as one Triton kernel.
 
-The kernel's device reads the one and writes the other, whoever's they are: its own, a peer's that is mapped, pinned
-memory of the host. For rows that copy engines are slow with: of tens of kilobytes between GPUs, since a copy engine
-takes each row for itself, and of small blocks from the host, since each copy has a cost of its own. A bounded
-number of programs keeps enough bytes under way for the link, and leaves the rest of the device to the steps that run
-beside. Offsets are in 64 bits.
+The kernel's device reads the source and writes the target, whichever memory they are in: its own, a peer's mapped
+memory, pinned host memory. It is for rows that are slow with copy engines: rows of tens of kilobytes between GPUs,
+since a copy engine handles each row separately, and small blocks from the host, since each copy has a fixed cost. A
+bounded number of programs keeps enough bytes in flight for the link, and leaves the rest of the device to concurrent
+steps. Offsets are in 64 bits.
 
-What to copy is in a table in pinned memory, where the kernel looks itself: a copy of the table to the device would take
-the host longer to start than the kernel does to read it. Once compiled the kernel is launched without Triton's look at
-its arguments, which are the same each time. Not a graph, which would be launched sooner: capturing one makes whoever
-waits for the whole device meanwhile fail.
+The addresses are in a table in pinned memory that the kernel reads directly: starting a copy of the table to the device
+would take the host longer than the kernel takes to read it. Once compiled, the kernel is launched without Triton's
+inspection of its arguments, which are the same each time. A CUDA graph would launch faster, but while one is captured,
+any thread that waits for the whole device fails.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -28,7 +28,7 @@ _CHUNK_BYTES = 16384
 _MAX_PROGRAMS = 32
 _NUM_WARPS = 4
 _NUM_STAGES = 4
-"""A program has as many chunks under way but one: 1.5 MiB in all. What the kernel is worth:
+"""Pipeline stages: a program has one chunk less than that in flight, 1.5 MiB in all. Its benefit is measured by
 ``splitserve bench handover --tp 4:2 --one-rank --path kernel mapped``."""
 _NUM_TABLES = 4
 _MOST_PIECES = 1024
@@ -36,16 +36,16 @@ _UNITS = {16: tl.int64, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
 class Rows(NamedTuple):
-    """``num_rows`` of ``width`` bytes. Each begins a pitch, in bytes, after the one before."""
+    """Shape of a piece: ``num_rows`` rows of ``width`` bytes."""
 
     num_rows: int
     width: int
-    target_pitch: int
+    target_pitch: int  # bytes from the start of one row to the start of the next
     source_pitch: int
 
 
 class _Table:
-    """What a launch copies, int64 [1 + 2 * _MOST_PIECES]: how many chunks in all; targets; sources."""
+    """Table of the copies of a launch, int64 [1 + 2 * _MOST_PIECES]: number of chunks in all; targets; sources."""
 
     def __init__(self, *, on_gpu: bool) -> None:
         self.memory = torch.zeros(1 + 2 * _MOST_PIECES, dtype=torch.int64, pin_memory=on_gpu)
@@ -53,7 +53,7 @@ class _Table:
         self._is_read = torch.cuda.Event(blocking=True) if on_gpu else None
 
     def fill(self, targets: Sequence[int], sources: Sequence[int], chunks_per_piece: int) -> None:
-        """Waits while the device may still read what it has."""
+        """Fill the table, after the device has read its present content."""
         if self._is_read is not None:
             self._is_read.synchronize()
         self._numbers[0] = len(targets) * chunks_per_piece
@@ -61,16 +61,16 @@ class _Table:
         self._numbers[1 + _MOST_PIECES : 1 + _MOST_PIECES + len(sources)] = array("q", sources)
 
     def launched(self, stream: "torch.cuda.Stream | None") -> None:
-        """A kernel that reads it is on that stream."""
+        """Record that a kernel that reads the table was launched on the stream."""
         if self._is_read is not None:
             self._is_read.record(stream)
 
 
 class RowCopier:
-    """Copies pieces of ``rows`` each, from and to multiples of ``alignment``, a power of two, on ``stream``, which is
-    of the current device; None on a CPU, where the kernel is interpreted.
+    """Copier of pieces of ``rows`` each, from and to multiples of ``alignment``, a power of two.
 
-    Used by one thread, and kept until the copies are over: the device reads its tables.
+    ``stream``: a stream of the current device; None on a CPU, where the kernel is interpreted. Used by one thread, and
+    kept until the copies have ended: the device reads its tables.
     """
 
     def __init__(self, stream: "torch.cuda.Stream | None", rows: Rows, alignment: int) -> None:
@@ -82,7 +82,7 @@ class RowCopier:
         chunk_bytes = min(_CHUNK_BYTES, triton.next_power_of_2(rows.width))
         self._num_chunks = triton.cdiv(rows.width, chunk_bytes)
         unit_bytes = min(self._alignment, 8)
-        self._arguments = (  # of the kernel, after its table
+        self._arguments = (  # arguments of the kernel after its table
             rows.num_rows,
             self._num_chunks,
             rows.width // unit_bytes,
@@ -98,8 +98,8 @@ class RowCopier:
         self._tables = itertools.cycle([_Table(on_gpu=stream is not None) for _ in range(_NUM_TABLES)])
 
     def start(self, targets: Sequence[int], sources: Sequence[int]) -> None:
-        """From each address of ``sources`` to the one of ``targets``. Waits if as many copies as there are tables are
-        under way. Raises what a compiler or CUDA raises."""
+        """Copy from each address of ``sources`` to that of ``targets``. Waits if as many copies as there are tables are
+        in flight. Raises the errors of the compiler and of CUDA."""
         assert len(targets) == len(sources)
         for low in range(0, len(targets), _MOST_PIECES):
             part = slice(low, low + _MOST_PIECES)

@@ -1,5 +1,5 @@
-"""Sampling as Triton kernels: the same draws as :mod:`splitserve.kernels.reference.sampling`, without a word to the
-host.
+"""Sampling as Triton kernels: the same draws as :mod:`splitserve.kernels.reference.sampling`, without host
+synchronisation.
 
 Three kernels: thresholds of rows with top-k or top-p (by bisection over the order of float32 bit patterns, so that
 nothing is sorted), the best token of each part of the vocabulary, the best of the parts. The Gumbel noise is the
@@ -16,7 +16,7 @@ from torch import Tensor
 from splitserve.kernels.api import SamplingBatch
 from splitserve.kernels.triton.launch import overlapped, wait
 
-_PART = 2048  # ids of the vocabulary that one program looks at
+_PART = 2048  # token ids per program
 _THRESHOLD_BLOCK = 4096
 
 
@@ -71,7 +71,8 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def _numbers(batch: SamplingBatch, device: torch.device) -> Tensor:
-    """int64 [6, R]: seeds, choices, positions, top_ks; temperatures and top_ps as float64's bits. One copy."""
+    """Pack the parameters, int64 [6, R]: seeds, choices, positions, top_ks; temperatures and top_ps as float64's bits.
+    One copy."""
     packed = np.empty((6, len(batch.seeds)), dtype=np.int64)
     packed[0] = np.array(batch.seeds, dtype=np.uint64).view(np.int64)
     packed[1], packed[2], packed[3] = batch.choices, batch.positions, batch.top_ks
@@ -80,7 +81,7 @@ def _numbers(batch: SamplingBatch, device: torch.device) -> Tensor:
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """A copy that the stream makes in its turn; the pinned memory between is kept until then by its allocator."""
+    """Copy to the device in the stream's order; the allocator keeps the pinned memory in between until then."""
     if device.type != "cuda":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
@@ -88,7 +89,7 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
 
 @triton.jit
 def _order(x):
-    """float32 -> int64 that sorts alike."""
+    """Map float32 to int64 with the same order."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 

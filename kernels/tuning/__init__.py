@@ -1,1 +1,1 @@
-"""Launch parameters: the files they come from, and the operations that ``splitserve tune`` can tune."""
+"""Launch parameters: their files, and the operations that ``splitserve tune`` can tune."""

@@ -1,4 +1,4 @@
-"""How Triton's decode attention is launched for a batch size: tuned (``splitserve tune``), else a safe default."""
+"""Launch parameters of Triton's decode attention by batch size: tuned (``splitserve tune``), else a safe default."""
 
 from dataclasses import dataclass
 
@@ -12,24 +12,23 @@ PROGRAMS_PER_DEVICE = 528  # 4 for each of an H100's 132 multiprocessors
 
 @dataclass(frozen=True, slots=True)
 class DecodeLaunch:
-    """``num_parts``: programs that share a (sequence, key/value head); ``tile``: tokens of context that a program looks
-    at in one go, a power of two."""
+    """Launch parameters of decode attention."""
 
-    num_parts: int
-    tile: int = 64
+    num_parts: int  # programs that share a (sequence, key/value head)
+    tile: int = 64  # tokens of context that a program handles at a time, a power of two
     num_warps: int = 2
     num_stages: int = 3
 
 
 def decode_launch(shape: AttentionShape, batch_size: int) -> DecodeLaunch:
-    """For a plan of ``batch_size`` sequences; one plan is launched with one of these for all its contexts."""
+    """Return the parameters for a plan of ``batch_size`` sequences; a plan uses the same ones for all its contexts."""
     num_parts = PROGRAMS_PER_DEVICE // (batch_size * shape.num_kv_heads)
     default = DecodeLaunch(max(1, min(MAX_PARTS, num_parts)))
     return tuned(default, OPERATION, decode_key(shape), batch_size)
 
 
 def decode_key(shape: AttentionShape) -> str:
-    """What the tuned files call ``shape``; rows are sequences."""
+    """Return the key of ``shape`` in the tuned files; rows are sequences."""
     return shape_key(
         shape.dtype,
         heads=shape.num_heads,

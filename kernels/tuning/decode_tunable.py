@@ -1,8 +1,8 @@
-"""Triton's decode attention as ``splitserve tune`` sees it (:mod:`splitserve.kernels.tuning.tunables`). Rows are
+"""Triton's decode attention as a tunable of ``splitserve tune`` (:mod:`splitserve.kernels.tuning.tunables`). Rows are
 sequences.
 
-A batch runs with one set of parameters whatever its contexts, so they are tuned over several: each context is called as
-often as makes it as many bytes as the others, and what counts is the time of all.
+A batch runs with one set of parameters whatever its contexts, so they are tuned over several. Each context is called
+often enough that it moves as many bytes as the others; the total time counts.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,10 +19,10 @@ from splitserve.kernels.tuning.parameters import Params
 from splitserve.kernels.tuning.tunables import TuneTarget, num_copies
 
 CONTEXTS = (512, 1024, 2048, 8192)
-_MEMORY_SHARE = 0.5  # of what is free, for KV
+_MEMORY_SHARE = 0.5  # share of free memory, for KV
 _CPU_MEMORY_BYTES = 64 << 20
 _PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, MAX_PARTS)
-_MAX_PROGRAMS = 2112  # 16 for each of 132 multiprocessors: more parts than that are only overhead
+_MAX_PROGRAMS = 2112  # 16 for each of 132 multiprocessors: more parts only add overhead
 _MIN_PROGRAMS = 32
 _TILES = (32, 64, 128)
 _NUM_WARPS = (2, 4, 8)
@@ -64,7 +64,8 @@ class DecodeCase:
     """Implements :class:`splitserve.kernels.tuning.tunables.TunableCase`."""
 
     def __init__(self, shape: AttentionShape, rows: int, contexts: Sequence[int], num_blocks: int) -> None:
-        """``contexts`` ascend; with fewer blocks than all sequences have together they share some."""
+        """Create inputs. ``contexts`` ascend; if all sequences together need more than ``num_blocks`` blocks, they
+        share some."""
         self._shape, self._rows = shape, rows
         self._contexts = [context for context in contexts for _ in range(contexts[-1] // context)]
         sizes = (num_blocks, shape.num_layers, shape.num_kv_heads, 2, shape.block_size, shape.head_dim)
@@ -75,7 +76,7 @@ class DecodeCase:
         self._batches = [self._batch(index, order) for index in range(len(self._contexts))]
 
     def _batch(self, index: int, order: Sequence[int]) -> PagedBatch:
-        """Each call begins elsewhere in ``order``."""
+        """Return the batch of a call; each call begins at another point of ``order``."""
         context = self._contexts[index]
         needed = -(-context // self._shape.block_size)
         starts = range(index * self._rows * needed, (index + 1) * self._rows * needed, needed)
@@ -89,7 +90,7 @@ class DecodeCase:
         return self._rows * token_bytes * sum(self._contexts) // len(self._contexts) + 2 * self._query.nbytes
 
     def candidates(self, best: Params) -> list[Params]:
-        """The parts first, then one parameter of the best at a time."""
+        """Return all numbers of parts first, then variations of one parameter of the best at a time."""
         programs = self._rows * self._shape.num_kv_heads
         parts = [count for count in _PARTS if _MIN_PROGRAMS <= programs * count <= _MAX_PROGRAMS] or [1]
         if not best:

@@ -1,4 +1,4 @@
-"""Launch parameters of products of a few rows: as tuned (:mod:`.parameters`), else a default."""
+"""Launch parameters of products of a few rows: tuned (:mod:`.parameters`), else a default."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,22 +16,17 @@ _ROW_BLOCK = 4096
 
 @dataclass(frozen=True, slots=True)
 class LinearLaunch:
-    """How a product is launched. ``block_m`` 0 leaves it to cuBLAS, 1 takes the kernel for one row.
+    """Launch parameters of a product. The defaults suit few rows of any shape."""
 
-    ``block_n`` counts outputs, ``prefetch`` elements of each of the tile's weight rows, a power of two. ``tma``: the
-    bulk copy engine (compute capability 9.0) brings the weights. ``joined``: a product in parts is added up by its own
-    kernel, even where what reads it could do so. The defaults serve few rows of any shape.
-    """
-
-    block_m: int = 16
-    block_n: int = 32
+    block_m: int = 16  # 0: cuBLAS; 1: the kernel for one row
+    block_n: int = 32  # outputs
     block_k: int = 256
     split_k: int = 1
     num_warps: int = 4
     num_stages: int = 4
-    prefetch: int = 0
-    tma: bool = False
-    joined: bool = True
+    prefetch: int = 0  # elements of each of the tile's weight rows, a power of two
+    tma: bool = False  # the bulk copy engine (compute capability 9.0) loads the weights
+    joined: bool = True  # the product's own kernel sums its parts, even if the consumer kernel could
 
     @property
     def leaves_parts(self) -> bool:
@@ -44,10 +39,10 @@ CUBLAS = LinearLaunch(block_m=0)
 def launch_params(
     variant: Variant, dtype: torch.dtype, out_features: int, in_features: int, num_rows: int
 ) -> LinearLaunch:
-    """Return what was tuned, else a default: the kernels of :mod:`splitserve.kernels.triton.linear` for few rows,
+    """Return the tuned parameters, else a default: the kernels of :mod:`splitserve.kernels.triton.linear` for few rows,
     cuBLAS for more."""
     if num_rows == 1:
-        # Whole rows: all of a program's weights are under way before it waits.
+        # Whole rows: all of a program's weights are in flight before it waits.
         block_k = min(_ROW_BLOCK, triton.next_power_of_2(in_features))
         default = LinearLaunch(block_m=1, block_n=2 if variant == "gated" else 4, block_k=block_k)
     else:

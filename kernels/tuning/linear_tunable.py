@@ -1,4 +1,4 @@
-"""Triton's products of few rows as ``splitserve tune`` sees them (:mod:`splitserve.kernels.tuning.tunables`)."""
+"""Triton's products of few rows as tunables of ``splitserve tune`` (:mod:`splitserve.kernels.tuning.tunables`)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -17,9 +17,9 @@ from splitserve.kernels.tuning.parameters import Params, shape_key
 from splitserve.kernels.tuning.tunables import TuneTarget, num_copies
 
 _EPS = 1e-5
-_MAX_SHARED_BYTES = 225_000  # of one program, on the GPUs with most
-_MIN_SHARED_BYTES = 24_000  # less can't keep memory busy
-_MAX_SPLIT_K = 8  # one program adds all parts of a tile up
+_MAX_SHARED_BYTES = 225_000  # per program, on the GPUs with most shared memory
+_MIN_SHARED_BYTES = 24_000  # fewer bytes can't keep memory busy
+_MAX_SPLIT_K = 8  # one program sums all parts of a tile
 _ONE_ROW = [
     LinearLaunch(block_m=1, block_n=block_n, block_k=block_k, num_warps=num_warps)
     for block_n, block_k, num_warps in [(2, 4096, 4), (1, 4096, 4), (8, 512, 2), (4, 1024, 4), (2, 1024, 4)]
@@ -35,7 +35,7 @@ _SOME_ROWS = [
     LinearLaunch(64, 64, 128, 1, 4, 6, 512),
     LinearLaunch(64, 128, 64, 1, 4, 4, 128, tma=True),
     LinearLaunch(64, 256, 64, 1, 4, 4, 0, tma=True),
-    # Wide tiles in parts: each of many narrow ones reads all inputs, which may be more than all weights together.
+    # Wide tiles in parts: each of many narrow tiles reads all inputs, which may be more bytes than all weights.
     LinearLaunch(64, 64, 128, 2, 4, 4, 512),
     LinearLaunch(64, 64, 128, 2, 4, 5, 128, tma=True, joined=False),
     LinearLaunch(64, 128, 64, 4, 4, 5, 128, tma=True),
@@ -57,7 +57,7 @@ class LinearTunable:
         return [shape_key(target.dtype, n=n, k=k) for n, k in self._shapes(target)]
 
     def _shapes(self, target: TuneTarget) -> list[tuple[int, int]]:
-        """Outputs and inputs of a decoder's products of this variant."""
+        """Return outputs and inputs of a decoder's products of this variant."""
         model = target.model
         hidden, heads = model.hidden_size, model.num_heads * model.head_dim
         qkv = heads + 2 * model.num_kv_heads * model.head_dim
@@ -96,8 +96,11 @@ class LinearCase:
         return int(self._weights[0].nbytes + self._x.nbytes + outputs)
 
     def candidates(self, best: Params) -> list[Params]:
-        """Starting points for this number of rows, then the neighbours of the best. cuBLAS, which has none, comes with
-        the second round, so that its being the best at first isn't the end."""
+        """Return starting points for this number of rows, then the neighbours of the best.
+
+        cuBLAS has no neighbours, so it is added in the second round: if it were the best in the first, the search would
+        end.
+        """
         if not best:
             return [asdict(launch) for launch in self._starts() if self._fits(launch)] or [asdict(CUBLAS)]
         launch = LinearLaunch(**best)  # type: ignore[arg-type]
@@ -140,7 +143,7 @@ class LinearCase:
         if launch.block_n > out_features or launch.block_k > in_features or launch.num_warps > 8:
             return False
         if launch.block_m == 1:
-            return 8 <= width * launch.block_k // (32 * launch.num_warps) <= 128  # elements that a thread holds
+            return 8 <= width * launch.block_k // (32 * launch.num_warps) <= 128  # elements per thread
         shared = launch.num_stages * (width + launch.block_m) * launch.block_k * self._x.element_size()
         has_room = _MIN_SHARED_BYTES <= shared <= _MAX_SHARED_BYTES and launch.block_m * width <= 128 * 256
         if launch.split_k > 1 and (launch.split_k > _MAX_SPLIT_K or self._rows > launch.block_m):
@@ -162,7 +165,8 @@ class LinearCase:
         return partial(self._product_and_reader, linear, normed, self._residual.clone())
 
     def _product_and_reader(self, linear: PlainLinear, normed: Tensor | None, residual: Tensor) -> Tensor:
-        """With the kernel that follows it in a step, or one that reads as much: it may add up the product's parts."""
+        """Run the product and the kernel that follows it in a step, or one that reads as much: it may sum the product's
+        parts."""
         if self._variant == "add":
             if linear.add_to(residual, self._x, self._next_norm, _EPS) is None:
                 triton_ops.rms_norm(residual, self._next_norm, _EPS)

@@ -1,13 +1,13 @@
 """Tuned launch parameters: JSON files per device, looked up by operation, shape and rows.
 
-A kernel has a frozen dataclass of its launch parameters and a safe default, for what isn't listed::
+A kernel has a frozen dataclass of its launch parameters and a safe default, for shapes that are not listed::
 
     launch = tuned(LinearLaunch(), "linear", shape_key(dtype, n=6144, k=4096), rows)
 
 Files are called ``<slug of the device's name>.json``. Those in ``configs/`` are shipped; those in
-:func:`user_directory` win, one (operation, shape) at a time. ``splitserve tune`` writes them
-(:mod:`splitserve.kernels.tuning.tunables` says how an operation takes part), holding :func:`tuner_lock`. A file that
-can't be used is one warning, and kernels take their defaults.
+:func:`user_directory` take precedence, one (operation, shape) at a time. ``splitserve tune`` writes them
+(:mod:`splitserve.kernels.tuning.tunables` describes how an operation takes part), holding :func:`tuner_lock`. A file
+that can't be used causes one warning, and kernels use their defaults.
 """
 
 import contextlib
@@ -40,11 +40,11 @@ _log = logging.getLogger(__name__)
 
 
 class TuningError(Exception):
-    """A file of tuned configurations, or a lock, that can't be used; says what to do."""
+    """A file of tuned configurations, or a lock, can't be used; the message contains the remedy."""
 
 
 class TunedEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``params`` are the best that were found for ``max_rows`` rows, and serve all fewer down to the entry before."""
+    """Best parameters found for ``max_rows`` rows; they apply to fewer rows as well, down to the preceding entry."""
 
     max_rows: int
     params: dict[str, Param]
@@ -55,7 +55,7 @@ class TunedEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TunedFile(msgspec.Struct, forbid_unknown_fields=True):
-    """operation -> shape key (:func:`shape_key`) -> entries, ``max_rows`` ascending."""
+    """Content of a file: operation -> shape key (:func:`shape_key`) -> entries, ``max_rows`` ascending."""
 
     version: int
     device: str
@@ -74,22 +74,22 @@ class _Version(msgspec.Struct):
 
 
 def shape_key(dtype: torch.dtype, **sizes: int) -> str:
-    """A shape as the files name it: ``shape_key(torch.bfloat16, n=6144, k=4096)`` is ``bfloat16 n=6144 k=4096``."""
+    """Return the files' key of a shape: ``shape_key(torch.bfloat16, n=6144, k=4096)`` is ``bfloat16 n=6144 k=4096``."""
     return " ".join([str(dtype).removeprefix("torch."), *(f"{name}={size}" for name, size in sizes.items())])
 
 
 def device_slug(device_name: str) -> str:
-    """``NVIDIA H200`` -> ``nvidia-h200``: how a device's file is called."""
+    """Return the base name of a device's file: ``NVIDIA H200`` -> ``nvidia-h200``."""
     return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
 
 
 def current_device_name() -> str | None:
-    """Of the current CUDA device; None without one."""
+    """Return the name of the current CUDA device; None without one."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 def user_directory() -> Path:
-    """``$SPLITSERVE_TUNED_DIR``, else ``splitserve/tuned`` in the user's cache directory (XDG)."""
+    """Return ``$SPLITSERVE_TUNED_DIR``, else ``splitserve/tuned`` in the user's cache directory (XDG)."""
     if chosen := os.environ.get(DIRECTORY_VARIABLE):
         return Path(chosen).expanduser()
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -100,7 +100,8 @@ def user_directory() -> Path:
 
 
 class TunedConfigs:
-    """What the files in ``directories`` know of one device; the first directory that lists a shape wins."""
+    """Tuned parameters of one device from the files in ``directories``; the first directory that lists a shape takes
+    precedence."""
 
     def __init__(self, device_name: str, directories: Sequence[Path]) -> None:
         self._table: dict[tuple[str, str], tuple[list[int], list[Params]]] = {}
@@ -114,7 +115,7 @@ class TunedConfigs:
                 self._table[operation, shape] = ([entry.max_rows for entry in entries], params)
 
     def find(self, operation: str, shape: str, rows: int) -> Params | None:
-        """See :func:`config_for`."""
+        """Return the parameters; see :func:`config_for`."""
         if (found := self._table.get((operation, shape))) is None:
             return None
         max_rows, params = found
@@ -122,7 +123,7 @@ class TunedConfigs:
         return params[index] if index < len(params) else None
 
     def entries(self, operation: str, shape: str) -> list[TunedEntry]:
-        """All that is listed for ``shape``, ``max_rows`` ascending."""
+        """Return all entries for ``shape``, ``max_rows`` ascending."""
         max_rows, params = self._table.get((operation, shape), ([], []))
         return [TunedEntry(rows, dict(each)) for rows, each in zip(max_rows, params, strict=True)]
 
@@ -131,10 +132,11 @@ _forced: dict[str, Params] = {}
 
 
 def config_for(operation: str, shape: str, rows: int) -> Params | None:
-    """The tuned parameters of ``operation`` for ``shape`` (:func:`shape_key`) and ``rows``, on the current device.
+    """Return the tuned parameters of ``operation`` for ``shape`` (:func:`shape_key`) and ``rows``, on the current
+    device.
 
-    None: nothing is listed, the caller takes its safe default. Files are read once per process, a call is a look-up
-    in a dict; still, ask where a plan or a layer is made rather than at each launch.
+    None: nothing is listed, and the caller uses its safe default. Files are read once per process and a call is a
+    look-up in a dict; still, call it where a plan or a layer is made rather than at each launch.
     """
     if operation in _forced:
         return _forced[operation]
@@ -143,9 +145,10 @@ def config_for(operation: str, shape: str, rows: int) -> Params | None:
 
 
 def tuned(default: LaunchT, operation: str, shape: str, rows: int) -> LaunchT:
-    """:func:`config_for` in the form of ``default``, a frozen dataclass; fields that aren't listed keep their default.
+    """Return :func:`config_for` in the form of ``default``, a frozen dataclass; fields that are not listed keep their
+    default.
 
-    Parameters that ``default`` doesn't have, or of another type, are one warning, and ``default``.
+    Parameters that ``default`` doesn't have, or of another type, cause one warning, and ``default`` is returned.
     """
     params = config_for(operation, shape, rows)
     if params is None:
@@ -161,7 +164,7 @@ def tuned(default: LaunchT, operation: str, shape: str, rows: int) -> LaunchT:
 @functools.cache
 def _warn_of_param(operation: str, shape: str, name: str, value: Param) -> None:
     _log.warning(
-        "tuned configurations of %s, %s, have %s = %r, which it doesn't take: it runs with its defaults; run "
+        "tuned configurations of %s, %s, have %s = %r, which it doesn't accept; it uses its defaults; run "
         "'splitserve tune --operation %s' again",
         operation, shape, name, value, operation,
     )  # fmt: skip
@@ -174,13 +177,14 @@ def _configs(device_name: str | None = None) -> TunedConfigs | None:
 
 
 def forget() -> None:
-    """The next :func:`config_for` reads the files again."""
+    """Forget the files' content: the next :func:`config_for` reads them again."""
     _configs.cache_clear()
 
 
 @contextlib.contextmanager
 def forced(operation: str, params: Params) -> Iterator[None]:
-    """Within it :func:`config_for` answers ``params`` for ``operation``, whatever the shape: for tuners and tests."""
+    """Make :func:`config_for` return ``params`` for ``operation``, whatever the shape, within the context: for tuners
+    and tests."""
     before = _forced.get(operation)
     _forced[operation] = params
     try:
@@ -196,7 +200,7 @@ def forced(operation: str, params: Params) -> Iterator[None]:
 
 
 def load(path: Path) -> TunedFile | None:
-    """The file at ``path``; None where there is none. Raises :class:`TuningError` if it can't be used."""
+    """Read the file at ``path``; return None if there is none. Raises :class:`TuningError` if it can't be used."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -213,23 +217,23 @@ def load(path: Path) -> TunedFile | None:
         return msgspec.json.decode(content, type=TunedFile)
     except msgspec.DecodeError as error:
         raise TuningError(
-            f"tuned configurations in {path} are broken: {error}; mend or remove the file, 'splitserve tune' makes it"
+            f"tuned configurations in {path} are invalid: {error}; remove the file and run 'splitserve tune' again"
         ) from error
 
 
 def load_or_warn(path: Path) -> TunedFile | None:
-    """:func:`load`, but what can't be used is a warning and None."""
+    """Read a file like :func:`load`, but log a warning and return None if it can't be used."""
     try:
         return load(path)
     except TuningError as error:
-        _log.warning("%s. Until then kernels take their defaults", error)
+        _log.warning("%s. Until then kernels use their defaults", error)
         return None
 
 
 def record(directory: Path, device_name: str, operation: str, shape: str, entries: Sequence[TunedEntry]) -> Path:
-    """Puts ``entries`` for one shape into the device's file in ``directory``, keeps the rest; returns its path.
+    """Put ``entries`` for one shape into the device's file in ``directory``, keeping the rest; return its path.
 
-    The file is replaced as a whole. Raises :class:`TuningError` rather than overwrite what it can't read.
+    The file is replaced as a whole. Raises :class:`TuningError` rather than overwrite a file that it can't read.
     """
     path = directory / f"{device_slug(device_name)}.json"
     file = load(path) or TunedFile(SCHEMA_VERSION, device_name, {})
@@ -241,7 +245,7 @@ def record(directory: Path, device_name: str, operation: str, shape: str, entrie
 
 
 def save(path: Path, file: TunedFile) -> None:
-    """Writes ``file`` beside ``path`` and renames it there. Raises :class:`TuningError` where that's impossible."""
+    """Write ``file`` to a temporary file beside ``path`` and rename it. Raises :class:`TuningError` if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("wb", dir=path.parent, prefix=f".{path.name}.", delete=False) as temporary:
@@ -261,7 +265,7 @@ def save(path: Path, file: TunedFile) -> None:
 
 
 def _text(file: TunedFile) -> str:
-    """JSON with an entry per line: files that people compare."""
+    """Return JSON with one entry per line, so that people can compare files."""
     operations = []
     for operation, shapes in sorted(file.operations.items()):
         blocks = []
@@ -275,15 +279,18 @@ def _text(file: TunedFile) -> str:
 
 @contextlib.contextmanager
 def tuner_lock(directory: Path | None = None) -> Iterator[None]:
-    """Held by the one tuner that may run; ends with the process at the latest. Raises :class:`TuningError` at once if
-    another holds it, with its pid. ``directory`` None: :func:`user_directory`."""
+    """Hold the lock of the one tuner that may run; it is released when the process ends, at the latest.
+
+    Raises :class:`TuningError` at once if another tuner holds it, with its pid. ``directory`` None:
+    :func:`user_directory`.
+    """
     path = (directory or user_directory()) / "tune.lock"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise TuningError(
-            f"can't open the tuners' lock {path}: {error.strerror}; "
+            f"cannot open the tuner lock {path}: {error.strerror}; "
             f"set {DIRECTORY_VARIABLE} to a directory you may write"
         ) from error
     try:
@@ -292,7 +299,7 @@ def tuner_lock(directory: Path | None = None) -> Iterator[None]:
         except BlockingIOError as error:
             holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
             raise TuningError(
-                f"another tuner runs (pid {holder} holds {path}): two at once would spoil each other's timings; "
+                f"another tuner is running (pid {holder} holds {path}): two at once would spoil each other's timings; "
                 "wait for it or end it"
             ) from error
         os.ftruncate(descriptor, 0)

@@ -1,15 +1,15 @@
-"""Operations that ``splitserve tune`` can tune: how one takes part.
+"""Operations that ``splitserve tune`` can tune, and the interface by which they take part.
 
-An operation asks :func:`splitserve.kernels.tuning.parameters.tuned` for its launch parameters by its name, a shape key
-and rows. To be tuned it also has a :class:`Tunable`, made by ``make_tunable(operation)`` of the module that
+An operation gets its launch parameters from :func:`splitserve.kernels.tuning.parameters.tuned` by its name, a shape key
+and rows. To be tuned it also needs a :class:`Tunable`, made by ``make_tunable(operation)`` of the module that
 ``_TUNABLES`` below names, which
 
-- says which shapes a model needs (:meth:`Tunable.shape_keys`),
+- returns the shapes that a model needs (:meth:`Tunable.shape_keys`),
 - builds random inputs for one of them and a number of rows (:meth:`Tunable.case`), and
-- for such a :class:`TunableCase` names candidate parameters, makes the calls to be timed, and gives the reference's
-  answer, against which each candidate is checked before it's timed.
+- for such a :class:`TunableCase` returns candidate parameters, the calls to be timed, and the reference's result,
+  against which each candidate is checked before it is timed.
 
-Candidates run through the operation itself: the tuner has :func:`splitserve.kernels.tuning.parameters.forced` its
+Candidates run through the operation itself: :func:`splitserve.kernels.tuning.parameters.forced` applies the candidate's
 parameters while :meth:`TunableCase.calls` runs and while the calls do. :mod:`splitserve.kernels.tuning.decode_tunable`
 is an example.
 """
@@ -33,13 +33,13 @@ _TUNABLES = {
 }
 OPERATIONS = tuple(_TUNABLES)
 
-_COLD_CACHES = 4  # inputs that calls take in turn are this many times the level-2 cache together
+_COLD_CACHES = 4  # all inputs used in turn are together this many times the size of the level-2 cache
 _MAX_COPIES = 64
-_CPU_CACHE_BYTES = 1 << 20  # on a CPU only tests tune
+_CPU_CACHE_BYTES = 1 << 20  # only tests tune on a CPU
 
 
 class DecoderSizes(Protocol):
-    """What a tunable reads of a model; :class:`splitserve.models.config.ModelConfig` has it."""
+    """Sizes of a model that a tunable reads; :class:`splitserve.models.config.ModelConfig` has them."""
 
     @property
     def num_layers(self) -> int: ...
@@ -59,62 +59,64 @@ class DecoderSizes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TuneTarget:
-    """What to tune for. ``model`` has the sizes of one rank; ``is_shard`` if there are several: then a sum over them
-    follows the products that else add to the residual. ``block_size``: tokens per KV block. ``is_for_compiling``:
-    inputs need only be large enough for the kernels to compile as they will for others of that shape; many processes
-    make them at once."""
+    """Model, device and purpose of tuning."""
 
-    model: DecoderSizes
+    model: DecoderSizes  # of one rank
     dtype: torch.dtype
     device: torch.device
-    block_size: int
+    block_size: int  # tokens per KV block
+    # Inputs need only be large enough for the kernels to compile as for other inputs of that shape; many processes
+    # make them at once.
     is_for_compiling: bool = False
-    is_shard: bool = False
+    is_shard: bool = False  # there are several ranks: a sum over them follows products that else add to the residual
 
 
 class TunableCase(Protocol):
-    """One shape at one number of rows, with its random inputs, of which there are enough copies to be cold."""
+    """One shape at one number of rows, with enough copies of its random inputs that each call finds them uncached."""
 
     @property
     def num_bytes(self) -> int:
-        """What a call must read and write at least, on average: weights, KV, activations."""
+        """Average number of bytes that a call must at least read and write: weights, KV, activations."""
         ...
 
     def candidates(self, best: Params) -> Sequence[Params]:
-        """Parameters worth trying, all of them given in each, when ``best`` is the fastest so far; first that is {},
-        the operation's own default. Asked again with each new best, until it names nothing that wasn't tried: it may
-        give all it can think of at once, or search."""
+        """Return parameters worth trying, each complete, given the fastest so far.
+
+        ``best`` is {} at first: the operation's own default. The method is called again with each new best until it
+        returns nothing untried: it may return all candidates at once, or search.
+        """
         ...
 
     def calls(self) -> Sequence[Callable[[], Tensor]]:
-        """Calls on different inputs, to be timed in turn. The parameters that apply now are theirs, and stay forced
-        while they run."""
+        """Return calls on different inputs, to be timed in turn. They use the parameters that apply now, which stay
+        forced while they run."""
         ...
 
     def expected(self) -> Tensor:
-        """The reference backend's answer to the first of the calls, of its shape and dtype."""
+        """Return the reference backend's result of the first call, with its shape and dtype."""
         ...
 
 
 class Tunable(Protocol):
     def shape_keys(self, target: TuneTarget) -> Sequence[str]:
-        """The shapes that ``target`` needs, as the operation itself looks them up (``tuning.shape_key``)."""
+        """Return the shapes that ``target`` needs, in the form that the operation looks up (``tuning.shape_key``)."""
         ...
 
     def case(self, target: TuneTarget, key: str, rows: int) -> TunableCase | None:
-        """Inputs for one of :meth:`shape_keys`; None if ``rows`` of it don't fit this device."""
+        """Return inputs for one of :meth:`shape_keys`; None if ``rows`` of it don't fit this device."""
         ...
 
 
 def load_tunable(operation: str) -> Tunable:
-    """The tunable of one of :data:`OPERATIONS`; imports what it needs (Triton)."""
+    """Return the tunable of one of :data:`OPERATIONS`; imports its requirements (Triton)."""
     module = importlib.import_module(f"splitserve.kernels.{_TUNABLES[operation]}")
     tunable: Tunable = module.make_tunable(operation)
     return tunable
 
 
 def num_copies(num_bytes: int, device: torch.device) -> int:
-    """How many copies of inputs of ``num_bytes`` calls should take in turn, so that each finds them cold."""
+    """Return how many copies of inputs of ``num_bytes`` calls should use in turn, so that each call finds them
+    uncached."""
     cache = _CPU_CACHE_BYTES
     if device.type == "cuda":
         cache = torch.cuda.get_device_properties(device).L2_cache_size

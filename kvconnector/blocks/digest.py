@@ -1,7 +1,8 @@
-"""Digests of KV blocks, for ``--verify-kv``: the source's travel with its offers, the reader's are of what landed.
+"""Digests of KV blocks, for ``--verify-kv``: the source sends them with its offers, the reader computes its own of the
+landed blocks.
 
-A digest is of a whole block as it is in memory: a read copies whole blocks, and once a block is offered nobody writes
-to it, the unused end of a prompt's last block included.
+A digest covers a whole block as it is in memory. A read copies whole blocks, and an offered block is not written any
+more, including the unused end of a prompt's last block.
 """
 
 import hashlib
@@ -21,19 +22,20 @@ DIGEST_BYTES = 16
 DIGEST_THREADS = 2
 
 DigestBlocks: TypeAlias = Callable[[Sequence[int]], list[bytes]]
-"""The digest of each of some blocks of this worker, by their ids. Called from several threads."""
+"""Function that returns the digest of each given block of this worker, by block id. Called from several threads."""
 
 LeadingDigests: TypeAlias = Callable[[Sequence[int]], list[bytes]]
-"""The same, but only of the first of the blocks, as many as are known by now; the others become known later."""
+"""Function that returns the digests of the leading blocks, as many as are known by now; the others follow later."""
 
 
 def no_digests(block_ids: Sequence[int]) -> list[bytes]:
-    """Verification is off: empty ones, which match everything."""
+    """Return an empty digest for each block: verification is off, and empty digests match everything."""
     return [b""] * len(block_ids)
 
 
 def digests_of(memory: KVMemory) -> DigestBlocks:
-    """BLAKE2b of each block's bytes, which are copied to the host first where they aren't there."""
+    """Return a function that computes BLAKE2b of each block's bytes, copying them to the host first if they are on a
+    GPU."""
     host_bytes = _on_host if memory.blocks.device.type == "cpu" else _Staging(memory)
 
     def digest_blocks(block_ids: Sequence[int]) -> list[bytes]:
@@ -50,7 +52,8 @@ def _on_host(block: torch.Tensor) -> Any:
 
 
 class _Staging:
-    """Blocks of a GPU, copied through pinned memory, a buffer for each thread, in one stream beside the steps'."""
+    """Copier of a GPU's blocks through pinned memory: a buffer per thread, one stream separate from the steps'
+    stream."""
 
     def __init__(self, memory: KVMemory) -> None:
         self._block_bytes = memory.block_bytes
@@ -58,7 +61,7 @@ class _Staging:
         self._of_thread = threading.local()
 
     def __call__(self, block: torch.Tensor) -> Any:
-        """The bytes of ``block``, until this thread's next call."""
+        """Return the bytes of ``block``, valid until this thread's next call."""
         if not hasattr(self._of_thread, "buffer"):
             self._of_thread.buffer = torch.empty(self._block_bytes, dtype=torch.uint8, pin_memory=True)
             self._of_thread.copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -71,24 +74,24 @@ class _Staging:
 
 
 class FirstDigests:
-    """:data:`LeadingDigests` of each content as it was when it was first asked for, made on threads of their own.
+    """:data:`LeadingDigests` of each content as it was when it was first requested, computed on separate threads.
 
-    So a block that is damaged while it is cached doesn't pass for intact when a later prompt offers it again, and an
-    engine loop that asks is never held up. ``wake`` is called from those threads when more are known.
+    A block that is damaged while it is cached therefore does not pass for intact when a later prompt offers it again,
+    and the engine loop never waits for a digest. ``wake`` is called from those threads when more digests are known.
     """
 
     def __init__(self, memory: KVMemory, wake: Callable[[], None]) -> None:
         self._memory = memory
         self._wake = wake
         self._digest_blocks = digests_of(memory)
-        self._known: dict[int, tuple[int, bytes]] = {}  # by block: a generation, the digest of that content
-        self._asked: dict[int, int] = {}  # by block: the generation that was asked for last
+        self._known: dict[int, tuple[int, bytes]] = {}  # by block: a generation and the digest of that content
+        self._asked: dict[int, int] = {}  # by block: the generation that was requested last
         self._questions: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         for index in range(DIGEST_THREADS):
             threading.Thread(target=self._answer, name=f"digest-{index}", daemon=True).start()
 
     def __call__(self, block_ids: Sequence[int]) -> list[bytes]:
-        """On one thread, the engine loop's."""
+        """Return the known digests and request the missing ones. Called by the engine loop's thread only."""
         leading: list[bytes] = []
         all_known = True
         for block_id in block_ids:
@@ -110,7 +113,10 @@ class FirstDigests:
             try:
                 [digest] = self._digest_blocks([block_id])
             except Exception:
-                logger.exception("no digest of block %d: it will never be offered", block_id)
+                logger.exception("cannot compute the digest of block %d; it will never be offered", block_id)
                 continue
-            self._known[block_id] = generation, digest  # of a content that's gone by now: nobody will ask for it
+            self._known[block_id] = (
+                generation,
+                digest,
+            )  # the content may be gone by now; then no call asks for this generation
             self._wake()

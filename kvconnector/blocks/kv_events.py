@@ -1,4 +1,4 @@
-"""What can be found where, as it changes: the record that KV events are made of. No I/O.
+"""Record of stored and evicted blocks by tier, from which KV events are made. No I/O.
 
 Specified in docs/guides/kv-events.md.
 """
@@ -10,21 +10,21 @@ from splitserve.protocol.kv_event_batch import KVEvent
 
 
 class KVEvents:
-    """Hears of what changes. This class itself is the null object: it keeps nothing."""
+    """Interface of the record, and its null object: it keeps no events."""
 
     def stored(self, tier: str, hashes: Sequence[bytes]) -> None:
-        """``tier`` holds these blocks."""
+        """Record that ``tier`` holds these blocks."""
 
     def evicted(self, tier: str, hashes: Sequence[bytes]) -> None:
-        """``tier`` holds these blocks no longer."""
+        """Record that ``tier`` no longer holds these blocks."""
 
     def take(self) -> list[KVEvent]:
-        """What changed since the last call."""
+        """Return the events since the last call."""
         return []
 
 
 class KVEventLog(KVEvents):
-    """Keeps events until :meth:`take`; adjacent ones of a kind and a tier become one."""
+    """Record that keeps events until :meth:`take`; adjacent events of one kind and one tier are merged."""
 
     def __init__(self) -> None:
         self._events: list[KVEvent] = []

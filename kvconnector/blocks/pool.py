@@ -1,14 +1,14 @@
-"""Who holds which KV block: references, generations, the prefix index and quarantine. No torch, no I/O.
+"""Allocation of KV blocks: references, generations, the prefix index and quarantine. No torch, no I/O.
 
 A block is in exactly one state:
 
-    free         nobody holds it, its content is worth nothing
-    cached       nobody holds it, but the prefix index finds it; taken again in LRU order when free blocks run out
+    free         not referenced; its content is worthless
+    cached       not referenced, but found by the prefix index; evicted in LRU order when free blocks run out
     referenced   its count is the number of holders: sequences, offers under a lease
-    quarantined  nobody holds it, but a read that can't be called back may still write to it
+    quarantined  not referenced, but a read that can't be cancelled may still write to it
 
-A block's generation names one *content*. It advances when the block is taken, before anything is written to it;
-sharers of a prefix see the same one. It doesn't change when references are dropped.
+A block's generation identifies one *content*. It advances when the block is allocated, before anything is written to
+it; sequences that share a prefix see the same generation. It does not change when references are dropped.
 """
 
 from collections import OrderedDict
@@ -34,9 +34,9 @@ class BlockState(Enum):
 class BlockPool:
     """Allocator of ``len(generations)`` blocks.
 
-    ``generations``: uint64, one per block, usually in registered host memory so that peers can read it;
-    the pool fills it with ``first_generation``, which should be random per incarnation. ``events`` hears of what the
-    prefix index finds, and no longer.
+    ``generations``: uint64, one per block, usually in registered host memory so that peers can read it; the pool fills
+    it with ``first_generation``, which should be random per incarnation. ``events`` records which blocks enter and
+    leave the prefix index.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that :meth:`allocate` can hand out now."""
+        """Number of blocks that :meth:`allocate` can hand out now."""
         return self._num_free + len(self._cached)
 
     def allocate(self, num_blocks: int, *, after: int | None = None) -> list[int] | None:
-        """Take ``num_blocks`` for new content, each with one reference; None, and nothing taken, if there aren't
-        enough.
+        """Allocate ``num_blocks`` for new content, each with one reference; return None, and allocate nothing, if too
+        few are available.
 
-        Runs of adjacent blocks come first. ``after`` names the block that the first one had best follow.
+        Runs of adjacent blocks are preferred. ``after`` is the block that the first allocated block should follow.
         """
         if num_blocks > self.num_available:
             return None
@@ -88,14 +88,14 @@ class BlockPool:
         return block_ids
 
     def reference(self, block_ids: Iterable[int]) -> None:
-        """Add one holder to blocks that are referenced or cached."""
+        """Add one reference to each block; the blocks must be referenced or cached."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
                 del self._cached[block_id]  # KeyError: the block is free or quarantined, which is a bug of the caller
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Drop one holder. The last block of a sequence becomes the first to be evicted."""
+        """Drop one reference to each block. The last block of a sequence becomes the first to be evicted."""
         for block_id in reversed(block_ids):
             if self._ref_counts[block_id] < 1:
                 raise AssertionError(f"block {block_id} was released more often than it was referenced")
@@ -107,15 +107,16 @@ class BlockPool:
                     self._set_free(block_id)
 
     def quarantine(self, block_ids: Sequence[int]) -> None:
-        """Drop the only holder of blocks that something in flight may still write to: not free until lifted."""
+        """Drop the only reference to blocks that a read in flight may still write to; they are not allocated until the
+        quarantine is lifted."""
         for block_id in block_ids:
             if self._ref_counts[block_id] != 1 or block_id in self._hash_of_block:
-                raise AssertionError(f"block {block_id} is shared or published; a read can't be writing to it")
+                raise AssertionError(f"block {block_id} is shared or published, so no read can be writing to it")
             self._ref_counts[block_id] = 0
             self._quarantined.add(block_id)
 
     def lift_quarantine(self, block_ids: Sequence[int]) -> None:
-        """What was in flight is over: the blocks are free."""
+        """Free quarantined blocks, once the reads in flight have ended."""
         for block_id in block_ids:
             self._quarantined.remove(block_id)
             self._set_free(block_id)
@@ -123,9 +124,10 @@ class BlockPool:
     # ---- prefix index ----
 
     def publish(self, block_id: int, block_hash: bytes) -> None:
-        """Let others find a full block whose content is complete and verified. The first block of a hash stays."""
+        """Add a full block, complete and verified, to the prefix index. A hash that is indexed already keeps its
+        block."""
         if self._ref_counts[block_id] < 1:
-            raise AssertionError(f"block {block_id} is published by somebody who doesn't hold it")
+            raise AssertionError(f"block {block_id} was published without a reference to it")
         if (
             self._enable_prefix_caching
             and block_hash not in self._block_of_hash
@@ -136,7 +138,7 @@ class BlockPool:
             self._events.stored(DEVICE, [block_hash])
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest known prefix of a chain of hashes. Takes no reference."""
+        """Return the blocks of the longest known prefix of a chain of hashes. Adds no reference."""
         block_ids: list[int] = []
         for block_hash in hashes:
             block_id = self._block_of_hash.get(block_hash)
@@ -146,18 +148,18 @@ class BlockPool:
         return block_ids
 
     def find(self, block_hash: bytes) -> int | None:
-        """The block with this content, if the index knows one. Takes no reference."""
+        """Return the block with this content, None if the index has none. Adds no reference."""
         return self._block_of_hash.get(block_hash)
 
     def num_holders(self, block_id: int) -> int:
         return self._ref_counts[block_id]
 
     def num_unheld(self, block_ids: Iterable[int]) -> int:
-        """How many of ``block_ids`` nobody holds: what referencing them takes away from :attr:`num_available`."""
+        """Return the number of blocks without a reference: referencing them lowers :attr:`num_available` by as many."""
         return sum(1 for block_id in block_ids if self._ref_counts[block_id] == 0)
 
     def clear_prefix_index(self) -> None:
-        """Forget every cached prefix; blocks in use stay with their holders."""
+        """Remove all blocks from the prefix index; referenced blocks keep their references."""
         for block_id in list(self._cached):
             self._set_free(block_id)
         self._cached.clear()
@@ -168,7 +170,7 @@ class BlockPool:
     # ---- looking at it ----
 
     def hashes(self) -> list[bytes]:
-        """Everything that the prefix index finds."""
+        """Return the hashes of all blocks in the prefix index."""
         return list(self._block_of_hash)
 
     def generation(self, block_id: int) -> int:
@@ -191,21 +193,24 @@ class BlockPool:
         return self.num_blocks - self._num_free - len(self._cached) - len(self._quarantined)
 
     def total_references(self) -> int:
-        """Sum of all reference counts: what holders, added up, must explain."""
+        """Return the sum of all reference counts; the holders' own counts must add up to it."""
         return sum(self._ref_counts)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError unless every block is in one state and the index points at held or cached blocks."""
+        """Raise AssertionError unless every block is in one state and the index refers only to referenced or cached
+        blocks."""
         referenced = {block_id for block_id, count in enumerate(self._ref_counts) if count}
         free = set(np.flatnonzero(self._is_free).tolist())
         groups = (free, set(self._cached), referenced, self._quarantined)
         assert sum(map(len, groups)) == self.num_blocks, "a block is in no state, or in two"
         assert set().union(*groups) == set(range(self.num_blocks)), "a block is in no state"
-        assert len(free) == self._num_free, "the count of free blocks is off"
+        assert len(free) == self._num_free, "the count of free blocks is wrong"
         assert all(count >= 0 for count in self._ref_counts), "a reference count is negative"
-        assert {b: h for h, b in self._block_of_hash.items()} == self._hash_of_block, "the prefix index is torn"
+        assert {b: h for h, b in self._block_of_hash.items()} == self._hash_of_block, (
+            "the two maps of the prefix index differ"
+        )
         assert set(self._cached) <= self._hash_of_block.keys() <= (set(self._cached) | referenced), (
-            "index of free blocks"
+            "the prefix index lacks a cached block or refers to a free one"
         )
 
     # ---- inside ----
@@ -234,7 +239,7 @@ class BlockPool:
         starts = np.flatnonzero(np.diff(free_ids, prepend=-2) != 1)
         lengths = np.diff(starts, append=len(free_ids))
         fitting = np.flatnonzero(lengths >= num_blocks)
-        if len(fitting):  # best fit: keep the long runs whole
+        if len(fitting):  # best fit keeps the long runs whole
             start = starts[fitting[np.argmin(lengths[fitting])]]
             return free_ids[start : start + num_blocks].tolist()  # type: ignore[no-any-return]
         longest_first = np.argsort(-lengths, kind="stable")
@@ -242,5 +247,5 @@ class BlockPool:
         used = longest_first[: np.searchsorted(ends, num_blocks) + 1]
         counts = lengths[used]
         counts[-1] -= ends[len(used) - 1] - num_blocks
-        begins = starts[used] - (np.cumsum(counts) - counts)  # in free_ids, less how many were picked before
+        begins = starts[used] - (np.cumsum(counts) - counts)  # in free_ids, less the number picked before
         return free_ids[np.repeat(begins, counts) + np.arange(num_blocks)].tolist()  # type: ignore[no-any-return]

@@ -1,1 +1,1 @@
-"""Memory of GPUs: peers' access to it, copies by the driver, pinned host memory."""
+"""GPU memory: access by peers, copies by the driver, pinned host memory."""

@@ -1,7 +1,7 @@
-"""Many copies between addresses in memory of GPUs, queued by one call of the driver.
+"""Copies between many addresses in GPU memory, queued by one call of the driver.
 
-One by one, copies of a few megabytes leave the link between two GPUs idle in between; in a batch the driver lets them
-overlap.
+Single copies of a few megabytes leave the connection between two GPUs idle in between; within a batch the driver
+overlaps them.
 """
 
 import ctypes
@@ -14,25 +14,24 @@ from splitserve.kvconnector.layout.shape import runs
 
 logger = logging.getLogger(__name__)
 
-_UNIFIED = 4  # of CUmemorytype: the address tells where it is
-_IN_STREAM_ORDER = 1  # of CUmemcpySrcAccessOrder
-_IS_POINTER = 1  # of CUmemcpy3DOperandType
+_UNIFIED = 4  # CUmemorytype: the address determines the location
+_IN_STREAM_ORDER = 1  # CUmemcpySrcAccessOrder
+_IS_POINTER = 1  # CUmemcpy3DOperandType
 
 
 class Copies(NamedTuple):
-    """Pieces of ``heights[i]`` rows of ``width`` bytes, from ``sources[i]`` to ``targets[i]``; a row begins a pitch (in
-    bytes) after the one before."""
+    """Copies of ``heights[i]`` rows from ``sources[i]`` to ``targets[i]``."""
 
     targets: Sequence[int]
     sources: Sequence[int]
     heights: Sequence[int]
-    width: int
-    target_pitch: int
+    width: int  # bytes of a row
+    target_pitch: int  # bytes from the start of one row to the start of the next
     source_pitch: int
 
     @property
     def is_flat(self) -> bool:
-        """Rows follow each other without gaps."""
+        """True if rows follow each other without gaps."""
         return self.width == self.target_pitch == self.source_pitch
 
     @property
@@ -41,18 +40,18 @@ class Copies(NamedTuple):
 
 
 class BlockPieces(NamedTuple):
-    """A piece of each block on two sides: ``rows`` of ``width`` bytes, evenly over the block. ``target`` and ``source``
-    are the addresses of block 0's; blocks have ``target_bytes`` and ``source_bytes``."""
+    """A piece of each block on two sides: ``rows`` of ``width`` bytes, evenly spaced over the block."""
 
-    target: int
+    target: int  # address of the piece of block 0
     source: int
-    target_bytes: int
+    target_bytes: int  # bytes of a block
     source_bytes: int
     rows: int
-    width: int
+    width: int  # bytes of a row
 
     def of(self, local: Sequence[int], remote: Sequence[int]) -> Copies:
-        """From blocks ``remote`` of theirs to ``local`` of ours. Neighbours on both sides are one copy.
+        """Return the copies from the peer's blocks ``remote`` to our blocks ``local``; blocks adjacent on both sides
+        are one copy.
 
         In plain Python, which for a few blocks costs less than numpy.
         """
@@ -73,7 +72,7 @@ class BlockPieces(NamedTuple):
 
 
 class _Attributes(ctypes.Structure):
-    """``CUmemcpyAttributes`` of cuda.h; hints of places are ignored for memory that CUDA allocated."""
+    """``CUmemcpyAttributes`` of cuda.h; location hints are ignored for memory that CUDA allocated."""
 
     _fields_ = [("order", ctypes.c_uint), ("hints", ctypes.c_uint * 4), ("flags", ctypes.c_uint)]
 
@@ -102,8 +101,11 @@ class _Memcpy2D(ctypes.Structure):
 
 
 class BatchCopier:
-    """``driver``: libcuda, or what has its functions. One from before CUDA 13 has none for batches, and copies one by
-    one."""
+    """Copier that queues many copies by one call of the driver.
+
+    ``driver``: libcuda, or an object with its functions. A driver older than CUDA 13 has no batches; the copies are
+    then queued one by one.
+    """
 
     def __init__(self, driver: ctypes.CDLL) -> None:
         self._driver = driver
@@ -120,7 +122,8 @@ class BatchCopier:
         self._attributes = ctypes.byref(_Attributes(order=_IN_STREAM_ORDER)), ctypes.byref(ctypes.c_size_t(0)), 1
 
     def start(self, copies: Copies, stream: int) -> int:
-        """Queue them on the stream of that handle. Returns CUDA's status: 0 if all are queued, else some may be."""
+        """Queue the copies on the stream with that handle. Return CUDA's status: 0 if all are queued; otherwise some
+        may be."""
         if len(copies.targets) == 0:
             return 0
         if copies.is_flat:
@@ -169,8 +172,8 @@ class BatchCopier:
 
 
 def _row_operations(copies: Copies) -> "array[int]":
-    """An array of ``CUDA_MEMCPY3D_BATCH_OP`` of cuda.h, 14 words each: the operands (pointer, row pitch, no layers, no
-    hint), the extent (width, height, one layer), the order."""
+    """Return an array of ``CUDA_MEMCPY3D_BATCH_OP`` of cuda.h, 14 words each: the operands (pointer, row pitch, no
+    layers, no hint), the extent (width, height, one layer), the order."""
     words = array("Q")
     for target, source, height in zip(copies.targets, copies.sources, copies.heights, strict=True):
         words.extend((_IS_POINTER, source, copies.source_pitch, 0, 0))
@@ -180,5 +183,5 @@ def _row_operations(copies: Copies) -> "array[int]":
 
 
 def _tell_that_it_fails(name: str, status: int) -> None:
-    """What it may have queued does no harm: the same bytes come once more."""
-    logger.warning("%s fails (status %d): copies go one by one from now on", name, status)
+    """Log that a batch failed. Copies that it may have queued do no harm: the same bytes are copied once more."""
+    logger.warning("%s failed with status %d; copies are queued one by one from now on", name, status)

@@ -1,7 +1,7 @@
-"""Copies between a GPU's blocks and registered host memory: by the copy engines, or by a kernel where blocks are small.
+"""Copies between a GPU's blocks and registered host memory, by the copy engines or, for small blocks, by a kernel.
 
-Each direction has a stream of its own, and so do both ways of copying. Which way is used is measured at start. Loads by
-copy engines go group of layers by group of layers where a step may wait for them on the device
+Each direction and each copy method has a stream of its own. The faster method is measured at start. Loads by copy
+engines copy one group of layers after another if a step may wait for them on the device
 (:mod:`splitserve.kvconnector.tiers.load_gates`).
 """
 
@@ -22,28 +22,30 @@ from splitserve.kvconnector.layout.numa_memory import HostMemory
 from splitserve.kvconnector.layout.shape import runs
 from splitserve.kvconnector.tiers.load_gates import LayerGroup, LoadGates
 
-if TYPE_CHECKING:  # there may be no Triton
+if TYPE_CHECKING:  # Triton may not be installed
     from splitserve.kernels.triton.row_copy import RowCopier
 
 logger = logging.getLogger(__name__)
 
 MAX_KERNEL_BLOCK_BYTES = 2 << 20
-"""Copy engines are at their full speed with larger pieces: nothing is measured then. With smaller ones the host can't
-post them as fast, least of all in both directions at once (``tier-copies`` in benchmarks/results)."""
+"""Largest blocks for which the two methods are compared. Copy engines reach full speed with larger pieces; with smaller
+ones the host can't queue them fast enough, least of all in both directions at once (``tier-copies`` in
+benchmarks/results)."""
 KERNEL_GAIN = 1.1
-"""A kernel takes multiprocessors from the steps beside it: it has to be faster by that much."""
+"""Required speed-up of the kernel over the copy engines, because it takes multiprocessors from concurrent steps."""
 PIECE_BYTES = 32 << 20
 MAX_BYTES_UNDER_WAY = 2 * PIECE_BYTES
-"""The few numbers that a step beside copies moves wait for no more than that; and the link never rests."""
+"""Bound on queued bytes: small copies of a concurrent step wait for at most this much, and the connection stays busy.
+"""
 NEAR_END_BYTES = 512 << 20
-"""The longest rest of a load that a step, and whatever follows it, may have to wait for."""
+"""Largest remainder of a load that a step, and the steps after it, may have to wait for."""
 MEASURED_BYTES = 64 << 20
 MEASURED_ROUNDS = 5
 
 
 class _Pacer:
-    """Bounds what is queued on a stream; at the end of its ``with`` statement nothing is, whether or not it failed. Its
-    waits sleep rather than spin: the engine loop needs the core, and the GIL."""
+    """Bound on the bytes queued on a stream. When its ``with`` statement ends, nothing is queued, even after an error.
+    Waiting sleeps instead of spinning, because the engine loop needs the core and the GIL."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
@@ -54,17 +56,17 @@ class _Pacer:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.queued(0)  # behind what was queued for a piece that failed, too
+        self.queued(0)  # also behind the copies that a failed piece had queued
         while self._pieces:
             self._wait_for_first()
 
     def make_room(self, num_bytes: int) -> None:
-        """Wait until so many may be queued; one piece more than the one that is being copied always may."""
+        """Wait until ``num_bytes`` may be queued; one piece beyond the one being copied is always allowed."""
         while len(self._pieces) > 1 and self._num_bytes + num_bytes > MAX_BYTES_UNDER_WAY:
             self._wait_for_first()
 
     def queued(self, num_bytes: int) -> torch.cuda.Event:
-        """So many are queued now. Returns the event behind them."""
+        """Record that ``num_bytes`` were queued. Return the event behind them."""
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
         self._pieces.append((event, num_bytes))
@@ -78,7 +80,7 @@ class _Pacer:
 
 
 def _address_on_device(host_address: int) -> int:
-    """Where a kernel finds registered memory; 0 if the driver doesn't map it."""
+    """Return the device address of registered host memory; 0 if the driver doesn't map it."""
     address = ctypes.c_uint64(0)
     find = ctypes.CDLL("libcuda.so.1").cuMemHostGetDevicePointer_v2
     status = find(ctypes.byref(address), ctypes.c_void_p(host_address), ctypes.c_uint(0))
@@ -88,8 +90,8 @@ def _address_on_device(host_address: int) -> int:
 class CudaHostStore:
     """A :class:`splitserve.kvconnector.tiers.copies.GatedStore`.
 
-    ``way``: "engine" or "kernel", for both directions. ``gates``: who waits for loads, None for nobody. Raises
-    :class:`RuntimeError` where the memory can't be registered.
+    ``way``: the copy method, "engine" or "kernel", for both directions. ``gates``: the gates at which steps wait for
+    loads; None if no step does. Raises :class:`RuntimeError` if the memory can't be registered.
     """
 
     def __init__(self, memory: KVMemory, host: HostMemory, gates: LoadGates | None = None) -> None:
@@ -110,19 +112,20 @@ class CudaHostStore:
         self.way = self._faster_way() if memory.block_bytes <= MAX_KERNEL_BLOCK_BYTES else "engine"
 
     def store(self, block_ids: Sequence[int], slots: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """The blocks are complete: the step that computed them is over."""
+        """Copy blocks to slots. The blocks are complete: the step that computed them has ended."""
         del hashes
         self._copy(self._down, self.way, self._blocks, block_ids, slots, is_load=False)
 
     def load(self, block_ids: Sequence[int], slots: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """No step touches the blocks yet: those that read them are launched once this has returned."""
+        """Copy slots to blocks. No step uses the blocks yet: steps that read them are launched after this returns."""
         del hashes
         self._copy(self._up, self.way, self._blocks, block_ids, slots, is_load=True)
 
     def load_gated(
         self, copy_id: int, block_ids: Sequence[int], slots: Sequence[int], tell_near_end: Callable[[], None]
     ) -> None:
-        """Steps that read the blocks are launched once this has returned, or wait for their layers."""
+        """Copy slots to blocks. Steps that read the blocks are launched after this returns, or wait for their
+        layers."""
         if self._gates is None or self.way != "engine":
             self.load(block_ids, slots, ())
             return
@@ -140,11 +143,11 @@ class CudaHostStore:
         slots: Sequence[int],
         tell_near_end: Callable[[], None],
     ) -> None:
-        """A group of layers of all blocks, then the next one; returns when it's over."""
+        """Copy one group of layers of all blocks after another; return when all copies have ended."""
         layer_bytes = self._blocks.shape[1] // gates.num_layers
         num_left, is_told = len(block_ids) * self._blocks.shape[1], False
         with torch.cuda.device(self._device), _Pacer(self._up) as pacer:
-            pacer.queued(0)  # before the driver is called directly, this thread needs the device's context
+            pacer.queued(0)  # a direct call of the driver needs the device's context on this thread
             for group in gates.groups:
                 size = max(1, PIECE_BYTES // (group.num_layers * layer_bytes))
                 for first in range(0, len(block_ids), size):
@@ -156,12 +159,13 @@ class CudaHostStore:
                     num_left -= num_bytes
                     if first + size >= len(block_ids):
                         gates.queued(copy_id, group, event)
-                    if num_left <= NEAR_END_BYTES and not is_told:  # once the device is busy: who hears takes the GIL
+                    # Only after the device has work, because the callee takes the GIL.
+                    if num_left <= NEAR_END_BYTES and not is_told:
                         tell_near_end()
                         is_told = True
 
     def _queue_layers(self, group: LayerGroup, block_ids: Sequence[int], slots: Sequence[int]) -> None:
-        """Copies of these layers of the blocks: neighbours on both sides are rows of one."""
+        """Queue copies of these layers of the blocks; blocks adjacent on both sides are rows of one copy."""
         assert self._gates is not None
         block_bytes = self._blocks.shape[1]
         layer_bytes = block_bytes // self._gates.num_layers
@@ -172,7 +176,9 @@ class CudaHostStore:
             status = self._rows.start(pieces.of(block_ids, slots), self._up.cuda_stream)
             if status == 0:
                 return
-            logger.warning("layers of blocks are copied one by one: the driver's copy of rows fails with %d", status)
+            logger.warning(
+                "the driver's copy of rows failed with status %d; layers of blocks are copied one by one", status
+            )
             self._rows = None
         with torch.cuda.stream(self._up):
             for block, slot in zip(block_ids, slots, strict=True):
@@ -180,7 +186,7 @@ class CudaHostStore:
                 self._blocks[block, begin : begin + width].copy_(on_host, non_blocking=True)
 
     def clear(self) -> None:
-        """What was stored isn't found any more."""
+        """Do nothing: the index no longer finds the stored blocks."""
 
     def close(self) -> None:
         torch.cuda.cudart().cudaHostUnregister(self._host.address)  # type: ignore[no-untyped-call]
@@ -195,7 +201,7 @@ class CudaHostStore:
         *,
         is_load: bool,
     ) -> None:
-        """Between ``blocks`` [n, block_bytes] of the device and the slots; returns when it's over."""
+        """Copy between ``blocks`` [n, block_bytes] on the device and the slots; return when the copies have ended."""
         size = max(1, PIECE_BYTES // blocks.shape[1])
         with torch.cuda.device(self._device), torch.cuda.stream(stream), _Pacer(stream) as pacer:
             for first in range(0, len(block_ids), size):
@@ -224,8 +230,8 @@ class CudaHostStore:
         self._row_copier(is_load=is_load).start(targets, sources)
 
     def _row_copier(self, *, is_load: bool) -> "RowCopier":
-        """Of this direction's thread; made where it's first needed. PyTorch aligns whatever else it allocates as well
-        as it does the blocks."""
+        """Return this direction's copier, created at first use. PyTorch aligns its other allocations as well as the
+        blocks, so one alignment holds for all."""
         from splitserve.kernels.triton.row_copy import RowCopier, Rows
 
         if is_load not in self._row_copiers:
@@ -238,19 +244,24 @@ class CudaHostStore:
         return self._row_copiers[is_load]
 
     def _faster_way(self) -> str:
-        """By the time of scattered loads into memory beside the blocks. The copy engines, where there is no Triton."""
+        """Return the faster copy method for scattered loads into memory other than the blocks; "engine" without
+        Triton."""
         count = min(MEASURED_BYTES // self._slots.shape[1], len(self._slots) // 2)
         if not self._slots_on_device:
-            logger.warning("blocks are copied by copy engines: the driver doesn't map registered memory for kernels")
+            logger.warning(
+                "blocks are copied by copy engines, because the driver doesn't map registered memory for kernels"
+            )
             return "engine"
         if count < 1:
             return "engine"
         try:
             blocks = torch.empty(2 * count, self._slots.shape[1], dtype=torch.uint8, device=self._device)
-            torch.cuda.current_stream(self._device).synchronize()  # whoever had that memory before is through with it
+            torch.cuda.current_stream(self._device).synchronize()  # earlier users of that memory have ended
             seconds = {way: self._seconds(way, blocks) for way in ("engine", "kernel")}
-        except Exception as error:  # of a compiler
-            logger.warning("blocks are copied by copy engines; the kernel fails: %s: %s", type(error).__name__, error)
+        except Exception as error:  # e.g. from the compiler
+            logger.warning(
+                "blocks are copied by copy engines, because the kernel failed: %s: %s", type(error).__name__, error
+            )
             return "engine"
         way = "kernel" if seconds["kernel"] * KERNEL_GAIN < seconds["engine"] else "engine"
         rates = ", ".join(f"{name} {count * blocks.shape[1] / s / 1e9:.1f} GB/s" for name, s in seconds.items())
@@ -258,7 +269,7 @@ class CudaHostStore:
         return way
 
     def _seconds(self, way: str, blocks: Tensor) -> float:
-        """Of every other block, backwards on one side."""
+        """Return the median time of copying every other block, in reverse order on one side."""
         block_ids, slots = range(0, len(blocks), 2), range(len(blocks) - 1, 0, -2)
         seconds = []
         for _ in range(MEASURED_ROUNDS + 1):

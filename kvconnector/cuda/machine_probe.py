@@ -1,13 +1,13 @@
-"""What PyTorch says of this machine: its GPUs, which of them reach each other, how fast a plain copy is.
+"""Probe of this machine by PyTorch: its GPUs, peer access between them, the speed of a plain copy.
 
-A process of its own (``python -m splitserve.kvconnector.cuda.machine_probe --bytes N``), for commands that don't load
-PyTorch themselves. Prints one line of JSON:
+Runs as a separate process (``python -m splitserve.kvconnector.cuda.machine_probe --bytes N``), for commands that don't
+load PyTorch themselves. Prints one line of JSON:
 
     {"torch": "2.13.0", "cuda": "13.0" or null, "gpus": [{"name": ..., "memory_bytes": ...}],
      "peer_access": [[from, to, true], ...], "copied": "host memory", "copy_bytes_per_second": 3.1e9}
 
-``copy_bytes_per_second`` is the best of a few copies of N bytes: from one GPU to the next where there are two, else
-within one GPU, else within host memory. N 0 copies nothing.
+``copy_bytes_per_second`` is the best of a few copies of N bytes: from one GPU to the next if there are two, else within
+one GPU, else within host memory. With N = 0 nothing is copied.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 _ROUNDS = 5
-_CACHE_BYTES = 128 << 20  # more than caches hold
+_CACHE_BYTES = 128 << 20  # more than the caches hold
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,9 +51,9 @@ def _devices(num_gpus: int) -> tuple[torch.device, torch.device, str]:
 
 
 def copy_speed(source: torch.device, target: torch.device, num_bytes: int) -> float:
-    """Bytes per second of the best of a few copies of ``num_bytes``. The memory has been touched, but is in no cache,
-    as another process's KV."""
-    torch.set_num_threads(1)  # what one thread of a connector could do
+    """Return the bytes per second of the best of a few copies of ``num_bytes``. The memory has been touched but is in
+    no cache, like another process's KV."""
+    torch.set_num_threads(1)  # one thread, like a connector's
     theirs = torch.ones(num_bytes, dtype=torch.uint8, device=source)
     mine = torch.zeros(num_bytes, dtype=torch.uint8, device=target)
     others = torch.zeros(_CACHE_BYTES, dtype=torch.uint8, device=source)

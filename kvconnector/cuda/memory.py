@@ -1,4 +1,4 @@
-"""What peers' access to a GPU's memory takes: a context on every thread, memory that CUDA IPC can export."""
+"""Requirements of peers' access to GPU memory: a context on every thread, memory that CUDA IPC can export."""
 
 import ctypes
 import logging
@@ -11,8 +11,8 @@ from splitserve.protocol.memory_records import MappableMemory
 
 logger = logging.getLogger(__name__)
 
-_IS_LEGACY_CUDA_IPC_CAPABLE = 10  # of CUpointer_attribute, cuda.h
-_LAZY_ENABLE_PEER_ACCESS = 1  # of CUipcMem_flags
+_IS_LEGACY_CUDA_IPC_CAPABLE = 10  # CUpointer_attribute, cuda.h
+_LAZY_ENABLE_PEER_ACCESS = 1  # CUipcMem_flags
 IPC_HANDLE_BYTES = 64
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -22,22 +22,25 @@ class _IpcHandle(ctypes.Structure):
 
 
 def make_context_current(device: torch.device) -> None:
-    """UCX works with the context that is current on the thread that calls it; a new thread has none."""
+    """Make the device's context current on this thread: UCX uses the calling thread's context, and a new thread has
+    none."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.zeros(1, device=device)  # set_device alone may leave the context for later
+        torch.zeros(1, device=device)  # set_device alone may defer the creation of the context
 
 
 def check_ipc_capable(memory: torch.Tensor) -> None:
-    """Raise :class:`ConfigError` if other processes can't map ``memory``: UCX would then fall back to slow copies
-    over the host without a word."""
+    """Raise :class:`ConfigError` if other processes can't map ``memory``; UCX would then silently fall back to slow
+    copies over the host."""
     capable = ctypes.c_int(0)
     driver = ctypes.CDLL("libcuda.so.1")
     status = driver.cuPointerGetAttribute(
         ctypes.byref(capable), _IS_LEGACY_CUDA_IPC_CAPABLE, ctypes.c_void_p(memory.data_ptr())
     )
     if status != 0:
-        raise ConfigError(f"CUDA doesn't say whether the KV memory can be shared (cuPointerGetAttribute: {status})")
+        raise ConfigError(
+            f"cannot determine whether the KV memory can be shared (cuPointerGetAttribute: status {status})"
+        )
     if not capable.value:
         raise ConfigError(
             "the KV memory can't be shared with other processes through CUDA IPC: PyTorch allocates expandable "
@@ -46,11 +49,11 @@ def check_ipc_capable(memory: torch.Tensor) -> None:
 
 
 def export(*memories: torch.Tensor) -> list[MappableMemory]:
-    """By what other processes can map ``memories``; none of host memory."""
+    """Return the handles by which other processes can map ``memories``; host memory has none."""
     exported = []
     for memory in memories:
         if memory.is_cuda:
-            with torch.cuda.device(memory.device):  # CUDA knows the allocations of the context that is current
+            with torch.cuda.device(memory.device):  # CUDA finds only allocations of the current context
                 exported.append(_export(memory))
     return exported
 
@@ -59,15 +62,15 @@ def _export(memory: torch.Tensor) -> MappableMemory:
     driver, handle, address = ctypes.CDLL("libcuda.so.1"), _IpcHandle(), memory.data_ptr()
     status = driver.cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(address))
     if status != 0:
-        raise ConfigError(f"the KV memory can't be shared with other processes (cuIpcGetMemHandle: {status})")
+        raise ConfigError(f"the KV memory can't be shared with other processes (cuIpcGetMemHandle: status {status})")
     allocation = _allocation_of(driver, address)
     if allocation is None:
-        raise ConfigError("CUDA doesn't say which allocation the KV memory is in (cuMemGetAddressRange)")
+        raise ConfigError("cannot determine the allocation that holds the KV memory (cuMemGetAddressRange)")
     return MappableMemory(bytes(handle.reserved), address - allocation[0], own_machine())
 
 
 def own_machine() -> str:
-    """What tells this machine from others, containers or not, until it boots again; "" where it can't be told."""
+    """Return an id that distinguishes this machine, also across containers, until it reboots; "" if there is none."""
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
@@ -75,18 +78,19 @@ def own_machine() -> str:
 
 
 def _allocation_of(driver: ctypes.CDLL, address: int) -> tuple[int, int] | None:
-    """Where the allocation begins that ``address`` is in, and its size in bytes; None if CUDA knows of none."""
+    """Return the address and size in bytes of the allocation that contains ``address``; None if CUDA knows of none."""
     base, size = ctypes.c_uint64(0), ctypes.c_size_t(0)
     status = driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
     return (base.value, size.value) if status == 0 else None
 
 
 class PeerMapping:
-    """``num_bytes`` of a peer's GPU memory, mapped until :meth:`close` into the context that is current.
+    """``num_bytes`` of a peer's GPU memory, mapped into the current context until :meth:`close`.
 
-    ``address`` is where they are; 0 if they can't be mapped: those of a peer on another machine, of one that has just
-    died, or of one whose allocation is smaller than that. While a mapping is there, UCX maps the same memory in no time
-    (CUDA counts mappings). UCX keeps none itself (``UCX_CUDA_IPC_CACHE=n``), since it would keep those of dead peers.
+    ``address`` is the address of the mapped bytes. It is 0 if they can't be mapped: the peer is on another machine or
+    has just died, or its allocation is smaller than ``num_bytes``. While a mapping exists, UCX maps the same memory at
+    almost no cost (CUDA counts mappings). UCX itself caches none (``UCX_CUDA_IPC_CACHE=n``), because it would keep
+    those of dead peers.
     """
 
     def __init__(self, memory: MappableMemory, num_bytes: int) -> None:
@@ -101,16 +105,16 @@ class PeerMapping:
         self._mapped = mapped.value if status == 0 else 0
         self.address = 0
         if status != 0:
-            logger.info("a peer's GPU memory can't be mapped (cuIpcOpenMemHandle: %d)", status)
+            logger.info("a peer's GPU memory can't be mapped (cuIpcOpenMemHandle: status %d)", status)
             return
         allocation = _allocation_of(driver, self._mapped)
         if allocation is None or memory.offset + num_bytes > allocation[0] + allocation[1] - self._mapped:
-            logger.warning("a peer's mapped GPU memory is smaller than it says: %s", allocation)
+            logger.warning("a peer's mapped GPU memory is smaller than the peer declared: %s", allocation)
             return
         self.address = self._mapped + memory.offset
 
     def close(self) -> None:
-        """Nothing reads from it any more. Idempotent."""
+        """Unmap the memory; no read may be in flight. Idempotent."""
         if self._mapped:
             self._close(self._mapped)
             self._mapped = self.address = 0

@@ -1,1 +1,1 @@
-"""The shape of KV memory, its one allocation, and its place on a NUMA node."""
+"""KV memory: its shape, its one allocation, and its NUMA node."""

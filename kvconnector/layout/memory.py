@@ -17,7 +17,7 @@ from splitserve.protocol.memory_records import LayoutRecord, MemoryKind, MemoryR
 logger = logging.getLogger(__name__)
 
 POPULATE_CHUNK_BYTES = 16 << 20
-_MADV_POPULATE_WRITE = 23  # <linux/mman.h>, since Linux 5.14: pages are there afterwards, with what they held
+_MADV_POPULATE_WRITE = 23  # <linux/mman.h>, since Linux 5.14: allocates pages and keeps their content
 
 TORCH_DTYPES = {name: getattr(torch, name) for name in DTYPE_BYTES}
 
@@ -25,12 +25,13 @@ TORCH_DTYPES = {name: getattr(torch, name) for name in DTYPE_BYTES}
 class KVMemory:
     """The block tensor and its generations.
 
-    ``blocks``: ``[num_blocks, layer, kv_head, 2, token, head_dim]``; ``generations``: uint64 ``[num_blocks]``, on
-    the host.
-    ``device``: where the blocks are; generations are on the host always.
-    CPU memory asks for huge pages: a peer's copy walks pages, and with 4 KiB ones the walk costs as much as the copy.
-    Its pages are allocated on a thread of their own, for the first touch of a gigabyte takes seconds on a virtual
-    machine; a page that is needed sooner is allocated then. More than the machine has available is refused at once.
+    ``blocks``: ``[num_blocks, layer, kv_head, 2, token, head_dim]`` on ``device``; ``generations``: uint64
+    ``[num_blocks]``, always on the host.
+
+    CPU memory asks for huge pages: a peer's copy walks the pages, and with 4 KiB pages the walk costs as much as the
+    copy. A separate thread allocates its pages, because the first touch of a gigabyte takes seconds on a virtual
+    machine; a page that is needed sooner is allocated when it is touched. Raises :class:`ConfigError` at once for more
+    memory than the machine has available.
     """
 
     def __init__(self, layout: LayoutRecord, num_blocks: int, device: torch.device | None = None) -> None:
@@ -62,7 +63,7 @@ class KVMemory:
         return MemoryKind.VRAM if self.blocks.is_cuda else MemoryKind.DRAM
 
     def region(self) -> MemoryRegion:
-        """Where the blocks are, for peers that read them."""
+        """Return the location of the blocks, for peers that read them."""
         return MemoryRegion(
             kind=self.kind,
             device_id=self.device.index or 0,
@@ -77,8 +78,8 @@ class KVMemory:
 
 
 def anonymous_memory(num_bytes: int) -> mmap.mmap:
-    """Zeroed host memory, of huge pages where there are any; a page is allocated when it is first touched."""
-    # Not shared, which is the default: shared memory has no huge pages unless the administrator says so.
+    """Return zeroed host memory, of huge pages if there are any; a page is allocated at its first touch."""
+    # Private instead of the default, shared: shared memory has huge pages only if the administrator enables them.
     buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         buffer.madvise(mmap.MADV_HUGEPAGE)
@@ -101,16 +102,18 @@ def _populated_later(num_bytes: int) -> torch.Tensor:
 
 
 def populate(memory: torch.Tensor) -> int:
-    """Allocate all pages of ``memory``, uint8, page-aligned, and leave what they hold; return the bytes done.
+    """Allocate all pages of ``memory`` (uint8, page-aligned), keeping their content; return the number of bytes done.
 
-    Others may use the memory meanwhile. Where the kernel can't do that, pages are allocated when they are touched.
+    The memory may be used meanwhile. If the kernel can't do that, pages are allocated at their first touch.
     """
     num_bytes = memory.numel()
     for start in range(0, num_bytes, POPULATE_CHUNK_BYTES):
         address = ctypes.c_void_p(memory.data_ptr() + start)
         size = ctypes.c_size_t(min(POPULATE_CHUNK_BYTES, num_bytes - start))
         if _libc.madvise(address, size, ctypes.c_int(_MADV_POPULATE_WRITE)):
-            logger.debug("KV memory is allocated as it is used: errno %d", ctypes.get_errno())
+            logger.debug(
+                "pages of KV memory are allocated at first touch: madvise failed with errno %d", ctypes.get_errno()
+            )
             return start
     return num_bytes
 

@@ -1,6 +1,6 @@
-"""Host memory on the NUMA node that it should be on: bound before it is touched, looked at afterwards.
+"""Host memory on a given NUMA node: bound before its first touch, checked afterwards.
 
-Where the kernel can't, or there is one node only, everything is left as it is.
+If the kernel can't bind memory, or there is only one node, memory stays where it is.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ _SYSCALLS = {"x86_64": (237, 279), "aarch64": (235, 239)}  # mbind, move_pages
 
 
 def parse_cpu_list(text: str) -> set[int]:
-    """ "0-2,5" as the kernel writes it: {0, 1, 2, 5}."""
+    """Parse the kernel's notation: "0-2,5" is {0, 1, 2, 5}."""
     cpus: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -35,7 +35,7 @@ def parse_cpu_list(text: str) -> set[int]:
 
 
 def node_of_cpus(cpus: set[int], nodes: Path = NODES) -> int | None:
-    """The one node that has all of ``cpus``; None if they are spread, or if it can't be told."""
+    """Return the node that contains all of ``cpus``; None if they are spread over nodes, or if it is unknown."""
     for folder in nodes.glob("node[0-9]*"):
         try:
             if cpus <= parse_cpu_list((folder / "cpulist").read_text()):
@@ -46,7 +46,7 @@ def node_of_cpus(cpus: set[int], nodes: Path = NODES) -> int | None:
 
 
 def cpus_of_node(node: int, nodes: Path = NODES) -> set[int]:
-    """Its hardware threads; none if the platform doesn't say."""
+    """Return the hardware threads of a node; an empty set if the platform doesn't report them."""
     try:
         return parse_cpu_list((nodes / f"node{node}" / "cpulist").read_text())
     except OSError:
@@ -54,11 +54,11 @@ def cpus_of_node(node: int, nodes: Path = NODES) -> set[int]:
 
 
 def node_of_gpu(device: torch.device, devices: Path = PCI_DEVICES) -> int | None:
-    """The node that a GPU hangs on; None if the platform doesn't say."""
+    """Return the node that a GPU is attached to; None if the platform doesn't report it."""
     properties: Any = torch.cuda.get_device_properties(device)
     try:
         address = (properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
-    except AttributeError:  # of an older PyTorch
+    except AttributeError:  # an older PyTorch
         return None
     try:
         text = (devices / "{:04x}:{:02x}:{:02x}.0".format(*address) / "numa_node").read_text()
@@ -68,17 +68,17 @@ def node_of_gpu(device: torch.device, devices: Path = PCI_DEVICES) -> int | None
 
 
 def node_of_device(device: torch.device) -> int | None:
-    """The node of a worker's host memory: its GPU's, or that of the cores that it may use."""
+    """Return the node for a worker's host memory: that of its GPU, or that of the cores that it may use."""
     if device.type == "cuda":
         return node_of_gpu(device)
     return node_of_cpus(set(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else None
 
 
 class HostMemory:
-    """``num_bytes`` of zeroed host memory, allocated once, on ``node`` if there is one, of huge pages where possible.
+    """``num_bytes`` of zeroed host memory, allocated once, on ``node`` if given, of huge pages if possible.
 
-    ``bytes``: uint8 ``[num_bytes]``. ``placement``: pages by node, as read back; empty where that can't be done. What
-    is on other nodes than ``node`` is logged.
+    ``bytes``: uint8 ``[num_bytes]``. ``placement``: number of pages by node, as read back; empty if that isn't
+    possible. Pages on nodes other than ``node`` are logged.
     """
 
     def __init__(self, num_bytes: int, node: int | None = None) -> None:
@@ -88,7 +88,10 @@ class HostMemory:
         self.bytes = np.frombuffer(self._buffer, dtype=np.uint8)
         self.node = node
         if node is not None and not _bind(self.address, num_bytes, node):
-            logger.warning("host memory can't be bound to NUMA node %d; it goes where it is touched first", node)
+            logger.warning(
+                "host memory can't be bound to NUMA node %d; each page is allocated on the node that touches it first",
+                node,
+            )
         self.bytes.fill(0)  # first touch
         self.placement = pages_by_node(self.address, num_bytes)
         if self.num_remote_bytes:
@@ -102,18 +105,18 @@ class HostMemory:
 
     @property
     def num_remote_bytes(self) -> int:
-        """On other nodes than it should be on."""
+        """Bytes on nodes other than ``node``."""
         return remote_bytes(self.placement, len(self.bytes), self.node)
 
     def describe(self) -> str:
-        """For people: size and where the pages are."""
+        """Return a text for people: the size, and the share of pages by node."""
         total = sum(self.placement.values())
         shares = ", ".join(f"{count / total:.0%} on node {node}" for node, count in sorted(self.placement.items()))
         return f"{len(self.bytes) / 2**30:.2f} GiB" + (f", {shares}" if total else "")
 
 
 def remote_bytes(pages: Mapping[int, int], num_bytes: int, node: int | None) -> int:
-    """How many of ``num_bytes`` lie on other NUMA nodes than ``node``, by what ``pages`` says of nodes."""
+    """Return how many of ``num_bytes`` are on NUMA nodes other than ``node``, given the number of pages by node."""
     total = sum(pages.values())
     if node is None or not total:
         return 0
@@ -139,7 +142,7 @@ def _bind(address: int, num_bytes: int, node: int) -> bool:
 
 
 def pages_by_node(address: int, num_bytes: int) -> dict[int, int]:
-    """Count pages by node, looking at each one; empty where the platform can't say."""
+    """Count the pages by node, checking each page; return an empty dict if the platform can't report them."""
     numbers = _syscall_numbers()
     if numbers is None:
         return {}

@@ -8,12 +8,12 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 def block_shape(layout: LayoutRecord) -> tuple[int, int, int, int, int]:
-    """``(layer, kv_head, 2, token, head_dim)`` of one rank."""
+    """Return ``(layer, kv_head, 2, token, head_dim)`` of one rank."""
     return layout.num_layers, layout.kv_heads_per_rank, 2, layout.block_size, layout.head_dim
 
 
 def block_bytes(layout: LayoutRecord) -> int:
-    """Bytes of one block of one rank over all layers: contiguous, so one descriptor moves it."""
+    """Return the bytes of one block of one rank over all layers: contiguous, so one descriptor moves it."""
     size = DTYPE_BYTES[layout.dtype]
     for extent in block_shape(layout):
         size *= extent
@@ -25,7 +25,8 @@ def num_blocks_for(num_tokens: int, block_size: int) -> int:
 
 
 def runs(block_ids: Sequence[int], others: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """``(first block, first of the others, number of blocks)`` of the longest runs that are adjacent on both sides."""
+    """Yield ``(first block, first of the others, number of blocks)`` of the longest runs that are adjacent on both
+    sides."""
     start = 0
     for end in range(1, len(block_ids) + 1):
         is_over = end == len(block_ids)

@@ -1,1 +1,1 @@
-"""The tier in an LMCache server: its link, wire format, shared memory and chunks."""
+"""The tier in an LMCache server: its connection, wire format, shared memory and chunks."""

@@ -15,18 +15,18 @@ STAGING_BYTES = 64 << 20
 
 
 class BlockBytes(Protocol):
-    """One thread's way to the bytes of blocks on the device, ``most`` of them at once."""
+    """Access of one thread to the bytes of blocks on the device, at most ``most`` blocks at once."""
 
     most: int
 
     def fetch(self, block_ids: Sequence[int]) -> Iterator[Bytes]:
-        """What is in the blocks, each uint8 ``[block_bytes]``; until the next one is asked for."""
+        """Yield the content of each block, uint8 ``[block_bytes]``, valid until the next one is requested."""
 
     def buffers(self, block_ids: Sequence[int]) -> list[Bytes]:
-        """Where the contents of at most :attr:`most` blocks shall be put; until the next call."""
+        """Return the buffers for the contents of at most :attr:`most` blocks; valid until the next call."""
 
     def land(self, block_ids: Sequence[int]) -> None:
-        """Into the blocks with what was put into their buffers, from the first one on."""
+        """Copy the contents of the buffers, starting with the first, into the blocks."""
 
     def close(self) -> None: ...
 
@@ -43,14 +43,15 @@ class CpuBlockBytes:
         return [self._blocks[block_id] for block_id in block_ids]
 
     def land(self, block_ids: Sequence[int]) -> None:
-        """They are there."""
+        """Do nothing: the buffers are the blocks."""
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there is nothing to release."""
 
 
 class CudaBlockBytes:
-    """Through pinned memory. Make it before anybody uses the device's blocks: trying out how to copy writes to them."""
+    """Block bytes of a GPU, copied through pinned memory. Create it before the device's blocks are used: measuring the
+    copy methods writes to them."""
 
     def __init__(self, memory: KVMemory) -> None:
         self.most = max(2, STAGING_BYTES // memory.block_bytes)

@@ -1,8 +1,8 @@
-"""What we keep in a chunk of LMCache's: a header, then the blocks as they are on the device.
+"""Format of a chunk in LMCache: a header, then the blocks as they are on the device.
 
-LMCache hands out memory of its own, and takes it back when it believes that we are gone. So what was written by one
-that died half-way, or into memory that was another's by then, can be found under a key that promises something else.
-Each block goes by its own name and checksum, which are of what has landed: anything else is a miss.
+LMCache hands out its own memory, and reclaims it when it considers this worker gone. A key can therefore lead to other
+content than it promises: a worker died half-way through writing, or wrote into memory that had been reassigned. So each
+block is checked against its own hash and checksum, computed over the bytes that landed: a mismatch is a miss.
 """
 
 import hashlib
@@ -35,8 +35,11 @@ class ChunkFormat:
         self.num_bytes = self._data_offset + num_blocks * block_bytes
 
     def write(self, chunk: Bytes, hashes: Sequence[bytes], blocks: Iterable[Bytes]) -> None:
-        """``chunk``: uint8 ``[num_bytes]``; ``blocks``: uint8 ``[block_bytes]`` each, all of the chunk's. The header
-        comes last: until then the chunk is nobody's."""
+        """Write a chunk.
+
+        ``chunk``: uint8 ``[num_bytes]``; ``blocks``: all blocks of the chunk, uint8 ``[block_bytes]`` each. The header
+        is written last: until then the chunk is not valid.
+        """
         assert len(hashes) == self.num_blocks, "a chunk is written as a whole"
         chunk[: _HEAD.size] = 0
         entries = b""
@@ -51,23 +54,23 @@ class ChunkFormat:
         return chunk[start : start + self.block_bytes]
 
     def entries(self, chunk: Bytes) -> list[bytes]:
-        """What the header says of each block; none if it isn't one of ours."""
+        """Return the header's entry of each block; an empty list if the chunk does not have our header."""
         if chunk[: _HEAD.size].tobytes() != self._head:
             return []
         data = chunk[_HEAD.size : _HEAD.size + self.num_blocks * _ENTRY.size].tobytes()
         return [data[start : start + _ENTRY.size] for start in range(0, len(data), _ENTRY.size)]
 
     def is_right(self, entry: bytes, block_hash: bytes, block: Bytes) -> bool:
-        """Whether ``block``, as it has landed, is what the entry, and its name, say."""
+        """Return whether ``block``, as it has landed, matches the entry and its own hash."""
         return entry == _ENTRY.pack(block_hash, checksum(block))
 
 
 def checksum(block: Bytes) -> bytes:
-    """Of uint8 ``[bytes]``: BLAKE2b-128 of the sums of its 64-bit words modulo 2^64, by page and by place in a page,
-    and of the bytes after the last whole page.
+    """Return the checksum of uint8 ``[bytes]``: BLAKE2b-128 of the sums of its 64-bit words modulo 2^64, by page and by
+    position within a page, and of the bytes after the last whole page.
 
-    Against accidents, not against attackers: a page that is older, another's, or in another place shows in its own sum,
-    words that changed places within their page show in those of their places.
+    It detects accidents, not attacks: an older, foreign or misplaced page changes its page's sum, words that changed
+    positions within their page change the sums of those positions.
     """
     whole = len(block) // _PAGE_BYTES * _PAGE_BYTES
     words = block[:whole].view(np.uint64).reshape(-1, _PAGE_WORDS)

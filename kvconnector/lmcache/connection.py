@@ -1,7 +1,7 @@
-"""One thread's connection to an LMCache server: a question, its answer, and whether the server is still the same.
+"""One thread's connection to an LMCache server: requests and responses, and detection of a lost server.
 
-ZMQ would connect again by itself, to a server that knows nothing of us any more. Here a connection that is lost stays
-lost, and says so at once.
+ZMQ would reconnect by itself, to a server that no longer knows this worker. Here a lost connection stays lost, and the
+next call reports it at once.
 """
 
 import math
@@ -18,15 +18,16 @@ _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED | 
 
 
 class LMCacheError(Exception):
-    """The server doesn't do what it should; says what."""
+    """Error of the server; the message describes it."""
 
 
 class LMCacheLostError(LMCacheError):
-    """The server is gone, hangs, or isn't there yet."""
+    """The server is gone, hangs, or is not there yet."""
 
 
 class Connection:
-    """Not thread-safe. ``endpoint`` as ZMQ has it. Close it, or leave that to a ``with``."""
+    """Connection to the server at ``endpoint``, in ZMQ's notation. Not thread-safe. Close it, or use it in a ``with``
+    statement."""
 
     def __init__(self, endpoint: str, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
         self._socket = context.socket(zmq.DEALER)
@@ -48,35 +49,39 @@ class Connection:
         self.close()
 
     def call(self, operation: Operation, *arguments: Any, kind: Any = None, seconds: float) -> Any:
-        """The result, as ``kind``. Raises :class:`LMCacheLostError` if it doesn't come within ``seconds``, or can't
-        come any more, and :class:`LMCacheError` for one that isn't a ``kind``."""
+        """Send a request and return the result, as ``kind``.
+
+        Raises :class:`LMCacheLostError` if it does not arrive within ``seconds`` or can no longer arrive, and
+        :class:`LMCacheError` if it is not a ``kind``.
+        """
         self.tell(operation, *arguments)
         deadline = time.monotonic() + seconds
         while not self._is_lost:
             frames = self._receive(deadline - time.monotonic())
             if frames is None:
                 if time.monotonic() >= deadline:
-                    raise LMCacheLostError(f"no answer to {operation.name.lower()} within {seconds:g} s")
+                    raise LMCacheLostError(f"no response to {operation.name.lower()} within {seconds:g} s")
                 continue
             try:
                 number, result = decode_answer(frames, kind)
             except msgspec.MsgspecError as error:
-                raise LMCacheError(f"its answer to {operation.name.lower()} isn't understood: {error}") from error
+                raise LMCacheError(f"cannot decode its response to {operation.name.lower()}: {error}") from error
             self._was_answered = True
             if number == self._number:
                 return result
-        raise LMCacheLostError("the connection is lost" if self._was_answered else "nobody listens there")
+        raise LMCacheLostError("the connection is lost" if self._was_answered else "no server listens there")
 
     def tell(self, operation: Operation, *arguments: Any) -> None:
-        """Without waiting for the result."""
+        """Send a request without waiting for the result."""
         self._number += 1
         try:
             self._socket.send_multipart(encode_request(self._number, operation, arguments), zmq.NOBLOCK)
         except zmq.Again as error:
-            raise LMCacheLostError("it takes no more requests") from error
+            raise LMCacheLostError("it accepts no more requests") from error
 
     def _receive(self, seconds: float) -> list[bytes] | None:
-        """The next message; None if there is none yet, or the connection is lost: what has come before counts."""
+        """Return the next message; None if none has arrived within ``seconds`` or the connection is lost. Messages that
+        arrived before the loss are still returned."""
         ready = dict(self._poller.poll(max(0, math.ceil(seconds * 1e3))))
         if self._socket in ready:
             return self._socket.recv_multipart()

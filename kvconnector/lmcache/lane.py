@@ -1,4 +1,4 @@
-"""A thread's way to an LMCache server: its connection, and sessions for single copies."""
+"""Access of one thread to an LMCache server: its connection, and a session for each copy."""
 
 import contextlib
 import secrets
@@ -16,7 +16,7 @@ from splitserve.kvconnector.tiers.shared import ChainCopy
 
 
 class Session:
-    """One copy as the server sees it."""
+    """One copy, as the server sees it."""
 
     def __init__(self, connection: Connection, epoch: Epoch, copy: ChainCopy, request_id: str) -> None:
         self._connection = connection
@@ -24,13 +24,13 @@ class Session:
         self._copy = copy
         self.request_id = request_id
         self.locked: Key | None = None
-        """What a lookup holds for us, and nobody has taken or given back yet."""
+        """Key of chunks that a lookup has locked for this session, until they are retrieved or unlocked."""
 
     def call(self, operation: Operation, *arguments: Any, kind: Any = None) -> Any:
         return self._connection.call(operation, *arguments, kind=kind, seconds=REQUEST_SECONDS)
 
     def key(self, start: int, end: int, *, worker_id: int | None = 0) -> Key:
-        """``start`` and ``end`` in chunks."""
+        """Return the key of chunks ``start`` to ``end``."""
         size = self._epoch.chunk_tokens
         return Key(
             model_name=self._epoch.model_name,
@@ -42,15 +42,17 @@ class Session:
         )
 
     def chunk(self, slot: Slot) -> Bytes:
-        """Its bytes in shared memory. Raises :class:`LMCacheError` for a place that can't be."""
+        """Return the chunk's bytes in shared memory. Raises :class:`LMCacheError` for an impossible location."""
         pool, num_bytes = self._epoch.pool, self._epoch.chunks.num_bytes
         if slot.length != num_bytes or slot.offset < 0 or slot.offset + num_bytes > len(pool):
-            raise LMCacheError(f"it gives {slot.length} bytes at {slot.offset} for a chunk of {num_bytes}")
+            raise LMCacheError(
+                f"it assigned {slot.length} bytes at offset {slot.offset} to a chunk of {num_bytes} bytes"
+            )
         return pool[slot.offset : slot.offset + num_bytes]
 
 
 class Lane:
-    """What one thread needs: a connection, which is made anew in each epoch, and a way to the blocks."""
+    """One thread's connection, replaced in each epoch, and its access to the blocks."""
 
     def __init__(self, link: LMCacheLink, memory: KVMemory) -> None:
         self.blocks = block_bytes_of(memory)
@@ -60,8 +62,11 @@ class Lane:
 
     @contextlib.contextmanager
     def session(self, copy: ChainCopy, epoch: Epoch) -> Iterator[Session]:
-        """Ended in any case. After an error there is no telling what the server still thinks of us: the epoch is over,
-        and what it held for us with it."""
+        """Open a session for a copy, and end it in any case.
+
+        After an error the server's state of the session is unknown: the epoch ends, and with it all that the server
+        held for this worker.
+        """
         try:
             connection = self._connected(epoch)
             session = Session(connection, epoch, copy, f"splitserve-{epoch.instance_id:x}-{secrets.token_hex(8)}")
@@ -75,7 +80,7 @@ class Lane:
             self._link.fail(epoch, str(error))
             self.close()
             raise ToldError(0, str(error)) from error
-        except BaseException as error:  # a copy of ours failed: the server may hold room for it, or locks
+        except BaseException as error:  # this worker's copy failed: the server may hold space or locks for it
             self._link.fail(epoch, f"{type(error).__name__}: {error}")
             raise
 

@@ -1,7 +1,7 @@
-"""What a worker knows of its LMCache server: whether it's there, under which name it knows us, where its memory is.
+"""Registration of a worker with its LMCache server: availability, model name, shared memory.
 
-A thread of its own looks for the server, registers, and greets it every few seconds. An :class:`Epoch` is one
-registration: what belongs to another one is never mixed with it.
+A separate thread looks for the server, registers, and pings it every few seconds. An :class:`Epoch` is one
+registration; state of different epochs is never mixed.
 """
 
 import hashlib
@@ -27,14 +27,16 @@ from splitserve.protocol.memory_records import LayoutRecord
 logger = logging.getLogger(__name__)
 
 REQUEST_SECONDS = 2.0
-"""Longer than any answer takes that doesn't wait for another server: after that it counts as lost."""
+"""Timeout of a request, longer than any response takes that needs no other server; then the server counts as lost."""
 GREETING_SECONDS = 2.0
 FAULT_IN_SHARE = 0.2
-"""Of the link's time, until all of the server's memory is in this process's page tables."""
+"""Share of the thread's time spent on mapping the server's memory into this process's page tables, until all is mapped.
+"""
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.25, 30.0
-"""After an epoch: doubled each time, until one was long. A server that comes and hangs can't hold requests up often."""
+"""Delays after an epoch: doubled each time, until an epoch was long. A server that returns and hangs can then rarely
+delay requests."""
 MAX_ABSENT_WAIT_SECONDS = 2.0
-"""While there is no server, which holds nobody up."""
+"""Longest delay while there is no server, which delays no request."""
 LONG_EPOCH_SECONDS = 60.0
 SETTLE_POLL_SECONDS = 0.02
 MAX_LEFT = 256
@@ -44,7 +46,8 @@ FORMAT_VERSION = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Epoch:
-    """``pool``: the server's shared memory, uint8 ``[bytes]``; mapped for as long as somebody holds this."""
+    """One registration. ``pool``: the server's shared memory, uint8 ``[bytes]``; it stays mapped while a reference to
+    the epoch exists."""
 
     instance_id: int
     chunk_tokens: int
@@ -58,8 +61,8 @@ class Epoch:
 
 
 def model_name_of(layout: LayoutRecord, rank: int = 0) -> str:
-    """Under which LMCache keeps the chunks of this rank of a worker: everything is in it that their bytes depend on,
-    token ids excepted."""
+    """Return the name under which LMCache keeps the chunks of this rank of a worker; it covers everything that their
+    bytes depend on, except token ids."""
     fields = (FORMAT_VERSION, layout.order, layout.num_layers, layout.num_kv_heads, layout.head_dim)
     salt = "\x00".join(map(str, fields)).encode() + shard_root(layout, rank)
     readable = re.sub(r"[^A-Za-z0-9._-]", "-", Path(layout.model).name)[:48]
@@ -67,13 +70,14 @@ def model_name_of(layout: LayoutRecord, rank: int = 0) -> str:
 
 
 class _Waits:
-    """How long to wait before the next try."""
+    """Delays between attempts to connect."""
 
     def __init__(self) -> None:
         self._after_epoch = self._absent = FIRST_WAIT_SECONDS
 
     def next(self, epoch_seconds: float | None) -> float:
-        """After an epoch that took so long, or after a try that began none."""
+        """Return the delay in seconds after an epoch of ``epoch_seconds``, or, with None, after an attempt that started
+        no epoch."""
         if epoch_seconds is None:
             seconds, self._absent = self._absent, min(2 * self._absent, MAX_ABSENT_WAIT_SECONDS)
             return seconds
@@ -85,7 +89,8 @@ class _Waits:
 
 
 class LMCacheLink:
-    """``tell`` hears of every epoch's beginning, and of its end as None; first of all of the first try's outcome."""
+    """Connection of a worker to its LMCache server. ``tell`` is called with each epoch when it begins and with None
+    when it ends; the first call reports the first attempt."""
 
     def __init__(self, endpoint: str, layout: LayoutRecord, block_bytes: int, rank: int = 0) -> None:
         self.endpoint = endpoint
@@ -95,7 +100,7 @@ class LMCacheLink:
         self._root = shard_root(layout, rank)
         self._model_name = model_name_of(layout, rank)
         self._epoch: Epoch | None = None
-        self._reason = "it wasn't looked for yet"
+        self._reason = "no attempt to connect was made yet"
         self._left: deque[tuple[str, Key | None]] = deque(maxlen=MAX_LEFT)
         self._lock = threading.Lock()
         self._wake = threading.Event()
@@ -108,14 +113,14 @@ class LMCacheLink:
 
     @property
     def epoch(self) -> Epoch:
-        """The present one. Raises :class:`LMCacheLostError` while there is none."""
+        """The current epoch. Raises :class:`LMCacheLostError` while there is none."""
         with self._lock:
             if self._epoch is None:
                 raise LMCacheLostError(self._reason)
             return self._epoch
 
     def fail(self, epoch: Epoch, reason: str) -> None:
-        """The server doesn't answer any more, or not as it should: look for it anew."""
+        """End an epoch because the server does not respond, or responds wrongly; the thread then connects anew."""
         with self._lock:
             if self._epoch is not epoch:
                 return
@@ -123,7 +128,8 @@ class LMCacheLink:
         self._wake.set()
 
     def leave(self, request_id: str, locked: Key | None) -> None:
-        """A session whose end the server may not have heard of, and what it holds for it: it's told when it can be."""
+        """Remember a session that the server may still consider open, with its locks, to end it once the server
+        responds."""
         self._left.append((request_id, locked))
 
     def close(self, timeout_seconds: float = REQUEST_SECONDS) -> None:
@@ -132,7 +138,7 @@ class LMCacheLink:
         if self._thread is not None:
             self._thread.join(timeout_seconds)
             if self._thread.is_alive():
-                return  # it holds a socket: the process's end closes that
+                return  # the thread holds a socket, closed at the end of the process
         self.context.term()
 
     def _run(self, tell: Callable[[Epoch | None], None]) -> None:
@@ -149,7 +155,7 @@ class LMCacheLink:
                     self._greet(connection, epoch)
             except (LMCacheError, OSError) as error:
                 if not (is_told or self._is_closing):
-                    logger.warning("LMCache at %s can't be used: %s; going on without it", self.endpoint, error)
+                    logger.warning("LMCache at %s can't be used: %s; continuing without it", self.endpoint, error)
                     tell(None)
                 is_told = True
             if not self._is_closing:
@@ -157,25 +163,25 @@ class LMCacheLink:
                 self._wake.clear()
 
     def _settle(self, connection: Connection) -> None:
-        """End the sessions that were left, now that it knows our chunks again. A server that was started since knows
-        none of them, and doesn't mind.
+        """End the remembered sessions, now that the server knows our chunks again. A server restarted meanwhile knows
+        none of them and ignores the requests.
 
         Raises :class:`LMCacheError`.
         """
         while self._left:
-            request_id, locked = self._left.popleft()  # once: what goes wrong here ends by itself, in a minute
+            request_id, locked = self._left.popleft()  # only once: on failure the server ends it itself, after a minute
             if locked is not None:
                 deadline = time.monotonic() + REQUEST_SECONDS
                 operation, kind = Operation.QUERY_PREFETCH_STATUS, int | None
                 while connection.call(operation, request_id, kind=kind, seconds=REQUEST_SECONDS) is None:
                     if time.monotonic() > deadline:
-                        break  # its locks end by themselves
+                        break  # its locks expire
                     time.sleep(SETTLE_POLL_SECONDS)
                 connection.call(Operation.FREE_LOOKUP_LOCKS, locked, 1, seconds=REQUEST_SECONDS)
             connection.call(Operation.END_SESSION, request_id, seconds=REQUEST_SECONDS)
 
     def _begin(self, connection: Connection) -> Epoch:
-        """Raises :class:`LMCacheError`, or :class:`OSError`."""
+        """Register with the server. Raises :class:`LMCacheError` or :class:`OSError`."""
         chunk_tokens = connection.call(Operation.GET_CHUNK_SIZE, kind=int, seconds=REQUEST_SECONDS)
         block_size = self._layout.block_size
         if chunk_tokens < block_size or chunk_tokens % block_size:
@@ -197,7 +203,7 @@ class LMCacheLink:
         return epoch
 
     def _greet(self, connection: Connection, epoch: Epoch) -> None:
-        """Until the epoch's end. Raises :class:`LMCacheError` then."""
+        """Ping the server until the epoch ends; then raise :class:`LMCacheError`."""
         pieces = fault_in(epoch.pool)
         try:
             while self._epoch is epoch and not self._is_closing:
@@ -210,16 +216,16 @@ class LMCacheLink:
             with self._lock:
                 reason, self._epoch = self._reason, None
             self._wake.clear()
-            try:  # what we left half-done there is over; if it hears us
+            try:  # ends what this worker left unfinished there, if the server responds
                 if self._is_closing:
                     self._settle(connection)
                 connection.call(Operation.UNREGISTER, epoch.instance_id, seconds=REQUEST_SECONDS / 4)
             except LMCacheError:
-                logger.debug("LMCache at %s didn't hear us leave", self.endpoint)
+                logger.debug("LMCache at %s did not acknowledge that this worker leaves", self.endpoint)
         raise LMCacheLostError(reason)
 
     def _pause(self, pieces: Iterator[None]) -> None:
-        """Until the next greeting, or until it's woken. Raises :class:`LMCacheError`."""
+        """Wait until the next ping or until woken, mapping memory meanwhile. Raises :class:`LMCacheError`."""
         deadline, is_done = time.monotonic() + GREETING_SECONDS, False
         while not self._wake.is_set() and (left := deadline - time.monotonic()) > 0:
             started = time.monotonic()

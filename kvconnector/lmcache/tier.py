@@ -1,8 +1,8 @@
 """LMCache's multiprocess server as a tier, through its token-based operations and its shared memory.
 
-Each copy is a session of its own, ended however the copy ends: so nothing that the server holds for it stays held,
-whatever becomes of the request. Its copies run on threads of :mod:`splitserve.kvconnector.tiers.copies`;
-:class:`.link.LMCacheLink` knows whether the server is there.
+Each copy is a session of its own, ended however the copy ends: the server then holds nothing for it any more, whatever
+happens to the request. Its copies run on threads of :mod:`splitserve.kvconnector.tiers.copies`;
+:class:`.link.LMCacheLink` tracks the server's availability.
 """
 
 import logging
@@ -31,10 +31,10 @@ FIRST_POLL_SECONDS, LONGEST_POLL_SECONDS = 0.0005, 0.02
 
 
 class LMCacheStore:
-    """Carries out the copies of the LMCache tier; see :class:`splitserve.kvconnector.tiers.copies.SharedStore`.
+    """Performs the copies of the LMCache tier; see :class:`splitserve.kvconnector.tiers.copies.SharedStore`.
 
-    ``prefetch_seconds``: how long a lookup may wait until the server has got chunks out of its own back ends.
-    ``rank`` is that of ``memory``, whose heads it keeps under names of their own.
+    ``prefetch_seconds``: how long a lookup may wait for the server to fetch chunks from its own back ends. ``rank``:
+    the rank of ``memory``; the heads of each rank are kept under separate names.
     """
 
     def __init__(self, memory: KVMemory, endpoint: str, prefetch_seconds: float, rank: int = 0) -> None:
@@ -43,7 +43,7 @@ class LMCacheStore:
         self._prefetch_seconds = prefetch_seconds
         self._down = Lane(self._link, memory)
         self._up = Lane(self._link, memory)
-        self._bad: OrderedDict[bytes, None] = OrderedDict()  # ends of chunks that are there, but damaged
+        self._bad: OrderedDict[bytes, None] = OrderedDict()  # last blocks of chunks that exist but are damaged
 
     def open(self, tell: Callable[[TierState], None]) -> None:
         def on_epoch(epoch: Epoch | None) -> None:
@@ -52,7 +52,8 @@ class LMCacheStore:
         self._link.open(on_epoch)
 
     def _current(self, copy: ChainCopy) -> Epoch:
-        """Raises :class:`ToldError` if the server is gone, or if the copy was meant for another one."""
+        """Return the current epoch. Raises :class:`ToldError` if the server is gone or the copy was planned for another
+        chunk size."""
         try:
             epoch = self._link.epoch
         except LMCacheLostError as error:
@@ -60,10 +61,10 @@ class LMCacheStore:
         end = copy.first_block + len(copy.block_ids)
         starts_well = copy.is_load or copy.first_block % epoch.chunks.num_blocks == 0
         if not starts_well or end % epoch.chunks.num_blocks:
-            raise ToldError(0, "its chunks have changed their size")
+            raise ToldError(0, "its chunk size has changed")
         return epoch
 
-    # ---- down ----
+    # ---- offload ----
 
     def store_chain(self, copy: ChainCopy) -> int:
         epoch = self._current(copy)
@@ -73,18 +74,18 @@ class LMCacheStore:
             key = session.key(first, end)
             places = session.call(Operation.PREPARE_STORE, key, epoch.instance_id, kind=StorePrepared).context
             if not places.slots:
-                return 0  # all of it is there, or on its way, or there is no room
+                return 0  # all chunks exist or are being stored, or there is no room
             for number, slot in zip(places.chunk_indices, places.slots, strict=True):
                 if not 0 <= number < end - first:
-                    raise LMCacheError(f"it wants chunk {number} of {end - first}")
+                    raise LMCacheError(f"it requested chunk {number} of {end - first}")
                 part = slice(number * size, (number + 1) * size)
                 contents = self._down.blocks.fetch(copy.block_ids[part])
                 epoch.chunks.write(session.chunk(slot), copy.hashes[part], contents)
             if not session.call(Operation.COMMIT_STORE, key, epoch.instance_id, b"", kind=bool):
-                raise LMCacheError("it has forgotten what we were about to store")
+                raise LMCacheError("it no longer knows the store that was prepared")
             return len(places.slots) * size
 
-    # ---- up ----
+    # ---- onboard ----
 
     def load_chain(self, copy: ChainCopy) -> int:
         epoch = self._current(copy)
@@ -97,15 +98,15 @@ class LMCacheStore:
             session.call(Operation.LOOKUP, session.locked, 1)
             found = min(self._wait_for_prefetch(session), end)
             kept_from = first if found > first else found
-            if kept_from > 0:  # what we have already, or can't use
+            if kept_from > 0:  # chunks that are on the device already, or unusable
                 session.call(Operation.FREE_LOOKUP_LOCKS, session.key(0, kept_from, worker_id=None), 1)
-            session.locked = None  # from here on the server gives back what we leave behind
+            session.locked = None  # from here on the server releases the locks itself
             if found <= first:
                 return 0
             key = session.key(first, found)
             prepared = session.call(Operation.PREPARE_RETRIEVE, key, epoch.instance_id, kind=RetrievePrepared)
             if not prepared.success or len(prepared.context.slots) != found - first:
-                return 0  # gone since
+                return 0  # evicted meanwhile
             num_good = self._fetch_chunks(epoch, copy, [session.chunk(slot) for slot in prepared.context.slots])
             session.call(Operation.COMMIT_RETRIEVE, key, epoch.instance_id, kind=bool)
         wanted = found * size - copy.first_block
@@ -115,21 +116,21 @@ class LMCacheStore:
         return num_good
 
     def _wait_for_prefetch(self, session: Session) -> int:
-        """Chunks that the server has, from the first on, when it has got them ready."""
+        """Return how many leading chunks the server has, once they are ready in its memory."""
         deadline, pause_seconds = time.monotonic() + self._prefetch_seconds, FIRST_POLL_SECONDS
         while True:
             found = session.call(Operation.QUERY_PREFETCH_STATUS, session.request_id, kind=int | None)
             if found is not None:
                 return int(found)
             if time.monotonic() >= deadline:
-                raise LMCacheError(f"it didn't get chunks out of its back ends within {self._prefetch_seconds:g} s")
+                raise LMCacheError(f"it did not fetch chunks from its back ends within {self._prefetch_seconds:g} s")
             time.sleep(pause_seconds)
             pause_seconds = min(2 * pause_seconds, LONGEST_POLL_SECONDS)
 
     def _fetch_chunks(self, epoch: Epoch, copy: ChainCopy, chunks: Sequence[Bytes]) -> int:
-        """Into the copy's blocks with what the chunks hold of them; how many are right, from the first one on."""
+        """Copy the chunks into the copy's blocks; return how many leading blocks are correct."""
         form, num_good = epoch.chunks, 0
-        skipped = copy.first_block % form.num_blocks  # of the first chunk: they are here
+        skipped = copy.first_block % form.num_blocks  # blocks of the first chunk that are on the device already
         for chunk in chunks:
             end = num_good + form.num_blocks - skipped
             entries = form.entries(chunk)
@@ -146,7 +147,8 @@ class LMCacheStore:
     def _fetch_blocks(
         self, form: ChunkFormat, chunk: Bytes, entries: list[bytes], first: int, *, copy: ChainCopy, wanted: range
     ) -> int:
-        """Into blocks ``wanted`` of the copy with numbers ``first`` and following of the chunk; how many are right."""
+        """Copy the chunk's blocks from number ``first`` on into blocks ``wanted`` of the copy; return how many are
+        correct."""
         block_ids, hashes = copy.block_ids[wanted.start : wanted.stop], copy.hashes[wanted.start : wanted.stop]
         num_right = 0
         for buffer, block_hash in zip(self._up.blocks.buffers(block_ids), hashes, strict=True):
@@ -159,13 +161,13 @@ class LMCacheStore:
         return num_right
 
     def _end_of_good(self, copy: ChainCopy, size: int) -> int:
-        """Up to which chunk it's worth asking."""
+        """Return the number of leading chunks without a chunk known to be damaged."""
         ends = range(-(copy.first_block + 1) % size, len(copy.hashes), size)
         bad = next((number for number in ends if copy.hashes[number] in self._bad), len(copy.hashes))
         return (copy.first_block + bad) // size
 
     def _remember_bad(self, copy: ChainCopy, num_good: int, size: int) -> None:
-        """Nobody can take a chunk out of LMCache, or store it again while it's there: it isn't asked for any more."""
+        """Remember a damaged chunk, so that it is not requested again: LMCache can neither remove it nor replace it."""
         number = num_good + -(copy.first_block + num_good + 1) % size
         self._bad[copy.hashes[number]] = None
         if len(self._bad) > MAX_BAD:
@@ -177,7 +179,7 @@ class LMCacheStore:
         epoch = self._link.epoch
         with Connection(self._link.endpoint, self._link.context) as connection:
             connection.call(Operation.CLEAR, True, seconds=REQUEST_SECONDS)
-        self._link.fail(epoch, "what it held isn't to be trusted: it was cleared")
+        self._link.fail(epoch, "it was cleared, so its earlier content can't be trusted")
 
     def close(self) -> None:
         for lane in (self._down, self._up):
@@ -189,7 +191,7 @@ class LMCacheStore:
 def lmcache_tier(
     memory: KVMemory, endpoint: str, prefetch_seconds: float, rank: int = 0
 ) -> tuple[SharedTier, LMCacheStore, str]:
-    """The tier, what carries its copies out, and its description. Raises :class:`ConfigError`."""
+    """Return the tier, the store that performs its copies, and its description. Raises :class:`ConfigError`."""
     if not endpoint.startswith(("tcp://127.", "tcp://localhost:", "tcp://[::1]:", "ipc://")):
         raise ConfigError(
             f"lmcache_endpoint is {endpoint}: an LMCache server shares memory with its workers, so it must be on "

@@ -1,7 +1,7 @@
-"""What is said to LMCache's multiprocess server over ZMQ: its operations, and their arguments as msgpack.
+"""Messages to LMCache's multiprocess server over ZMQ: its operations, and their arguments as msgpack.
 
 Made for and tested with LMCache 0.5.6. A request is ``[number, operation, *arguments]``, each part a msgpack value; the
-answer repeats the first two and adds the result, unless that is nothing. A request that fails has no answer at all.
+response repeats the first two and adds the result, unless there is none. A request that fails has no response at all.
 """
 
 from collections.abc import Sequence
@@ -30,25 +30,21 @@ class Operation(IntEnum):
 
 
 class Key(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens ``start`` to ``end`` of a sequence, both at chunks' edges, as one session (``request_id``) asks for them.
-
-    ``token_ids`` are all of the sequence's up to ``end`` at least. ``worker_id`` is None in questions about what there
-    is. ``num_kv_readers`` is how often each chunk that a lookup finds will be read, or its lock given back.
-    """
+    """Tokens ``start`` to ``end`` of a sequence, both on chunk boundaries, as requested by one session."""
 
     model_name: str
-    token_ids: Sequence[int]
+    token_ids: Sequence[int]  # the sequence's tokens, at least up to `end`
     start: int
     end: int
-    request_id: str
-    worker_id: int | None = 0
+    request_id: str  # the session
+    worker_id: int | None = 0  # None in lookups
     world_size: int = 1
     cache_salt: str = ""
-    num_kv_readers: int = 1
+    num_kv_readers: int = 1  # number of reads, or releases of the lock, of each chunk that a lookup finds
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True):
-    """What a chunk is: to LMCache one slot of ``hidden_dim_size`` bytes. What is in it is our own business."""
+    """Declaration of a chunk: to LMCache it is one slot of ``hidden_dim_size`` bytes with opaque content."""
 
     instance_id: int
     model_name: str
@@ -62,21 +58,22 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Registered(msgspec.Struct, frozen=True):
-    """The shared-memory segment and its bytes; "" and 0 from a server that would send pickled tensors instead."""
+    """Name and bytes of the shared-memory segment; "" and 0 from a server that would send pickled tensors instead."""
 
     shm_name: str = ""
     pool_size: int = 0
 
 
 class Slot(msgspec.Struct, frozen=True):
-    """A chunk's place in the segment."""
+    """Location of a chunk in the segment."""
 
     offset: int
     length: int
 
 
 class Slots(msgspec.Struct, frozen=True):
-    """``chunk_indices[i]``: which of the key's chunks ``slots[i]`` is for; not sent with what is retrieved."""
+    """Slots of a key's chunks. ``chunk_indices[i]``: the chunk of the key that belongs to ``slots[i]``; not sent for
+    retrieved chunks."""
 
     slots: list[Slot] = []
     chunk_indices: list[int] = []
@@ -96,11 +93,11 @@ def encode_request(number: int, operation: Operation, arguments: Sequence[Any]) 
 
 
 def decode_answer(frames: Sequence[bytes], kind: Any) -> tuple[int, Any]:
-    """The request's number, and the result as ``kind``; None if it has none.
+    """Return the request's number, and the result as ``kind``, or None if it has none.
 
-    Raises :class:`msgspec.ValidationError`, or :class:`msgspec.DecodeError`, for anything else.
+    Raises :class:`msgspec.ValidationError` or :class:`msgspec.DecodeError` for anything else.
     """
     if len(frames) < 2:
-        raise msgspec.DecodeError(f"an answer of {len(frames)} parts")
+        raise msgspec.DecodeError(f"a response of {len(frames)} parts; at least 2 are expected")
     number = msgspec.msgpack.decode(frames[0], type=int)
     return number, msgspec.msgpack.decode(frames[2], type=kind) if len(frames) > 2 else None

@@ -1,1 +1,1 @@
-"""Reads over NIXL and UCX: agents, links, readers, files."""
+"""Reads over NIXL and UCX: agents, connections, readers, files."""

@@ -1,4 +1,4 @@
-"""A NIXL agent with UCX, as its one owner thread sees it: registered memory, descriptor lists, reads to poll."""
+"""A NIXL agent with UCX, as its one owner thread uses it: registered memory, descriptor lists, reads to poll."""
 
 import contextlib
 import logging
@@ -25,21 +25,22 @@ def _create_agent(name: str, *, telemetry: bool) -> Any:
         from nixl_cu12 import _api as nixl
     if "NIXL_LOG_LEVEL" not in os.environ:
         logging.getLogger("nixl").setLevel(logging.WARNING)  # it writes two lines per agent to standard output
-    os.environ.setdefault("UCX_CUDA_IPC_CACHE", "n")  # else a dead peer's memory stays mapped: see PeerMapping
+    os.environ.setdefault("UCX_CUDA_IPC_CACHE", "n")  # otherwise a dead peer's memory stays mapped: see PeerMapping
     with UCX_LOG.watching():
         config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"], capture_telemetry=telemetry)
         return nixl.nixl_agent(name, config)
 
 
 class TransferError(Exception):
-    """NIXL or the peer failed; the bytes of this transfer can't be trusted, and may land later still."""
+    """NIXL or the peer failed; the bytes of this transfer can't be trusted, and may still land later."""
 
 
 class Agent:
-    """No progress thread: transfers complete while :meth:`Transfer.is_done` is asked, and while the peer polls, too.
+    """Agent without a progress thread: transfers advance only while :meth:`Transfer.is_done` is called and while the
+    peer polls.
 
-    NIXL merges neighbouring descriptors that are adjacent on both sides, so runs of blocks travel as one. What NIXL
-    hands out keeps its agent alive, so none of it leaves this module: :meth:`destroy` is the end.
+    NIXL merges neighbouring descriptors that are adjacent on both sides, so runs of blocks travel as one. Objects that
+    NIXL returns keep its agent alive, so none of them leaves this module: only then does :meth:`destroy` end the agent.
     """
 
     def __init__(self, name: str, *, telemetry: bool = False) -> None:
@@ -49,7 +50,7 @@ class Agent:
         self._transfers: weakref.WeakSet[Transfer] = weakref.WeakSet()
 
     def register(self, kind: MemoryKind, address: int, num_bytes: int, device_id: int = 0) -> Any:
-        """Lets transfers of this agent, and of peers that get its metadata, touch that memory."""
+        """Register memory for transfers of this agent and of peers that have its metadata."""
         return self._nixl.register_memory([(address, num_bytes, device_id, "")], kind.value)
 
     def deregister(self, registration: Any) -> None:
@@ -60,12 +61,13 @@ class Agent:
         return data
 
     def add_remote(self, metadata: bytes) -> str:
-        """The remote agent's name, "" if NIXL doesn't take its metadata."""
+        """Add a remote agent and return its name; "" if NIXL rejects its metadata."""
         name = self._nixl.add_remote_agent(metadata)
         return name.decode() if isinstance(name, bytes) else str(name or "")
 
     def prepare(self, agent: str, kind: MemoryKind, rows: Rows) -> PreparedList:
-        """A descriptor list of ``agent``'s memory (:data:`HERE`: our own), for :meth:`read_prepared`."""
+        """Return a descriptor list of ``agent``'s memory (:data:`HERE`: this agent's own), for
+        :meth:`read_prepared`."""
         self._lists.append(self._nixl.prep_xfer_dlist(agent, self._nixl.get_xfer_descs(rows, kind.value)))
         return PreparedList(len(self._lists) - 1)
 
@@ -81,21 +83,21 @@ class Agent:
         return self.make_read(agent, kind, local, remote).post()
 
     def make_read(self, agent: str, kind: MemoryKind, local: Rows, remote: Rows) -> "Transfer":
-        """A read of ``remote[i]`` of ``agent`` into ``local[i]``, to be posted later."""
+        """Return a read of ``remote[i]`` of ``agent`` into ``local[i]``, to be posted later."""
         descriptors = (self._nixl.get_xfer_descs(rows, kind.value) for rows in (local, remote))
         return self._made(self._nixl.initialize_xfer("READ", *descriptors, agent, b""))
 
     def tell(self, agent: str, message: bytes) -> None:
-        """To a remote agent, whose :meth:`progress` returns it. It may be lost."""
+        """Send a message to a remote agent, whose :meth:`progress` returns it. It may be lost."""
         self._nixl.send_notif(agent, message)
 
     def progress(self) -> list[bytes]:
-        """Let peers' reads from our memory go on; returns what peers have told us."""
+        """Advance peers' reads from this agent's memory; return the messages that peers sent."""
         told: dict[str, list[bytes]] = self._nixl.get_new_notifs()
         return [message for messages in told.values() for message in messages]
 
     def destroy(self) -> None:
-        """The only thing that surely stops what was posted: nothing is written after this returns."""
+        """Destroy the agent: the only reliable stop of posted reads. No bytes are written after this returns."""
         for transfer in list(self._transfers):
             transfer.abandon()
         self._lists.clear()
@@ -125,7 +127,7 @@ class Agent:
 
 
 class Transfer:
-    """A read. Its agent's end ends it, too. Once posted it gets on when asked whether it's done."""
+    """A read. The agent's end ends it, too. Once posted it advances when :meth:`is_done` is called."""
 
     due_at = 0.0
 
@@ -134,7 +136,7 @@ class Transfer:
         self._handle = handle
 
     def post(self) -> "Transfer":
-        """Start it; returns itself. Raises :class:`TransferError`, and it is released."""
+        """Start the read and return it. Raises :class:`TransferError`; the read is then released."""
         try:
             self._agent.post(self._handle)
         except TransferError:
@@ -143,7 +145,7 @@ class Transfer:
         return self
 
     def is_done(self) -> bool:
-        """Makes progress. Raises :class:`TransferError` if the read failed."""
+        """Advance the read; return whether it is complete. Raises :class:`TransferError` if it failed."""
         if self._handle is None:
             return True
         state = self._agent.state(self._handle)
@@ -160,5 +162,5 @@ class Transfer:
             self._agent.release(handle)
 
     def abandon(self) -> None:
-        """The agent is about to end."""
+        """Drop the handle, because the agent is about to end."""
         self._handle = None

@@ -17,7 +17,7 @@ from splitserve.protocol.handover.reads import ReadCommand, ReadPath
 logger = logging.getLogger(__name__)
 
 STAGING = (ReadPath.STAGED, ReadPath.GATHERED)
-_PRACTICE_SECONDS = 0.0002  # before data is due: time enough to read generations for practice
+_PRACTICE_SECONDS = 0.0002  # before data is due: enough time for a warm-up read of generations
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +25,7 @@ class Read:
     """A read in flight; ``pending`` is what it waits for."""
 
     command: ReadCommand
-    first_path: ReadPath  # as it began
+    first_path: ReadPath  # the path at the start
     path: ReadPath
     started_at: float
     pending: Pending
@@ -38,20 +38,20 @@ class Read:
 
 
 class BlockReads:
-    """Reads of blocks from one peer: generators of things to wait for."""
+    """Reads of blocks from one peer: generators of pending operations to wait for."""
 
     def __init__(self, access: PeerAccess) -> None:
         self._access = access
 
     @property
     def other_path(self) -> ReadPath:
-        """The path that needs nothing of the source."""
+        """The path that requires nothing from the source."""
         return ReadPath.DIRECT if self._access.is_whole else ReadPath.STAGED
 
     def read_slots(self, local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> Iterator[Pending]:
-        """Read those of some blocks that are in the peer's host tier."""
+        """Read those of the blocks that are in the peer's host tier."""
         if self._access.host_slots is None or self._access.local_blocks is None:
-            raise TransferError("the peer's host tier can't be read with other numbers of ranks")
+            raise TransferError("the peer's host tier can be read only with the same number of ranks on both sides")
         local, remote = (np.asarray(ids, dtype=np.int32) for ids in (local_blocks, remote_blocks))
         is_slot = remote >= self._access.num_peer_blocks
         yield from self._access.host_slots.read(
@@ -64,8 +64,9 @@ class BlockReads:
             assert self._access.mapped is not None
             data = self._access.mapped.read(local_blocks, remote_blocks, read.path)
             if data.due_at > time.monotonic() + _PRACTICE_SECONDS:
-                # Too early to count. But by now there is time, and the next time, when it counts, takes half as long.
-                # It's copied while it's posted; where it isn't (over TCP), a slow source is waited for twice.
+                # A warm-up: too early to validate anything, but there is time now, and the read that counts then takes
+                # half as long. Posting it also completes it; over TCP, where it does not, a slow source is waited for
+                # twice.
                 yield from self._access.read_generations(remote_blocks, read.scratch_row)
             yield data
             return
@@ -83,8 +84,8 @@ class BlockReads:
             yield from self._read_staged(local_blocks, remote)
 
     def _read_gathered(self, local_blocks: Sequence[int], remote: BlockIds) -> Generator[Pending, None, bool]:
-        """Return False if the source doesn't do its part in time: then it isn't asked again. The next slot is asked for
-        before the last one is read."""
+        """Read through the source's slots; return False if the source doesn't fill them in time, and never ask it
+        again. Each slot is requested before the slot preceding it is read."""
         gather, staging = self._access.gather, self._access.staging
         assert gather is not None
         size = self._access.blocks_per_gather(gather)
@@ -100,7 +101,10 @@ class BlockReads:
             yield wait
             yield copies[index % 2]
             if wait.slot is None:
-                logger.warning("%s: the source doesn't put blocks together; going on without", self._access.agent.name)
+                logger.warning(
+                    "%s: the source did not gather blocks in time; continuing without gathering",
+                    self._access.agent.name,
+                )
                 self._access.gather = None
                 yield from copies
                 return False
@@ -126,7 +130,7 @@ class BlockReads:
         yield from posted
 
     def _read_staged(self, local_blocks: Sequence[int], remote: BlockIds) -> Iterator[Pending]:
-        """Copy one half's heads to their place while the other half is read."""
+        """Copy one half's heads to their location while the other half is read."""
         staging = self._access.staging
         assert self._access.slots is not None
         size = staging.slots_per_half

@@ -1,14 +1,14 @@
-"""KV connector over NIXL's UCX backend: decode pulls with READ; no progress thread, nothing spins when idle.
+"""KV connector over NIXL's UCX backend: decode pulls with READ; no progress thread, no polling when idle.
 
-NIXL doesn't lock by default, and a copy between processes of one host happens inside the post itself, with the GIL
-released. So every agent has one thread that owns it: one thread serves (peers read through its agent), and a few read,
-since what one of them posts fills neither the memory bus nor a GPU's link. Only the first one copies through mappings
-of peers' memory, which takes no more. A reading thread has an agent of its own per
-peer: destroying an agent is the only thing that surely stops a posted read, and it must not stop the reads from other
-peers. The engine loop posts nothing itself: it hands commands over, and takes events.
+NIXL has no locks by default, and a copy between processes of one host happens inside the post itself, with the GIL
+released. So each agent is owned by one thread. One thread serves: peers read through its agent. A few threads read,
+since the posts of one fill neither the memory bus nor a GPU's link. Only the first of them copies through mappings of
+peers' memory, because one is enough for that. A reading thread has a separate agent for each peer: only destroying an
+agent reliably stops a posted read, and that must not stop the reads from other peers. The engine loop posts nothing
+itself: it submits commands and takes events.
 
 Without NIXL's own progress thread a transfer completes only while *both* sides poll. So a thread polls while its reads
-are in flight, or while peers may be reading from here (:meth:`NixlConnector.serve`), and sleeps otherwise.
+are in flight, or while peers may be reading from this worker (:meth:`NixlConnector.serve`), and sleeps otherwise.
 """
 
 import itertools
@@ -42,7 +42,7 @@ Event = ReadResult | PeerConnected
 
 
 class _Peer:
-    """A peer as the connector knows it: the attempt to connect, and what reading from it costs."""
+    """The connector's state of a peer: the attempt to connect, and the cost of reading from it."""
 
     def __init__(self, attempt: int, num_threads: int) -> None:
         self.attempt = attempt
@@ -52,7 +52,7 @@ class _Peer:
         self._chosen: dict[int, ReadPath] = {}
 
     def learn(self, shape: ReadShape | None, cost: ReadCost | None) -> None:
-        """What one thread knows; None: nothing new."""
+        """Store what one thread has measured; None: nothing new."""
         self.shape, self.cost = shape or self.shape, cost or self.cost
         self._chosen.clear()
 
@@ -62,7 +62,7 @@ class _Peer:
             return ReadPath.DIRECT
         if wanted is not None and wanted in path_seconds(shape, cost, num_blocks):
             return wanted
-        if not shape.is_whole and shape.is_mapped:  # what of the blocks is adjacent decides
+        if not shape.is_whole and shape.is_mapped:  # depends on how many blocks are adjacent
             num_runs = sum(1 for _ in runs(command.local_blocks, command.remote_blocks))
             return choose_path(shape, cost, num_blocks, num_runs)
         if num_blocks not in self._chosen:
@@ -71,11 +71,12 @@ class _Peer:
 
 
 class NixlConnector:
-    """See :class:`splitserve.kvconnector.transfer.connector.KVConnector`; one rank's, of a tensor-parallel worker.
+    """See :class:`splitserve.kvconnector.transfer.connector.KVConnector`; the connector of one rank, for a
+    tensor-parallel worker.
 
-    ``wake`` is called, from other threads, after events; ``digest_blocks`` for what has landed; ``settings`` None: what
-    suits the memory; ``host`` is a tier that peers may read from, too. Raises :class:`ConfigError` for GPU memory that
-    no other process can map.
+    ``wake`` is called, from other threads, after events; ``digest_blocks`` computes digests of landed blocks;
+    ``settings``: None for the defaults of this kind of memory; ``host``: a host tier that peers may read, too. Raises
+    :class:`ConfigError` for GPU memory that other processes can't map.
     """
 
     name = "nixl"
@@ -102,8 +103,8 @@ class NixlConnector:
         self._peers: dict[Party, _Peer] = {}
         self._num_attempts = 0
         self._split_reads: dict[int, ReadJoin] = {}
-        name = f"rank-{rank}/{me}"  # agents' names are cut in UCX's log: what tells them apart comes first
-        posting = replace(settings, maps=False, path=None)  # what a thread but the first one does
+        name = f"rank-{rank}/{me}"  # UCX's log truncates agents' names: the distinguishing part comes first
+        posting = replace(settings, maps=False, path=None)  # for all threads but the first
         self._server = NixlServer(name, memory, settings, host)
         self._threads = [
             ReadThread(
@@ -157,14 +158,14 @@ class NixlConnector:
             thread.close()
 
     def _reads(self, command: ReadCommand, peer: _Peer | None) -> list[tuple[ReadCommand, ReadPath]]:
-        """What each thread reads, and by which path; through a mapping the first one alone, since its copies fill the
-        link and threads that queue copies at once hold each other up."""
+        """Return each thread's part of a read and its path. A read through a mapping goes to the first thread alone,
+        because its copies fill the link and threads that queue copies concurrently delay each other."""
         path = ReadPath.DIRECT if peer is None else peer.path(command, self._settings.path)
         parts = [command] if path.is_through_mapping else self._parts(command)
         return [(part, path) for part in parts]
 
     def _parts(self, command: ReadCommand) -> list[ReadCommand]:
-        """A large read in even parts, one per thread; a small one whole."""
+        """Split a large read into even parts, one per thread; keep a small one whole."""
         count = len(command.local_blocks)
         if count < len(self._threads) or count * self._memory.block_bytes <= self._settings.split_bytes:
             return [command]
@@ -208,4 +209,4 @@ def _tell(event: PeerConnected) -> None:
     if event.link.problem:
         logger.error("reads from %s: %s", event.peer, event.link.problem)
     else:
-        logger.info("reads from %s go by %s, %.1f GB/s per thread", event.peer, event.link.transport, speed)
+        logger.info("reads from %s use %s, %.1f GB/s per thread", event.peer, event.link.transport, speed)

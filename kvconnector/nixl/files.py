@@ -1,5 +1,5 @@
-"""Reading and writing files with NIXL: its POSIX backend, which uses the kernel's asynchronous I/O where it can, or its
-GDS backend, which goes through cuFile and past the page cache."""
+"""Reading and writing files with NIXL: its POSIX backend, which uses the kernel's asynchronous I/O where possible, or
+its GDS backend, which uses cuFile and bypasses the page cache."""
 
 import logging
 import os
@@ -25,12 +25,15 @@ class FileRange(NamedTuple):
 
 
 class FileTransferError(Exception):
-    """The backend failed. Some of the bytes may have moved, and others may yet: the memory can't be used again."""
+    """The backend failed. Some of the bytes may have moved, and others still may: the memory can't be reused."""
 
 
 class FileAgent:
-    """Not thread-safe: one thread's. ``memory`` is what transfers may touch; it is kept until the agent is gone.
-    ``backend`` is one of :data:`BACKENDS`. Raises :class:`ConfigError` where NIXL doesn't have it."""
+    """Agent for file transfers, used by one thread only.
+
+    ``memory``: the memory that transfers may touch, kept alive as long as the agent. ``backend``: one of
+    :data:`BACKENDS`. Raises :class:`ConfigError` if NIXL doesn't have it.
+    """
 
     def __init__(self, name: str, memory: Sequence[HostMemory], backend: str = "posix") -> None:
         try:
@@ -45,21 +48,21 @@ class FileAgent:
         try:
             self._agent.create_backend(BACKENDS[backend], {})
         except Exception as error:
-            advice = "; it needs NVIDIA's GPUDirect Storage (nvidia-fs, libcufile): leave it at posix"
+            advice = "; it needs NVIDIA's GPUDirect Storage (nvidia-fs, libcufile): install that, or use posix"
             raise ConfigError(
                 f"--disk-kv-backend {backend}: NIXL doesn't have its {BACKENDS[backend]} backend here ({error})"
                 + (advice if backend == "gds" else "")
             ) from error
-        self._memory = memory  # after the agent: attributes are given up in the order in which they were set
+        self._memory = memory  # after the agent, because attributes are released in the order in which they were set
         ranges = [(part.address, len(part.bytes), 0, "") for part in memory]
         self._registration = self._agent.register_memory(ranges, MemoryKind.DRAM.value, backends=self._backends)
 
     def write(self, ranges: Sequence[FileRange]) -> None:
-        """From memory into files. Raises :class:`FileTransferError`."""
+        """Write memory into files. Raises :class:`FileTransferError`."""
         self._transfer("WRITE", ranges)
 
     def read(self, ranges: Sequence[FileRange]) -> None:
-        """From files into memory. Raises :class:`FileTransferError`, also for a file that ends early."""
+        """Read files into memory. Raises :class:`FileTransferError`, also for a file that ends early."""
         self._transfer("READ", ranges)
 
     def _transfer(self, operation: str, ranges: Sequence[FileRange]) -> None:
@@ -82,5 +85,5 @@ class FileAgent:
             self._agent.deregister_memory(registration)
         except FileTransferError:
             raise
-        except Exception as error:  # NIXL's own, which share no base that is public
+        except Exception as error:  # NIXL's own exceptions share no public base
             raise FileTransferError(f"{operation} of {len(files)} files failed: {error}") from error

@@ -1,4 +1,4 @@
-"""The reader's part of :mod:`splitserve.kvconnector.transfer.gather`: asking, waiting for tickets, reading slots."""
+"""The reader's side of :mod:`splitserve.kvconnector.transfer.gather`: requests, waiting for tickets, reading slots."""
 
 import secrets
 import time
@@ -11,25 +11,25 @@ from splitserve.kvconnector.transfer.gather import GatherDone, GatherRequest, en
 from splitserve.kvconnector.transfer.read_plan import Rows, region_rows
 from splitserve.protocol.memory_records import GatherMemory, MemoryKind, MemoryRegion
 
-WAIT_SECONDS = 0.25  # then the data is read in another way
+WAIT_SECONDS = 0.25  # then the data is read by another path
 
 
 class GatherReader:
-    """For one peer; ``memories`` by its ranks, ``names`` are those of their agents. At most one :class:`TicketWait` and
-    one :class:`TicketCheck` at a time."""
+    """Reader of one peer's slots. ``memories``: by the peer's ranks; ``names``: of their agents. At most one
+    :class:`TicketWait` and one :class:`TicketCheck` may be active at a time."""
 
     def __init__(self, agent: Agent, memories: Mapping[int, GatherMemory], names: Mapping[int, str]) -> None:
         self._agent = agent
         self._memories = memories
         self._names = names
-        self._next_ticket = secrets.randbits(62) | 1  # no other reader's, as far as chance allows
+        self._next_ticket = secrets.randbits(62) | 1  # random, to differ from other readers' tickets
         self.slot_bytes = min(memory.slots.block_bytes for memory in memories.values())
         most_slots = max(memory.slots.num_blocks for memory in memories.values())
-        self.seen = np.zeros((2, most_slots), dtype=np.uint64)  # tickets, as last read by the wait and by the check
+        self.seen = np.zeros((2, most_slots), dtype=np.uint64)  # tickets as last read by the wait, by the check
         agent.register(MemoryKind.DRAM, int(self.seen.ctypes.data), self.seen.nbytes)
 
     def request(self, rank: int, block_ids: Sequence[int], first_head: int, num_heads: int) -> int:
-        """The ticket to wait for."""
+        """Request blocks; return the ticket to wait for."""
         self._next_ticket += 1
         request = GatherRequest(self._next_ticket, list(block_ids), first_head, num_heads)
         self._agent.tell(self._names[rank], encode(request))
@@ -39,7 +39,7 @@ class GatherReader:
         return TicketWait(self, rank, ticket)
 
     def read(self, rank: int, slot: int, place: MemoryRegion) -> Transfer:
-        """Start reading as many bytes of a slot as ``place``, one piece, has."""
+        """Start reading the first bytes of a slot into ``place``, one piece."""
         slots = self._memories[rank].slots
         address = slots.blocks_address + slot * slots.block_bytes
         source = MemoryRegion(slots.kind, slots.device_id, address, 1, place.block_bytes)
@@ -49,7 +49,7 @@ class GatherReader:
         return TicketCheck(self, rank, slot, ticket)
 
     def done(self, rank: int, ticket: int) -> None:
-        """The slot isn't needed any more."""
+        """Release the slot."""
         self._agent.tell(self._names[rank], encode(GatherDone(ticket)))
 
     def read_tickets(self, rank: int, row: int) -> Transfer:
@@ -60,7 +60,8 @@ class GatherReader:
 
 
 class TicketWait:
-    """Over when the ticket is there, in ``slot``; or when it took too long: then ``slot`` is None."""
+    """Wait for a ticket; it ends when the ticket is found, in ``slot``, or when it takes too long: then ``slot`` is
+    None."""
 
     due_at = 0.0
 
@@ -85,7 +86,7 @@ class TicketWait:
 
 
 class TicketCheck:
-    """After the slot was read: is what was in it still what was asked for?"""
+    """Check, after a slot was read, that it still holds the requested content."""
 
     due_at = 0.0
 
@@ -99,5 +100,5 @@ class TicketCheck:
         if not self._transfer.is_done():
             return False
         if int(self._reader.seen[1][self._slot]) != self._ticket:
-            raise TransferError("the source's slot was taken for something else while it was read")
+            raise TransferError("the source reused the slot while it was read")
         return True

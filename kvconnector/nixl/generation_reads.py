@@ -1,4 +1,4 @@
-"""Reads of generations: of the peer's blocks, and of the slots of its host tier, whose ids come after the blocks'."""
+"""Reads of generations: of the peer's blocks, and of its host tier's slots, whose ids follow the blocks' ids."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from splitserve.kvconnector.transfer.read_plan import num_readable_blocks
 from splitserve.protocol.memory_records import MemoryKind
 from splitserve.protocol.messages.handover import PeerWelcome
 
-READS_AT_ONCE = 4  # per peer; each needs a scratch row for the generations, further ones wait
+READS_AT_ONCE = 4  # per peer; each needs a scratch row for generations, further reads wait
 
 
 class GenerationReads:
@@ -25,7 +25,7 @@ class GenerationReads:
         agent.register(MemoryKind.DRAM, int(self.scratch.ctypes.data), self.scratch.nbytes)
 
     def landed(self, ids: Sequence[int], scratch_row: int) -> list[int]:
-        """Return generations as last read into a row."""
+        """Return the generations as last read into a row."""
         row = self._rows[scratch_row]
         return [row[block_id] for block_id in ids]
 

@@ -1,6 +1,6 @@
-"""Connecting to a peer: small reads that make UCX connect and prove that the peer can be read; what the link is worth.
+"""Connection to a peer: small reads that make UCX connect and prove that the peer can be read; measurement of its cost.
 
-The first reads of a connection are slow (UCX connects, CUDA maps the peer's memory): no request should pay for that.
+The first reads of a connection are slow (UCX connects, CUDA maps the peer's memory): no request should bear that cost.
 """
 
 import logging
@@ -32,18 +32,18 @@ MAX_PIECE_BYTES = 16 << 10
 ROUNDS = 3
 ROW_ROUNDS = 6
 MAX_ROUNDS = 12
-LARGE_TAKES = 2.0  # times as long as a small read, at least: else another thread held this one up
+LARGE_TAKES = 2.0  # ratio of a large read's time to a small one's, at least; otherwise another thread delayed this one
 MAX_GATHERED = 64
-TURN_SECONDS = 0.001  # then others' reads are looked at
-SPIN_SECONDS = 0.002  # the poll interval would hide what a fast link takes
-SLOW_SECONDS = 0.05  # one round tells enough of a link that takes so long
+TURN_SECONDS = 0.001  # then other peers' reads are polled
+SPIN_SECONDS = 0.002  # the poll interval would hide the latency of a fast link
+SLOW_SECONDS = 0.05  # one round suffices for a link this slow
 
 Timed = Generator[Pending, None, float]
 
 
 class LinkProbe:
-    """Runs beside the reads from other peers, polled by the thread that owns ``access``. With ``measures`` it finds out
-    ``link`` and ``cost``; one of a peer's readers does."""
+    """Probe that runs alongside the reads from other peers, polled by the thread that owns ``access``. With
+    ``measures`` it determines ``link`` and ``cost``; one of a peer's readers does so."""
 
     def __init__(self, access: PeerAccess, settings: ReadSettings, *, measures: bool) -> None:
         self._access = access
@@ -55,7 +55,8 @@ class LinkProbe:
         self.cost: ReadCost | None = None
 
     def poll(self) -> bool:
-        """Whether it's over; raises :class:`TransferError` if the peer can't be read, or not in time."""
+        """Advance the probe; return whether it is complete. Raises :class:`TransferError` if the peer can't be read in
+        time."""
         turn_ends = time.monotonic() + TURN_SECONDS
         while self._pending.is_done() and time.monotonic() < turn_ends:
             following = next(self._steps, None)
@@ -63,7 +64,7 @@ class LinkProbe:
                 return True
             self._pending = following
         if time.monotonic() >= self.deadline:
-            raise TransferError("a probe read of its memory didn't complete")
+            raise TransferError("a probe read of its memory did not complete in time")
         return False
 
     def _run(self, *, measures: bool) -> Generator[Pending, None, None]:
@@ -77,7 +78,7 @@ class LinkProbe:
         place = MemoryRegion(source.kind, buffer.device.index or 0, buffer.data_ptr(), 1, num_bytes)
         registration = self._access.agent.register(place.kind, place.blocks_address, num_bytes, place.device_id)
         yield self._access.probe(piece_rows(place, 1, num_bytes), piece_rows(source, 1, num_bytes))
-        for span in range(1, len(self._access.spans)):  # no request should pay for connecting to the other ranks
+        for span in range(1, len(self._access.spans)):  # no request should bear the cost of the first connection
             other, size = self._access.probe_source(span), min(num_bytes, MAX_PIECE_BYTES)
             yield self._access.probe(piece_rows(place, 1, size), piece_rows(other, 1, size), span)
         if measures:
@@ -100,7 +101,7 @@ class LinkProbe:
         return ReadCost(transport, copy, gather, costs.get(ReadPath.MAPPED), costs.get(ReadPath.KERNEL))
 
     def _measure_reads(self, read: Callable[[int, int], Pending], num_bytes: int) -> Generator[Pending, None, LinkCost]:
-        """Of ``read(count, size)``, which starts reading ``count`` pieces of ``size`` bytes."""
+        """Return the cost of ``read(count, size)``, which starts reading ``count`` pieces of ``size`` bytes."""
         piece_bytes = max(1, min(MAX_PIECE_BYTES, num_bytes // (2 * NUM_PIECES)))
         num_pieces = min(NUM_PIECES, num_bytes // (2 * piece_bytes))
         shapes = [(1, num_bytes), (1, piece_bytes), (num_pieces, piece_bytes)]
@@ -118,7 +119,7 @@ class LinkProbe:
     def _measure_rows(
         self, mapped: MappedReader, target: int, num_blocks: int
     ) -> Generator[Pending, None, dict[ReadPath, LinkCost]]:
-        """Of blocks that both sides split differently, by copy engines and by a kernel."""
+        """Measure reads of blocks that the two sides split differently, by copy engines and by a kernel."""
         paths = [ReadPath.MAPPED, *([ReadPath.KERNEL] if mapped.try_kernel(target) else [])]
         costs: dict[ReadPath, LinkCost] = {}
         shape = self._access.shape
@@ -128,25 +129,26 @@ class LinkProbe:
             for blocks in (one, adjacent, apart) * ROW_ROUNDS:
                 seconds = yield from self._timed(partial(mapped.probe_blocks, target, path, blocks))
                 best[blocks] = min(best.get(blocks, seconds), seconds)
-            if path is ReadPath.KERNEL:  # for which it's the same
+            if path is ReadPath.KERNEL:  # adjacency makes no difference to it
                 best[adjacent] = best[apart] = min(best[adjacent], best[apart])
             seconds_of = best[one], best[adjacent], best[apart]
             costs[path] = fit_blocks(*seconds_of, num_blocks, shape.local_block_bytes, num_spans=shape.num_spans)
         found = ", ".join(f"{path} in {cost}" for path, cost in costs.items())
-        logger.info("heads that %s splits differently are read by %s", self._access.agent.name, found)
+        logger.info("cost of reading heads that %s splits differently: %s", self._access.agent.name, found)
         return costs
 
     def _read(self, place: MemoryRegion, source: MemoryRegion, count: int, size: int) -> Pending:
         return self._access.probe(piece_rows(place, count, size), piece_rows(source, count, size))
 
     def _measure_gathers(self) -> Generator[Pending, None, CopyCost | None]:
-        """Of one block and of as many as a slot takes; None if the source doesn't answer, or isn't made to."""
+        """Measure gathers of one block and of as many as a slot holds; return None if the source does not respond or
+        does not gather."""
         gather, shape = self._access.gather, self._access.shape
         if gather is None or not shape.blocks_per_gather:
             return None
         span, seconds = self._access.spans[0], []
         most = min(shape.blocks_per_gather, self._access.num_peer_blocks, MAX_GATHERED)
-        for count in (1, 1, most):  # the first one sets up what the others need
+        for count in (1, 1, most):  # the first one includes the set-up
             began: list[TicketWait] = []
             seconds.append((yield from self._timed(self._ask(gather, span, count, began))))
             if began[0].slot is None:
@@ -165,7 +167,7 @@ class LinkProbe:
         return ask
 
     def _measure_copies(self) -> CopyCost:
-        """Within our own memory, from one half of a buffer to the other."""
+        """Measure copies within local memory, from one half of a buffer to the other."""
         half = len(self._buffer) // 2
         small = max(1, half // 64)
         seconds = [min(self._time_copy(size) for _ in range(ROUNDS)) for size in (small, half)] if half else [0.0, 0.0]
@@ -179,7 +181,8 @@ class LinkProbe:
 
     @contextmanager
     def _on_own_stream(self) -> Iterator[None]:
-        """What is queued within is over at the end; steps that run beside aren't waited for."""
+        """Run copies on a separate stream; they have ended when the context exits. Concurrent steps are not
+        waited for."""
         if self._access.device.type != "cuda":
             yield
             return
@@ -196,7 +199,7 @@ class LinkProbe:
                 yield pending
                 break
         seconds = time.perf_counter() - started
-        yield Done()  # its turn may be over
+        yield Done()  # let other reads be polled
         return seconds
 
     def _describe(self, kind: MemoryKind, cost: ReadCost) -> Link:
@@ -211,19 +214,21 @@ class LinkProbe:
 
 @cache
 def _stream_of_probes(device: torch.device) -> torch.cuda.Stream:
-    """The same for all: PyTorch keeps what was freed for the stream that had it."""
+    """Return the one stream of all probes: PyTorch reuses freed memory only within a stream."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def link_problem(is_slow: bool, uses_ipc: bool | None, *, is_near: bool | None) -> str:
-    """What is wrong with a link between GPUs, and what to do; "" if nothing is. ``is_near``: on one machine, where CUDA
-    IPC is many times as fast as anything else. None: not known."""
+    """Return the problem of a connection between GPUs and the remedy; "" if there is none.
+
+    ``is_near``: both are on one machine, where CUDA IPC is many times as fast as anything else. None: unknown.
+    """
     if not is_slow and not (is_near and uses_ipc is False):
         return ""
     if is_near is False:
         return (
             "the peer is on another machine. Are network devices near the GPUs, and do they read GPUs' memory "
-            "(GPUDirect RDMA; splitserve doctor says what it sees)? Hand-overs will be slow"
+            "(GPUDirect RDMA; splitserve doctor reports what it finds)? Hand-overs will be slow"
         )
     if uses_ipc:
         return "CUDA IPC is used. Are the GPUs joined by NVLink (nvidia-smi topo -m)? Hand-overs will be slow"

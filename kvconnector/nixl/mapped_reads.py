@@ -1,8 +1,8 @@
-"""Reads of a peer's GPU memory through a mapping of it: our GPU copies, and nobody on the other side does anything.
+"""Reads of a peer's GPU memory through a mapping of it: the local GPU copies, without any action on the other side.
 
-Nothing is posted to a transport, so there is no price per descriptor but that of queueing a copy, and no polling by the
-source. Heads that both sides split differently are rows, a row per layer. Copy engines are slow with those, so a kernel
-may copy them instead.
+Nothing is posted to a transport: a descriptor costs no more than queueing a copy, and the source need not poll. Heads
+that the two sides split differently are rows, one per layer. Copy engines are slow with rows, so a kernel may copy them
+instead.
 """
 
 import ctypes
@@ -25,28 +25,29 @@ from splitserve.kvconnector.transfer.read_plan import HeadSpan
 from splitserve.protocol.handover.reads import ReadPath
 from splitserve.protocol.memory_records import LayoutRecord
 
-if TYPE_CHECKING:  # there may be no Triton
+if TYPE_CHECKING:  # Triton may not be installed
     from splitserve.kernels.triton.row_copy import RowCopier
 
 logger = logging.getLogger(__name__)
 
 _SURELY_BUSY = 0.9
-"""Of the time that a read should take: nobody looks at it earlier."""
+"""Share of a read's expected time before which it is not polled."""
 _FASTER = 1.1
 _FIRST_BLOCKS = 4
 _GROWTH = 4
-"""While some blocks are under way, the copies of so many times as many are made and queued."""
+"""Growth of the parts of a read: while some blocks are in flight, copies of this many times as many are built and
+queued."""
 
 
 class Blocks(NamedTuple):
-    """``layout`` of a rank's blocks, ``address`` of the first one."""
+    """Blocks of a rank: their ``layout`` and the ``address`` of the first."""
 
     layout: LayoutRecord
     address: int
 
 
 def span_pieces(ours: Blocks, theirs: Blocks, span: HeadSpan) -> BlockPieces:
-    """``span``'s heads, a row per layer. Blocks of both sides have as many tokens."""
+    """Return ``span``'s heads as pieces of blocks, a row per layer. Blocks of both sides have equally many tokens."""
     num_layers = ours.layout.num_layers
     target_bytes, source_bytes = block_bytes(ours.layout), block_bytes(theirs.layout)
     head_bytes = target_bytes // num_layers // ours.layout.kv_heads_per_rank
@@ -58,12 +59,12 @@ def span_pieces(ours: Blocks, theirs: Blocks, span: HeadSpan) -> BlockPieces:
 
 
 def _rows_of(span: BlockPieces) -> tuple[int, int, int, int]:
-    """Their number, width and pitches: of ours, of theirs."""
+    """Return the number of rows, their width, and their pitches: local, remote."""
     return span.rows, span.width, span.target_pitch, span.source_pitch
 
 
 def growing_parts(count: int) -> Iterator[slice]:
-    """Of ``count`` blocks: a few that are soon under way, then more and more at once."""
+    """Split ``count`` blocks into slices: a few that are soon in flight, then ever larger ones."""
     low, size = 0, _FIRST_BLOCKS
     while low < count:
         yield slice(low, low + size)
@@ -71,8 +72,8 @@ def growing_parts(count: int) -> Iterator[slice]:
 
 
 class _UnderWay(OnDevice):
-    """Copies of ``reader`` by ``path`` since ``started``, of ``num_bytes``. Where they are seen to be over sooner than
-    expected, the link is faster than was measured; a look that comes late tells nothing."""
+    """Copies of ``num_bytes`` in flight by ``path`` since ``started``. If they end sooner than expected, the link is
+    faster than measured; a late poll gives no information."""
 
     def __init__(self, reader: "MappedReader", path: ReadPath, started: float, num_bytes: int) -> None:
         seconds = num_bytes / reader.bytes_per_second[path]
@@ -91,8 +92,8 @@ class _UnderWay(OnDevice):
 
 
 class MappedReader:
-    """Reads from one peer whose ranks' blocks are mapped: ``mappings`` by rank. Used by one thread, in whose current
-    context they are; it has a stream of its own."""
+    """Reader of one peer whose ranks' blocks are mapped: ``mappings`` by rank. Used by one thread, in whose current
+    context the mappings are; it has a stream of its own."""
 
     def __init__(
         self, memory: KVMemory, theirs: LayoutRecord, spans: Sequence[HeadSpan], mappings: dict[int, PeerMapping]
@@ -105,44 +106,45 @@ class MappedReader:
         self._spans = [span_pieces(ours, Blocks(theirs, mappings[span.rank].address), span) for span in spans]
         self.stream = torch.cuda.Stream(memory.device)  # type: ignore[no-untyped-call]
         self.bytes_per_second = {ReadPath.MAPPED: float("inf"), ReadPath.KERNEL: float("inf")}
-        """What this link moves, once somebody has measured it."""
+        """Speed of this link, by path, once it is measured."""
         self._copier = BatchCopier(ctypes.CDLL("libcuda.so.1"))
         self._row_copiers: dict[tuple[int, ...], RowCopier] = {}
 
     def expect(self, cost: ReadCost) -> None:
-        """What this link moves."""
+        """Set the measured speed of this link."""
         for path, link in ((ReadPath.MAPPED, cost.mapped), (ReadPath.KERNEL, cost.kernel)):
             if link is not None:
                 self.bytes_per_second[path] = link.bytes_per_second
 
     def read(self, local: Sequence[int], remote: Sequence[int], path: ReadPath = ReadPath.MAPPED) -> Pending:
-        """Start copying what is ours of blocks ``remote`` to blocks ``local``. Raises :class:`TransferError`, and then
-        nothing is under way any more."""
+        """Start copying this rank's part of blocks ``remote`` to blocks ``local``. Raises :class:`TransferError`; then
+        no copy is in flight."""
         return self._read(self._spans, local, remote, path)
 
     def probe(self, target: int, count: int, size: int) -> Pending:
-        """Start copying ``count`` pieces of ``size`` bytes, none adjacent, of the peer's blocks to ``target`` on."""
+        """Start copying ``count`` pieces of ``size`` bytes, none adjacent, of the peer's blocks to address
+        ``target``."""
         targets, sources = (range(at, at + 2 * size * count, 2 * size) for at in (target, self._probed_address))
         return self._by_engines([Copies(targets, sources, [1] * count, size, size, size)])
 
     def probe_blocks(self, target: int, path: ReadPath, remote: Sequence[int]) -> Pending:
-        """As :meth:`read`, of blocks ``remote``, to ``target`` on."""
+        """Start copying blocks ``remote`` like :meth:`read`, but to address ``target``."""
         spans = [span._replace(target=span.target - self._address + target) for span in self._spans]
         return self._read(spans, range(len(remote)), remote, path)
 
     def try_kernel(self, target: int) -> bool:
-        """Whether there is a kernel for reading, which is compiled then: tried with a block, to ``target``. Raises what
-        CUDA says of a kernel that reads where it can't: the context is lost with it."""
+        """Compile the reading kernel and try it with one block, to address ``target``; return whether there is one.
+        Raises CUDA's error if the kernel read inaccessible memory: the context is then lost."""
         try:
             self.probe_blocks(target, ReadPath.KERNEL, [0])
         except TransferError as error:
-            logger.warning("peers' memory is read by copy engines alone: %s", error)
+            logger.warning("peers' memory is read by copy engines only: %s", error)
             return False
         self.wait()
         return True
 
     def wait(self) -> None:
-        """Until no copy is under way."""
+        """Wait until no copy is in flight."""
         self.stream.synchronize()
 
     def _read(
@@ -165,13 +167,15 @@ class MappedReader:
                 alignment = min(address_bits & -address_bits, 16)
                 self._row_copier(rows, alignment).start(targets, sources)
                 num_bytes += len(targets) * rows[0] * rows[1]
-        except Exception as error:  # of a compiler, or of CUDA
+        except Exception as error:  # from the compiler, or from CUDA
             self.wait()
-            raise TransferError(f"the kernel for a peer's memory fails: {type(error).__name__}: {error}") from error
+            raise TransferError(
+                f"the kernel that reads a peer's memory failed: {type(error).__name__}: {error}"
+            ) from error
         return _UnderWay(self, ReadPath.KERNEL, started, num_bytes)
 
     def _row_copier(self, rows: tuple[int, int, int, int], alignment: int) -> "RowCopier":
-        """Made where it's first needed."""
+        """Return the copier for such rows, created at first use."""
         from splitserve.kernels.triton.row_copy import RowCopier, Rows
 
         key = *rows, alignment
@@ -186,6 +190,6 @@ class MappedReader:
             status = self._copier.start(copies, self.stream.cuda_stream)
             if status != 0:
                 self.wait()
-                raise TransferError(f"CUDA doesn't copy from the peer's mapped memory (status {status})")
+                raise TransferError(f"CUDA can't copy from the peer's mapped memory (status {status})")
             num_bytes += copies.num_bytes
         return _UnderWay(self, ReadPath.MAPPED, started, num_bytes)

@@ -28,7 +28,7 @@ from splitserve.protocol.messages.handover import PeerWelcome
 
 @dataclass(frozen=True, slots=True)
 class LocalSide:
-    """Our side of all reads of one rank: its memory, its number, its settings."""
+    """The local side of all reads of one rank: its memory, its number, its settings."""
 
     memory: KVMemory
     rank: int
@@ -37,7 +37,8 @@ class LocalSide:
 
 
 class PeerAccess:
-    """Prepared access to those ranks of a peer that we read from. Raises :class:`HandshakeError` where that fails."""
+    """Prepared access to the ranks of a peer that this rank reads from. Raises :class:`HandshakeError` if preparation
+    fails."""
 
     def __init__(self, name: str, local: LocalSide, welcome: PeerWelcome) -> None:
         memory, theirs = local.memory, welcome.layout
@@ -76,7 +77,7 @@ class PeerAccess:
     def _add_remote(self, rank: int) -> str:
         name = self.agent.add_remote(self.welcome.ranks[rank].metadata)
         if not name:
-            raise HandshakeError("NIXL didn't accept the peer's metadata")
+            raise HandshakeError("NIXL rejected the peer's metadata")
         return name
 
     def _prepare_remote(self, rank: int) -> PreparedList:
@@ -99,11 +100,11 @@ class PeerAccess:
 
     @property
     def staging(self) -> Staging:
-        """Memory that nothing else has then: made at once only where a read will surely use it, else when one does."""
+        """The staging area, allocated at once only if a read will surely use it, otherwise at first use."""
         return self._staging or self._prepare_staging()
 
     def _make_host_slots(self) -> HostSlotReader | None:
-        """Return None unless the peer has a host tier, and its blocks are as large as ours."""
+        """Return None unless the peer has a host tier and its blocks are as large as the local ones."""
         host = self.welcome.ranks[0].host
         if host is None or not self.is_whole:
             return None
@@ -115,12 +116,12 @@ class PeerAccess:
 
     @staticmethod
     def _map(rank: RankMemory) -> list[PeerMapping]:
-        """Map what of a rank's memory is a GPU's: its blocks, its slots."""
+        """Map a rank's GPU memory: its blocks and its slots."""
         sizes = [rank.region.num_bytes, 0 if rank.gather is None else rank.gather.slots.num_bytes]
         return [PeerMapping(memory, size) for memory, size in zip(rank.mappable, sizes, strict=False)]
 
     def _make_mapped(self) -> MappedReader | None:
-        """Return None unless the blocks of each rank that we read from are mapped, and that is wanted."""
+        """Return None unless the blocks of each rank read from are mapped and reads through mappings are enabled."""
         settings = self.local.settings
         if not settings.maps and not (settings.path is not None and settings.path.is_through_mapping):
             return None
@@ -130,7 +131,7 @@ class PeerAccess:
         return MappedReader(self.local.memory, self.welcome.layout, self.spans, blocks)
 
     def _make_gather(self) -> GatherReader | None:
-        """Return None unless each rank that we read from puts blocks together, a piece of a block at least."""
+        """Return None unless each rank read from gathers blocks and its slots hold at least one block's piece."""
         memories = {}
         for span in self.spans:
             memory = self.welcome.ranks[span.rank].gather
@@ -140,7 +141,7 @@ class PeerAccess:
         return GatherReader(self.agent, memories, self.remote_names)
 
     def piece_bytes(self, span: HeadSpan) -> int:
-        """Return the size of what one rank of the peer has for us of a block."""
+        """Return the bytes that one rank of the peer holds for this rank in a block."""
         layout = self.welcome.layout
         return block_bytes(layout) // layout.kv_heads_per_rank * span.num_heads
 
@@ -150,22 +151,22 @@ class PeerAccess:
 
     @property
     def is_on_this_machine(self) -> bool | None:
-        """Whether the peer's GPU is; None for host memory, and where it can't be told."""
+        """True if the peer's GPU is on this machine; None for host memory, or if unknown."""
         machines = {memory.machine for span in self.spans for memory in self.welcome.ranks[span.rank].mappable}
         ours = own_machine()
         return machines == {ours} if ours and machines and "" not in machines else None
 
     @property
     def is_mapped(self) -> bool:
-        """Whether CUDA IPC maps all that we read from."""
+        """True if CUDA IPC maps all memory that is read from."""
         return all(mappings and mappings[0].address for mappings in self._mappings.values())
 
     def probe_source(self, span: int = 0) -> MemoryRegion:
-        """Return memory of the rank that has a span which may be read at any time, to measure how long that takes."""
+        """Return memory of a span's rank that may be read at any time, for measurements."""
         return self.welcome.ranks[self.spans[span].rank].region
 
     def probe(self, local: Rows, remote: Rows, span: int = 0) -> Transfer:
-        """Start reading ``remote`` of :meth:`probe_source` into registered memory of ours."""
+        """Start reading ``remote`` of :meth:`probe_source` into registered local memory."""
         return self.agent.read_rows(self.remote_names[self.spans[span].rank], self.local.memory.kind, local, remote)
 
     @property
@@ -188,7 +189,7 @@ class PeerAccess:
     # ---- generations ----
 
     def read_generations(self, ids: Sequence[int], scratch_row: int) -> Iterator[Pending]:
-        """Read generations of blocks and slots for themselves, without data."""
+        """Read only generations of blocks and slots, without data."""
         for check in self.make_checks(ids, scratch_row):
             yield check.post()
 
@@ -203,7 +204,7 @@ class PeerAccess:
         self.agent.destroy()
 
     def wait(self) -> None:
-        """Wait for copies of our own, which the agent's end doesn't stop, and give the peer's memory back."""
+        """Wait for local copies, which the agent's end does not stop, and unmap the peer's memory."""
         if self._staging is not None:
             self._staging.wait()
         if self.host_slots is not None:

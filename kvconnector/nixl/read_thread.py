@@ -1,4 +1,4 @@
-"""A reading thread of a NIXL connector: one agent per peer, probes of links, reads."""
+"""A reading thread of a NIXL connector: one agent per peer, probes of connections, reads."""
 
 import logging
 import time
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """Outcome of an attempt to connect, of one thread; ``shape`` and ``cost`` from the thread that measures."""
+    """Outcome of one thread's attempt to connect; ``shape`` and ``cost`` only from the measuring thread."""
 
     attempt: int
     event: PeerConnected
@@ -33,7 +33,7 @@ class Connected:
 
 
 class ReadThread(OwnerThread):
-    """Owner of one reading agent per peer. With ``measures``, links are measured here."""
+    """Owner of one reading agent per peer. With ``measures``, it also measures the connections."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class ReadThread(OwnerThread):
 
     @property
     def poll_seconds(self) -> float:
-        """Time until something can be over: each look takes the interpreter from the thread that launches steps."""
+        """Time until a read can be complete: each poll takes the GIL from the thread that launches steps."""
         if self._probes:
             return super().poll_seconds
         due_at = min((reader.due_at for reader in self._readers.values() if reader.is_busy), default=0.0)
@@ -85,7 +85,7 @@ class ReadThread(OwnerThread):
         probe, reader = self._probes.pop(peer, None), self._readers.pop(peer, None)
         if reader is not None:
             self._emit_all(reader.destroy())
-        del probe  # not before: what was under way landed in memory of its
+        del probe  # only now, because reads in flight may have landed in the probe's memory
 
     def read(self, command: ReadCommand, path: ReadPath) -> None:
         reader = self._readers.get(command.peer)
@@ -101,8 +101,8 @@ class ReadThread(OwnerThread):
         for peer, reader in list(self._readers.items()):
             results = reader.poll()
             if any(result.error is not None for result in results):
-                # What failed may have been posted in part: only the agent's end surely stops it, and the connection
-                # is broken anyway. The core makes a new one.
+                # A failed read may have been posted in part: only the agent's end reliably stops it, and the connection
+                # is broken anyway. The protocol core establishes a new one.
                 self._readers.pop(peer)
                 results += reader.destroy()
                 UCX_LOG.forward_complaints()
@@ -129,7 +129,7 @@ class ReadThread(OwnerThread):
 
     @contextmanager
     def _not_the_peers_time(self) -> Iterator[None]:
-        """Add what this thread computes, or has compiled, to the deadline of each probe."""
+        """Extend the deadline of each probe by the time that this thread spends computing or compiling."""
         started = time.monotonic()
         try:
             yield
@@ -139,7 +139,7 @@ class ReadThread(OwnerThread):
 
     def _refuse(self, attempt: int, peer: Party, problem: Exception) -> None:
         UCX_LOG.forward_complaints()
-        logger.warning("can't connect to %s: %s: %s", peer, type(problem).__name__, problem)
+        logger.warning("cannot connect to %s: %s: %s", peer, type(problem).__name__, problem)
         self._on_connected(Connected(attempt, PeerConnected(peer, f"{type(problem).__name__}: {problem}")))
 
     def _emit_all(self, results: list[ReadResult]) -> None:

@@ -1,16 +1,17 @@
 """Reads from one peer through NIXL: an agent, descriptor lists, posting, polling. Used by one thread only.
 
-A read is a generator of things to wait for: its data, copies to their place, and last the generations. Paths of data:
+A read is a generator of pending operations to wait for: its data, copies to their location, and last the generations.
+Paths of data:
 
-    direct   whole blocks of one rank straight into our blocks; the only path where both sides split heads alike
-    layers   pieces of blocks straight into place, a descriptor per layer
-    staged   whole blocks of a rank into a staging area, and from there the heads that are ours to their place
-    gathered what is ours of many blocks, put together by the source, into a staging area, and from there to its place
-    mapped   what is ours of blocks, copied straight into place by our GPU, through a mapping of the peer's memory
-    kernel   the same, but by a kernel instead of by copy engines
+    direct    whole blocks of one rank straight into local blocks; only if both sides split heads alike
+    layers    pieces of blocks straight to their location, a descriptor per layer
+    staged    whole blocks of a rank into a staging area, from there the needed heads to their location
+    gathered  needed heads of many blocks, gathered by the source, into a staging area, from there to their location
+    mapped    needed heads of blocks, copied straight to their location by the local GPU, through a mapping
+    kernel    the same, by a kernel instead of copy engines
 
-Slots of the peer's host tier have ids after those of its blocks. They are read whole: into our blocks where those are
-in host memory as well, else into pinned memory of ours, and from there to the device.
+Slots of the peer's host tier have ids after those of its blocks. They are read whole: into local blocks if those are in
+host memory as well, otherwise into pinned memory and from there to the device.
 """
 
 import time
@@ -26,7 +27,7 @@ from splitserve.protocol.messages.handover import PeerWelcome
 
 
 class PeerReader:
-    """Everything for reading from one peer. Raises :class:`HandshakeError` where that can't work."""
+    """Reader of one peer. Raises :class:`HandshakeError` if the peer can't be read."""
 
     def __init__(self, name: str, local: LocalSide, welcome: PeerWelcome) -> None:
         self.access = PeerAccess(name, local, welcome)
@@ -41,11 +42,12 @@ class PeerReader:
 
     @property
     def due_at(self) -> float:
-        """When to look at what is under way, by the monotonic clock; 0.0: at any time."""
+        """Time, by the monotonic clock, before which no read in flight completes; 0.0: a read may complete at any
+        time."""
         return 0.0 if self.waiting else min((read.pending.due_at for read in self.active), default=0.0)
 
     def read(self, command: ReadCommand, path: ReadPath) -> None:
-        """To be posted by the next :meth:`poll`, or when there is room."""
+        """Queue a read, to be posted by the next :meth:`poll` with enough room."""
         self.waiting.append((command, path))
 
     def _can_not(self, path: ReadPath) -> bool:
@@ -68,7 +70,7 @@ class PeerReader:
             self.active.append(read)
 
     def poll(self) -> list[ReadResult]:
-        """Post, and make progress; returns reads that are over."""
+        """Post and advance reads; return the results of those that ended."""
         self._start_waiting()
         results: list[ReadResult] = []
         for read in list(self.active):
@@ -83,7 +85,7 @@ class PeerReader:
         return results
 
     def destroy(self) -> list[ReadResult]:
-        """Stop everything: nothing is written to local blocks after this returns."""
+        """Stop all reads: no local block is written after this returns."""
         over = [ReadResult(read.command.read_id, "disconnected") for read in self.active]
         over += [ReadResult(command.read_id, "disconnected") for command, _ in self.waiting]
         self.access.destroy()
@@ -111,14 +113,14 @@ class PeerReader:
         generations: Sequence[int] = ()
         digests: Sequence[bytes] = ()
         if error is None:
-            if self.access.is_whole:  # a block that is put together has other bytes than those that it's made of
+            if self.access.is_whole:  # a block assembled from several has other bytes than they have
                 digests = self.access.local.digest_blocks(command.local_blocks)
             generations = self.access.generations.landed(command.remote_blocks, read.scratch_row)
         self.access.generations.free_rows.append(read.scratch_row)
         seconds = time.monotonic() - read.started_at
         return ReadResult(command.read_id, error, generations, seconds, digests, read.path)
 
-    # ---- what a read consists of ----
+    # ---- steps of a read ----
 
     def _steps(self, read: Read) -> Generator[Pending, None, None]:
         command = read.command
@@ -130,7 +132,7 @@ class PeerReader:
         checks: list[Transfer] = []
         try:
             for pending in self._data.read(read, local, remote) if remote else ():
-                if not checks:  # made while the data is on its way, posted when it is there
+                if not checks:  # created while the data is in flight, posted when it has landed
                     checks = self.access.make_checks(command.remote_blocks, read.scratch_row)
                 yield pending
             for check in checks or self.access.make_checks(command.remote_blocks, read.scratch_row):

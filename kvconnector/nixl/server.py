@@ -10,7 +10,7 @@ from splitserve.protocol.memory_records import HostTierMemory, MemoryKind, RankM
 
 
 class NixlServer(OwnerThread):
-    """Owner of the agent that peers read through, and of what is put together for them; polls while ``active``."""
+    """Owner of the agent that peers read through, and of the slots gathered for them; polls while ``active``."""
 
     def __init__(self, name: str, memory: KVMemory, settings: ReadSettings, host: HostTierMemory | None = None) -> None:
         super().__init__("nixl-serve", settings.serve_poll_seconds)

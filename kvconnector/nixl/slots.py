@@ -1,4 +1,5 @@
-"""Reading from a peer's host tier: host memory there; here our blocks, wherever they are. Used by one thread only."""
+"""Reads from a peer's host tier: from host memory there into local blocks, wherever they are. Used by one thread
+only."""
 
 from collections.abc import Callable, Iterator
 
@@ -15,7 +16,7 @@ LANDING_BYTES = 64 << 20
 
 
 class _Until:
-    """Something that others have to end first."""
+    """Pending operation that ends when a condition holds."""
 
     due_at = 0.0
 
@@ -27,8 +28,11 @@ class _Until:
 
 
 class HostSlotReader:
-    """Whole slots of one peer. ``lands_first``: in pinned memory of ours, from where they are copied to the device;
-    None for what our memory needs. Raises what NIXL raises if the peer hasn't registered what it says."""
+    """Reader of whole slots of one peer.
+
+    ``lands_first``: slots land in local pinned memory and are copied from there to the device; None: chosen by the kind
+    of local memory. Raises NIXL's exceptions if the peer hasn't registered the memory that it declared.
+    """
 
     def __init__(
         self, agent: Agent, memory: KVMemory, host: HostTierMemory, remote_name: str, lands_first: bool | None = None
@@ -42,11 +46,11 @@ class HostSlotReader:
         self._is_free = True
 
     def read(self, local_blocks: PreparedList, local: BlockIds, slots: BlockIds) -> Iterator[Pending]:
-        """What a read of ``slots`` into our blocks ``local`` consists of."""
+        """Yield the steps of a read of ``slots`` into local blocks ``local``."""
         if not self._lands_first:
             yield self._agent.read_prepared(local_blocks, local, self._remote, slots)
             return
-        yield _Until(lambda: self._is_free)  # one after the other: they share where they land
+        yield _Until(lambda: self._is_free)  # one after another: they share the landing area
         self._is_free = False
         try:
             yield from self._read_through(*self._prepared(), local, slots)
@@ -54,7 +58,7 @@ class HostSlotReader:
             self._is_free = True
 
     def wait(self) -> None:
-        """Until no copy is under way."""
+        """Wait until no copy is in flight."""
         if self._landing is not None:
             self._landing.wait()
 
@@ -70,7 +74,7 @@ class HostSlotReader:
     def _read_through(
         self, landing: Staging, places: PreparedList, local: BlockIds, slots: BlockIds
     ) -> Iterator[Pending]:
-        """While one half is copied to the device, the other one is read into."""
+        """Read into one half while the other is copied to the device."""
         size, whole = landing.slots_per_half, HeadSpan(0, 0, 0, self._memory.layout.kv_heads_per_rank)
         copies: list[Pending] = [Done(), Done()]
         for number, first in enumerate(range(0, len(slots), size)):

@@ -1,8 +1,9 @@
-"""What UCX says of the transports that it chose: nobody else knows, and a wrong one costs a factor of a hundred.
+"""UCX's report of the transports that it chose: it is available nowhere else, and a wrong transport is up to a hundred
+times slower.
 
-UCX prints a table per endpoint and operation when it first uses them (``UCX_PROTO_INFO``). It's made to print into a
-file of ours without a name, which is there from the time that its library is loaded to the end of the process. Where
-the user has set ``UCX_LOG_FILE`` or ``UCX_PROTO_INFO``, that stays as it is, and the transport is unknown.
+UCX prints a table per endpoint and operation at first use (``UCX_PROTO_INFO``). It is configured to print into an
+unnamed file of this process, which exists from the loading of its library to the end of the process. If the user has
+set ``UCX_LOG_FILE`` or ``UCX_PROTO_INFO``, these stay as they are, and the transport is unknown.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 logger = logging.getLogger(__name__)
 
 UNKNOWN = "unknown"
-MAX_NAME_LENGTH = 31  # UCX cuts agents' names
+MAX_NAME_LENGTH = 31  # UCX truncates agents' names
 _READ = "remote memory read by ucp_get"
 _TITLE = re.compile(r"\| (?P<title>\S.*?) +\|$")
 _ROW = re.compile(r"\| +\S+\.\.inf +\| (?P<description>.*?) +\| (?P<config>.*?) +\|$")
@@ -24,7 +25,7 @@ _COMPLAINT = re.compile(r"\s(?P<level>WARN|ERROR|FATAL)\s+(?P<text>.*)$")
 
 
 class UcxLog:
-    """One per process: UCX is loaded once."""
+    """UCX's log; one per process, because UCX is loaded once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -34,7 +35,8 @@ class UcxLog:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Around the making of an agent. The variables are gone afterwards: our children would print into nowhere."""
+        """Set the variables while an agent is created. They are removed afterwards: child processes would print into a
+        file that they don't have."""
         with self._lock:
             variables = {}
             if self._is_ours and hasattr(os, "memfd_create"):
@@ -50,14 +52,14 @@ class UcxLog:
                     del os.environ[name]
 
     def text(self) -> str:
-        """All that UCX has said so far; "" if it doesn't speak to us."""
+        """Return all that UCX has logged so far; "" if its log is not captured."""
         if self._fd is None:
             return ""
         ctypes.CDLL(None).fflush(None)  # UCX writes through a C stream
         return os.pread(self._fd, os.fstat(self._fd).st_size, 0).decode(errors="replace")
 
     def forward_complaints(self) -> None:
-        """Pass on warnings and errors that are new since the last call."""
+        """Log the warnings and errors since the last call."""
         with self._lock:
             text = self.text()
             new, self._num_read = text[self._num_read :], len(text)
@@ -70,9 +72,9 @@ UCX_LOG = UcxLog()
 
 
 def read_transport(text: str, agent: str, *, of_gpu: bool) -> str:
-    """What ``agent`` reads large blocks by, like ``cuda_ipc`` or ``cma``, as the last table of its reads says.
+    """Return the transport of ``agent``'s large reads, like ``cuda_ipc`` or ``cma``, from the last table of its reads.
 
-    Several are joined by ``+``. Emulations say so: ``tcp (software emulation)``. :data:`UNKNOWN` without a table.
+    Several are joined by ``+``. Emulations are marked: ``tcp (software emulation)``. :data:`UNKNOWN` without a table.
     """
     kind = "cuda" if of_gpu else "host"
     found, title, wanted = UNKNOWN, "", False
@@ -90,7 +92,7 @@ def read_transport(text: str, agent: str, *, of_gpu: bool) -> str:
 
 
 def _transport(config: str, description: str) -> str:
-    """``50% on cuda_ipc/cuda and 50% on ...`` -> ``cuda_ipc+...``"""
+    """Convert ``50% on cuda_ipc/cuda and 50% on ...`` to ``cuda_ipc+...``."""
     names = list(dict.fromkeys(re.findall(r"([a-z][a-z0-9_]*)/", config))) or [config]
     copies = "zero-copy" in description
     return "+".join(names) + ("" if copies else f" ({description})")

@@ -1,5 +1,5 @@
-"""Copies of the tiers of a tensor-parallel worker: every rank has a place for its own heads of each block; rank 0
-decides, and a copy is over when it is on all of them. What one of them hasn't is nowhere."""
+"""Copies of the tiers of a tensor-parallel worker: each rank stores its own heads of each block; rank 0 decides, and a
+copy is complete when it is complete on all ranks. A block that is missing on one rank counts as missing on all."""
 
 from collections.abc import Sequence
 
@@ -10,14 +10,15 @@ from splitserve.kvconnector.tiers.shared import TierState
 
 
 class CopyJoin:
-    """What the ranks report of one copy."""
+    """Joins the ranks' results of one copy."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._results: list[CopyResult] = []
 
     def add(self, result: CopyResult) -> CopyResult | None:
-        """The copy's result, once all have reported: as many blocks are good as on the rank with the fewest."""
+        """Add a rank's result; return the copy's result once all have reported: as many good blocks as on the rank with
+        the fewest."""
         self._results.append(result)
         if len(self._results) < self._num_ranks:
             return None
@@ -27,21 +28,22 @@ class CopyJoin:
 
 
 class StateJoin:
-    """What the ranks know of the shared tier."""
+    """Joins the ranks' states of the shared tier."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._states: dict[int, TierState] = {}
 
     def add(self, rank: int, state: TierState) -> TierState:
-        """How it is for all of them: there, once it is for everyone, with the same chunks."""
+        """Return the state common to all ranks: available if it is available to every rank, with the same chunk
+        size."""
         self._states[rank] = state
         is_same = len(self._states) == self._num_ranks and len(set(self._states.values())) == 1
         return state if is_same else TierState(state.tier, is_available=False)
 
 
 class RankedCopies:
-    """See :class:`splitserve.kvconnector.tiers.copies.Copies`. Rank 0's; ``local`` carries out its own part."""
+    """Rank 0's :class:`splitserve.kvconnector.tiers.copies.Copies`; ``local`` performs its own part."""
 
     def __init__(self, local: TierCopies, connector: RankedConnector) -> None:
         self._local = local

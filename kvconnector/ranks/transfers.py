@@ -1,10 +1,10 @@
-"""KV transfers of a tensor-parallel worker: every rank moves its own heads, rank 0 tells the others what to do.
+"""KV transfers of a tensor-parallel worker: every rank moves its own heads; rank 0 sends commands to the others.
 
-Rank 0's engine loop sees one connector. It hands each command to all ranks, and an event out when all of them have
-reported: a read has succeeded when it has on every rank, and is terminal when nothing of any rank can be written any
-more. Between rank 0 and another rank there is a pipe with msgpack on it, beside that of the steps: reads wait for no
-step. Commands and events of reads and copies travel as they are; only what the connector has methods for has messages
-of its own here.
+Rank 0's engine loop sees one connector. It passes each command to all ranks, and returns an event when all of them have
+reported: a read has succeeded when it has on every rank, and is terminal when no rank's blocks can be written any more.
+Rank 0 and each other rank share a pipe with msgpack messages, separate from the steps' pipe: reads wait for no step.
+Commands and events of reads and copies travel as they are; the connector's other methods have messages of their own
+here.
 """
 
 import contextlib
@@ -57,11 +57,11 @@ class RankServe(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankEnd(msgspec.Struct, frozen=True, tag=True):
-    """In order: the rank ends its transfers and closes the channel."""
+    """Order to end the transfers and close the channel."""
 
 
 class RankServes(msgspec.Struct, frozen=True, tag=True):
-    """First of all: the memory that peers may read, and the hashes and slots that were ``found`` in its tiers."""
+    """First message: the memory that peers may read, and the hashes and slots that were ``found`` in its tiers."""
 
     memory: RankMemory
     found: dict[str, list[tuple[bytes, int]]] = {}
@@ -76,14 +76,14 @@ _events = msgspec.msgpack.Decoder(RankEvent)
 
 
 class TransferRankError(SplitserveError):
-    """The transfers of another rank have ended: this worker's can't go on."""
+    """The transfers of another rank have ended: this worker's can't continue."""
 
 
 class RankedConnector:
-    """See :class:`splitserve.kvconnector.transfer.connector.KVConnector`. Rank 0's; ``local`` is its own part.
+    """Rank 0's :class:`splitserve.kvconnector.transfer.connector.KVConnector`; ``local`` performs its own part.
 
-    ``channels`` lead to :class:`RankTransfers` of ranks 1, 2, ...; ``found`` is what each of them has found in its
-    tiers, by their names. Raises :class:`TransferRankError` if one doesn't say what it serves.
+    ``channels`` lead to :class:`RankTransfers` of ranks 1, 2, ...; ``found`` is the content that each of them found in
+    its tiers, by tier name. Raises :class:`TransferRankError` if a rank does not declare its memory.
     """
 
     def __init__(self, local: KVConnector, channels: Sequence[Connection], wake: Callable[[], None]) -> None:
@@ -130,11 +130,12 @@ class RankedConnector:
         return len(self._channels)
 
     def copy(self, command: AnyCommand) -> None:
-        """Let the other ranks do it, too; :meth:`copy_results` says when one has."""
+        """Send the command to the other ranks, too; :meth:`copy_results` returns their results."""
         self._tell(command)
 
     def copy_results(self) -> list[tuple[int, AnyResult]]:
-        """Of other ranks, since the last call, with their numbers; one from each rank for each copy."""
+        """Return other ranks' results since the last call, with their rank numbers; one from each rank for each
+        copy."""
         results: list[tuple[int, AnyResult]] = []
         while self._copy_results:
             results.append(self._copy_results.popleft())
@@ -145,7 +146,8 @@ class RankedConnector:
         self._local.serve(active)
 
     def events(self) -> list[ReadResult | PeerConnected]:
-        """Raises :class:`TransferRankError` once a rank's transfers have ended."""
+        """Return the joined events since the last call. Raises :class:`TransferRankError` once a rank's transfers have
+        ended."""
         if self._lost_ranks:
             raise TransferRankError(f"the KV transfers of rank {self._lost_ranks[0]} have ended")
         whole: list[ReadResult | PeerConnected] = []
@@ -210,17 +212,17 @@ def _first_words(channel: Connection, rank: int) -> RankServes:
     try:
         event = _events.decode(channel.recv_bytes()) if channel.poll(START_SECONDS) else None
     except (EOFError, OSError) as error:
-        raise TransferRankError(f"rank {rank} ended before it said what it serves") from error
+        raise TransferRankError(f"rank {rank} ended before it declared its memory") from error
     if not isinstance(event, RankServes):
-        raise TransferRankError(f"rank {rank} didn't say within {START_SECONDS:.0f} s what it serves")
+        raise TransferRankError(f"rank {rank} did not declare its memory within {START_SECONDS:.0f} s")
     return event
 
 
 class RankTransfers:
-    """The part of a rank above 0: does what comes through ``channel``, with a connector of its own.
+    """The part of a rank above 0: executes the commands of ``channel``, with a connector of its own.
 
     ``make_connector`` gets the function that the connector calls when it has events; ``stores`` hold this rank's heads
-    of the blocks in tiers, where ``found`` is there already.
+    of the blocks in tiers; ``found`` is the content that they hold at start.
     """
 
     def __init__(
@@ -236,16 +238,16 @@ class RankTransfers:
         self._connector = make_connector(self._pass_events_on)
         (memory,) = self._connector.served().ranks
         self._send(RankServes(memory, {name: list(contents) for name, contents in found.items()}))
-        with self._sending:  # a store may have something to tell at once, on a thread of its own
+        with self._sending:  # a store may report at once, on a thread of its own
             self._copies = TierCopies(stores, self._pass_copies_on)
 
     def run(self) -> None:
-        """Until rank 0 says so, or is gone. Raises what the connector died of."""
+        """Execute commands until rank 0 orders the end or is gone. Raises the connector's failure."""
         try:
             while not self._has_ended:
                 if self._channel.poll(CHECK_SECONDS):
                     self._carry_out(_commands.decode(self._channel.recv_bytes()))
-                self._pass_events_on()  # raises if a thread of the connector has died
+                self._pass_events_on()  # raises if a thread of the connector has failed
         except (EOFError, OSError):
             logger.warning("rank 0 is gone")
         finally:
@@ -269,12 +271,12 @@ class RankTransfers:
                 self._has_ended = True
 
     def _pass_events_on(self) -> None:
-        with self._sending:  # in their order
+        with self._sending:  # in order
             for event in self._connector.events():
                 self._put(event)
 
     def _pass_copies_on(self) -> None:
-        """On a copy's own thread; rank 0 may be gone."""
+        """Send the results of copies. Runs on the thread of a copy; rank 0 may be gone."""
         with self._sending, contextlib.suppress(OSError):
             for result in self._copies.results():
                 if not isinstance(result, CopyNearsEnd):  # a step would have to wait on all ranks' devices

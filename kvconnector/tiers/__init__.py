@@ -1,1 +1,1 @@
-"""Tiers of KV below the device: decisions without I/O, and the copies that carry them out."""
+"""Tiers of KV below the device: decisions without I/O, and the copies that execute them."""

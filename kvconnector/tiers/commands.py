@@ -10,37 +10,35 @@ from splitserve.kvconnector.tiers.shared import ChainCopy, TierState
 
 
 class CopyCommand(msgspec.Struct, frozen=True, tag=True):
-    """Copy whole blocks between the device and a tier: ``block_ids[i]`` with ``slots[i]``, whose content is
-    ``hashes[i]``. ``is_load``: into the blocks."""
+    """Copy whole blocks between the device and a tier: block ``block_ids[i]`` and slot ``slots[i]``."""
 
     copy_id: int
     tier: str
-    is_load: bool
+    is_load: bool  # True: into the blocks
     block_ids: Sequence[int]
     slots: Sequence[int]
-    hashes: Sequence[bytes]
+    hashes: Sequence[bytes]  # hashes[i]: the content
 
 
 class ClearCommand(msgspec.Struct, frozen=True, tag=True):
-    """Order to forget a tier's content: no later lookup finds any of it, those of the next incarnation included."""
+    """Order to forget a tier's content: no later lookup finds any of it, not even in the next incarnation."""
 
     tier: str
 
 
 class CopyResult(msgspec.Struct, frozen=True, tag=True):
-    """End of a copy: nothing touches its blocks or slots any more. The first ``num_good`` blocks are right; ``error``
-    says what is wrong with the one after them; ``seconds`` is what it took."""
+    """End of a copy: nothing touches its blocks or slots any more."""
 
     copy_id: int
-    num_good: int
-    error: str | None = None
-    seconds: float = 0.0
+    num_good: int  # leading blocks that are correct
+    error: str | None = None  # the problem of the block after them
+    seconds: float = 0.0  # duration
 
 
 @dataclass(frozen=True, slots=True)
 class CopyNearsEnd:
-    """Notice that the rest of a load takes no longer than a step does: one that needs the blocks may be launched, and
-    waits for them on the device. Its :class:`CopyResult` follows."""
+    """Notice that the rest of a load takes no longer than a step: a step that needs the blocks may be launched, and
+    waits for them on the device. The load's :class:`CopyResult` follows."""
 
     copy_id: int
 
@@ -51,7 +49,7 @@ AnyResult: TypeAlias = CopyResult | CopyNearsEnd | TierState
 
 
 class CopiesInFlight:
-    """Copies that have begun and are not over, by id, and the commands that are yet to be performed."""
+    """Copies in flight, by id, and the commands that are yet to be executed."""
 
     def __init__(self) -> None:
         self.commands: list[AnyCommand] = []
@@ -59,7 +57,7 @@ class CopiesInFlight:
         self._copies: dict[int, Copy] = {}
 
     def start(self, copy: Copy) -> int:
-        """Begin a copy that has :attr:`next_id`; returns that id."""
+        """Begin a copy whose id is :attr:`next_id`; return that id."""
         self.next_id = copy.copy_id + 1
         self._copies[copy.copy_id] = copy
         self.commands.append(copy)
@@ -71,7 +69,7 @@ class CopiesInFlight:
         return commands
 
     def finish(self, copy_id: int) -> Copy:
-        """Forget a copy that is over, and return it."""
+        """Remove a copy that has ended, and return it."""
         return self._copies.pop(copy_id)
 
     def blocks_of(self, copy_id: int) -> Sequence[int]:
@@ -94,5 +92,5 @@ class CopiesInFlight:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no copy is in flight."""
+        """True if no copy is in flight."""
         return not self._copies

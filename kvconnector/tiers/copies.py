@@ -1,7 +1,7 @@
-"""Carries out the copies that :class:`splitserve.kvconnector.tiers.tiers.Tiers` asks for, on threads beside the engine
-loop.
+"""Execution of the copies that :class:`splitserve.kvconnector.tiers.tiers.Tiers` requests, on threads separate from the
+engine loop.
 
-Each tier has a thread for each direction, so that what a request waits for isn't behind what goes down.
+Each tier has a thread for each direction, so that a load that a request waits for is never queued behind stores.
 """
 
 import logging
@@ -34,15 +34,16 @@ class PartialCopyError(Exception):
 
 
 class ToldError(PartialCopyError):
-    """Whose reason is in the log already."""
+    """A partial copy whose error is already logged."""
 
 
 class TierStore(Protocol):
-    """One tier's bytes. A call returns when its copy is complete; :meth:`store` and :meth:`load` may run at once.
+    """Storage of one tier. A call returns when its copy is complete; :meth:`store` and :meth:`load` may run
+    concurrently.
 
-    ``block_ids[i]`` of the device belongs to ``slots[i]`` of the tier, whose content is ``hashes[i]``. An exception
-    means that nothing landed for sure, :class:`PartialCopyError` that the first blocks did. After either, nothing
-    touches the blocks any more.
+    Block ``block_ids[i]`` of the device belongs to slot ``slots[i]`` of the tier, with content ``hashes[i]``. An
+    exception means that possibly no block has landed, :class:`PartialCopyError` that the first blocks have. After
+    either, nothing touches the blocks any more.
     """
 
     def store(self, block_ids: Sequence[int], slots: Sequence[int], hashes: Sequence[bytes]) -> None: ...
@@ -50,28 +51,29 @@ class TierStore(Protocol):
     def load(self, block_ids: Sequence[int], slots: Sequence[int], hashes: Sequence[bytes]) -> None: ...
 
     def clear(self) -> None:
-        """Nothing that was stored so far may be found by another process, either. Called like :meth:`store`."""
+        """Make all stored content unfindable, also for other processes. Called like :meth:`store`."""
 
     def close(self) -> None: ...
 
 
 @runtime_checkable
 class GatedStore(TierStore, Protocol):
-    """A :class:`TierStore` whose loads steps may wait for on the device."""
+    """A :class:`TierStore` with loads that steps may wait for on the device."""
 
     def load_gated(
         self, copy_id: int, block_ids: Sequence[int], slots: Sequence[int], tell_near_end: Callable[[], None]
     ) -> None:
-        """As :meth:`load`. Once at most, ``tell_near_end`` is called when a step may be launched that waits for it."""
+        """Load like :meth:`load`. Calls ``tell_near_end`` at most once: when a step that waits for the load may be
+        launched."""
 
 
 @runtime_checkable
 class SharedStore(Protocol):
-    """The bytes of a tier that several workers share. Calls are like those of :class:`TierStore`; they return how many
-    of the copy's blocks are there now: fewer than all isn't an error."""
+    """Storage of a tier that several workers share. Calls are like those of :class:`TierStore`; they return how many of
+    the copy's blocks are there now. Fewer than all is not an error."""
 
     def open(self, tell: Callable[[TierState], None]) -> None:
-        """Look for the tier from now on, and tell how it is whenever that changes."""
+        """Start looking for the tier, and report its state whenever it changes."""
 
     def store_chain(self, copy: ChainCopy) -> int: ...
 
@@ -86,22 +88,23 @@ AnyStore: TypeAlias = TierStore | SharedStore
 
 
 class Copies(Protocol):
-    """What the engine loop needs of whoever carries copies out."""
+    """Executor of copies, as the engine loop needs it."""
 
     def start(self, command: AnyCommand) -> None:
-        """A copy ends in one :class:`CopyResult`, unless :meth:`close` comes first."""
+        """Start executing a command. A copy ends in one :class:`CopyResult`, unless :meth:`close` comes first."""
 
     def results(self) -> Sequence[AnyResult]:
-        """Results since the last call."""
+        """Return the results since the last call."""
 
     def close(self, timeout_seconds: float) -> None:
-        """Let the copies under way end; those that wait are dropped."""
+        """Let the copies in flight end, and drop the waiting ones."""
 
 
 class TierCopies:
-    """:class:`Copies` of one process. ``stores`` by the names of their tiers; none at all is how tiers are off.
+    """:class:`Copies` of one process. ``stores``: by tier name; empty if tiers are off.
 
-    ``wake`` is called from a thread when results are there."""
+    ``wake`` is called from a thread when results are available.
+    """
 
     def __init__(self, stores: Mapping[str, AnyStore], wake: Callable[[], None]) -> None:
         self._stores = dict(stores)
@@ -126,18 +129,18 @@ class TierCopies:
         self._workers[command.tier, is_load].put(command)
 
     def results(self) -> list[AnyResult]:
-        """Results since the last call."""
+        """Return the results since the last call."""
         results = []
         while not self._results.empty():
             results.append(self._results.get())
         return results
 
     def close(self, timeout_seconds: float) -> None:
-        """Let the copies under way end; those that wait are dropped."""
+        """Let the copies in flight end, and drop the waiting ones."""
         for worker in self._workers.values():
             worker.stop()
         stopped = [worker.join(timeout_seconds) for worker in self._workers.values()]
-        if all(stopped):  # else a thread still uses its store: the process's end closes it
+        if all(stopped):  # otherwise a thread still uses its store, which the end of the process closes
             for store in self._stores.values():
                 store.close()
 
@@ -151,7 +154,7 @@ def _copy_all(
 
 
 class _CopyThread:
-    """Copies of one tier in one direction, in order. Logs the first of several failures, and their end."""
+    """Copies of one tier in one direction, in order. Logs the first of consecutive failures, and their end."""
 
     def __init__(
         self,
@@ -195,11 +198,11 @@ class _CopyThread:
         try:
             self._store.clear()
         except Exception as error:
-            logger.error("what is in the tier can't be removed, and can't be trusted: %s", error)
+            logger.error("cannot clear the tier, although its content can't be trusted: %s", error)
 
     def _copy_of(self, store: AnyStore) -> Callable[[Any], int]:
-        """What carries out a command, and returns how many of its blocks are right. It's chosen once: asking an
-        object for a Protocol is slow."""
+        """Return the function that executes a command and returns how many of its blocks are correct. It is chosen
+        once, because checking an object against a Protocol is slow."""
         if isinstance(store, SharedStore):
             return store.load_chain if self._is_load else store.store_chain
         if self._is_load and isinstance(store, GatedStore):
@@ -219,11 +222,11 @@ class _CopyThread:
         started = time.perf_counter()
         try:
             num_good = self._copy(command)
-        except Exception as error:  # whatever it is: the blocks are computed, or stay where they are
+        except Exception as error:  # after any error the blocks are computed, or stay where they are
             num_good = error.num_good if isinstance(error, PartialCopyError) else 0
             if not isinstance(error, ToldError):
                 if not self._is_failing:
-                    logger.warning("%s fail: %s: %s", self._what, type(error).__name__, error)
+                    logger.warning("%s failed: %s: %s", self._what, type(error).__name__, error)
                 self._is_failing = True
             seconds = time.perf_counter() - started
             return CopyResult(command.copy_id, num_good, f"{type(error).__name__}: {error}", seconds)

@@ -1,4 +1,4 @@
-"""What each tier has done since start, for /metrics."""
+"""Counts of each tier since start, for /metrics."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ class TierCounts(TierCounters, kw_only=True):
             self.store_seconds += seconds
 
     def report(self, name: str, index: TierIndex | None, block_bytes: int) -> TierLoad:
-        """For the heartbeat; no ``index``: nobody knows how much is there."""
+        """Return the counts for the heartbeat; ``index`` is None if the amount stored is unknown."""
         return TierLoad(
             name=name,
             slots=index.num_slots if index is not None else 0,
@@ -33,8 +33,11 @@ class TierCounts(TierCounters, kw_only=True):
 
 
 def count_lookups(asked: Sequence[TierCounts], found_in: Sequence[TierCounts], num_wanted: int) -> None:
-    """Of ``num_wanted`` blocks that a request needs and that aren't on the device; ``asked``: in the order in which
-    tiers are. ``found_in``: where the first of the blocks are. Behind them there is a gap: nothing more can be used."""
+    """Count hits and misses of ``num_wanted`` blocks that a request needs and that are not on the device.
+
+    ``asked``: all tiers in lookup order. ``found_in``: the tiers of the leading blocks; after them is a gap, so no
+    further block can be used.
+    """
     num_left = num_wanted
     for counts in asked:
         num_hits = sum(1 for each in found_in if each is counts)

@@ -1,9 +1,9 @@
-"""The disk tier: a block per file, in a directory of bounded size that the next incarnation of the worker finds again.
+"""The disk tier: one file per block, in a directory of bounded size that the worker's next incarnation reuses.
 
-A slot is a file, written under another name first: it's there as a whole or not at all. Its first :data:`HEADER_BYTES`
-say what it holds and carry a checksum. A file that is cut off, damaged or of another model is a miss, and is removed.
-Each rank of a worker has a directory of its own (:func:`rank_folder`), with its heads of the same blocks in the same
-slots; a block that isn't in all of them is in none.
+A slot is a file, written under another name first: it exists as a whole or not at all. Its first :data:`HEADER_BYTES`
+describe the content and carry a checksum. A truncated or damaged file, or one of another model, is a miss and is
+removed. Each rank of a worker has a directory of its own (:func:`rank_folder`), with its heads of the same blocks in
+the same slots; a block that is missing on one rank counts as missing on all.
 """
 
 import contextlib
@@ -30,11 +30,11 @@ DISK = "disk"
 MAX_COPY_BYTES = 32 << 20
 MAX_BLOCKS_PER_COPY = 64
 LOCK_SECONDS = 10.0
-"""How long a rank waits for the one before it, which may end a little later than its worker."""
+"""Time that a rank waits for the lock of its previous incarnation, which may end a little later than its worker."""
 
 
 class _Lane:
-    """Staging for copies in one direction, and what moves it: from and to the device, from and to files."""
+    """Staging for copies in one direction, with the agents that move it from and to the device, from and to files."""
 
     def __init__(self, name: str, memory: KVMemory, num_blocks: int, backend: str) -> None:
         self._name = name
@@ -51,12 +51,13 @@ class _Lane:
         self.files = FileAgent(self._name, [self.staging, self.headers], self._backend)
 
     def renew(self) -> None:
-        """After a failure: what was given up may still move, in memory that its agent keeps."""
+        """Replace the staging after a failure: an abandoned transfer may still write to the old memory, which its agent
+        keeps."""
         self.device.close()
         self._make()
 
     def data(self, number: int) -> Bytes:
-        """Bytes of staged block ``number``."""
+        """Return the bytes of staged block ``number``."""
         size = self._memory.block_bytes
         return self.staging.bytes[number * size : (number + 1) * size]
 
@@ -64,7 +65,7 @@ class _Lane:
         return self.headers.bytes[number * HEADER_BYTES : (number + 1) * HEADER_BYTES]
 
     def ranges(self, files: Sequence[int]) -> list[FileRange]:
-        """Staged blocks 0, 1, ... and their headers, each with one of ``files``."""
+        """Return the ranges of staged blocks 0, 1, ... and their headers, each with one of ``files``."""
         size = self._memory.block_bytes
         heads = (FileRange(self.headers.address + n * HEADER_BYTES, f, 0, HEADER_BYTES) for n, f in enumerate(files))
         bodies = (FileRange(self.staging.address + n * size, f, HEADER_BYTES, size) for n, f in enumerate(files))
@@ -72,15 +73,15 @@ class _Lane:
 
 
 class DiskStore:
-    """Carries out copies of the disk tier, with staging of its own for each direction."""
+    """Performs copies of the disk tier, with separate staging for each direction."""
 
     def __init__(
         self, memory: KVMemory, folder: SlotFolder, root: bytes, max_blocks: int, backend: str = "posix"
     ) -> None:
         self._folder = folder
-        self._open_flags = os.O_DIRECT if backend == "gds" else 0  # what cuFile wants
+        self._open_flags = os.O_DIRECT if backend == "gds" else 0  # required by cuFile
         self._root = root
-        self._file_bytes = HEADER_BYTES + memory.block_bytes  # of a slot
+        self._file_bytes = HEADER_BYTES + memory.block_bytes  # size of a slot's file
         self._down = _Lane("disk-down", memory, max_blocks, backend)
         self._up = _Lane("disk-up", memory, max_blocks, backend)
 
@@ -99,7 +100,7 @@ class DiskStore:
                     files.append(self._folder.create(name, self._open_flags))
                     stack.callback(os.close, files[-1])
                 for file in files:
-                    os.posix_fallocate(file, 0, self._file_bytes)  # a full disk shows here, in words
+                    os.posix_fallocate(file, 0, self._file_bytes)  # reports a full disk here, with a clear error
                 lane.files.write(lane.ranges(files))
                 for file in files:
                     _mark_used(file)
@@ -143,7 +144,7 @@ class DiskStore:
             raise PartialCopyError(num_good, f"{self._folder.path / names[num_good]} {problem}")
 
     def _num_right(self, hashes: Sequence[bytes]) -> int:
-        """Staged blocks up to the first whose header or checksum is wrong."""
+        """Return the number of staged blocks before the first with a wrong header or checksum."""
         lane = self._up
         for number, block_hash in enumerate(hashes):
             header = Header.parse(lane.header(number).tobytes())
@@ -161,27 +162,27 @@ class DiskStore:
 
 
 def rank_folder(folder: Path, rank: int) -> Path:
-    """Where a rank's files are, of a worker whose own are in ``folder``: rank 0's."""
+    """Return the folder of a rank's files, given the worker's folder, which is rank 0's."""
     return folder / f"rank-{rank}" if rank else folder
 
 
 def disk_tier(
     memory: KVMemory, path: Path, num_bytes: int, root: bytes, backend: str = "posix", *, rank: int = 0
 ) -> tuple[Tier, TierStore, str]:
-    """A tier of at most ``num_bytes`` over all ranks in ``path``, what carries its copies out, and its description; the
-    part of one of the ranks, where there are several.
+    """Return a tier of at most ``num_bytes`` over all ranks in ``path``, the store that performs its copies, and its
+    description; with several ranks, the part of ``rank``.
 
-    What an earlier incarnation left there is in it, where it fits. Raises :class:`ConfigError`.
+    The tier includes the content of earlier incarnations, as far as it fits. Raises :class:`ConfigError`.
     """
     num_ranks = memory.layout.tensor_parallel_size
     num_slots = num_bytes // num_ranks // (HEADER_BYTES + memory.block_bytes)
     if num_slots < 1:
         raise ConfigError(
-            f"--disk-kv-size is {num_bytes} bytes, less than one KV block of {num_ranks * memory.block_bytes}"
+            f"--disk-kv-size is {num_bytes} bytes, less than one KV block of {num_ranks * memory.block_bytes} bytes"
         )
     lock_seconds = LOCK_SECONDS if rank else 0.0
     if rank:
-        os.close(private_folder(path))  # rank 0's, in which this rank's is
+        os.close(private_folder(path))  # rank 0's folder, which contains this rank's
     folder = SlotFolder(rank_folder(path, rank), root, num_slots, memory.block_bytes, lock_seconds=lock_seconds)
     if rank == 0:
         _remove_other_ranks(path, num_ranks)
@@ -197,7 +198,8 @@ def disk_tier(
 
 
 def keep_common(index: TierIndex, others: Sequence[Sequence[tuple[bytes, int]]]) -> None:
-    """Forget what isn't in the same slot on each of the ``others``, which have found these hashes and slots."""
+    """Forget content that is not in the same slot on each of the ``others``, given as the hashes and slots that they
+    found."""
     common = set(index.contents()).intersection(*others)
     for block_hash, slot in index.contents():
         if (block_hash, slot) not in common:
@@ -205,7 +207,7 @@ def keep_common(index: TierIndex, others: Sequence[Sequence[tuple[bytes, int]]])
 
 
 def _remove_other_ranks(folder: Path, num_ranks: int) -> None:
-    """What was left when the worker had more ranks."""
+    """Remove the folders of ranks that the worker no longer has."""
     for path in folder.glob("rank-*"):
         number = re.fullmatch(r"rank-(\d+)", path.name)
         if number is not None and int(number[1]) >= num_ranks:
@@ -213,6 +215,7 @@ def _remove_other_ranks(folder: Path, num_ranks: int) -> None:
 
 
 def _mark_used(file: int) -> None:
-    """Say when a file was used last, for the next incarnation. The kernel's own stamps share a tick of milliseconds."""
+    """Set the time of a file's last use, for the next incarnation. The kernel's own timestamps have a resolution of
+    milliseconds only."""
     now = time.time_ns()
     os.utime(file, ns=(now, now))

@@ -1,7 +1,7 @@
-"""The host tier: blocks in memory of this machine. On a GPU worker it is pinned, on the GPU's NUMA node.
+"""The host tier: blocks in host memory of this machine. On a GPU worker it is pinned, on the GPU's NUMA node.
 
-The bytes of a block in a slot are those of the block on the device: whole blocks are copied, adjacent ones at once; or
-some layers of all blocks, and then the next ones, where a step may wait for them (:mod:`.load_gates`).
+A slot holds the same bytes as the block on the device. Whole blocks are copied, adjacent ones at once; or one group of
+layers of all blocks after another, if a step may wait for them (:mod:`.load_gates`).
 """
 
 import secrets
@@ -26,24 +26,24 @@ from splitserve.protocol.memory_records import HostTierMemory, LayoutRecord, Mem
 HOST = "host"
 MAX_COPY_BYTES = 64 << 20
 MAX_GPU_LOAD_BYTES = 4 << 30
-"""A request waits for its loads, and between two of them the link rests for as long as a thread takes to wake up."""
+"""Large, because a request waits for its loads, and between two of them the link is idle while a thread wakes up."""
 MAX_BLOCKS_PER_COPY = 256
 MIN_LAYER_BYTES = 64 << 10
-"""Of a block: copies of less leave the link idle."""
+"""Least bytes per layer of a block for loads by layer: smaller copies leave the link idle."""
 
 
 class HostTier(NamedTuple):
-    """A tier, what carries its copies out, its description, what peers need to read from it, and where it is."""
+    """The host tier of one rank."""
 
     tier: Tier
-    store: TierStore
+    store: TierStore  # performs the tier's copies
     description: str
-    memory: HostTierMemory | None
+    memory: HostTierMemory | None  # location for peers that read from it; None if none may
     host: HostMemory
 
 
 def load_gates(layout: LayoutRecord, device: torch.device) -> LoadGates | None:
-    """For steps that wait for the tier's loads on the device, where loads go layer by layer; None where they don't."""
+    """Return gates for steps that wait on the device for the tier's loads; None if loads are not done by layer."""
     is_alone = device.type == "cuda" and layout.tensor_parallel_size == 1 and layout.num_layers > 1
     size = block_bytes(layout)
     is_large = size > MAX_KERNEL_BLOCK_BYTES and size >= layout.num_layers * MIN_LAYER_BYTES
@@ -51,21 +51,25 @@ def load_gates(layout: LayoutRecord, device: torch.device) -> LoadGates | None:
 
 
 def host_tier(memory: KVMemory, num_bytes: int, gates: LoadGates | None = None) -> HostTier:
-    """A tier of ``num_bytes`` over all ranks; of one rank's heads, where there are several. Then no peer reads from it.
+    """Return a host tier of ``num_bytes`` over all ranks; with several ranks, the part of one rank, which peers can't
+    read.
 
-    Raises :class:`ConfigError`."""
+    Raises :class:`ConfigError`.
+    """
     num_ranks = memory.layout.tensor_parallel_size
     num_bytes //= num_ranks
     num_slots = num_bytes // memory.block_bytes
     if num_slots < 1:
-        raise ConfigError(f"--host-kv-memory is {num_bytes} bytes, less than one KV block of {memory.block_bytes}")
+        raise ConfigError(
+            f"--host-kv-memory is {num_bytes} bytes, less than one KV block of {memory.block_bytes} bytes"
+        )
     try:
         host = HostMemory(num_slots * memory.block_bytes, node_of_device(memory.device))
         generations = np.frombuffer(anonymous_memory(num_slots * 8), dtype=np.uint64, count=num_slots)
         generations[:] = secrets.randbits(63)
         store = host_store(memory, host, gates)
     except (OSError, MemoryError, RuntimeError) as error:
-        raise ConfigError(f"--host-kv-memory {num_bytes} can't be had: {error}") from error
+        raise ConfigError(f"cannot allocate --host-kv-memory of {num_bytes} bytes: {error}") from error
     most = max(1, min(MAX_BLOCKS_PER_COPY, MAX_COPY_BYTES // memory.block_bytes))
     most_loaded = max(1, MAX_GPU_LOAD_BYTES // memory.block_bytes) if memory.device.type == "cuda" else None
     description = f"{num_slots} blocks, {host.describe()}" + (" on each rank" if num_ranks > 1 else "")
@@ -79,7 +83,7 @@ def host_tier(memory: KVMemory, num_bytes: int, gates: LoadGates | None = None) 
 
 
 def host_store(memory: KVMemory, host: HostMemory, gates: LoadGates | None = None) -> TierStore:
-    """Copies between the device's blocks and ``host``, by what the device has for it."""
+    """Return the store that copies between the device's blocks and ``host``, suitable for the device."""
     return CudaHostStore(memory, host, gates) if memory.device.type == "cuda" else CpuHostStore(memory, host)
 
 
@@ -102,7 +106,7 @@ class CpuHostStore:
             np.copyto(self._blocks[block : block + count], self._slots[slot : slot + count])
 
     def clear(self) -> None:
-        """What was stored isn't found any more."""
+        """Do nothing: the index no longer finds the stored content."""
 
     def close(self) -> None:
-        """Nothing to give back: the memory goes with the process."""
+        """Do nothing: the memory is released with the process."""

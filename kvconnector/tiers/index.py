@@ -1,15 +1,15 @@
-"""What a tier below the device holds: which slot has which content, who uses it, what goes next. No I/O, no clock.
+"""Index of a tier below the device: the content of each slot, its use, the eviction order. No I/O, no clock.
 
 A slot is in exactly one state:
 
-    free      its content is worth nothing
-    storing   a copy into it is under way; nobody finds it
-    ready     its hash finds it; the least recently used one goes first when room is needed
-    pinned    ready, and copies out of it are under way, or peers may be reading it: it can't be taken
-    doomed    forgotten while a copy touches it; free when that is over
+    free      its content is worthless
+    storing   a copy into it is in flight; lookups do not find it
+    ready     lookups by its hash find it; the least recently used one is evicted first
+    pinned    ready, and copies out of it are in flight, or peers may be reading it: it can't be evicted
+    doomed    forgotten while a copy touches it; free when that copy ends
 
-Slots that peers may read have generations, as blocks of the device have: one advances when its slot is taken for new
-content, before anything is written to it.
+Slots that peers may read have generations, like blocks of the device: a slot's generation advances when the slot is
+taken for new content, before anything is written to it.
 """
 
 from collections import Counter, OrderedDict
@@ -23,15 +23,18 @@ from splitserve.kvconnector.blocks.pool import GENERATION_MASK
 
 
 class Place(NamedTuple):
-    """A slot to store into. ``evicted``: the hash whose content it held until now, if any."""
+    """A slot to store into. ``evicted``: the hash of its content until now, if any."""
 
     slot: int
     evicted: bytes | None
 
 
 class TierIndex:
-    """``num_slots`` places for one block each. ``generations``: uint64 ``[num_slots]``, in memory that peers read and
-    with a start that is random per incarnation; None where no peer reads from here."""
+    """Index of ``num_slots`` slots for one block each.
+
+    ``generations``: uint64 ``[num_slots]``, in memory that peers read and with a start that is random per incarnation;
+    None if peers can't read the tier.
+    """
 
     def __init__(self, num_slots: int, generations: npt.NDArray[np.uint64] | None = None) -> None:
         self.num_slots = num_slots
@@ -45,7 +48,7 @@ class TierIndex:
     # ---- finding ----
 
     def __contains__(self, block_hash: bytes) -> bool:
-        """Whether the content can be loaded from here."""
+        """Return whether the content can be loaded from this tier."""
         return block_hash in self._ready
 
     def __len__(self) -> int:
@@ -55,7 +58,8 @@ class TierIndex:
         return block_hash in self._storing
 
     def touch(self, hashes: Sequence[bytes]) -> None:
-        """A request uses this chain: its blocks go last, and among them the end of the chain before its beginning."""
+        """Mark a chain as used: its blocks are evicted last, and among them the end of the chain before its
+        beginning."""
         for block_hash in reversed(hashes):
             if block_hash in self._ready:
                 self._ready.move_to_end(block_hash)
@@ -63,9 +67,10 @@ class TierIndex:
     # ---- storing ----
 
     def begin_store(self, block_hash: bytes) -> Place | None:
-        """A slot for new content: a free one, else that of the least recently used content that nothing reads.
+        """Return a slot for new content: a free one, otherwise that of the least recently used content that is not
+        pinned.
 
-        None if the content is here or on its way already, or if every slot is in use.
+        Return None if the content is here or is being stored already, or if every slot is in use.
         """
         if block_hash in self._ready or block_hash in self._storing:
             return None
@@ -82,7 +87,7 @@ class TierIndex:
         return Place(slot, evicted)
 
     def finish_store(self, block_hash: bytes, slot: int, *, is_good: bool) -> bool:
-        """The copy into a slot is over. Whether the content can be found from now on."""
+        """End the copy into a slot. Return whether lookups find the content from now on."""
         if slot in self._doomed:
             self._doomed.remove(slot)
             self._free.append(slot)
@@ -96,7 +101,7 @@ class TierIndex:
         return is_good
 
     def adopt(self, contents: Sequence[tuple[bytes, int]]) -> None:
-        """Hashes and free slots that hold their contents already, as found at start; least recently used first."""
+        """Add the contents found at start, as hashes and slots, least recently used first."""
         self._ready.update(contents)
         taken = {slot for _, slot in contents}
         self._free = [slot for slot in self._free if slot not in taken]
@@ -105,7 +110,7 @@ class TierIndex:
 
     @property
     def is_served(self) -> bool:
-        """Whether peers may read from here."""
+        """True if peers may read this tier."""
         return self._generations is not None
 
     def generation(self, slot: int) -> int:
@@ -113,7 +118,7 @@ class TierIndex:
         return int(self._generations[slot])
 
     def pin(self, hashes: Iterable[bytes]) -> list[int]:
-        """The slots of contents that are here: they stay until :meth:`unpin`."""
+        """Return the slots of contents that are here: they stay until :meth:`unpin`."""
         slots = [self._ready[block_hash] for block_hash in hashes]
         self._pins.update(slots)
         return slots
@@ -131,7 +136,7 @@ class TierIndex:
     # ---- forgetting ----
 
     def forget(self, block_hash: bytes) -> bool:
-        """The content is damaged, or lost: nobody finds it any more. Whether anybody could before."""
+        """Remove content that is damaged or lost. Return whether lookups could find it before."""
         slot = self._ready.pop(block_hash, None)
         if slot is None:
             return False
@@ -142,7 +147,7 @@ class TierIndex:
         return True
 
     def clear(self) -> list[bytes]:
-        """Forget everything, stores under way included. The hashes that could be found until now."""
+        """Forget everything, including stores in flight. Return the hashes that lookups could find before."""
         forgotten = list(self._ready)
         for block_hash in forgotten:
             self.forget(block_hash)
@@ -158,11 +163,11 @@ class TierIndex:
         return len(self._storing) + len(self._pins) + sum(1 for slot in self._doomed if slot not in self._pins)
 
     def hashes(self) -> list[bytes]:
-        """Everything that can be found, least recently used first."""
+        """Return all hashes that lookups find, least recently used first."""
         return list(self._ready)
 
     def contents(self) -> list[tuple[bytes, int]]:
-        """Everything that can be found, with its slot, least recently used first."""
+        """Return all hashes that lookups find, with their slots, least recently used first."""
         return list(self._ready.items())
 
     def check_invariants(self) -> None:
@@ -172,5 +177,5 @@ class TierIndex:
         assert len(slots) == self.num_slots, "a slot is in no state, or in two"
         assert set(slots) == set(range(self.num_slots)), "a slot is in no state"
         assert not self._ready.keys() & self._storing.keys(), "content is stored twice"
-        assert all(count > 0 for count in self._pins.values()), "a slot is pinned by nobody"
-        assert set(self._pins) <= set(self._ready.values()) | self._doomed, "a slot is read that holds nothing"
+        assert all(count > 0 for count in self._pins.values()), "a slot has a pin count below 1"
+        assert set(self._pins) <= set(self._ready.values()) | self._doomed, "a slot without content is pinned"

@@ -1,4 +1,4 @@
-"""Loads: blocks come up from the tiers into the device for a sequence that waits for them, up to a deadline.
+"""Loads: blocks are onboarded from the tiers for a sequence that waits for them, up to a deadline.
 
 A sequence whose prefix is found in a tier holds all of its blocks before the first copy starts, so two sequences can't
 wait for each other. Every block comes from the first tier that has it.
@@ -16,34 +16,34 @@ from splitserve.kvconnector.tiers.tier import Tier, TierWork
 
 @dataclass(slots=True, eq=False)
 class BlockLoad:
-    """Blocks of one sequence on their way up."""
+    """Blocks of one sequence that are being onboarded."""
 
     owner: Any  # the sequence
     block_ids: list[int]
     good: list[bool]  # good[i]: block number i of the load has landed
     pending: dict[int, int] = field(default_factory=dict)  # copies in flight: id -> number of its first block
     deadline: float | None = None
-    is_abandoned: bool = False  # it took too long: nothing waits for it, and its unfinished blocks are in quarantine
-    is_distrusted: bool = False  # the tiers were cleared meanwhile: nothing of it is used
-    near_end: set[int] = field(default_factory=set)  # those of `pending` that a step can wait for
-    holds_step: bool = False  # a step that waits for it is launched, so it isn't abandoned before it ends
-    has_failed: bool = False  # some copy brought less than it should
+    is_abandoned: bool = False  # it took too long: no sequence waits for it, its unfinished blocks are quarantined
+    is_distrusted: bool = False  # the tiers were cleared meanwhile: none of its blocks are used
+    near_end: set[int] = field(default_factory=set)  # copies in `pending` that a step can wait for
+    holds_step: bool = False  # a step that waits for it was launched, so it can't be abandoned before it ends
+    has_failed: bool = False  # some copy brought fewer blocks than it should
 
     @property
     def can_hold_step(self) -> bool:
-        """Whether a step may be launched that waits on the device for what isn't here yet."""
+        """True if a step may be launched that waits on the device for the missing blocks."""
         return self.pending.keys() <= self.near_end and not (self.has_failed or self.is_distrusted)
 
     @property
     def num_good(self) -> int:
-        """Blocks that landed, up to the first that didn't."""
+        """Number of blocks that landed, up to the first that did not."""
         if self.is_distrusted:
             return 0
         return next((number for number, is_good in enumerate(self.good) if not is_good), len(self.good))
 
 
 class TierLoads:
-    """Loads in flight, by the ids of their copies. A load is overdue ``load_seconds`` after its clock was started."""
+    """Loads in flight, by copy id. A load is overdue ``load_seconds`` after its clock was started."""
 
     def __init__(self, work: TierWork, load_seconds: float) -> None:
         self._work = work
@@ -53,7 +53,7 @@ class TierLoads:
     def begin(
         self, owner: Any, hashes: Sequence[bytes], block_ids: Sequence[int], token_ids: Sequence[int], first_block: int
     ) -> BlockLoad | None:
-        """Begin a load, as :meth:`.Tiers.begin_load` says."""
+        """Begin a load; see :meth:`.Tiers.begin_load`."""
         work, sources = self._work, self._sources(hashes)
         num_blocks = len(sources)
         count_lookups([tier.counts for tier in work.tiers], [tier.counts for tier in sources], len(hashes))
@@ -94,7 +94,7 @@ class TierLoads:
         return self._work.shared.num_wanted(first_block, first_block + len(hashes)) > 0
 
     def _sources(self, hashes: Sequence[bytes]) -> list[Tier]:
-        """For each leading block of a chain that is in some tier: the first tier that holds it."""
+        """Return, for each leading block found in some tier, the first tier that holds it."""
         sources: list[Tier] = []
         for block_hash in hashes:
             for tier in self._work.tiers:
@@ -106,25 +106,25 @@ class TierLoads:
         return sources
 
     def abandon(self, load: BlockLoad) -> list[int]:
-        """Give up a load, as :meth:`.Tiers.abandon` says."""
+        """Abandon a load; see :meth:`.Tiers.abandon`."""
         load.is_abandoned = True
         in_flight = [block_id for copy_id in load.pending for block_id in self._work.copies.blocks_of(copy_id)]
         self._work.pool.quarantine(in_flight)
         return in_flight
 
     def distrust_all(self) -> None:
-        """Let no load in flight count as good."""
+        """Mark all loads in flight as untrusted."""
         for load in self._by_copy.values():
             load.is_distrusted = True
 
     # ---- results ----
 
     def nears_end(self, copy_id: int) -> None:
-        """Note that a step can wait for a copy."""
+        """Record that a step can wait for a copy."""
         self._by_copy[copy_id].near_end.add(copy_id)
 
     def finish(self, tier: Tier, command: CopyCommand, num_good: int) -> BlockLoad | None:
-        """Note the end of a copy from a tier; returns the load that is complete with it, unless it is abandoned."""
+        """Record the end of a copy from a tier; return the load that it completes, unless that is abandoned."""
         tier.index.unpin(command.slots)
         if num_good < len(command.hashes):
             bad = command.hashes[num_good]
@@ -133,7 +133,8 @@ class TierLoads:
         return self._land(command, num_good)
 
     def finish_shared(self, command: ChainCopy, num_good: int) -> BlockLoad | None:
-        """Note the end of a copy from the shared tier; returns what :meth:`finish` does."""
+        """Record the end of a copy from the shared tier; return the load that it completes, unless that is
+        abandoned."""
         self._work.shared.on_loaded(command, num_good)
         return self._land(command, num_good)
 
@@ -153,7 +154,7 @@ class TierLoads:
     # ---- time ----
 
     def start_clocks(self, now: float) -> None:
-        """Give a deadline to loads that began since the last call."""
+        """Set the deadline of loads that began since the last call."""
         for load in self._by_copy.values():
             if load.deadline is None:
                 load.deadline = now + self._load_seconds
@@ -165,7 +166,7 @@ class TierLoads:
         return list(late.values())
 
     def next_deadline(self) -> float:
-        """Return when the next load is overdue, or infinity."""
+        """Return the time at which the next load is overdue, or infinity."""
         return min((deadline for _, deadline in self._deadlines()), default=float("inf"))
 
     def _deadlines(self) -> Iterator[tuple[BlockLoad, float]]:
@@ -178,17 +179,17 @@ class TierLoads:
 
     @property
     def awaited(self) -> list[BlockLoad]:
-        """Loads that their owner waits for."""
+        """Loads whose owner waits for them."""
         return list({id(load): load for load in self._by_copy.values() if not load.is_abandoned}.values())
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless each copy into the device belongs to a load."""
         loads = {copy.copy_id for copy in self._work.copies.loads}
-        assert loads == self._by_copy.keys(), "a load counts as over before it is, or as in flight after its end"
+        assert loads == self._by_copy.keys(), "the copies of loads differ from the loads in flight"
 
 
 def _same_source(sources: Sequence[Tier]) -> Iterator[slice]:
-    """Split blocks into runs from one tier each, no longer than that tier's loads may be."""
+    """Split blocks into runs from one tier each, no longer than that tier's maximum per load."""
     start = 0
     while start < len(sources):
         tier = sources[start]

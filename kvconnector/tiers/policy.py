@@ -1,7 +1,7 @@
-"""Which blocks are worth a place in the tiers below the device. Pure.
+"""Choice of the blocks to keep in the tiers below the device. Pure.
 
-A policy hears of every block that becomes complete on the device, and of every one that is used again; it says each
-time whether the tiers should keep it. A tier that has a block already isn't asked to store it again.
+A policy is called for every block that becomes complete on the device, and for every block that is used again; it
+returns each time whether the tiers should keep it. A block is not stored again in a tier that has it.
 """
 
 from collections import OrderedDict
@@ -14,14 +14,14 @@ MAX_REMEMBERED = 1 << 17
 
 class KeepPolicy(Protocol):
     def on_complete(self, block_hash: bytes, *, is_prompt: bool) -> bool:
-        """Whether to keep a block just computed; ``is_prompt``: all of its tokens are the prompt's."""
+        """Return whether to keep a block just computed; ``is_prompt``: all of its tokens are the prompt's."""
 
     def on_reused(self, block_hash: bytes) -> bool:
-        """Whether to keep a block that another request has just found on the device."""
+        """Return whether to keep a block that another request has just found on the device."""
 
 
 class KeepAll:
-    """Prompts and outputs: a chat's next turn brings both back."""
+    """Policy that keeps prompts and outputs: a chat's next turn sends both again."""
 
     def on_complete(self, block_hash: bytes, *, is_prompt: bool) -> bool:
         del block_hash, is_prompt
@@ -33,7 +33,7 @@ class KeepAll:
 
 
 class KeepPrompts:
-    """What clients sent, and nothing that was generated."""
+    """Policy that keeps prompts, and nothing that was generated."""
 
     def on_complete(self, block_hash: bytes, *, is_prompt: bool) -> bool:
         del block_hash
@@ -45,9 +45,9 @@ class KeepPrompts:
 
 
 class KeepSecondUse:
-    """What was needed twice: found on the device by a second request, or computed a second time.
+    """Policy that keeps blocks needed twice: found on the device by a second request, or computed a second time.
 
-    Remembers the hashes of the last :data:`MAX_REMEMBERED` blocks.
+    It remembers the hashes of the last :data:`MAX_REMEMBERED` blocks.
     """
 
     def __init__(self, max_remembered: int = MAX_REMEMBERED) -> None:

@@ -1,8 +1,8 @@
-"""A tier that several workers share, as one of them sees it: only asking tells what it holds. No I/O, no clock.
+"""A tier that several workers share, as one of them sees it: only a lookup reveals its content. No I/O, no clock.
 
-It takes and gives chunks, of a fixed number of tokens from the beginning of a sequence on, by their token ids. So a
-chunk goes down when the last of its blocks is complete, and a request that finds less than whole chunks of its prompt
-in this process waits for the answer to one question, which is a load that may bring nothing.
+It stores and returns chunks, addressed by token ids, of a fixed number of tokens counted from the beginning of a
+sequence. So a chunk is offloaded when its last block is complete. A request that finds fewer blocks of its prompt in
+this process than whole chunks could provide waits for one lookup, which is a load that may return nothing.
 """
 
 from collections import OrderedDict
@@ -17,11 +17,11 @@ MAX_CANDIDATES = 4096
 MAX_KNOWN = 1 << 16
 
 FindBlocks: TypeAlias = Callable[[Sequence[bytes]], list[int]]
-"""The blocks of the device that have some contents, up to the first that has none."""
+"""Function that returns the device's blocks with the given contents, up to the first content that has none."""
 
 
 class TierState(msgspec.Struct, frozen=True, tag=True):
-    """Whether the shared tier answers, and how many tokens its chunks have: a multiple of the block size."""
+    """State of the shared tier: its availability and the tokens of a chunk, a multiple of the block size."""
 
     tier: str
     is_available: bool
@@ -29,61 +29,60 @@ class TierState(msgspec.Struct, frozen=True, tag=True):
 
 
 class ChainCopy(msgspec.Struct, frozen=True, tag=True):
-    """Copy blocks of one sequence between the device and the shared tier. ``is_load``: into the blocks.
+    """Copy of blocks of one sequence between the device and the shared tier.
 
-    ``block_ids[i]`` has the content ``hashes[i]`` and is number ``first_block + i`` of the sequence, whose tokens up to
-    the end of the last of them are ``token_ids``. That end is a chunk's; the beginning is one, too, of what goes down.
-    A result's ``num_good`` says how many of the blocks are there now.
+    The last block ends a chunk. In a store, the first block begins one. A result's ``num_good`` is the number of these
+    blocks that are there now.
     """
 
     copy_id: int
     tier: str
-    is_load: bool
-    token_ids: Sequence[int]
-    first_block: int
+    is_load: bool  # True: into the blocks
+    token_ids: Sequence[int]  # the sequence's tokens up to the end of the last block
+    first_block: int  # position of block_ids[0] in the sequence
     block_ids: Sequence[int]
-    hashes: Sequence[bytes]
+    hashes: Sequence[bytes]  # hashes[i]: the content of block_ids[i]
 
 
 @dataclass(slots=True)
 class _Candidate:
-    """A chunk that may go down: ``number`` in its sequence, whose tokens ``token_ids`` begins with."""
+    """A chunk that may be offloaded."""
 
-    token_ids: Sequence[int]
-    number: int
+    token_ids: Sequence[int]  # begins with the sequence's tokens
+    number: int  # position of the chunk in its sequence
     hashes: list[bytes]
 
 
 @dataclass(slots=True)
 class SharedTier:
-    """Off, without a name. ``max_blocks_per_copy`` bounds how long a copy takes; a chunk is copied as a whole."""
+    """The shared tier; off if it has no name."""
 
     name: str = ""
     block_size: int = 1
-    max_blocks_per_copy: int = 64
-    chunk_blocks: int = 0  # 0: it doesn't answer
+    max_blocks_per_copy: int = 64  # bounds the duration of a copy; a chunk is always copied as a whole
+    chunk_blocks: int = 0  # 0: unavailable
     num_stores_in_flight: int = 0
     _candidates: OrderedDict[bytes, _Candidate] = field(default_factory=OrderedDict)  # by the hash of the last block
-    _known: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # likewise: in the tier, as far as we know
+    _known: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # likewise: chunks known to be in the tier
 
     @property
     def is_available(self) -> bool:
         return self.chunk_blocks > 0
 
     def on_state(self, state: TierState) -> None:
-        """The tier is lost, or there (again): then nothing is known of what it holds."""
+        """Record that the tier was lost or is available (again): its content is unknown then."""
         self.chunk_blocks = state.chunk_tokens // self.block_size if state.is_available else 0
         self.forget()
 
     def forget(self) -> None:
-        """What was stored can't be trusted, or isn't there any more."""
+        """Forget the known content: it can't be trusted, or is gone."""
         self._candidates.clear()
         self._known.clear()
 
-    # ---- up ----
+    # ---- onboard ----
 
     def num_wanted(self, first_block: int, num_blocks: int) -> int:
-        """How many of a sequence's blocks, ``first_block`` the first, to ask for: up to its last whole chunk of
+        """Return how many blocks of a sequence to request from ``first_block`` on: up to the last whole chunk within
         ``num_blocks``."""
         if not self.is_available:
             return 0
@@ -96,15 +95,16 @@ class SharedTier:
             else:
                 self._known.pop(block_hash, None)
 
-    # ---- down ----
+    # ---- offload ----
 
     def propose(
         self, token_ids: Sequence[int], hashes: Sequence[bytes], first_block: int, worth: Sequence[bool]
     ) -> None:
-        """Blocks ``first_block`` and following of a sequence are complete, or used again; ``worth[i]``: the policy
-        would keep that one. A chunk is worth as much as its last block.
+        """Make whole chunks candidates for a store: blocks ``first_block`` and following of a sequence are complete, or
+        used again.
 
-        ``token_ids`` may grow, but what there is of it doesn't change.
+        ``worth[i]``: the policy would keep that block. A chunk is worth as much as its last block. ``token_ids`` may
+        grow, but its existing elements don't change.
         """
         size = self.chunk_blocks
         if not self.is_available:
@@ -119,12 +119,12 @@ class SharedTier:
                 self._candidates.popitem(last=False)
 
     def next_store(self, copy_id: int, find: FindBlocks) -> ChainCopy | None:
-        """What goes down next, if the bounds allow it; ``find`` gives the blocks that have some contents now."""
+        """Return the next store, if the bounds allow one; ``find`` returns the blocks that have some contents now."""
         while self._candidates and self.num_stores_in_flight < MAX_STORES_IN_FLIGHT:
             first = self._candidates.popitem(last=False)[1]
             block_ids, hashes = find(first.hashes), list(first.hashes)
             if len(block_ids) < len(hashes):
-                continue  # taken before its turn
+                continue  # evicted before its turn
             number = first.number
             while len(hashes) + self.chunk_blocks <= self.max_blocks_per_copy and self._candidates:
                 following = next(iter(self._candidates.values()))
@@ -148,7 +148,7 @@ class SharedTier:
                 self._remember(block_hash)
 
     def _chunk_ends(self, copy: ChainCopy) -> list[tuple[int, bytes]]:
-        """Last blocks of the chunks that ``copy`` reaches: their numbers in it, and their hashes."""
+        """Return the last blocks of the chunks in ``copy``: their positions in it, and their hashes."""
         if not self.is_available:
             return []
         ends = range(-(copy.first_block + 1) % self.chunk_blocks, len(copy.hashes), self.chunk_blocks)
@@ -162,4 +162,4 @@ class SharedTier:
 
 
 NO_SHARED_TIER = SharedTier()
-"""Nobody ever turns it on."""
+"""A tier that is never enabled."""

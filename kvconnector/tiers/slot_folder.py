@@ -1,4 +1,4 @@
-"""The disk tier's files: a private folder with a file per slot, each with a header that says what it holds."""
+"""The disk tier's files: a private folder with a file per slot, each with a header that describes its content."""
 
 import contextlib
 import errno
@@ -26,13 +26,12 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Header(NamedTuple):
-    """``root``: :func:`splitserve.protocol.block_hash.shard_root`; ``checksum``: of all of these and the block's
-    bytes."""
+    """Header of a slot's file."""
 
-    root: bytes
+    root: bytes  # splitserve.protocol.block_hash.shard_root
     block_hash: bytes
     num_bytes: int
-    checksum: bytes
+    checksum: bytes  # of the other fields and the block's bytes
 
     @classmethod
     def of(cls, root: bytes, block_hash: bytes, data: Bytes) -> "Header":
@@ -42,7 +41,7 @@ class Header(NamedTuple):
 
     @classmethod
     def parse(cls, data: bytes) -> "Header | None":
-        """None for what isn't one."""
+        """Decode a header; return None if ``data`` is not one."""
         if len(data) < _FIELDS.size:
             return None
         magic, *fields = _FIELDS.unpack(data[: _FIELDS.size])
@@ -56,15 +55,15 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DiskFullError(ConfigError):
-    """No room for a folder."""
+    """The disk has no room for the folder."""
 
 
 class SlotFolder:
-    """The files of one rank, reached through the folder's descriptor: what its name leads to later doesn't matter.
+    """The files of one rank, accessed through the folder's descriptor: later changes to the path have no effect.
 
     The folder must be this user's, and is made private to them; links are never followed. Raises :class:`ConfigError`
-    where the folder can't be written to or belongs to another user, or where another process uses it and still does so
-    after ``lock_seconds``.
+    if the folder can't be written to or belongs to another user, or if another process still uses it after
+    ``lock_seconds``.
     """
 
     def __init__(self, path: Path, root: bytes, num_slots: int, block_bytes: int, *, lock_seconds: float = 0.0) -> None:
@@ -91,7 +90,7 @@ class SlotFolder:
         return os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=self._folder)
 
     def create(self, name: str, flags: int) -> int:
-        """Open a new file for reading and writing, in place of whatever has its name."""
+        """Open a new file for reading and writing, replacing any file with that name."""
         self.remove(name)
         return self.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR | flags)
 
@@ -104,8 +103,8 @@ class SlotFolder:
             os.unlink(name, dir_fd=self._folder)
 
     def contents(self) -> list[tuple[bytes, int]]:
-        """Return hash and slot of every whole file, least recently used first. All other files are removed, and of two
-        with the same content the older one."""
+        """Return hash and slot of every whole file, least recently used first. Removes all other files, and the older
+        of two files with the same content."""
         found: dict[bytes, tuple[int, int]] = {}
         for name in self._names():
             entry = self._entry(name)
@@ -128,17 +127,17 @@ class SlotFolder:
         os.close(self._folder)
 
     def check(self, file: int) -> str:
-        """Return what is wrong with an open slot's file as a file; "" if nothing is."""
+        """Return the problem of an open slot's file as a file; "" if there is none."""
         state = os.fstat(file)
         if not stat.S_ISREG(state.st_mode) or state.st_uid != os.geteuid():
-            return "is no file of this user"
-        return "" if state.st_size == self._file_bytes else "is cut off"
+            return "is not a regular file of this user"
+        return "" if state.st_size == self._file_bytes else "is truncated"
 
     def _names(self) -> list[str]:
         return [name for name in os.listdir(self._folder) if name.endswith((".kv", ".kv.new"))]
 
     def _entry(self, name: str) -> tuple[bytes, tuple[int, int]] | None:
-        """Return hash, time of last use and slot of a file; None for what is none of ours."""
+        """Return hash, time of last use and slot of a file; None if it is not one of this tier's files."""
         stem = name.removesuffix(".kv")
         if stem == name or not stem.isdigit() or int(stem) >= self._num_slots or self.slot(int(stem)) != name:
             return None
@@ -156,7 +155,8 @@ class SlotFolder:
 
 
 def private_folder(path: Path) -> int:
-    """Make ``path``, if need be, private to this user, and return its descriptor. Raises :class:`ConfigError`."""
+    """Create ``path`` if needed, make it private to this user, and return its descriptor. Raises
+    :class:`ConfigError`."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
@@ -171,7 +171,7 @@ def private_folder(path: Path) -> int:
         if owner != os.geteuid():
             raise ConfigError(
                 f"--disk-kv-dir: {path} belongs to user {owner}, this process to user {os.geteuid()}; "
-                "choose a directory that nobody else writes to"
+                "choose a directory that no other user writes to"
             )
         os.fchmod(folder, 0o700)
     except OSError as error:

@@ -1,11 +1,11 @@
-"""Stores: blocks of the device go down into the tiers in the background, a bounded number of copies at a time."""
+"""Stores: blocks of the device are offloaded to the tiers in the background, a bounded number of copies at a time."""
 
 from splitserve.kvconnector.tiers.commands import CopyCommand, CopyResult
 from splitserve.kvconnector.tiers.shared import ChainCopy
 from splitserve.kvconnector.tiers.tier import Tier, TierWork
 
 MAX_STORES_IN_FLIGHT = 2
-"""Per tier: one that is copied, and the next one."""
+"""Bound per tier: one store being copied, and the next one."""
 
 
 class TierStores:
@@ -20,7 +20,8 @@ class TierStores:
             tier.propose(block_id, block_hash)
 
     def start(self) -> None:
-        """Begin stores of candidates, as far as the bounds allow. Blocks that were taken meanwhile are lost."""
+        """Begin stores of candidates, as far as the bounds allow. Candidates whose blocks were reused meanwhile are
+        dropped."""
         work = self._work
         for tier in work.tiers:
             while tier.candidates and tier.num_stores_in_flight < MAX_STORES_IN_FLIGHT:
@@ -53,7 +54,7 @@ class TierStores:
             work.copies.start(CopyCommand(work.copies.next_id, tier.name, False, block_ids, slots, hashes))
 
     def finish(self, tier: Tier, command: CopyCommand, num_good: int) -> None:
-        """Index the first ``num_good`` blocks of a store that is over, and free the slots of the others."""
+        """Index the first ``num_good`` blocks of a store that ended, and free the slots of the others."""
         tier.num_stores_in_flight -= 1
         stored: list[bytes] = []
         for number, (block_hash, slot) in enumerate(zip(command.hashes, command.slots, strict=True)):
@@ -64,7 +65,7 @@ class TierStores:
         self._work.pool.release(command.block_ids)
 
     def finish_shared(self, command: ChainCopy, result: CopyResult) -> None:
-        """Note the end of a store to the shared tier."""
+        """Record the end of a store to the shared tier."""
         self._work.shared.on_stored(command, is_good=result.error is None)
         self._work.counters.tier_stored_blocks += result.num_good
         self._work.pool.release(command.block_ids)

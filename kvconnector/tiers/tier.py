@@ -1,4 +1,4 @@
-"""One tier below the device as a worker sees it, and the slots of it that peers may read."""
+"""One tier below the device, as a worker sees it, and its slots that peers may read."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -17,19 +17,19 @@ MAX_CANDIDATES = 1 << 16
 
 @dataclass(slots=True)
 class Tier:
-    """One place below the device: its name and what it holds. ``max_blocks_per_copy`` bounds how long a store takes,
-    ``max_blocks_per_load`` a load (None: the same)."""
+    """One tier below the device: its name and content."""
 
     name: str
     index: TierIndex
-    max_blocks_per_copy: int = 64
-    max_blocks_per_load: int | None = None
+    max_blocks_per_copy: int = 64  # bounds the duration of a store
+    max_blocks_per_load: int | None = None  # bounds the duration of a load; None: max_blocks_per_copy
     counts: TierCounts = field(default_factory=TierCounts)
     num_stores_in_flight: int = 0
     candidates: OrderedDict[bytes, int] = field(default_factory=OrderedDict)  # hash -> block, oldest first
 
     def propose(self, block_id: int, block_hash: bytes) -> None:
-        """Make a block a candidate for a store, unless its content is here. With too many, the oldest is dropped."""
+        """Make a block a candidate for a store, unless its content is in the tier. Drops the oldest of too many
+        candidates."""
         if block_hash not in self.index:
             self.candidates[block_hash] = block_id
             if len(self.candidates) > MAX_CANDIDATES:
@@ -38,10 +38,10 @@ class Tier:
 
 @dataclass(frozen=True, slots=True)
 class TierWork:
-    """State of a worker's tiers that stores and loads have in common."""
+    """State of a worker's tiers that stores and loads share."""
 
     pool: BlockPool
-    tiers: Sequence[Tier]  # in the order in which they are asked
+    tiers: Sequence[Tier]  # in lookup order
     shared: SharedTier
     copies: CopiesInFlight
     events: KVEvents
@@ -49,7 +49,7 @@ class TierWork:
 
 
 class ServedSlots:
-    """Slots held for peers, of the first tier whose memory peers can read; without one it holds none."""
+    """Slots held for peers, of the first tier whose memory peers can read; none without such a tier."""
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
         self.tier = next((tier for tier in tiers if tier.index.is_served), None)
@@ -60,7 +60,7 @@ class ServedSlots:
         return self.tier is not None and block_hash in self.tier.index
 
     def hold(self, block_hash: bytes) -> tuple[int, int] | None:
-        """Return slot and generation of a content that peers can read: it stays until :meth:`release`."""
+        """Return slot and generation of content that peers can read; it stays until :meth:`release`."""
         if self.tier is None or not self.has(block_hash):
             return None
         [slot] = self.tier.index.pin([block_hash])
@@ -68,7 +68,7 @@ class ServedSlots:
         return slot, self.tier.index.generation(slot)
 
     def release(self, slots: Sequence[int]) -> None:
-        """Give up one hold on each of some slots."""
+        """Release one hold on each slot."""
         if self.tier is not None:
             self.tier.index.unpin(slots)
             self._held.subtract(slots)
@@ -76,7 +76,7 @@ class ServedSlots:
 
     @property
     def num_held(self) -> int:
-        """Holds, over all slots: a slot held twice counts twice."""
+        """Number of holds over all slots: a slot held twice counts twice."""
         return self._held.total()
 
     def held_in(self, tier: Tier) -> set[int]:

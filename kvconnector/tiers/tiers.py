@@ -1,13 +1,13 @@
-"""KV beyond the device: what goes down, what comes up, and what happens when a copy fails. No I/O, no clock.
+"""KV beyond the device: offloading, onboarding, and failed copies. No I/O, no clock.
 
-Blocks go down in the background as soon as they are complete (:mod:`.stores`), and stay on the device as well
-until their memory is needed. A block that is being copied, either way, is referenced, so that it isn't taken for new
-content. A sequence whose prefix is found in a tier waits for a load (:mod:`.loads`); it runs when its copies are
-over, or when they nearly are: then its step waits for them on the device. Blocks whose copy failed are computed, as if
-nothing had been found.
+Blocks are offloaded in the background as soon as they are complete (:mod:`.stores`), and stay on the device as well
+until their memory is needed. A block that is being copied, in either direction, is referenced, so that it is not
+allocated for new content. A sequence whose prefix is found in a tier waits for a load (:mod:`.loads`). It runs when its
+copies have ended, or when they nearly have: then its step waits for them on the device. Blocks whose copy failed are
+computed, as if they had not been found.
 
-Tiers are asked in their order, cheapest first, and every block comes from one of them. Last is the one that workers
-share (:mod:`.shared`), for what none of the others has.
+Tiers are looked up in order, cheapest first, and every block comes from one of them. The last is the one that workers
+share (:mod:`.shared`), for blocks that none of the others has.
 """
 
 from collections.abc import Sequence
@@ -28,10 +28,10 @@ from splitserve.protocol.counters import TierLoad, WorkerCounters
 
 
 class Tiers:
-    """The tiers of one worker. Without any it does nothing: that is how they are off.
+    """The tiers of one worker. Without any tier it does nothing; that is the state with tiers off.
 
-    The caller performs :meth:`take_commands`, and hands every result to :meth:`on_result`. The block pool's prefix
-    index says what is on the device; ``load_seconds`` is how long a request waits for its blocks.
+    The caller executes the commands of :meth:`take_commands`, and passes every result to :meth:`on_result`. The block
+    pool's prefix index holds the blocks on the device; ``load_seconds`` is how long a request waits for its blocks.
     """
 
     def __init__(
@@ -57,17 +57,18 @@ class Tiers:
         self._loads = TierLoads(work, load_seconds)
         self._served = ServedSlots(self.tiers)
 
-    # ---- what the device's blocks do ----
+    # ---- events of the device's blocks ----
 
     def on_complete(self, block_id: int, block_hash: bytes, *, is_prompt: bool) -> bool:
-        """Note that a full block of the device is computed, or read, and verified; return whether to keep it below."""
+        """Record that a full block of the device is computed, or read, and verified; return whether to keep it in the
+        tiers."""
         is_worth = self.is_on and self._policy.on_complete(block_hash, is_prompt=is_prompt)
         if is_worth:
             self._stores.propose(block_id, block_hash)
         return is_worth
 
     def on_reused(self, block_ids: Sequence[int], hashes: Sequence[bytes], token_ids: Sequence[int] = ()) -> None:
-        """Note that a request with these tokens found its first blocks on the device."""
+        """Record that a request with these tokens found its first blocks on the device."""
         if not self.is_on:
             return
         for tier in self.tiers:
@@ -79,7 +80,8 @@ class Tiers:
         self.shared.propose(token_ids, hashes, 0, worth)
 
     def start_stores(self) -> None:
-        """Send down what waits for it, as far as the bounds allow. Blocks that were taken meanwhile are lost."""
+        """Begin waiting stores, as far as the bounds allow. Candidates whose blocks were reused meanwhile are
+        dropped."""
         self._stores.start()
 
     # ---- loads ----
@@ -92,24 +94,25 @@ class Tiers:
         token_ids: Sequence[int] = (),
         first_block: int = 0,
     ) -> BlockLoad | None:
-        """Bring up as much of a chain as the tiers hold, into the first of ``block_ids``, which ``owner`` holds alone.
+        """Onboard as much of a chain as the tiers hold, into the first of ``block_ids``, to which only ``owner``
+        refers.
 
         The shared tier may be asked for more: ``hashes`` are those of the blocks ``first_block`` and following of a
-        sequence with ``token_ids``. None if there is nothing to wait for.
+        sequence with ``token_ids``. Return None if there is nothing to wait for.
         """
         return self._loads.begin(owner, hashes, block_ids, token_ids, first_block)
 
     def may_find(self, first_block: int, hashes: Sequence[bytes]) -> bool:
-        """Return whether :meth:`begin_load` would begin one for these blocks of a sequence."""
+        """Return whether :meth:`begin_load` would begin a load for these blocks of a sequence."""
         return self._loads.may_find(first_block, hashes)
 
     def abandon(self, load: BlockLoad) -> list[int]:
-        """Give up a load. Its blocks that a copy may still write to are put into quarantine until that is over, and
-        returned: their owner doesn't hold them any longer."""
+        """Abandon a load. Blocks that a copy may still write to are quarantined until it ends, and returned: their
+        owner no longer holds them."""
         return self._loads.abandon(load)
 
     def start_clocks(self, now: float) -> None:
-        """Let loads that began since the last call begin to age."""
+        """Start the clocks of loads that began since the last call."""
         self._loads.start_clocks(now)
 
     def overdue(self, now: float) -> list[BlockLoad]:
@@ -117,19 +120,19 @@ class Tiers:
         return self._loads.overdue(now)
 
     def next_deadline(self) -> float:
-        """Return when the next load is overdue, or infinity."""
+        """Return the time at which the next load is overdue, or infinity."""
         return self._loads.next_deadline()
 
     @property
     def loads(self) -> list[BlockLoad]:
-        """Loads that their owner waits for."""
+        """Loads whose owner waits for them."""
         return self._loads.awaited
 
     # ---- for peers ----
 
     @property
     def serves_slots(self) -> bool:
-        """Whether peers can read from a tier here."""
+        """True if peers can read from a tier here."""
         return self._served.tier is not None
 
     def has_slot(self, block_hash: bytes) -> bool:
@@ -137,28 +140,27 @@ class Tiers:
         return self._served.has(block_hash)
 
     def hold_slot(self, block_hash: bytes) -> tuple[int, int] | None:
-        """Return slot and generation of a content that peers can read from here; it stays until
-        :meth:`release_slots`."""
+        """Return slot and generation of content that peers can read from here; it stays until :meth:`release_slots`."""
         return self._served.hold(block_hash)
 
     def release_slots(self, slots: Sequence[int]) -> None:
-        """Give up one hold on each of some slots."""
+        """Release one hold on each slot."""
         self._served.release(slots)
 
     @property
     def num_held_slots(self) -> int:
-        """Slots that are held, each as often as it is."""
+        """Number of holds over all slots: a slot held twice counts twice."""
         return self._served.num_held
 
     # ---- copies ----
 
     def take_commands(self) -> list[AnyCommand]:
-        """Return what is to be performed since the last call."""
+        """Return the commands since the last call."""
         return self._copies.take_commands()
 
     def on_result(self, result: AnyResult) -> BlockLoad | None:
-        """Note that a copy is over, or nearly, or that the shared tier's state changed; returns the load that is
-        complete with it, unless that was abandoned."""
+        """Record that a copy ended, or nearly, or that the shared tier's state changed; return the load that it
+        completes, unless that was abandoned."""
         if isinstance(result, TierState):
             self.shared.on_state(result)
             return None
@@ -184,7 +186,7 @@ class Tiers:
     # ---- the whole ----
 
     def clear(self) -> None:
-        """Forget all that was stored, which can't be trusted any more, and use nothing that is on its way up."""
+        """Forget all stored content, which can't be trusted any more, and use no block of a load in flight."""
         for tier in self.tiers:
             tier.candidates.clear()
             self.events.evicted(tier.name, tier.index.clear())
@@ -196,16 +198,16 @@ class Tiers:
 
     @property
     def is_on(self) -> bool:
-        """Whether there is any tier."""
+        """True if there is any tier."""
         return bool(self.tiers or self.shared.name)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that can be loaded, over all tiers but the shared one."""
+        """Number of blocks that can be loaded, over all tiers except the shared one."""
         return sum(len(tier.index) for tier in self.tiers)
 
     def report(self, block_bytes: int) -> list[TierLoad]:
-        """Return what each tier has done, for the heartbeat."""
+        """Return the counts of each tier, for the heartbeat."""
         reports = [tier.counts.report(tier.name, tier.index, block_bytes) for tier in self.tiers]
         if self.shared.name:
             report = self.shared_counts.report(self.shared.name, None, block_bytes)
@@ -218,18 +220,20 @@ class Tiers:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no copy is in flight."""
+        """True if no copy is in flight."""
         return self._copies.is_idle
 
     def check_invariants(self) -> None:
-        """Raise AssertionError unless slots and copies explain each other."""
+        """Raise AssertionError unless slots and copies are consistent."""
         for tier in self.tiers:
             tier.index.check_invariants()
             copies = self._copies.of_tier(tier.name)
             in_use = {slot for command in copies for slot in command.slots} | self._served.held_in(tier)
-            assert tier.index.num_in_use == len(in_use), f"slots of {tier.name} are in use that no copy touches"
+            assert tier.index.num_in_use == len(in_use), (
+                f"slots of {tier.name} in use differ from those that copies and peers touch"
+            )
             stores = sum(not command.is_load for command in copies)
-            assert stores == tier.num_stores_in_flight, f"the count of stores to {tier.name} is off"
+            assert stores == tier.num_stores_in_flight, f"the count of stores to {tier.name} is wrong"
         self._loads.check_invariants()
         chains = [copy for copy in self._copies.stores if isinstance(copy, ChainCopy)]
-        assert len(chains) == self.shared.num_stores_in_flight, "the count of stores to the shared tier is off"
+        assert len(chains) == self.shared.num_stores_in_flight, "the count of stores to the shared tier is wrong"

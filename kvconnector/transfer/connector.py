@@ -1,7 +1,7 @@
-"""What a worker needs of a KV connector: read blocks from peers, let peers read from here. Nothing else.
+"""Interface of a KV connector: read blocks from peers, let peers read from this worker. Nothing else.
 
-A connector carries out; it decides nothing. It reads data first and generations after, and hands both facts up:
-whether the bytes can be trusted is the protocol's judgement (:mod:`splitserve.protocol.handover`).
+A connector executes; it decides nothing. It reads data first and generations after, and returns both: the protocol
+decides whether the bytes can be trusted (:mod:`splitserve.protocol.handover`).
 """
 
 from collections.abc import Sequence
@@ -18,15 +18,11 @@ from splitserve.protocol.request import Party
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How reads from a peer travel, as found out while connecting.
+    """Connection to a peer, as measured while connecting."""
 
-    ``transport`` in UCX's words (``cuda_ipc``, ``cma``, ``tcp``), ``bytes_per_second`` of one thread's large read;
-    ``problem`` says why that isn't as it should be, and is empty if it is.
-    """
-
-    transport: str
-    bytes_per_second: float
-    problem: str = ""
+    transport: str  # in UCX's terms: cuda_ipc, cma, tcp
+    bytes_per_second: float  # of one thread's large read
+    problem: str = ""  # reason for an unsatisfactory speed; empty if there is none
 
 
 class PeerConnected(msgspec.Struct, frozen=True, tag=True):
@@ -39,35 +35,36 @@ class PeerConnected(msgspec.Struct, frozen=True, tag=True):
 
 @dataclass(frozen=True, slots=True)
 class ServedMemory:
-    """What peers need to read from here; travels in :class:`PeerWelcome`. ``ranks`` are in the order of their heads."""
+    """Memory that peers may read, as they need to know it; sent in :class:`PeerWelcome`."""
 
     connector: str
     generations_address: int
-    ranks: Sequence[RankMemory]
+    ranks: Sequence[RankMemory]  # in the order of their heads
 
 
 class KVConnector(Protocol):
-    """Thread-safe; no method blocks on a peer. Events are handed out by :meth:`events` after ``wake`` was called."""
+    """KV connector. Thread-safe; no method blocks on a peer. :meth:`events` returns events after ``wake`` was
+    called."""
 
     name: str
 
     def served(self) -> ServedMemory:
-        """The memory that peers may read."""
+        """Return the memory that peers may read."""
 
     def connect(self, peer: Party, welcome: PeerWelcome) -> None:
         """Prepare reads from ``peer``; ends in a :class:`PeerConnected` event."""
 
     def disconnect(self, peer: Party) -> None:
-        """Forget ``peer``. Its unfinished reads become terminal: nothing writes to their blocks after their event."""
+        """Remove ``peer``. Its unfinished reads become terminal: nothing writes to their blocks after their event."""
 
     def read(self, command: ReadCommand) -> None:
         """Start a read; it always ends in one :class:`ReadResult` event, unless the peer is frozen."""
 
     def serve(self, active: bool) -> None:
-        """Whether peers may be reading from here: only then is progress made for them."""
+        """Set whether peers may be reading from this worker: only then are their reads advanced."""
 
     def events(self) -> list[ReadResult | PeerConnected]:
-        """Events since the last call."""
+        """Return the events since the last call."""
 
     def close(self) -> None:
-        """Release everything; unfinished reads are over."""
+        """Release everything; unfinished reads end."""

@@ -1,4 +1,4 @@
-"""Copies between KV blocks and contiguous memory beside them, on a stream of their own on a GPU."""
+"""Copies between KV blocks and separate contiguous memory; on a GPU, on a stream of their own."""
 
 import contextlib
 from collections.abc import Sequence
@@ -13,12 +13,13 @@ from splitserve.kvconnector.layout.memory import KVMemory
 
 
 class Pending(Protocol):
-    """Something under way. ``due_at``, by the monotonic clock: it won't be done earlier; 0.0: it may be at any time."""
+    """An operation in flight. ``due_at``: time by the monotonic clock before which it does not end; 0.0: it may end at
+    any time."""
 
     due_at: float
 
     def is_done(self) -> bool:
-        """Whether it is over; raises if it failed."""
+        """Return whether the operation has ended. Raises its error if it failed."""
 
 
 class Done:
@@ -29,7 +30,7 @@ class Done:
 
 
 class OnDevice:
-    """Work that was queued on a stream. Keeps what it reads alive."""
+    """Work queued on a stream. Keeps its inputs alive."""
 
     def __init__(self, stream: torch.cuda.Stream, *inputs: Tensor, due_at: float = 0.0) -> None:
         self._inputs = inputs
@@ -51,7 +52,7 @@ def _kernels(device: torch.device) -> tuple[GatherKV, ScatterKV]:
 
 
 class DeviceCopies:
-    """Of one KV memory. Used by one thread."""
+    """Copies of one KV memory. Used by one thread only."""
 
     def __init__(self, memory: KVMemory) -> None:
         self._memory = memory
@@ -61,7 +62,7 @@ class DeviceCopies:
             self._stream = torch.cuda.Stream(memory.device)  # type: ignore[no-untyped-call]
 
     def compile(self, num_heads: int) -> None:
-        """Kernels for ``num_heads`` heads, before the first request needs them."""
+        """Compile the kernels for ``num_heads`` heads, before the first request needs them."""
         if self._stream is not None:
             blocks = torch.zeros_like(self._memory.blocks[:1])
             ids = torch.zeros(1, dtype=torch.int64, device=blocks.device)
@@ -73,16 +74,16 @@ class DeviceCopies:
             self.wait()
 
     def gather(self, block_ids: Sequence[int], first_head: int, num_heads: int, flat: Tensor) -> Pending:
-        """Some heads of blocks to the start of ``flat`` (bytes), block by block."""
+        """Copy some heads of blocks to the start of ``flat`` (bytes), block by block."""
         return self._copy(block_ids, first_head, self._pieces(flat, len(block_ids), num_heads), gathers=True)
 
     def scatter(self, flat: Tensor, block_ids: Sequence[int], first_head: int, num_heads: int) -> Pending:
-        """The other way round."""
+        """Copy pieces from the start of ``flat`` (bytes) to some heads of blocks, the reverse of :meth:`gather`."""
         return self._copy(block_ids, first_head, self._pieces(flat, len(block_ids), num_heads), gathers=False)
 
     def scatter_part(self, blocks: Tensor, block_ids: Sequence[int], source_head: int, heads: range) -> Pending:
-        """As many heads as ``heads`` of whole ``blocks`` ``[n, layer, head, 2, token, head_dim]``, from ``source_head``
-        on, to ``heads`` of ours."""
+        """Copy ``len(heads)`` heads of whole ``blocks`` ``[n, layer, head, 2, token, head_dim]``, from ``source_head``
+        on, to ``heads`` of the local blocks."""
         part = blocks[:, :, source_head : source_head + len(heads)]
         if self._stream is None:
             places = self._memory.blocks[:, :, heads.start : heads.stop]
@@ -97,12 +98,12 @@ class DeviceCopies:
         return OnDevice(self._stream, ids)
 
     def wait(self) -> None:
-        """Until all copies are over."""
+        """Wait until all copies have ended."""
         if self._stream is not None:
             self._stream.synchronize()
 
     def _pieces(self, flat: Tensor, count: int, num_heads: int) -> Tensor:
-        """``flat``'s start as ``[count, layer, num_heads, 2, token, head_dim]``."""
+        """Return the start of ``flat`` as ``[count, layer, num_heads, 2, token, head_dim]``."""
         blocks = self._memory.blocks
         shape = (count, blocks.shape[1], num_heads, *blocks.shape[3:])
         num_bytes = torch.Size(shape).numel() * blocks.element_size()

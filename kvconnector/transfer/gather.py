@@ -1,18 +1,19 @@
-"""Blocks put together at their source: a reader asks for some heads of some blocks, and reads one large piece.
+"""Gathering of blocks at their source: a reader requests some heads of some blocks, and reads them in one large piece.
 
-A block is one descriptor, or many where the two sides split the heads otherwise, and each costs time. So the source can
-copy what a reader wants into a *slot* of its own, for the reader to fetch in one piece. As everywhere, nobody writes
-into another worker's memory:
+A block is one descriptor, or many if the two sides split the heads differently, and each descriptor costs time. So the
+source can copy the requested heads into a *slot* of its own, which the reader fetches in one piece. As everywhere, no
+worker writes into another worker's memory:
 
     reader                                source
-    GatherRequest(ticket, blocks) ----->  takes a slot, whose ticket is gone; starts the copy
+    GatherRequest(ticket, blocks) ----->  takes a slot without a ticket; starts the copy
     (reads the tickets until its own is there)    sets the slot's ticket, when the copy has completed
     (reads the slot, then the tickets)
-    GatherDone(ticket) ---------------->  the slot is free, its ticket goes
+    GatherDone(ticket) ---------------->  frees the slot, removes its ticket
 
-A ticket names one content of a slot, as a generation does of a block: if it is still there after the slot has been
-read, what was read is what was asked for. It's gone before anything else is written there, whatever becomes of leases
-and messages. That the blocks held what was offered is told, as on every path, by their own generations, read last.
+A ticket identifies one content of a slot, as a generation does of a block: if it is still there after the slot was
+read, the reader has read the requested content. It is removed before anything else is written there, whatever happens
+to leases and messages. As on every path, the blocks' own generations, read last, prove that the blocks held the offered
+content.
 """
 
 import logging
@@ -33,10 +34,10 @@ from splitserve.protocol.memory_records import GatherMemory, MemoryRegion
 
 logger = logging.getLogger(__name__)
 
-LEASE_SECONDS = 5.0  # a slot that nobody has said Done for
-WANTED_SECONDS = 0.02  # after a request more are likely
+LEASE_SECONDS = 5.0  # of a slot for which no Done arrives
+WANTED_SECONDS = 0.02  # after a request more requests are likely
 MAX_WAITING = 256
-FREE = 0  # of a ticket
+FREE = 0  # ticket of a free slot
 
 
 class GatherRequest(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -61,14 +62,14 @@ def encode(message: GatherRequest | GatherDone) -> bytes:
 @dataclass(slots=True)
 class _Slot:
     ticket: int = FREE
-    copy: Pending | None = None  # under way
+    copy: Pending | None = None  # in flight
     expires_at: float = 0.0
 
 
 class GatherSource:
     """The slots of one rank, and the copies into them. Used by the thread that owns the serving agent.
 
-    ``num_slots`` of ``slot_bytes`` each, where the blocks are.
+    ``num_slots`` of ``slot_bytes`` each, on the device of the blocks.
     """
 
     def __init__(self, memory: KVMemory, num_slots: int, slot_bytes: int) -> None:
@@ -85,30 +86,31 @@ class GatherSource:
         self._heard_at = -math.inf
         self.num_refused = 0
         if memory.device.type == "cuda":
-            torch.cuda.synchronize(memory.device)  # the zeros are there before anything else is
+            torch.cuda.synchronize(memory.device)  # the zeros must be written before any slot is
 
     @property
     def memory(self) -> torch.Tensor:
-        """Of the slots, uint8 [N]."""
+        """Memory of the slots, uint8 [N]."""
         return self._flat
 
     def region(self) -> GatherMemory:
-        """What readers need to know of the slots."""
+        """Return the location of the slots, for readers."""
         ours = self._memory.region()
         slots = MemoryRegion(ours.kind, ours.device_id, self._flat.data_ptr(), len(self._slots), self._slot_bytes)
         return GatherMemory(slots, int(self._tickets.ctypes.data))
 
     @property
     def is_wanted(self) -> bool:
-        """Readers have asked just now: they wait for copies, and for an answer to the next request."""
+        """True if readers sent requests just now: they wait for copies, and for the response to the next request."""
         return time.monotonic() < self._heard_at + WANTED_SECONDS
 
     def prepare(self) -> None:
-        """On the thread that will use it: kernels are there before the first reader asks."""
+        """Compile the kernels before the first request. Called on the thread that uses them."""
         self._copies.compile(self._memory.layout.kv_heads_per_rank)
 
     def hear(self, message: bytes) -> None:
-        """What a reader says. Nonsense is counted and forgotten: whoever asks for it waits in vain and does without."""
+        """Handle a reader's message. An invalid one is counted and dropped: its sender waits in vain and reads by
+        another path."""
         self._heard_at = time.monotonic()
         try:
             heard = _decoder.decode(message)
@@ -125,7 +127,7 @@ class GatherSource:
             self.num_refused += 1
 
     def poll(self) -> None:
-        """Publish the tickets of copies that have completed, free what is done or expired, start what waits."""
+        """Publish the tickets of completed copies, free slots that are done or expired, start waiting requests."""
         now = time.monotonic()
         for index, slot in enumerate(self._slots):
             if slot.copy is not None and slot.copy.is_done():
@@ -138,7 +140,7 @@ class GatherSource:
             self._start(self._waiting.popleft(), free, now)
 
     def wait(self) -> None:
-        """Until no copy is under way."""
+        """Wait until no copy is in flight."""
         self._copies.wait()
 
     def _is_possible(self, request: GatherRequest) -> bool:
@@ -154,7 +156,8 @@ class GatherSource:
         return next((index for index, slot in enumerate(self._slots) if slot.ticket == FREE), None)
 
     def _start(self, request: GatherRequest, index: int, now: float) -> None:
-        """The slot's ticket went when it was freed: nobody takes what is written from now on for something else."""
+        """Start a copy into a slot. The slot's ticket was removed when it was freed: no reader mistakes the new bytes
+        for other content."""
         assert self._tickets[index] == FREE
         slot = self._slots[index]
         slot.ticket, slot.expires_at = request.ticket, now + LEASE_SECONDS

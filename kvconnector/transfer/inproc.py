@@ -1,4 +1,4 @@
-"""KV connector between workers of one process, by plain copies: for tests of everything but the transport."""
+"""KV connector between workers of one process, by plain copies: for tests of everything except the transport."""
 
 import threading
 from collections import deque
@@ -13,14 +13,14 @@ from splitserve.protocol.request import Party
 
 
 class InprocRegistry:
-    """Where connectors of one process find each other's memory."""
+    """Registry by which connectors of one process find each other's memory."""
 
     def __init__(self) -> None:
         self.memories: dict[bytes, KVMemory] = {}
 
 
 class InprocConnector:
-    """See :class:`splitserve.kvconnector.transfer.connector.KVConnector`. Reads are over by the time :meth:`read`
+    """A :class:`splitserve.kvconnector.transfer.connector.KVConnector` whose reads have ended when :meth:`read`
     returns."""
 
     name = "inproc"
@@ -60,7 +60,7 @@ class InprocConnector:
         self._emit(ReadResult(command.read_id, None, generations))
 
     def serve(self, active: bool) -> None:
-        """Nothing to do: a copy needs no help from its source."""
+        """Do nothing: a copy needs no help from its source."""
 
     def events(self) -> list[ReadResult | PeerConnected]:
         events: list[ReadResult | PeerConnected] = []

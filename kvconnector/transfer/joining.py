@@ -1,15 +1,16 @@
-"""One event out of several: a read or a connection whose parts are carried out by several threads, or ranks."""
+"""Joining of events: a read or a connection whose parts are executed by several threads, or ranks."""
 
 from collections.abc import Sequence
 
 from splitserve.kvconnector.transfer.connector import PeerConnected
 from splitserve.protocol.handover.reads import ReadResult
 
-NO_GENERATION = -1  # what no block can have been offered with
+NO_GENERATION = -1  # no block can have been offered with it
 
 
 class ConnectionJoin:
-    """A peer is connected once every part is. The link is that of the part that knows one; the worst, of several."""
+    """Join of a connection's parts: a peer is connected once every part is. The link is that of the part that measured
+    one; of several, the slowest."""
 
     def __init__(self, num_parts: int) -> None:
         self._num_left = num_parts
@@ -27,20 +28,21 @@ class ConnectionJoin:
 
 
 class ReadJoin:
-    """A read is terminal once all its parts are: only then nothing can write to its blocks any more."""
+    """Join of a read's parts: a read is terminal once all its parts are; only then can nothing write to its blocks any
+    more."""
 
     def __init__(self, num_parts: int) -> None:
         self._results: list[ReadResult | None] = [None] * num_parts
 
     def add(self, part: int, result: ReadResult) -> list[ReadResult] | None:
-        """All results, in the order of the parts, when this was the last one."""
+        """Add a part's result; return all results, in the order of the parts, if it was the last one."""
         self._results[part] = result
         results = [each for each in self._results if each is not None]
         return results if len(results) == len(self._results) else None
 
 
 def one_after_the_other(results: Sequence[ReadResult]) -> ReadResult:
-    """Of parts that read some of the blocks each."""
+    """Join the results of parts that each read some of the blocks."""
     if len(results) == 1:
         return results[0]
     return ReadResult(
@@ -54,10 +56,11 @@ def one_after_the_other(results: Sequence[ReadResult]) -> ReadResult:
 
 
 def side_by_side(results: Sequence[ReadResult]) -> ReadResult:
-    """Of ranks that read their heads of all blocks each: what counts is that all of them found the same generations.
+    """Join the results of ranks that each read their heads of all blocks; all ranks must have found the same
+    generations.
 
-    Digests are of the first rank's blocks, as the offered ones are. The path is that of the slowest: each has a
-    link of its own.
+    Digests are those of the first rank's blocks, like the offered ones. The path is that of the slowest rank, since
+    each rank has a link of its own.
     """
     generations = [
         found[0] if len(set(found)) == 1 else NO_GENERATION

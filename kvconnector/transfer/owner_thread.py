@@ -1,4 +1,4 @@
-"""A thread that owns something which isn't thread-safe: commands run on it, and between them it polls while busy."""
+"""A thread that owns an object that is not thread-safe: commands run on it, and between them it polls while busy."""
 
 import ctypes
 import logging
@@ -16,7 +16,7 @@ _TIMER_SLACK_NS = 1000
 
 
 class OwnerThread(ABC):
-    """Runs commands, and between them :meth:`poll` for as long as :attr:`is_busy`; sleeps while idle."""
+    """Thread that runs commands, and between them :meth:`poll` as long as :attr:`is_busy`; sleeps while idle."""
 
     def __init__(self, name: str, poll_seconds: float) -> None:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -32,9 +32,9 @@ class OwnerThread(ABC):
         self._commands.put(command)
 
     def check(self) -> None:
-        """Raise what the thread died of: without it nothing would ever complete, and nobody would say so."""
+        """Raise the error that ended the thread: its reads never complete, and nothing else would report that."""
         if self._failure is not None:
-            raise RuntimeError(f"thread {self._thread.name} of the NIXL connector died") from self._failure
+            raise RuntimeError(f"thread {self._thread.name} of the NIXL connector failed") from self._failure
 
     def close(self) -> None:
         self.submit(lambda: setattr(self, "_is_closing", True))
@@ -48,19 +48,19 @@ class OwnerThread(ABC):
 
     @property
     def poll_seconds(self) -> float:
-        """Between two polls while busy."""
+        """Time between two polls while busy."""
         return self._poll_seconds
 
     @abstractmethod
     def begin(self) -> None:
-        """Runs first, on the thread."""
+        """Prepare the thread; called first, on the thread."""
 
     @abstractmethod
     def poll(self) -> None: ...
 
     @abstractmethod
     def finish(self) -> None:
-        """Runs last, on the thread, unless it failed."""
+        """Clean up; called last, on the thread, unless it failed."""
 
     def _run(self) -> None:
         wait_precisely()
@@ -74,7 +74,7 @@ class OwnerThread(ABC):
             self._failure = error
 
     def _take_commands(self) -> None:
-        """Wait for a command: for ever when idle, for one poll interval while something is under way."""
+        """Wait for a command: without limit when idle, for one poll interval while busy."""
         try:
             self._commands.get(timeout=self.poll_seconds if self.is_busy else None)()
             while True:
@@ -84,6 +84,6 @@ class OwnerThread(ABC):
 
 
 def wait_precisely() -> None:
-    """Lower the timer slack of this thread: Linux's default lets waits take 50 us longer than asked for."""
+    """Lower this thread's timer slack: Linux's default lets waits take 50 us longer than requested."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _TIMER_SLACK_NS, 0, 0, 0)

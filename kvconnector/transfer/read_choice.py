@@ -1,4 +1,4 @@
-"""Which path the data of a read takes, by what each would cost on this link. Pure."""
+"""Choice of the path for a read's data, by the estimated cost of each path on this link. Pure."""
 
 from dataclasses import dataclass
 
@@ -8,27 +8,25 @@ from splitserve.protocol.handover.reads import ReadPath
 
 @dataclass(frozen=True, slots=True)
 class ReadShape:
-    """What reads from one peer look like. ``num_spans`` of its ranks have heads of ours; its blocks go through
-    ``slots_per_half`` slots where they aren't whole blocks of ours. ``blocks_per_gather`` are put together at once by
-    the source, 0 if it doesn't. ``is_mapped``: our GPU can copy from the peer's memory."""
+    """Shape of reads from one peer."""
 
-    is_whole: bool
-    num_spans: int
+    is_whole: bool  # local blocks are whole blocks of the peer
+    num_spans: int  # ranks of the peer that have heads of this rank
     num_layers: int
     local_block_bytes: int
     source_block_bytes: int
-    slots_per_half: int
-    blocks_per_gather: int
-    is_mapped: bool = False
+    slots_per_half: int  # staging slots, for blocks that are not whole
+    blocks_per_gather: int  # blocks that the source gathers at once; 0 if it does not gather
+    is_mapped: bool = False  # the local GPU can copy from the peer's memory
 
 
 GATHER_MUST_SAVE = 0.2
-"""Of the time: it also takes the source's."""
+"""Share of the time that a gather must save, because it also takes time of the source."""
 TRANSPORT_MUST_SAVE = 0.2
-"""Of the time that copies through a mapping take: a large read's rate is known from a smaller one's, no better than so;
-and a transport has to be polled."""
+"""Share of the time of copies through a mapping that a transport must save: a large read's rate is extrapolated from a
+smaller one's with no better accuracy, and a transport has to be polled."""
 KERNEL_MUST_SAVE = 0.1
-"""Of the time that copy engines take: it has multiprocessors that the steps beside it would use."""
+"""Share of the copy engines' time that a kernel must save: it takes multiprocessors from concurrent steps."""
 
 
 def choose_path(shape: ReadShape, cost: ReadCost, num_blocks: int, num_runs: int = 0) -> ReadPath:
@@ -43,8 +41,10 @@ def choose_path(shape: ReadShape, cost: ReadCost, num_blocks: int, num_runs: int
 
 
 def path_seconds(shape: ReadShape, cost: ReadCost, num_blocks: int, num_runs: int = 0) -> dict[ReadPath, float]:
-    """What reading ``num_blocks`` blocks would take, by each path that could be taken. They are ``num_runs`` runs of
-    blocks that are adjacent on both sides, 0: each one is a run of its own."""
+    """Estimate the seconds of reading ``num_blocks`` blocks, by each possible path.
+
+    The blocks form ``num_runs`` runs that are adjacent on both sides; 0: each block is a run of its own.
+    """
     num_bytes = num_blocks * shape.local_block_bytes
     num_reads = shape.num_spans * -(-num_blocks // shape.slots_per_half)
     num_sources = shape.num_spans * num_blocks
@@ -60,7 +60,7 @@ def path_seconds(shape: ReadShape, cost: ReadCost, num_blocks: int, num_runs: in
     if shape.blocks_per_gather and cost.gather is not None:
         num_gathers = shape.num_spans * -(-num_blocks // shape.blocks_per_gather)
         seconds[ReadPath.GATHERED] = (
-            cost.gather.seconds(1, num_bytes // num_gathers)  # the later ones run beside the reads before them
+            cost.gather.seconds(1, num_bytes // num_gathers)  # further gathers run while preceding slots are read
             + cost.transport.seconds(2 * num_gathers, 2 * num_gathers, num_bytes)
             + cost.copy.seconds(num_gathers, num_bytes)
         )

@@ -1,11 +1,11 @@
-"""What a read costs on a link, by a model with few numbers that are measured when connecting."""
+"""Cost model of reads over a link: a few numbers, measured when connecting."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class CopyCost:
-    """Of copies: a fixed time each, and the bytes."""
+    """Cost of copies: a fixed time each, and the bytes."""
 
     seconds_fixed: float
     bytes_per_second: float
@@ -16,7 +16,7 @@ class CopyCost:
 
 @dataclass(frozen=True, slots=True)
 class LinkCost:
-    """Of one thread's reads: a fixed time each, one per descriptor, and the bytes."""
+    """Cost of one thread's reads: a fixed time each, a time per descriptor, and the bytes."""
 
     seconds_fixed: float
     seconds_per_descriptor: float
@@ -31,32 +31,30 @@ class LinkCost:
 
     def __str__(self) -> str:
         fixed, each = self.seconds_fixed * 1e6, self.seconds_per_descriptor * 1e6
-        return f"{fixed:.0f} us + {each:.1f} us a descriptor + bytes at {self.bytes_per_second / 1e9:.0f} GB/s"
+        return f"{fixed:.0f} us + {each:.1f} us per descriptor + bytes at {self.bytes_per_second / 1e9:.0f} GB/s"
 
 
 @dataclass(frozen=True, slots=True)
 class ReadCost:
-    """``transport``: of reads that are posted. ``copy``: from a staging area to its place; ``gather``: from asking the
-    source to put blocks together to knowing that it has; ``mapped``: of copies through a mapping, a run of blocks being
-    one descriptor; ``kernel``: of a kernel that copies through it. None for what can't be done, or isn't worth it.
-    """
+    """Costs of reads from one peer, by operation; None for what is impossible or not worthwhile."""
 
-    transport: LinkCost
-    copy: CopyCost
-    gather: CopyCost | None = None
-    mapped: LinkCost | None = None
-    kernel: LinkCost | None = None
+    transport: LinkCost  # posted reads
+    copy: CopyCost  # from a staging area to the blocks
+    gather: CopyCost | None = None  # from the request to the source until its ticket is found
+    mapped: LinkCost | None = None  # copies through a mapping; a run of blocks is one descriptor
+    kernel: LinkCost | None = None  # a kernel that copies through a mapping
 
     @property
     def bytes_per_second(self) -> float:
-        """Of one thread's large read, by the fastest way."""
+        """Speed of one thread's large read, by the fastest path."""
         return max(link.bytes_per_second for link in (self.transport, self.mapped, self.kernel) if link is not None)
 
 
 def fit(small: float, many: float, num_many: int, large: float, large_bytes: int) -> LinkCost:
-    """From the seconds of three reads: one small descriptor, ``num_many`` small ones, ``large_bytes`` in one.
+    """Fit the cost to the seconds of three reads: one small descriptor, ``num_many`` small ones, ``large_bytes`` in
+    one.
 
-    Half of the large one's time counts as that of its bytes at least, even where the small one took longer.
+    At least half of the large read's time is attributed to its bytes, even if the small one took longer.
     """
     per_descriptor = max((many - small) / max(1, num_many - 1), 1e-9)
     byte_seconds = max(large - small, large / 2, 1e-9)
@@ -66,10 +64,11 @@ def fit(small: float, many: float, num_many: int, large: float, large_bytes: int
 def fit_blocks(
     one: float, adjacent: float, apart: float, num_many: int, block_bytes: int, *, num_spans: int
 ) -> LinkCost:
-    """From the seconds of three reads: one block, ``num_many`` that are adjacent, so many that aren't. A run of
-    adjacent blocks is a descriptor for each of ``num_spans`` spans, which together have ``block_bytes`` of a block.
+    """Fit the cost to the seconds of three reads: one block, ``num_many`` adjacent ones, ``num_many`` that are not
+    adjacent.
 
-    Half of the adjacent ones' time is their bytes' at least, as in :func:`fit`.
+    A run of adjacent blocks is one descriptor for each of ``num_spans`` spans, which together have ``block_bytes`` of a
+    block. At least half of the adjacent blocks' time is attributed to their bytes, as in :func:`fit`.
     """
     per_run = max((apart - adjacent) / (num_many - 1), 1e-9)
     bytes_per_second = (num_many - 1) * block_bytes / max(adjacent - one, adjacent / 2, 1e-9)
@@ -78,7 +77,8 @@ def fit_blocks(
 
 
 def fit_copies(small: float, small_bytes: int, large: float, large_bytes: int) -> CopyCost:
-    """From the seconds of a small copy and of a larger one; of one size only if they have the same."""
+    """Fit the cost to the seconds of a small copy and of a larger one; if both have the same size, to the bytes
+    alone."""
     if large_bytes == small_bytes:
         return CopyCost(0.0, large_bytes / max(large, 1e-9))
     rate = (large_bytes - small_bytes) / max(large - small, 1e-9)

@@ -1,7 +1,7 @@
-"""Which of a peer's ranks a rank reads from, and which bytes of their blocks are its own. Pure arithmetic.
+"""Plan of reads: the peer's ranks that a rank reads from, and the bytes of their blocks that it needs. Pure arithmetic.
 
-A rank's block is ``[layer, kv_head, 2, token, head_dim]`` with the rank's own heads. Where both sides split the heads
-alike, a block is one contiguous read. Where they don't, a rank needs some heads of the blocks of one or several of the
+A rank's block is ``[layer, kv_head, 2, token, head_dim]`` with the rank's own heads. If both sides split the heads
+alike, a block is one contiguous read. If they don't, a rank needs some heads of the blocks of one or several of the
 peer's ranks: pieces that are contiguous within a layer only.
 """
 
@@ -19,7 +19,8 @@ Rows = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class HeadSpan:
-    """Heads that the peer's rank ``rank`` has for us. ``source_head`` counts in its blocks, ``local_head`` in ours."""
+    """Heads that the peer's rank ``rank`` holds for the local rank. ``source_head`` counts in its blocks,
+    ``local_head`` in the local ones."""
 
     rank: int
     source_head: int
@@ -28,14 +29,14 @@ class HeadSpan:
 
 
 def heads_of(layout: LayoutRecord, rank: int) -> range:
-    """The model's KV heads in ``rank``'s blocks."""
+    """Return the model's KV heads in ``rank``'s blocks."""
     first = layout.first_kv_head(rank)
     return range(first, first + layout.kv_heads_per_rank)
 
 
 def head_spans(ours: LayoutRecord, rank: int, theirs: LayoutRecord) -> tuple[HeadSpan, ...]:
-    """Where our rank's heads are in the peer's ranks, in order. Of several ranks with the same head one is taken, not
-    the same one by all of our ranks."""
+    """Return the location of the local rank's heads in the peer's ranks, in order. If several ranks have the
+    same head, the local rank's number selects one of them, so that the local ranks spread over them."""
     mine = heads_of(ours, rank)
     held = [heads_of(theirs, other) for other in range(theirs.tensor_parallel_size)]
     spans: list[HeadSpan] = []
@@ -50,12 +51,12 @@ def head_spans(ours: LayoutRecord, rank: int, theirs: LayoutRecord) -> tuple[Hea
 
 
 def is_whole(spans: Sequence[HeadSpan], ours: LayoutRecord, theirs: LayoutRecord) -> bool:
-    """Whether our blocks are whole blocks of one rank of the peer."""
+    """Return whether local blocks are whole blocks of one rank of the peer."""
     return len(spans) == 1 and spans[0].num_heads == ours.kv_heads_per_rank == theirs.kv_heads_per_rank
 
 
 def num_readable_blocks(welcome: PeerWelcome) -> int:
-    """The blocks of a peer's device, and the slots of its host tier, which are numbered on from there."""
+    """Return the number of a peer's device blocks plus its host tier's slots, which are numbered after the blocks."""
     host = welcome.ranks[0].host
     return welcome.ranks[0].region.num_blocks + (0 if host is None else host.slots.num_blocks)
 
@@ -63,7 +64,8 @@ def num_readable_blocks(welcome: PeerWelcome) -> int:
 def layer_rows(
     layout: LayoutRecord, region: MemoryRegion, block_ids: npt.NDArray[np.int32], first_head: int, num_heads: int
 ) -> Rows:
-    """``[len(block_ids) * num_layers, 3]``: address, length, device of some heads of each block, layer by layer.
+    """Return rows ``[len(block_ids) * num_layers, 3]``: address, length, device of some heads of each block, layer by
+    layer.
 
     ``region`` holds blocks of ``layout``; ``first_head`` counts in them.
     """
@@ -79,7 +81,7 @@ def layer_rows(
 
 
 def region_rows(region: MemoryRegion) -> Rows:
-    """``[num_blocks, 3]``: address, length, device of each block."""
+    """Return rows ``[num_blocks, 3]``: address, length, device of each block."""
     rows = np.empty((region.num_blocks, 3), dtype=np.uint64)
     offsets = np.arange(region.num_blocks, dtype=np.uint64) * np.uint64(region.block_bytes)
     rows[:, 0] = np.uint64(region.blocks_address) + offsets
@@ -89,7 +91,8 @@ def region_rows(region: MemoryRegion) -> Rows:
 
 
 def piece_rows(region: MemoryRegion, count: int, size: int) -> Rows:
-    """``[count, 3]``: address, length, device of pieces of ``size`` bytes from the region's start, none adjacent."""
+    """Return rows ``[count, 3]``: address, length, device of pieces of ``size`` bytes from the region's start, none
+    adjacent."""
     rows = np.empty((count, 3), dtype=np.uint64)
     rows[:, 0] = np.uint64(region.blocks_address) + np.arange(count, dtype=np.uint64) * np.uint64(2 * size)
     rows[:, 1] = size

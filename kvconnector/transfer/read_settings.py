@@ -1,4 +1,4 @@
-"""How a worker reads from its peers: numbers that depend on where its KV is."""
+"""Settings of a worker's reads from its peers: numbers that depend on the kind of its KV memory."""
 
 from dataclasses import dataclass, replace
 
@@ -10,38 +10,30 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ReadSettings:
-    """``num_threads`` read at once, each with an agent of its own per peer, and share a read of more than
-    ``split_bytes`` that is posted to a transport. ``poll_seconds`` is the time between looks at what is under way,
-    ``serve_poll_seconds`` at what peers may read or ask for: once connected, they read without our help, unless it goes
-    by TCP.
+    """Numbers that control a worker's reads from its peers."""
 
-    ``probe_bytes`` are read when connecting, to learn the link's speed, which is a problem to be shouted about below
-    ``min_bytes_per_second`` (0: any speed is fine). ``staging_bytes`` per thread and peer are there for blocks that
-    have to be taken apart, if any have. ``gather_slots`` of ``gather_slot_bytes`` are where a rank puts blocks together
-    for its readers.
-    """
-
-    num_threads: int
-    split_bytes: int
-    poll_seconds: float
+    num_threads: int  # threads that read concurrently, each with an agent of its own per peer
+    split_bytes: int  # a larger read that is posted to a transport is split between the threads
+    poll_seconds: float  # between polls of reads in flight
+    # Between polls for peers' reads and requests; once connected, peers read without our help, except over TCP.
     serve_poll_seconds: float
-    probe_bytes: int
-    min_bytes_per_second: float
-    staging_bytes: int
-    gather_slots: int
-    gather_slot_bytes: int
-    path: ReadPath | None = None  # for measuring: not by cost
-    maps: bool = False  # whether a mapping of a peer's GPU memory may be read through, where that costs less
-    lands_first: bool | None = None  # for tests: what is in a peer's host tier, in memory beside ours; None: if it must
+    probe_bytes: int  # read when connecting, to measure the link
+    min_bytes_per_second: float  # a slower link is logged as an error; 0: any speed is accepted
+    staging_bytes: int  # per thread and peer, for blocks that both sides split differently; allocated only if needed
+    gather_slots: int  # slots in which a rank gathers blocks for its readers
+    gather_slot_bytes: int  # of each
+    path: ReadPath | None = None  # for measurements: overrides the choice by cost
+    maps: bool = False  # a mapping of a peer's GPU memory may be read through if that costs less
+    lands_first: bool | None = None  # for tests: slots of a peer's host tier land on the host; None: only if needed
 
     @classmethod
     def of(cls, kind: MemoryKind, **changes: float | ReadPath | bool | None) -> "ReadSettings":
-        """Those for KV in this kind of memory, with ``changes``; one that is 0 is no change."""
+        """Return the settings for KV in this kind of memory, with ``changes``; a value of 0 changes nothing."""
         return replace(_DEFAULTS[kind], **{name: value for name, value in changes.items() if value})  # type: ignore[arg-type]
 
 
 _DEFAULTS = {
-    # One thread's copies don't fill the memory bus; more than two don't add to it.
+    # Copies of one thread do not fill the memory bus; more than two threads do not copy faster.
     MemoryKind.DRAM: ReadSettings(
         num_threads=2,
         split_bytes=4 * MIB,
@@ -53,8 +45,8 @@ _DEFAULTS = {
         gather_slots=4,
         gather_slot_bytes=2 * MIB,
     ),
-    # UCX copies on one stream per agent: two threads fill the link, more get into each other's way. The slowest NVLink
-    # is several times faster than copies over the host.
+    # UCX copies on one stream per agent: two threads fill the link, more delay each other. The slowest NVLink is
+    # several times faster than copies over the host.
     MemoryKind.VRAM: ReadSettings(
         num_threads=2,
         split_bytes=16 * MIB,

@@ -1,5 +1,5 @@
-"""Where data lands that has to be taken apart before it is in its place: in two halves, one filled while the other is
-emptied. It belongs to the reads from one peer by one thread."""
+"""Staging area for data that must be taken apart: two halves, one filled while the other is emptied. It belongs to one
+thread's reads from one peer."""
 
 from collections.abc import Sequence
 
@@ -13,8 +13,10 @@ from splitserve.protocol.memory_records import LayoutRecord, MemoryKind, MemoryR
 
 
 class Staging:
-    """Two halves of ``half_bytes``, where ``memory`` is, or ``on_host``: pinned, if it's a GPU's. What lands there are
-    whole blocks of ``source``'s ranks, in slots, or pieces that hold the wanted heads only."""
+    """Two halves of ``half_bytes`` on the device of ``memory``, or ``on_host``: pinned, if ``memory`` is a GPU's.
+
+    They hold whole blocks of ``source``'s ranks, in slots, or pieces with the needed heads only.
+    """
 
     def __init__(self, memory: KVMemory, source: LayoutRecord, half_bytes: int, *, on_host: bool = False) -> None:
         self._source = source
@@ -28,30 +30,30 @@ class Staging:
         self._kind = MemoryKind.DRAM if on_host else memory.kind
         if memory.device.type == "cuda":
             self._copies.compile(min(memory.layout.kv_heads_per_rank, source.kv_heads_per_rank))
-            torch.cuda.synchronize(memory.device)  # the zeros are there before anything else lands
+            torch.cuda.synchronize(memory.device)  # the zeros must be written before any data lands
 
     def region(self) -> MemoryRegion:
-        """Where the slots are, as blocks."""
+        """Return the location of the slots, as blocks."""
         device_id = self._flat.device.index or 0
         return MemoryRegion(self._kind, device_id, self._flat.data_ptr(), 2 * self.slots_per_half, self.slot_bytes)
 
     def half(self, half: int, num_bytes: int) -> MemoryRegion:
-        """The start of a half, as one piece."""
+        """Return the location of the start of a half, as one piece."""
         address = self._flat.data_ptr() + half * self.half_bytes
         return MemoryRegion(self._kind, self._flat.device.index or 0, address, 1, num_bytes)
 
     def scatter_blocks(self, half: int, local_blocks: Sequence[int], span: HeadSpan) -> Pending:
-        """Copy ``span``'s heads of the blocks in a half's first slots to their place in ``local_blocks``."""
+        """Copy ``span``'s heads of the blocks in a half's first slots to their location in ``local_blocks``."""
         flat = self._flat[half * self.half_bytes :][: len(local_blocks) * self.slot_bytes]
         blocks = flat.view(TORCH_DTYPES[self._source.dtype]).view(len(local_blocks), *block_shape(self._source))
         heads = range(span.local_head, span.local_head + span.num_heads)
         return self._copies.scatter_part(blocks, local_blocks, span.source_head, heads)
 
     def scatter_pieces(self, half: int, local_blocks: Sequence[int], span: HeadSpan) -> Pending:
-        """Copy pieces, one per block, each with ``span``'s heads alone, to their place."""
+        """Copy pieces, one per block, each with ``span``'s heads only, to their location."""
         flat = self._flat[half * self.half_bytes :][: self.half_bytes]
         return self._copies.scatter(flat, local_blocks, span.local_head, span.num_heads)
 
     def wait(self) -> None:
-        """Until all copies are over."""
+        """Wait until all copies have ended."""
         self._copies.wait()

@@ -1,21 +1,21 @@
-"""What a peer says of its memory, before anything is made of that: contradictions, numbers beyond all bounds. Pure."""
+"""Check of the memory that a peer declares, before it is used: contradictions, numbers beyond all bounds. Pure."""
 
 from splitserve.common.errors import HandshakeError
 from splitserve.kvconnector.layout.shape import block_bytes
 from splitserve.protocol.memory_records import MemoryKind
 from splitserve.protocol.messages.handover import PeerWelcome
 
-MAX_PEER_BLOCKS = 1 << 22  # bounds what a peer's word makes us allocate: 56 bytes per block
+MAX_PEER_BLOCKS = 1 << 22  # bounds the memory that a peer's declaration makes us allocate: 56 bytes per block
 MAX_PEER_SLOTS = 1024
 MAX_METADATA_BYTES = 1 << 20
 _ADDRESS_SPACE_BYTES = 1 << 64
 
 
 def problem_with_memory(welcome: PeerWelcome) -> str | None:
-    """Why what a peer says of its memory contradicts itself, in words, or None."""
+    """Return the contradiction in a peer's declaration of its memory, in words, or None."""
     layout, regions = welcome.layout, [rank.region for rank in welcome.ranks]
     if len(regions) != layout.tensor_parallel_size:
-        return f"it names the memory of {len(regions)} ranks, but has {layout.tensor_parallel_size}"
+        return f"it declares the memory of {len(regions)} ranks, but has {layout.tensor_parallel_size}"
     if layout.tensor_parallel_size > layout.num_kv_heads and layout.tensor_parallel_size % layout.num_kv_heads:
         return f"its {layout.tensor_parallel_size} ranks can't share {layout.num_kv_heads} KV heads evenly"
     if layout.tensor_parallel_size <= layout.num_kv_heads and layout.num_kv_heads % layout.tensor_parallel_size:
@@ -26,10 +26,10 @@ def problem_with_memory(welcome: PeerWelcome) -> str | None:
         return "it registered no blocks"
     for region in regions:
         if region.block_bytes != block_bytes(layout):
-            return f"its blocks have {region.block_bytes} bytes; of its layout they would have {block_bytes(layout)}"
+            return f"its blocks have {region.block_bytes} bytes, but its layout implies {block_bytes(layout)}"
     for host in (rank.host for rank in welcome.ranks if rank.host is not None):
         if layout.tensor_parallel_size > 1:
-            return "it has several ranks, and a host tier that may be read"
+            return "it has several ranks and a readable host tier; only a worker of one rank may have one"
         if host.slots.kind is not MemoryKind.DRAM or host.slots.block_bytes != block_bytes(layout):
             return f"its host tier has slots of {host.slots.block_bytes} bytes in {host.slots.kind.words}"
     if len({region.kind for region in regions}) != 1:
@@ -38,11 +38,11 @@ def problem_with_memory(welcome: PeerWelcome) -> str | None:
 
 
 def check_welcome(welcome: PeerWelcome, kind: MemoryKind) -> None:
-    """Raise :class:`HandshakeError` for numbers that no peer's memory can have, or that can't be read into
-    memory of ``kind``.
+    """Raise :class:`HandshakeError` for numbers that no peer's memory can have, or if it can't be read into memory of
+    ``kind``.
 
-    That is all that can be told from here. Whether the addresses are those that the peer registered is checked by NIXL
-    against the peer's metadata, before it reads a byte.
+    Nothing more can be checked here. NIXL checks against the peer's metadata, before it reads a byte, that the
+    addresses are those that the peer registered.
     """
     problem = problem_with_memory(welcome)
     if problem:
@@ -61,7 +61,9 @@ def check_welcome(welcome: PeerWelcome, kind: MemoryKind) -> None:
             raise HandshakeError(f"the peer's {name} can't be {size} bytes at address {address:#x}")
     for gather in (rank.gather for rank in welcome.ranks if rank.gather is not None):
         if gather.slots.kind is not kind or not 0 < gather.slots.num_blocks <= MAX_PEER_SLOTS:
-            raise HandshakeError(f"the peer's {gather.slots.num_blocks} slots in {gather.slots.kind.words} can't be")
+            raise HandshakeError(
+                f"the peer's {gather.slots.num_blocks} gather slots in {gather.slots.kind.words} aren't possible"
+            )
         if not 0 < gather.tickets_address <= _ADDRESS_SPACE_BYTES - MAX_PEER_SLOTS * 8:
             raise HandshakeError(f"the peer's tickets can't be at address {gather.tickets_address:#x}")
     for host in (rank.host for rank in welcome.ranks if rank.host is not None):

@@ -71,7 +71,7 @@ def test_two_machines_one_of_which_dies(tiny_qwen3: Path, tmp_path: Path) -> Non
         at_home = [worker["name"] for worker in status["workers"] if worker["place"] == home.address]
         wait_until(lambda: not any(held(url, name) for name in at_home), "nothing is held for a request")
         logs = machines.run(home, ["logs", "-n", "300"])
-        assert "reads from fill-" in logs and " go by tcp" in logs and " go by cma" not in logs
+        assert "reads from fill-" in logs and " use tcp, " in logs and " use cma" not in logs
         assert "all processes have ended" in machines.run(home, ["down"])
 
 

@@ -67,7 +67,7 @@ def damage(server: ProbedServer, root: bytes) -> int:
     return found
 
 
-def test_ranks_share_their_heads_through_lmcache(two_heads: Path) -> None:  # noqa: F811
+def test_ranks_share_their_heads_through_lmcache(two_heads: Path) -> None:
     """By workers of one rank, and of two, and again of two: each finds what its like has stored, and nothing else."""
     with probed_server() as server:
         settings = {"lmcache_endpoint": server.endpoint}
@@ -113,7 +113,7 @@ def layout_of(model: Path) -> LayoutRecord:
 
 
 @pytest.mark.slow
-def test_ranks_find_their_files_again(two_heads: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_ranks_find_their_files_again(two_heads: Path, tmp_path: Path) -> None:
     """One file of a rank is gone when the worker starts again, and one is damaged when it's read."""
     settings = {"disk_kv_dir": str(tmp_path)}
     with running(two_heads, 2, **settings) as cluster:
@@ -144,7 +144,7 @@ def file_of(model: Path, folder: Path, prompt: list[int], block: int) -> Path:
     return found
 
 
-def test_a_rank_that_cannot_have_its_files_says_so(two_heads: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_rank_that_cannot_have_its_files_says_so(two_heads: Path, tmp_path: Path) -> None:
     (tmp_path / "mixed-0").mkdir()
     (tmp_path / "mixed-0" / "rank-1").touch()
     said = pytest.raises(SplitserveError, match=r"rank 1: --disk-kv-dir: can't write to .*/rank-1")

@@ -82,15 +82,15 @@ def with_entries(*entries: dict[str, object]) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"", "are broken"),
-        (b"\xff{}", "are broken"),
-        (b"[1, 2]", "are broken"),
-        (json.dumps(valid())[:-9].encode(), "are broken"),
+        (b"", "are invalid"),
+        (b"\xff{}", "are invalid"),
+        (b"[1, 2]", "are invalid"),
+        (json.dumps(valid())[:-9].encode(), "are invalid"),
         (valid(version=99), "schema version 99.*run 'splitserve tune' again"),
         ({"device": DEVICE, "operations": {}}, "missing required field `version`"),
         (valid(more=1), "unknown field `more`"),
         (with_entries({"max_rows": 0, "params": {}}), "max_rows is 0"),
-        (with_entries({"max_rows": 1, "params": {"tile": 1.5}}), "are broken"),
+        (with_entries({"max_rows": 1, "params": {"tile": 1.5}}), "are invalid"),
         (with_entries({"max_rows": 8, "params": {}}, {"max_rows": 8, "params": {}}), "must ascend"),
     ],
 )

@@ -82,7 +82,7 @@ def test_a_file_that_is_cut_off_or_damaged_is_a_miss_and_goes(tmp_path: Path) ->
             path.write_bytes(data)
         gone.unlink()
         memory.blocks.zero_()
-        for slot, complaint in ((1, "cut off"), (2, "damaged"), (3, "No such file"), (4, "damaged")):
+        for slot, complaint in ((1, "truncated"), (2, "damaged"), (3, "No such file"), (4, "damaged")):
             with pytest.raises(PartialCopyError, match=complaint) as failure:
                 store.load([0, slot, 7], [0, slot, 0], [HASHES[0], HASHES[slot], HASHES[0]])
             assert failure.value.num_good == 1
@@ -309,7 +309,7 @@ def test_a_backend_that_nixl_lacks_is_named(tmp_path: Path) -> None:
         _, store, _ = disk_tier(memory, tmp_path, 1 << 20, ROOT, "gds")
     except ConfigError as error:
         assert "--disk-kv-backend gds: NIXL doesn't have its GDS backend here" in str(error)
-        assert "leave it at posix" in str(error)
+        assert "or use posix" in str(error)
     else:  # where it is installed
         store.close()
     _, store, _ = disk_tier(memory, tmp_path, 1 << 20, ROOT)  # the folder is free again

@@ -188,7 +188,7 @@ def test_a_kernel_that_fails_leaves_the_copy_engines(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(triton_row_copy, "RowCopier", fail)
     assert not reader.try_kernel(memory.region().blocks_address)
-    assert "copy engines alone" in caplog.text and "no compiler here" in caplog.text
+    assert "copy engines only" in caplog.text and "no compiler here" in caplog.text
     with pytest.raises(TransferError, match="no compiler here"):
         reader.read([1], [2], ReadPath.KERNEL)
     assert len(waits) == 2  # what was under way by then is over

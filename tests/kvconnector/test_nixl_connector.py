@@ -354,7 +354,7 @@ def test_the_death_of_a_thread_is_not_silent(reader: Reader) -> None:
         raise OSError("planted")
 
     reader.connector._threads[0].submit(fail)
-    with pytest.raises(RuntimeError, match=r"read-0.* died"):
+    with pytest.raises(RuntimeError, match=r"read-0.* failed"):
         reader.wait(lambda: False, seconds=PATIENCE_SECONDS)
 
 

@@ -35,7 +35,7 @@ def test_a_shared_tier_is_there_once_it_is_for_every_rank() -> None:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_prompts_come_back_from_the_ranks_host_tiers(two_heads: Path, size: int) -> None:  # noqa: F811
+def test_prompts_come_back_from_the_ranks_host_tiers(two_heads: Path, size: int) -> None:
     """Four ranks hold each of two heads twice."""
 
     def body(prompt: list[int]) -> dict[str, object]:

@@ -228,7 +228,7 @@ def test_a_cpu_dequantises_and_says_why() -> None:
         rms_norm=reference.rms_norm,
         silu_mul=reference.silu_mul,
     )
-    assert description == "FP8 weights are computed with in float32: cpu has no FP8 units"
+    assert description == "FP8 weights are converted to float32: cpu has no FP8 units"
     weight = Fp8Weight(torch.ones(3, 4).to(FP8), torch.tensor([[2.0], [3.0], [4.0]]), 4)
     assert pack(weight)(torch.ones(1, 4)).tolist() == [[8.0, 12.0, 16.0]]
 

@@ -350,7 +350,7 @@ def heard_between_attempts(patch: pytest.MonkeyPatch) -> None:
 
 # ---- and the schedules that must find them, with the words of the check that does ----
 
-PUBLISHED = "is shared or published; a read can't be writing to it"
+PUBLISHED = "is shared or published, so no read can be writing to it"
 FREED_IN_STEP = "was freed under a step"
 
 LITTLE_MEMORY = Shape(num_blocks=16)

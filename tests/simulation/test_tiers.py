@@ -261,7 +261,7 @@ def loads_of_waiting_steps_are_given_up(patch: pytest.MonkeyPatch) -> None:
 
 
 PLANTS: dict[Plant, tuple[Faults, str]] = {
-    load_counts_before_it_lands: (Faults(copy_seconds=0.4), "counts as over before it is"),
+    load_counts_before_it_lands: (Faults(copy_seconds=0.4), "the copies of loads differ from the loads in flight"),
     failed_load_is_trusted: (Faults(copy_error=0.3), WRONG_TOKENS),
     failed_store_is_found: (Faults(copy_error=0.3), WRONG_TOKENS),
     slots_are_not_pinned: (Faults(copy_seconds=0.4), WRONG_TOKENS),
