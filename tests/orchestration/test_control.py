@@ -317,7 +317,7 @@ def test_a_cluster_is_scaled_drained_and_upgraded(cluster: LocalCluster) -> None
     ("request_", "reason"),
     [
         (Scale("cache", 1), "no pool 'cache'"),
-        (Scale("decode", 0), "nobody could serve"),
+        (Scale("decode", 0), "the cluster couldn't serve"),
         (DrainWorker("prefill-0"), "scale prefill up first"),
         (UpgradeCluster({"model": {"path": "x"}}), "pools: is missing"),
         (UpgradeCluster({"model": {"path": "x"}, "pools": [{"name": "p", "role": "mixed"}]}), "keeps pools and roles"),
