@@ -99,7 +99,7 @@ class ClusterStatus(Reply, frozen=True, kw_only=True):
 
     @property
     def is_settled(self) -> bool:
-        """Whether exactly the wanted workers are there, all of them ready."""
+        """State in which all workers are ready and no upgrade is running."""
         upgrading = self.upgrade is not None and self.upgrade.state == "running"
         return not upgrading and all(worker.phase == "ready" for worker in self.workers)
 
