@@ -20,7 +20,7 @@ HELD_GAUGES = (
     "num_waiting",
 )
 RUN_VARIABLE = "SPLITSERVE_CHAOS_RUN"
-SHARED_MEMORY = Path("/dev/shm")  # only read
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - only read
 SYSV_SHARED_MEMORY = Path("/proc/sysvipc/shm")
 
 

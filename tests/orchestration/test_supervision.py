@@ -309,7 +309,7 @@ def test_a_worker_that_dies_during_an_upgrade_comes_back_as_it_was() -> None:
     machine.go_on()
     machine.exit("decode-1", -9)
     assert machine.running["decode-1"] == before
-    with pytest.raises(ConfigError, match="an upgrade is under way"):
+    with pytest.raises(ConfigError, match="an upgrade is in progress"):
         machine.supervisor.scale("decode", 3, machine.now)
 
 
