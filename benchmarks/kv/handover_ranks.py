@@ -209,7 +209,7 @@ class SinkRank:
 
 
 def run_sink(place: RankPlace, source_devices: Sequence[str], pipe: Connection) -> None:
-    """Carry out commands until told to close: main of a sink rank."""
+    """Carry out commands until the parent closes the pipe: main of a sink rank."""
     rank = SinkRank(place, source_devices)
     pipe.send("ready")
     while (order := pipe.recv()) is not None:

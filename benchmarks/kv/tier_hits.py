@@ -26,7 +26,7 @@ STREAM_TOKENS = 128
 
 
 def pool_tokens(clusters: Clusters, options: argparse.Namespace) -> int:
-    """Return the tokens that fit a worker's block pool, as far as its memory tells (ranks and FP8 aside)."""
+    """Return the tokens that fit a worker's block pool, from the size of its memory (ranks and FP8 aside)."""
     config = load_model_config(clusters["with"].spec.model.path)
     item = 4 if options.dtype == "float32" or (config.dtype == "float32" and options.dtype == "auto") else 2
     token_bytes = config.num_layers * config.num_kv_heads * 2 * config.head_dim * item

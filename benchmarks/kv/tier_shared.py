@@ -56,7 +56,7 @@ def shared(options: argparse.Namespace, model: str, vocab_size: int, no_reuse: N
 
 
 class _Cluster(LocalCluster):
-    """Cluster that knows whether its LMCache server has started."""
+    """Cluster with a flag for the start of its LMCache server."""
 
     has_server = False
 

@@ -127,8 +127,8 @@ def notes(figures: dict[str, Any], output_len: int) -> list[str]:
         found.append("the stream packs several tokens into some chunks: ITL is between chunks, not tokens; see TPOT")
     if figures["bunched_gaps_share"] > _NOTABLE_BUNCHED_SHARE:
         found.append(
-            f"{100 * figures['bunched_gaps_share']:.0f}% of chunks arrived together with the previous one: a part between "
-            "worker and client, or this client, delays chunks; p50 of ITL means little, see TPOT and the long ITLs"
+            f"{100 * figures['bunched_gaps_share']:.0f}% of chunks arrived together with the previous one: a "
+            "proxy, the network or this client delays chunks; p50 of ITL means little, see TPOT and the long ITLs"
         )
     if figures["dispatch_lag_ms"].get("p99", 0.0) > _NOTABLE_LAG_MS:
         found.append(

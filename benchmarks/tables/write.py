@@ -84,7 +84,7 @@ def loaded_table(runs: Sequence[Run], *, with_runs: bool) -> str:
 
 
 def readme_block(runs: Sequence[Run]) -> str:
-    """The README's two tables and their conditions, without the names of runs."""
+    """Return the README's two tables and their conditions, without the names of runs."""
     loaded = loaded_table(runs, with_runs=False)
     rest = markdown(results_readme.HEADERS[:-1], results_readme.readme_rows(runs))
     return "\n\n".join([results_readme.conditions(runs), results_readme.LOADED_CONDITIONS, loaded, rest])

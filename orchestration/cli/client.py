@@ -47,7 +47,7 @@ class ClusterClient(Protocol):
         """Return the names of the processes that have a log."""
 
     def read_log(self, name: str, num_lines: int, offset: int) -> tuple[str, int]:
-        """See :func:`splitserve.orchestration.hosts.log_files.read_log`."""
+        """Read a process's log; see :func:`splitserve.orchestration.hosts.log_files.read_log`."""
 
     def is_alive(self) -> bool: ...
 
@@ -62,7 +62,7 @@ class LocalClient:
         if not self._folder.is_claimed():
             name = self._folder.name
             raise ConfigError(
-                f"cluster {name} doesn't run any more: `splitserve logs --name {name}` may say why, and `splitserve "
+                f"cluster {name} doesn't run any more: `splitserve logs --name {name}` may show why, and `splitserve "
                 f"down --name {name}` removes what is left of it"
             )
         return ask(self._folder.socket, request)
@@ -174,7 +174,7 @@ def follow(
         if is_over(status):
             return status
         if sum(status.counts.values()) < wanted:
-            reasons = "; ".join(words.values()) or "splitserve logs may say why"
+            reasons = "; ".join(words.values()) or "splitserve logs may show why"
             raise OperationError(f"a worker could not be started and is not started again: {reasons}")
         if now - began > timeout_seconds:
             raise OperationError(f"it took longer than {timeout_seconds:g} s: {_unfinished(status)}")

@@ -239,7 +239,7 @@ class Cluster:
             self.request_stop("the supervision's end")
             watcher.join()
         if statuses != [0]:
-            raise LaunchError("the cluster ended by itself: its log says why")
+            raise LaunchError("the cluster ended by itself: see its log")
 
     def stop(self) -> None:
         """End every child within the time that the module's docstring names, by force if need be. Idempotent."""

@@ -64,5 +64,5 @@ class ClusterStart:
             case ChildProgress() as progress:
                 self._note_progress(progress)
             case Asked(request, answer):
-                starting = Refused("the cluster is still starting: wait until `splitserve status` says serving")
+                starting = Refused("the cluster is still starting: wait until `splitserve status` shows serving")
                 answer(self._reply(request) if isinstance(request, GetStatus | Stop) else starting)

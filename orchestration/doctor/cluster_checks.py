@@ -53,7 +53,7 @@ def _differs(worker: WorkerReport, version: str) -> bool:
     return bool(worker.info.place.version) and worker.info.place.version != version
 
 
-# ---- who is there ----
+# ---- workers and connections ----
 
 
 def check_workers(report: ClusterReport) -> Check:
@@ -66,7 +66,7 @@ def check_workers(report: ClusterReport) -> Check:
                     "stale_worker",
                     f"{name_of(worker)} is registered, but has sent nothing for {worker.silent_seconds:.0f} s",
                     f"check process {pid} on {machine}: if it is stopped or hangs, `kill -KILL {pid}` lets its "
-                    "launcher start it again; if it is gone, `splitserve logs` may say why",
+                    "launcher start it again; if it is gone, `splitserve logs` may show why",
                 )
             )
     states = [
@@ -74,7 +74,7 @@ def check_workers(report: ClusterReport) -> Check:
     ]
     if not report.workers:
         problems.append(
-            Problem("no_worker", "no worker has registered", "`splitserve status` and `splitserve logs` say why")
+            Problem("no_worker", "no worker has registered", "see `splitserve status` and `splitserve logs`")
         )
     return check("workers", ", ".join(states), problems)
 

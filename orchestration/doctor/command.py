@@ -90,7 +90,7 @@ def _running_cluster(options: argparse.Namespace, diagnosis: Diagnosis) -> Itera
         report = settled_report(endpoint)
         ready = endpoint.get("/ready")
     except UnreachableError as error:
-        advice = "is the URL right? `splitserve status` shows a local cluster's; `splitserve logs router` what it says"
+        advice = "check the URL: `splitserve status` shows a local cluster's; see also `splitserve logs router`"
         yield check("endpoint", "", [Problem("no_endpoint", str(error), advice)])
         return
     problems = []
@@ -145,7 +145,7 @@ def _port_of(url: str) -> str:
 
 
 def _launcher_problems(status: ClusterStatus) -> Iterator[Problem]:
-    logs = f"`splitserve logs --name {status.name} {{worker}}` says more"
+    logs = f"see `splitserve logs --name {status.name} {{worker}}`"
     for worker in status.workers:
         if worker.phase != "ready" and worker.last_words:
             yield Problem(
@@ -205,7 +205,7 @@ def _probe_here(spec: ClusterSpec | None, transport: str, diagnosis: Diagnosis) 
                 endpoint = Endpoint(cluster.url, resolve_secrets(small).api_key)
                 yield from _look_at_own(endpoint, transport, diagnosis)
         except SplitserveError as error:
-            advice = "the message says what is missing; `splitserve demo --log-level info` does the same and says more"
+            advice = "the message names what is missing; `splitserve demo --log-level info` does the same and logs more"
             yield check("probe", "", [Problem("probe_failed", f"a small cluster couldn't be started: {error}", advice)])
 
 

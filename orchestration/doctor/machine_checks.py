@@ -165,7 +165,7 @@ def check_numa(topology: Topology) -> Check:
 def check_clock(facts: MachineFacts) -> Check:
     """Check that the clock is synchronised. Its offset shows only in a cluster, whose clocks can be compared."""
     if facts.clock_is_synchronised is None:
-        return skipped("clock", "the kernel doesn't say whether it is synchronised")
+        return skipped("clock", "the kernel doesn't report whether it is synchronised")
     return check(
         "clock",
         "synchronised" if facts.clock_is_synchronised else "no program reports to the kernel that it sets the clock",
@@ -236,5 +236,5 @@ def oversubscription(where: str, num_threads: int, num_cores: int) -> Problem | 
 
 def check_plan(errors: Iterable[str]) -> Check:
     """Report ``errors`` that keep a spec from being started, in the launcher's words."""
-    problems = [Problem("spec", error, "change the spec or the options as the message says") for error in errors]
+    problems = [Problem("spec", error, "change the spec or the options that the message names") for error in errors]
     return check("plan", "" if problems else "it can be started here", problems)

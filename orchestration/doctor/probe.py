@@ -118,7 +118,7 @@ def look_by_probe(endpoint: Endpoint, report: ClusterReport, machine: str) -> tu
     return list(probe_checks(report, probe, copy)), as_json(report, probe, copy)
 
 
-# ---- what it says; pure from here ----
+# ---- checks of its outcome; pure from here ----
 
 
 def probe_checks(report: ClusterReport, probe: Probe, copy: TorchFacts | None) -> Iterator[Check]:

@@ -102,7 +102,7 @@ def check_kernels(report: ClusterReport) -> Check:
                 Problem(
                     "slow_kernels",
                     f"{name_of(worker)} runs {few(plain)} on its GPU in plain PyTorch",
-                    "pip install '.[gpu]' in a clone there; the worker's log says why a backend can't run",
+                    "pip install '.[gpu]' in a clone there; the worker's log shows why a backend can't run",
                 )
             )
     shown = (f"{backend}: {', '.join(sorted(names))}" for backend, names in sorted(operations.items()))

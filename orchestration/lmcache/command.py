@@ -75,7 +75,7 @@ def _check_backend(backend: str) -> None:
     except msgspec.MsgspecError as error:
         raise ConfigError(f"--backend {backend}: {error}") from error
     if not isinstance(described.get("type"), str):
-        raise ConfigError(f"--backend {backend} has no type; LMCache knows fs (files), resp (Redis) and others")
+        raise ConfigError(f"--backend {backend} has no type; LMCache supports fs (files), resp (Redis) and others")
 
 
 def _show(stage: str, detail: dict[str, str]) -> None:

@@ -68,7 +68,7 @@ def interpreter(environment: str = "") -> Path:
     folder = Path(environment) if environment else default_environment()
     python = folder / "bin" / "python"
     if not python.exists():
-        raise ConfigError(f"LMCache's environment isn't at {folder}: {_HOW_TO_MAKE}, or say where it is")
+        raise ConfigError(f"LMCache's environment isn't at {folder}: {_HOW_TO_MAKE}, or give its location")
     code = "import importlib.metadata; print(importlib.metadata.version('lmcache'))"
     found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
     if found.returncode:
@@ -107,4 +107,4 @@ def _pip(python: Path) -> None:
     )
     if done.returncode:
         words = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise ConfigError(f"LMCache's environment can't be made: pip says: {words[-1]}")
+        raise ConfigError(f"LMCache's environment can't be created: pip reports: {words[-1]}")

@@ -57,7 +57,7 @@ class RayChild:
         target_id: str = "",
         uses_lmcache: bool = False,
     ) -> None:
-        """``target_id``: the node requested from Ray. ``uses_lmcache``: the worker needs a server on its node."""
+        """Start to follow the agent. ``target_id``: node requested from Ray. ``uses_lmcache``: worker with a server."""
         self._uses_lmcache = uses_lmcache
         self.target_id = target_id
         self.name = name
