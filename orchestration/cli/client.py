@@ -175,7 +175,7 @@ def follow(
             return status
         if sum(status.counts.values()) < wanted:
             reasons = "; ".join(words.values()) or "splitserve logs may show why"
-            raise OperationError(f"a worker could not be started and is not started again: {reasons}")
+            raise OperationError(f"a worker could not be started and was abandoned: {reasons}")
         if now - began > timeout_seconds:
             raise OperationError(f"it took longer than {timeout_seconds:g} s: {_unfinished(status)}")
         for worker in status.workers:
