@@ -88,7 +88,7 @@ def _measure(arguments: argparse.Namespace, rank: int) -> list[Measured]:
     finally:
         for other in others:
             other.kill()
-            with other:  # waits for their end, and closes their standard input
+            with other:  # waits for its end, and closes its standard input
                 pass
 
 

@@ -37,7 +37,7 @@ MIN_SAMPLES = 8  # samples of the second half; fewer don't determine a slope
 class Samples:
     """Resident memory over a run."""
 
-    seconds: list[float] = field(default_factory=list)  # by process, a value per sample
+    seconds: list[float] = field(default_factory=list)  # since the load's start
     num_sent: list[int] = field(default_factory=list)  # requests sent by then
     resident_mib: dict[str, list[float]] = field(default_factory=dict)  # by process, a value per sample
 

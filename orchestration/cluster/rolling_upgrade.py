@@ -141,7 +141,7 @@ class RollingUpgrade:
         roster.revision += 1
         if worker is None:
             return []
-        if upgrade.old == name:  # it had left to make room: start it again with the spec that worked
+        if upgrade.old == name:  # the old worker had left to make room: start it again with its old spec
             roster.renew(worker, now)
             return []
         return roster.dismiss([worker], now)
