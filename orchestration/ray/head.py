@@ -45,8 +45,8 @@ class RayHead:
     address: str
     pid: int
     start_seconds: float  # distinguishes the process from a later one of the same id
-    # Its session, its token, without which other users can't access it, and a secret for a cluster that configures
-    # none.
+    # Contains its session, its token, without which other users can't access it, and a secret for a cluster that
+    # configures none.
     folder: str
 
 

@@ -17,7 +17,7 @@ RECOMMENDED = {
 }
 """Variables for the environment of ``ray start --head``."""
 
-LONG_SECONDS = 30.0  # a longer detection of a dead machine is worth a warning
+LONG_SECONDS = 30.0  # if the detection of a dead machine takes longer, warn
 ASK_SECONDS = 20.0
 _HEAD_RESOURCE = "node:__internal_head__"
 
