@@ -3,8 +3,8 @@
     canary   --HTTP--> router --ZMQ--> instant worker, a token every few milliseconds
     attacker --HTTP--> the same router
 
-All are processes of their own. The router has few descriptors, as in a container that was given few. For each attack:
-how its connections ended, the canary's longest gap, the router's memory at its peak and its CPU time.
+Each is a process of its own. The router has few file descriptors, as in a container with a low limit. Results of each
+attack: the outcomes of its connections, the canary's longest gap, the router's peak memory and its CPU time.
 """
 
 import argparse
@@ -34,19 +34,19 @@ _READY_SECONDS = 30
 _MIN_DESCRIPTORS = 64
 _MAX_MODEL_LEN = 20_000
 _TOKEN_SECONDS = 0.005
-_MAX_SECONDS = 75  # the canary reads for a while before, and the attacker has to start
+_MAX_SECONDS = 75  # the canary reads for a while before the attack, and the attacker needs time to start
 _MAX_GAP_MS = 100.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the attacks that ``argv`` names; exit status 1 if one of them held the canary up for too long."""
+    """Run the attacks that ``argv`` names; exit status 1 if one of them blocked the canary for too long."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     options = _parser().parse_args(arguments)
     if options.seconds > _MAX_SECONDS:
-        raise ConfigError(f"--seconds is {options.seconds:g}, but the canary's stream is for at most {_MAX_SECONDS}")
+        raise ConfigError(f"--seconds is {options.seconds:g}, but the canary's stream lasts at most {_MAX_SECONDS}")
     if not _MIN_DESCRIPTORS <= options.descriptors <= resource.getrlimit(resource.RLIMIT_NOFILE)[1]:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        raise ConfigError(f"--descriptors is {options.descriptors}; it must be from {_MIN_DESCRIPTORS} to {most} here")
+        raise ConfigError(f"--descriptors is {options.descriptors}; it must be {_MIN_DESCRIPTORS} to {most} here")
     rows = []
     for name in ("nothing", *options.attack):
         with attacked_router(options.descriptors) as (address, pid):
@@ -60,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="splitserve bench attacks", description=__doc__)
     parser.add_argument("--attack", nargs="+", choices=list(ATTACKS), default=list(CONNECTION_ATTACKS), metavar="NAME")
-    parser.add_argument("--descriptors", type=positive, default=260, help="of the router")
-    parser.add_argument("--seconds", type=positive_seconds, default=25.0, help="after which an attack gives up")
+    parser.add_argument("--descriptors", type=positive, default=260, help="the router's limit of file descriptors")
+    parser.add_argument("--seconds", type=positive_seconds, default=25.0, help="duration of an attack at most")
     add_result_options(parser)
     return parser
 
@@ -73,12 +73,12 @@ def _cells(row: dict[str, Any]) -> list[object]:
 
 
 def run_attack(name: str, address: Address, pid: int, seconds: float) -> dict[str, Any]:
-    """One attack ("nothing": none) on the router of that process, beside a canary."""
+    """Run one attack ("nothing": none) on the router of that process, beside a canary."""
     router = psutil.Process(pid)
     canary = Canary(address, MODEL_ID, _MAX_MODEL_LEN - 10)
     canary.start()
     canary.warmed_up.wait(_READY_SECONDS)
-    Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak counts from here
+    Path(f"/proc/{pid}/clear_refs").write_text("5")  # resets the peak
     resident, cpu = router.memory_info().rss, sum(router.cpu_times()[:2])
     canary.reset()
     start = time.monotonic()
@@ -109,7 +109,7 @@ def _outcomes(name: str, address: Address, seconds: float) -> dict[str, int]:
 
 @contextlib.contextmanager
 def attacked_router(num_descriptors: int, limits: HttpLimits | None = None) -> Iterator[tuple[Address, int]]:
-    """A router that has so many descriptors, and a paced worker; the router's address and process id."""
+    """Start a router with so many file descriptors, and a paced worker; yields the router's address and process id."""
     worker_options = ["--tokens-per-message", "1", "--token-seconds", str(_TOKEN_SECONDS)]
     worker_options += ["--max-model-len", str(_MAX_MODEL_LEN)]
     with contextlib.ExitStack() as stack:
@@ -144,7 +144,7 @@ def _wait_ready(address: Address) -> None:
 
 
 def _peak_bytes(pid: int) -> int:
-    """Peak resident memory since the reset."""
+    """Return the peak resident memory since the reset."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
 

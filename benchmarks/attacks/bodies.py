@@ -1,4 +1,4 @@
-"""Requests whose bodies cost the router more than they cost their sender, by name: :data:`BODIES`."""
+"""Request bodies that cost the router more than their sender, by name: :data:`BODIES`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ from splitserve.benchmarks.router.stages import MODEL_ID
 
 MIB = 1 << 20
 BODY_BYTES = 16 * MIB - 256
-"""More than a router takes by default."""
+"""Larger than a router accepts by default."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostileBody:
-    """A request, and how often it is sent at once."""
+    """Request, and how often it is sent at once."""
 
     make: Callable[[], bytes]  # the request, head included
     times: int = 8
@@ -58,7 +58,7 @@ def messages(count: int, message: bytes = b'{"role":"user","content":""}') -> by
 
 
 _PART = b'{"type":"text","text":"a"}'
-_SMALL = 4 * MIB - 256  # what fits into the default limit
+_SMALL = 4 * MIB - 256  # fits into the default limit
 _REQUESTS: dict[str, Callable[[], bytes]] = {
     "900,000 unknown fields": lambda: completion(b'"prompt":"a",' + fields(900_000)),
     "250,000 unknown fields": lambda: completion(b'"prompt":"a",' + fields(250_000)),

@@ -1,4 +1,4 @@
-"""A stream that shows how long a router's event loop stands still."""
+"""Stream that shows how long a router's event loop is blocked."""
 
 import json
 import socket
@@ -9,7 +9,7 @@ READ_SECONDS = 60.0
 
 
 class Canary(threading.Thread):
-    """A stream that is read as it comes; ``longest_gap_seconds`` is the longest time between two reads.
+    """Stream that is read as it arrives; ``longest_gap_seconds`` is the longest time between two reads.
 
     A stream that breaks off counts as a gap of :data:`READ_SECONDS`.
     """

@@ -1,11 +1,11 @@
 """Hostile HTTP clients, by name: :data:`ATTACKS`.
 
 ``python -m splitserve.benchmarks.attacks.http NAME HOST PORT SECONDS`` runs one of them in a process of its own, and
-prints how many of its connections ended how, as one line of JSON.
+prints the number of its connections by outcome, as one line of JSON.
 
-An attack takes the address and the seconds after which it gives up; it counts outcomes: a status code, "closed" or
-"reset" without an answer, "open" if the server still waits at the end. "newcomer" and a status is what an ordinary
-request got in the middle of it.
+An attack takes the address and the seconds after which it ends; it counts outcomes: a status code, "closed" or "reset"
+without an answer, "open" if the server still waits at the end. "newcomer" and a status is the answer to an ordinary
+request in the middle of the attack.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ CHUNKED = _POST + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n"
 
 
 def flood(address: Address, seconds: float, *, head: bytes, piece: bytes, num_bytes: int, end: bytes) -> Counter[str]:
-    """One connection that sends ``head``, ``num_bytes`` in repetitions of ``piece``, and ``end``."""
+    """Open one connection that sends ``head``, ``num_bytes`` in repetitions of ``piece``, and ``end``."""
     pieces = itertools.repeat(piece * max(1, _PIECE_BYTES // len(piece)), max(1, num_bytes // _PIECE_BYTES))
     with _connect(address) as connection:
         send_all(connection, itertools.chain([head], pieces, [end]))
@@ -74,7 +74,7 @@ def blank_lines(address: Address, seconds: float) -> Counter[str]:
 
 
 def half_open(address: Address, seconds: float) -> Counter[str]:
-    """Requests that are begun and never finished, more than there may be descriptors; what newcomers get meanwhile."""
+    """Begin more requests than there are file descriptors and never finish them; counts newcomers' outcomes, too."""
     return hold(address, HEALTH + b"X-Half: ", _NUM_HALF_OPEN, seconds)
 
 
@@ -87,12 +87,12 @@ def unfinished_bodies(address: Address, seconds: float) -> Counter[str]:
 
 
 def answered_before_their_end(address: Address, seconds: float) -> Counter[str]:
-    """Requests that are answered without their bodies, which never come."""
+    """Send requests that are answered without their bodies, and never send the bodies."""
     return hold(address, HEALTH + b"Content-Length: 1000\r\n\r\n", _NUM_HALF_OPEN, seconds)
 
 
 def slow_headers(address: Address, seconds: float) -> Counter[str]:
-    """A byte of a header now and then, so that the connection is never idle."""
+    """Send a byte of a header now and then, so that the connection is never idle."""
     with contextlib.ExitStack() as stack:
         held = [stack.enter_context(_connect(address)) for _ in range(50)]
         for connection in held:
@@ -112,7 +112,7 @@ def slow_headers(address: Address, seconds: float) -> Counter[str]:
 
 
 def pipelined(address: Address, seconds: float) -> Counter[str]:
-    """Ten thousand requests at once on each of twenty connections, which read nothing until all is sent."""
+    """Send ten thousand requests at once on each of twenty connections, which read nothing until all are sent."""
     with contextlib.ExitStack() as stack:
         held = [stack.enter_context(_connect(address)) for _ in range(20)]
         for connection in held:
@@ -122,13 +122,13 @@ def pipelined(address: Address, seconds: float) -> Counter[str]:
 
 
 def unread_answers(address: Address, seconds: float) -> Counter[str]:
-    """Large answers that nobody reads."""
+    """Request large answers and don't read them."""
     request = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"
     return hold(address, request * 16, _NUM_HALF_OPEN // 4, seconds, reads=False)
 
 
 def connections_in_a_row(address: Address, seconds: float) -> Counter[str]:
-    """Connections opened and closed as fast as can be."""
+    """Open and close connections as fast as possible."""
     end = time.monotonic() + min(seconds, 5.0)
     ended = Counter[str]()
     while time.monotonic() < end:
@@ -176,7 +176,7 @@ def _connect(address: Address) -> socket.socket:
 
 
 def send_all(connection: socket.socket, pieces: Iterable[bytes]) -> None:
-    """Send until everything is sent, or the server reads no more, or has cut the connection."""
+    """Send until everything is sent, or the server stops reading, or has closed the connection."""
     with contextlib.suppress(OSError):
         for piece in pieces:
             connection.sendall(piece)
@@ -208,7 +208,7 @@ def ask(address: Address, request: bytes, seconds: float) -> str:
 
 
 def outcome(connection: socket.socket, seconds: float) -> str:
-    """The status of the connection's answer, or how it ended without."""
+    """Return the status of the connection's answer, or the way in which it ended without one."""
     connection.settimeout(max(0.01, seconds))
     try:
         line = connection.recv(65536)
@@ -220,7 +220,7 @@ def outcome(connection: socket.socket, seconds: float) -> str:
 
 
 def count_answers(connection: socket.socket, seconds: float) -> Counter[str]:
-    """The statuses of all answers on a connection, and how it ended."""
+    """Return the statuses of all answers on a connection, and its end."""
     connection.settimeout(max(0.01, seconds))
     text = b""
     try:
@@ -235,7 +235,8 @@ def count_answers(connection: socket.socket, seconds: float) -> Counter[str]:
 
 
 def hold(address: Address, beginning: bytes, count: int, seconds: float, *, reads: bool = True) -> Counter[str]:
-    """Connections that send ``beginning`` and then nothing, until the server ends them; outcomes, and newcomers'."""
+    """Open connections that send ``beginning`` and then nothing, until the server ends them; returns outcomes, and
+    newcomers'."""
     ended = Counter[str]()
     end = time.monotonic() + seconds
     with contextlib.ExitStack() as stack:
@@ -265,7 +266,7 @@ def hold(address: Address, beginning: bytes, count: int, seconds: float, *, read
 
 
 def newcomer(address: Address, path: str = "/health") -> str:
-    """How an ordinary request fares."""
+    """Return the outcome of an ordinary request."""
     connection = http.client.HTTPConnection(*address, timeout=_CONNECT_SECONDS)
     try:
         connection.request("GET", path)

@@ -1,11 +1,11 @@
-"""``splitserve bench chaos``: workers die, freeze and drain under load, and no client notices.
+"""``splitserve bench chaos``: workers die, freeze and drain under load, without an effect on any client.
 
 A small float32 checkpoint, 2 prefill and 2 decode processes, real NIXL. First a quiet run records the tokens of every
-request; then streams ask them again, many at once, while random workers get SIGKILL, SIGSTOP for longer than a lease,
-or SIGTERM, and come back. Exit status 0 says: every request completed with exactly the quiet run's answer, streams of
-killed workers went on in time, and afterwards nothing is held, left over, or larger than it was. On a CPU an answer
-that differs is wrong. A GPU's rounding depends on the batch: there each token that differs must be a near-tie in
-float64 (:mod:`.ties`).
+request; then streams send them again, many at once, while random workers get SIGKILL, SIGSTOP for longer than a lease,
+or SIGTERM, and are started again. Exit status 0 means: every request completed with exactly the quiet run's answer,
+streams of killed workers continued in time, and afterwards no blocks are held, nothing is left over, and no process has
+grown. On a CPU an answer that differs is wrong. A GPU's rounding depends on the batch: there each token that differs
+must be a near-tie in float64 (:mod:`.ties`).
 """
 
 import argparse
@@ -35,9 +35,9 @@ from splitserve.protocol.config import EngineConfig, ProtocolConfig
 
 TRANSPORTS: dict[str, dict[str, str]] = {"shm": {}, "tcp": {"UCX_TLS": "tcp"}}
 NUM_MIXTURES = {"cpu": 1, "cuda": 12}
-"""A GPU's kernels add up in an order that depends on the size of the batch."""
-# One decode worker must hold all streams, or those of a killed one would wait for room; all prompts together take more,
-# so that blocks are evicted, reused, and computed again.
+"""Mixtures of the quiet run by device: on a GPU the order of additions in kernels depends on the batch size."""
+# One decode worker must hold all streams, or those of a killed worker would wait for room; all prompts together need
+# more, so that blocks are evicted, reused, and computed again.
 KV_MEMORY_BYTES = 32 << 20
 RECOVERY_BOUND_SECONDS = {"decode": 2.0, "prefill": 1.0}  # plus a prefill
 MEMORY_BOUND_BYTES = 64 << 20
@@ -50,7 +50,7 @@ def cluster_spec(options: argparse.Namespace, model: str) -> ClusterSpec:
         model=model,
         device=options.device,
         dtype="float32",
-        enforce_eager=options.device == "cuda",  # workers that died are back sooner
+        enforce_eager=options.device == "cuda",  # workers that died are ready sooner
         threads=1,
         block_size=16,
         kv_memory_bytes=KV_MEMORY_BYTES,
@@ -76,12 +76,13 @@ async def fetch_metrics(session: aiohttp.ClientSession, url: str) -> Metrics:
 
 
 async def wait_until_quiet(session: aiohttp.ClientSession, cluster: LocalCluster) -> tuple[Metrics, list[str]]:
-    """Metrics once every worker is ready and nothing is held for requests; or what still is when that doesn't come."""
+    """Wait until every worker is ready and no blocks are held for requests; returns the metrics, and the problems that
+    remain at the deadline."""
     deadline = time.monotonic() + SETTLE_TIMEOUT_SECONDS
     names = cluster.pids.keys() - {"router"}
     num_quiet = 0
     while True:
-        # heartbeats carry the figures: two looks apart by more than one interval, or an old one might pass for new
+        # metrics come by heartbeat: two reads are more than one interval apart, lest an old figure pass for a new one
         await asyncio.sleep(1.2 * cluster.spec.protocol_config().heartbeat_seconds)
         metrics = await fetch_metrics(session, cluster.url)
         missing = sorted(names - metrics.ready)
@@ -92,7 +93,7 @@ async def wait_until_quiet(session: aiohttp.ClientSession, cluster: LocalCluster
 
 
 async def storm(cluster: LocalCluster, options: argparse.Namespace, leftovers: Leftovers) -> Outcome:
-    """The quiet run, the storm, and what is there once it is over."""
+    """Run the quiet run and the storm; returns the outcome, with the state after the storm."""
     cases = make_cases(cluster.spec.served_model_name, options.cases, options.seed)
     async with aiohttp.ClientSession() as session:
         say(f"quiet run: {len(cases)} requests, alone and {options.streams} at once")
@@ -175,7 +176,8 @@ def wrong_answers(outcome: Outcome, answers: Sequence[Answer], referee: Referee 
 
 
 def check_recovery(outcome: Outcome, options: argparse.Namespace) -> None:
-    """Streams of killed workers go on in time; those of frozen ones, once that could be known."""
+    """Check that streams of killed workers continue in time, and those of frozen workers in time after the
+    detection."""
     assert outcome.injector is not None
     prefill_seconds = max(outcome.expected.ttft_seconds)
     detection_seconds = {FaultKind.KILL: 0.0, FaultKind.FREEZE: options.dead_after_seconds}
@@ -190,7 +192,7 @@ def check_recovery(outcome: Outcome, options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> Outcome:
-    """Everything, from the checkpoint to the last look for leftovers."""
+    """Run everything, from the checkpoint to the search for leftovers."""
     leftovers = Leftovers()
     with tempfile.TemporaryDirectory(prefix="splitserve-chaos-") as directory:
         model = str(write_demo_model(Path(directory) / "model"))
@@ -214,24 +216,37 @@ def build_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="splitserve bench chaos", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--duration", type=positive_seconds, default=600.0, metavar="SECONDS", help="of the storm")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: the workers share the GPUs")
-    parser.add_argument("--transport", choices=sorted(TRANSPORTS), default="shm", help="shm: UCX's own choice")
-    parser.add_argument("--streams", type=positive, default=16, help="requests under way at any time")
+    parser.add_argument(
+        "--duration", type=positive_seconds, default=600.0, metavar="SECONDS", help="duration of the storm"
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="device of the workers; with cuda they share the GPUs"
+    )
+    parser.add_argument(
+        "--transport", choices=sorted(TRANSPORTS), default="shm", help="transport of KV; shm: UCX's own choice"
+    )
+    parser.add_argument("--streams", type=positive, default=16, help="requests in flight at any time")
     parser.add_argument("--cases", type=positive, default=48, help="different requests")
     parser.add_argument("--faults", nargs="+", choices=[kind.value for kind in FaultKind], default=list(FaultKind))
     parser.add_argument(
-        "--warm-up", type=finite, default=30.0, metavar="SECONDS", help="load before memory is looked at first"
+        "--warm-up",
+        type=finite,
+        default=30.0,
+        metavar="SECONDS",
+        help="time under load before memory is first measured",
     )
-    parser.add_argument("--pause-seconds", type=finite, default=2.0, help="between faults, on average, at least")
-    parser.add_argument("--seed", type=int, default=0, help="of requests and faults")
+    parser.add_argument("--pause-seconds", type=finite, default=2.0, help="minimum mean time between faults")
+    parser.add_argument("--seed", type=int, default=0, help="seed of requests and faults")
     for name in ("lease", "read_deadline", "heartbeat", "dead_after", "drain"):
         flag, value = f"--{name.replace('_', '-')}-seconds", getattr(defaults, f"{name}_seconds")
         parser.add_argument(flag, type=positive_seconds, default=value, help="as in ProtocolConfig")
     parser.add_argument(
-        "--check-times", action=argparse.BooleanOptionalAction, default=True, help="off: right answers, however late"
+        "--check-times",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="off: accept correct answers however late",
     )
-    parser.add_argument("--log-level", choices=LOG_LEVELS, default="error", help="of every process")
+    parser.add_argument("--log-level", choices=LOG_LEVELS, default="error", help="log level of every process")
     add_result_options(parser)
     return parser
 

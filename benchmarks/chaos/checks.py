@@ -1,4 +1,4 @@
-"""What must be as it was once a storm is over: blocks, processes, threads, handles, shared memory, memory."""
+"""Checks after a storm: blocks, processes, threads, handles, shared memory and memory must be as before."""
 
 import os
 import re
@@ -20,17 +20,16 @@ HELD_GAUGES = (
     "num_waiting",
 )
 RUN_VARIABLE = "SPLITSERVE_CHAOS_RUN"
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked at only
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - only read
 SYSV_SHARED_MEMORY = Path("/proc/sysvipc/shm")
 
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """The router's page. ``workers`` holds the gauges and counters of each worker by name, ``totals`` the router's own
-    by name with labels."""
+    """Samples of the router's metrics page."""
 
-    workers: dict[str, dict[str, float]]
-    totals: dict[str, float]
+    workers: dict[str, dict[str, float]]  # gauges and counters of each worker, by worker and by name
+    totals: dict[str, float]  # the router's own samples, by name with labels
 
     @classmethod
     def parse(cls, text: str) -> "Metrics":
@@ -49,7 +48,7 @@ class Metrics:
         return {name for name, values in self.workers.items() if values.get("ready")}
 
     def held(self) -> list[str]:
-        """What is still held for requests, in words; empty when all is quiet."""
+        """Describe what is still held for requests; empty when the cluster is idle."""
         found = [
             f"{worker}: {gauge} {values[gauge]:g}"
             for worker, values in sorted(self.workers.items())
@@ -63,7 +62,7 @@ class Metrics:
         return {name: int(v["blocks_free"] + v["blocks_cached"]) for name, v in self.workers.items()}
 
     def labelled(self, name: str) -> dict[str, float]:
-        """Samples of one counter by their labels, as ``label=value`` pairs."""
+        """Return samples of one counter by their labels, as ``label=value`` pairs."""
         prefix = name + "{"
         return {
             key.removeprefix(prefix).rstrip("}").replace('"', ""): value
@@ -93,9 +92,9 @@ def process_states(pids: Mapping[str, int]) -> dict[str, ProcessState]:
 def growth(
     before: Mapping[str, ProcessState], after: Mapping[str, ProcessState], *, memory_bytes: int, handles: int
 ) -> list[str]:
-    """Processes that have more than before, beyond the bounds, in words.
+    """Describe processes that use more than before, beyond the bounds.
 
-    A worker that was started anew is compared with the workers of its role as they were: it has done less than they.
+    A worker that was started again is compared with the earlier workers of its role: it has done less than they had.
     """
     found = []
     for name, state in sorted(after.items()):
@@ -119,10 +118,10 @@ def _children() -> set[int]:
 
 @dataclass(slots=True)
 class Leftovers:
-    """Remembers what there was before anything started, and says afterwards what is left over.
+    """Leftovers of a run: found by comparison with the state before anything started.
 
-    Children carry ``environment``, so that even one that was orphaned is found. Shared memory is that of the children's
-    own folders, whatever else UCX makes and nobody living has mapped, and System V's by its creator.
+    Children carry ``environment``, so that even an orphaned one is found. Shared memory is that of the children's own
+    folders, other segments of UCX that no living process has mapped, and System V's by its creator.
     """
 
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -137,11 +136,11 @@ class Leftovers:
         return {RUN_VARIABLE: self.run_id}
 
     def note_pids(self, pids: Mapping[str, int]) -> None:
-        """Every process that ever belonged to the run, for the owners of System V shared memory."""
+        """Note every process that ever belonged to the run, to recognise the owners of System V shared memory."""
         self.pids |= set(pids.values())
 
     def found(self) -> list[str]:
-        """What is left over, in words."""
+        """Describe everything that is left over."""
         found = [f"process {process.pid} ({process.name()})" for process in self._processes()]
         found += [f"child process {pid}" for pid in sorted(_children() - self.children)]
         found += [f"thread {thread.name}" for thread in threading.enumerate() if thread.name not in self.threads]
@@ -162,7 +161,7 @@ class Leftovers:
         for process in psutil.process_iter():
             try:
                 environment = Path(f"/proc/{process.pid}/environ").read_bytes()
-            except OSError:  # somebody else's, or just gone
+            except OSError:  # another user's process, or one that has just ended
                 continue
             if marker in environment.split(b"\0"):
                 yield process
@@ -180,7 +179,7 @@ def _shared_memory_files() -> list[str]:
 
 
 def _mapped_shared_memory() -> set[str]:
-    """Names of the files that a living process has mapped."""
+    """Return the names of the files that a living process has mapped."""
     names: set[str] = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:

@@ -23,12 +23,12 @@ class FaultKind(StrEnum):
 
 @dataclass(slots=True)
 class Fault:
-    """``at`` is on the client's monotonic clock; ``seconds`` is how long a freeze lasted."""
+    """Fault injected into one worker."""
 
     kind: FaultKind
     worker: str
-    at: float
-    seconds: float = 0.0
+    at: float  # on the client's monotonic clock
+    seconds: float = 0.0  # duration of a freeze
     wall_time: str = field(default_factory=lambda: f"{datetime.datetime.now():%H:%M:%S.%f}"[:-3])  # as in the logs
 
     @property
@@ -37,7 +37,7 @@ class Fault:
 
 
 class FaultInjector:
-    """``ready_workers`` tells which workers the router gives requests to."""
+    """Injector of faults. ``ready_workers`` returns the workers to which the router sends requests."""
 
     def __init__(
         self,
@@ -62,7 +62,8 @@ class FaultInjector:
         self.faults: list[Fault] = []
 
     async def run_until(self, end: float) -> None:
-        """Faults one after another, each as soon as every pool has another ready worker, and a pause."""
+        """Inject faults one after another, each as soon as every pool has another ready worker, with pauses between
+        them."""
         while True:
             victim = await self._next_victim(end)
             if victim is None:
@@ -72,12 +73,12 @@ class FaultInjector:
             await asyncio.sleep(self._chosen.uniform(0.5, 1.5) * self._pause_seconds)
 
     async def finish(self) -> None:
-        """Wait for frozen workers to be woken up."""
+        """Wait until all frozen workers run again."""
         if self._thaws:
             await asyncio.gather(*self._thaws)
 
     def thaw_all(self) -> None:
-        """For an early end: nobody stays frozen."""
+        """Resume all frozen workers, for an early end of the bench."""
         for name in list(self._frozen):
             self._wake(name)
 
@@ -117,6 +118,7 @@ class FaultInjector:
 
     def _wake(self, name: str) -> None:
         try:
-            os.kill(self._frozen.pop(name), signal.SIGCONT)  # a child that isn't reaped: the id is still its own
+            # The child isn't reaped, so its process id is still its own.
+            os.kill(self._frozen.pop(name), signal.SIGCONT)
         except (KeyError, ProcessLookupError):
             return

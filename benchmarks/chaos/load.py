@@ -1,7 +1,7 @@
-"""What the chaos bench asks of the endpoint, what it got, and whether that is what a quiet system gave.
+"""Requests of the chaos bench, their answers, and the comparison with the answers of a quiet system.
 
 A :class:`Case` is one request body; its answer depends on nothing but the body (float32, seeds). :func:`ask` streams
-one; :func:`record_expected` answers each on a quiet system; :class:`Streams` keeps a number of them under way.
+one; :func:`record_expected` answers each on a quiet system; :class:`Streams` keeps a number of them in flight.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ class _Usage(msgspec.Struct):
 
 
 class FailedAttempt(msgspec.Struct, frozen=True):
-    """An attempt that came to nothing, in the words of the endpoint's route."""
+    """Failed attempt, in the words of the endpoint's route."""
 
     worker: str
     reason: str
@@ -66,12 +66,12 @@ class Case:
 
 @dataclass(slots=True)
 class Answer:
-    """What one request gave. Times are of the client's monotonic clock; ``arrivals`` of chunks that carried tokens."""
+    """Answer to one request. Times are of the client's monotonic clock."""
 
     case: str
     sent_at: float
     ended_at: float = 0.0
-    arrivals: list[float] = field(default_factory=list)
+    arrivals: list[float] = field(default_factory=list)  # of chunks that carried tokens
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str = ""
@@ -82,7 +82,7 @@ class Answer:
     error: str = ""
 
     def difference(self, expected: "Answer") -> str:
-        """How this differs from what a quiet system gave, in words; "" if it doesn't."""
+        """Describe the difference from a quiet system's answer; "" if there is none."""
         if self.error:
             return f"failed: {self.error}"
         pairs = enumerate(itertools.zip_longest(self.token_ids, expected.token_ids))
@@ -96,7 +96,7 @@ class Answer:
 
 
 def make_cases(model: str, count: int, seed: int) -> list[Case]:
-    """Prompts of many lengths, some with a common prefix; three of four greedy, the others sampled with a seed."""
+    """Make prompts of many lengths, some with a common prefix; three of four greedy, the others sampled with a seed."""
     chosen = random.Random(seed)
     shared = chosen.choices(VOCABULARY, k=SHARED_PREFIX_TOKENS)
     cases = []
@@ -118,14 +118,14 @@ def make_cases(model: str, count: int, seed: int) -> list[Case]:
 
 
 def with_stop_string(case: Case, answer: Answer) -> Case:
-    """The same request with a stop string from the middle of its text, so that it ends there."""
+    """Return the same request with a stop string from the middle of its text, so that its answer ends there."""
     middle = len(answer.text) // 2
     stop = answer.text[middle : middle + STOP_STRING_CHARACTERS]
     return Case(f"stop-{case.name}", {**case.body, "stop": [stop]})
 
 
 async def ask(session: aiohttp.ClientSession, url: str, case: Case) -> Answer:
-    """Stream one case; whatever goes wrong is in the answer's ``error``."""
+    """Stream one case; any failure is in the answer's ``error``."""
     answer = Answer(case.name, sent_at=time.monotonic())
     try:
         async with session.post(f"{url}/v1/completions", json=case.body) as response:
@@ -173,7 +173,8 @@ def new_session() -> aiohttp.ClientSession:
 
 
 async def ask_all(url: str, cases: Sequence[Case], concurrency: int) -> list[Answer]:
-    """All cases, ``concurrency`` at a time; answers in order. Raises :class:`SplitserveError` if one fails."""
+    """Send all cases, ``concurrency`` at a time; returns their answers in order. Raises :class:`SplitserveError` if one
+    fails."""
     places = asyncio.Semaphore(concurrency)
 
     async def one(session: aiohttp.ClientSession, case: Case) -> Answer:
@@ -193,14 +194,14 @@ class Expected:
     """Answers of a quiet system."""
 
     cases: list[Case]
-    answers: dict[str, Answer]  # by case, each asked alone
-    unrepeated: list[Answer]  # asked beside others, these came out different
-    ttft_seconds: list[float]  # beside others
+    answers: dict[str, Answer]  # by case, each sent alone
+    unrepeated: list[Answer]  # answers that differed when sent beside others
+    ttft_seconds: list[float]  # of requests beside others
 
 
 async def record_expected(url: str, cases: Sequence[Case], concurrency: int, num_mixtures: int) -> Expected:
-    """Answer each case alone, then all of them ``concurrency`` at a time, ``num_mixtures`` times in other company, on a
-    quiet system."""
+    """Answer each case alone, then all of them ``concurrency`` at a time, ``num_mixtures`` times in different
+    combinations, on a quiet system."""
     alone = await ask_all(url, cases, 1)
     stopped = [with_stop_string(case, answer) for case, answer in list(zip(cases, alone, strict=True))[::6]]
     cases = [*cases, *stopped]
@@ -216,7 +217,7 @@ async def record_expected(url: str, cases: Sequence[Case], concurrency: int, num
 
 
 class Streams:
-    """``count`` streams, each asking one random case after another until :meth:`finish`."""
+    """``count`` streams, each sending one random case after another until :meth:`finish`."""
 
     def __init__(
         self, url: str, cases: Sequence[Case], count: int, seed: int, on_answer: Callable[[Answer], None]
@@ -229,7 +230,7 @@ class Streams:
         self._tasks = [asyncio.create_task(self._run()) for _ in range(count)]
 
     async def finish(self) -> None:
-        """Begin no more requests and wait for those under way."""
+        """Send no more requests and wait for those in flight."""
         self._finishing = True
         await asyncio.gather(*self._tasks)
 

@@ -16,7 +16,7 @@ MAX_SHOWN_STALLS = 5
 
 @dataclass(slots=True)
 class Outcome:
-    """What the run saw. ``checks`` holds the problems found under each heading: all empty is success."""
+    """Outcome of a run."""
 
     expected: Expected
     answers: list[Answer] = field(default_factory=list)
@@ -24,8 +24,9 @@ class Outcome:
     metrics: Metrics | None = None
     before: dict[str, ProcessState] = field(default_factory=dict)
     after: dict[str, ProcessState] = field(default_factory=dict)
+    # Problems found under each heading: all empty is success.
     checks: dict[str, list[str]] = field(default_factory=dict)
-    num_near_ties: int = 0  # answers that differ from the quiet run's by near-ties alone
+    num_near_ties: int = 0  # answers that differ from the quiet run's only by near-ties
 
     @property
     def ok(self) -> bool:
@@ -33,7 +34,7 @@ class Outcome:
 
 
 def summary(outcome: Outcome) -> dict[str, Any]:
-    """The figures, for the JSON file."""
+    """Return the figures for the JSON file."""
     assert outcome.injector is not None and outcome.metrics is not None
     faults, answers = outcome.injector.faults, outcome.answers
     retried = [answer for answer in answers if answer.failed_attempts]

@@ -1,4 +1,4 @@
-"""How long streams stood still after a worker of theirs was killed. Pure."""
+"""Stalls of streams after a fault of one of their workers. Pure."""
 
 import itertools
 from collections.abc import Sequence
@@ -9,17 +9,18 @@ import numpy as np
 from splitserve.benchmarks.chaos.faults import Fault, FaultKind
 from splitserve.benchmarks.chaos.load import Answer
 
-LATE_ARRIVAL_SECONDS = 0.25  # tokens that were on their way at the kill may still arrive for so long
+LATE_ARRIVAL_SECONDS = 0.25  # tokens sent before the kill may still arrive for so long
 
 
 def stall_seconds(answer: Answer, fault: Fault) -> float | None:
-    """From the fault to the end of the gap that it tore into the answer's tokens; None if it didn't hit this request.
+    """Return the seconds from the fault to the end of the gap that it caused in the answer's tokens; None if it didn't
+    affect this request.
 
-    None, too, if others hit it: a stream that a kill sends to a worker that is frozen, but not yet known to be, waits
-    for that.
+    None, too, if other faults affected it: a stream that a kill sends to a worker that is frozen, but not yet known to
+    be, waits for that.
 
-    Tokens that were on their way when the worker died arrive after its death, so the gap is the longest one of those
-    that begin no later than ``LATE_ARRIVAL_SECONDS`` after it.
+    Tokens sent before the worker died arrive after its death, so the gap is the longest one of those that begin no
+    later than ``LATE_ARRIVAL_SECONDS`` after it.
     """
     if not answer.sent_at < fault.at < answer.ended_at:
         return None
@@ -35,9 +36,9 @@ def stall_seconds(answer: Answer, fault: Fault) -> float | None:
 
 
 def recovery(answers: Sequence[Answer], faults: Sequence[Fault]) -> dict[str, dict[str, Any]]:
-    """Milliseconds from a fault to the next token of its requests, by kind of fault and role of the worker.
+    """Compute the milliseconds from a fault to the next token of its requests, by kind of fault and role of the worker.
 
-    A frozen worker's begin with its freeze; the time to detect it is in them.
+    For a frozen worker they count from its freeze, and include the time to detect it.
     """
     found: dict[str, list[float]] = {}
     for fault in faults:
@@ -54,7 +55,7 @@ def recovery(answers: Sequence[Answer], faults: Sequence[Fault]) -> dict[str, di
 
 
 def worst_stalls(answers: Sequence[Answer], faults: Sequence[Fault], count: int) -> list[dict[str, Any]]:
-    """The requests that stood still the longest after kills, with what they went through."""
+    """Return the requests with the longest stalls after kills, with their history."""
     stalls: list[dict[str, Any]] = [
         {
             "seconds": round(stall, 3),
@@ -73,6 +74,6 @@ def worst_stalls(answers: Sequence[Answer], faults: Sequence[Fault], count: int)
 
 
 def p99_seconds(answers: Sequence[Answer], faults: Sequence[Fault], kind: FaultKind, role: str) -> float | None:
-    """The 99th percentile after such faults of workers of ``role``; None if they hit no request."""
+    """Return the 99th percentile after such faults of workers of ``role``; None if they affected no request."""
     figures = recovery(answers, faults).get(f"{kind.value} {role}", {})
     return figures["p99_ms"] / 1e3 if "p99_ms" in figures else None

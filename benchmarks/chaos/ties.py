@@ -1,7 +1,7 @@
-"""Judges an answer that differs from the quiet run's: a near-tie that rounding decided, or a wrong token.
+"""Judgement of an answer that differs from the quiet run's: a near-tie that rounding decided, or a wrong token.
 
-A GPU adds up in an order that depends on the batch, so two tokens whose scores are almost equal may change places.
-Each token of the answer is compared with what float64 draws after the tokens before it.
+The order in which a GPU adds depends on the batch, so two tokens whose scores are almost equal may change places. Each
+token of the answer is compared with the float64 draw after the tokens before it.
 """
 
 from pathlib import Path
@@ -16,11 +16,12 @@ from splitserve.kernels.api import SamplingBatch
 from splitserve.kernels.reference.sampling import sample
 
 NEAR_TIE_SHARE = 1e-4
-"""How far each logit may be off, as a share of the standard deviation of its row: far above float32's rounding."""
+"""Allowed error of each logit, as a share of its row's standard deviation: far above float32's rounding."""
 
 
 class Referee:
-    """The checkpoint at ``path`` in float64, by transformers: none of the code under test but the draws' definition."""
+    """The checkpoint at ``path`` in float64, by transformers: of the code under test it uses only the draws'
+    definition."""
 
     def __init__(self, path: str | Path) -> None:
         self._model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
@@ -28,7 +29,7 @@ class Referee:
         self._eos_ids = {eos} if isinstance(eos, int) else set(eos)
 
     def problem(self, body: dict[str, Any], answer: Answer) -> str:
-        """Return why ``answer`` can't be an answer to ``body`` but for near-ties, in words; "" if it can."""
+        """Describe why ``answer`` can't be an answer to ``body`` even with near-ties; "" if it can."""
         if answer.error:
             return f"failed: {answer.error}"
         if (answer.prompt_tokens, answer.completion_tokens) != (len(body["prompt"]), len(answer.token_ids)):
@@ -38,7 +39,8 @@ class Referee:
 
     @torch.inference_mode()
     def _logits(self, body: dict[str, Any], token_ids: list[int]) -> Tensor:
-        """The logits that each of ``token_ids`` and the one after them are drawn from, float64 [tokens + 1, vocab]."""
+        """Return the logits from which each of ``token_ids`` and the next token are drawn, float64 [tokens + 1,
+        vocab]."""
         logits: Tensor = self._model(torch.tensor([body["prompt"] + token_ids])).logits[0]
         return logits[len(body["prompt"]) - 1 :]
 
@@ -65,7 +67,7 @@ class Referee:
 
 
 def _draw(logits: Tensor, body: dict[str, Any], first: int) -> list[int]:
-    """Tokens ``first`` and following of the answer, one from each row of ``logits``."""
+    """Draw tokens ``first`` and following of the answer, one from each row of ``logits``."""
     rows = range(logits.shape[0])
     batch = SamplingBatch(
         temperatures=[body["temperature"] for _ in rows],
@@ -82,7 +84,7 @@ def _draw(logits: Tensor, body: dict[str, Any], first: int) -> list[int]:
 def _is_near_tie(row: Tensor, body: dict[str, Any], index: int, token: int, expected: int) -> bool:
     """Return whether ``token`` is drawn instead of ``expected`` if both logits are off by :data:`NEAR_TIE_SHARE`.
 
-    The draw is made anew, so a token at the threshold of top-k or top-p counts as well.
+    The draw is repeated, so a token at the threshold of top-k or top-p counts as well.
     """
     nudged, off = row.clone(), NEAR_TIE_SHARE * float(row.std())
     nudged[token] += off

@@ -1,6 +1,6 @@
-"""Clusters on several machines: time to answer, the same tokens as on one machine, and a life under load that loses no
-request: Ray dies on one machine, another one loses its network, one joins, a pool is scaled, all workers are upgraded
-one by one, all is removed.
+"""Clusters on several machines: time to answer, the same tokens as on one machine, and a sequence of events under load
+that loses no request: Ray dies on one machine, another one loses its network, one joins, a pool is scaled, all workers
+are upgraded one by one, everything is removed.
 
 The machines are network namespaces of this one (see :mod:`.ray_machines`); KV crosses between them over TCP.
 """
@@ -38,8 +38,8 @@ from splitserve.orchestration.spec.document import parse_spec
 
 NAME = "bench"
 SETTLE_SECONDS = 180.0
-POLL_SECONDS = 6.0  # each look at the cluster is a command that joins Ray, and takes a core for a while
-ORPHAN_SECONDS = 120.0  # for Ray to end what it runs on a machine that it has given up
+POLL_SECONDS = 6.0  # each status request is a command that joins Ray, and takes a core for a while
+ORPHAN_SECONDS = 120.0  # for Ray to end its processes on a machine that it has declared dead
 
 SPEC = """
 name: bench
@@ -54,14 +54,13 @@ router: {{host: {host}, port: 0}}
 
 @dataclass
 class Life:
-    """What happened. ``seconds`` by step; ``recovered``: by death, the workers that it took; ``problems``: requests
-    without their tokens, and what was left over."""
+    """Record of the whole run."""
 
-    seconds: dict[str, float] = field(default_factory=dict)
-    recovered: dict[str, list[Recovery]] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)  # by step
+    recovered: dict[str, list[Recovery]] = field(default_factory=dict)  # by death, the workers that it took
     num_requests: int = 0
     num_moved: int = 0
-    problems: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)  # requests without their tokens, and leftovers
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
@@ -89,7 +88,7 @@ class Load:
         self._finish.set()
         self._thread.join(SETTLE_SECONDS)
         if self._thread.is_alive():
-            self._life.problems.append("a request has no end")
+            self._life.problems.append("a request didn't end")
 
     async def _run(self) -> None:
         url, cases, count = self._arguments
@@ -107,13 +106,13 @@ class Load:
 
 
 def same_everywhere(one: Sequence[Answer], other: Sequence[Answer]) -> list[str]:
-    """Cases that two clusters answer differently."""
+    """Describe cases that two clusters answer differently."""
     pairs = ((a, a.difference(b)) for a, b in zip(one, other, strict=True))
     return [f"{answer.case}: {difference}" for answer, difference in pairs if difference]
 
 
 def local_answers(model: str, options: argparse.Namespace, cases: Sequence[Case], life: Life) -> list[Answer]:
-    """The same spec on this machine."""
+    """Answer the cases with the same spec on this machine."""
     spec = parse_spec(SPEC.format(model=model, pairs=options.pairs, host="127.0.0.1"))
     cluster = LocalCluster(spec, log_level="error")
     try:
@@ -126,7 +125,7 @@ def local_answers(model: str, options: argparse.Namespace, cases: Sequence[Case]
 
 
 class Control:
-    """Commands on one of the machines."""
+    """Commands of ``splitserve`` on one of the machines."""
 
     def __init__(self, machines: Machines) -> None:
         self._machines = machines
@@ -185,7 +184,8 @@ def live(machines: Machines, options: argparse.Namespace, model: str, cases: lis
 
 
 def lose_machine(machines: Machines, control: Control, death: str, kill: Callable[[Machine], None], life: Life) -> None:
-    """Until its workers are back elsewhere, and nothing of the cluster runs on it any more once it's reachable."""
+    """Wait until the machine's workers are ready elsewhere, and none of the cluster's processes runs on it once it is
+    reachable."""
     victim = machines.machines[-1]
     names = {worker["name"] for worker in control.status()["workers"] if worker["place"] == victim.address}
     died_at = time.time()
@@ -222,7 +222,7 @@ def check_newcomer(status: dict[str, Any], newcomer: Machine, life: Life) -> Non
 
 
 def leftover_pids() -> set[int]:
-    """Processes of the cluster that run."""
+    """Return the processes of the cluster that still run."""
     found = set()
     for process in psutil.process_iter():
         try:
@@ -239,11 +239,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--nodes", type=positive, default=4, help="machines, the first of which is Ray's head")
     parser.add_argument("--pairs", type=positive, default=2, help="prefill workers, and as many decode workers")
-    parser.add_argument("--cpus", type=positive, default=6, help="that Ray shall count on each machine")
-    parser.add_argument("--streams", type=positive, default=3, help="requests under way at any time")
+    parser.add_argument("--cpus", type=positive, default=6, help="processors of each machine as counted by Ray")
+    parser.add_argument("--streams", type=positive, default=3, help="requests in flight at any time")
     parser.add_argument("--cases", type=positive, default=12, help="different requests")
-    parser.add_argument("--short", action="store_true", help="only the start and the deaths")
-    parser.add_argument("--ray-defaults", action="store_true", help="none of the settings of docs/guides/ray.md")
+    parser.add_argument("--short", action="store_true", help="run only the start and the deaths")
+    parser.add_argument("--ray-defaults", action="store_true", help="use none of the settings of docs/guides/ray.md")
     add_result_options(parser)
     return parser
 

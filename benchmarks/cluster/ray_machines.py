@@ -1,7 +1,7 @@
-"""Machines that aren't there: network namespaces of this one, each with an address of its own and a Ray node in it.
+"""Simulated machines: network namespaces of this one, each with an address of its own and a Ray node in it.
 
-They share memory and processors, but not the network: what goes from one to the other crosses a bridge. Needs root and
-``ip``. Everything is found again by its name, and processes by their namespace; nothing is ended by a program's name.
+They share memory and processors, but not the network: traffic between them crosses a bridge. Needs root and ``ip``.
+Everything is found by its name, and processes by their namespace; nothing is ended by a program's name.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _OBJECT_STORE_BYTES = 80_000_000
 
 
 class MachinesError(SplitserveError):
-    """The namespaces, or Ray in them, could not be made."""
+    """Failure to create the namespaces, or to start Ray in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Machine:
 
 
 class Machines:
-    """Use as a context manager; all are gone after it. The first one is Ray's head."""
+    """Set of machines: a context manager that removes all of them at its end. The first one is Ray's head."""
 
     def __init__(self, num_cpus: int, environment: Mapping[str, str]) -> None:
         if os.geteuid() != 0 or shutil.which("ip") is None:
@@ -49,7 +49,7 @@ class Machines:
         # The same token for all: Ray nodes that are started one by one don't know each other's otherwise.
         self._environment = {
             **os.environ,
-            "RAY_memory_monitor_refresh_ms": "0",  # they share one machine's memory with whatever else runs there
+            "RAY_memory_monitor_refresh_ms": "0",  # they share one machine's memory with other programs
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             **environment,
@@ -57,8 +57,8 @@ class Machines:
         self.folder = Path(tempfile.mkdtemp(prefix="ssray-"))
 
     def __enter__(self) -> "Machines":
-        # An address of its own: that of a port would change when the port's machine dies, and the others would send to
-        # the old one for as long as they remember it.
+        # An address of its own: by default a bridge takes that of a port, which would change when the port's machine
+        # dies; the others would then send to the old address until their caches expire.
         mac = f"02:00:00:00:{self._id[:2]}:{self._id[2:]}"
         _ip("link", "add", self._bridge, "address", mac, "type", "bridge")
         _ip("addr", "add", f"{self._net}.1/24", "dev", self._bridge)
@@ -77,7 +77,7 @@ class Machines:
         return f"{self.machines[0].address}:{RAY_PORT}"
 
     def add(self) -> Machine:
-        """One more machine, with a Ray node that has joined."""
+        """Add a machine, with a Ray node that has joined."""
         index, self._made = self._made, self._made + 1
         machine = Machine(f"ss{self._id}n{index}", f"{self._net}.{10 + index}")
         outer, inner = f"{machine.namespace}o", f"{machine.namespace}i"
@@ -89,12 +89,13 @@ class Machines:
         _ip("-n", machine.namespace, "addr", "add", f"{machine.address}/24", "dev", inner)
         _ip("-n", machine.namespace, "link", "set", inner, "up")
         _ip("-n", machine.namespace, "link", "set", "lo", "up")
-        _ip("-n", machine.namespace, "route", "add", "default", "via", f"{self._net}.1")  # Ray asks it who it is
+        # Ray finds the machine's own address by this route.
+        _ip("-n", machine.namespace, "route", "add", "default", "via", f"{self._net}.1")
         self._start_ray(machine, is_head=index == 0)
         return machine
 
     def kill(self, machine: Machine) -> None:
-        """As if its power was cut."""
+        """Kill everything on the machine, as if its power was cut."""
         for pid in _pids_in(machine):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -105,24 +106,24 @@ class Machines:
             _ip("netns", "del", machine.namespace)
 
     def pids_in(self, machine: Machine) -> set[int]:
-        """All processes on the machine."""
+        """Return all processes on the machine."""
         return set(_pids_in(machine))
 
     def kill_raylet(self, machine: Machine) -> None:
-        """Ray's process alone dies; the machine and its network live on."""
+        """Kill only Ray's process; the machine and its network stay."""
         for pid in _pids_in(machine):
             if _program_of(pid) == "raylet":
                 os.kill(pid, signal.SIGKILL)
 
     def cut_off(self, machine: Machine) -> None:
-        """Nothing leaves or reaches it any more, without a word to either side; all its processes go on."""
+        """Drop all packets to and from the machine, without any signal to either side; all its processes continue."""
         _ip("link", "set", f"{machine.namespace}o", "down")
 
     def reconnect(self, machine: Machine) -> None:
         _ip("link", "set", f"{machine.namespace}o", "up")
 
     def run(self, machine: Machine, arguments: Sequence[str], timeout_seconds: float = 180.0) -> str:
-        """Output of ``splitserve`` with these arguments there. Raises :class:`MachinesError` if it fails."""
+        """Return the output of ``splitserve`` with these arguments there. Raises :class:`MachinesError` if it fails."""
         command = ["ip", "netns", "exec", machine.namespace, sys.executable, "-m", "splitserve.orchestration.cli.main"]
         done = subprocess.run(
             [*command, *arguments],
@@ -169,7 +170,7 @@ def _pids_in(machine: Machine) -> list[int]:
 
 
 def _program_of(pid: int) -> str:
-    """ "" if it has just ended."""
+    """Return the program of a process, "" if it has just ended."""
     try:
         return Path(os.readlink(f"/proc/{pid}/exe")).name
     except OSError:

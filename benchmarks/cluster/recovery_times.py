@@ -1,4 +1,4 @@
-"""How long the workers of a dead machine are missing, split into detection, node assignment and start. Pure."""
+"""Recovery times of the workers of a dead machine, split into detection, node assignment and start. Pure."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from splitserve.orchestration.cluster.restarts import StartTimes
 
 @dataclass(frozen=True)
 class Recovery:
-    """One worker's way back. All in seconds; the four parts add up to ``total``."""
+    """Recovery of one worker. All in seconds; the four parts add up to ``total``."""
 
     worker: str
-    detection: float  # from the death until the cluster noticed that the worker was lost
-    delay: float  # that the restart policy imposed
+    detection: float  # from the death until the cluster noticed the worker's loss
+    delay: float  # imposed by the restart policy
     assignment: float  # until a process of the worker ran on another node
-    start: float  # until it took requests there
+    start: float  # until it accepted requests there
     total: float
 
 
@@ -27,7 +27,8 @@ def lost_and_back(status: Mapping[str, Any], workers: Collection[str], died_at: 
 
 
 def recoveries(status: Mapping[str, Any], workers: Collection[str], died_at: float) -> list[Recovery]:
-    """For each of ``workers`` that has come back since ``died_at`` (seconds since 1970), the fastest first."""
+    """Return the recoveries of those of ``workers`` that are ready again since ``died_at`` (seconds since 1970), the
+    fastest first."""
     found = [_recovery(name, times, died_at) for name, times in _back(status, workers, died_at)]
     return sorted(found, key=lambda recovery: recovery.total)
 

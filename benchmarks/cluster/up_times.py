@@ -1,15 +1,15 @@
-"""``splitserve bench up``: from one command to a cluster that answers, and from another to nothing.
+"""``splitserve bench up``: time from one command to a cluster that answers, and from another to nothing left of it.
 
 Everything is run as a user runs it: ``splitserve up``, a completion, ``splitserve down``, without Ray and with a Ray
 that ``up`` starts. Reported are the seconds from the start of ``up``
 
-    command    to its first word: Python and its imports
-    Ray        to a Ray head that is on its way (it takes until shortly before ``router`` to answer)
+    command    to its first output: Python and its imports
+    Ray        to the start of a Ray head (which answers shortly before ``router``)
     router     to a router that listens
     workers    to the last worker that is ready
     answer     to the answer of the first completion
 
-and those that ``down`` takes. What it leaves behind is a failure: processes, files below the state folder, shared
+and those that ``down`` takes. Leftovers of ``down`` are a failure: processes, files below the state folder, shared
 memory.
 """
 
@@ -41,7 +41,7 @@ STAGES = ("command", "Ray", "router", "workers", "answer", "down")
 
 
 def stage_of(line: str) -> str:
-    """What a line of ``up``'s output shows to be there; "" for nothing new."""
+    """Return the stage that a line of ``up``'s output reports; "" for none."""
     if line.startswith("splitserve "):
         return "command"
     words = line.split()
@@ -53,7 +53,7 @@ def stage_of(line: str) -> str:
 
 
 def measure(model: str, ray: str, state: str, options: argparse.Namespace) -> dict[str, float]:
-    """Seconds by stage. Raises :class:`SplitserveError` if a command fails."""
+    """Measure the seconds by stage. Raises :class:`SplitserveError` if a command fails."""
     seconds: dict[str, float] = {}
     arguments = ["up", model, "--prefill", str(options.prefill), "--decode", str(options.decode), "--port", "0"]
     began = time.monotonic()
@@ -86,7 +86,7 @@ def measure(model: str, ray: str, state: str, options: argparse.Namespace) -> di
 
 
 def traces(state: str) -> list[str]:
-    """What there is of clusters of this state folder, and shared memory that nobody uses, in words."""
+    """Describe leftovers of clusters of this state folder, and shared memory that no process uses."""
     found = [f"{path} is there" for path in (Path(state), *abandoned()) if path.exists()]
     for process in psutil.process_iter():
         try:
@@ -106,10 +106,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--prefill", type=not_negative, default=2, help="workers")
     parser.add_argument("--decode", type=not_negative, default=2, help="workers")
-    parser.add_argument("--ray", action=argparse.BooleanOptionalAction, default=True, help="also with Ray")
+    parser.add_argument("--ray", action=argparse.BooleanOptionalAction, default=True, help="measure with Ray as well")
     parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument("--model", default="", help="a checkpoint's directory; empty: the demo's, with 5 MB of weights")
-    parser.add_argument("--check-times", action="store_true", help="fail where an answer takes longer than it should")
+    parser.add_argument("--check-times", action="store_true", help="fail if an answer takes longer than allowed")
     add_result_options(parser)
     return parser
 

@@ -1,4 +1,4 @@
-"""Types of benches' options, for argparse: what makes no sense is refused before anything is measured."""
+"""Types of benches' options, for argparse: meaningless values are rejected before anything is measured."""
 
 import argparse
 import tempfile
@@ -19,7 +19,7 @@ def positive_seconds(text: str) -> float:
 
 
 def finite(text: str) -> float:
-    """Parse a finite number from 0 on."""
+    """Parse a finite number of at least 0."""
     number = finite_number(text)
     if number < 0:
         raise argparse.ArgumentTypeError(f"must be 0 or more, got {text!r}")
@@ -27,12 +27,12 @@ def finite(text: str) -> float:
 
 
 def writable_directory(text: str) -> str:
-    """Return the path of a directory, which is made if need be; "" as it is, since it stands for something else."""
+    """Return the path of a directory, which is created if needed; "" unchanged, since it stands for a default."""
     if text:
         try:
             Path(text).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise argparse.ArgumentTypeError(f"{text} can't be made: {error.strerror}") from error
+            raise argparse.ArgumentTypeError(f"{text} can't be created: {error.strerror}") from error
         try:
             tempfile.TemporaryFile(dir=text).close()
         except OSError as error:

@@ -33,7 +33,7 @@ def next_line(process: "subprocess.Popen[str]") -> str:
 
 
 def write_router_model(folder: Path) -> int:
-    """What a router needs of a model: a tokenizer. Returns the size of its vocabulary."""
+    """Write the part of a model that a router needs: a tokenizer. Returns the size of its vocabulary."""
     tokenizer = train_tokenizer(2000, QWEN_TOKENS, seed=0)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"eos_token": QWEN_TOKENS.eos, "chat_template": QWEN_TOKENS.chat_template}

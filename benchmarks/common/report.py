@@ -1,4 +1,4 @@
-"""What every bench says of itself: command, versions, machine; as JSON and as a table."""
+"""Report of a bench: command, versions, machine and results; as JSON and as a table."""
 
 import argparse
 import datetime
@@ -19,7 +19,7 @@ from splitserve.benchmarks.common.arguments import writable_directory
 from splitserve.common.cores import usable_cpus
 
 _PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
-RESULTS_DIRECTORY = _PACKAGE_FOLDER / "results"  # of a checkout: the kept ones
+RESULTS_DIRECTORY = _PACKAGE_FOLDER / "results"  # in a checkout: the kept results
 COMMIT_VARIABLE = "SPLITSERVE_COMMIT"  # names the commit of a copy without git
 UNKNOWN_COMMIT = "unknown"
 _ARCHIVED_COMMIT = _PACKAGE_FOLDER / "COMMIT"  # filled in by git archive
@@ -40,29 +40,29 @@ _PACKAGES = (
 
 
 def results_directory() -> Path:
-    """Return where results go unless the user says otherwise: ``benchmarks/results`` of a checkout or an unpacked
-    source archive, ``splitserve-results`` in the current directory where Splitserve is installed."""
+    """Return the default folder of results: ``benchmarks/results`` of a checkout or an unpacked source archive,
+    ``splitserve-results`` in the current directory if Splitserve is installed."""
     if _is_source_tree():
         return _PACKAGE_FOLDER / "results"
     return Path.cwd() / "splitserve-results"
 
 
 def add_result_options(parser: argparse.ArgumentParser, *, always: bool = False) -> None:
-    """Where the result goes; unless it's kept ``always``, also whether."""
+    """Add the option for the result's folder and, unless the result is ``always`` kept, the option to keep it."""
     if not always:
-        parser.add_argument("--save", action="store_true", help="keep the result as JSON, as --result-dir does")
+        parser.add_argument("--save", action="store_true", help="keep the result as JSON; implied by --result-dir")
     add = parser.add_argument
     add(
         "--result-dir",
         type=writable_directory,
         default="",
         metavar="DIR",
-        help="of the JSON; empty: benchmarks/results of a checkout, else ./splitserve-results",
+        help="folder of the JSON; empty: benchmarks/results of a checkout, else ./splitserve-results",
     )
 
 
 def keep_result(name: str, argv: Sequence[str], data: dict[str, Any], options: argparse.Namespace) -> None:
-    """:func:`write_result` if :func:`add_result_options` were used so, and say where."""
+    """Write the result with :func:`write_result` if the options ask for it, and print its path."""
     if options.result_dir or getattr(options, "save", True):
         print(f"written to {write_result(name, argv, data, options.result_dir)}")
 
@@ -70,8 +70,7 @@ def keep_result(name: str, argv: Sequence[str], data: dict[str, Any], options: a
 def write_result(name: str, argv: Sequence[str], data: dict[str, Any], directory: str = "") -> Path:
     """Write ``data`` with command, versions and machine to ``<directory>/<name>-<UTC time>.json``; returns the path.
 
-    ``argv`` are the arguments of ``splitserve bench <name>``; an empty ``directory`` means
-    :func:`results_directory`.
+    ``argv`` are the arguments of ``splitserve bench <name>``; an empty ``directory`` means :func:`results_directory`.
     """
     now = datetime.datetime.now(datetime.UTC)
     result = {
@@ -90,7 +89,7 @@ def write_result(name: str, argv: Sequence[str], data: dict[str, Any], directory
 
 
 def versions() -> dict[str, str]:
-    """Splitserve's version and commit, Python's, and those of the packages that matter to speed."""
+    """Return Splitserve's version and commit, Python's, and those of the packages that matter to speed."""
     found = {"splitserve": __version__, "commit": _commit(), "python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -101,7 +100,7 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """Processor, usable cores, memory and GPUs, in words that name no host."""
+    """Describe processor, usable cores, memory and GPUs, without naming the host."""
     return {
         "system": f"{platform.system()} {platform.release()}",
         "cpu": _cpu_model(),
@@ -112,7 +111,7 @@ def machine() -> dict[str, Any]:
 
 
 def table(rows: Sequence[Sequence[object]], headers: Sequence[str]) -> str:
-    """Rows as aligned text: the first column to the left, the others to the right; floats with two decimals."""
+    """Format rows as aligned text: the first column to the left, the others to the right; floats with two decimals."""
     cells = [list(headers)] + [[_cell(value) for value in row] for row in rows]
     widths = [max(len(row[column]) for row in cells) for column in range(len(headers))]
     lines = []
@@ -134,12 +133,12 @@ def _is_source_tree() -> bool:
 
 
 def _commit() -> str:
-    """Return the commit of this code: $SPLITSERVE_COMMIT, else the checkout's, marked where files differ from it, else
+    """Return the commit of this code: $SPLITSERVE_COMMIT, else the checkout's, marked if files differ from it, else
     that of an archive (``git archive``), else :data:`UNKNOWN_COMMIT`."""
     if given := os.environ.get(COMMIT_VARIABLE, "").strip():
         return given
     folder, commit = str(_PACKAGE_FOLDER), ""
-    if _is_source_tree():  # else a repository around it is another project's
+    if _is_source_tree():  # otherwise a repository around this code is another project's
         commit = _output("git", "-C", folder, "rev-parse", "--short=12", "HEAD")
     if commit:
         changed = _output("git", "-C", folder, "status", "--porcelain", "--untracked-files=no")
@@ -158,7 +157,7 @@ def _cpu_model() -> str:
 
 
 def _output(*command: str) -> str:
-    """What a command prints; empty where it doesn't exist or fails."""
+    """Return the output of a command; empty if it doesn't exist or fails."""
     if shutil.which(command[0]) is None:
         return ""
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)

@@ -1,4 +1,4 @@
-"""What happened to each request of a load, and the figures made of it. Pure.
+"""Records of a load's requests, and the figures computed from them. Pure.
 
 Times are in seconds from the load's start; figures are in milliseconds where their name says so.
 """
@@ -14,24 +14,20 @@ import numpy as np
 from splitserve.common.errors import ConfigError
 
 PERCENTILES = (50, 90, 99)
-BUNCHED_SECONDS = 1e-4  # chunks that arrive closer than this came in one read of the socket
+BUNCHED_SECONDS = 1e-4  # chunks that arrive closer than this were read from the socket together
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request as the client saw it.
-
-    ``chunk_seconds`` are the arrivals of the chunks that carried output, ``chunk_tokens`` the number of
-    tokens in each, where the endpoint tells. ``output_tokens`` is the endpoint's own count where it gives one.
-    """
+    """Record of one request as the client saw it."""
 
     due_seconds: float
     sent_seconds: float = 0.0
     end_seconds: float = 0.0
-    chunk_seconds: list[float] = field(default_factory=list)
-    chunk_tokens: list[int] = field(default_factory=list)
+    chunk_seconds: list[float] = field(default_factory=list)  # arrivals of the chunks that carried output
+    chunk_tokens: list[int] = field(default_factory=list)  # number of tokens in each, if the endpoint reports it
     input_tokens: int = 0
-    output_tokens: int = 0
+    output_tokens: int = 0  # the endpoint's own count, if it reports one
     cached_tokens: int = 0
     finish_reason: str = ""
     error: str = ""
@@ -53,7 +49,7 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """A service-level objective: bounds in milliseconds that a request must keep; infinite where there is none."""
+    """Service-level objective: bounds in milliseconds that a request must meet; infinite for no bound."""
 
     ttft_ms: float = float("inf")
     tpot_ms: float = float("inf")
@@ -69,7 +65,8 @@ class Objective:
 
 
 def parse_objective(bounds: Sequence[str]) -> Objective:
-    """An objective from ``ttft:500 tpot:30`` (milliseconds). Raises :class:`ConfigError` that names the bad one."""
+    """Parse an objective like ``ttft:500 tpot:30`` (milliseconds). Raises :class:`ConfigError` that names the bad
+    bound."""
     values: dict[str, float] = {}
     for bound in bounds:
         name, _, text = bound.partition(":")
@@ -84,7 +81,7 @@ def parse_objective(bounds: Sequence[str]) -> Objective:
 
 
 def percentiles_ms(seconds: Sequence[float]) -> dict[str, float]:
-    """Mean, percentiles and maximum in milliseconds; empty for no values."""
+    """Compute mean, percentiles and maximum in milliseconds; empty for no values."""
     if not seconds:
         return {}
     values = np.asarray(seconds) * 1e3
@@ -94,15 +91,15 @@ def percentiles_ms(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def mean_of_longest_tenth_ms(seconds: Sequence[float]) -> float:
-    """What the unlucky tenth of gaps is like: a mean over all hides stalls."""
+    """Compute the mean of the longest tenth of gaps: a mean over all gaps hides stalls."""
     longest = sorted(seconds)[-max(1, len(seconds) // 10) :]
     return 1e3 * sum(longest) / len(longest) if longest else 0.0
 
 
 def summarise(records: Sequence[RequestRecord], objective: Objective | None) -> dict[str, Any]:
-    """All figures of a load. A failed request has no latency, and misses any objective.
+    """Compute all figures of a load. A failed request has no latency, and misses any objective.
 
-    ``second_token_ms``, after the first, is where a hand-over shows; ``later_itl_ms`` are all gaps but that one.
+    ``second_token_ms``, after the first, shows a hand-over; ``later_itl_ms`` are all other gaps.
     """
     done = [record for record in records if not record.error]
     duration = max((record.end_seconds for record in records), default=0.0)
@@ -138,7 +135,8 @@ def summarise(records: Sequence[RequestRecord], objective: Objective | None) -> 
 
 
 def _tokens_per_chunk(records: Sequence[RequestRecord]) -> dict[str, float]:
-    """Mean, and maximum where the endpoint gives token ids: above 1, gaps between chunks aren't gaps between tokens."""
+    """Compute the mean number of tokens per chunk, and the maximum if the endpoint returns token ids: above 1, gaps
+    between chunks aren't gaps between tokens."""
     num_chunks = sum(len(record.chunk_seconds) for record in records)
     if not num_chunks:
         return {}

@@ -1,9 +1,9 @@
-"""``splitserve bench awake-cores``: what ``--keep-cores-awake`` does on this machine, without a model or a GPU.
+"""``splitserve bench awake-cores``: effect of ``--keep-cores-awake`` on this machine, without a model or a GPU.
 
-Some more processes than cores sleep for a millisecond and compute for a third of one, again and again, as the threads
-of a cluster do. Reported are how late they wake up, and how often one of them was held up for more than a millisecond:
-woken later than that, or computing that much longer than usual. With cores that may sleep and with cores that are
-kept awake, by turns.
+Slightly more processes than cores sleep for a millisecond and compute for a third of one, again and again, as the
+threads of a cluster do. Reported are their wake-up delays, and how often one of them was delayed by more than a
+millisecond: in its wake-up, or in its computation compared with the usual time. Runs with cores that may sleep and with
+cores that are kept awake alternate.
 """
 
 import argparse
@@ -36,10 +36,10 @@ HEADERS = ["cores", "late p50 us", "p99", "p99.9", "max", "held up per 10,000"]
 
 
 class Turns(NamedTuple):
-    """Of one process, in seconds: how late it woke up, how long it computed."""
+    """Turns of one process, in seconds."""
 
-    late: list[float]
-    computing: list[float]
+    late: list[float]  # delay of each wake-up
+    computing: list[float]  # time of each computation
 
 
 def _compute(turns: int) -> None:
@@ -49,7 +49,7 @@ def _compute(turns: int) -> None:
 
 
 def sleep_and_compute(cpus: Collection[int], seed: int, seconds: float) -> Turns:
-    """A process's main."""
+    """Sleep and compute in turn for so many seconds: main of one process."""
     os.sched_setaffinity(0, cpus)
     wait_precisely()
     began = time.perf_counter()
@@ -67,7 +67,7 @@ def sleep_and_compute(cpus: Collection[int], seed: int, seconds: float) -> Turns
 
 
 def held_up(turns: Turns) -> int:
-    """How often."""
+    """Count the turns that were delayed by more than :data:`HELD_UP_SECONDS`."""
     usual = statistics.median(turns.computing)
     pairs = zip(turns.late, turns.computing, strict=True)
     return sum(late > HELD_UP_SECONDS or computing > usual + HELD_UP_SECONDS for late, computing in pairs)
@@ -88,9 +88,9 @@ def parser() -> argparse.ArgumentParser:
         "--cpus",
         default="",
         metavar="LIST",
-        help="hardware threads, like 0-7,16; empty: those that a worker would have",
+        help="hardware threads, like 0-7,16; empty: those that a worker would use",
     )
-    add("--seconds", type=positive_seconds, default=5.0, help="of each arm's run")
+    add("--seconds", type=positive_seconds, default=5.0, help="duration of each arm's run")
     add("--repeats", type=positive, default=3, help="runs of each arm")
     add_result_options(parser)
     return parser
@@ -108,7 +108,8 @@ def main(argv: Sequence[str]) -> int:
     num_processes = math.ceil(PROCESSES_PER_CORE * len(cpus))
     found: dict[str, list[Turns]] = {arm: [] for arm in ARMS}
     with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
-        pool.starmap(sleep_and_compute, [(cpus, seed, 0.2) for seed in range(num_processes)])  # all have started
+        # A short first run: after it all processes have started.
+        pool.starmap(sleep_and_compute, [(cpus, seed, 0.2) for seed in range(num_processes)])
         for repeat in range(options.repeats):
             work = [(cpus, repeat * num_processes + seed, options.seconds) for seed in range(num_processes)]
             for arm, awake in ARMS.items():

@@ -1,4 +1,4 @@
-"""A router of one worker, without HTTP, placement or retries."""
+"""Router of one worker, without HTTP, placement or retries."""
 
 import math
 import os
@@ -21,7 +21,7 @@ READY_SECONDS = 60
 
 
 class DirectRouter:
-    """As little of a router as a worker needs: accepts its registration, sends requests, notes when tokens come."""
+    """Minimal router for a worker: accepts its registration, sends requests, records the arrival of tokens."""
 
     def __init__(self) -> None:
         self._party = Party("bench", os.getpid())
@@ -54,13 +54,13 @@ class DirectRouter:
         self._requests.send(encode(Envelope(self._party, self._worker, body)))
 
     def receive(self) -> Body:
-        """The worker's next message. Raises :class:`ConfigError` if none comes for a while."""
+        """Return the worker's next message. Raises :class:`ConfigError` if none comes for a while."""
         if not self._requests.poll(READY_SECONDS * 1000):
-            raise ConfigError(f"the worker said nothing for {READY_SECONDS} s")
+            raise ConfigError(f"the worker sent nothing for {READY_SECONDS} s")
         return decode(self._requests.recv()).body
 
     def run(self, prompts: Sequence[list[int]], output_len: int) -> list[RequestRecord]:
-        """All prompts at once. Raises :class:`ConfigError` if one fails."""
+        """Run all prompts at once; returns their records. Raises :class:`ConfigError` if one fails."""
         records = {f"r{index}": RequestRecord(due_seconds=0.0) for index in range(len(prompts))}
         start = time.perf_counter()
         for request_id, prompt in zip(records, prompts, strict=True):
@@ -78,7 +78,8 @@ class DirectRouter:
         return list(records.values())
 
     def joins(self, prompts: Sequence[list[int]], output_len: int, count: int) -> list[float]:
-        """Seconds to the first token of each of up to ``count`` newcomers, one at a time while ``prompts`` run."""
+        """Send up to ``count`` newcomers one at a time while ``prompts`` run; returns each one's seconds to the first
+        token."""
         for index, prompt in enumerate(prompts):
             self._request(f"s{index}", prompt, output_len)
         waiting = {f"s{index}" for index in range(len(prompts))}
@@ -102,7 +103,7 @@ class DirectRouter:
         self.send(LocalRequest(RequestKey(request_id), array("i", prompt), sampling, 600.0))
 
     def _deltas(self) -> Sequence[TokenDelta]:
-        """The next tokens of any request. Raises :class:`ConfigError` for one that failed."""
+        """Return the next tokens of any request. Raises :class:`ConfigError` for one that failed."""
         body = self.receive()
         if isinstance(body, RequestFailed):
             raise ConfigError(f"request {body.key} failed: {body.message}")
@@ -110,7 +111,7 @@ class DirectRouter:
         return body.deltas
 
     def heard_by_membership(self) -> list[Body]:
-        """What the worker has told membership since its registration was answered."""
+        """Return the messages that the worker has sent to membership since its registration was answered."""
         heard = []
         while self._membership.poll(0):
             heard.append(decode(self._membership.recv_multipart()[-1]).body)

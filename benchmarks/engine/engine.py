@@ -1,10 +1,10 @@
-"""``splitserve bench engine``: decode steps and prefills of one GPU, as shares of what this GPU can do.
+"""``splitserve bench engine``: decode steps and prefills of one GPU, as shares of this GPU's ceilings.
 
 Weights are random at the true shape. The ceilings are measured in the same run: a large device-to-device copy (bytes
 read and written), the fastest of several operations that only read, and a large bf16 matrix product. A decode step's
 floors are the times to read weights and KV once at the copy's and at the read bandwidth; a prefill's share is its
-floating-point operations over its time and the product's rate (:mod:`.step_costs`). Steps are greedy and launched as a
-worker does it: the next one while the last one runs, its tokens looked up on the device.
+floating-point operations over its time and the product's rate (:mod:`.step_costs`). Steps are greedy and launched as in
+a worker: the next one while the last one runs, its tokens looked up on the device.
 """
 
 import argparse
@@ -70,14 +70,18 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--context", type=positive, nargs="*", default=[512, 1024, 2048, 8192])
     parser.add_argument("--prefill", type=positive, nargs="*", default=[512, 1024, 2048, 4096, 8192, 16384, 32768])
     parser.add_argument(
-        "--prefix", type=not_negative, default=0, metavar="TOKENS", help="before each prefill, in KV already"
+        "--prefix",
+        type=not_negative,
+        default=0,
+        metavar="TOKENS",
+        help="tokens before each prefill whose KV exists already",
     )
     parser.add_argument("--steps", type=positive, default=30, help="decode steps that are timed per case")
     parser.add_argument("--block-size", type=positive, default=64, metavar="TOKENS")
     parser.add_argument("--attention-backend", default="auto", help="auto, flashinfer or triton")
     parser.add_argument("--linear-backend", default="auto", help="auto, or a backend of the operation pack_linear")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
-    parser.add_argument("--profile", action="store_true", help="where each case's time goes, by kernel")
+    parser.add_argument("--profile", action="store_true", help="time of each case by kernel")
     add_result_options(parser, always=True)
     return parser.parse_args(argv)
 
@@ -184,14 +188,14 @@ class EngineBench:
         )
 
     def close(self) -> None:
-        """Gives the device's memory back."""
+        """Free the device's memory."""
         self._runner = None
         torch.cuda.empty_cache()
 
     # ---- decode ----
 
     def decode(self, batch: int, context: int) -> DecodeFigure | None:
-        """None if the KV of these sequences doesn't fit."""
+        """Measure a decode step; None if the KV of these sequences doesn't fit."""
         num_steps = self._arguments.steps + _WARM_UP_STEPS
         # The timed steps see `context` tokens on average.
         first = max(1, context - num_steps // 2)
@@ -206,7 +210,7 @@ class EngineBench:
         return decode_figure(batch, context, num_bytes, seconds, spans=spans, ceilings=self._ceilings)
 
     def _steps(self, tables: list[list[int]], first: int, count: int) -> float:
-        """Seconds of ``count`` decode steps, each launched while the one before runs."""
+        """Run ``count`` decode steps, each launched while the previous one runs; returns their seconds."""
         assert self._runner is not None
         pending: deque[PendingStep] = deque()
         torch.cuda.synchronize()
@@ -228,7 +232,7 @@ class EngineBench:
     # ---- prefill ----
 
     def prefill(self, num_tokens: int) -> PrefillFigure:
-        """The end of a prompt in one step: what comes after its prefix."""
+        """Measure the prefill of a prompt's end in one step, after its prefix."""
         assert self._runner is not None
         prefix = self._arguments.prefix
         end = prefix + num_tokens
@@ -248,7 +252,7 @@ class EngineBench:
     # ---- where the time goes ----
 
     def _profile(self, case: str, run: Callable[[], object], count: int) -> list[Span]:
-        """Return what the device did in ``run``; with ``--profile`` note the kernels of ``case``, too."""
+        """Return the device's spans in ``run``; with ``--profile`` note the kernels of ``case``, too."""
         spans = device_spans(run)
         if self._arguments.profile:
             self.profiles[case] = by_kernel(spans, count)
@@ -256,7 +260,7 @@ class EngineBench:
 
 
 def random_kv(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """KV memory of random content, made block by block."""
+    """Make KV memory of random content, block by block."""
     kv_cache = torch.empty(tuple(shape), dtype=dtype, device=device)
     for block in kv_cache:
         block.normal_()

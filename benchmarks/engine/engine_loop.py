@@ -1,17 +1,16 @@
-"""``splitserve bench engine-loop``: what the host adds to the steps of a GPU, without one.
+"""``splitserve bench engine-loop``: host overhead of a GPU's steps, measured without a GPU.
 
     client ---------------ZMQ--> engine loop of a worker      arm "direct"
     client --HTTP--> router --ZMQ--> the same                 arm "http"
 
-Each arm runs with the next step launched late, just in time, and early, as soon as the one before it runs.
+Each arm runs with the next step launched late, just in time, and early, as soon as the previous one runs.
 
-The worker is a real one whose device is a clock (:mod:`.paced_worker`): its steps take 6.5 ms by default, as those of
+The worker is a real one whose device is a timer (:mod:`.paced_worker`): its steps take 6.5 ms by default, like those of
 64 sequences of an 8B model on an H200 (``benchmarks/results``). ``--streams`` requests run at once. Figures: the share
-of time in which the device had work, how long it waited for the next step, processor time of the worker's loop per step
-and of the router per token, and the gaps between tokens as the client saw them. Processor times are what a busy machine
-disturbs least.
-In a second run of the direct arm ``--newcomers`` short requests come one after the other, at any time of a step; "join"
-is how long each took to its first token.
+of time in which the device had work, the time that it waited for the next step, processor time of the worker's loop per
+step and of the router per token, and the gaps between tokens as the client saw them. A busy machine disturbs processor
+times least. In a second run of the direct arm ``--newcomers`` short requests come one after the other, at any time of a
+step; "join" is the time of each to its first token.
 """
 
 import argparse
@@ -86,15 +85,15 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         choices=("late", "early"),
         default=["late", "early"],
-        help="when the next step is launched",
+        help="time at which the next step is launched",
     )
     add("--newcomers", type=not_negative, default=60, metavar="N", help="short requests that come while the others run")
     add("--repeat", type=positive, default=1, help="runs of each arm")
     add("--streams", type=positive, default=64, help="requests at once")
-    add("--input-len", type=positive, default=1024, metavar="TOKENS", help="of each prompt")
-    add("--output-len", type=positive, default=512, metavar="TOKENS", help="of each answer")
-    add("--step-ms", type=positive_seconds, default=6.5, help="of a decode step on the device")
-    add("--launch-us", type=finite, default=300.0, help="host time that a launch takes")
+    add("--input-len", type=positive, default=1024, metavar="TOKENS", help="length of each prompt")
+    add("--output-len", type=positive, default=512, metavar="TOKENS", help="length of each answer")
+    add("--step-ms", type=positive_seconds, default=6.5, help="time of a decode step on the device")
+    add("--launch-us", type=finite, default=300.0, help="host time of a launch")
     add_result_options(parser, always=True)
     return parser
 
@@ -128,7 +127,7 @@ def _worker(
 
 
 def _device_report(worker: "subprocess.Popen[str]") -> dict[str, Any]:
-    """End the worker and read what it says of its device."""
+    """End the worker and read its report of its device."""
     worker.terminate()
     report = msgspec.json.decode(next_line(worker), type=DeviceReport | None)
     if report is None:

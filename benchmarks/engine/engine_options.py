@@ -1,4 +1,4 @@
-"""Options of benchmarks that start a cluster of workers on one checkpoint, and the settings that they stand for."""
+"""Options of benches that start a cluster of workers on one checkpoint, and the settings that they stand for."""
 
 import argparse
 import contextlib
@@ -16,26 +16,26 @@ _SWITCHES = ("late_launch", "map_peer_memory", "keep_cores_awake")
 
 
 def add_engine_options(parser: argparse.ArgumentParser, *, shape: str, dtype: str, kv_memory: str) -> None:
-    """Add the options, with the defaults that the benchmark is made for; ``kv_memory`` "0": decide at start."""
+    """Add the options, with the defaults of the bench; ``kv_memory`` "0": decide at start."""
     add = parser.add_argument
     add("--model", default="", help="a checkpoint; without it one of --shape is made")
     add("--shape", choices=sorted(SHAPES), default=shape)
     add("--dtype", default=dtype)
     add("--device", default="auto")
     add("--load-format", default="auto")
-    add("--threads", type=not_negative, default=1, help="of each worker")
+    add("--threads", type=not_negative, default=1, help="threads of each worker")
     add(
         "--kv-memory",
         type=bytes_option,
         default=kv_memory,
         metavar="SIZE",
-        help="of each worker, like 512MiB; 0: decide at start",
+        help="KV memory of each worker, like 512MiB; 0: decide at start",
     )
     add_switches(parser)
 
 
 def add_switches(parser: argparse.ArgumentParser) -> None:
-    """Ways of doing things that can be compared; :func:`switches` reads them."""
+    """Add options of alternatives that can be compared; :func:`switches` reads them."""
     for name in _SWITCHES:
         default = getattr(EngineConfig(model=""), name)
         option = f"--{name.replace('_', '-')}"
@@ -48,7 +48,7 @@ def switches(options: argparse.Namespace) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def model_of(options: argparse.Namespace) -> Iterator[str]:
-    """Give the checkpoint of ``--model``, or one of ``--shape``, which is removed at the end."""
+    """Yield the checkpoint of ``--model``, or one of ``--shape``, which is removed at the end."""
     if options.model:
         yield options.model
         return

@@ -1,8 +1,8 @@
 """``splitserve bench engine-cpu``: our runner against transformers' ``generate``, alternating in one process.
 
 Both load the same checkpoint in the same dtype with the same number of threads. In each round both generate greedily
-from the same prompts, one after the other, and the medians over all rounds are compared, so that a machine that is
-slow for a while is slow for both. Prefill is the time to the first token; decode is the time between two tokens.
+from the same prompts, one after the other, and the medians over all rounds are compared, so that a temporary slowness
+of the machine affects both. Prefill is the time to the first token; decode is the time between two tokens.
 """
 
 import argparse
@@ -33,21 +33,21 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One generation: seconds to the first token, seconds of each later step, the tokens of each sequence."""
+    """Times and tokens of one run of generation."""
 
-    prefill_seconds: float
-    step_seconds: list[float]
-    token_ids: list[list[int]]
+    prefill_seconds: float  # to the first token
+    step_seconds: list[float]  # of each later step
+    token_ids: list[list[int]]  # of each sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Medians of one case. ``ratio`` is transformers' time over ours: above 1 we are faster."""
+    """Medians of one case."""
 
     case: str
     ours_ms: float
     transformers_ms: float
-    ratio: float
+    ratio: float  # transformers' time over ours: above 1 we are faster
     samples: int
 
 
@@ -83,7 +83,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="", help="checkpoint directory; without it a demo model of --shape is made")
     parser.add_argument("--shape", default="qwen3-0.6b", choices=sorted(SHAPES))
     parser.add_argument("--dtype", default="float32", choices=sorted(_DTYPES))
-    parser.add_argument("--threads", type=not_negative, default=0, help="0: as many as PyTorch chooses")
+    parser.add_argument("--threads", type=not_negative, default=0, help="number of threads; 0: PyTorch's default")
     parser.add_argument("--prefill-tokens", type=positive, default=512)
     parser.add_argument("--context", type=positive, default=128, help="prompt tokens before decode is timed")
     parser.add_argument("--batch", type=positive, nargs="+", default=[1, 8])
@@ -127,7 +127,7 @@ def _comparison(case: str, ours: list[float], reference: list[float]) -> Compari
 
 
 class RunnerGenerator:
-    """Greedy generation with our runner, as a mixed worker schedules it: prompts in one step, then decode steps."""
+    """Greedy generation with our runner, scheduled as in a mixed worker: prompts in one step, then decode steps."""
 
     def __init__(self, path: Path, dtype: torch.dtype, max_sequences: int, max_tokens: int) -> None:
         config = load_model_config(path)
@@ -136,7 +136,7 @@ class RunnerGenerator:
         num_blocks = max_sequences * self._blocks_per_sequence
         shape = (num_blocks, config.num_layers, config.num_kv_heads, 2, _BLOCK_SIZE, config.head_dim)
         self._runner = ModelRunner(model, torch.zeros(shape, dtype=dtype))
-        # Shuffled, as blocks are in a pool that has served for a while.
+        # Shuffled like blocks of a pool that has served for a while.
         self._blocks = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
         self.vocab_size = config.vocab_size
 
@@ -164,7 +164,7 @@ class RunnerGenerator:
 
 
 class _StepClock(transformers.StoppingCriteria):  # type: ignore[misc]
-    """Notes the time after each token of ``generate``; never stops it."""
+    """Recorder of the time after each token of ``generate``; never stops it."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -175,7 +175,7 @@ class _StepClock(transformers.StoppingCriteria):  # type: ignore[misc]
 
 
 class TransformersGenerator:
-    """Greedy generation with transformers as it comes: ``generate`` with its own cache and attention."""
+    """Greedy generation with transformers' defaults: ``generate`` with its own cache and attention."""
 
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
         self._model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()

@@ -1,8 +1,8 @@
-"""A mixed worker whose device is a clock: engine loop, core, sockets and executor are the real ones.
+"""A mixed worker whose device is a timer: engine loop, core, sockets and executor are the real ones.
 
 A step takes as long as it would on a GPU, ``step_seconds`` plus ``prefill_seconds_per_token``, and draws arbitrary
-tokens; launching it holds the interpreter for ``launch_seconds``, as building and launching a real step does. What is
-left is the host's work. Run one with ``python -m splitserve.benchmarks.engine.paced_worker --membership tcp://127.0.0.1:PORT``.
+tokens; launching it holds the interpreter for ``launch_seconds``, like building and launching a real step. The rest is
+the host's work. Run one with ``python -m splitserve.benchmarks.engine.paced_worker --membership tcp://127.0.0.1:PORT``.
 On SIGTERM it ends and prints one line of JSON: :class:`DeviceReport`.
 """
 
@@ -49,21 +49,17 @@ _LAYOUT = LayoutRecord(
     num_kv_heads=1,
     head_dim=1,
 )
-_NUM_BLOCKS = 12_000  # as many as an H200 has for an 8B model: the pool's work depends on it
+_NUM_BLOCKS = 12_000  # an H200's number for an 8B model: the pool's work depends on it
 
 
 class DeviceReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the steps with a full batch, in a row: how much of the time the device had work, and what the host spent.
-
-    ``idle_ms``: how long the device waited for a step that it could have begun. ``loop_cpu_us`` and ``process_cpu_us``
-    are processor time per step, of the loop's thread and of all threads, the launching included.
-    """
+    """Report of consecutive steps with a full batch: the device's busy time and the host's processor time."""
 
     steps: int
-    busy_share: float
-    idle_ms: dict[str, float]
-    loop_cpu_us: float
-    process_cpu_us: float
+    busy_share: float  # share of the time in which the device had work
+    idle_ms: dict[str, float]  # time that the device waited for a step that it could have begun
+    loop_cpu_us: float  # processor time per step of the loop's thread, launching included
+    process_cpu_us: float  # processor time per step of all threads, launching included
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +85,8 @@ class _Pending:
 
 @dataclass(slots=True)
 class PacedRunner:
-    """A launching runner (:class:`splitserve.engine.steps.executor.LaunchingRunner`). ``steps`` is what it ran."""
+    """Launching runner (:class:`splitserve.engine.steps.executor.LaunchingRunner`) whose device is a timer. ``steps``:
+    the steps that it ran."""
 
     step_seconds: float
     prefill_seconds_per_token: float
@@ -124,7 +121,7 @@ class PacedRunner:
         return _Pending(StepOutput.of(drawn), self.free_at)
 
     def report(self) -> DeviceReport | None:
-        """Of the longest run of decode steps with as many sequences as there ever were; None without one."""
+        """Report on the longest run of decode steps with the largest number of sequences; None without one."""
         decodes = [step.num_chunks for step in self.steps if step.is_decode]
         full = max(decodes, default=0)
         runs = [
@@ -156,7 +153,7 @@ def build_loop(
     late_launch: bool = True,
     protocol: ProtocolConfig | None = None,
 ) -> tuple[WorkerLoop, PeerRef]:
-    """The engine loop around ``runner``, and where it listens."""
+    """Build the engine loop around ``runner``; returns it and its address."""
     engine = EngineConfig(model="paced", block_size=64, max_num_seqs=max_num_seqs).on("cuda")
     config = WorkerConfig(
         engine_id=ENGINE_ID,
@@ -190,10 +187,10 @@ def build_loop(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM. Prints where it listens at the start and its report at the end, as JSON lines."""
+    """Serve until SIGTERM. Prints its address at the start and its report at the end, as JSON lines."""
     parser = CommandParser(description=__doc__)
     parser.add_argument("--membership", required=True, help="the router's membership endpoint")
-    parser.add_argument("--step-ms", type=float, default=6.5, help="of a decode step")
+    parser.add_argument("--step-ms", type=float, default=6.5, help="time of a decode step")
     parser.add_argument("--prefill-us-per-token", type=float, default=20.0)
     parser.add_argument("--launch-us", type=float, default=300.0, help="host time to launch a step")
     parser.add_argument("--max-num-seqs", type=int, default=256)

@@ -1,4 +1,4 @@
-"""What a model's steps must read and compute at least, and figures against a device's measured ceilings. Pure."""
+"""Costs of a model's steps: the least that they must read and compute, against a device's measured ceilings. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ class PrefillFigure:
 
 
 def weight_elements(config: ModelConfig) -> int:
-    """Return how many weights a step reads: all but the embedding, unless that is the head as well."""
+    """Return the number of weights that a step reads: all but the embedding, unless that is the head as well."""
     weights = stored_weights(config).values()
     read = [weight for weight in weights if weight.role is not Role.EMBEDDING or config.tie_word_embeddings]
     return sum(math.prod(weight.shape) for weight in read)
@@ -74,7 +74,7 @@ def prefill_flops(config: ModelConfig, num_tokens: int, prefix: int = 0) -> int:
 def decode_figure(
     batch: int, context: int, num_bytes: int, seconds: float, *, spans: Sequence[Span], ceilings: Ceilings
 ) -> DecodeFigure:
-    """Compare a step of ``seconds`` that must read ``num_bytes`` with the ceilings; ``spans``: what the device did."""
+    """Compare a step of ``seconds`` that must read ``num_bytes`` with the ceilings; ``spans``: the device's work."""
     floor, read_floor = num_bytes / ceilings.copy_bytes_per_second, num_bytes / ceilings.read_bytes_per_second
     return DecodeFigure(
         batch,

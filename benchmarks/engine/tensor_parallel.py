@@ -1,7 +1,7 @@
 """``splitserve bench tensor-parallel``: steps of workers of several ranks against those of one.
 
-Every number of ranks runs in a process of its own, through the path of a worker: rank 0 hands each step to the others
-and launches it, two under way at a time. A speedup is against the first number of ranks given. A digest of the greedy
+Every number of ranks runs in a process of its own, through a worker's code: rank 0 sends each step to the others and
+launches it, two in flight at a time. A speedup is against the first number of ranks given. A digest of the greedy
 tokens shows whether they are equal: they should be in float32; in bfloat16 sums round differently.
 """
 
@@ -54,7 +54,7 @@ _SHOWN_KERNELS = 14
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """What every number of ranks has to do."""
+    """Workload of every number of ranks."""
 
     engine: EngineConfig
     batches: list[int]
@@ -65,14 +65,13 @@ class Workload(msgspec.Struct, frozen=True):
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """Milliseconds of one step, by case; ``tokens``: a digest of those that greedy decoding drew. With ``--profile``
-    rank 0's share of busy time and its kernels, by case."""
+    """Results of one number of ranks."""
 
     ranks: int
-    milliseconds: dict[str, float]
-    tokens: str
-    busy: dict[str, float]
-    kernels: dict[str, list[dict[str, Any]]]
+    milliseconds: dict[str, float]  # of one step, by case
+    tokens: str  # digest of the greedy tokens
+    busy: dict[str, float]  # with ``--profile``, rank 0's share of busy time, by case
+    kernels: dict[str, list[dict[str, Any]]]  # with ``--profile``, rank 0's kernels, by case
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.basicConfig(level=logging.INFO, stream=sys.stderr)
         figures = _measure(msgspec.json.decode(arguments.workload, type=Workload))
         print(msgspec.json.encode(figures).decode(), flush=True)
-        os._exit(0)  # NCCL's own end would wait for that of CUDA graphs
+        os._exit(0)  # NCCL's own shutdown would wait for that of CUDA graphs
     with tempfile.TemporaryDirectory(prefix="splitserve-bench-") as folder:
         model = arguments.model or str(write_demo_config(folder, shape=arguments.shape))
         results = [_in_a_process(_workload(arguments, model, ranks)) for ranks in arguments.ranks]
@@ -106,16 +105,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = CommandParser(prog="splitserve bench tensor-parallel", description=__doc__)
     parser.add_argument("--ranks", type=positive, nargs="+", default=[1, 2], metavar="N")
-    parser.add_argument("--shape", default="llama-3.1-8b", choices=sorted(SHAPES), help="with dummy weights")
+    parser.add_argument(
+        "--shape", default="llama-3.1-8b", choices=sorted(SHAPES), help="shape of the model, with dummy weights"
+    )
     parser.add_argument("--model", default="", metavar="PATH", help="a checkpoint instead, with its own weights")
     parser.add_argument("--dtype", default="auto", help="auto: the checkpoint's")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--batch", type=positive, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--context", type=positive, default=1024, metavar="TOKENS", help="of each decoding sequence")
+    parser.add_argument(
+        "--context", type=positive, default=1024, metavar="TOKENS", help="context of each decoding sequence"
+    )
     parser.add_argument("--prefill", type=positive, nargs="*", default=[1024, 8192], metavar="TOKENS")
     parser.add_argument("--steps", type=positive, default=100, help="decode steps that are timed per case")
-    parser.add_argument("--threads", type=not_negative, default=0, help="of a rank on CPU; 0: as torch decides")
-    parser.add_argument("--profile", action="store_true", help="where the GPU's time goes in decode steps of rank 0")
+    parser.add_argument(
+        "--threads", type=not_negative, default=0, help="threads of a rank on CPU; 0: PyTorch's default"
+    )
+    parser.add_argument("--profile", action="store_true", help="time by kernel in decode steps of rank 0")
     add_result_options(parser, always=True)
     parser.add_argument("--workload", default="", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -182,7 +187,7 @@ def _launching(team: Team, runner: ModelRunner) -> LaunchingRunner:
 
 
 class _AtOnce:
-    """On a CPU a step is over when it's launched."""
+    """Launching runner on a CPU, whose steps are complete when they are launched."""
 
     def __init__(self, runner: ModelRunner | RankedRunner) -> None:
         self._runner = runner
@@ -200,7 +205,7 @@ class _Done:
 
 
 class _Stepper:
-    """Runs steps over blocks in an order of its own; sequences share blocks where there are too few."""
+    """Runner of steps over shuffled blocks; sequences share blocks if there are too few."""
 
     def __init__(self, runner: LaunchingRunner, block_size: int, num_blocks: int) -> None:
         self._runner = runner
@@ -213,7 +218,7 @@ class _Stepper:
         return self._drawn.hexdigest()
 
     def decode(self, batch: int, context: int, num_steps: int) -> float:
-        """Seconds of ``num_steps`` steps of ``batch`` sequences, from ``context`` tokens on."""
+        """Run ``num_steps`` steps of ``batch`` sequences from ``context`` tokens on; returns their seconds."""
         per_sequence = num_blocks_for(context + num_steps, self._block_size)
         tables = [
             [self._blocks[(index * per_sequence + i) % len(self._blocks)] for i in range(per_sequence)]
@@ -243,7 +248,7 @@ class _Stepper:
         return time.perf_counter() - started
 
     def prefill(self, length: int) -> float:
-        """Seconds of one prompt in one step."""
+        """Run one prompt in one step; returns its seconds."""
         table = [self._blocks[i % len(self._blocks)] for i in range(num_blocks_for(length, self._block_size))]
         spec = SampleSpec(temperature=0.0, top_k=0, top_p=1.0, seed=0, choice=0, position=length)
         tokens = [1 + i % 1000 for i in range(length)]

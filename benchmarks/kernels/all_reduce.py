@@ -1,7 +1,8 @@
-"""``splitserve bench all-reduce``: each way of adding up a tensor over the GPUs of this machine, by size.
+"""``splitserve bench all-reduce``: each all-reduce over the GPUs of this machine, by size.
 
-Microseconds of one call, of the slowest rank, in a CUDA graph of calls back to back: what a decode step sees. The ways
-are those that a worker tries at start, and it takes the best one for each size. Without GPUs: gloo, by the clock.
+Microseconds of one call, of the slowest rank, in a CUDA graph of consecutive calls, as in a decode step. The
+implementations are those that a worker tries at start, of which it uses the fastest for each size. Without GPUs: gloo,
+by wall time.
 """
 
 import argparse
@@ -34,9 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.rank:
         threading.Thread(target=_end_with_parent, daemon=True).start()
         _measure(arguments, arguments.rank)
-        os._exit(0)  # it needn't tidy up on the device
+        os._exit(0)  # skips the device's shutdown
     if arguments.ranks < 2:
-        raise ConfigError(f"--ranks is {arguments.ranks}; adding up takes 2 at least")
+        raise ConfigError(f"--ranks is {arguments.ranks}; an all-reduce needs 2 or more")
     if arguments.device == "cuda" and arguments.ranks > torch.cuda.device_count():
         raise ConfigError(f"--ranks is {arguments.ranks}, but PyTorch sees {torch.cuda.device_count()} CUDA devices")
     measured = _measure(arguments, 0)
@@ -64,12 +65,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _rate(entry: Measured) -> float:
-    """Bytes of the tensor over the best time."""
+    """Return the bytes of the tensor over the best time."""
     return entry.num_bytes / entry.microseconds[entry.best] / 1e3
 
 
 def _measure(arguments: argparse.Namespace, rank: int) -> list[Measured]:
-    """As one of the ranks; rank 0 starts the others."""
+    """Measure as one of the ranks; rank 0 starts the others."""
     device = torch.device("cuda", rank) if arguments.device == "cuda" else torch.device("cpu")
     size = arguments.ranks
     if rank:
@@ -101,7 +102,7 @@ def _start(arguments: argparse.Namespace, rank: int, port: int) -> "subprocess.P
 
 
 def _end_with_parent() -> None:
-    FileIO(sys.stdin.fileno(), closefd=False).read()  # unbuffered: nobody holds its lock when the interpreter ends
+    FileIO(sys.stdin.fileno(), closefd=False).read()  # unbuffered: no thread holds its lock when the interpreter ends
     os._exit(1)
 
 

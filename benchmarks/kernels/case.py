@@ -1,4 +1,4 @@
-"""One operation at one shape, and the model and device whose shapes are taken."""
+"""Case of a kernel bench: one operation at one shape, and the model and device that determine the shapes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,30 +16,30 @@ MakeCalls = Callable[[Kernels], list[Call]]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One operation at one shape. ``make_calls`` with a backend's kernels: calls on fresh, equal inputs; their answers
-    are what the operation returns or writes. ``num_bytes``, ``flops``: what a call must move and compute at least."""
+    """One operation at one shape."""
 
     operation: str
     name: str
     rows: int
-    num_bytes: int
-    flops: int
+    num_bytes: int  # that a call must move at least
+    flops: int  # that a call must compute at least
+    # With a backend's kernels: calls on fresh, equal inputs; each returns what the operation returns or writes.
     make_calls: MakeCalls
     can_be_captured: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """``context``: tokens of each sequence that is decoded."""
+    """Model and device whose shapes are measured."""
 
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
     block_size: int
-    context: int
+    context: int  # tokens of each sequence that is decoded
 
     def normal(self, *sizes: int, scale: float = 1.0) -> Tensor:
-        """Random numbers of standard deviation ``scale``, on the device."""
+        """Return random numbers of standard deviation ``scale``, on the device."""
         return torch.empty(sizes, dtype=self.dtype, device=self.device).normal_(0.0, scale)
 
     def copies(self, num_bytes: int, make: Callable[[], Tensor]) -> list[Tensor]:

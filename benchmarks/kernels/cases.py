@@ -1,7 +1,7 @@
-"""What ``splitserve bench kernels`` runs: each operation at the shapes that a model's step has, on random inputs.
+"""Cases of ``splitserve bench kernels``: each operation at the shapes of a model's step, on random inputs.
 
-A case has several copies of its inputs, together larger than the level-2 cache, which its calls take in turn; what a
-step has only just computed is warm there, so small operations look slower here than they are in a step.
+A case has several copies of its inputs, together larger than the level-2 cache, which its calls use in turn; in a step,
+recently computed inputs are still cached, so small operations look slower here than they are in a step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ _POSITIONS = 4096
 
 
 def cases(target: Target, rows: int, operations: Sequence[str]) -> Iterator[Case]:
-    """All of ``operations`` in a step of ``rows`` tokens, made one by one: inputs of large ones are gigabytes."""
+    """Yield all of ``operations`` in a step of ``rows`` tokens, made one by one: inputs of large ones are gigabytes."""
     for operation in operations:
         yield from _MAKERS[operation](target, rows)
 
@@ -99,7 +99,7 @@ def _prepare_qkv(target: Target, rows: int) -> Iterator[Case]:
 
 
 def _linears(target: Target, rows: int) -> Iterator[Case]:
-    """The products of a layer with what stands around them, and the head."""
+    """Yield the matrix products of a layer with their fused neighbours, and the head."""
     config = target.config
     hidden, attended = config.hidden_size, config.num_heads * config.head_dim
     projected = attended + 2 * config.num_kv_heads * config.head_dim

@@ -1,9 +1,10 @@
 """``splitserve bench kernels``: every operation on every backend that runs here, at the shapes of a model's steps.
 
 Microseconds are the median of calls in a CUDA graph (sampling, prompts and the reference's attention, which copy from
-the host, are launched one by one). The floor is what a call must move at this device's measured copy bandwidth, or must
-compute at its measured GEMM rate, whichever is longer. Errors are norms: of the difference from the reference's answer,
-over that answer's own (or a tenth of the largest difference over its root mean square, if that is more).
+the host, are launched one by one). The floor is the time to move a call's bytes at this device's measured copy
+bandwidth, or to compute at its measured GEMM rate, whichever is longer. Errors are norms: of the difference from the
+reference's answer, over that answer's own (or a tenth of the largest difference over its root mean square, if that is
+more).
 """
 
 import argparse
@@ -46,21 +47,18 @@ _HEADERS = ["operation", "rows", "backend", "us", "floor share", "bound", "speed
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """``floor_share``: floor / time. ``ratio``: the reference's time / this time. ``error``: against the reference.
-
-    ``is_eager``: launched one by one, so that a short call waits for the host.
-    """
+    """Result of one case on one backend."""
 
     operation: str
     case: str
     rows: int
     backend: str
     us: float
-    floor_share: float
+    floor_share: float  # floor / time
     bound: str
-    ratio: float
-    error: float
-    is_eager: bool
+    ratio: float  # the reference's time / this time
+    error: float  # against the reference
+    is_eager: bool  # launched one by one, so that a short call waits for the host
 
     def cells(self) -> list[object]:
         numbers = [self.us, f"{self.floor_share:.3f}", self.bound, self.ratio, f"{self.error:.2g}"]
@@ -73,7 +71,7 @@ class Ceilings:
     gemm_flops_per_second: float
 
     def floor(self, case: Case) -> tuple[float, str]:
-        """Seconds that ``case`` takes at least, and why."""
+        """Return the least seconds of ``case``, and the resource that bounds them."""
         moving, computing = case.num_bytes / self.copy_bytes_per_second, case.flops / self.gemm_flops_per_second
         return max((moving, "memory"), (computing, "compute"))
 
@@ -113,7 +111,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--operation", nargs="+", default=list(OPERATIONS), choices=OPERATIONS)
     parser.add_argument(
-        "--context", type=positive, metavar="TOKENS", help="of sequences that decode; default: 1024, on a CPU 256"
+        "--context",
+        type=positive,
+        metavar="TOKENS",
+        help="context of sequences that decode; default: 1024, on a CPU 256",
     )
     parser.add_argument("--block-size", type=positive, metavar="TOKENS", help="default: 64, on a CPU 16")
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="default: bfloat16, on a CPU float32")
@@ -136,10 +137,10 @@ def the_device(name: str) -> torch.device:
 
 @torch.inference_mode()
 def measure(target: Target, rows: int, operations: Sequence[str], ceilings: Ceilings) -> Iterator[Figure]:
-    """Each case of ``operations`` on each backend that can run it, the reference first."""
+    """Measure each case of ``operations`` on each backend that can run it, the reference first."""
     for case in cases(target, rows, operations):
         yield from _measure_case(case, target, ceilings)
-        del case  # and its memory, before the next one takes its own
+        del case  # and its memory, before the next case allocates its own
         if target.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from splitserve.benchmarks.kernels.case import Call, Case, Target
 from splitserve.kernels.api import AttentionShape, Kernels, PagedBatch
 
-MAX_SEQUENCES = 256  # rows of a step that are sampled from
+MAX_SEQUENCES = 256  # rows of a step that are sampled
 _MIN_PROMPT = 512
 _PROMPT_LAYERS = 4
-_MEMORY_SHARE = 0.25  # of a device's free memory, for KV
+_MEMORY_SHARE = 0.25  # share of a device's free memory, for KV
 
 
 def attentions(target: Target, rows: int) -> Iterator[Case]:
@@ -26,7 +26,8 @@ def attentions(target: Target, rows: int) -> Iterator[Case]:
 
 
 def _attention(target: Target, name: str, lengths: Sequence[tuple[int, int]]) -> Iterator[Case]:
-    """``lengths``: (query tokens, context) of each sequence, alike. Calls take the layers in turn."""
+    """Yield a case of attention. ``lengths``: (query tokens, context) of each sequence, all equal. Calls take the
+    layers in turn."""
     config, device = target.config, target.device
     batch = shuffled_batch(lengths, target.block_size)
     num_blocks = sum(len(table) for table in batch.block_tables)
@@ -56,7 +57,7 @@ def _attention(target: Target, name: str, lengths: Sequence[tuple[int, int]]) ->
 def attention_calls(
     kernels: Kernels, shape: AttentionShape, batch: PagedBatch, query: Tensor, layers: Sequence[Tensor]
 ) -> list[Call]:
-    """One call per layer, all with one plan; for a batch of decodes it's a plan that a CUDA graph can keep."""
+    """Return one call per layer, all with one plan; for a batch of decodes a CUDA graph can keep that plan."""
     attention = kernels.make_attention(shape)
     plan = attention.plan(batch)
     if max(batch.query_lens) == 1 and kernels.backends["make_attention"] != "reference":
@@ -67,17 +68,17 @@ def attention_calls(
 
 
 def layers_to_call(num_layers: int, batch: PagedBatch) -> range:
-    """All of them for decodes, so that KV is cold; a few for chunks, which are long and bound by computing."""
+    """Choose the layers: all for decodes, so that KV is cold; a few for chunks, which are long and compute-bound."""
     return range(num_layers) if max(batch.query_lens) == 1 else range(min(num_layers, _PROMPT_LAYERS))
 
 
 def attended_pairs(query_len: int, context: int) -> int:
-    """(query, key) pairs of causal attention, the queries being the last of the context."""
+    """Count the (query, key) pairs of causal attention, the queries being the last of the context."""
     return query_len * (2 * context - query_len + 1) // 2
 
 
 def shuffled_batch(lengths: Sequence[tuple[int, int]], block_size: int) -> PagedBatch:
-    """Sequences of (query tokens, context) over blocks in random order, no block left over."""
+    """Make sequences of (query tokens, context) over blocks in random order, with no unused block."""
     counts = [-(-context // block_size) for _, context in lengths]
     ids = list(range(sum(counts)))
     random.Random(0).shuffle(ids)
@@ -87,7 +88,8 @@ def shuffled_batch(lengths: Sequence[tuple[int, int]], block_size: int) -> Paged
 
 
 def layers_that_fit(num_layers: int, layer_bytes: int, device: torch.device) -> int:
-    """At most ``num_layers`` of ``layer_bytes`` each in a share of what is free; 0 if not even two do."""
+    """Return the number of layers, at most ``num_layers`` of ``layer_bytes`` each, that fit a share of the free memory;
+    0 if not even two fit."""
     if device.type != "cuda":
         return min(num_layers, 2)
     torch.cuda.empty_cache()
@@ -97,7 +99,7 @@ def layers_that_fit(num_layers: int, layer_bytes: int, device: torch.device) -> 
 
 @dataclass(frozen=True, slots=True)
 class _KVCopy:
-    """Heads from ``first_head`` on of blocks ``ids`` of ``memory``, and a buffer of their size."""
+    """Copy of heads from ``first_head`` on of blocks ``ids`` of ``memory``, and a buffer of their size."""
 
     memory: Tensor
     ids: Tensor
@@ -124,7 +126,8 @@ class _KVCopy:
 
 
 def kv_copies(operation: str, target: Target, rows: int) -> Iterator[Case]:
-    """Half of the heads, as for a peer of twice the tensor-parallel size, and all of them, as for a host tier."""
+    """Yield copies of half of the heads, as for a peer of twice the tensor-parallel size, and of all, as for a host
+    tier."""
     config, count = target.config, rows // target.block_size
     sizes = (config.num_layers, config.num_kv_heads, 2, target.block_size, config.head_dim)
     memory_bytes = (count + 1) * torch.Size(sizes).numel() * target.dtype.itemsize

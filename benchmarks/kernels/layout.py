@@ -1,10 +1,10 @@
-"""``splitserve bench layout``: what the order inside a KV block costs attention, per backend.
+"""``splitserve bench layout``: cost of the order inside a KV block for attention, per backend.
 
-Our blocks are ``[layer, kv_head, 2, token, head_dim]``, so that a block is one piece for a hand-over. Attention
-over one layer of them is compared with attention over a plain tensor per layer. The other order, heads outside layers,
+Our blocks are ``[layer, kv_head, 2, token, head_dim]``, so that a block is one piece for a hand-over. Attention over
+one layer of them is compared with attention over a plain tensor per layer. The alternative order, heads outside layers,
 would make every range of heads one piece; it is measured with each (block, head) as a block of a single head, since
-kernels take the heads of a block to be adjacent, against plain tensors seen in the same way. A ratio is the time on
-blocks over the time on plain tensors: above 1 the order costs something. Blocks are in random order, calls take the
+kernels require the heads of a block to be adjacent, against plain tensors viewed in the same way. A ratio is the time
+on blocks over the time on plain tensors: above 1 the order has a cost. Blocks are in random order, calls take the
 layers in turn, and the two sides are timed alternately.
 """
 
@@ -36,10 +36,7 @@ _HEADERS = ["case", "backend", "layers", "plain us", "blocks us", "ratio", "head
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """``ratio``: time on our blocks / on plain tensors; ``heads_outside_ratio`` likewise for the other order.
-
-    ``difference``: largest relative error between their answers, which read the same content.
-    """
+    """Result of one case on one backend."""
 
     phase: str
     batch: int
@@ -48,9 +45,9 @@ class Figure:
     num_layers: int
     plain_us: float
     blocks_us: float
-    ratio: float
-    heads_outside_ratio: float
-    difference: float
+    ratio: float  # time on our blocks / time on plain tensors
+    heads_outside_ratio: float  # likewise for the alternative order
+    difference: float  # largest relative error between their answers, which read the same content
 
     def cells(self) -> list[object]:
         case = f"{self.phase} {self.batch} x {self.context}"
@@ -83,9 +80,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", default="llama-3.1-8b", choices=sorted(SHAPES))
     parser.add_argument("--batch", type=positive, nargs="*", default=[1, 8, 64])
     contexts = [512, 1024, 2048, 4096, 8192, 16384]
-    parser.add_argument("--context", type=positive, nargs="*", default=contexts, help="of sequences that decode")
-    parser.add_argument("--prefill", type=positive, nargs="*", default=contexts, metavar="TOKENS", help="of a prompt")
-    parser.add_argument("--backend", nargs="*", default=[], help="of attention; none: all that run here")
+    parser.add_argument(
+        "--context", type=positive, nargs="*", default=contexts, help="contexts of sequences that decode"
+    )
+    parser.add_argument(
+        "--prefill", type=positive, nargs="*", default=contexts, metavar="TOKENS", help="lengths of prompts"
+    )
+    parser.add_argument("--backend", nargs="*", default=[], help="backends of attention; none: all that run here")
     parser.add_argument("--block-size", type=positive, default=64, metavar="TOKENS")
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
@@ -94,7 +95,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _backends(wanted: Sequence[str], target: Target) -> list[str]:
-    """What to measure. Unless wanted by name, hybrid is left out (it's made of two others), and on a GPU the reference.
+    """Return the backends to measure. Unless requested by name, hybrid is left out (it combines two others), and on a
+    GPU the reference.
 
     Raises :class:`ConfigError` for one that can't run here.
     """
@@ -110,7 +112,7 @@ def _backends(wanted: Sequence[str], target: Target) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One way to lay out the KV of a batch: the shape that a backend is told, and its layers."""
+    """One layout of a batch's KV: the shape as given to a backend, and its layers."""
 
     shape: AttentionShape
     batch: PagedBatch
@@ -130,7 +132,7 @@ class LayoutBench:
 
     @torch.inference_mode()
     def measure(self, phase: str, batch_size: int, context: int, names: Sequence[str]) -> Iterator[Figure]:
-        """A figure per backend; none if the KV of two layers, twice, doesn't fit."""
+        """Yield a result per backend; none if the KV of two layers, twice, doesn't fit."""
         query_len = 1 if phase == "decode" else context
         batch = shuffled_batch([(query_len, context)] * batch_size, self._block_size)
         num_blocks = sum(len(blocks) for blocks in batch.block_tables)
@@ -160,7 +162,7 @@ class LayoutBench:
             )  # fmt: skip
 
     def _compare(self, plain: Side, blocks: Side, *, kernels: Kernels, is_eager: bool) -> tuple[float, float, float]:
-        """Seconds of a call on each side, and how far their answers are apart."""
+        """Return the seconds of a call on each side, and the difference between their answers."""
         calls = (plain.calls(kernels), blocks.calls(kernels))
         difference = relative_error(calls[1][0](), calls[0][0]())
         times: tuple[list[float], list[float]] = ([], [])
@@ -171,16 +173,16 @@ class LayoutBench:
 
 
 def sides(shape: AttentionShape, batch: PagedBatch, query: Tensor, ours: Tensor) -> tuple[Side, Side]:
-    """Plain tensors per layer and our blocks, ``ours`` [num_blocks, L, G, 2, B, D]."""
+    """Return plain tensors per layer and our blocks, ``ours`` [num_blocks, L, G, 2, B, D]."""
     layers = layers_to_call(shape.num_layers, batch)
     plain = Side(replace(shape, num_layers=1), batch, query, [ours[:, layer].contiguous() for layer in layers])
     return plain, Side(shape, batch, query, [ours[:, layer] for layer in layers])
 
 
 def single_head_sides(shape: AttentionShape, batch: PagedBatch, query: Tensor, ours: Tensor) -> tuple[Side, Side]:
-    """Plain tensors per layer and blocks with heads outside layers, each (block, head) a block of one head.
+    """Return plain tensors per layer and blocks with heads outside layers, each (block, head) a block of one head.
 
-    A sequence becomes G sequences, with the query heads that share a key/value head each.
+    A sequence becomes G sequences, each with the query heads that share one key/value head.
     """
     heads, layers = shape.num_kv_heads, layers_to_call(shape.num_layers, batch)
     group = shape.num_heads // heads

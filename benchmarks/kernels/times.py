@@ -1,4 +1,4 @@
-"""Where a GPU's time goes: what it did while something ran, kernel by kernel."""
+"""Spans of a GPU's work, and its time by kernel."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ Span = tuple[float, float, str]
 
 
 def device_spans(run: Callable[[], object]) -> list[Span]:
-    """What the GPU did in ``run``, by start. Nothing on a machine without one."""
+    """Return the GPU's spans in ``run``, by start; none on a machine without a GPU."""
     if not torch.cuda.is_available():
         run()
         return []
@@ -25,7 +25,7 @@ def device_spans(run: Callable[[], object]) -> list[Span]:
 
 
 def busy_share(spans: Sequence[Span]) -> float:
-    """Share of the time from the first start to the last end in which something ran; 0 without spans."""
+    """Compute the share of the time from the first start to the last end in which something ran; 0 without spans."""
     if not spans:
         return 0.0
     busy, reached = 0.0, spans[0][0]
@@ -36,10 +36,10 @@ def busy_share(spans: Sequence[Span]) -> float:
 
 
 def by_kernel(spans: Sequence[Span], count: int) -> list[dict[str, Any]]:
-    """Microseconds and calls of each kernel per step, the longest first; ``spans`` cover ``count`` steps.
+    """Return microseconds and calls of each kernel per step, the longest first; ``spans`` cover ``count`` steps.
 
-    A kernel that starts early and waits for the one before it has that wait in ``us``. ``after_us`` is from the end of
-    what ran before, if it began later than that from its own start: these add up to what the GPU was busy.
+    ``us`` of a kernel that starts early includes its wait for the previous one. ``after_us`` counts from the end of the
+    previous one, or from the kernel's own start if that is later: these add up to the GPU's busy time.
     """
     totals: dict[str, list[float]] = {}
     alone: dict[str, float] = {}

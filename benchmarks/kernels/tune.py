@@ -1,8 +1,8 @@
 """``splitserve tune``: finds the fastest launch parameters of each operation for the shapes of a model on this GPU.
 
 Candidates are checked against the reference, then timed in a CUDA graph on cold weights and KV; the fastest few are
-timed again, longer, beside the default. What was found is written after each shape, so nothing is lost when it's
-interrupted. By default it goes to the user's own directory, where every worker finds it at its next start.
+timed again, longer, beside the default. Results are written after each shape, so nothing is lost when the command is
+interrupted. By default they go to the user's own directory, where every worker finds them at its next start.
 """
 
 import argparse
@@ -34,16 +34,16 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _NUM_FINALISTS = 3
 _REPEATS = 5
 _FINAL_REPEATS = 21
-_MIN_GAIN = 0.01  # of the default's time: less is noise, and the default stays
+_MIN_GAIN = 0.01  # share of the default's time: a smaller gain is noise, and the default stays
 _HEADERS = ["rows", "us", "default us", "share of default", "share of copy", "candidates", "winner"]
 
 
 @dataclass(frozen=True, slots=True)
 class TunedRow:
-    """The outcome for one number of rows. ``params`` {} means the operation's default."""
+    """Outcome for one number of rows."""
 
     rows: int
-    params: Params
+    params: Params  # {}: the operation's default
     seconds: float
     default_seconds: float
     num_bytes: int
@@ -93,19 +93,22 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--jobs", type=not_negative, default=0, help="processes that compile; 0: one for each core")
     parser.add_argument(
-        "--output", default="", metavar="DIR", help=f"empty: ${tuning.DIRECTORY_VARIABLE}, else the user's cache"
+        "--output",
+        default="",
+        metavar="DIR",
+        help=f"directory of the results; empty: ${tuning.DIRECTORY_VARIABLE}, else the user's cache",
     )
     return parser.parse_args(argv)
 
 
 def rank_config(config: ModelConfig, size: int) -> ModelConfig:
-    """The sizes of one of ``size`` ranks, its part of the head among them. Raises :class:`ConfigError`."""
+    """Return the sizes of one of ``size`` ranks, its part of the head included. Raises :class:`ConfigError`."""
     check_tensor_parallel_size(config, size)
     return replace(local_config(config, size), vocab_size=head_rows(config.vocab_size, size))
 
 
 class Tuner:
-    """Tunes shapes one after another, and puts what it found into the device's file in ``directory``."""
+    """Tuner of shapes one after another, which writes its results to the device's file in ``directory``."""
 
     def __init__(self, device_name: str, directory: Path, copy_bytes_per_second: float, pool: CompilePool) -> None:
         self._pool = pool
@@ -116,7 +119,7 @@ class Tuner:
     def tune(
         self, operation: str, tunable: Tunable, target: TuneTarget, rows: Sequence[int], done: set[str]
     ) -> set[str]:
-        """All shapes that ``target`` needs but those in ``done``; returns their keys."""
+        """Tune all shapes of ``target`` except those in ``done``; returns their keys."""
         keys = [key for key in tunable.shape_keys(target) if key not in done]
         for key in keys:
             print(f"\n{operation}, {key}", flush=True)
@@ -146,7 +149,8 @@ class Tuner:
         return found
 
     def _merged(self, operation: str, key: str, found: Sequence[TunedRow]) -> list[TunedEntry]:
-        """What was found, and what was known of other numbers of rows, since a file's list for a shape stands alone."""
+        """Merge the results with those known for other numbers of rows, since a file's list replaces all others for a
+        shape."""
         known = tuning.TunedConfigs(self._device_name, [self._directory, tuning.SHIPPED_DIRECTORY])
         entries = {entry.max_rows: entry for entry in known.entries(operation, key)}
         entries |= {row.rows: TunedEntry(row.rows, dict(row.params)) for row in found}
@@ -154,7 +158,7 @@ class Tuner:
 
 
 class Search:
-    """Looks for the fastest right parameters of one case."""
+    """Search for the fastest correct parameters of one case."""
 
     def __init__(
         self, operation: str, case: TunableCase, device: torch.device, compile_all: Callable[[Sequence[Params]], None]
@@ -165,11 +169,11 @@ class Search:
         self._device = device
         self._expected = case.expected()
         self._tried: list[Params] = []
-        self._seconds: list[tuple[float, Params]] = []  # of those that are right
+        self._seconds: list[tuple[float, Params]] = []  # of candidates with correct answers
         self._failures: list[str] = []
 
     def run(self, rows: int) -> TunedRow:
-        """Raises :class:`ConfigError` if the operation's own default is wrong or fails."""
+        """Find the best parameters. Raises :class:`ConfigError` if the operation's own default is wrong or fails."""
         best: Params = {}
         self._default_seconds(_REPEATS)
         self._tried.append(best)
@@ -192,7 +196,7 @@ class Search:
         self._tried.append(candidate)
         try:
             self._seconds.append((self._time(candidate, _REPEATS), candidate))
-        except Exception as error:  # a compiler or a launch may fail in many ways: then it's no candidate
+        except Exception as error:  # a compiler or a launch may fail in many ways: then it is no candidate
             self._failures.append(f"{dict(candidate)}: {_first_line(error)}")
 
     def _default_seconds(self, repeats: int) -> float:
@@ -205,7 +209,7 @@ class Search:
             ) from error
 
     def _time(self, candidate: Params, repeats: int) -> float:
-        """Seconds of one call with ``candidate``. Raises ValueError if its answer isn't the reference's."""
+        """Return the seconds of one call with ``candidate``. Raises ValueError if its answer isn't the reference's."""
         expected = self._expected
         with tuning.forced(self._operation, candidate):
             calls = self._case.calls()

@@ -1,7 +1,7 @@
-"""Candidates of the tuner compiled by several processes at once: Triton's compiler uses one core of each.
+"""Compilation of the tuner's candidates in several processes at once: Triton's compiler uses one core of each.
 
-A compiled kernel goes to Triton's cache on disk, where the tuner finds it. What fails here fails there too, where it's
-reported.
+A compiled kernel goes to Triton's cache on disk, where the tuner finds it. A candidate that fails here fails in the
+tuner too, which reports it.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _MAX_JOBS = 16  # each has a CUDA context and inputs of its own
 
 
 class CompilePool:
-    """Processes that compile; ``num_jobs`` 0: as many as there are cores, 1: none, the tuner compiles by itself."""
+    """Processes that compile; ``num_jobs`` 0: one per core, 1: none, the tuner compiles by itself."""
 
     def __init__(self, num_jobs: int) -> None:
         num_jobs = num_jobs or min(_MAX_JOBS, len(os.sched_getaffinity(0)))
@@ -41,7 +41,7 @@ class CompilePool:
             self._pool.shutdown(cancel_futures=True)
 
     def compile(self, operation: str, target: TuneTarget, key: str, rows: int, candidates: Sequence[Params]) -> None:
-        """Blocks until each of ``candidates`` has been compiled, or has failed."""
+        """Wait until each of ``candidates`` has been compiled, or has failed."""
         if self._pool is not None and len(candidates) > 1:
             run = functools.partial(_compile, operation, target, key, rows)
             wait([self._pool.submit(run, dict(candidate)) for candidate in candidates])

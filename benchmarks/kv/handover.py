@@ -1,10 +1,10 @@
 """``splitserve bench handover``: KV read from another process by the production connector, against a plain copy.
 
-Every rank of both workers is a process with KV memory of its own, on GPUs of their own as far as there are enough;
-with ``--one-rank`` one of decode reads alone, with nobody else on its GPU. The reader measures from a read's command to
-its verified result, generations included. The baseline is as many bytes in one
-piece between the same GPUs, by all ranks at once, or block by block in host memory; beside it, what one rank gets while
-the others rest. They alternate.
+Every rank of both workers is a process with KV memory of its own, on a GPU of its own as far as there are enough; with
+``--one-rank`` one rank of decode reads alone, with no other rank on its GPU. The reader measures from a read's command
+to its verified result, generations included. The baseline copies as many bytes in one piece between the same GPUs, by
+all ranks at once, or block by block in host memory; beside it, the copy of one rank while the others are idle. They
+alternate.
 
 ``--served`` measures whole hand-overs in a running 1P1D cluster instead: see :mod:`.handover_served`.
 """
@@ -43,12 +43,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "cuda": {"shape": "llama-3.1-8b", "dtype": "bfloat16", "prompt_tokens": [1024, 4096, 8192], "block_size": [64]},
 }
 NOT_SERVED = ("threads", "split_size", "path", "poll_us", "serve_poll_us", "naive")
-NAIVE_PIECE_BYTES = 32 << 10  # what a layout per layer gives for Llama-3.1-8B with 16 tokens per block
+NAIVE_PIECE_BYTES = 32 << 10  # pieces of a layout per layer for Llama-3.1-8B with 16 tokens per block
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One measurement: which local and remote blocks, in which order."""
+    """One measurement: local and remote blocks, in order."""
 
     num_tokens: int
     pool: str
@@ -63,7 +63,8 @@ def layout_of(shape: str, dtype: str, block_size: int, num_ranks: int = 1) -> La
 
 
 def arms(token_counts: Sequence[int], block_size: int, num_blocks: int, seed: int) -> list[Arm]:
-    """Fresh pools (adjacent blocks on both sides) and shuffled ones (hardly two adjacent blocks belong together)."""
+    """Make fresh pools (adjacent blocks on both sides) and shuffled ones (hardly two adjacent blocks belong
+    together)."""
     chosen = random.Random(seed)
     made: list[Arm] = []
     for num_tokens in token_counts:
@@ -75,8 +76,8 @@ def arms(token_counts: Sequence[int], block_size: int, num_blocks: int, seed: in
 
 
 def measure(arm: Arm, sinks: Sinks, layout: LayoutRecord, repeats: int) -> dict[str, Any]:
-    """Alternate reads by all ranks, copies by all, and copies by the first alone; the slowest rank counts. What several
-    ranks read from one GPU shares its link, in reads as in copies."""
+    """Alternate reads by all ranks, copies by all, and copies by the first alone; the slowest rank counts. Several
+    ranks that read from one GPU share its link, in reads as in copies."""
     sinks.call("read", arm.local, arm.remote)
     sinks.call("check", arm.local, arm.remote)
     reads, copies, alone, path = [], [], [], ""
@@ -114,7 +115,7 @@ def read_figures(
 
 
 def measure_naive(sinks: Sinks, layout: LayoutRecord, num_tokens: int, repeats: int, seed: int) -> dict[str, Any]:
-    """The same prompt as it would travel from a layout per layer, by one agent."""
+    """Measure the same prompt read by one agent in the pieces of a layout per layer."""
     num_bytes = num_blocks_for(num_tokens, layout.block_size) * block_bytes(layout)
     seconds = [sinks.first("pieces", num_bytes, NAIVE_PIECE_BYTES, seed + repeat) for repeat in range(repeats)]
     copies = [sinks.first("copy", *[range(num_bytes // block_bytes(layout))] * 2) for _ in range(repeats)]
@@ -136,8 +137,9 @@ def measure_naive(sinks: Sinks, layout: LayoutRecord, num_tokens: int, repeats: 
 def devices(
     device: str, sources: LayoutRecord, sinks: LayoutRecord, *, one_rank: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Of the ranks of both sides: different GPUs, as long as there are any left; then those that a rank doesn't read
-    from, where there are any. With ``one_rank`` all of prefill's on one GPU, and one of decode on another one."""
+    """Choose the devices of the ranks of both sides: different GPUs, as long as there are any left; then GPUs from
+    which the rank doesn't read, if there are any. With ``one_rank`` all ranks of prefill on one GPU, and one of decode
+    on another."""
     num_sources, num_sinks = sources.tensor_parallel_size, 1 if one_rank else sinks.tensor_parallel_size
     if device == "cpu":
         return ["cpu"] * num_sources, ["cpu"] * num_sinks
@@ -156,7 +158,7 @@ def devices(
 
 
 def parse_pair(text: str) -> tuple[int, int]:
-    """``2:1`` -> ranks of prefill and of decode."""
+    """Parse ``2:1``: ranks of prefill and of decode."""
     prefill, _, decode = text.partition(":")
     if not (prefill.isdigit() and decode.isdigit()) or 0 in (int(prefill), int(decode)):
         raise argparse.ArgumentTypeError(f"{text!r} isn't P:D, the ranks of prefill and of decode, like 2:1")
@@ -225,35 +227,56 @@ def parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="splitserve bench handover", description=__doc__.partition("\n\n")[0])
     add = parser.add_argument
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    add("--shape", choices=sorted(SHAPES), help="whose KV is moved; a GPU: llama-3.1-8b, else qwen3-0.6b")
-    add("--dtype", choices=["float32", "bfloat16"], help="a GPU: bfloat16, else float32")
+    add(
+        "--shape",
+        choices=sorted(SHAPES),
+        help="model whose KV is moved; default on a GPU: llama-3.1-8b, else qwen3-0.6b",
+    )
+    add("--dtype", choices=["float32", "bfloat16"], help="default: on a GPU bfloat16, else float32")
     add("--prompt-tokens", type=positive, nargs="+", metavar="N")
     add("--block-size", type=positive, nargs="+", metavar="N")
     add("--tp", type=parse_pair, nargs="+", default=[(1, 1)], metavar="P:D", help="ranks of prefill and of decode")
-    add("--one-rank", action="store_true", help="of decode alone, all of prefill on one GPU: for pairs on two GPUs")
-    add("--threads", type=not_negative, nargs="+", default=[0], metavar="N", help="that read; 0: as in production")
+    add(
+        "--one-rank",
+        action="store_true",
+        help="one rank of decode reads alone, all of prefill on one GPU: for pairs on two GPUs",
+    )
+    add(
+        "--threads",
+        type=not_negative,
+        nargs="+",
+        default=[0],
+        metavar="N",
+        help="numbers of reading threads; 0: as in production",
+    )
     add(
         "--split-size",
         type=bytes_option,
         nargs="+",
         default=[0],
         metavar="SIZE",
-        help="larger reads are split; 0: as in production",
+        help="size above which reads are split; 0: as in production",
     )
-    add("--path", nargs="+", choices=["auto", *ReadPath], default=["auto"], help="of the data; auto: by cost")
-    add("--poll-us", type=finite, default=0.0, help="between looks at what is under way; 0: as in production")
-    add("--serve-poll-us", type=finite, default=0.0, help="between looks of the source; 0: as in production")
+    add("--path", nargs="+", choices=["auto", *ReadPath], default=["auto"], help="paths of the data; auto: by cost")
+    add("--poll-us", type=finite, default=0.0, help="time between polls of reads in flight; 0: as in production")
+    add("--serve-poll-us", type=finite, default=0.0, help="time between polls of the source; 0: as in production")
     add("--naive", action="store_true", help="also read the prompt in shuffled pieces of 32 KiB")
     add("--served", action="store_true", help="whole hand-overs in a 1P1D cluster instead; see also the next ones")
     add(
         "--ray",
         default="",
         metavar="ADDRESS",
-        help="also in a cluster on Ray: HOST:PORT, auto, or local: start it here",
+        help="measure in a cluster on Ray, too: HOST:PORT, auto, or local: start it here",
     )
     add("--model", default="", help="directory of its config; empty: one of --shape. Weights are random")
-    add("--chunk-tokens", type=positive, default=2048, metavar="N", help="of the steps, where prompts come in chunks")
-    add("--kv-memory", type=positive_bytes, default="4GiB", metavar="SIZE", help="of each of its workers")
+    add("--chunk-tokens", type=positive, default=2048, metavar="N", help="chunk size of prompts in chunks")
+    add(
+        "--kv-memory",
+        type=positive_bytes,
+        default="4GiB",
+        metavar="SIZE",
+        help="KV memory of each worker of that cluster",
+    )
     add_switches(parser)
     add("--repeats", type=positive, default=15)
     add("--seed", type=not_negative, default=0)
@@ -288,7 +311,7 @@ def main(argv: Sequence[str]) -> int:
         if options.served
         else (run, row_of, HEADERS)
     )
-    keep_awake = options.keep_cores_awake and not options.served  # workers do it themselves
+    keep_awake = options.keep_cores_awake and not options.served  # workers of --served do it themselves
     if keep_awake and not bind_process(awake_cpus(usable_cpus())):
         raise ConfigError("this process can't stay on half of the cores; go without --keep-cores-awake")
     with kept_awake(keep_awake, usable_cpus()):

@@ -1,7 +1,7 @@
-"""Ranks of two workers as processes, for ``splitserve bench handover``: one side's KV is read by the other.
+"""Ranks of two workers as processes, for ``splitserve bench handover``: one side reads the other's KV.
 
-Each rank has KV memory of its own on a device of its own, as in production, and the production connector. A block holds
-numbers by which what has landed can be checked.
+Each rank has KV memory of its own on a device of its own, as in production, and the production connector. Each block
+holds numbers that identify it, so that the data read can be checked.
 """
 
 import multiprocessing
@@ -30,20 +30,21 @@ from splitserve.protocol.request import Party
 SOURCE = Party("source", 1)
 SINK = Party("sink", 2)
 FIRST_GENERATION = 1000
-PATTERN = 251  # numbers below are exact in every dtype
+PATTERN = 251  # the numbers below this are exact in every dtype
 EVENT_TIMEOUT_SECONDS = 60.0
-COPIES_IN_A_ROW = 4  # between GPUs: so that those of several ranks, which share links, run at the same time
+# Consecutive copies between GPUs: long enough that those of several ranks, which share links, overlap.
+COPIES_IN_A_ROW = 4
 START_TIMEOUT_SECONDS = 180.0
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Which rank of which worker, where. ``device`` in PyTorch's words."""
+    """Rank of a worker, and its device."""
 
     layout: LayoutRecord
     rank: int
     num_blocks: int
-    device: str
+    device: str  # in PyTorch's notation
 
     def memory(self) -> KVMemory:
         torch.set_num_threads(1)
@@ -55,21 +56,21 @@ class RankPlace:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What one rank says of a read: seconds from the command to the verified result."""
+    """Time of a read on one rank, from the command to the verified result, and its path."""
 
     seconds: float
     path: str
 
 
 def _content(place: RankPlace, block_ids: Sequence[int], device: torch.device) -> torch.Tensor:
-    """``[len(block_ids), heads]``: what the source fills each block's heads with."""
+    """Return the source's content of each block's heads, ``[len(block_ids), heads]``."""
     blocks = torch.tensor(list(block_ids), device=device).unsqueeze(1)
     heads = torch.tensor(list(heads_of(place.layout, place.rank)), device=device).unsqueeze(0)
     return (blocks * 7 + heads) % PATTERN
 
 
 def serve_source(place: RankPlace, serve_poll_seconds: float, pipe: Connection) -> None:
-    """A source rank's main: KV with known content, served until the parent hangs up."""
+    """Serve KV with known content until the parent closes the pipe: main of a source rank."""
     memory = place.memory()
     for first in range(0, place.num_blocks, 64):
         ids = range(first, min(first + 64, place.num_blocks))
@@ -87,8 +88,8 @@ def serve_source(place: RankPlace, serve_poll_seconds: float, pipe: Connection) 
 
 
 class SinkRank:
-    """A rank that reads, in its own process: commands are its methods' names with arguments. ``source_devices``: where
-    what it reads comes from, an even part from each."""
+    """Reading rank, in its own process: commands are its methods' names with arguments. ``source_devices``: devices
+    from which it reads, an even part from each."""
 
     def __init__(self, place: RankPlace, source_devices: Sequence[str]) -> None:
         self._place = place
@@ -125,7 +126,7 @@ class SinkRank:
         return Timing(seconds, str(result.path))
 
     def check(self, local: Sequence[int], remote: Sequence[int]) -> None:
-        """Raises RuntimeError unless every head of every block is what the source has."""
+        """Check all heads of all blocks. Raises RuntimeError unless they have the source's content."""
         expected = _content(self._place, remote, self._memory.device).to(self._memory.blocks.dtype)
         for low in range(0, len(local), 64):
             ids = torch.tensor(list(local[low : low + 64]), device=self._memory.device)
@@ -137,8 +138,8 @@ class SinkRank:
             torch.cuda.synchronize()  # the next read's copies don't wait for this stream
 
     def copy(self, local: Sequence[int], remote: Sequence[int]) -> float:
-        """Seconds for as many bytes without a connector: a piece from each GPU that is read from, or block by block in
-        host memory."""
+        """Copy as many bytes without a connector: a piece from each GPU from which the rank reads, or block by block in
+        host memory. Returns the seconds."""
         num_bytes = len(local) * self._memory.block_bytes
         if self._memory.kind is MemoryKind.VRAM:
             return self._copy_between_gpus(num_bytes)
@@ -166,7 +167,7 @@ class SinkRank:
         return float(start.elapsed_time(end)) / 1e3 / COPIES_IN_A_ROW
 
     def pieces(self, num_bytes: int, piece_bytes: int, seed: int) -> float:
-        """Seconds to read ``num_bytes`` in shuffled pieces, a descriptor each: what a layout per layer would cost."""
+        """Read ``num_bytes`` in shuffled pieces, a descriptor each, as for a layout per layer; returns the seconds."""
         agent = Agent(f"pieces-{seed}")
         ours, theirs = self._memory.region(), self._welcome.ranks[0].region
         agent.register(ours.kind, ours.blocks_address, ours.num_blocks * ours.block_bytes, ours.device_id)
@@ -208,7 +209,7 @@ class SinkRank:
 
 
 def run_sink(place: RankPlace, source_devices: Sequence[str], pipe: Connection) -> None:
-    """A sink rank's main: carries out commands until told to close."""
+    """Carry out commands until the parent closes the pipe: main of a sink rank."""
     rank = SinkRank(place, source_devices)
     pipe.send("ready")
     while (order := pipe.recv()) is not None:
@@ -221,27 +222,27 @@ def run_sink(place: RankPlace, source_devices: Sequence[str], pipe: Connection) 
 
 
 class Sinks:
-    """The reading worker: each call goes to all of its ranks at once."""
+    """Reading worker: each call goes to all of its ranks at once."""
 
     def __init__(self, pipes: Sequence[Connection], welcome: PeerWelcome) -> None:
         self._pipes = pipes
         self.welcome = welcome
 
     def call(self, name: str, *arguments: Any) -> list[Any]:
-        """What each rank answers. Raises RuntimeError if one failed."""
+        """Call a method on all ranks; returns their results. Raises RuntimeError if one failed."""
         for pipe in self._pipes:
             pipe.send((name, arguments))
         return [_receive(pipe) for pipe in self._pipes]
 
     def first(self, name: str, *arguments: Any) -> Any:
-        """Rank 0's answer alone."""
+        """Call a method on rank 0 alone; returns its result."""
         self._pipes[0].send((name, arguments))
         return _receive(self._pipes[0])
 
 
 @contextmanager
 def two_workers(sources: Sequence[RankPlace], sinks: Sequence[RankPlace], serve_poll_seconds: float) -> Iterator[Sinks]:
-    """All ranks of both workers, started; not yet connected."""
+    """Start all ranks of both workers; they aren't connected yet."""
     context = multiprocessing.get_context("spawn")
     pipes, children = [], []
     try:
@@ -274,7 +275,7 @@ def _read_from(sink: RankPlace, sources: Sequence[RankPlace]) -> list[str]:
 
 def _receive(pipe: Connection, seconds: float = EVENT_TIMEOUT_SECONDS + 30.0) -> Any:
     if not pipe.poll(seconds):
-        raise RuntimeError(f"a rank's process said nothing for {seconds:.0f} s")
+        raise RuntimeError(f"a rank's process sent nothing for {seconds:.0f} s")
     try:
         answer = pipe.recv()
     except EOFError as error:

@@ -1,16 +1,16 @@
 """``splitserve bench handover --served``: whole hand-overs in a running 1P1D cluster, request by request.
 
-One request at a time, so that nothing but its own hand-over is under way. For each prompt length twice: the whole
-prompt as one chunk, after which all of its blocks have yet to move, and in chunks, whose blocks move while the next
-chunk is computed. Reported are
+One request at a time, so that no other hand-over is in flight. For each prompt length twice: the whole prompt as one
+chunk, after which all of its blocks have yet to move, and in chunks, whose blocks move while the next chunk is
+computed. Reported are
 
-    handover   from the first token to decode ready, both as the router hears of them
-    exposed    of that, what decode waited for blocks after it knew of the last ones
+    handover   from the first token to decode ready, both as reported to the router
+    exposed    of that, the time that decode waited for blocks after it knew of the last ones
     prefill    from the request to the first token, as the client sees it; ``exposed_share`` is of that
-    GB/s       bytes over the time from the first read posted to the last one verified; only where they all move in one
-               go, after one chunk
+    GB/s       bytes over the time from the first read posted to the last one verified; only if they all move at once,
+               after one chunk
 
-With ``--ray`` the same again in a cluster on Ray, and what differs: Ray starts and watches the workers, their data
+With ``--ray`` the same again in a cluster on Ray, and the differences: Ray starts and watches the workers, their data
 doesn't pass through it.
 """
 
@@ -50,7 +50,8 @@ COMMAND_SECONDS = 180.0
 
 
 def engine_of(options: argparse.Namespace, model: str, device: str, block_size: int, max_tokens: int) -> EngineConfig:
-    """``max_tokens`` per step. A prompt that fits is one chunk, whatever its last one's usual size."""
+    """Return the engine's settings, with ``max_tokens`` per step. A prompt that fits is one chunk, whatever its usual
+    last chunk."""
     is_one_chunk = max_tokens >= max(options.prompt_tokens)
     kv_bytes = options.kv_memory
     return EngineConfig(
@@ -70,7 +71,7 @@ def engine_of(options: argparse.Namespace, model: str, device: str, block_size: 
 
 
 async def request(url: str, model: str, prompt: Sequence[int]) -> dict[str, Any]:
-    """What the router says of one greedy request's way, as ``splitserve`` in its answer."""
+    """Send one greedy request; returns the router's report of its route, ``splitserve`` in its answer."""
     body = {
         "model": model, "prompt": list(prompt), "max_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore_eos": True,
         "return_route": True,
@@ -90,7 +91,8 @@ async def request(url: str, model: str, prompt: Sequence[int]) -> dict[str, Any]
 
 
 def first_token_seconds(url: str, model: str, prompt: Sequence[int]) -> float:
-    """Time to first token of a greedy request, as the client sees it. Raises :class:`SplitserveError` if it failed."""
+    """Measure the time to first token of a greedy request at the client. Raises :class:`SplitserveError` if it
+    failed."""
     body = {
         "model": model, "prompt": list(prompt), "max_tokens": 2, "temperature": 0, "ignore_eos": True, "stream": True,
         "return_token_ids": True,
@@ -108,7 +110,8 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 @contextmanager
 def running(spec: ClusterSpec, ray: str) -> Iterator[str]:
-    """The URL of a cluster of the spec, on this machine or on the Ray cluster at ``ray``; it ends with the block."""
+    """Run a cluster of the spec, on this machine or on the Ray cluster at ``ray``, until the block's end; yields its
+    URL."""
     if not ray:
         with LocalCluster(spec, log_level="warning") as cluster:
             yield cluster.url
@@ -124,7 +127,7 @@ def running(spec: ClusterSpec, ray: str) -> Iterator[str]:
 
 
 def run_command(state: str, *arguments: str) -> str:
-    """What ``splitserve`` says, run in a process of its own. Raises :class:`SplitserveError` if it fails."""
+    """Run ``splitserve`` in a process of its own; returns its output. Raises :class:`SplitserveError` if it fails."""
     done = subprocess.run(
         [sys.executable, "-m", "splitserve.orchestration.cli.main", *arguments],
         capture_output=True,
@@ -147,7 +150,7 @@ def measure(url: str, model: str, num_tokens: int, mode: str, options: argparse.
 
 
 def figures_of(routes: Sequence[dict[str, Any]], prefill: float) -> dict[str, Any]:
-    """Reduce what the router said of each request to percentiles; ``prefill``: median seconds to the first token."""
+    """Reduce the router's reports of all requests to percentiles; ``prefill``: median seconds to the first token."""
     handovers = [route["handover"] for route in routes]
     latencies = [route["handover_seconds"] * 1e3 for route in routes]
     exposed = [handover["exposed_seconds"] * 1e3 for handover in handovers]
@@ -166,7 +169,7 @@ def figures_of(routes: Sequence[dict[str, Any]], prefill: float) -> dict[str, An
 
 
 def run(options: argparse.Namespace, device: str) -> Iterator[dict[str, Any]]:
-    """A cluster per block size, pair of ranks, mode and place, all prompt lengths in each."""
+    """Run a cluster per block size, pair of ranks, mode and place, with all prompt lengths in each."""
     with ExitStack() as stack:
         model = options.model
         if not model:
@@ -186,7 +189,7 @@ def run(options: argparse.Namespace, device: str) -> Iterator[dict[str, Any]]:
 
 
 def summary(results: Sequence[dict[str, Any]]) -> str:
-    """Ray against no Ray, as a table; "" if only one of them was measured."""
+    """Format Ray against no Ray as a table; "" if only one of them was measured."""
     names = ("block_size", "prefill_tp", "decode_tp", "prompt_tokens", "mode")
     by_case = {(*(each[name] for name in names), each["place"]): each for each in results}
     rows = []

@@ -1,4 +1,4 @@
-"""What ``splitserve bench tiers`` asks of its two workers, and what it notes of each answer."""
+"""Requests of ``splitserve bench tiers`` to its two workers, and the records of their answers."""
 
 import asyncio
 import json
@@ -21,13 +21,13 @@ TIMEOUT_SECONDS = 600
 
 @dataclass(slots=True)
 class Answer:
-    """``arrivals``: when its chunks of tokens came, in seconds of :func:`time.perf_counter`. ``num_cached_tokens`` of
-    the prompt weren't computed."""
+    """Answer to one request."""
 
     sent: float
     token_ids: list[int] = field(default_factory=list)
+    # Arrivals of its chunks of tokens, in seconds of :func:`time.perf_counter`.
     arrivals: list[float] = field(default_factory=list)
-    num_cached_tokens: int = 0
+    num_cached_tokens: int = 0  # tokens of the prompt that were cached, not computed
 
     @property
     def ttft_seconds(self) -> float:
@@ -45,7 +45,7 @@ async def complete(
     output_tokens: int,
     on_chunk: Callable[[], None] = lambda: None,
 ) -> Answer:
-    """One greedy answer, all of it. Raises :class:`SplitserveError` if it failed."""
+    """Get one greedy answer, complete. Raises :class:`SplitserveError` if it failed."""
     body = {
         "model": cluster.spec.served_model_name,
         "prompt": prompt,
@@ -85,7 +85,8 @@ def _note(answer: Answer, event: dict[str, Any], data: bytes, came: float) -> No
 
 
 def ask(cluster: LocalCluster, prompts: list[list[int]], output_tokens: int) -> list[Answer]:
-    """All at once, greedily, on a connection that is there. Raises :class:`SplitserveError` if one failed."""
+    """Send all prompts at once, greedily, over an open connection; returns their answers. Raises
+    :class:`SplitserveError` if one failed."""
 
     async def run_all() -> list[Answer]:
         async with session() as http:
@@ -101,7 +102,7 @@ Metrics = dict[tuple[str, ...], dict[str, float]]
 
 
 def metrics(url: str, kind: str) -> Metrics:
-    """By worker (``kind`` "worker"), or by worker and tier ("tier")."""
+    """Read metrics by worker (``kind`` "worker"), or by worker and tier ("tier")."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as page:  # noqa: S310
         text = page.read().decode()
     found: Metrics = {}
@@ -113,5 +114,5 @@ def metrics(url: str, kind: str) -> Metrics:
 
 
 def arms_in_turn(number: int) -> Iterator[str]:
-    """Both, a different one first each time."""
+    """Yield both arms, each time in the other order."""
     yield from ARMS if number % 2 else reversed(ARMS)

@@ -1,9 +1,9 @@
 """``splitserve bench tier-copies``: blocks between the device and host memory, against one plain copy of as many bytes.
 
 Runs on a GPU (the worker's pinned memory and streams) and on a CPU (plain memory). Blocks are shuffled on both sides,
-so hardly any of them merge. In each round, in turn: one contiguous copy up and down, scattered loads, scattered stores,
-and both at once from two threads, as a worker does. Reported per block size: GB/s, medians over the rounds; scattered
-against contiguous; both directions together against the better of one.
+so hardly any of them merge. In each round, in turn: one contiguous copy in each direction, scattered loads
+(onboarding), scattered stores (offloading), and both at once from two threads, as in a worker. Reported per block size:
+GB/s, medians over the rounds; scattered against contiguous; both directions together against the better of one.
 """
 
 import argparse
@@ -30,13 +30,13 @@ TOKENS, HEAD_DIM = 16, 64
 
 
 def memory_of(block_bytes: int, num_blocks: int, device: torch.device) -> KVMemory:
-    """Blocks of that many KiB: what is inside doesn't matter to a copy."""
+    """Make blocks of that many bytes: a copy doesn't depend on their content."""
     layers = block_bytes // (2 * TOKENS * HEAD_DIM * 2)
     return KVMemory(LayoutRecord("bench", "", "bfloat16", TOKENS, layers, 1, HEAD_DIM), num_blocks, device)
 
 
 def seconds_of(*works: Callable[[], None]) -> float:
-    """Until all are done, each on a thread of its own if there are several."""
+    """Return the seconds until all works are done, each on a thread of its own if there are several."""
     threads = [threading.Thread(target=work) for work in works[1:]]
     started = time.perf_counter()
     for thread in threads:
@@ -48,7 +48,8 @@ def seconds_of(*works: Callable[[], None]) -> float:
 
 
 def plain_copies(memory: KVMemory, host: HostMemory, half: int) -> tuple[Callable[[], None], Callable[[], None]]:
-    """The first half of the blocks up, and the second one down, in one copy each, as PyTorch does it."""
+    """Return PyTorch's contiguous copies: the first half of the blocks to the device, the second half to the host, each
+    in one copy."""
     blocks = memory.blocks.view(-1).view(torch.uint8).view(memory.num_blocks, -1)
     slots = torch.from_numpy(host.bytes).view(-1, memory.block_bytes)
 
@@ -64,7 +65,8 @@ def plain_copies(memory: KVMemory, host: HostMemory, half: int) -> tuple[Callabl
 
 
 def arms(store: TierStore, num_blocks: int, seed: int) -> dict[str, tuple[int, tuple[Callable[[], None], ...]]]:
-    """What is timed: blocks moved, and the work. The first half of the blocks goes up, the second one down."""
+    """Return the timed arms: number of blocks, and the work. The first half of the blocks is onboarded, the second
+    offloaded."""
     half = num_blocks // 2
     chosen = random.Random(seed)
     up, down = list(range(half)), list(range(half, 2 * half))
@@ -122,14 +124,14 @@ def main(argv: Sequence[str]) -> int:
         nargs="+",
         default=[64 << 10, 512 << 10, 2 << 20, 8 << 20],
         metavar="SIZE",
-        help="of a block",
+        help="size of a block",
     )
     parser.add_argument(
         "--memory",
         type=positive_bytes,
         default="1GiB",
         metavar="SIZE",
-        help="of blocks on the device, and of host memory",
+        help="size of the blocks on the device, and of the host memory",
     )
     parser.add_argument("--rounds", type=positive, default=7)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,6 +1,5 @@
-"""Parts of ``splitserve bench tiers`` about single prompts: what a hit saves, what it costs those that decode, and what
-tiers cost where everything fits in the block pool.
-"""
+"""Parts of ``splitserve bench tiers`` about single prompts: the gain of a hit, its cost for decoding requests, and the
+cost of tiers for prompts that all fit in the block pool."""
 
 import argparse
 import asyncio
@@ -23,11 +22,11 @@ Clusters = Mapping[str, LocalCluster]
 PAUSE_SECONDS = 0.05
 HEARTBEATS_SECONDS = 2.2
 STREAM_TOKENS = 128
-"""Prompts of the streams whose pace is measured; longer than that of a block of any size that a device has."""
+"""Length of the prompts of measured streams: longer than a block of any size that a device has."""
 
 
 def pool_tokens(clusters: Clusters, options: argparse.Namespace) -> int:
-    """Tokens that fit a worker's block pool, as far as its memory tells (ranks and FP8 aside)."""
+    """Return the tokens that fit a worker's block pool, from the size of its memory (ranks and FP8 aside)."""
     config = load_model_config(clusters["with"].spec.model.path)
     item = 4 if options.dtype == "float32" or (config.dtype == "float32" and options.dtype == "auto") else 2
     token_bytes = config.num_layers * config.num_kv_heads * 2 * config.head_dim * item
@@ -35,15 +34,17 @@ def pool_tokens(clusters: Clusters, options: argparse.Namespace) -> int:
 
 
 def prompts_beyond(num_tokens: int, capacity: int, chosen: random.Random, vocab_size: int) -> list[list[int]]:
-    """So many prompts that, asked for in turn, each has left the pool before it comes again."""
+    """Make so many prompts that, if sent in turn, each has left the pool before it is sent again."""
     count = capacity // num_tokens + 2
     return [[chosen.randrange(vocab_size) for _ in range(num_tokens)] for _ in range(count)]
 
 
 def hits(clusters: Clusters, options: argparse.Namespace, vocab_size: int) -> list[dict[str, Any]]:
-    """For each length: prompts of that many tokens, all of them once, then again ``hit_rounds`` times; pair by pair.
+    """Measure hits of each length: prompts of that many tokens, all of them once, then again ``hit_rounds`` times; pair
+    by pair.
 
-    The worker with tiers is asked twice: the second time the prompt is on the device. ``load_ms`` is what copies took.
+    The worker with tiers gets each twice: the second time the prompt is on the device. ``load_ms`` is the time of
+    copies.
     """
     chosen = random.Random(options.seed + 2)
     return [_hits_of(clusters, options, length, chosen, vocab_size) for length in options.hit_tokens]
@@ -63,7 +64,7 @@ def _hits_of(
         for prompt in prompts:
             for arm in arms_in_turn(number):
                 [answer] = ask(clusters[arm], [prompt], 1)
-                if number:  # before that nobody has seen them
+                if number:  # nothing of the prompts is cached before that
                     ttft[arm].append(answer.ttft_seconds)
                     cached[arm].append(answer.num_cached_tokens)
             if number:
@@ -82,13 +83,14 @@ def _hits_of(
 
 
 def _load_seconds(cluster: LocalCluster) -> float:
-    """That loads have taken so far, as of a heartbeat after the last one."""
+    """Return the seconds of all loads so far, from a heartbeat after the last one."""
     time.sleep(HEARTBEATS_SECONDS)
     return sum(values["load_seconds_total"] for values in metrics(cluster.url, "tier").values())
 
 
 def fits(clusters: Clusters, options: argparse.Namespace, vocab_size: int) -> dict[str, Any]:
-    """The same few prompts again and again, which never leave the pool: requests per second of both, in turn."""
+    """Send the same few prompts again and again, which never leave the pool: requests per second of both arms, in
+    turn."""
     chosen = random.Random(options.seed + 3)
     prompts = [
         [chosen.randrange(vocab_size) for _ in range(options.fresh_tokens)] for _ in range(options.fresh_requests)
@@ -98,7 +100,7 @@ def fits(clusters: Clusters, options: argparse.Namespace, vocab_size: int) -> di
         for arm in arms_in_turn(number):
             started = time.perf_counter()
             ask(clusters[arm], prompts, options.output_tokens)
-            if number:  # the first round computes them
+            if number:  # the first round computes the prompts
                 rates[arm].append(len(prompts) / (time.perf_counter() - started))
     return {
         "requests": options.rounds * len(prompts),
@@ -111,8 +113,9 @@ def fits(clusters: Clusters, options: argparse.Namespace, vocab_size: int) -> di
 
 
 def pace(clusters: Clusters, options: argparse.Namespace, vocab_size: int) -> dict[str, Any]:
-    """Streams decode on the worker with tiers while prompts come up from there, one after the other. Each prompt is
-    sent twice: the second time it's on the device, so both do the same but for the load. In between nothing is sent.
+    """Measure streams that decode on the worker with tiers while prompts are onboarded there, one after the other. Each
+    prompt is sent twice: the second time it's on the device, so that the load is the only difference. Between prompts
+    there are pauses.
 
     Tokens' gaps, in milliseconds: ``quiet``, beside prompts found on the device, and beside loads.
     """
@@ -155,7 +158,7 @@ async def _pace(clusters: Clusters, options: argparse.Namespace, vocab_size: int
 async def _stream(
     http: aiohttp.ClientSession, cluster: LocalCluster, prompt: list[int], output_tokens: int, running: list[Answer]
 ) -> None:
-    """Its arrivals go to ``running`` as they come, since it's stopped before its end."""
+    """Run a stream; its arrivals are added to ``running`` as they come, since it is stopped before its end."""
     answer = Answer(time.perf_counter())
 
     def note() -> None:
@@ -173,7 +176,7 @@ def _raise_failure(tasks: list["asyncio.Task[None]"]) -> None:
 
 
 def _paces(running: list[Answer], spans: dict[str, list[tuple[float, float]]]) -> dict[str, Any]:
-    """Gaps between tokens that ended in one of the spans."""
+    """Compute the gaps between tokens that ended in one of the spans."""
     gaps: dict[str, list[float]] = {name: [] for name in spans}
     for answer in running:
         for before, after in itertools.pairwise(answer.arrivals):

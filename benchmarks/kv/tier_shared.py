@@ -1,7 +1,7 @@
 """Part ``shared`` of ``splitserve bench tiers``: two prefill workers with an LMCache server, against two without.
 
-The chats of part ``chats``, on clusters of two prefill workers and one decode worker. Half-way one prefill worker is
-killed in both, and another takes its place, with nothing of its own. Then prompts that share nothing, as in
+The chats of part ``chats``, on clusters of two prefill workers and one decode worker. Half-way one prefill worker of
+each cluster is killed and replaced by a new one with an empty cache. Then prompts that share nothing, as in
 ``no_reuse``.
 """
 
@@ -27,19 +27,23 @@ from splitserve.orchestration.spec.shorthand import simple_spec
 
 REPLACED = "prefill-0"
 START_SECONDS = 300.0
-FIND_SECONDS = 3.0  # that a worker needs at most until it has found the server
+FIND_SECONDS = 3.0  # longest time until a worker has found the server
 
 NoReuse = Callable[[dict[str, LocalCluster], argparse.Namespace, int], dict[str, Any]]
 
 
 def add_shared_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("part shared")
-    group.add_argument("--lmcache-memory", type=positive_bytes, default="4GiB", metavar="SIZE", help="of the server")
-    group.add_argument("--lmcache-chunk-tokens", type=positive, default=64, help="length of what it keeps KV in")
+    group.add_argument(
+        "--lmcache-memory", type=positive_bytes, default="4GiB", metavar="SIZE", help="memory of the server"
+    )
+    group.add_argument(
+        "--lmcache-chunk-tokens", type=positive, default=64, help="length of the chunks in which it keeps KV"
+    )
 
 
 def shared(options: argparse.Namespace, model: str, vocab_size: int, no_reuse: NoReuse) -> dict[str, Any]:
-    """Figures of the chats, before and after the replacement, and of ``no_reuse``."""
+    """Return the figures of the chats, before and after the replacement, and of ``no_reuse``."""
     with ExitStack() as stack:
         clusters: dict[str, LocalCluster] = {}
         for arm in ARMS:
@@ -52,7 +56,7 @@ def shared(options: argparse.Namespace, model: str, vocab_size: int, no_reuse: N
 
 
 class _Cluster(LocalCluster):
-    """Knows whether its LMCache server is there."""
+    """Cluster with a flag for the start of its LMCache server."""
 
     has_server = False
 
@@ -117,7 +121,7 @@ def _figures(pairs: list[tuple[float, float]]) -> dict[str, float]:
 
 
 def shared_rows(part: dict[str, Any]) -> list[list[Any]]:
-    """A line for each figure: what, without, with, ratio."""
+    """Return a line for each figure: its name, without, with, ratio."""
     chats, fresh = part["chats"], part["no_reuse"]
     texts = {"before": "TTFT with LMCache, ms", "after": "TTFT with LMCache, a worker replaced, ms"}
     rows = [

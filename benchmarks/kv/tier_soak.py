@@ -1,9 +1,9 @@
 """``splitserve bench tier-soak``: many requests against tiers that are far too small, while files are damaged.
 
 Two workers with a block pool, a host tier and a disk tier that hold a part of the prompts each, so blocks are evicted
-all the time, and are read from each other. Prompts share prefixes; some clients hang up; every half second a file of
-the disk tier is cut off or damaged. Every answer must have the tokens that a worker without tiers gives, and when all
-is quiet every block must be free or cached, and nothing held.
+all the time, and each worker reads blocks from the other. Prompts share prefixes; some clients disconnect; every half
+second a file of the disk tier is truncated or damaged. Every answer must have the tokens of a worker without tiers, and
+when no request is left every block must be free or cached, and none held.
 """
 
 import argparse
@@ -39,7 +39,7 @@ MUST_BE_ZERO = ("blocks_referenced", "blocks_quarantined", "reads_in_flight", "r
 
 
 def make_prompts(count: int, chosen: random.Random) -> list[list[int]]:
-    """Of prefixes that few or many of them share, in whole blocks, and a tail of their own."""
+    """Make prompts of a prefix that few or many of them share, in whole blocks, and a tail of their own."""
     prefixes = [[chosen.randrange(1500) for _ in range(MAX_PREFIX_BLOCKS * BLOCK_SIZE)] for _ in range(NUM_PREFIXES)]
     prompts = []
     for _ in range(count):
@@ -64,14 +64,14 @@ def engine_of(options: argparse.Namespace, model: str, **tiers: Any) -> EngineCo
 
 
 async def damage(directory: Path, chosen: random.Random, damaged: list[Path]) -> None:
-    """Until it's cancelled."""
+    """Truncate or damage files of the disk tier until cancelled."""
     while True:
         await asyncio.sleep(DAMAGE_SECONDS)
         files = sorted(directory.glob("*/*.kv"))
         if not files:
             continue
         path = chosen.choice(files)
-        with suppress(OSError), path.open("r+b") as file:  # it may have been replaced, or removed
+        with suppress(OSError), path.open("r+b") as file:  # the file may have been replaced or removed
             size = path.stat().st_size
             if chosen.random() < 0.5:
                 file.truncate(chosen.randrange(size))
@@ -121,7 +121,7 @@ async def load(
 
 
 def wait_until_quiet(cluster: LocalCluster, num_blocks: dict[tuple[str, ...], float]) -> list[str]:
-    """What is still held, or lost, after a while, in words; nothing if all is as it was."""
+    """Wait until the cluster is idle; describes the blocks that are still held or lost at the deadline."""
     time.sleep(2.0)
     deadline = time.monotonic() + QUIET_SECONDS
     while True:
@@ -170,7 +170,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--requests", type=positive, default=10_000)
     parser.add_argument("--prompts", type=positive, default=600, help="different ones")
     parser.add_argument("--concurrency", type=positive, default=16)
-    parser.add_argument("--abort-share", type=float, default=0.05, help="of the clients hang up")
+    parser.add_argument("--abort-share", type=float, default=0.05, help="share of clients that disconnect")
     parser.add_argument("--workers", type=positive, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--kv-memory", type=positive_bytes, default="4MiB", metavar="SIZE")

@@ -1,12 +1,12 @@
-"""``splitserve bench tiers``: what KV beyond the device is worth, and what it costs where nothing comes back.
+"""``splitserve bench tiers``: the gain of KV tiers beyond the device, and their cost for prompts without reuse.
 
 Two workers side by side on the same checkpoint, one with a host tier. ``chats``: their history is larger than the block
 pool; all users take turn 1, then all take turn 2, and so on, one request at a time and each on both workers in turn, so
-a noisy machine disturbs both alike. Reported: TTFT of turns 2 and later, and the median of the ratios, pair by pair;
-whether both gave the same tokens. ``no_reuse``: prompts that share nothing, in rounds that alternate between the two:
-requests per second, and the median of the ratios. ``fits``: the same with prompts that stay in the block pool.
-``hits``: TTFT of prompts that are found in the tier, against computing them. ``pace``: what loads do to the tokens of
-others. ``shared``: an LMCache server for two prefill workers (:mod:`.tier_shared`).
+that a noisy machine disturbs both alike. Reported: TTFT of turns 2 and later, and the median of the ratios, pair by
+pair; whether both gave the same tokens. ``no_reuse``: prompts that share nothing, in rounds that alternate between the
+two: requests per second, and the median of the ratios. ``fits``: the same with prompts that stay in the block pool.
+``hits``: TTFT of prompts that are found in the tier, against computing them. ``pace``: effect of loads on the tokens of
+other requests. ``shared``: an LMCache server for two prefill workers (:mod:`.tier_shared`).
 """
 
 import argparse
@@ -34,7 +34,7 @@ PARTS = ("chats", "no_reuse", "fits", "hits", "pace", "shared")
 
 
 def start_cluster(options: argparse.Namespace, model: str, host_bytes: int, disk_dir: str) -> LocalCluster:
-    """One mixed worker."""
+    """Start one mixed worker."""
     engine = engine_config(
         options,
         model,
@@ -61,7 +61,7 @@ def chats(clusters: dict[str, LocalCluster], options: argparse.Namespace, vocab_
                 if turn:
                     ttft[arm].append(answer.ttft_seconds)
             num_different += answers["with"] != answers["without"]
-            for arm in ARMS:  # what was answered without a tier is what was said, in both
+            for arm in ARMS:  # the history of both arms has the answers given without a tier
                 histories[arm][user] = histories[arm][user] + answers["without"]
     ratios = [w / wo for w, wo in zip(ttft["with"], ttft["without"], strict=True)]
     return {
@@ -114,7 +114,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def rows_of(results: dict[str, Any]) -> list[list[Any]]:
-    """The parts that compare both workers, a line for each figure."""
+    """Return a line for each figure of the parts that compare both workers."""
     rows: list[list[Any]] = []
     if "chats" in results:
         part = results["chats"]
@@ -161,22 +161,26 @@ def main(argv: Sequence[str]) -> int:
         type=positive_bytes,
         default="2GiB",
         metavar="SIZE",
-        help="of the worker that has a host tier",
+        help="host tier of the worker that has one",
     )
     parser.add_argument("--disk-kv-dir", default="", metavar="DIR", help="the same worker has a disk tier there, too")
     parser.add_argument("--kv-keep", choices=KEEP_POLICIES, default="all")
     parser.add_argument("--users", type=positive, default=20)
     parser.add_argument("--turns", type=positive, default=6)
-    parser.add_argument("--turn-tokens", type=positive, default=64, help="new ones of each turn")
+    parser.add_argument("--turn-tokens", type=positive, default=64, help="new tokens of each turn")
     parser.add_argument("--output-tokens", type=positive, default=4)
-    parser.add_argument("--fresh-requests", type=not_negative, default=8, help="at once, in each round without reuse")
+    parser.add_argument(
+        "--fresh-requests", type=not_negative, default=8, help="requests at once in each round without reuse"
+    )
     parser.add_argument("--fresh-tokens", type=positive, default=256)
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--hit-tokens", type=positive, nargs="+", default=[4096], help="lengths of the prompts of hits")
-    parser.add_argument("--hit-rounds", type=positive, default=3, help="how often each of them comes again")
-    parser.add_argument("--pace-streams", type=not_negative, default=16, help="that decode while prompts come up")
-    parser.add_argument("--pace-tokens", type=not_negative, default=4096, help="of each of these prompts")
-    parser.add_argument("--pace-rounds", type=not_negative, default=40, help="so many of them")
+    parser.add_argument("--hit-rounds", type=positive, default=3, help="number of times that each of them is repeated")
+    parser.add_argument(
+        "--pace-streams", type=not_negative, default=16, help="streams that decode while prompts are onboarded"
+    )
+    parser.add_argument("--pace-tokens", type=not_negative, default=4096, help="length of each of these prompts")
+    parser.add_argument("--pace-rounds", type=not_negative, default=40, help="number of these prompts")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:2], help="what to measure")
     add_shared_options(parser)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""Clients of the router's overhead: over HTTP to a router, and over the router's own kind of socket to a worker."""
+"""Clients for measuring the router: over HTTP to a router, and over the router's kind of socket to a worker."""
 
 import asyncio
 import os
@@ -25,7 +25,7 @@ _STREAM_LIMIT_BYTES = 16 << 20
 
 @dataclass(slots=True)
 class Arm:
-    """Latencies of one arm in seconds, and how late its requests were sent."""
+    """Latencies of one arm in seconds, and the delays of its requests' dispatch."""
 
     first_seconds: list[float] = field(default_factory=list)
     last_seconds: list[float] = field(default_factory=list)
@@ -34,14 +34,14 @@ class Arm:
 
 
 class HttpPool:
-    """Kept-alive HTTP/1.1 connections, with as little of a client's own work as can be."""
+    """Kept-alive HTTP/1.1 connections, with as little client overhead as possible."""
 
     def __init__(self, host: str, port: int) -> None:
         self._address = (host, port)
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def get(self, path: str) -> int:
-        """The status of a GET."""
+        """Send a GET; returns its status."""
         return (await self._exchange(f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode()))[0]
 
     async def post(self, path: str, body: bytes, arm: Arm) -> None:
@@ -60,7 +60,7 @@ class HttpPool:
         arm.last_seconds.append(time.perf_counter() - start)
 
     async def _exchange(self, request: bytes) -> tuple[int, float]:
-        """Status, and when the head of the answer was there; returns at the answer's end."""
+        """Send a request; returns the status and the time of the answer's head, at the answer's end."""
         if self._idle:
             reader, writer = self._idle.pop()
         else:
@@ -79,7 +79,7 @@ class HttpPool:
 
 
 class DirectClient:
-    """Requests straight to the worker, over the same kind of socket as the router's."""
+    """Client that sends requests straight to the worker, over the same kind of socket as the router's."""
 
     def __init__(self, worker: PeerRef, output_tokens: int) -> None:
         self._worker = worker.party
@@ -90,7 +90,7 @@ class DirectClient:
         self._context = zmq.Context()
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, 0)  # an open loop: a request goes out however many wait
+        socket.setsockopt(zmq.SNDHWM, 0)  # an open loop: requests are sent however many are waiting
         socket.connect(worker.endpoint)
         self._socket = LoopSocket(socket, self._on_frames)
 
@@ -115,7 +115,7 @@ class DirectClient:
         if not isinstance(body, StepTokens):
             return
         for delta in body.deltas:
-            if delta.key.request_id not in self._waiting:  # given up
+            if delta.key.request_id not in self._waiting:  # abandoned
                 continue
             start, arm, done = self._waiting[delta.key.request_id]
             if delta.position == 0:

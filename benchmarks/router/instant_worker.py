@@ -1,6 +1,6 @@
-"""A worker without a model: it speaks the real protocol over real sockets and answers at once.
+"""Worker without a model: it speaks the real protocol over real sockets and answers at once.
 
-For measuring the router alone, and for its tests: what it sends in answer to a request is a *script*, a function from
+For measurements of the router alone, and for its tests: its answer to a request is given by a *script*, a function from
 the request to replies with delays. The default script repeats the prompt's tokens as output. Run one in a process of
 its own with ``python -m splitserve.benchmarks.router.instant_worker --membership tcp://127.0.0.1:PORT``.
 """
@@ -34,7 +34,7 @@ from splitserve.protocol.wire import decode, encode
 
 @dataclass(slots=True)
 class WorkerOptions:
-    """How a worker presents itself."""
+    """Properties with which a worker registers."""
 
     engine_id: str = "instant-0"
     role: Role = Role.MIXED
@@ -50,8 +50,9 @@ class WorkerOptions:
 
 
 class InstantWorker:
-    """Binds its socket when created; ``run`` serves until ``stop``. ``received`` keeps every message
-    from the router, ``requests`` the requests among them; ``refusal`` is why the router doesn't take this worker."""
+    """Worker that answers by a script. Binds its socket when created; ``run`` serves until ``stop``. ``received`` keeps
+    every message from the router, ``requests`` the requests among them; ``refusal`` is the router's reason for refusing
+    this worker."""
 
     def __init__(self, membership: str, script: Script, options: WorkerOptions | None = None) -> None:
         self.options = options or WorkerOptions()
@@ -82,11 +83,11 @@ class InstantWorker:
         self._order = itertools.count()
 
     def say(self, body: Body) -> None:
-        """Tell membership soon. From any thread."""
+        """Send a message to membership soon. From any thread."""
         self._to_say.put(body)
 
     def stop(self, leave: bool = True) -> None:
-        """End ``run`` soon; without ``leave`` as a process that dies would, by closing the sockets."""
+        """End ``run`` soon; without ``leave`` as in a crash, by only closing the sockets."""
         self._say_leave = leave
         self._stopping.set()
 
@@ -133,7 +134,7 @@ class InstantWorker:
         )
 
     def _tell(self, body: Body) -> None:
-        with contextlib.suppress(zmq.Again):  # nobody is there, or nobody who shares the secret
+        with contextlib.suppress(zmq.Again):  # no router, or one with another secret
             self._membership.send(encode(Envelope(self.party, None, body)), zmq.NOBLOCK)
 
     def _wait_ms(self, now: float, next_heartbeat: float) -> int:
@@ -191,12 +192,12 @@ class InstantWorker:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """One worker in this process, until it is killed. Prints who and where it is as one line of JSON."""
+    """Run one worker in this process, until it is killed. Prints its identity and address as one line of JSON."""
     parser = CommandParser(description=main.__doc__)
     parser.add_argument("--membership", required=True, help="the router's membership endpoint")
     parser.add_argument("--engine-id", default="instant-0")
     parser.add_argument("--role", default="mixed", choices=[str(role) for role in Role])
-    parser.add_argument("--token-seconds", type=float, default=0.0, help="time between tokens; 0 sends all at once")
+    parser.add_argument("--token-seconds", type=float, default=0.0, help="seconds between tokens; 0 sends all at once")
     parser.add_argument("--tokens-per-message", type=int, default=0, help="0 packs all tokens into one message")
     parser.add_argument("--vocab-size", type=int, default=1000)
     parser.add_argument("--max-model-len", type=int, default=4096)

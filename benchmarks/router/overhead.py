@@ -1,15 +1,15 @@
-"""What the router adds to a worker that answers at once: open-loop requests through it, and straight to the worker.
+"""Overhead of the router over a worker that answers at once: open-loop requests through it, and straight to the worker.
 
     client --HTTP--> router --ZMQ--> instant worker        arms "whole" and "stream"
     client --------------------ZMQ--> the same worker      arm "direct"
 
-The three processes are the real ones (but for the worker's engine), and all arms run one after the other in one
-run. A router arm's figure minus the direct arm's is what the router adds: HTTP, validation, tokenisation, placement,
-one more hop, detokenisation, JSON. The client's own time is in it. The router's CPU time per request is the figure
-that a busy machine disturbs least.
+The three processes are the real ones (except for the worker's engine), and all arms run one after the other in one run.
+A router arm's figure minus the direct arm's is the router's overhead: HTTP, validation, tokenisation, placement, one
+more hop, detokenisation, JSON. It includes the client's own time. A busy machine disturbs the router's CPU time per
+request least.
 
-With ``--prompt-tokens`` instead: one request at a time, whose prompt is that many token ids, and what single stages of
-such a request take, on the router and on a worker that has the whole prompt's KV.
+With ``--prompt-tokens`` instead: one request at a time, whose prompt is that many token ids, and the times of single
+stages of such a request, on the router and on a worker that has the whole prompt's KV.
 """
 
 import argparse
@@ -87,7 +87,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prompt-tokens", type=positive, nargs="+", help="lengths of prompts of token ids, one at a time"
     )
-    parser.add_argument("--output-tokens", type=positive, default=16, help="each in a message of its own")
+    parser.add_argument(
+        "--output-tokens", type=positive, default=16, help="tokens of each answer, each in a message of its own"
+    )
     parser.add_argument("--seed", type=int, default=0)
     add_result_options(parser)
     return parser
@@ -110,7 +112,8 @@ def _cells(row: dict[str, Any]) -> list[object]:
 
 @contextlib.contextmanager
 def _processes(folder: Path, max_model_len: int = 4096, min_vocab_size: int = 0) -> Iterator[tuple[str, int, PeerRef]]:
-    """A router and a worker as child processes; yields the router's URL and process id, and where the worker is."""
+    """Start a router and a worker as child processes; yields the router's URL and process id, and the worker's
+    address."""
     vocab_size = max(min_vocab_size, write_router_model(folder))
     config = RouterConfig(model=str(folder), served_model_name=MODEL_ID, port=0)
     module = "splitserve.benchmarks.router.process"
@@ -128,7 +131,7 @@ def _processes(folder: Path, max_model_len: int = 4096, min_vocab_size: int = 0)
 
 
 def _by_length(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """``--prompt-tokens``. Exit status 1 if a request failed."""
+    """Run ``--prompt-tokens``. Exit status 1 if a request failed."""
     rows: list[dict[str, Any]] = []
     max_model_len = max(options.prompt_tokens) + 1024
     with (
@@ -149,7 +152,7 @@ def _by_length(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 async def _one_at_a_time(prompt: TokenIds, url: str, worker: PeerRef) -> dict[str, Any]:
-    """Milliseconds to the first token, through the router and straight from the worker."""
+    """Measure milliseconds to the first token, through the router and straight from the worker."""
     host, port = url.removeprefix("http://").split(":")
     pool, direct = HttpPool(host, int(port)), DirectClient(worker, 1)
     body = completion_body(prompt)
@@ -202,7 +205,7 @@ async def _measure(options: argparse.Namespace, url: str, router_pid: int, worke
 
 
 async def _open_loop(call: Call, due_seconds: Sequence[float]) -> Arm:
-    """Send each request when it is due, whatever became of the ones before."""
+    """Send each request when it is due, whether or not earlier ones are done."""
     arm = Arm()
     loop = asyncio.get_running_loop()
     start = loop.time() + 0.1

@@ -1,4 +1,4 @@
-"""A router in a process of its own, for benchmarks: ``python -m splitserve.benchmarks.router.process CONFIG_JSON``.
+"""Router in a process of its own, for benches: ``python -m splitserve.benchmarks.router.process CONFIG_JSON``.
 
 Prints the fields of each step of its start as one line of JSON: the membership endpoint, then the URL.
 """

@@ -1,4 +1,4 @@
-"""Time of single stages of a request with a long prompt, on the router and on a worker that has all of its KV."""
+"""Times of single stages of a request with a long prompt, on the router and on a worker that has all of its KV."""
 
 import json
 import statistics
@@ -36,7 +36,7 @@ def completion_body(prompt: TokenIds) -> bytes:
 
 
 def prompt_stages(prompt: TokenIds) -> dict[str, float]:
-    """Median milliseconds of what is done with a prompt of token ids, in this process, by stage."""
+    """Measure the median milliseconds of each stage of a prompt of token ids, in this process."""
     body, root, me = completion_body(prompt), bytes(16), Party("w", 1)
     hashes: list[bytes] = []
     extend_hashes(hashes, root, prompt[:-1], _STAGE_BLOCK_SIZE)
@@ -59,7 +59,8 @@ def prompt_stages(prompt: TokenIds) -> dict[str, float]:
 
 
 def _hit_ms(prompt: TokenIds, hashes: Sequence[bytes], root: bytes, *, in_host_tier: bool) -> float:
-    """From a request's tokens to its first chunk, copies taking no time, where all KV but the last block's is there."""
+    """Measure the milliseconds from a request's tokens to its first chunk if all KV but the last block's is cached;
+    copies take no time."""
     num_blocks = len(hashes) + 1
     pool = BlockPool(np.zeros(num_blocks, dtype=np.uint64), first_generation=1)
     index = TierIndex(num_blocks)

@@ -1,4 +1,4 @@
-"""Scripts of workers that compute nothing: which tokens they give to a request, and when."""
+"""Scripts of workers that compute nothing: the tokens of their answers, and their times."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,7 @@ DEFAULT_LAYOUT = LayoutRecord(
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Something to send to the router ``delay_seconds`` after the request came; bytes go out as they are."""
+    """Message to send to the router ``delay_seconds`` after the request arrived; bytes are sent unchanged."""
 
     body: Body | bytes
     delay_seconds: float = 0.0
@@ -48,7 +48,8 @@ def repeat_prompt(token_ids: Sequence[int]) -> Iterator[int]:
 def default_script(
     output: Output = repeat_prompt, *, tokens_per_message: int = 0, token_seconds: float = 0.0
 ) -> Script:
-    """What a correct worker sends: prefill the first token, decode all of them with a report, mixed all of them.
+    """Return the script of a correct worker: prefill sends the first token, decode all of them with a report, mixed all
+    of them.
 
     ``tokens_per_message`` 0 packs all into one message; ``token_seconds`` paces them.
     """
@@ -60,7 +61,7 @@ def default_script(
             return [Reply(StepTokens([TokenDelta(body.key, 0, token_ids[:1], finish_reason=first_reason)]))]
         token_ids, reason = _outputs(body, output)
         if isinstance(body, DecodeRequest) and len(token_ids) == 1:
-            return []  # the first token ends the request: decode never gets to run
+            return []  # the first token ends the request: there is no decode
         report = _report(body) if isinstance(body, DecodeRequest) else None
         size = tokens_per_message or len(token_ids)
         replies = []

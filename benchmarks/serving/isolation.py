@@ -1,4 +1,4 @@
-"""``splitserve bench isolation``: what prompts of some users do to the tokens of others.
+"""``splitserve bench isolation``: effect of some users' prompts on the tokens of others.
 
 Two kinds of requests arrive at fixed rates: *streams* with a short prompt and a long answer, and *prompts* with a long
 prompt and a short answer. Each arrangement of workers gets the same requests at the same times over HTTP, one
@@ -6,7 +6,7 @@ arrangement after the other: 1P1D, one mixed worker, two mixed workers. Reported
 the time to first token of prompts, and whether the arrangement kept up: figures of one that fell behind aren't
 comparable.
 
-With ``--stream-rate 0`` prompts alone arrive, and gaps are those of their own answers.
+With ``--stream-rate 0`` only prompts arrive, and gaps are those of their own answers.
 """
 
 import argparse
@@ -38,17 +38,17 @@ ARRANGEMENTS: dict[str, dict[str, Any]] = {
     "2 mixed": {"num_mixed": 2},
 }
 KEPT_UP_SECONDS = 2.0
-"""How much longer than with no load at all the last requests may take in an arrangement that keeps up."""
+"""Longest delay of the last requests, compared with no load, in an arrangement that keeps up."""
 _KINDS = ("streams", "prompts")
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Bodies in the order of their arrival; ``kinds[i]`` says which of the two the i-th is."""
+    """Bodies in the order of their arrival."""
 
     bodies: Sequence[dict[str, Any]]
     due_seconds: Sequence[float]
-    kinds: Sequence[str]
+    kinds: Sequence[str]  # the kind of each request
 
 
 def make_load(options: argparse.Namespace, model: str, vocab_size: int) -> Load:
@@ -97,12 +97,12 @@ def measure(options: argparse.Namespace, model: str, arrangement: str, vocab_siz
 
 
 def _one_of_each(load: Load) -> list[dict[str, Any]]:
-    """Twice: the first one warms up."""
+    """Return one body of each kind, twice: the first ones warm up."""
     return [load.bodies[load.kinds.index(kind)] for kind in _KINDS if kind in load.kinds] * 2
 
 
 def result_of(arrangement: str, load: Load, records: Sequence[RequestRecord], alone: float) -> dict[str, Any]:
-    """``alone``: what a request takes by itself."""
+    """Compute the figures of an arrangement. ``alone``: seconds of a request without load."""
     behind = max(record.end_seconds for record in records) - load.due_seconds[-1] - alone
     of_kind = {kind: [r for r, k in zip(records, load.kinds, strict=True) if k == kind] for kind in _KINDS}
     return {
@@ -155,11 +155,11 @@ def parser() -> argparse.ArgumentParser:
     add("--arrangements", nargs="+", choices=list(ARRANGEMENTS), default=list(ARRANGEMENTS))
     add("--max-batched-tokens", type=not_negative, default=0, metavar="N")
     add("--max-num-seqs", type=positive, default=EngineConfig(model="").max_num_seqs, metavar="N")
-    add("--seconds", type=positive_seconds, default=20.0, help="in which requests arrive")
-    add("--stream-rate", type=finite, default=2.0, metavar="R", help="per second, of requests with long answers")
+    add("--seconds", type=positive_seconds, default=20.0, help="time in which requests arrive")
+    add("--stream-rate", type=finite, default=2.0, metavar="R", help="requests with long answers per second")
     add("--stream-input-len", type=positive, default=16, metavar="N")
     add("--stream-output-len", type=positive, default=128, metavar="N")
-    add("--prompt-rate", type=finite, default=1.0, metavar="R", help="per second, of requests with long prompts")
+    add("--prompt-rate", type=finite, default=1.0, metavar="R", help="requests with long prompts per second")
     add("--prompt-input-len", type=positive, default=1024, metavar="N")
     add("--prompt-output-len", type=positive, default=4, metavar="N")
     add("--seed", type=int, default=0)

@@ -1,10 +1,9 @@
-"""``splitserve bench latency``: what the hand-over costs one request on an idle system, 1P1D against a mixed worker.
+"""``splitserve bench latency``: cost of the hand-over for one request on an idle system, 1P1D against a mixed worker.
 
 Both clusters run side by side on the same checkpoint, every worker with the same number of threads; requests alternate
-between them, one at a time, so each finds its cluster idle and a noisy machine disturbs both alike. Reported per
-prompt length: TTFT
-of both and their ratio; the second token minus the first; the steps after it; how long decode waited after the
-last offer.
+between them, one at a time, so each finds its cluster idle and a noisy machine disturbs both alike. Reported per prompt
+length: TTFT of both and their ratio; the second token minus the first; the steps after it; the time that decode waited
+after the last offer.
 """
 
 import argparse
@@ -45,7 +44,7 @@ def start_cluster(
 
 
 def one_request(cluster: LocalCluster, prompt: list[int]) -> RequestRecord:
-    """A single greedy request; its record. Raises :class:`SplitserveError` if it failed."""
+    """Send a single greedy request; returns its record. Raises :class:`SplitserveError` if it failed."""
     body = {
         "model": cluster.spec.served_model_name,
         "prompt": prompt,
@@ -53,7 +52,7 @@ def one_request(cluster: LocalCluster, prompt: list[int]) -> RequestRecord:
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
-        "return_token_ids": True,  # random weights draw tokens without text, too
+        "return_token_ids": True,  # random weights also draw tokens without text
     }
     record = asyncio.run(run_load(Endpoint(cluster.url), [body], [0.0]))[0]
     if record.error:
@@ -62,7 +61,7 @@ def one_request(cluster: LocalCluster, prompt: list[int]) -> RequestRecord:
 
 
 def seconds_of(record: RequestRecord) -> dict[str, float]:
-    """TTFT, second token minus first, and the median of the steps after that."""
+    """Return TTFT, second token minus first, and the median of the steps after that."""
     gaps = record.itl_seconds
     return {"ttft": record.ttft_seconds, "second": gaps[0], "step": statistics.median(gaps[1:])}
 
@@ -70,7 +69,7 @@ def seconds_of(record: RequestRecord) -> dict[str, float]:
 def measure(
     clusters: dict[str, LocalCluster], num_tokens: int, vocab_size: int, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Ask the clusters in turn; see :func:`figures_of`."""
+    """Send requests to the clusters in turn; see :func:`figures_of`."""
     chosen = random.Random(options.seed + num_tokens)
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in clusters}
     for repeat in range(options.repeats + 1):

@@ -1,7 +1,7 @@
-"""An open-loop client of OpenAI's streaming completions: each request goes out when it is due, whatever came
-back so far.
+"""Open-loop client of OpenAI's streaming completions: each request is sent when it is due, whether or not earlier ones
+are answered.
 
-aiohttp rather than httpx: a token costs the client less, which counts when it shares cores with what it measures.
+aiohttp rather than httpx: a token costs the client less, which matters when it shares cores with the measured system.
 """
 
 import asyncio
@@ -42,22 +42,22 @@ class _Chunk(msgspec.Struct):
 
 
 PROFILE_SECONDS = 20.0
-"""How long workers may take to run the steps that are to be recorded."""
+"""Longest time in which workers may run the steps to be recorded."""
 
 _decoder = msgspec.json.Decoder(_Chunk)
 
 
 class StreamError(Exception):
-    """The endpoint ended a request with an error, or not as a stream should end."""
+    """Error event of the endpoint, or a stream that ended in an invalid way."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where requests go. ``timeout_seconds`` bounds one request as a whole."""
+    """Endpoint under load."""
 
     base_url: str
     api_key: str = ""
-    timeout_seconds: float = 600.0
+    timeout_seconds: float = 600.0  # bounds one request as a whole
 
     @property
     def completions_url(self) -> str:
@@ -66,7 +66,7 @@ class Endpoint:
 
     @property
     def profile_url(self) -> str:
-        """Splitserve's own: workers record their next steps."""
+        """URL of Splitserve's own request for profiles: workers record their next steps."""
         return f"{self.base_url.rstrip('/').removesuffix('/v1')}/admin/profile"
 
     @property
@@ -81,14 +81,15 @@ async def run_load(
     max_concurrency: int = 0,
     records: list[RequestRecord] | None = None,
 ) -> list[RequestRecord]:
-    """Send ``bodies`` at ``due_seconds`` from now; a record each, in order. Failures are recorded, never raised.
+    """Send ``bodies`` at ``due_seconds`` from now; returns a record of each, in order. Failures are recorded, never
+    raised.
 
-    ``max_concurrency`` above 0 bounds the requests in flight (then it is no open loop any more); the wait for
-    a place counts as dispatch lag. ``records``, one per body, are filled while the load runs; by default new ones.
+    ``max_concurrency`` above 0 bounds the requests in flight (then the load is no open loop any more); the wait for a
+    place counts as dispatch lag. ``records``, one per body, are filled while the load runs; by default new ones.
     """
     if records is None:
         records = [RequestRecord(due_seconds=due) for due in due_seconds]
-    encoded = [msgspec.json.encode(body) for body in bodies]  # ahead of time: not part of anybody's latency
+    encoded = [msgspec.json.encode(body) for body in bodies]  # ahead of time: not part of any request's latency
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=endpoint.timeout_seconds),
@@ -106,7 +107,7 @@ async def run_load(
 
 @contextlib.contextmanager
 def _no_collections() -> Iterator[None]:
-    """The collector would hold this client up for milliseconds, and that would look like the server's."""
+    """Disable the collector: its pauses of milliseconds in this client would look like the server's."""
     gc.collect()
     gc.disable()
     try:
@@ -116,9 +117,9 @@ def _no_collections() -> Iterator[None]:
 
 
 async def take_profile(endpoint: Endpoint, num_steps: int, after_seconds: float) -> dict[str, Any]:
-    """What each worker says of ``num_steps`` of its steps, recorded ``after_seconds`` from now, by engine id.
+    """Have workers record ``num_steps`` of their steps, ``after_seconds`` from now; returns their reports by engine id.
 
-    Never raises: whatever goes wrong is said under a report's "error".
+    Never raises: any failure is under a report's "error".
     """
     await asyncio.sleep(after_seconds)
     try:
@@ -202,7 +203,7 @@ def _take(chunk: _Chunk, record: RequestRecord, now: float) -> None:
 def _check_complete(record: RequestRecord) -> None:
     if not record.finish_reason:
         raise StreamError("the stream ended without a finish reason")
-    if not record.output_tokens:  # no usage: count what came
+    if not record.output_tokens:  # no usage: count the received tokens
         record.output_tokens = sum(record.chunk_tokens) or len(record.chunk_seconds)
     if not record.chunk_seconds:
         raise StreamError("the stream ended without output")

@@ -1,8 +1,7 @@
 """``splitserve bench serve``: an open-loop load on any OpenAI completions endpoint.
 
-Requests arrive at a fixed or Poisson rate whether or not earlier ones are done. Prompts have an exact number
-of tokens with an exact shared prefix, the output length is forced. Result: a table, and JSON with command,
-versions and machine.
+Requests arrive at a fixed or Poisson rate whether or not earlier ones are done. Prompts have an exact number of tokens
+with an exact shared prefix, the output length is forced. Result: a table, and JSON with command, versions and machine.
 """
 
 import argparse
@@ -59,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 async def _run(
     options: argparse.Namespace, endpoint: Endpoint, bodies: Sequence[dict[str, Any]], due: Sequence[float]
 ) -> tuple[list[RequestRecord], dict[str, Any]]:
-    """The load, and what workers recorded of their steps meanwhile, if that was asked for."""
+    """Run the load; returns its records, and the workers' reports of their steps if a profile was requested."""
     async with asyncio.TaskGroup() as tasks:
         load = tasks.create_task(run_load(endpoint, bodies, due, options.max_concurrency))
         profile = None
@@ -69,7 +68,7 @@ async def _run(
 
 
 def request_bodies(options: argparse.Namespace, num_requests: int) -> list[dict[str, Any]]:
-    """Bodies of POST /v1/completions."""
+    """Make the bodies of POST /v1/completions."""
     common: dict[str, Any] = {
         "model": options.model,
         "max_tokens": options.output_len,
@@ -95,7 +94,7 @@ def _prompts(options: argparse.Namespace, num_prompts: int) -> Sequence[str | li
 
 
 def render(figures: dict[str, Any]) -> str:
-    """The figures as two tables."""
+    """Format the figures as two tables."""
     latencies = [("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("ITL, by chunk", "itl_ms")]
     latencies += [("second token", "second_token_ms"), ("later ITL", "later_itl_ms"), ("E2E", "e2e_ms")]
     columns = ("mean", "p50", "p90", "p99", "max")
@@ -121,15 +120,15 @@ def render(figures: dict[str, Any]) -> str:
 
 
 def notes(figures: dict[str, Any], output_len: int) -> list[str]:
-    """What a reader must know before believing the figures."""
+    """Return caveats about the figures."""
     found = []
     per_chunk = figures["tokens_per_chunk"]
     if max(per_chunk.get("mean", 1.0), per_chunk.get("max", 1.0)) > _NOTABLE_TOKENS_PER_CHUNK:
         found.append("the stream packs several tokens into some chunks: ITL is between chunks, not tokens; see TPOT")
     if figures["bunched_gaps_share"] > _NOTABLE_BUNCHED_SHARE:
         found.append(
-            f"{100 * figures['bunched_gaps_share']:.0f}% of chunks arrived together with the one before: something on "
-            "the way, or this client, holds chunks back; p50 of ITL means little, look at TPOT and the long ITLs"
+            f"{100 * figures['bunched_gaps_share']:.0f}% of chunks arrived together with the previous one: a "
+            "proxy, the network or this client delays chunks; p50 of ITL means little, see TPOT and the long ITLs"
         )
     if figures["dispatch_lag_ms"].get("p99", 0.0) > _NOTABLE_LAG_MS:
         found.append(
@@ -139,9 +138,7 @@ def notes(figures: dict[str, Any], output_len: int) -> list[str]:
         if "error" in report:
             found.append(f"no profile of {worker}: {report['error']}")
     if "profile" in figures:
-        found.append(
-            "a profile was taken meanwhile: starting and ending it holds steps up, which shows in the long ITLs"
-        )
+        found.append("a profile was taken meanwhile: its start and end delay steps, which shows in the long ITLs")
     if figures["completed"] and figures["output_tokens"] != figures["completed"] * output_len:
         found.append(f"outputs are not all {output_len} tokens long: the endpoint ended some early")
     return found
@@ -152,25 +149,37 @@ def _parser() -> argparse.ArgumentParser:
         prog="splitserve bench serve", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--base-url", default="http://127.0.0.1:8000", help="of the endpoint, with or without /v1")
+    add("--base-url", default="http://127.0.0.1:8000", help="URL of the endpoint, with or without /v1")
     add("--model", required=True, metavar="ID", help="model id, as in /v1/models")
     add("--request-rate", type=float, default=1.0, metavar="R", help="requests per second; inf sends all at once")
-    add("--arrival", choices=("poisson", "fixed"), default="poisson", help="gaps between requests")
+    add("--arrival", choices=("poisson", "fixed"), default="poisson", help="distribution of arrivals")
     add("--num-requests", type=positive, default=100, metavar="N", help="requests that are measured")
     add("--num-warmups", type=not_negative, default=1, metavar="N", help="requests before them, one after the other")
-    add("--input-len", type=positive, default=512, metavar="TOKENS", help="of each prompt, exactly")
-    add("--output-len", type=positive, default=64, metavar="TOKENS", help="of each answer")
-    add("--shared-prefix-len", type=not_negative, default=0, metavar="TOKENS", help="that all prompts begin with")
-    add("--seed", type=int, default=0, help="of prompts and arrivals")
+    add("--input-len", type=positive, default=512, metavar="TOKENS", help="exact length of each prompt")
+    add("--output-len", type=positive, default=64, metavar="TOKENS", help="length of each answer")
+    add(
+        "--shared-prefix-len",
+        type=not_negative,
+        default=0,
+        metavar="TOKENS",
+        help="length of the prefix that all prompts share",
+    )
+    add("--seed", type=int, default=0, help="seed of prompts and arrivals")
     add("--temperature", type=finite, default=0.0, help="0 is greedy")
     add("--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help="force the output length")
-    add("--token-ids", action=argparse.BooleanOptionalAction, default=True, help="ask for return_token_ids")
+    add("--token-ids", action=argparse.BooleanOptionalAction, default=True, help="request return_token_ids")
     add(
         "--prompt-format", choices=("tokens", "text"), default="tokens", help="token ids, or text made with --tokenizer"
     )
     add("--tokenizer", default="", metavar="DIR", help="the model's directory; its plain tokens make the prompts")
     add("--vocab-size", type=positive, default=256, metavar="N", help="without --tokenizer: ids are drawn below N")
-    add("--max-concurrency", type=not_negative, default=0, metavar="N", help="0: open loop")
+    add(
+        "--max-concurrency",
+        type=not_negative,
+        default=0,
+        metavar="N",
+        help="maximum number of requests in flight; 0: no bound (open loop)",
+    )
     add("--slo", nargs="+", default=[], metavar="BOUND", help="ttft:MS tpot:MS itl:MS, for goodput")
     add(
         "--profile-steps",
@@ -179,8 +188,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="let Splitserve's workers record N of their steps",
     )
-    add("--profile-after", type=finite, default=2.0, metavar="SECONDS", help="when, from the load's start")
-    add("--timeout", type=positive_seconds, default=600.0, metavar="SECONDS", help="of one request")
+    add(
+        "--profile-after",
+        type=finite,
+        default=2.0,
+        metavar="SECONDS",
+        help="time of the profile, from the load's start",
+    )
+    add("--timeout", type=positive_seconds, default=600.0, metavar="SECONDS", help="timeout of one request")
     add("--api-key-env", default="OPENAI_API_KEY", metavar="NAME", help="environment variable with the key")
     add_result_options(parser, always=True)
     return parser

@@ -30,7 +30,7 @@ from splitserve.protocol.config import EngineConfig
 
 VOCABULARY_SIZE = 1500
 MAX_MODEL_LEN = 1024
-MIN_SAMPLES = 8  # of the second half; fewer say nothing about a slope
+MIN_SAMPLES = 8  # samples of the second half; fewer don't determine a slope
 
 
 @dataclass(slots=True)
@@ -172,8 +172,14 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--max-output-len", type=positive, default=24, metavar="TOKENS", help="answers have 1 to this many")
     add("--kv-memory-mib", type=positive, default=64, metavar="MIB", help="KV memory of each worker")
     add("--sample-seconds", type=positive_seconds, default=2.0, metavar="SECONDS", help="between two samples")
-    add("--max-growth-mib", type=finite, default=16.0, metavar="MIB", help="of any process over the second half")
-    add("--seed", type=int, default=0, help="of prompts and lengths")
+    add(
+        "--max-growth-mib",
+        type=finite,
+        default=16.0,
+        metavar="MIB",
+        help="maximum growth of any process over the second half",
+    )
+    add("--seed", type=int, default=0, help="seed of prompts and lengths")
     add_result_options(parser, always=True)
     options = parser.parse_args(list(argv))
     if options.max_input_len + options.max_output_len > MAX_MODEL_LEN:

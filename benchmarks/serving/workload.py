@@ -1,4 +1,4 @@
-"""What a load consists of: arrival times and prompts of exact length with an exact shared prefix. Pure and seeded."""
+"""Workload of a load: arrival times and prompts of exact length with an exact shared prefix. Pure and seeded."""
 
 import itertools
 import re
@@ -17,7 +17,8 @@ _MIN_WORDS = 16
 
 
 def arrival_seconds(num_requests: int, rate: float, arrival: Arrival, seed: int) -> list[float]:
-    """When each request is due, from 0 s on. ``rate`` is in requests per second; infinite means all at once."""
+    """Return the due time of each request, from 0 s on. ``rate`` is in requests per second; infinite means all at
+    once."""
     if not rate > 0:
         raise ConfigError(f"request rate is {rate}; it must be above 0 (inf sends all at once)")
     if rate == float("inf"):
@@ -30,10 +31,11 @@ def arrival_seconds(num_requests: int, rate: float, arrival: Arrival, seed: int)
 def token_prompts(
     num_prompts: int, num_tokens: int, num_shared_tokens: int, token_ids: Sequence[int], seed: int
 ) -> list[list[int]]:
-    """Prompts of exactly ``num_tokens`` ids out of ``token_ids``; the first ``num_shared_tokens`` are the same in all.
+    """Make prompts of exactly ``num_tokens`` ids out of ``token_ids``; the first ``num_shared_tokens`` are the same in
+    all.
 
-    The ids that follow the shared ones differ between any two prompts as far as there are enough ids, so that
-    the shared prefix is exact and not longer by chance. Raises :class:`ConfigError` for impossible lengths.
+    The ids that follow the shared ones differ between any two prompts as far as there are enough ids, so that the
+    shared prefix is exact and not longer by chance. Raises :class:`ConfigError` for impossible lengths.
     """
     if not 0 <= num_shared_tokens <= num_tokens or num_tokens < 1:
         raise ConfigError(
@@ -59,22 +61,22 @@ def load_tokenizer(directory: str) -> Tokenizer:
 
 
 def plain_token_ids(tokenizer: Tokenizer) -> list[int]:
-    """All ids but those of special and added tokens, in order."""
+    """Return all ids except those of special and added tokens, in order."""
     added = tokenizer.get_added_tokens_decoder()
     return sorted(set(tokenizer.get_vocab(with_added_tokens=False).values()) - set(added))
 
 
 class TextPrompts:
-    """Text that a tokenizer turns into exactly the tokens we mean.
+    """Prompts as text that a tokenizer encodes to an exact number of tokens.
 
-    Random ids decoded to text encode to another number of tokens, and a shared prefix breaks where the random
-    part merges with it. So prompts are made of whole words that are one token each in any company, and each
-    prompt is checked: what the server will count is what was asked for.
+    Random ids decoded to text encode to another number of tokens, and a shared prefix breaks if the random part merges
+    with it. So prompts are made of whole words that are one token each in any context, and each prompt is checked: the
+    server will count exactly the requested tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._special_ids = self._encode("")  # what the server adds to each prompt, such as a begin-of-text
+        self._special_ids = self._encode("")  # added by the server to each prompt, such as a begin-of-text
         self._word_ids = self._single_token_words()
         if len(self._word_ids) < _MIN_WORDS:
             raise ConfigError(
@@ -83,7 +85,8 @@ class TextPrompts:
             )
 
     def make(self, num_prompts: int, num_tokens: int, num_shared_tokens: int, seed: int) -> list[str]:
-        """Prompts that encode, special tokens included, to ``num_tokens`` ids of which the first ones are shared."""
+        """Make prompts that encode, special tokens included, to ``num_tokens`` ids of which the first ones are
+        shared."""
         num_special = len(self._special_ids)
         num_shared_words = max(0, num_shared_tokens - num_special)
         words = token_prompts(num_prompts, num_tokens - num_special, num_shared_words, self._word_ids, seed)

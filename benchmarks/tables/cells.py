@@ -1,4 +1,4 @@
-"""Sections of ``benchmarks/results/README.md``, and the words and figures in their cells."""
+"""Sections of ``benchmarks/results/README.md``, and the formats of their cells."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ Rows = list[list[str]]
 @dataclass(frozen=True, slots=True)
 class Section:
     title: str
-    conditions: str  # that hold for all rows
+    conditions: str  # common to all rows
     headers: Sequence[str]
     rows: Rows
 
@@ -21,7 +21,7 @@ def of_bench(runs: Iterable[Run], bench: str) -> list[Run]:
 
 
 def number(value: float) -> str:
-    """Two decimals below 10, one below 100, none above."""
+    """Format with two decimals below 10, one below 100, none above."""
     return f"{value:.2f}" if abs(value) < 10 else f"{value:.1f}" if abs(value) < 100 else f"{value:,.0f}"
 
 
@@ -30,7 +30,7 @@ def percent(value: float) -> str:
 
 
 def extent(values: Sequence[float], text: Callable[[float], str] = number, *, high: bool = False) -> str:
-    """Best and worst of ``values``: ``5.42 to 5.96``; ``high``: the highest is the best."""
+    """Format best and worst of ``values`` like ``5.42 to 5.96``; ``high``: the highest is the best."""
     best, worst = (text(each) for each in (sorted(values, reverse=high)[0], sorted(values, reverse=high)[-1]))
     return best if best == worst else f"{best} to {worst}"
 

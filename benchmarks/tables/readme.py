@@ -19,7 +19,7 @@ HEADERS = ("what", "best to worst", "conditions", "runs, by commit")
 
 
 def loaded_rows(runs: Sequence[Run], *, with_runs: bool = True) -> list[list[str]]:
-    """1P1D against mixed workers, a column per arrangement; the lowest worst figure is bold.
+    """Return 1P1D against mixed workers, a column per arrangement; the lowest worst figure is bold.
 
     ``with_runs``: the last row of each load names the runs.
     """
@@ -149,7 +149,7 @@ def rank_rows(runs: Sequence[Run]) -> Iterable[list[str]]:
 
 
 def user_rows(runs: Sequence[Run]) -> list[list[str]]:
-    """Figures of the benches for users, besides those under load."""
+    """Return the figures of the benches for users, except those under load."""
     return [*handover_rows(runs), *serving_rows(runs)]
 
 
@@ -159,12 +159,12 @@ def developer_rows(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def readme_rows(runs: Sequence[Run]) -> list[list[str]]:
-    """A few figures without load, without their runs."""
+    """Return a few figures without load, without their runs."""
     return [row[:-1] for make in (latency_rows, handover_rows) for row in make(runs)]
 
 
 def conditions(runs: Sequence[Run]) -> str:
-    """What holds for all runs, as the files tell it."""
+    """Describe the conditions common to all runs, from their files."""
     runs = [run for run in runs if run.gpus != "none"]
     torch = " and ".join(sorted({run.torch for run in runs}))
     gpus = " and ".join(sorted({run.gpus.partition(" x ")[2] for run in runs}))

@@ -1,4 +1,4 @@
-"""Result files as runs: which code they measured, under which conditions. Pure, but for reading the files."""
+"""Result files as runs: the measured code and the conditions. Pure, except for reading the files."""
 
 import re
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from splitserve.benchmarks.common.report import RESULTS_DIRECTORY
 
 NO_COMMIT = "not recorded"
 SMALL_LAST_CHUNK_UNTIL = "2026-11-23T05:26:06"
-"""Until then the last chunk of a long prompt had 512 tokens on a GPU by default, since then 1024."""
+"""End of the time when the last chunk of a long prompt had 512 tokens on a GPU by default; since then it has 1024."""
 SWITCHES = {
     "--keep-cores-awake": "cores kept awake",
     "--one-rank": "one rank of decode alone on its GPU",
@@ -23,16 +23,16 @@ _NAME = re.compile(r"(?P<bench>[a-z-]+)-20\d\d(?P<label>\d{4}T\d{6})-\d+")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """One result file. ``label``: month, day and time, unique among the kept ones."""
+    """One result file."""
 
     path: Path
     bench: str
-    label: str
+    label: str  # month, day and time, unique among the kept ones
     content: dict[str, Any]
 
     @property
     def commit(self) -> str:
-        """Of the code that was measured; empty if the file doesn't tell."""
+        """Commit of the measured code; empty if the file doesn't name it."""
         found = str(self.content["versions"].get("commit", ""))
         return "" if found == "unknown" else found
 
@@ -46,13 +46,13 @@ class Run:
         return f"{len(names)} x {names[0]}" if names else "none"
 
     def option(self, name: str) -> str:
-        """The value of a command's option; empty without it."""
+        """Return the value of a command's option; empty without it."""
         command = self.content["command"]
         return str(command[command.index(name) + 1]) if name in command else ""
 
     @property
     def is_served(self) -> bool:
-        """Whether this is a run of whole hand-overs in a cluster."""
+        """True for a run of whole hand-overs in a cluster."""
         return "--served" in self.content["command"]
 
     @property
@@ -68,7 +68,7 @@ class Run:
 
     @property
     def unusual(self) -> str:
-        """Options that are off by default, in words."""
+        """Return the options that are off by default, in words."""
         found = [text for switch, text in SWITCHES.items() if switch in self.content["command"]]
         if prefix := self.option("--prefix"):
             found.append(f"after {prefix} tokens in KV")
@@ -80,7 +80,7 @@ class Run:
 
 
 def read_runs(directory: Path = RESULTS_DIRECTORY) -> list[Run]:
-    """All result files of ``directory``, oldest first."""
+    """Read all result files of ``directory``, oldest first."""
     runs = []
     for path in directory.glob("*.json"):
         match = _NAME.fullmatch(path.stem)

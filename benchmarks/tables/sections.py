@@ -1,4 +1,4 @@
-"""Tables of ``benchmarks/results/README.md``: what the kept runs of each bench measured, run by run. Pure."""
+"""Tables of ``benchmarks/results/README.md``: the kept results of each bench, run by run. Pure."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -129,7 +129,7 @@ def latency(runs: Sequence[Run]) -> Section:
 
 
 def last_chunk(runs: Sequence[Run], small: str, large: str) -> Section:
-    """The pair of latency runs on one machine that differ in the last chunk alone."""
+    """Return the pair of latency runs on one machine that differ only in the last chunk."""
     pair = [next(run for run in runs if run.label == label) for label in (small, large)]
     rows = []
     for left, right in zip(*(run.content["results"] for run in pair), strict=True):
@@ -147,7 +147,7 @@ def last_chunk(runs: Sequence[Run], small: str, large: str) -> Section:
 
 
 def readings(runs: Iterable[Run]) -> list[tuple[Run, dict[str, Any]]]:
-    """Results of KV read from another process."""
+    """Return the results of KV read from another process."""
     return [(run, each) for run in of_bench(runs, "handover") if not run.is_served for each in run.content["results"]]
 
 

@@ -1,7 +1,7 @@
-"""Writes the tables of the README, ``docs/benchmarks/`` and ``benchmarks/results/README.md`` from the kept results.
+"""Writer of the tables of the README, ``docs/benchmarks/`` and ``benchmarks/results/README.md`` from the kept results.
 
-``python -m splitserve.benchmarks.tables.write`` writes them anew, between the markers that these files have; with
-``--check`` the exit status tells whether they are up to date. Nothing in them is typed by hand but the notes below.
+``python -m splitserve.benchmarks.tables.write`` writes them again, between the markers in these files; with ``--check``
+the exit status tells whether they are up to date. Nothing in them is typed by hand but the notes below.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def results_page(runs: Sequence[Run]) -> str:
-    """The tables of every kept run."""
+    """Return the tables of every kept run."""
     sections = [*(make(runs) for make in SECTIONS), results_sections.all_runs(runs, NOTES)]
     parts = [
         f"## {section.title}\n\n" + (f"{section.conditions}\n\n" if section.conditions else "")
@@ -84,7 +84,7 @@ def loaded_table(runs: Sequence[Run], *, with_runs: bool) -> str:
 
 
 def readme_block(runs: Sequence[Run]) -> str:
-    """The README's two tables and their conditions, without the names of runs."""
+    """Return the README's two tables and their conditions, without the names of runs."""
     loaded = loaded_table(runs, with_runs=False)
     rest = markdown(results_readme.HEADERS[:-1], results_readme.readme_rows(runs))
     return "\n\n".join([results_readme.conditions(runs), results_readme.LOADED_CONDITIONS, loaded, rest])
@@ -103,7 +103,7 @@ def developers_block(runs: Sequence[Run]) -> str:
 
 
 def with_block(text: str, block: str) -> str:
-    """``text`` with ``block`` between its markers."""
+    """Return ``text`` with ``block`` between its markers."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     assert begin and end, f"no {BEGIN} or no {END}"
@@ -111,7 +111,7 @@ def with_block(text: str, block: str) -> str:
 
 
 def pages(runs: Sequence[Run]) -> dict[Path, str]:
-    """All pages with tables, as they should be."""
+    """Return all pages with tables, as they should be."""
     blocks = {
         README: readme_block(runs),
         USERS_PAGE: users_block(runs),

@@ -1,4 +1,4 @@
-"""A running cluster as the commands see it: ask it, read its logs, end it."""
+"""Clients of a running cluster for the commands: requests, logs, and the cluster's end."""
 
 import signal
 import time
@@ -19,42 +19,42 @@ from splitserve.orchestration.hosts.log_files import read_log
 from splitserve.orchestration.hosts.shared_memory import remove_abandoned
 
 POLL_SECONDS = 0.25
-STOP_SECONDS = 120.0  # large host tiers are given back slowly
-PATIENCE_SECONDS = 10.0  # then a worker that has no place to run is spoken of
-ORPHAN_SECONDS = 6.0  # they end by themselves within half of that
+STOP_SECONDS = 120.0  # freeing large host tiers is slow
+PATIENCE_SECONDS = 10.0  # then a worker that no machine has room for is reported
+ORPHAN_SECONDS = 6.0  # orphans end by themselves within half of that
 
 Say = Callable[[str], None]
 
 
 class OperationError(SplitserveError):
-    """The cluster began what it was asked for, and didn't get there."""
+    """An operation that the cluster accepted and that failed later."""
 
 
 class ClusterClient(Protocol):
-    """Methods raise :class:`ConfigError` if the cluster can't be reached."""
+    """Client of one cluster. Methods raise :class:`ConfigError` if the cluster can't be reached."""
 
     def ask(self, request: AnyRequest) -> AnyReply: ...
 
     def down(self, say: Say, *, forget: bool = False) -> None:
-        """End it, dead or alive; nothing of it is left when this returns.
+        """End the cluster, whether or not its launcher lives; no process or file of it is left when this returns.
 
-        ``forget``: forget it, at least, if the Ray cluster that it runs on can't be reached.
+        ``forget``: at least remove this machine's record of it if the Ray cluster that it runs on can't be reached.
         """
 
     def bring_code(self) -> None:
-        """See to it that processes which start from now on run the code of this command."""
+        """Make processes that start from now on run the code of this command."""
 
     def log_names(self) -> list[str]:
-        """Processes whose logs there are."""
+        """Return the names of the processes that have a log."""
 
     def read_log(self, name: str, num_lines: int, offset: int) -> tuple[str, int]:
-        """See :func:`splitserve.orchestration.hosts.log_files.read_log`."""
+        """Read a process's log; see :func:`splitserve.orchestration.hosts.log_files.read_log`."""
 
     def is_alive(self) -> bool: ...
 
 
 class LocalClient:
-    """A cluster on this machine, found by its folder."""
+    """Client of a cluster on this machine, which is found by its state folder."""
 
     def __init__(self, folder: StateFolder) -> None:
         self._folder = folder
@@ -63,7 +63,7 @@ class LocalClient:
         if not self._folder.is_claimed():
             name = self._folder.name
             raise ConfigError(
-                f"cluster {name} doesn't run any more: `splitserve logs --name {name}` may say why, and `splitserve "
+                f"cluster {name} doesn't run any more: `splitserve logs --name {name}` may show why, and `splitserve "
                 f"down --name {name}` removes what is left of it"
             )
         return ask(self._folder.socket, request)
@@ -84,7 +84,7 @@ class LocalClient:
         self._folder.remove()
 
     def bring_code(self) -> None:
-        """Processes of this machine run what is installed here."""
+        """Do nothing: processes on this machine always run the code that is installed here."""
 
     def log_names(self) -> list[str]:
         names = sorted(path.stem for path in self._folder.logs.glob("*.log"))
@@ -102,7 +102,7 @@ class LocalClient:
         record = self._folder.read()
         try:
             accepted(self.ask(Stop()))
-        except SplitserveError:  # it doesn't listen (any more); a signal says the same
+        except SplitserveError:  # the launcher doesn't listen (any more); a signal asks for the same
             if record is not None and record.launcher_pid:
                 with suppress(psutil.NoSuchProcess):
                     psutil.Process(record.launcher_pid).send_signal(signal.SIGINT)
@@ -116,7 +116,7 @@ class LocalClient:
             time.sleep(0.05)
 
     def _wait_for_orphans(self) -> list[psutil.Process]:
-        """Processes of the cluster that are still there after the time that they take to end by themselves."""
+        """Wait as long as orphans need to end by themselves; return the processes of the cluster that still run."""
         deadline = time.monotonic() + ORPHAN_SECONDS
         while (left := processes_of(self._folder.path)) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -124,7 +124,7 @@ class LocalClient:
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
-    """Running processes that belong to the cluster with this folder, whoever started them."""
+    """Return running processes that belong to the cluster with this folder, whichever process started them."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -152,14 +152,15 @@ def follow(
     wanted: int,
     timeout_seconds: float = float("inf"),
 ) -> ClusterStatus:
-    """Say what changes until ``is_over``, and who is long without a place. ``wanted``: workers that there shall be.
+    """Print changes of the workers until ``is_over``, and workers that no machine has had room for for a while.
 
-    Raises :class:`OperationError` if one was given up on the way, or if it takes too long.
+    ``wanted``: number of workers that the cluster should have. Raises :class:`OperationError` if one of them was
+    abandoned meanwhile, or after ``timeout_seconds``.
     """
     shown: dict[str, Phase] = {}
     words: dict[str, str] = {}
     began = time.monotonic()
-    placeless: dict[str, float] = {}  # since when, for those that were not spoken of yet
+    placeless: dict[str, float] = {}  # worker -> since when, or infinity once it was reported
     while True:
         status = status_of(client)
         now = time.monotonic()
@@ -174,8 +175,8 @@ def follow(
         if is_over(status):
             return status
         if sum(status.counts.values()) < wanted:
-            reasons = "; ".join(words.values()) or "splitserve logs may say why"
-            raise OperationError(f"a worker could not be started and was given up: {reasons}")
+            reasons = "; ".join(words.values()) or "splitserve logs may show why"
+            raise OperationError(f"a worker could not be started and was abandoned: {reasons}")
         if now - began > timeout_seconds:
             raise OperationError(f"it took longer than {timeout_seconds:g} s: {_unfinished(status)}")
         for worker in status.workers:
@@ -194,7 +195,7 @@ def _unfinished(status: ClusterStatus) -> str:
 
 
 def log_lines(client: ClusterClient, name: str, num_lines: int, *, follow: bool) -> Iterator[str]:
-    """Lines that the process called ``name`` ("": all of them) has logged, each with its name.
+    """Yield lines that the process called ``name`` ("": each process) has logged, prefixed with the process's name.
 
     Raises :class:`ConfigError` for a name that has no log.
     """

@@ -25,20 +25,23 @@ DEFAULT_NAME = "default"
 
 
 def add_cluster_commands(commands: Any) -> None:
-    """``commands``: what :meth:`argparse.ArgumentParser.add_subparsers` returned."""
+    """Add the commands to ``commands``, the result of :meth:`argparse.ArgumentParser.add_subparsers`."""
     up = commands.add_parser(
         "up",
-        help="start a cluster that goes on without this terminal",
+        help="start a cluster that outlives this terminal",
         description="Start a cluster in the background, on this machine or on Ray; returns when it answers.",
         formatter_class=HelpFormatter,
     )
     up.add_argument(
-        "--ray", default="", metavar="ADDRESS", help="of a Ray cluster (HOST:PORT), auto, or local: start Ray here"
+        "--ray",
+        default="",
+        metavar="ADDRESS",
+        help="address of a Ray cluster (HOST:PORT), auto, or local: start Ray here",
     )
     add_spec_option(up)
     add_run_options(up)
     up.set_defaults(run=_up)
-    down = _add(commands, "down", "end a cluster and remove everything of it", _down)
+    down = _add(commands, "down", "end a cluster and remove all its processes and files", _down)
     down.add_argument(
         "--forget", action="store_true", help="forget a cluster whose Ray cluster can't be reached any more"
     )
@@ -47,26 +50,28 @@ def add_cluster_commands(commands: Any) -> None:
     scale = _add(commands, "scale", "change the number of a pool's workers", _scale)
     scale.add_argument("pool", metavar="POOL")
     scale.add_argument("count", metavar="N", type=COUNT)
-    drain = _add(commands, "drain", "let a worker finish its requests and leave for good", _drain)
+    drain = _add(commands, "drain", "let a worker finish its requests, then remove it for good", _drain)
     drain.add_argument("worker", metavar="WORKER")
     upgrade = _add(commands, "upgrade", "replace all workers, one by one, without losing a request", _upgrade)
     upgrade.add_argument("--spec", default="", metavar="FILE", help="new spec; none: the same one, with new code")
     upgrade.add_argument(
-        "--allow-gap", action="store_true", help="also where a pool's only worker leaves before its successor is there"
+        "--allow-gap", action="store_true", help="also if a pool's only worker must leave before its successor is ready"
     )
     for parser in (scale, drain, upgrade):
-        parser.add_argument("--no-wait", action="store_true", help="return when it has begun")
+        parser.add_argument("--no-wait", action="store_true", help="return once the operation has begun")
     logs = _add(commands, "logs", "show what a cluster's processes have logged", _logs)
     logs.add_argument("worker", nargs="?", default="", metavar="PROCESS", help="router, launcher or a worker")
-    logs.add_argument("-n", "--lines", type=whole_number(0, 2**31), default=100, help="of each process")
-    logs.add_argument("-f", "--follow", action="store_true", help="go on until the cluster ends")
+    logs.add_argument(
+        "-n", "--lines", type=whole_number(0, 2**31), default=100, help="number of last lines of each process"
+    )
+    logs.add_argument("-f", "--follow", action="store_true", help="print new lines until the cluster ends")
 
 
 def _add(commands: Any, name: str, text: str, run: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-    parser.add_argument("--name", default="", help="of the cluster; not needed where there is only one")
+    parser.add_argument("--name", default="", help="name of the cluster; not needed if there is only one")
     parser.add_argument(
-        "--ray", default="", metavar="ADDRESS", help="of the Ray cluster; needed where `up` ran on another machine"
+        "--ray", default="", metavar="ADDRESS", help="address of the Ray cluster; needed if `up` ran on another machine"
     )
     parser.set_defaults(run=run)
     return parser
@@ -86,7 +91,7 @@ def _up(options: argparse.Namespace) -> int:
     set_up_logging("up", options.log_level)
     spec = _at_home_anywhere(cluster_spec(options))
     folder = StateFolder(spec.name)
-    if options.ray in ("", "local"):  # other machines aren't looked at from here
+    if options.ray in ("", "local"):  # a cluster on other machines can't be checked from here
         with errors_in_options(options):
             check_start(spec)
     _say(f"splitserve {__version__}: {spec.served_model_name} on {spec.describe()}")
@@ -101,7 +106,7 @@ def _up(options: argparse.Namespace) -> int:
 
 
 def _at_home_anywhere(spec: ClusterSpec) -> ClusterSpec:
-    """With absolute paths: the cluster may outlive this folder."""
+    """Return ``spec`` with an absolute model path: the cluster may outlive this working directory."""
     model = msgspec.structs.replace(spec.model, path=os.path.abspath(spec.model.path))
     return msgspec.structs.replace(spec, model=model)
 

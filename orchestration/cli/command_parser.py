@@ -1,4 +1,4 @@
-"""Parsers of command lines whose errors come first: the error, a suggestion, then one line of usage."""
+"""Command-line parser that reports errors briefly: the error, a suggestion, then one line of usage."""
 
 import argparse
 import difflib
@@ -10,7 +10,7 @@ EXIT_USAGE = 2
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An :class:`argparse.ArgumentParser` that refuses unknown arguments itself, with the options that look like them.
+    """:class:`argparse.ArgumentParser` that rejects unknown arguments itself and names similar options.
 
     ``parse_known_args`` is strict, too: a subcommand reports its own unknown options, not those of its parent.
     """
@@ -18,7 +18,7 @@ class CommandParser(argparse.ArgumentParser):
     _given: Sequence[str] = ()
 
     def error(self, message: str) -> NoReturn:
-        if "are required" in message:  # one of those may be there, misspelt
+        if "are required" in message:  # one of the required options may be there, misspelt
             strange = [each for each in self._given if each.startswith("--") and not self._is_known(each)]
             message = "; ".join(filter(None, [_describe_options(strange, list(self._option_string_actions)), message]))
         print(f"{self.prog}: error: {message}\n{self._usage_line()}", file=sys.stderr)
@@ -49,13 +49,13 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``; did you mean NAME?`` with the known name closest to ``name``, "" if none is close."""
+    """Return ``; did you mean NAME?`` with the known name closest to ``name``, "" if none is close."""
     close = closest(name, known)
     return f"; did you mean {close}?" if close else ""
 
 
 def closest(name: str, known: Iterable[str]) -> str:
-    """The known name that ``name`` is most probably meant to be, "" if none is close. Dashes equal underscores."""
+    """Return the known name closest to ``name``, "" if none is close. Dashes equal underscores."""
     plain = {_plain(each): each for each in known}
     wanted = _plain(name)
     parts = [each for each in plain if len(wanted) > 2 and wanted in each]

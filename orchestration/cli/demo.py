@@ -1,7 +1,7 @@
-"""``splitserve demo``: the whole path once, on a small checkpoint, with a report of what happened where.
+"""``splitserve demo``: one request on a small checkpoint through both phases, with a report of where each phase ran.
 
-Exit status 0 says that the request was really disaggregated: its KV blocks were read from another process. A
-silent fallback would be an error here.
+Exit status 0 says that the request was really disaggregated: its KV blocks were read from another process. A silent
+fallback would be an error here.
 """
 
 import http.client
@@ -34,16 +34,16 @@ _REQUEST_TIMEOUT_SECONDS = 300.0
 
 
 class DemoError(SplitserveError):
-    """The demo's request failed, or went another way than it should."""
+    """Failure of the demo's request, or a route other than prefill, hand-over, decode."""
 
 
 @dataclass(slots=True)
 class ChatResult:
-    """What a streamed chat gave. ``route`` is the endpoint's ``splitserve`` object, ``usage`` OpenAI's."""
+    """Result of a streamed chat."""
 
     chunk_seconds: list[float] = field(default_factory=list)
-    route: dict[str, Any] = field(default_factory=dict)
-    usage: dict[str, Any] = field(default_factory=dict)
+    route: dict[str, Any] = field(default_factory=dict)  # the endpoint's ``splitserve`` object
+    usage: dict[str, Any] = field(default_factory=dict)  # OpenAI's object of that name
 
 
 def run_demo(model: str, prompt: str, max_tokens: int, log_level: str) -> int:
@@ -75,7 +75,7 @@ def _build_model(directory: Path) -> str:
 
 
 def chat(url: str, model: str, prompt: str, max_tokens: int) -> ChatResult:
-    """Stream a greedy chat completion to standard output. Raises :class:`DemoError` for any but its regular end."""
+    """Stream a greedy chat completion to standard output. Raises :class:`DemoError` unless it ends regularly."""
     body = {
         "model": model,
         "messages": [{"role": "user", "content": prompt}],
@@ -100,7 +100,7 @@ def chat(url: str, model: str, prompt: str, max_tokens: int) -> ChatResult:
 
 
 def _post_and_stream(url: str, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Events of a streamed answer up to ``[DONE]``. Goes past any proxy of the environment."""
+    """Yield events of a streamed answer up to ``[DONE]``. Ignores any proxy of the environment."""
     address = urlsplit(url)
     connection = http.client.HTTPConnection(
         address.hostname or "127.0.0.1", address.port, timeout=_REQUEST_TIMEOUT_SECONDS
@@ -123,7 +123,7 @@ def _post_and_stream(url: str, path: str, body: dict[str, Any]) -> Iterator[dict
 
 
 def describe_result(result: ChatResult, start_seconds: float) -> str:
-    """The report, for people. ``start_seconds`` is when the request went out, on the clock of its chunks."""
+    """Format the report for people. ``start_seconds``: time of the request on the clock of ``chunk_seconds``."""
     arrivals, route, usage = result.chunk_seconds, result.route, result.usage
     handover = route.get("handover")
     lines = [

@@ -1,4 +1,4 @@
-"""Progress of the processes, and a cluster's status, as lines for people."""
+"""Text for people: progress of starting processes, and a cluster's status."""
 
 from splitserve.orchestration.cluster.host import ChildProgress
 from splitserve.orchestration.control.requests import ClusterStatus, ProcessStatus
@@ -6,7 +6,7 @@ from splitserve.orchestration.spec.sizes import format_bytes
 
 
 def describe_progress(event: ChildProgress) -> str | None:
-    """One line, or None for what is of no interest to people."""
+    """Return one line, or None for a step that is of no interest to people."""
     text = _describe(event.stage, event.detail)
     return None if text is None else f"  {event.name:<10} {text}"
 
@@ -20,7 +20,8 @@ def print_progress(event: ChildProgress) -> None:
 def _describe(stage: str, detail: dict[str, str]) -> str | None:
     match stage, detail:
         case ("membership" | "lmcache" | "error" | "placed", _):
-            return None  # of no use to people; an error ends the start and is shown there, a place in the plan
+            # "error" is shown when it ends the start; the plan names the node assignment.
+            return None
         case "plan", {"text": text}:
             return f"placed     {text}"
         case "placement", {"remote_bytes": remote}:

@@ -1,7 +1,7 @@
 """The command line: ``splitserve serve | up | status | ... | spec | demo | demo-model | bench | tune | version``.
 
-Only the standard library and the shared config are imported here; a command imports what it needs when it
-runs, so that ``--help`` is instant. An error that the user can mend is one line on standard error and exit status 2.
+Only the standard library and the shared config are imported here; a command imports what it needs when it runs, so that
+``--help`` is instant. An error that the user can correct is one line on standard error and exit status 2.
 """
 
 import argparse
@@ -34,27 +34,27 @@ BENCHES = {
     "latency": ("splitserve.benchmarks.serving.latency", "TTFT and second token of 1P1D against a mixed worker"),
     "isolation": (
         "splitserve.benchmarks.serving.isolation",
-        "gaps between tokens while prompts of others arrive, P/D or mixed",
+        "gaps between tokens while other requests' prompts arrive, P/D or mixed",
     ),
     "attacks": (
         "splitserve.benchmarks.attacks.bench",
         "hostile HTTP clients beside a stream: its gaps, the router's memory",
     ),
-    "router": ("splitserve.benchmarks.router.overhead", "what the router adds to a worker that answers at once"),
+    "router": ("splitserve.benchmarks.router.overhead", "overhead of the router over a worker that answers at once"),
     "chaos": (
         "splitserve.benchmarks.chaos.chaos",
-        "kills, freezes and drains under load: right tokens, nothing left over",
+        "kills, freezes and drains under load: correct tokens, nothing left over",
     ),
     "engine-loop": (
         "splitserve.benchmarks.engine.engine_loop",
-        "what the host adds to a GPU's steps, with a clock for a GPU",
+        "host overhead of a GPU's steps, with a timer in place of the GPU",
     ),
     "awake-cores": (
         "splitserve.benchmarks.engine.awake_cores",
-        "what keeping cores awake does here: wake-ups, hold-ups",
+        "effect of --keep-cores-awake on this machine: wake-ups, delays",
     ),
     "kernels": ("splitserve.benchmarks.kernels.kernels", "each operation on each backend, at the shapes of a model"),
-    "layout": ("splitserve.benchmarks.kernels.layout", "what the order inside a KV block costs attention"),
+    "layout": ("splitserve.benchmarks.kernels.layout", "cost of the KV blocks' layout for attention"),
     "cluster": (
         "splitserve.benchmarks.cluster.cluster",
         "several machines on Ray: start, death, arrival, scaling, upgrade",
@@ -62,9 +62,9 @@ BENCHES = {
     "up": ("splitserve.benchmarks.cluster.up_times", "from one command to a cluster that answers, locally and on Ray"),
     "engine": (
         "splitserve.benchmarks.engine.engine",
-        "decode steps and prefills of a GPU, as shares of what it can do",
+        "decode steps and prefills of a GPU, as shares of its peak",
     ),
-    "all-reduce": ("splitserve.benchmarks.kernels.all_reduce", "each way of adding up a tensor over GPUs, by size"),
+    "all-reduce": ("splitserve.benchmarks.kernels.all_reduce", "each all-reduce over GPUs, by size"),
     "tensor-parallel": (
         "splitserve.benchmarks.engine.tensor_parallel",
         "decode steps of several ranks against those of one",
@@ -75,7 +75,7 @@ BENCHES = {
         "splitserve.benchmarks.serving.soak",
         "resident memory of each process under many requests of random lengths",
     ),
-    "tier-soak": ("splitserve.benchmarks.kv.tier_soak", "requests on tiers far too small, and damaged: right tokens"),
+    "tier-soak": ("splitserve.benchmarks.kv.tier_soak", "requests on far too small or damaged tiers: correct tokens"),
     "engine-cpu": ("splitserve.benchmarks.engine.engine_vs_transformers", "the engine on CPU against transformers"),
 }
 TUNE = ("splitserve.benchmarks.kernels.tune", "find the fastest launch parameters of kernels on this GPU")
@@ -89,15 +89,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if arguments[:1] == ["bench"] and arguments[1:2] and arguments[1] in BENCHES:
-            return _main_of(BENCHES[arguments[1]][0], arguments[2:])  # its options are its module's own
+            return _main_of(BENCHES[arguments[1]][0], arguments[2:])  # a bench's options are its module's own
         if arguments[:1] == ["tune"]:
             return _main_of(TUNE[0], arguments[1:])
         options = build_parser().parse_args(arguments)
         status: int = options.run(options)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # whoever reads our output has enough of it, like head(1)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain once more at its end
+    except BrokenPipeError:  # the reader of our output has closed it, like head(1)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain again at its exit
         return EXIT_BROKEN_PIPE
     except SplitserveError as error:
         print(f"splitserve: error: {error}", file=sys.stderr)
@@ -134,7 +134,7 @@ def _add_serve(commands: Any) -> None:
     parser = commands.add_parser(
         "serve",
         help="serve a Hugging Face checkpoint behind an OpenAI-compatible endpoint",
-        description="Serve a checkpoint: --prefill P --decode D for disaggregation, --mixed N without; or --spec FILE.",
+        description="Serve a checkpoint: --prefill P --decode D to disaggregate, --mixed N not to; or --spec FILE.",
         formatter_class=HelpFormatter,
     )
     add_spec_option(parser)
@@ -145,14 +145,16 @@ def _add_serve(commands: Any) -> None:
 def _add_demo(commands: Any) -> None:
     parser = commands.add_parser(
         "demo",
-        help="show the whole path once: a small checkpoint, 1 prefill + 1 decode worker, a streamed chat",
-        description="Serve a small checkpoint disaggregated, send one streamed chat request, show what happened.",
+        help="show one request's whole path: a small checkpoint, 1 prefill + 1 decode worker, a streamed chat",
+        description="Serve a small checkpoint disaggregated, send one streamed chat request, show its path and times.",
         formatter_class=HelpFormatter,
     )
-    parser.add_argument("--model", default="", metavar="PATH", help="take this checkpoint; empty: build one")
-    parser.add_argument("--prompt", default="", help="what to say; empty: a text of a few KV blocks")
-    parser.add_argument("--max-tokens", type=whole_number(1, 4096), default=48, help="length of the answer")
-    parser.add_argument("--log-level", choices=LOG_LEVELS, default="warning", help="of every process")
+    parser.add_argument("--model", default="", metavar="PATH", help="checkpoint to serve; empty: build one")
+    parser.add_argument("--prompt", default="", help="prompt of the chat; empty: a text of a few KV blocks")
+    parser.add_argument(
+        "--max-tokens", type=whole_number(1, 4096), default=48, help="maximum length of the answer in tokens"
+    )
+    parser.add_argument("--log-level", choices=LOG_LEVELS, default="warning", help="log level of every process")
     parser.set_defaults(run=_demo)
 
 
@@ -160,49 +162,54 @@ def _add_demo_model(commands: Any) -> None:
     parser = commands.add_parser(
         "demo-model", help="write a random Hugging Face checkpoint, the same each time", formatter_class=HelpFormatter
     )
-    parser.add_argument("directory", type=path, metavar="DIR", help="made if needed; a checkpoint in it is replaced")
+    parser.add_argument("directory", type=path, metavar="DIR", help="created if needed; a checkpoint in it is replaced")
     parser.add_argument("--shape", default="tiny", help="tiny, or the true shape of qwen3-0.6b, llama-3.2-1b, ...")
-    parser.add_argument("--architecture", choices=("qwen3", "llama"), help="the shape's own by default")
+    parser.add_argument("--architecture", choices=("qwen3", "llama"), help="by default the shape's own")
     parser.add_argument(
         "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: the shape's own"
     )
-    parser.add_argument("--seed", type=whole_number(0, 2**63 - 1), default=0, help="of the weights")
-    parser.add_argument("--max-shard-size", type=positive_bytes, default="5GB", metavar="SIZE", help="of each file")
+    parser.add_argument("--seed", type=whole_number(0, 2**63 - 1), default=0, help="seed of the weights")
+    parser.add_argument(
+        "--max-shard-size", type=positive_bytes, default="5GB", metavar="SIZE", help="maximum size of each weight file"
+    )
     parser.set_defaults(run=_demo_model)
 
 
 def _add_doctor(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="say what is wrong with this machine or with a running cluster, and what to do",
-        description="Look at this machine, at what serving PATH here would run into, or --against a running cluster; "
-        "then send a request through the real path. Exit status: 0 nothing is wrong, 1 something is, 2 it couldn't "
-        "look.",
+        help="find the problems of this machine or of a running cluster, and their remedies",
+        description="Check this machine, serving PATH on it, or --against a running cluster; "
+        "then send a request through the real path. Exit status: 0 no problem, 1 problems, 2 the check "
+        "couldn't run.",
         formatter_class=HelpFormatter,
     )
-    parser.add_argument("--against", default="", metavar="URL", help="look at the cluster with this endpoint")
+    parser.add_argument("--against", default="", metavar="URL", help="check the cluster with this endpoint")
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.add_argument(
         "--probe", action=argparse.BooleanOptionalAction, default=True, help="send a request through the real path"
     )
     parser.add_argument(
-        "--transport", default="", metavar="NAME", help="by which KV is to travel, like tcp; empty: the best there is"
+        "--transport",
+        default="",
+        metavar="NAME",
+        help="transport expected for KV, like tcp; empty: the fastest available",
     )
     add_spec_option(parser)
-    parser.add_argument("--log-level", choices=LOG_LEVELS, default="error", help="of this command")
+    parser.add_argument("--log-level", choices=LOG_LEVELS, default="error", help="log level of this command")
     parser.set_defaults(run=_doctor)
 
 
 def _add_spec_commands(commands: Any) -> None:
-    """``commands``: those of ``splitserve``; the ones added here are below ``spec``."""
+    """Add ``spec`` and its subcommands to ``commands``, those of ``splitserve``."""
     parser = commands.add_parser("spec", help="check, show or describe cluster specs (YAML)")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    check = commands.add_parser("check", help="say what is wrong with a spec, and where")
+    check = commands.add_parser("check", help="report errors of a spec, and their locations")
     check.add_argument("file", metavar="FILE")
     check.add_argument(
         "--document-only",
         action="store_true",
-        help="leave out the files and variables that it refers to on this machine",
+        help="don't check the files and variables of this machine that the spec refers to",
     )
     check.set_defaults(run=_spec_check)
     show = commands.add_parser("show", help="print the spec that options of `serve` stand for")
@@ -248,9 +255,9 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _doctor(options: argparse.Namespace) -> int:
     if options.transport and not (options.probe or options.against):
-        raise ConfigError("--transport is about the probe, or a cluster --against: leave it or --no-probe away")
+        raise ConfigError("--transport needs the probe or --against: remove --transport or --no-probe")
     if options.against and (options.model or options.spec):
-        raise ConfigError("--against asks a running cluster what it serves: leave PATH and --spec away")
+        raise ConfigError("--against checks a running cluster: remove PATH and --spec")
     if not options.json:  # before anything that takes time: imports, PyTorch, a cluster that is asked
         print(f"splitserve {__version__}: looking at {options.against or 'this machine'}", flush=True)
     from splitserve.orchestration.doctor.command import run_doctor
@@ -286,7 +293,10 @@ def _demo_model(options: argparse.Namespace) -> int:
 
 
 def _main_of(module: str, arguments: list[str]) -> int:
-    """SIGTERM ends it in order, as Ctrl-C does: a worker that a bench has frozen would be left for ever."""
+    """Run the ``main`` of a module.
+
+    SIGTERM ends it in order, as Ctrl-C does; otherwise a worker that a bench has frozen would stay frozen for ever.
+    """
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         status: int = importlib.import_module(module).main(arguments)

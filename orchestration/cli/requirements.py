@@ -1,4 +1,4 @@
-"""What our own package metadata asks for, by extra."""
+"""Requirements of our own package metadata, by extra."""
 
 import importlib.metadata
 from collections.abc import Collection
@@ -7,9 +7,9 @@ from packaging.requirements import Requirement
 
 
 def requirements_of(extras: Collection[str] = ("",)) -> list[Requirement]:
-    """Requirements that hold here with any of ``extras`` ("": without one).
+    """Return the requirements that apply on this platform with any of ``extras`` ("": without one).
 
-    Raises :class:`importlib.metadata.PackageNotFoundError` if we run without being installed.
+    Raises :class:`importlib.metadata.PackageNotFoundError` if the package runs without being installed.
     """
     wanted = [Requirement(line) for line in importlib.metadata.requires("splitserve") or []]
     return [
@@ -20,7 +20,7 @@ def requirements_of(extras: Collection[str] = ("",)) -> list[Requirement]:
 
 
 def pip_arguments(extra: str) -> str:
-    """What to give ``pip install`` for the packages of an extra, as a shell takes it."""
+    """Return the arguments of ``pip install`` for the packages of an extra, quoted for a shell."""
     try:
         added = [each for each in requirements_of([extra]) if each not in requirements_of()]
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""A cluster on this machine from its spec to its end: in the foreground (``splitserve serve``) or detached (``up``)."""
+"""Life of a cluster on this machine: in the foreground (``splitserve serve``) or detached (``up``)."""
 
 import logging
 import os
@@ -25,10 +25,9 @@ _log = logging.getLogger(__name__)
 
 
 def serve(spec: ClusterSpec, log_level: str, *, restart: bool = True) -> int:
-    """Start, show the URL, serve until a signal; returns the exit status. Raises :class:`SplitserveError` if the start
-    fails.
+    """Start a cluster, show its URL, serve until a signal; returns the exit status.
 
-    ``restart``: workers that end are started again.
+    ``restart``: start workers again that end. Raises :class:`SplitserveError` if the start fails.
     """
     folder = _claim_any(spec.name)
 
@@ -59,10 +58,10 @@ def run_cluster(
     announce: Callable[[LocalCluster], None],
     log_folder: Path | None = None,
 ) -> int:
-    """Serve until a signal or a request to stop; returns the exit status. ``folder`` is claimed, and gets the control
-    socket.
+    """Serve until a signal or a request to stop; returns the exit status.
 
-    ``announce`` is called when the cluster is ready. Raises :class:`SplitserveError` if the start fails.
+    ``folder`` must be claimed; the control socket is created in it. ``announce`` is called when the cluster is ready.
+    Raises :class:`SplitserveError` if the start fails.
     """
     if folder is not None:
         spec = msgspec.structs.replace(spec, name=folder.name)
@@ -77,7 +76,7 @@ def run_cluster(
 
 @contextmanager
 def _controlled(cluster: LocalCluster, folder: StateFolder | None) -> Iterator[None]:
-    """Let the commands ask the cluster."""
+    """Serve the requests of the commands on the control socket of ``folder``, if there is one."""
     if folder is None:
         yield
         return
@@ -90,8 +89,10 @@ def _controlled(cluster: LocalCluster, folder: StateFolder | None) -> Iterator[N
 
 
 def _claim_any(name: str) -> StateFolder | None:
-    """A folder of that name, or of one like it if that is taken; None where there can't be any: it serves all the
-    same."""
+    """Claim a state folder of that name, or of a similar name if that one is taken.
+
+    Returns None if no folder can be claimed: the cluster serves all the same.
+    """
     try:
         for candidate in (name, f"{name}-{os.getpid()}"):
             folder = StateFolder(candidate)

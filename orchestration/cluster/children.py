@@ -1,4 +1,4 @@
-"""Processes of a cluster, by name: the router, the workers, LMCache servers."""
+"""Processes of a cluster by name: the router, the workers, LMCache servers."""
 
 import logging
 import signal
@@ -19,7 +19,8 @@ _log = logging.getLogger(__name__)
 
 
 class Children:
-    """Processes that run. One thread starts them and notes their ends; :attr:`changed` guards what others look at.
+    """Running processes of a cluster. One thread starts them and notes their ends; :attr:`changed` guards state that
+    other threads read.
 
     While ``is_start()``, a process that can't be started fails the cluster's start.
     """
@@ -30,7 +31,8 @@ class Children:
         self._is_start = is_start
 
     def start(self, name: str, launch: Callable[[], Child]) -> StartError | None:
-        """Start a process; returns the error if that fails, or raises :class:`LaunchError` in the cluster's start."""
+        """Start a process; returns the error if that fails. During the cluster's start, raises :class:`LaunchError`
+        instead."""
         error = self.try_start(launch)
         if error is not None:
             if self._is_start():
@@ -47,12 +49,12 @@ class Children:
         return None
 
     def add(self, child: Child) -> None:
-        """Note a process that runs."""
+        """Add a running process."""
         with self.changed:
             self.by_name[child.name] = child
 
     def take_leave(self, name: str, returncode: int) -> str:
-        """Note that a process has ended; returns why, in words."""
+        """Remove a process that has ended; returns the reason of its end in words."""
         with self.changed:
             child = self.by_name.pop(name)
         child.join(STOP_GRACE_SECONDS)

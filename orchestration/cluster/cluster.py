@@ -2,9 +2,9 @@
 
 :class:`Cluster` starts them, shows their progress, watches them and ends them, wherever its host runs them
 (:mod:`splitserve.orchestration.hosts.local`, :mod:`splitserve.orchestration.ray.host`). It is one loop over events;
-:mod:`.supervision` decides which workers there shall be. No child outlives a cluster on this machine: they are asked
-with SIGINT, which doesn't wait for requests, killed after :data:`.children.STOP_GRACE_SECONDS` (more with large host
-tiers), and end by themselves if this process dies without a word.
+:mod:`.supervision` decides which workers there should be. No child outlives a cluster on this machine: the cluster ends
+its children with SIGINT, which doesn't wait for requests, and kills them after :data:`.children.STOP_GRACE_SECONDS`
+(more with large host tiers); if this process is killed, they end by themselves.
 """
 
 import logging
@@ -63,11 +63,11 @@ _log = logging.getLogger(__name__)
 
 
 def ignore_progress(_event: ChildProgress) -> None:
-    """For callers that show nothing."""
+    """Ignore progress: the default of callers that show none."""
 
 
 class Cluster:
-    """Use as a context manager (ready inside, gone after), or ``start``, ``watch``, ``stop``.
+    """A running cluster: a context manager (ready inside, gone after), or ``start``, ``watch``, ``stop``.
 
     Start it from a thread that outlives it; in the main thread the kernel guards against orphans, too. Workers are
     started again while :meth:`watch` runs, unless ``restart`` is off. The router's end is the cluster's, unless
@@ -113,17 +113,17 @@ class Cluster:
 
     @property
     def url(self) -> str:
-        """Of the endpoint; "" until the router listens."""
+        """URL of the endpoint; "" until the router listens."""
         return self._router.url
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids by name (``router``, ``prefill-0``, ...)."""
+        """Return process ids by name (``router``, ``prefill-0``, ...)."""
         return self._children.pids()
 
     @property
     def ready(self) -> frozenset[str]:
-        """Workers that said that they are ready, and have neither ended nor been sent away since."""
+        """Names of workers that have reported ready and have since neither ended nor been asked to leave."""
         with self._children.changed:
             return self._supervisor.names(Phase.READY)
 
@@ -133,7 +133,8 @@ class Cluster:
             return self._children.changed.wait_for(lambda: name in self._supervisor.names(Phase.READY), timeout_seconds)
 
     def send_signal(self, name: str, signal_number: int) -> None:
-        """To a process that is running; nothing if it has just ended. Raises :class:`KeyError` for an unknown name."""
+        """Send a signal to a running process, none if it has just ended. Raises :class:`KeyError` for an unknown
+        name."""
         with self._children.changed:
             self._children.by_name[name].send_signal(signal_number)
             if name != ROUTER and signal_number in (signal.SIGTERM, signal.SIGKILL):
@@ -148,7 +149,7 @@ class Cluster:
         self._events.put(StopRequested(reason))
 
     def ask(self, request: AnyRequest) -> AnyReply:
-        """Have the thread that watches the cluster answer a request. Not from that thread."""
+        """Have the thread that watches the cluster answer a request. Must not be called from that thread."""
         replies: SimpleQueue[AnyReply] = SimpleQueue()
         self._events.put(Asked(request, replies.put))
         try:
@@ -159,7 +160,8 @@ class Cluster:
     # ---- start, watch, stop ----
 
     def start(self) -> None:
-        """Return when every worker is ready and the router says so; on any failure everything is stopped.
+        """Start all processes; returns when every worker is ready and the router reports ready. Any failure stops
+        everything.
 
         Raises :class:`LaunchError`, or :class:`LaunchInterruptedError` after :meth:`request_stop`.
         """
@@ -179,10 +181,10 @@ class Cluster:
             raise
 
     def come_back(self, memory: Memory, adopt: Callable[[Callable[[Event], None]], Mapping[str, Child]]) -> None:
-        """Instead of :meth:`start`: go on where another launcher was lost. ``adopt`` gives the processes that it has
-        left running, by name; they tell their progress from the beginning.
+        """Take over the cluster of a launcher that was lost, instead of :meth:`start`.
 
-        Raises :class:`LaunchError` if there is no getting a router.
+        ``adopt`` returns the processes that the lost launcher has left running, by name; they repeat their progress
+        from the beginning. Raises :class:`LaunchError` if no router can be started.
         """
         self._router.recall(memory.membership, memory.url)
         children = adopt(self._events.put)
@@ -191,7 +193,7 @@ class Cluster:
             servers = self._lmcache.adopt(children)
             self._supervisor.restore(memory.snapshot, children.keys() - {ROUTER} - servers, now)
             if not memory.snapshot.workers:
-                self._supervisor.want_all(now)  # it was lost before it could want any
+                self._supervisor.want_all(now)  # the launcher was lost before it had asked for any worker
         for child in children.values():
             self._children.add(child)
         if ROUTER not in children:
@@ -224,7 +226,7 @@ class Cluster:
 
     @contextmanager
     def supervised(self) -> Iterator[None]:
-        """:meth:`watch` in a thread of its own, for a caller with something else to do.
+        """Run :meth:`watch` in a thread of its own, for a caller that does something else meanwhile.
 
         Raises :class:`LaunchError` at the end if the cluster had ended by itself.
         """
@@ -237,10 +239,10 @@ class Cluster:
             self.request_stop("the supervision's end")
             watcher.join()
         if statuses != [0]:
-            raise LaunchError("the cluster ended by itself: its log says why")
+            raise LaunchError("the cluster ended by itself: see its log")
 
     def stop(self) -> None:
-        """End every child in the time that the module's docstring says, by force if need be. Idempotent."""
+        """End every child within the time that the module's docstring names, by force if need be. Idempotent."""
         self.state = "stopping"
         workers = self._supervisor.workers.values()
         give_back_seconds = max((worker.spec.give_back_seconds() for worker in workers), default=0.0)
@@ -281,7 +283,7 @@ class Cluster:
                 raise LaunchInterruptedError(f"{reason} before the cluster was ready")
 
     def _next_event(self, until: float | None = None) -> Event | None:
-        """The next event; None when something is due (``until``, if that is given) before one comes."""
+        """Return the next event; None when something is due (``until``, if that is given) before an event arrives."""
         due = (self._supervisor.next_due(), self._router.due_at, self._lmcache.next_due())
         due_at = min(due) if until is None else until
         try:
@@ -310,7 +312,7 @@ class Cluster:
         self._remember()
 
     def _remember(self) -> None:
-        """Should another launcher have to go on."""
+        """Have the host store the present state, for a launcher that takes over if this one is lost."""
         snapshot = self._supervisor.snapshot()
         memory = Memory(snapshot, self._router.membership, self.url)
         if memory != self._remembered:
@@ -321,7 +323,7 @@ class Cluster:
     # ---- the router ----
 
     def _start_router_again(self) -> None:
-        """At the same place, so that workers and clients find it."""
+        """Start the router again on the same ports, so that workers and clients find it."""
         self._router.due_at = float("inf")
         error = self._children.try_start(
             lambda: self._host.start_router(self.spec, self._router.ports, self._events.put)
@@ -331,14 +333,14 @@ class Cluster:
             self._on_router_exit()
 
     def _on_router_exit(self) -> None:
-        """Another one shall take its place, unless its end is the cluster's."""
+        """Schedule the router's restart, unless its end is the cluster's."""
         now = time.monotonic()
         self._router.on_exit(now)
         if self._router.is_due_some_time:
             _log.warning("the router is started again in %.1f s", self._router.due_at - now)
 
     def _on_membership(self, endpoint: str) -> None:
-        """Workers that were told of another place have to be told anew: they are replaced."""
+        """Restart workers that register at another membership endpoint than the router's present one."""
         if not self._router.on_membership(endpoint):
             return
         for name, child in list(self._children.by_name.items()):
@@ -349,7 +351,8 @@ class Cluster:
     # ---- LMCache ----
 
     def _keep_lmcache(self) -> None:
-        """Workers do without a server until it's there, and whenever it isn't."""
+        """Start and end LMCache servers as needed. Workers run without a server until it is there, and whenever it
+        isn't."""
         running = self._children.by_name
         for name in self._lmcache.take_unused(running):
             _log.info("%s has no worker any more: it is ended", name)
@@ -371,7 +374,7 @@ class Cluster:
     # ---- requests ----
 
     def _reply(self, request: AnyRequest) -> AnyReply:
-        """Carry a request out, as far as that is done at once."""
+        """Carry out the part of a request that takes no time; return its reply."""
         try:
             match request:
                 case GetStatus():

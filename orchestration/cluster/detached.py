@@ -30,7 +30,7 @@ from splitserve.orchestration.spec.conversion import convert_spec
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process shall run, and in which folder it is to be found."""
+    """Order to the detached launcher: the cluster to run, and its state folder."""
 
     spec: dict[str, object]
     folder: str
@@ -44,7 +44,7 @@ def start_detached(
 ) -> str:
     """Start a cluster that outlives this process; returns its URL once it answers.
 
-    Interrupted, it ends the cluster. Raises :class:`LaunchError` with the cluster's own words if the start fails.
+    If interrupted, it ends the cluster. Raises :class:`LaunchError` with the cluster's own message if the start fails.
     """
     if folder.is_claimed():
         raise NameTakenError(
@@ -71,7 +71,8 @@ def start_detached(
         )
     os.close(write_fd)
     assert process.stdin is not None
-    with suppress(BrokenPipeError), process.stdin:  # one that has ended already says why on its pipe, or in its log
+    # A process that has ended already gives the reason on its pipe or in its log.
+    with suppress(BrokenPipeError), process.stdin:
         process.stdin.write(msgspec.json.encode(order) + b"\n")
     try:
         return _follow(read_fd, show, folder.logs)
@@ -90,7 +91,7 @@ def _follow(read_fd: int, show: Callable[[ChildProgress], None], logs: Path) -> 
                 raise LaunchError(progress.detail["message"])
             name = progress.detail.pop("name")
             show(ChildProgress(name, progress.stage, progress.detail))
-    raise LaunchError(f"the launcher ended without a word (logs: {logs})")
+    raise LaunchError(f"the launcher ended without giving a reason (logs: {logs})")
 
 
 def main() -> int:
@@ -101,7 +102,7 @@ def main() -> int:
     set_up_logging("launcher", order.log_level)
 
     def show(progress: ChildProgress) -> None:
-        if progress.stage != "error":  # which ends the start, and is told then
+        if progress.stage != "error":  # an error ends the start and is reported then
             status.report(progress.stage, {**progress.detail, "name": progress.name})
 
     def announce(cluster: LocalCluster) -> None:
@@ -112,7 +113,7 @@ def main() -> int:
     folder = StateFolder(path.name, path.parent)
     try:
         folder.claim()
-        keep_short(folder.logs / "launcher.log", threading.Event())  # as long as this process
+        keep_short(folder.logs / "launcher.log", threading.Event())  # for the life of this process
         exit_status = run_cluster(
             convert_spec(order.spec),
             folder,
@@ -133,7 +134,7 @@ def main() -> int:
     except KeyboardInterrupt:
         folder.remove()
         return 1
-    if exit_status == 0:  # else it ended by itself, and its logs say why
+    if exit_status == 0:  # otherwise it ended by itself, and its logs give the reason
         folder.remove()
     return exit_status
 

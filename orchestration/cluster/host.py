@@ -1,5 +1,5 @@
-"""What a launcher needs of the place where processes run: this machine (:mod:`splitserve.orchestration.hosts.local`) or
-a Ray cluster."""
+"""Interface between a launcher and the place where processes run: this machine
+(:mod:`splitserve.orchestration.hosts.local`) or a Ray cluster."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from splitserve.orchestration.spec.cluster_spec import ClusterSpec, PoolSpec
 from splitserve.orchestration.spec.expansion import RouterPorts
 
 LMCACHE = "lmcache"
-"""The name of the process that keeps LMCache's server; and the stage at which a worker's place is known that uses one
-which the cluster starts (``server``: the name of that process)."""
+"""Name of the process that keeps LMCache's server. Also the stage that a worker reports once its node is known, if it
+uses a server that the cluster starts (detail ``server``: the name of that process)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChildProgress:
-    """A child reports a step of its start (see the entries for their stages)."""
+    """Progress of a child's start (see the entries for their stages)."""
 
     name: str
     stage: str
@@ -28,7 +28,7 @@ class ChildProgress:
 
 @dataclass(frozen=True, slots=True)
 class ChildExited:
-    """A child has ended and was reaped. ``returncode`` is :class:`subprocess.Popen`'s."""
+    """End of a child, which was reaped. ``returncode`` is :class:`subprocess.Popen`'s."""
 
     name: str
     returncode: int
@@ -36,14 +36,14 @@ class ChildExited:
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """A signal, or somebody, asks the launcher to stop."""
+    """Request to the launcher to stop, from a signal or from a command."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request, and where its reply goes."""
+    """Request of a command, and the callable that takes its reply."""
 
     request: AnyRequest
     answer: Callable[[AnyReply], None]
@@ -53,42 +53,42 @@ Event = ChildProgress | ChildExited | StopRequested | Asked
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """What a launcher must know that goes on in place of another one; "": the router didn't listen yet."""
+    """State that a launcher needs to take over from another one."""
 
     snapshot: Snapshot
-    membership: str
-    url: str
+    membership: str  # "": the router didn't listen yet
+    url: str  # likewise
 
 
 class Child(Protocol):
-    """A process that was started. Its events go to the ``emit`` that it was started with; the last is its exit."""
+    """Started process. Its events go to the ``emit`` that it was started with; the last is its exit."""
 
     name: str
 
     @property
     def pid(self) -> int:
-        """0 where it isn't known (yet)."""
+        """Process id; 0 while it isn't known."""
 
     @property
     def place(self) -> str:
-        """Where it runs, for people."""
+        """Machine and devices that the process runs on, for people."""
 
     def send_signal(self, signal_number: int) -> None: ...
 
     def kill(self) -> None: ...
 
     def join(self, timeout_seconds: float) -> bool:
-        """Wait for the end; False if it hasn't come in time."""
+        """Wait for the end; returns False if it hasn't come in time."""
 
     def describe_exit(self, returncode: int) -> str:
-        """Why it ended, in one line without its name."""
+        """Return the reason of the process's end, in one line without its name."""
 
 
 class Host(Protocol):
-    """Starts processes. Methods raise :class:`SplitserveError` or :class:`OSError` for what can't be."""
+    """Starter of processes. Methods raise :class:`SplitserveError` or :class:`OSError` if that is impossible."""
 
     def prepare(self, spec: ClusterSpec) -> None:
-        """Check, before anything is started, that the cluster can be."""
+        """Check that the cluster can be started, before anything is."""
 
     def start_router(self, spec: ClusterSpec, ports: RouterPorts, emit: Callable[[Event], None]) -> Child: ...
 
@@ -97,15 +97,15 @@ class Host(Protocol):
     ) -> Child: ...
 
     def start_lmcache(self, name: str, spec: ClusterSpec, emit: Callable[[Event], None]) -> Child:
-        """The LMCache server that workers have named at the stage :data:`LMCACHE`."""
+        """Start the LMCache server that workers have named at the stage :data:`LMCACHE`."""
 
     def has_room(self, pool: PoolSpec) -> bool:
-        """Whether one more worker of the pool could start now."""
+        """Return whether one more worker of the pool could start now."""
 
     def release(self, name: str) -> None:
-        """The worker, or the LMCache server, is gone: its devices are free."""
+        """Free the devices of a worker or an LMCache server that has ended."""
 
     def remember(self, memory: Memory) -> None:
-        """Keep what a launcher needs to know that goes on in place of this one, where there may be such a launcher."""
+        """Store the state that a launcher needs to take over from this one, if the host supports that."""
 
     def close(self) -> None: ...

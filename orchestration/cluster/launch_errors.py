@@ -4,8 +4,8 @@ from splitserve.common.errors import SplitserveError
 
 
 class LaunchError(SplitserveError):
-    """A process of the cluster failed to start; the message is its own."""
+    """Failure of a process of the cluster to start; the message is the process's own."""
 
 
 class LaunchInterruptedError(SplitserveError):
-    """A signal asked for the end before the cluster was ready."""
+    """End of the start before the cluster was ready, because a signal asked for it."""

@@ -1,5 +1,5 @@
-"""A cluster on this machine: what :mod:`.cluster` does, with :mod:`splitserve.orchestration.hosts.local`; and how
-signals end it."""
+"""A cluster on this machine: :mod:`.cluster` with :mod:`splitserve.orchestration.hosts.local` as its host, ended by
+signals."""
 
 import signal
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +18,7 @@ __all__ = ["Entries", "LaunchError", "LaunchInterruptedError", "LocalCluster", "
 
 
 class LocalCluster(Cluster):
-    """A cluster on this machine. ``environment`` is added to the children's own; see :class:`.LocalHost`."""
+    """Cluster on this machine. ``environment`` is added to the children's own; see :class:`.LocalHost`."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class LocalCluster(Cluster):
 
 @contextmanager
 def stop_on_signals(cluster: Cluster) -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP (unless ignored, as by ``nohup``) ask the cluster to stop. For the main thread."""
+    """Make SIGINT, SIGTERM and SIGHUP (unless ignored, as by ``nohup``) stop the cluster. For the main thread."""
 
     def handle(number: int, _frame: FrameType | None) -> None:
         cluster.request_stop(signal.Signals(number).name)

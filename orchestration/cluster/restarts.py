@@ -1,7 +1,7 @@
-"""When a worker that died is started again. Pure: time and chance are arguments.
+"""Policy for the restart of workers that died. Pure: time and chance are arguments.
 
-A worker that had served for a while comes back at once. One that dies again and again soon after its start waits,
-each time twice as long, with jitter, so that several don't come back in step; in the end it is given up.
+A worker that had served for a while is started again at once. One that dies again and again soon after its start waits,
+each time twice as long, with jitter, so that several workers don't restart in step; in the end it is abandoned.
 """
 
 import random
@@ -28,19 +28,20 @@ class StartTimes(msgspec.Struct, frozen=True):
     ready_at: float | None = None  # it takes requests
 
     def moved(self, seconds: float) -> "StartTimes":
-        """The same steps on a clock that is ``seconds`` ahead."""
+        """Return the same steps on a clock that is ``seconds`` ahead."""
         times = (self.lost_at, self.asked_at, self.placed_at, self.ready_at)
         return StartTimes(*(None if at is None else at + seconds for at in times))
 
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """One worker's history. ``num_quick_deaths`` counts those in a row."""
+    """History of one worker's deaths."""
 
-    num_quick_deaths: int = 0
+    num_quick_deaths: int = 0  # in a row
 
     def on_death(self, seconds_ready: float | None, chosen: random.Random) -> float | None:
-        """Seconds until the next start, or None: given up. ``seconds_ready``: how long it had been ready, if ever."""
+        """Return the seconds until the next start, or None to abandon the worker. ``seconds_ready``: time for which it
+        had been ready, None if it never was."""
         if seconds_ready is not None and seconds_ready >= SOON_SECONDS:
             self.num_quick_deaths = 0
             return 0.0
@@ -55,9 +56,9 @@ class RestartPolicy:
 
 @dataclass(slots=True)
 class Revival:
-    """A process that others can do without: ``due_at`` is when it's to be started again, if at all."""
+    """Restart of a process that others can do without."""
 
-    due_at: float = float("inf")
+    due_at: float = float("inf")  # time of the next start, infinity for none
     _policy: RestartPolicy = field(default_factory=RestartPolicy)
     _ready_since: float | None = None
     _chosen: random.Random = field(default_factory=random.Random)
@@ -66,7 +67,7 @@ class Revival:
         self._ready_since = now
 
     def on_exit(self, now: float) -> None:
-        """It has ended, or couldn't be started."""
+        """Schedule the restart of a process that has ended or couldn't be started."""
         seconds = None if self._ready_since is None else now - self._ready_since
         self._ready_since = None
         delay_seconds = self._policy.on_death(seconds, self._chosen)

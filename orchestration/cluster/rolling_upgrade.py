@@ -20,10 +20,10 @@ class UpgradeState(StrEnum):
 
 
 class Upgrade(msgspec.Struct):
-    """Upgrade of a cluster, which replaces its workers one by one: ``old`` is the one whose turn it is.
+    """Upgrade of a cluster, which replaces its workers one by one.
 
-    With room for one more, its successor starts first, under a name of its own; without, the old one leaves first and
-    comes back under its name.
+    With room for one more worker, a successor starts first, under a name of its own; otherwise the old worker leaves
+    first and is started again under its name.
     """
 
     spec: ClusterSpec
@@ -31,14 +31,14 @@ class Upgrade(msgspec.Struct):
     num_workers: int
     state: UpgradeState = UpgradeState.RUNNING
     num_replaced: int = 0
-    old: str = ""
+    old: str = ""  # worker that is being replaced; "" between two workers
     successor: str = ""
     problem: str = ""
 
 
 class RollingUpgrade:
-    """Drives the upgrade of a roster's workers. ``has_room(pool)`` says whether the machines can take one more worker
-    of the pool now."""
+    """Upgrade of a roster's workers. ``has_room(pool)`` returns whether the machines can take one more worker of the
+    pool now."""
 
     def __init__(self, roster: Roster, has_room: Callable[[PoolSpec], bool]) -> None:
         self.upgrade: Upgrade | None = None  # the last one; None before the first
@@ -55,14 +55,14 @@ class RollingUpgrade:
         """Raise :class:`ConfigError` while an upgrade is in progress."""
         if (upgrade := self.running) is not None:
             done, total = upgrade.num_replaced, upgrade.num_workers
-            raise ConfigError(f"an upgrade is under way ({done} of {total} workers replaced): wait for its end")
+            raise ConfigError(f"an upgrade is in progress ({done} of {total} workers replaced): wait for its end")
 
     def is_turn_of(self, name: str) -> bool:
         """Return whether a worker is the one that is being replaced."""
         return self.running is not None and name == self.running.old
 
     def begin(self, spec: ClusterSpec, now: float, *, allow_gap: bool) -> list[Action]:
-        """Begin to replace all workers, as :meth:`.Supervisor.begin_upgrade` says."""
+        """Begin to replace all workers; see :meth:`.Supervisor.begin_upgrade`."""
         self.refuse_during_upgrade()
         roster = self._roster
         _check_upgradable(roster.spec, spec)
@@ -79,7 +79,7 @@ class RollingUpgrade:
         return self.advance(now)
 
     def advance(self, now: float, *, just_ended: str = "", failed: bool = False) -> list[Action]:
-        """Go on after something happened: a worker became ready, or ``just_ended``, which ``failed`` unless its exit
+        """Continue after an event: a worker became ready, or ``just_ended``, which counts as ``failed`` unless its exit
         status was 0."""
         upgrade = self.running
         if upgrade is None:
@@ -98,7 +98,7 @@ class RollingUpgrade:
             old = workers.get(upgrade.old) if upgrade.old != upgrade.successor else None
             if old is not None and old.wanted:
                 actions = self._roster.dismiss([old], now)
-                return actions or self._finish_turn(upgrade, now)  # no actions: it wasn't even running
+                return actions or self._finish_turn(upgrade, now)  # no actions: the worker wasn't even running
             if old is not None:
                 return []  # it is leaving
         return self._finish_turn(upgrade, now) if upgrade.successor else self._next_turn(upgrade, now)
@@ -125,7 +125,7 @@ class RollingUpgrade:
         return [] if old.phase is Phase.LEAVING else [roster.ask_to_leave(old, now)]
 
     def _come_back_new(self, upgrade: Upgrade, now: float) -> None:
-        """Let the name of the old worker, which has left to make room, stand for its successor."""
+        """Let the name of the old worker, which has left to make room, denote its successor."""
         worker = self._roster.workers[upgrade.old]
         self._roster.renew(worker, now)
         upgrade.successor = worker.name
@@ -137,17 +137,19 @@ class RollingUpgrade:
         upgrade.state = UpgradeState.FAILED
         upgrade.problem = f"{name}: {worker.last_words if worker else 'it ended'}"
         roster.spec = upgrade.before
-        roster.revision += 1  # the same as before the upgrade, but not the same as that of those it has replaced
+        # The spec is the one from before the upgrade, but its number must differ from that of the replaced workers.
+        roster.revision += 1
         if worker is None:
             return []
-        if upgrade.old == name:  # its predecessor had to make room: back to what worked
+        if upgrade.old == name:  # the old worker had left to make room: start it again with its old spec
             roster.renew(worker, now)
             return []
         return roster.dismiss([worker], now)
 
 
 def _check_upgradable(before: ClusterSpec, after: ClusterSpec) -> None:
-    """Raise :class:`ConfigError` for what workers of two revisions side by side must agree on, or what isn't theirs."""
+    """Raise :class:`ConfigError` for a change that an upgrade can't make: in a setting on which workers of both
+    revisions must agree, or in one that isn't the workers'."""
     old_roles = {pool.name: pool.role for pool in before.pools}
     new_roles = {pool.name: pool.role for pool in after.pools}
     if old_roles != new_roles:

@@ -1,4 +1,4 @@
-"""Workers of a cluster by name: those that are there and those that are to be started. Pure: time is an argument."""
+"""Workers of a cluster by name: those that run and those that are to be started. Pure: time is an argument."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from enum import StrEnum
 from splitserve.orchestration.cluster.restarts import RestartPolicy, StartTimes
 from splitserve.orchestration.spec.cluster_spec import ClusterSpec, PoolSpec
 
-KILL_GRACE_SECONDS = 10.0  # beyond the time that a draining worker gives itself, and that its host tier takes
+KILL_GRACE_SECONDS = 10.0  # beyond the drain time of a worker, and the time in which its host tier is freed
 MAX_WORKERS_PER_POOL = 4096
 
 
@@ -22,15 +22,15 @@ class Phase(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """A worker that is there, or is to be started."""
+    """Worker that runs or is to be started."""
 
     name: str
-    spec: ClusterSpec  # the one that it is started with
+    spec: ClusterSpec  # its spec when it was started
     pool: PoolSpec
-    revision: int  # the number of that spec among those of the cluster
-    due_at: float  # when it is started while WAITING
+    revision: int  # number of that spec among those of the cluster
+    due_at: float  # time of its start while WAITING
     phase: Phase = Phase.WAITING
-    wanted: bool = True  # it is started again when it ends
+    wanted: bool = True  # whether it is started again when it ends
     policy: RestartPolicy = field(default_factory=RestartPolicy)
     ready_since: float | None = None
     times: StartTimes = field(default_factory=StartTimes)
@@ -55,7 +55,7 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """Order to kill the worker, which was asked to leave, and had all the time that it may take."""
+    """Order to kill a worker that was asked to leave and has exceeded its time to do so."""
 
     name: str
 
@@ -64,7 +64,7 @@ Action = Start | Drain | Kill
 
 
 class Roster:
-    """Workers by name, and the spec that new ones are started with, whose number is ``revision``."""
+    """Workers by name, and the spec of new workers with its number, ``revision``."""
 
     def __init__(self, spec: ClusterSpec) -> None:
         self.spec = spec
@@ -72,19 +72,19 @@ class Roster:
         self.workers: dict[str, Worker] = {}
 
     def add(self, pool: PoolSpec, now: float) -> Worker:
-        """Add a worker of a pool that is due at once, under the first name that is free."""
+        """Add a worker of a pool under the first free name, due at once."""
         index = next(i for i in range(2 * MAX_WORKERS_PER_POOL) if f"{pool.name}-{i}" not in self.workers)
         worker = Worker(f"{pool.name}-{index}", self.spec, pool, self.revision, now)
         self.workers[worker.name] = worker
         return worker
 
     def renew(self, worker: Worker, now: float) -> None:
-        """Give a worker that is WAITING the present spec, and start it at once, whatever it died of before."""
+        """Give a WAITING worker the present spec, and start it at once, whatever the reason of its last death."""
         worker.spec, worker.pool = self.spec, self.spec.pool(worker.pool.name)
         worker.revision, worker.due_at, worker.policy = self.revision, now, RestartPolicy()
 
     def dismiss(self, workers: Iterable[Worker], now: float) -> list[Action]:
-        """Want some workers no more: those that run are asked to leave, the others are forgotten."""
+        """Stop wanting some workers: those that run are asked to leave, the others are forgotten."""
         actions: list[Action] = []
         for worker in workers:
             worker.wanted = False
@@ -95,7 +95,7 @@ class Roster:
         return actions
 
     def ask_to_leave(self, worker: Worker, now: float) -> Action:
-        """Have a worker drain, and killed when that takes too long."""
+        """Have a worker drain, and killed if that takes too long."""
         worker.phase = Phase.LEAVING
         grace = worker.spec.protocol_config().drain_seconds + worker.spec.give_back_seconds()
         worker.kill_at = now + grace + KILL_GRACE_SECONDS
@@ -106,7 +106,7 @@ class Roster:
         actions: list[Action] = []
         for worker in self.workers.values():
             if worker.phase is Phase.WAITING and worker.due_at <= now:
-                worker.due_at = float("inf")  # until the launcher says what came of it
+                worker.due_at = float("inf")  # until the launcher reports the result of the start
                 worker.times = StartTimes(worker.times.lost_at, asked_at=now)
                 actions.append(Start(worker))
             elif worker.phase is Phase.LEAVING and worker.kill_at <= now:
@@ -115,13 +115,13 @@ class Roster:
         return actions
 
     def next_due(self) -> float:
-        """Return when :meth:`poll` may have something to do although nothing happens."""
+        """Return the time at which :meth:`poll` may have something to do although no event has happened."""
         waiting = (worker.due_at for worker in self.workers.values() if worker.phase is Phase.WAITING)
         leaving = (worker.kill_at for worker in self.workers.values() if worker.phase is Phase.LEAVING)
         return min(*waiting, *leaving, float("inf"), float("inf"))
 
     def wanted(self, pool_name: str) -> list[Worker]:
-        """Return the pool's workers that shall stay, the oldest first."""
+        """Return the pool's workers that should stay, the oldest first."""
         return [worker for worker in self.workers.values() if worker.wanted and worker.pool.name == pool_name]
 
     def names(self, phase: Phase) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""Where the router listens, and when another one is started in its place. Time is an argument."""
+"""Addresses of the router, and its restarts. Time is an argument."""
 
 import http.client
 import random
@@ -9,7 +9,8 @@ from splitserve.orchestration.spec.expansion import RouterPorts
 
 
 class RouterKeeper:
-    """``membership`` and ``url``: where it listens, or did last; "" before. ``due_at``: when one is to be started."""
+    """Keeper of the router. ``membership`` and ``url``: its addresses, or its last ones; "" before the first start.
+    ``due_at``: time of its next start."""
 
     def __init__(self, restart: bool) -> None:
         self.membership = ""
@@ -21,7 +22,7 @@ class RouterKeeper:
         self._chosen = random.Random()
 
     def recall(self, membership: str, url: str) -> None:
-        """Where it listened under another launcher."""
+        """Set the addresses at which it listened under another launcher."""
         self.membership, self.url = membership, url
 
     @property
@@ -34,11 +35,11 @@ class RouterKeeper:
 
     @property
     def ports(self) -> RouterPorts:
-        """Those of the one before, so that workers and clients find it."""
+        """Return the ports of the router's predecessor, so that workers and clients find it."""
         return RouterPorts(urlsplit(self.url).port or 0, urlsplit(self.membership).port or 0)
 
     def on_membership(self, endpoint: str) -> bool:
-        """True if workers know of another place."""
+        """Set the membership endpoint; returns whether workers know another one."""
         before, self.membership = self.membership, endpoint
         return before not in ("", endpoint)
 
@@ -46,7 +47,7 @@ class RouterKeeper:
         self.url, self._listening_since = url, now
 
     def on_exit(self, now: float) -> None:
-        """It has ended, or couldn't be started."""
+        """Schedule the restart of a router that has ended or couldn't be started."""
         seconds = None if self._listening_since is None else now - self._listening_since
         self._listening_since = None
         delay_seconds = self._policy.on_death(seconds, self._chosen) if self._restart else None
@@ -54,7 +55,7 @@ class RouterKeeper:
 
 
 def probe_ready(url: str) -> tuple[bool, str]:
-    """Whether GET ``url``/ready gives 200, and what it gave. Goes past any proxy of the environment."""
+    """Return whether GET ``url``/ready gives 200, and the answer. Ignores any proxy of the environment."""
     address = urlsplit(url)
     connection = http.client.HTTPConnection(address.hostname or "127.0.0.1", address.port, timeout=5.0)
     try:

@@ -1,4 +1,4 @@
-"""The wait for a cluster that starts: the end of any process, or a request to stop, fails the start."""
+"""Wait for a starting cluster: the end of any process, or a request to stop, fails the start."""
 
 import time
 from collections.abc import Callable
@@ -14,7 +14,7 @@ _READY_POLL_SECONDS = 0.05
 
 
 class ClusterStart:
-    """Takes events until what is awaited has happened. Raises :class:`LaunchError` or
+    """Loop over events until an awaited condition holds. Raises :class:`LaunchError` or
     :class:`LaunchInterruptedError`."""
 
     def __init__(
@@ -32,7 +32,7 @@ class ClusterStart:
         self._not_ready = not_ready
 
     def wait(self, condition: Callable[[], bool], awaited: str, deadline: float) -> None:
-        """Take events until ``condition()``, which ``awaited`` describes."""
+        """Take events until ``condition()``; ``awaited`` describes it for the error message."""
         while not condition():
             try:
                 event = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
@@ -42,7 +42,7 @@ class ClusterStart:
             self._handle(event)
 
     def wait_for_router(self, url: str, deadline: float) -> None:
-        """Take events until the router says that it can serve."""
+        """Take events until the router reports that it can serve."""
         answer = "no answer"
         while time.monotonic() < deadline:
             ready, answer = probe_ready(url)
@@ -64,5 +64,5 @@ class ClusterStart:
             case ChildProgress() as progress:
                 self._note_progress(progress)
             case Asked(request, answer):
-                starting = Refused("the cluster is still starting: wait until `splitserve status` says serving")
+                starting = Refused("the cluster is still starting: wait until `splitserve status` shows serving")
                 answer(self._reply(request) if isinstance(request, GetStatus | Stop) else starting)

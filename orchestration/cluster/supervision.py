@@ -1,12 +1,13 @@
-"""Which workers a cluster shall have, which it has, and what follows of the difference. Pure: time is an argument.
+"""Supervision of a cluster's workers: the wanted ones, the present ones, and the actions that follow from the
+difference. Pure: time is an argument.
 
     WAITING --Start--> STARTING --ready--> READY --Drain--> LEAVING --exit--> gone, or WAITING again
        ^                   |                 |
        '------ exit -------'------ exit -----'
 
-The launcher tells what happened and carries out the actions. Scaling, draining and upgrades only change what is wanted,
-so that a worker that dies in the middle of one is no special case. Each worker keeps the spec that it was started with:
-one that dies is started again as it was, whatever an upgrade is doing to the others.
+The launcher reports events and carries out the actions. Scaling, draining and upgrades only change which workers are
+wanted, so that a worker that dies in the middle of one is no special case. Each worker keeps the spec that it was
+started with: one that dies is started again as it was, whatever an upgrade is doing to the others.
 """
 
 import random
@@ -23,27 +24,28 @@ from splitserve.protocol.request import Role
 
 
 class KnownWorker(msgspec.Struct, frozen=True):
-    """Worker of a :class:`Snapshot`. ``is_leaving``: it was asked to go."""
+    """Worker of a :class:`Snapshot`."""
 
     name: str
     revision: int
     wanted: bool
-    is_leaving: bool
+    is_leaving: bool  # it was asked to leave
     num_restarts: int
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """State with which another supervisor goes on. ``specs``: those of living revisions."""
+    """State from which another supervisor continues."""
 
     revision: int
     spec: ClusterSpec
-    specs: dict[int, ClusterSpec]
+    specs: dict[int, ClusterSpec]  # specs of revisions that still have workers
     workers: list[KnownWorker]
     upgrade: Upgrade | None
 
 
 class Supervisor:
-    """``has_room(pool)`` says whether the machines can take one more worker of the pool now."""
+    """Supervisor of a cluster's workers. ``has_room(pool)`` returns whether the machines can take one more worker of
+    the pool now."""
 
     def __init__(
         self,
@@ -60,12 +62,12 @@ class Supervisor:
 
     @property
     def spec(self) -> ClusterSpec:
-        """The spec that new workers are started with."""
+        """Spec of new workers."""
         return self._roster.spec
 
     @property
     def revision(self) -> int:
-        """The number of :attr:`spec`: it counts the specs of the cluster."""
+        """Number of :attr:`spec` among the specs of the cluster."""
         return self._roster.revision
 
     @property
@@ -75,13 +77,13 @@ class Supervisor:
 
     @property
     def upgrade(self) -> Upgrade | None:
-        """The last upgrade; None before the first."""
+        """Last upgrade; None before the first."""
         return self._upgrades.upgrade
 
     # ---- what is wanted ----
 
     def want_all(self, now: float) -> None:
-        """Want the workers that the spec counts."""
+        """Want as many workers as the spec counts."""
         for pool in self.spec.pools:
             for _ in range(pool.count):
                 self._roster.add(pool, now)
@@ -90,12 +92,12 @@ class Supervisor:
         """Add workers, or have the youngest of the pool leave. Raises :class:`ConfigError`."""
         pool = self.spec.pool(pool_name)
         if not 0 <= count <= MAX_WORKERS_PER_POOL:
-            raise ConfigError(f"{count} workers can't be: say 0 to {MAX_WORKERS_PER_POOL}")
+            raise ConfigError(f"the number of workers must be between 0 and {MAX_WORKERS_PER_POOL}, got {count}")
         self._upgrades.refuse_during_upgrade()
         present = self._roster.wanted(pool_name)
         others = {worker.pool.role for worker in self.workers.values() if worker.wanted and worker not in present}
         if count == 0 and present and not _can_serve(others):
-            raise ConfigError(f"without {pool_name} nobody could serve; use `splitserve down` to end the cluster")
+            raise ConfigError(f"without {pool_name} the cluster couldn't serve; use `splitserve down` to end it")
         for _ in range(count - len(present)):
             self._roster.add(pool, now)
         return self._roster.dismiss(present[count:], now)
@@ -109,14 +111,14 @@ class Supervisor:
         self._upgrades.refuse_during_upgrade()
         remaining = {other.pool.role for other in self.workers.values() if other.wanted and other is not worker}
         if not _can_serve(remaining):
-            raise ConfigError(f"without {name} nobody could serve; scale {worker.pool.name} up first")
+            raise ConfigError(f"without {name} the cluster couldn't serve; scale {worker.pool.name} up first")
         return self._roster.dismiss([worker], now)
 
     def begin_upgrade(self, spec: ClusterSpec, now: float, *, allow_gap: bool = False) -> list[Action]:
         """Replace all workers, one by one, by ones of ``spec`` (which may be the present one, to get new code).
 
-        Raises :class:`ConfigError` for a change that no rolling upgrade can make, and without ``allow_gap`` where the
-        only worker of a pool would have to leave before its successor is there.
+        Raises :class:`ConfigError` for a change that no rolling upgrade can make, and without ``allow_gap`` if the only
+        worker of a pool would have to leave before its successor is ready.
         """
         return self._upgrades.begin(spec, now, allow_gap=allow_gap)
 
@@ -127,7 +129,7 @@ class Supervisor:
         worker.phase, worker.ready_since = Phase.STARTING, None
 
     def on_placed(self, name: str, now: float) -> None:
-        """Note that a process of the worker runs; before :meth:`on_ready`."""
+        """Note that a process of the worker runs; called before :meth:`on_ready`."""
         worker = self.workers[name]
         if worker.phase is Phase.STARTING:
             worker.times = msgspec.structs.replace(worker.times, placed_at=now)
@@ -140,13 +142,14 @@ class Supervisor:
         return self._upgrades.advance(now)
 
     def on_leaving(self, name: str) -> None:
-        """Note that a signal asked the worker to go: it's no longer ready, but wanted as before."""
+        """Note that a signal asked the worker to leave: it is no longer ready, but wanted as before."""
         worker = self.workers[name]
         if worker.phase is not Phase.WAITING:
             worker.phase = Phase.LEAVING
 
     def on_exit(self, name: str, returncode: int, words: str, now: float) -> list[Action]:
-        """Note that a worker ended, or couldn't be started (``returncode`` not 0); :attr:`workers` shows the rest."""
+        """Note that a worker ended, or couldn't be started (``returncode`` not 0); :attr:`workers` shows what
+        follows."""
         worker = self.workers[name]
         seconds_ready = None if worker.ready_since is None else now - worker.ready_since
         worker.last_words, worker.times = words, StartTimes(lost_at=now)
@@ -166,7 +169,7 @@ class Supervisor:
         return self._roster.poll(now)
 
     def next_due(self) -> float:
-        """Return when :meth:`poll` may have something to do although nothing happens."""
+        """Return the time at which :meth:`poll` may have something to do although no event has happened."""
         return self._roster.next_due()
 
     # ---- what is known ----
@@ -186,8 +189,8 @@ class Supervisor:
         )
 
     def restore(self, snapshot: Snapshot, running: Collection[str], now: float) -> None:
-        """Go on from ``snapshot``. Workers that are ``running`` count as starting until they are heard of again; the
-        others are started anew, if they are wanted."""
+        """Continue from ``snapshot``. Workers that are ``running`` count as starting until their next event; the others
+        are started again if they are wanted."""
         self._roster.spec, self._roster.revision = snapshot.spec, snapshot.revision
         self._upgrades.upgrade = snapshot.upgrade
         for known in snapshot.workers:
@@ -200,7 +203,8 @@ class Supervisor:
             if known.name in running:
                 worker.phase, worker.due_at = Phase.STARTING, float("inf")
                 if known.is_leaving:
-                    self._roster.ask_to_leave(worker, now)  # it knows already: a second signal would end it at once
+                    # The action is dropped: the worker was asked already, and a second signal would end it at once.
+                    self._roster.ask_to_leave(worker, now)
             self.workers[known.name] = worker
 
     def names(self, phase: Phase) -> frozenset[str]:

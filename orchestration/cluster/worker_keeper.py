@@ -1,4 +1,4 @@
-"""Workers of a running cluster: carries out what the supervisor decides, and reports to it what became of that."""
+"""Workers of a running cluster: carries out the supervisor's decisions, and reports their results to it."""
 
 import logging
 import signal
@@ -16,7 +16,8 @@ _log = logging.getLogger(__name__)
 
 
 class WorkerKeeper:
-    """Starts, drains and kills workers among a cluster's processes, whose lock guards the supervisor as well.
+    """Keeper of the workers among a cluster's processes: starts, drains and kills them. The processes' lock guards the
+    supervisor as well.
 
     ``on_gone(name)`` is called for a worker that has ended and isn't started again.
     """
@@ -35,17 +36,17 @@ class WorkerKeeper:
         self._host = host
         self._emit = emit
         self._on_gone = on_gone
-        self._membership = ""  # where workers register
+        self._membership = ""  # endpoint at which workers register
 
     def poll(self, membership: str) -> None:
-        """Do what is due; workers register at ``membership``."""
+        """Carry out what is due. Workers register at the endpoint ``membership``."""
         self._membership = membership
         with self._children.changed:
             actions = self._supervisor.poll(time.monotonic())
         self.perform(actions)
 
     def carry_out(self, request: Scale | DrainWorker | UpgradeCluster) -> None:
-        """Begin what was asked for. Raises :class:`ConfigError` for what can't be."""
+        """Begin a requested operation. Raises :class:`ConfigError` if it is impossible."""
         now = time.monotonic()
         supervisor = self._supervisor
         match request:
@@ -62,7 +63,7 @@ class WorkerKeeper:
         self.perform(actions)
 
     def perform(self, actions: Iterable[Action]) -> None:
-        """Carry out what the supervisor decided."""
+        """Carry out the supervisor's decisions."""
         for action in actions:
             match action:
                 case Start(worker):
@@ -78,7 +79,7 @@ class WorkerKeeper:
         name, spec, pool = worker.name, worker.spec, worker.pool
         launch = partial(self._host.start_worker, name, spec, pool, self._membership, self._emit)
         error = self._children.start(name, launch)
-        if error is not None:  # as if it had died at once
+        if error is not None:  # treated like a worker that died at once
             self.on_exit(name, 1, str(error))
             return
         with self._children.changed:
@@ -94,7 +95,7 @@ class WorkerKeeper:
             self._supervisor.on_placed(name, time.monotonic())
 
     def on_ready(self, name: str) -> list[Action]:
-        """Note that a worker serves; returns what follows, for :meth:`perform`."""
+        """Note that a worker serves; returns the actions that follow, for :meth:`perform`."""
         with self._children.changed:
             actions = self._supervisor.on_ready(name, time.monotonic())
             self._children.changed.notify_all()
@@ -112,7 +113,7 @@ class WorkerKeeper:
             delay_seconds = worker.due_at - now
             _log.warning("%s is started again%s", name, f" in {delay_seconds:.1f} s" if delay_seconds > 0 else "")
         elif was_wanted:
-            _log.error("%s is not restarted; %s go on", name, ", ".join(sorted(self._children.by_name)))
+            _log.error("%s is not restarted; %s continue", name, ", ".join(sorted(self._children.by_name)))
         self.perform(actions)
         if worker is None:
             self._on_gone(name)

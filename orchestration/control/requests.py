@@ -1,8 +1,8 @@
-"""What can be asked of a running cluster, and what it answers: one set of messages, whichever way they travel.
+"""Requests to a running cluster and its replies: one set of messages for every transport.
 
-A local cluster hears them on a socket (:mod:`.socket`), one on Ray through its controller. Everything is
-decoded strictly. Requests that take their time (scaling, draining, an upgrade) are answered when they have begun; how
-far they are is seen in the next :class:`ClusterStatus`.
+A local cluster receives them on a socket (:mod:`.socket`), one on Ray through its controller. Everything is decoded
+strictly. Requests that take time (scaling, draining, an upgrade) are answered when they have begun; the next
+:class:`ClusterStatus` shows their progress.
 """
 
 from typing import TypeAlias
@@ -35,18 +35,18 @@ class DrainWorker(Request, frozen=True):
 
 
 class UpgradeCluster(Request, frozen=True):
-    """``spec``: as plain data, whose name doesn't matter; None: as it is, for new code."""
+    """Replacement of all workers, one by one."""
 
-    spec: dict[str, object] | None = None
-    allow_gap: bool = False
+    spec: dict[str, object] | None = None  # as plain data, whose name is ignored; None: the present one, for new code
+    allow_gap: bool = False  # even if a pool's only worker must leave before its successor is ready
 
     def target(self, present: ClusterSpec) -> ClusterSpec:
-        """Raises :class:`ConfigError`."""
+        """Return the spec to upgrade to. Raises :class:`ConfigError`."""
         return present if self.spec is None else convert_spec({**self.spec, "name": present.name})
 
 
 class Stop(Request, frozen=True):
-    """End everything now; requests that are under way get an error."""
+    """End of everything now; requests in flight get an error."""
 
 
 class Reply(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -62,24 +62,20 @@ class Refused(Reply, frozen=True):
 
 
 class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The router or a worker. ``seconds_ready`` is None unless it is ready.
-
-    ``place`` says where it runs, for people; ``last_words`` how its predecessor ended; ``times`` are those of its last
-    start, in seconds since 1970 by the clock of the cluster's launcher.
-    """
+    """Status of the router or a worker."""
 
     name: str
     pool: str = ""
     role: str = ""
     phase: Phase
     pid: int = 0
-    place: str = ""
+    place: str = ""  # machine and devices that it runs on, for people
     revision: int = 1
     num_restarts: int = 0
-    seconds_ready: float | None = None
+    seconds_ready: float | None = None  # None unless it is ready
     wanted: bool = True
-    last_words: str = ""
-    times: StartTimes = StartTimes()
+    last_words: str = ""  # reason of its predecessor's end
+    times: StartTimes = StartTimes()  # of its last start, in seconds since 1970 by the clock of the cluster's launcher
 
 
 class UpgradeStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,15 +86,15 @@ class UpgradeStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class ClusterStatus(Reply, frozen=True, kw_only=True):
-    """``state``: starting, serving or stopping. ``counts``: workers that are wanted, by pool."""
+    """Status of a cluster and all its processes."""
 
     name: str
     version: str
-    state: str
+    state: str  # starting, serving or stopping
     model: str
     url: str
     revision: int
-    counts: dict[str, int]
+    counts: dict[str, int]  # wanted workers by pool
     router: ProcessStatus
     workers: list[ProcessStatus]
     upgrade: UpgradeStatus | None = None
@@ -109,7 +105,7 @@ class ClusterStatus(Reply, frozen=True, kw_only=True):
 
     @property
     def is_settled(self) -> bool:
-        """Whether all that is wanted is there, and nothing else."""
+        """State in which all workers are ready and no upgrade is running."""
         return not self.is_upgrading and all(worker.phase is Phase.READY for worker in self.workers)
 
 
@@ -125,15 +121,15 @@ def encode(message: AnyRequest | AnyReply) -> bytes:
 
 
 def decode_request(data: bytes) -> AnyRequest:
-    """Raises :class:`WireError`."""
+    """Decode a request. Raises :class:`WireError`."""
     try:
         return _request_decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"this is no request to a cluster: {error}") from error
+        raise WireError(f"the request can't be decoded: {error}") from error
 
 
 def decode_reply(data: bytes) -> AnyReply:
-    """Raises :class:`WireError`."""
+    """Decode a reply. Raises :class:`WireError`."""
     try:
         return _reply_decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -141,7 +137,7 @@ def decode_reply(data: bytes) -> AnyReply:
 
 
 class RefusedError(ConfigError):
-    """The cluster doesn't do what it was asked for; the message is its own."""
+    """Refusal of a request by the cluster; the message is the cluster's own."""
 
 
 def accepted(reply: AnyReply) -> None:

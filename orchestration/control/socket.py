@@ -1,4 +1,5 @@
-"""Requests to a cluster on this machine: a Unix socket that its user alone can open, a line of JSON each way."""
+"""Socket for requests to a cluster on this machine: a Unix socket that only its user can open, one JSON line each
+way."""
 
 import logging
 import os
@@ -22,13 +23,13 @@ from splitserve.orchestration.control.requests import (
 MAX_LINE_BYTES = 1 << 20
 _READ_SECONDS = 10.0
 _ANSWER_SECONDS = 60.0
-_MAX_PATH_BYTES = 100  # of sun_path
+_MAX_PATH_BYTES = 100  # the limit of sun_path, less a few
 
 _log = logging.getLogger(__name__)
 
 
 class ControlServer:
-    """Answers with what ``ask`` returns, a connection at a time, on a thread of its own.
+    """Server on a thread of its own that answers one connection at a time with the result of ``ask``.
 
     Raises :class:`ConfigError` for a path that can't be bound.
     """
@@ -40,7 +41,7 @@ class ControlServer:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             _check_length(path)
-            previous = os.umask(0o177)  # from its first moment on nobody else may connect
+            previous = os.umask(0o177)  # no other user may connect, from the socket's first moment on
             try:
                 self._socket.bind(str(path))
             finally:
@@ -87,8 +88,10 @@ class ControlServer:
 
 
 def ask(path: Path, request: AnyRequest) -> AnyReply:
-    """The cluster's reply. Raises :class:`ConfigError` if nobody answers, :class:`WireError` for an answer that isn't
-    one."""
+    """Send a request; return the cluster's reply.
+
+    Raises :class:`ConfigError` if no cluster answers, :class:`WireError` for a reply that can't be decoded.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_ANSWER_SECONDS)
         try:
@@ -104,7 +107,7 @@ def ask(path: Path, request: AnyRequest) -> AnyReply:
 
 
 def _read_line(connection: socket.socket) -> bytes:
-    """Up to a line feed, or b"" if the connection ends before that or the line is too long."""
+    """Read up to a line feed; returns b"" if the connection ends before that or the line is too long."""
     data = bytearray()
     while not data.endswith(b"\n"):
         part = connection.recv(65536)
@@ -115,7 +118,8 @@ def _read_line(connection: socket.socket) -> bytes:
 
 
 def _is_same_user(connection: socket.socket) -> bool:
-    """The mode of the socket says so already, except for the superuser, who may."""
+    """Return whether the peer is this process's user or the superuser. The socket's mode keeps other users out
+    already."""
     if not hasattr(socket, "SO_PEERCRED"):
         return True
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))

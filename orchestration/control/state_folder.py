@@ -1,9 +1,9 @@
-"""Where a running cluster keeps what the commands need to find it: a folder per cluster, for its user alone.
+"""Folder of a running cluster, from which the commands find it: one per cluster, accessible to its user alone.
 
-    ROOT/NAME/lock           held by the cluster's launcher for as long as it lives; says whether the rest is still true
-    ROOT/NAME/cluster.json   what and where it is (:class:`Record`)
+    ROOT/NAME/lock           held by the cluster's launcher while it lives; free: the other files may be out of date
+    ROOT/NAME/cluster.json   where the cluster runs (:class:`Record`)
     ROOT/NAME/control.sock   requests (see :mod:`.socket`)
-    ROOT/NAME/logs/*.log     of a cluster without a terminal
+    ROOT/NAME/logs/*.log     logs of a cluster without a terminal
 
 ROOT is ``$SPLITSERVE_STATE_DIR``, else ``$XDG_STATE_HOME/splitserve``, else ``~/.local/state/splitserve``.
 """
@@ -23,19 +23,18 @@ _RECORD = "cluster.json"
 
 
 class NameTakenError(ConfigError):
-    """A cluster of that name is running."""
+    """Name that a running cluster has already."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``ray`` is the address of the Ray cluster that it runs on; "" for one on this machine. ``head_pid`` is the Ray
-    head that was started for it in ``head_folder``, at ``head_start_seconds`` (Unix time); 0: none was."""
+    """Record of a running cluster."""
 
     name: str
     launcher_pid: int = 0
-    ray: str = ""
-    head_pid: int = 0
-    head_start_seconds: float = 0.0
-    head_folder: str = ""
+    ray: str = ""  # address of the Ray cluster that it runs on; "" for a cluster on this machine
+    head_pid: int = 0  # process id of the Ray head that was started for it; 0: none was
+    head_start_seconds: float = 0.0  # start of that process (Unix time)
+    head_folder: str = ""  # folder of that head
 
 
 def state_root() -> Path:
@@ -47,7 +46,7 @@ def state_root() -> Path:
 
 
 class StateFolder:
-    """One cluster's folder. A launcher claims it; commands look into it."""
+    """Folder of one cluster. A launcher claims it; commands read it."""
 
     def __init__(self, name: str, root: Path | None = None) -> None:
         self.name = name
@@ -63,9 +62,9 @@ class StateFolder:
         return self.path / "logs"
 
     def claim(self) -> None:
-        """Make the folder this process's own, until :meth:`remove` or the process's end.
+        """Claim the folder for this process, until :meth:`remove` or the process's end.
 
-        Raises :class:`ConfigError` if a cluster of that name is running, or the folder can't be made.
+        Raises :class:`ConfigError` if a cluster of that name is running, or the folder can't be created.
         """
         while self._lock_fd is None:
             lock_fd = self._open_lock()
@@ -79,7 +78,7 @@ class StateFolder:
                 ) from None
             if self._is_lock(lock_fd):
                 self._lock_fd = lock_fd
-            else:  # whoever had it before has just removed it
+            else:  # the previous holder has just removed it
                 os.close(lock_fd)
         record = self.read()
         if record is not None and record.ray:
@@ -109,7 +108,7 @@ class StateFolder:
             return False
 
     def is_claimed(self) -> bool:
-        """Whether a launcher lives that has claimed it."""
+        """Return whether the folder is claimed by a launcher that lives."""
         try:
             lock_fd = os.open(self.path / "lock", os.O_RDWR | os.O_CLOEXEC)
         except OSError:
@@ -123,26 +122,26 @@ class StateFolder:
         return False
 
     def release(self) -> None:
-        """Give the claim up and leave what is there."""
+        """Release the claim; files stay."""
         if self._lock_fd is not None:
             os.close(self._lock_fd)
             self._lock_fd = None
 
     def write(self, record: Record) -> None:
-        """Atomically."""
+        """Write the record atomically."""
         draft = self.path / f"{_RECORD}.new"
         draft.write_bytes(msgspec.json.encode(record))
         draft.replace(self.path / _RECORD)
 
     def read(self) -> Record | None:
-        """None if there is no record, or none that this version can read."""
+        """Return the record; None if there is none, or none that this version can read."""
         try:
             return msgspec.json.decode((self.path / _RECORD).read_bytes(), type=Record)
         except (OSError, msgspec.DecodeError):
             return None
 
     def discard(self) -> None:
-        """Forget a cluster that this process has claimed and that didn't start; only its logs stay."""
+        """Remove the claim and the record of a cluster that didn't start; only its logs stay."""
         if self._lock_fd is None:
             return
         for path in (self.socket, self.path / _RECORD, self.path / "lock"):
@@ -150,15 +149,15 @@ class StateFolder:
         self.release()
 
     def remove(self) -> None:
-        """Nothing is left of it; harmless when nothing was there."""
+        """Remove the folder and the claim. Harmless if there is no folder."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.release()
-        with suppress(OSError):  # others have clusters, too
+        with suppress(OSError):  # not empty if there are other clusters
             self.path.parent.rmdir()
 
 
 def known_clusters() -> list[StateFolder]:
-    """Folders under the root, whether or not their clusters live."""
+    """Return all folders under the root, whether or not their clusters are running."""
     try:
         names = sorted(entry.name for entry in state_root().iterdir() if (entry / "lock").exists())
     except OSError:
@@ -167,7 +166,7 @@ def known_clusters() -> list[StateFolder]:
 
 
 def choose_cluster(name: str) -> StateFolder:
-    """The folder of the cluster that a command is about: the only one, where no name is given.
+    """Return the folder of the cluster that a command names, or of the only cluster if it names none.
 
     Raises :class:`ConfigError` that lists the names.
     """
@@ -180,8 +179,12 @@ def choose_cluster(name: str) -> StateFolder:
         return chosen[0]
     names = ", ".join(folder.name for folder in known)
     if not known:
-        raise ConfigError(f"no cluster is known in {state_root()}: start one with splitserve up, or say --ray ADDRESS")
-    raise ConfigError(f"there is no cluster called {name}; there are {names}" if name else f"which one? --name {names}")
+        raise ConfigError(f"no cluster is known in {state_root()}: start one with splitserve up, or give --ray ADDRESS")
+    raise ConfigError(
+        f"there is no cluster called {name}; there are {names}"
+        if name
+        else f"there are several clusters: give --name, one of {names}"
+    )
 
 
 def _is_on_ray(folder: StateFolder) -> bool:

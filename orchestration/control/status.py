@@ -1,4 +1,4 @@
-"""How a cluster is, for those who ask: made of what its supervisor knows and of the processes that run."""
+"""Status of a cluster, from the state of its supervisor and its running processes."""
 
 import time
 from collections.abc import Mapping
@@ -16,7 +16,8 @@ ROUTER = "router"
 def cluster_status(
     state: str, url: str, supervisor: Supervisor, children: Mapping[str, Child], now: float
 ) -> ClusterStatus:
-    """``children`` by name, the router among them; ``now`` on the monotonic clock, as all times of ``supervisor``."""
+    """Return a cluster's status. ``children`` by name, including the router; ``now`` on the monotonic clock, like all
+    times of ``supervisor``."""
     counts = {pool.name: 0 for pool in supervisor.spec.pools}
     for worker in supervisor.workers.values():
         counts[worker.pool.name] += worker.wanted

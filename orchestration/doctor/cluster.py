@@ -1,4 +1,4 @@
-"""Asks a running cluster for its report, until what passes by itself has passed."""
+"""Report of a running cluster, read again until states that pass by themselves have passed."""
 
 import time
 from http import HTTPStatus
@@ -19,28 +19,29 @@ HANDSHAKE_SECONDS = 3.0
 
 
 def read_report(endpoint: Endpoint) -> ClusterReport:
-    """Raises :class:`ConfigError` if it is no endpoint of ours, or one of another version."""
+    """Read the cluster's report. Raises :class:`ConfigError` if the endpoint isn't Splitserve's, or has another
+    version."""
     answer = endpoint.get("/admin/workers")
     if answer.status != HTTPStatus.OK:
         said = endpoint.get("/version").json()
         if isinstance(said, dict) and "version" in said:
             raise ConfigError(
-                f"{endpoint.url} is of version {said['version']}, which this one ({__version__}) can't ask"
+                f"{endpoint.url} is of version {said['version']}, which this version ({__version__}) can't read"
             )
         raise ConfigError(f"{endpoint.url} is no endpoint of Splitserve: GET /admin/workers gave {answer.status}")
     try:
         return msgspec.json.decode(answer.body, type=ClusterReport)
     except msgspec.DecodeError as error:
         raise ConfigError(
-            f"{endpoint.url} answers in words that this version ({__version__}) doesn't know: {error}"
+            f"{endpoint.url} answers in a form that this version ({__version__}) doesn't know: {error}"
         ) from error
 
 
 def settled_report(endpoint: Endpoint) -> ClusterReport:
-    """The report once every worker has been heard anew and is connected, or as it is when that should have come.
+    """Return a report once every worker has sent a new heartbeat and is connected, or the last one at the deadline.
 
-    Clocks are compared by heartbeats, and one that was late looks like a clock that is behind: of several, the one with
-    the shortest way counts.
+    Clocks are compared by heartbeats, and a late heartbeat looks like a clock that is behind: of several heartbeats,
+    the one with the shortest delay counts.
     """
     first = read_report(endpoint)
     heartbeats = {_identity(worker): worker.num_heartbeats for worker in first.workers}
@@ -58,7 +59,7 @@ def settled_report(endpoint: Endpoint) -> ClusterReport:
 
 
 def shows_right_secret(membership: str, secret: str) -> bool | None:
-    """Whether ``secret`` opens a connection to ``membership``; None if nobody answers there."""
+    """Return whether ``secret`` opens a connection to ``membership``; None if no router answers there."""
     import zmq
 
     context = zmq.Context()
@@ -97,7 +98,7 @@ def _with_offsets(report: ClusterReport, best: dict[str, float]) -> ClusterRepor
 
 
 def _may_pass(report: ClusterReport) -> bool:
-    """Whether something isn't as it should be that may only not be so yet."""
+    """Return whether the report shows a problem that may pass by itself."""
     return (
         not report.workers
         or any(worker.state is WorkerState.CONNECTING for worker in report.workers)

@@ -1,4 +1,4 @@
-"""What is wrong with a running cluster, as far as its router's report says. Pure."""
+"""Checks of a running cluster, from its router's report. Pure."""
 
 from splitserve.orchestration.doctor.report import Check, Problem, check, few
 from splitserve.orchestration.doctor.transport_checks import check_transports
@@ -14,9 +14,10 @@ from splitserve.protocol.cluster_report import ClusterReport, WorkerReport, Work
 
 
 def cluster_checks(report: ClusterReport, wanted_transport: str = "", secret_fits: bool | None = None) -> list[Check]:
-    """``wanted_transport``: by which KV is to travel; "" for the best that there is between two workers.
+    """Return all checks of a cluster.
 
-    ``secret_fits``: whether the secret that is set here is the cluster's; None: none is, or membership is out of reach.
+    ``wanted_transport``: the transport expected for KV; "" for the fastest between two workers. ``secret_fits``:
+    whether the secret that is set here is the cluster's; None if none is set or membership is out of reach.
     """
     return [
         check_versions(report),
@@ -52,7 +53,7 @@ def _differs(worker: WorkerReport, version: str) -> bool:
     return bool(worker.info.place.version) and worker.info.place.version != version
 
 
-# ---- who is there ----
+# ---- workers and connections ----
 
 
 def check_workers(report: ClusterReport) -> Check:
@@ -63,9 +64,9 @@ def check_workers(report: ClusterReport) -> Check:
             problems.append(
                 Problem(
                     "stale_worker",
-                    f"{name_of(worker)} is registered, but has said nothing for {worker.silent_seconds:.0f} s",
-                    f"look at process {pid} on {machine}: if it is stopped or hangs, `kill -KILL {pid}` lets its "
-                    "launcher start it again; if it is gone, `splitserve logs` may say why",
+                    f"{name_of(worker)} is registered, but has sent nothing for {worker.silent_seconds:.0f} s",
+                    f"check process {pid} on {machine}: if it is stopped or hangs, `kill -KILL {pid}` lets its "
+                    "launcher start it again; if it is gone, `splitserve logs` may show why",
                 )
             )
     states = [
@@ -73,7 +74,7 @@ def check_workers(report: ClusterReport) -> Check:
     ]
     if not report.workers:
         problems.append(
-            Problem("no_worker", "no worker has registered", "`splitserve status` and `splitserve logs` say why")
+            Problem("no_worker", "no worker has registered", "see `splitserve status` and `splitserve logs`")
         )
     return check("workers", ", ".join(states), problems)
 
@@ -114,7 +115,7 @@ def check_secret(report: ClusterReport, fits: bool | None = None) -> Check:
     problems = [
         Problem(
             "secret_mismatch",
-            f"{stranger.num_attempts} connections from {stranger.address} to {report.membership} didn't show the "
+            f"{stranger.num_attempts} connections from {stranger.address} to {report.membership} didn't present the "
             f"cluster's secret, the last one {stranger.seconds_ago:.0f} s ago: most likely a worker with another one, "
             "or with none",
             f"give the processes on {stranger.address} the secret of the router on {report.machine} "
@@ -129,14 +130,14 @@ def check_secret(report: ClusterReport, fits: bool | None = None) -> Check:
                 f"the secret that is set here doesn't open {report.membership}: a worker that is started here with it "
                 "can't join",
                 f"set the secret of the router on {report.machine} here, too (--secret-file, SPLITSERVE_SECRET); if "
-                "none is configured there, it has drawn one that others can't have: configure one, and start it again",
+                "none is configured there, it has generated one of its own: configure one and start it again",
             )
         )
-    return check("secret", "side channels want one" if report.has_secret else "none is set", problems)
+    return check("secret", "side channels require one" if report.has_secret else "none is set", problems)
 
 
 def check_layout(report: ClusterReport) -> Check:
-    """Workers that were refused: nearly always since their KV blocks have another shape."""
+    """Check for rejected workers: nearly always the shape of their KV blocks differs from the cluster's."""
     problems = []
     for refused in report.refused:
         is_layout = "layout" in refused.reason or "vocab_size" in refused.reason

@@ -1,11 +1,11 @@
-"""``splitserve doctor``: what is wrong with this machine, with a cluster that is to be started on it, or with a running
-one; then a request through the real path.
+"""``splitserve doctor``: problems of this machine, of a cluster to be started on it, or of a running cluster; then a
+request through the real path.
 
     splitserve doctor                        this machine, with a small cluster of its own for the probe
-    splitserve doctor PATH [options]         likewise, and what `splitserve serve PATH [options]` would run into
+    splitserve doctor PATH [options]         likewise, and the start of `splitserve serve PATH [options]`
     splitserve doctor --against URL          a running cluster
 
-Exit status: 0 nothing is wrong, 1 something is, 2 it couldn't look (wrong options, wrong key, no endpoint of ours).
+Exit status: 0 no problem, 1 problems, 2 the doctor couldn't look (wrong options, wrong key, no Splitserve endpoint).
 """
 
 import argparse
@@ -53,13 +53,13 @@ THIS_MACHINE = "this machine"
 _VERSIONS = ("torch", "nixl-cu13", "nixl-cu12", "triton", "flashinfer-python", "transformers", "ray")
 _KV_MEMORY_BYTES = 64 << 20
 _PATIENT = ProtocolConfig(dead_after_seconds=15.0, read_deadline_seconds=15.0)
-"""For the probe's own cluster: that this machine has much else to do isn't what it is asked about."""
+"""Timeouts of the probe's own cluster: long, since the load of this machine isn't being tested."""
 
 Show = Callable[[Check], None]
 
 
 def run_doctor(options: argparse.Namespace) -> int:
-    """Look, print, return the exit status. Raises :class:`SplitserveError` where it can't look."""
+    """Run all checks and print them; returns the exit status. Raises :class:`SplitserveError` if it can't look."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end the probe's cluster in order, as on Ctrl-C
     show: Show = _be_silent if options.json else _print_check
     diagnosis = Diagnosis(__version__, options.against or THIS_MACHINE)
@@ -91,7 +91,7 @@ def _running_cluster(options: argparse.Namespace, diagnosis: Diagnosis) -> Itera
         report = settled_report(endpoint)
         ready = endpoint.get("/ready")
     except UnreachableError as error:
-        advice = "is the URL right? `splitserve status` shows a local cluster's; `splitserve logs router` what it says"
+        advice = "check the URL: `splitserve status` shows a local cluster's; see also `splitserve logs router`"
         yield check("endpoint", "", [Problem("no_endpoint", str(error), advice)])
         return
     problems = []
@@ -113,8 +113,9 @@ def _running_cluster(options: argparse.Namespace, diagnosis: Diagnosis) -> Itera
 
 
 def _on_same_machine(url: str, model: str, versions: Collection[str]) -> Iterator[Check]:
-    """What more can be seen where the cluster runs on this machine. ``versions``: of the weights that workers have."""
-    facts = look_at_machine()  # its workers have loaded PyTorch
+    """Run the further checks of a cluster on this machine. ``versions``: identities of the weights that workers
+    have."""
+    facts = look_at_machine()  # the cluster's workers have loaded PyTorch already
     if facts.gpus:
         facts = with_torch(facts)
     names = ("packages", "devices", "peer access", "shared memory", "NUMA")
@@ -127,7 +128,7 @@ def _on_same_machine(url: str, model: str, versions: Collection[str]) -> Iterato
 
 
 def _status_of_cluster(url: str) -> ClusterStatus | None:
-    """Of the cluster of this user that has the endpoint ``url``."""
+    """Return the status of this user's cluster with the endpoint ``url``."""
     for folder in known_clusters():
         record = folder.read()
         if folder.is_claimed() and record is not None and not record.ray:
@@ -145,7 +146,7 @@ def _port_of(url: str) -> str:
 
 
 def _launcher_problems(status: ClusterStatus) -> Iterator[Problem]:
-    logs = f"`splitserve logs --name {status.name} {{worker}}` says more"
+    logs = f"see `splitserve logs --name {status.name} {{worker}}`"
     for worker in status.workers:
         if worker.phase is not Phase.READY and worker.last_words:
             yield Problem(
@@ -182,7 +183,8 @@ def _this_machine(options: argparse.Namespace, diagnosis: Diagnosis) -> Iterator
 
 
 def _wanted_spec(options: argparse.Namespace) -> ClusterSpec | None:
-    """What the options describe: 1 prefill and 1 decode worker where they don't say; None without a model."""
+    """Return the spec that the options describe, with 1 prefill and 1 decode worker unless they give counts; None
+    without a model."""
     if not options.model and not options.spec:
         return None
     if not options.spec and not (options.prefill or options.decode or options.mixed):
@@ -191,7 +193,7 @@ def _wanted_spec(options: argparse.Namespace) -> ClusterSpec | None:
 
 
 def _probe_here(spec: ClusterSpec | None, transport: str, diagnosis: Diagnosis) -> Iterator[Check]:
-    """Serve a small checkpoint of our own with 1 prefill and 1 decode worker, as ``spec`` would connect them."""
+    """Serve a small checkpoint of our own with 1 prefill and 1 decode worker, connected as in ``spec``."""
     from splitserve.models.demo.checkpoint import write_demo_model
 
     with tempfile.TemporaryDirectory(prefix="splitserve-doctor-") as scratch:
@@ -204,7 +206,7 @@ def _probe_here(spec: ClusterSpec | None, transport: str, diagnosis: Diagnosis) 
                 endpoint = Endpoint(cluster.url, resolve_secrets(small).api_key)
                 yield from _look_at_own(endpoint, transport, diagnosis)
         except SplitserveError as error:
-            advice = "the message says what is missing; `splitserve demo --log-level info` does the same and says more"
+            advice = "the message names what is missing; `splitserve demo --log-level info` does the same and logs more"
             yield check("probe", "", [Problem("probe_failed", f"a small cluster couldn't be started: {error}", advice)])
 
 
@@ -219,7 +221,8 @@ def _look_at_own(endpoint: Endpoint, transport: str, diagnosis: Diagnosis) -> It
 
 
 def _probe_spec(model: str, spec: ClusterSpec | None) -> ClusterSpec:
-    """``spec`` with its network, connector, secrets and environment, but a small model on two workers of one thread."""
+    """Return ``spec`` with a small model on two workers of one thread; network, connector, secrets, environment
+    stay."""
     device = spec.pools[0].device if spec is not None else "auto"
     engine = EngineConfig(model=model, kv_memory_bytes=_KV_MEMORY_BYTES, threads=1, device=device, enforce_eager=True)
     small = simple_spec(engine, num_prefill=1, num_decode=1, port=0, protocol=_PATIENT)
@@ -233,7 +236,7 @@ def _probe_spec(model: str, spec: ClusterSpec | None) -> ClusterSpec:
 
 
 def _like(small: PoolSpec, spec: ClusterSpec) -> PoolSpec:
-    """With the environment and the network device of the pool of that role."""
+    """Return ``small`` with the environment and the network device of the pool of its role in ``spec``."""
     for pool in spec.pools:
         if pool.role == small.role:
             placement = msgspec.structs.replace(small.placement, nic=pool.placement.nic)

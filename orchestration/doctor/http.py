@@ -1,4 +1,4 @@
-"""The endpoint of a cluster as the doctor asks it."""
+"""HTTP client of a cluster's endpoint for the doctor."""
 
 import http.client
 import json
@@ -13,7 +13,7 @@ from splitserve.common.errors import ConfigError, SplitserveError
 
 
 class UnreachableError(SplitserveError):
-    """Nobody answers there."""
+    """Endpoint that doesn't answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +22,14 @@ class Answer:
     body: bytes
 
     def json(self) -> Any:
-        """None if it isn't JSON."""
+        """Decode the body; None if it isn't JSON."""
         try:
             return json.loads(self.body)
         except ValueError:
             return None
 
     def words(self) -> str:
-        """What it says, for people."""
+        """Return the answer's message, for people."""
         value = self.json()
         if isinstance(value, dict):
             error = value.get("error")
@@ -40,8 +40,8 @@ class Answer:
 
 
 class Endpoint:
-    """Goes past any proxy of the environment. Methods raise :class:`UnreachableError` if nobody answers, and
-    :class:`ConfigError` if the key is wrong or missing."""
+    """Client of one endpoint, which ignores any proxy of the environment. Methods raise :class:`UnreachableError` if
+    the endpoint doesn't answer, and :class:`ConfigError` if the key is wrong or missing."""
 
     def __init__(self, url: str, api_key: str = "", timeout_seconds: float = 10.0) -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
@@ -73,7 +73,7 @@ class Endpoint:
             raise UnreachableError(f"{request.full_url} gives no answer: {reason}") from error
         if answer.status == HTTPStatus.UNAUTHORIZED:
             raise ConfigError(
-                f"{self.url} wants another API key: say --api-key-file PATH, or set SPLITSERVE_API_KEY "
+                f"{self.url} requires another API key: give --api-key-file PATH, or set SPLITSERVE_API_KEY "
                 f"({answer.words()})"
             )
         return answer

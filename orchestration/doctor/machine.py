@@ -1,4 +1,4 @@
-"""Facts about this machine for the doctor: everything here looks, nothing here judges."""
+"""Facts about this machine for the doctor. This module collects them; the checks judge them."""
 
 import ctypes
 import errno
@@ -35,21 +35,21 @@ _PROBE_SECONDS = 120.0
 _SLEEP_SECONDS = 0.005
 _WAKE_ROUNDS = 41
 _RDMA_DEVICES = Path("/sys/class/infiniband")
-_TIME_ERROR = 5  # adjtimex: the clock isn't synchronised
+_TIME_ERROR = 5  # status of adjtimex: the clock isn't synchronised
 
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """``wanted``: the versions that we take, like ``>=2.11,<2.14``; ``version`` None: it isn't installed."""
+    """Python package that Splitserve requires."""
 
     name: str
-    wanted: str
-    version: str | None
+    wanted: str  # the versions that we accept, like ``>=2.11,<2.14``
+    version: str | None  # None: it isn't installed
     fits: bool
 
 
 class TorchFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """See :mod:`splitserve.kvconnector.cuda.machine_probe`."""
+    """Facts from PyTorch. See :mod:`splitserve.kvconnector.cuda.machine_probe`."""
 
     torch: str
     cuda: str | None
@@ -61,16 +61,16 @@ class TorchFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class PortUser:
-    """Who listens on a port. ``pid`` 0: another user's process; ``is_splitserve``: it answers as our endpoints do."""
+    """Process that listens on a port."""
 
-    pid: int
+    pid: int  # 0: another user's process
     name: str
-    is_splitserve: bool
+    is_splitserve: bool  # it answers as our endpoints do
 
 
 @dataclass(frozen=True, slots=True)
 class DeadCluster:
-    """A cluster whose launcher is gone and has left something behind."""
+    """Cluster that has left processes or files behind its dead launcher."""
 
     name: str
     num_processes: int
@@ -78,26 +78,26 @@ class DeadCluster:
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """``memlock_bytes`` and ``max_open_files``: None for no limit. ``torch`` is what PyTorch says, or why it says
-    nothing, None if it wasn't asked; ``gpus`` likewise. ``clock_is_synchronised`` None: the kernel doesn't say."""
+    """Facts about this machine."""
 
     packages: tuple[Package, ...]
     num_cores: int
     wake_seconds: float
     topology: Topology
-    gpus: tuple[Gpu, ...] | str
+    gpus: tuple[Gpu, ...] | str  # or the reason why they can't be listed
+    # Facts from PyTorch, or the reason why there are none; None if PyTorch wasn't loaded.
     torch: TorchFacts | str | None
-    memlock_bytes: int | None
-    max_open_files: int | None
+    memlock_bytes: int | None  # None: no limit
+    max_open_files: int | None  # None: no limit
     shared_memory_bytes: int | None
     memory_bytes: int
     rdma_devices: tuple[str, ...] = ()
-    clock_is_synchronised: bool | None = None
+    clock_is_synchronised: bool | None = None  # None: the kernel doesn't report it
     dead_clusters: tuple[DeadCluster, ...] = ()
 
 
 def look_at_machine() -> MachineFacts:
-    """All but what PyTorch says (:func:`with_torch`)."""
+    """Collect all facts but PyTorch's (:func:`with_torch`)."""
     gpus: tuple[Gpu, ...] | str
     try:
         gpus = tuple(list_gpus())
@@ -122,12 +122,12 @@ def look_at_machine() -> MachineFacts:
 
 
 def with_torch(facts: MachineFacts) -> MachineFacts:
-    """Let another process load PyTorch, which takes some seconds."""
+    """Add PyTorch's facts, which another process collects: loading it takes some seconds."""
     return replace(facts, torch=ask_torch())
 
 
 def wake_seconds() -> float:
-    """How long a thread that has slept for some milliseconds takes until it runs: the median of some times."""
+    """Measure the seconds until a thread that has slept for some milliseconds runs: the median of several times."""
     asked, woken = queue.SimpleQueue[bool](), queue.SimpleQueue[float]()
 
     def sleep() -> None:
@@ -148,7 +148,8 @@ def wake_seconds() -> float:
 
 
 def required_packages(*, with_gpus: bool) -> tuple[Package, ...]:
-    """What our own metadata asks for, beside what is there; ourselves alone if we run without being installed."""
+    """Return the packages that our own metadata requires, with the installed versions; only Splitserve itself if it
+    runs without being installed."""
     try:
         requirements = requirements_of(("", "gpu") if with_gpus else ("",))
     except importlib.metadata.PackageNotFoundError:
@@ -165,22 +166,23 @@ def required_packages(*, with_gpus: bool) -> tuple[Package, ...]:
 
 
 def ask_torch(copy_bytes: int = 0) -> TorchFacts | str:
-    """What PyTorch says, in a process of its own; or why it says nothing. ``copy_bytes``: time a copy of that size."""
+    """Return the facts from PyTorch, loaded in a process of its own, or the reason why there are none. ``copy_bytes``:
+    time a copy of that size."""
     command = [sys.executable, "-m", "splitserve.kvconnector.cuda.machine_probe", "--bytes", str(copy_bytes)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"PyTorch can't be asked: {error}"
+        return f"PyTorch's facts can't be read: {error}"
     if done.returncode:
         return (done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"])[-1]
     try:
         return msgspec.json.decode(done.stdout.splitlines()[-1], type=TorchFacts)
     except (msgspec.DecodeError, IndexError) as error:
-        return f"what it says can't be read: {error}"
+        return f"its facts can't be decoded: {error}"
 
 
 def versions_of(*names: str) -> list[str]:
-    """``name version`` of those packages that are installed, ourselves and Python first."""
+    """Return ``name version`` of the installed packages among ``names``, Splitserve and Python first."""
     found = [f"splitserve {__version__}", f"Python {platform.python_version()}"]
     for name in names:
         try:
@@ -191,8 +193,11 @@ def versions_of(*names: str) -> list[str]:
 
 
 def port_user(host: str, port: int) -> PortUser | str | None:
-    """Who keeps us from listening on ``port`` of ``host``; None: nobody. Port 0 is always free. As text, why
-    nobody could listen there."""
+    """Return the process that listens on ``port`` of ``host``, or as text why no process could; None if the port is
+    free.
+
+    Port 0 is always free.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -241,7 +246,7 @@ def _limit(which: int) -> int | None:
 
 
 def _clock_is_synchronised() -> bool | None:
-    """As the kernel says, to whom NTP daemons report."""
+    """Read the clock's state from the kernel, to which NTP daemons report."""
     try:
         library = ctypes.CDLL(None, use_errno=True)
         state = int(library.adjtimex(ctypes.create_string_buffer(512)))  # modes 0: nothing is changed

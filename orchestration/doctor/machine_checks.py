@@ -1,4 +1,4 @@
-"""What is wrong with a machine, and with a cluster that is to be started on it. Pure, over facts."""
+"""Checks of a machine, and of a cluster to be started on it. Pure, over facts."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -9,18 +9,19 @@ from splitserve.orchestration.hosts.topology import Topology, format_list
 from splitserve.orchestration.spec.sizes import format_bytes
 
 MIN_MEMLOCK_BYTES = 1 << 20
-"""What io_uring (KV files) and UCX's queues lock at the least. A network card takes all memory that it is to read."""
+"""Least memory that io_uring (KV files) and UCX's queues lock. With a network card, all memory that the card reads is
+locked as well."""
 MIN_OPEN_FILES = 1024
 MIN_SHARED_MEMORY_BYTES = 64 << 20
 
 
 def machine_checks(facts: MachineFacts, versions: Sequence[str]) -> list[Check]:
-    """All of them. ``versions``: of the packages that matter most, as text."""
+    """Run all checks of the machine. ``versions``: of the most important packages, as text."""
     return [*torch_checks(facts, versions), *quick_checks(facts)]
 
 
 def torch_checks(facts: MachineFacts, versions: Sequence[str]) -> list[Check]:
-    """Those that depend on what PyTorch says."""
+    """Run the checks that depend on PyTorch's facts."""
     return [check_packages(facts, versions), check_devices(facts), check_peer_access(facts.torch)]
 
 
@@ -74,7 +75,7 @@ def check_devices(facts: MachineFacts) -> Check:
 
 
 def check_peer_access(torch: TorchFacts | str | None) -> Check:
-    """Without it, KV goes from GPU to GPU over the host's memory."""
+    """Check peer access between GPUs: without it, KV goes from GPU to GPU through host memory."""
     if not isinstance(torch, TorchFacts) or not torch.peer_access:
         return skipped("peer access", "there are no two GPUs")
     missing = [f"{one}->{other}" for one, other, has_access in torch.peer_access if not has_access]
@@ -94,7 +95,8 @@ def check_peer_access(torch: TorchFacts | str | None) -> Check:
 def memlock_problem(
     whose: str, memlock_bytes: int | None, rdma_devices: Sequence[str], kv_bytes: int
 ) -> Problem | None:
-    """``memlock_bytes`` None: no limit. ``kv_bytes``: of the host's memory, that a network card is to read."""
+    """Return the problem of a low memlock limit, if it is one. ``memlock_bytes`` None: no limit. ``kv_bytes``: KV in
+    host memory that a network card reads."""
     needed = max(MIN_MEMLOCK_BYTES, kv_bytes if rdma_devices else 0)
     if memlock_bytes is None or memlock_bytes >= needed:
         return None
@@ -161,10 +163,13 @@ def check_numa(topology: Topology) -> Check:
 
 
 def check_clock(facts: MachineFacts) -> Check:
-    """Whether anything sets it; how far it is off can be said of a cluster, whose clocks can be compared."""
+    """Check that the clock is synchronised. Its offset shows only in a cluster, whose clocks can be compared."""
     if facts.clock_is_synchronised is None:
-        return skipped("clock", "the kernel doesn't say whether it is synchronised")
-    return check("clock", "synchronised" if facts.clock_is_synchronised else "nothing tells the kernel that it sets it")
+        return skipped("clock", "the kernel doesn't report whether it is synchronised")
+    return check(
+        "clock",
+        "synchronised" if facts.clock_is_synchronised else "no program reports to the kernel that it sets the clock",
+    )
 
 
 def check_dead_clusters(facts: MachineFacts) -> Check:
@@ -183,13 +188,13 @@ def check_dead_clusters(facts: MachineFacts) -> Check:
 
 
 def check_port(host: str, port: int, user: PortUser | str | None, *, asked_for: bool) -> Check:
-    """``user`` as :func:`.machine.port_user` has it. ``asked_for``: somebody wants to serve there; else it's no
-    problem that one of our endpoints has it."""
+    """Check that a port can be used. ``user``: result of :func:`.machine.port_user`. ``asked_for``: the port is to be
+    used now; otherwise it is no problem that one of our endpoints uses it."""
     if user is None:
         return check("ports", f"{host}:{port} is free" if port else "any free one will do")
     if isinstance(user, str):
-        advice = "give an address of this machine as --host (0.0.0.0: all of them), and a --port that you may use"
-        problem = Problem("unusable_address", f"{host} port {port} can't be listened on: {user}", advice)
+        advice = "give an address of this machine as --host (0.0.0.0: all of them), and a --port that this user may use"
+        problem = Problem("unusable_address", f"{host} port {port} can't be bound: {user}", advice)
         return check("ports", f"{host}:{port}", [problem])
     who = f"{user.name} (pid {user.pid})" if user.pid else user.name
     if user.is_splitserve and not asked_for:
@@ -209,7 +214,7 @@ def check_port(host: str, port: int, user: PortUser | str | None, *, asked_for: 
 
 
 def check_cores(topology: Topology, num_cores: int, workers: Sequence[Wanted], threads: Mapping[str, int]) -> Check:
-    """``workers`` of a spec, and how many threads each is told to take (0: its share)."""
+    """Check cores against threads. ``workers`` of a spec; ``threads``: configured threads of each, 0 for its share."""
     on_cpu = [worker for worker in workers if not worker.gpus]
     plans = plan_workers(topology, workers, num_cores)
     wanted = sum(max(1, threads.get(worker.name, 0)) for worker in on_cpu)
@@ -230,6 +235,6 @@ def oversubscription(where: str, num_threads: int, num_cores: int) -> Problem | 
 
 
 def check_plan(errors: Iterable[str]) -> Check:
-    """``errors``: what keeps a spec from being started, in the launcher's words."""
-    problems = [Problem("spec", error, "change the spec or the options, as it says") for error in errors]
+    """Report ``errors`` that keep a spec from being started, in the launcher's words."""
+    problems = [Problem("spec", error, "change the spec or the options that the message names") for error in errors]
     return check("plan", "" if problems else "it can be started here", problems)

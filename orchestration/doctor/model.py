@@ -1,4 +1,4 @@
-"""The files of a checkpoint as the doctor looks at them: all that can be known without loading it."""
+"""Check of a checkpoint's files without loading them."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -15,9 +15,9 @@ DUMMY = "dummy"
 
 
 def look_at_model(path: str, load_format: str = "auto", served_versions: Collection[str] = ()) -> Check:
-    """config.json, tokenizer, every weight file's header and size, every tensor's name and shape.
+    """Check config.json, tokenizer, every weight file's header and size, every tensor's name and shape.
 
-    ``served_versions``: identities of the weights that running workers have of this checkpoint.
+    ``served_versions``: identities of the weights of this checkpoint that running workers have loaded.
     """
     try:
         if load_format == DUMMY or (served_versions and weights_version(path, DUMMY) in served_versions):
@@ -31,13 +31,13 @@ def look_at_model(path: str, load_format: str = "auto", served_versions: Collect
             "download the checkpoint again (config.json, every *.safetensors file, tokenizer.json), or correct PATH"
         )
         return check("model files", path, [Problem("missing_weights", str(error), advice)])
-    advice = "put the old files back, or start the cluster again: a worker that restarts with these would be refused"
+    advice = "put the old files back, or start the cluster again: a restarted worker would be rejected"
     changed = "the files are not those that the workers have loaded"
     return check("model files", text, [Problem("changed_weights", changed, advice)])
 
 
 def _check_directory(directory: Path) -> None:
-    """All but the weights. Raises :class:`CheckpointError`."""
+    """Check all files but the weights. Raises :class:`CheckpointError`."""
     check_model_directory(str(directory))
     load_model_config(directory)
     tokenizer = directory / "tokenizer.json"
@@ -48,18 +48,18 @@ def _check_directory(directory: Path) -> None:
 
 
 def _read_weights(directory: Path) -> str:
-    """What there is. Raises :class:`CheckpointError`."""
+    """Check the weight files; returns a summary. Raises :class:`CheckpointError`."""
     _check_directory(directory)
     files = weight_files(directory)
     records = read_records(directory)
     expected = stored_weights(load_model_config(directory))
     missing = [name for name in expected if name not in records]
     if missing:
-        raise CheckpointError(f"{directory} lacks {len(missing)} tensors that config.json asks for: {few(missing)}")
+        raise CheckpointError(f"{directory} lacks {len(missing)} tensors that config.json requires: {few(missing)}")
     for name, weight in expected.items():
         if records[name].shape != weight.shape:
             found = list(records[name].shape)
             raise CheckpointError(
-                f"{records[name].file}: {name} has shape {found}; config.json asks for {list(weight.shape)}"
+                f"{records[name].file}: {name} has shape {found}; config.json requires {list(weight.shape)}"
             )
     return f"{len(records)} tensors in {len(files)} file{'' if len(files) == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""What of a cluster spec can't be started on this machine, as the doctor sees it without starting anything."""
+"""Checks of a cluster spec against this machine, without starting anything."""
 
 from collections.abc import Callable, Iterator
 
@@ -17,7 +17,8 @@ _CHECKED_BY_ITSELF = ("model.path", "router.host", "router.port")
 
 
 def spec_checks(spec: ClusterSpec, facts: MachineFacts, name: Callable[[str], str] = str) -> Iterator[Check]:
-    """The plan, and the cores of those workers that are on CPU. ``name``: of a place in the spec, for the user."""
+    """Yield checks of the plan and of the cores of CPU workers. ``name``: translates a location in the spec for the
+    user."""
     gpus: list[Gpu] = [] if isinstance(facts.gpus, str) else list(facts.gpus)
     machine = Machine(len(usable_cpus()), facts.memory_bytes, tuple(gpus))
     problems = [*file_problems(spec), *capacity_problems(spec, machine), *address_problems(spec)]

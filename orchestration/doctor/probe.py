@@ -1,8 +1,8 @@
-"""A request through the real path, twice: where it was prefilled, how its KV travelled, whether the second found it.
+"""The probe: one prompt sent twice through the real path, to see its route, its hand-over, and its prefix hit.
 
-What should happen follows from the report of the cluster: with prefill and decode workers the prompt's KV moves, all
-of it but what the decode worker holds already. A prompt that nobody has sent before can only be found by its second
-request, and only by a decode worker that had it the first time.
+The expected result follows from the report of the cluster: with prefill and decode workers the prompt's KV moves,
+except blocks that the decode worker holds already. A new prompt can only be found by its second request, and only by a
+decode worker that had it the first time.
 """
 
 import secrets
@@ -26,12 +26,13 @@ MAX_TOKENS = 4
 TIMEOUT_SECONDS = 120.0
 MIN_BYTES_TO_JUDGE = 8 << 20
 MIN_SHARE_OF_COPY = 0.05
-"""Of a plain copy's speed. The hand-over of little data is mostly messages: nothing is said of it."""
+"""Least acceptable speed of a hand-over, as a share of a plain copy's. Below :data:`MIN_BYTES_TO_JUDGE` a hand-over is
+mostly messages and isn't judged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of the probe's prompt, which ends in a block that isn't full."""
+    """Shape of the probe's prompt, which ends in a partial block."""
 
     num_tokens: int
     block_size: int
@@ -44,11 +45,12 @@ class Shape:
 
 @dataclass
 class Probe:
-    """``routes``: the endpoint's account of each request that was answered. ``seconds``: what each took in all."""
+    """Outcome of the probe's requests."""
 
     shape: Shape
+    # The endpoint's account of each request that was answered.
     routes: list[dict[str, Any]] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)  # total time of each request
     error: str = ""
 
     @property
@@ -57,7 +59,7 @@ class Probe:
 
 
 def probe_shape(report: ClusterReport) -> Shape | None:
-    """A prompt that every worker has room for; None if there is none."""
+    """Choose a prompt for which every worker has room; None if there is none."""
     infos = [worker.info for worker in report.workers if worker.state is WorkerState.READY]
     if not infos:
         return None
@@ -70,7 +72,7 @@ def probe_shape(report: ClusterReport) -> Shape | None:
 
 
 def send_probe(endpoint: Endpoint, model: str, shape: Shape, num_decode: int) -> Probe:
-    """The same prompt until a decode worker has it twice; an idle cluster's workers take turns."""
+    """Send the same prompt until a decode worker has had it twice; an idle cluster's workers take turns."""
     probe = Probe(shape)
     chooser = secrets.SystemRandom()
     prompt = [chooser.randrange(shape.vocab_size) for _ in range(shape.num_tokens)]
@@ -101,7 +103,8 @@ def send_probe(endpoint: Endpoint, model: str, shape: Shape, num_decode: int) ->
 
 
 def look_by_probe(endpoint: Endpoint, report: ClusterReport, machine: str) -> tuple[list[Check], dict[str, Any] | None]:
-    """``machine``: this one's name; a plain copy is timed here if the workers are here, too."""
+    """Send a probe and return its checks and its result as JSON. ``machine``: name of this machine; if the workers run
+    here too, a plain copy is timed for comparison."""
     shape = probe_shape(report)
     if shape is None:
         return [skipped("probe", "no worker is ready for a prompt of some blocks")], None
@@ -114,12 +117,12 @@ def look_by_probe(endpoint: Endpoint, report: ClusterReport, machine: str) -> tu
     return list(probe_checks(report, probe, copy)), as_json(report, probe, copy)
 
 
-# ---- what it says; pure from here ----
+# ---- checks of its outcome; pure from here ----
 
 
 def probe_checks(report: ClusterReport, probe: Probe, copy: TorchFacts | None) -> Iterator[Check]:
     if probe.error:
-        advice = "`splitserve status` and `splitserve logs` of the workers say why; see also the findings above"
+        advice = "see `splitserve status`, `splitserve logs` of the workers, and the findings above"
         yield check("probe", "", [Problem("probe_failed", probe.error, advice)])
         return
     yield check("probe", _describe_path(probe), _path_problems(report, probe))
@@ -179,22 +182,22 @@ def _handover_problems(probe: Probe, copy: TorchFacts | None) -> Iterator[Proble
     if handover["blocks"] != expected:
         yield Problem(
             "blocks",
-            f"{handover['blocks']} KV blocks moved; a prompt of {probe.shape.num_tokens} tokens that nobody has sent "
+            f"{handover['blocks']} KV blocks moved; a prompt of {probe.shape.num_tokens} tokens that was never sent "
             f"before has {expected}",
-            "this should not be: keep the logs and report it",
+            "this is a bug: keep the logs and report it",
         )
     share = bytes_per_second(handover) / copy.copy_bytes_per_second if copy and copy.copy_bytes_per_second else 1.0
     if handover["bytes"] >= MIN_BYTES_TO_JUDGE and share < MIN_SHARE_OF_COPY:
         yield Problem(
             "slow_handover",
             f"KV moves at {share:.1%} of a plain copy's speed",
-            "look at the finding about transports, and at what else uses these cores and this network; "
+            "see the finding about transports, and check which other programs use these cores and this network; "
             "`splitserve bench handover` measures it by size",
         )
 
 
 def bytes_per_second(handover: dict[str, Any]) -> float:
-    """While reads were under way."""
+    """Return the rate while reads were in flight."""
     return float(handover["bytes"]) / max(float(handover["read_seconds"] or handover["seconds"]), 1e-9)
 
 
@@ -208,9 +211,9 @@ def _check_prefix(report: ClusterReport, probe: Probe) -> Check:
         problems.append(
             Problem(
                 "prefix_miss",
-                f"the prompt came twice, and the KV of {found} of its tokens was found the second time, not of "
+                f"the prompt was sent twice, and the KV of {found} of its tokens was found the second time, not of "
                 f"{predicted}",
-                "more KV memory (--kv-memory) keeps prefixes longer, if others took its place meanwhile; "
+                "more KV memory (--kv-memory) keeps prefixes longer, if other prompts have evicted it; "
                 "is --enable-prefix-caching the same on all workers?",
             )
         )
@@ -218,8 +221,8 @@ def _check_prefix(report: ClusterReport, probe: Probe) -> Check:
 
 
 def predicted_prefix(report: ClusterReport, probe: Probe) -> tuple[int, int] | None:
-    """How many of the last request's tokens its decode worker should have found, and how many it did; None if it saw
-    the prompt for the first time."""
+    """Return how many of the last request's tokens its decode worker should have found, and how many it did; None if
+    that worker got the prompt for the first time."""
     *earlier, last = probe.routes
     if last["decode"] not in [route["decode"] for route in earlier]:
         return None
@@ -231,7 +234,7 @@ def predicted_prefix(report: ClusterReport, probe: Probe) -> tuple[int, int] | N
 
 
 def as_json(report: ClusterReport, probe: Probe, copy: TorchFacts | None) -> dict[str, Any]:
-    """``transport`` and ``blocks`` are those of the hand-over: None and 0 where none was needed."""
+    """Return the result as JSON. ``transport`` and ``blocks`` are None and 0 if no hand-over was needed."""
     handover = probe.handover or {}
     prediction = predicted_prefix(report, probe) if probe.routes and not probe.error else None
     route = probe.routes[0] if probe.routes else {}

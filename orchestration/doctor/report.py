@@ -1,4 +1,4 @@
-"""What the doctor found, as lines for people and as JSON for programs."""
+"""Findings of the doctor, as lines for people and as JSON for programs."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,19 +9,19 @@ _WIDTH = 15
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """``name`` is for programs, like ``wrong_transport``; ``advice`` says what to do."""
+    """Problem found by a check."""
 
-    name: str
+    name: str  # for programs, like ``wrong_transport``
     text: str
-    advice: str
+    advice: str  # the remedy
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Something that was looked at. ``text`` is what there is; with ``skipped``, why nobody could look."""
+    """Result of one check."""
 
     name: str
-    text: str
+    text: str  # the facts; with ``skipped``, the reason
     problems: tuple[Problem, ...] = ()
     skipped: bool = False
 
@@ -50,13 +50,12 @@ def skipped(name: str, why: str) -> Check:
 
 @dataclass(slots=True)
 class Diagnosis:
-    """Of ``target``: a URL, or this machine. ``probe`` is what a request through the real path showed; None: none was
-    sent."""
+    """All checks of one target."""
 
     version: str
-    target: str
+    target: str  # a URL, or this machine
     checks: list[Check] = field(default_factory=list)
-    probe: dict[str, Any] | None = None
+    probe: dict[str, Any] | None = None  # result of the request through the real path; None: none was sent
 
     @property
     def problems(self) -> list[Problem]:
@@ -80,6 +79,6 @@ class Diagnosis:
 
 
 def few(names: Sequence[str]) -> str:
-    """Three of them, and how many more there are."""
+    """Join the first three names and the number of the others."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more

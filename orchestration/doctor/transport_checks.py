@@ -1,4 +1,4 @@
-"""Checks of how KV travels between workers, as a cluster report has it. Pure."""
+"""Checks of the transports between workers, from a cluster report. Pure."""
 
 from splitserve.orchestration.doctor.report import Check, Problem, check, few, skipped
 from splitserve.orchestration.doctor.workers import name_of, pairs
@@ -27,10 +27,10 @@ def _transport_problem(sink: WorkerReport, source: WorkerReport, link: PeerLink,
     here, there = sink.info.place, source.info.place
     expected = wanted or expected_transport(here, there)
     if link.transport == UNKNOWN_TRANSPORT and not link.problem:
-        return None  # its environment keeps UCX from telling
+        return None  # UCX's environment keeps it from reporting the transport
     if not link.problem and (not expected or is_by(link.transport, expected)):
         return None
-    because = link.problem or f"{expected} is to be expected between them"
+    because = link.problem or f"{expected} is expected between them"
     chosen = {
         f"{name_of(each)} has UCX_TLS={each.info.place.ucx_tls}" for each in (sink, source) if each.info.place.ucx_tls
     }
@@ -47,7 +47,8 @@ def _transport_problem(sink: WorkerReport, source: WorkerReport, link: PeerLink,
 
 
 def expected_transport(one: WorkerPlace, other: WorkerPlace) -> str:
-    """What two workers should use: a name of UCX's, ``shared memory`` or ``rdma`` for a group of them, "" for any."""
+    """Return the transport that two workers should use: a name of UCX's, ``shared memory`` or ``rdma`` for a group of
+    them, "" for any."""
     if not one.machine or not other.machine:
         return ""
     on_gpus = one.device.startswith("cuda") and other.device.startswith("cuda")
@@ -57,7 +58,7 @@ def expected_transport(one: WorkerPlace, other: WorkerPlace) -> str:
 
 
 def is_by(transport: str, expected: str) -> bool:
-    """Whether the transports that UCX names, like ``rc_mlx5+cuda_ipc``, are of the expected kind."""
+    """Return whether UCX's transports, like ``rc_mlx5+cuda_ipc``, are of the expected kind."""
     names = transport.partition(" ")[0].split("+")
     if expected == "shared memory":
         return bool(_WITHIN_A_MACHINE & set(names))

@@ -1,4 +1,4 @@
-"""Checks of single workers and their machines, as a cluster report has them. Pure."""
+"""Checks of single workers and their machines, from a cluster report. Pure."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ def check_worker_limits(report: ClusterReport) -> Check:
 
 
 def check_worker_cores(report: ClusterReport) -> Check:
-    """CPU workers of each machine: their threads against the cores that they may use together."""
+    """Check the CPU workers of each machine: their threads against the cores that they may use together."""
     machines: dict[str, list[WorkerReport]] = defaultdict(list)
     for worker in report.workers:
         if worker.info.place.device == "cpu" and not is_stale(worker, report):
@@ -60,8 +60,8 @@ def check_worker_cores(report: ClusterReport) -> Check:
 
 
 def cores_together(places: Sequence[WorkerPlace]) -> int:
-    """Physical cores that processes of one machine may use between them, from each one's own count: masks that are
-    apart add up, masks that are the same count once."""
+    """Count the physical cores that processes of one machine may use together, from each one's own count: disjoint
+    masks add up, equal masks count once."""
     union = {cpu for place in places for cpu in place.cpus}
     total = sum(len(place.cpus) for place in places)
     cores = sum(place.num_cores for place in places)
@@ -85,12 +85,12 @@ def check_worker_memory(report: ClusterReport) -> Check:
 
 
 def _on_host(place: WorkerPlace) -> int:
-    """Bytes of KV in its machine's memory."""
+    """Return the bytes of the worker's KV in host memory."""
     return place.host_kv_bytes + (place.kv_bytes if place.device == "cpu" else 0)
 
 
 def check_kernels(report: ClusterReport) -> Check:
-    """Which backends run; on a GPU none should be the plain one."""
+    """Check the kernels' backends; on a GPU none should be the reference."""
     operations: dict[str, set[str]] = defaultdict(set)
     problems = []
     for worker in report.workers:
@@ -102,7 +102,7 @@ def check_kernels(report: ClusterReport) -> Check:
                 Problem(
                     "slow_kernels",
                     f"{name_of(worker)} runs {few(plain)} on its GPU in plain PyTorch",
-                    "pip install '.[gpu]' in a clone there; the worker's log says why a backend can't run",
+                    "pip install '.[gpu]' in a clone there; the worker's log shows why a backend can't run",
                 )
             )
     shown = (f"{backend}: {', '.join(sorted(names))}" for backend, names in sorted(operations.items()))

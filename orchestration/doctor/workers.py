@@ -1,4 +1,4 @@
-"""Workers of a cluster report: their names, which are stale, which read from which."""
+"""Workers of a cluster report: their names, stale ones, and pairs of readers and sources."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ def is_stale(worker: WorkerReport, report: ClusterReport) -> bool:
 
 
 def pairs(report: ClusterReport) -> Iterator[tuple[WorkerReport, WorkerReport, PeerLink | None]]:
-    """Each decode worker with each prefill worker that it may be told to read from, both ready, and its link."""
+    """Yield each ready decode worker with each ready prefill worker that it may read from, and their connection."""
     ready = [worker for worker in report.workers if worker.state is WorkerState.READY and not is_stale(worker, report)]
     for sink in (worker for worker in ready if worker.info.role is Role.DECODE):
         links = {link.peer: link for link in sink.links}

@@ -1,4 +1,4 @@
-"""The address at which a process is reached by others: always one of its own machine."""
+"""Addresses at which other machines reach this machine's processes."""
 
 import ipaddress
 import socket
@@ -15,9 +15,9 @@ LOOPBACK = "127.0.0.1"
 
 
 def own_address(network: NetworkSpec, default: str) -> str:
-    """What this machine's processes bind under ``network``; ``default`` where that says nothing.
+    """Return the address that this machine's processes bind under ``network``; ``default`` if ``network`` names none.
 
-    Raises :class:`ConfigError` for an interface that this machine doesn't have, or has without a usable address.
+    Raises :class:`ConfigError` for an interface that this machine doesn't have, or that has no usable address.
     """
     if network.interface:
         return interface_address(network.interface, network.ip_version, psutil.net_if_addrs())
@@ -25,9 +25,10 @@ def own_address(network: NetworkSpec, default: str) -> str:
 
 
 def interface_address(interface: str, ip_version: int, table: Mapping[str, Sequence[Any]]) -> str:
-    """The first address of the interface that others can reach: link-local ones need a zone and are left out.
+    """Return the first address of the interface that other machines can reach; link-local ones need a zone and are left
+    out.
 
-    ``table`` is that of :func:`psutil.net_if_addrs`.
+    ``table``: result of :func:`psutil.net_if_addrs`.
     """
     if interface not in table:
         raise ConfigError(f"there is no network interface {interface!r} here; there are {', '.join(sorted(table))}")
@@ -43,7 +44,7 @@ def interface_address(interface: str, ip_version: int, table: Mapping[str, Seque
 
 
 def reachable_url(url: str, own_address: str) -> str:
-    """``url`` as others can use it: one that names every address of the machine gets ``own_address`` instead."""
+    """Return ``url`` for other machines: a wildcard address is replaced by ``own_address``."""
     parts = urlsplit(url)
     if parts.hostname not in ("0.0.0.0", "::"):
         return url

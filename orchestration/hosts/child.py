@@ -1,13 +1,12 @@
-"""Main of a child process: ``python -m splitserve.orchestration.hosts.child``. It is started by :mod:`.process`
-alone.
+"""Main of a child process: ``python -m splitserve.orchestration.hosts.child``. It is started by :mod:`.process` alone.
 
 Contract with the parent:
 
 - the first line of standard input is an :class:`Order` as JSON. The pipe then stays open: its end means that
   the parent is gone, however it died, and ends this process too;
-- the status pipe carries :class:`Progress` as JSON lines. Stage ``error`` says in one line why the process ends;
-- SIGINT ends it in order, now. SIGTERM ends it in order, a worker once it has drained. Exit status: 0 after a signal,
-  2 for an error that the user can mend, 1 for any other.
+- the status pipe carries :class:`Progress` as JSON lines. Stage ``error`` gives the reason of the end in one line;
+- SIGINT ends the process in order, at once. SIGTERM ends it in order, a worker once it has drained. Exit status: 0
+  after a signal, 2 for an error that the user can correct, 1 for any other.
 """
 
 import ctypes
@@ -40,24 +39,21 @@ _log = logging.getLogger(__name__)
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What a child shall run: ``entry`` (``module:function``), called with its config and a callable for progress.
-
-    ``shared_memory`` is a folder to remove at the end, in case the parent is gone by then.
-    ``parent_death_signal`` asks the kernel, too, to end the child with the *thread* of the parent that started it.
-    """
+    """Order to a child process."""
 
     name: str
     kind: Literal["router", "worker", "lmcache"]
-    entry: str
+    entry: str  # ``module:function``, called with its config and a callable for progress
     config: msgspec.Raw
     status_fd: int
     log_level: str = "info"
-    shared_memory: str = ""
+    shared_memory: str = ""  # a folder to remove at the end, in case the parent is gone by then
+    # Have the kernel, too, end the child with the *thread* of the parent that started it.
     parent_death_signal: bool = True
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """A step that a child has made; ``detail`` is for people and for the launcher."""
+    """Step that a child has made; ``detail`` is for people and for the launcher."""
 
     stage: str
     detail: dict[str, str]
@@ -68,10 +64,10 @@ Entry = Callable[[Config, Callable[[str, dict[str, str]], None]], None]
 
 
 class StatusPipe:
-    """Writes progress to the parent. A parent that is gone is not this class's business: the life line sees to it."""
+    """Writer of progress to the parent. Ignores a parent that is gone: the life line ends this process then."""
 
     def __init__(self, fd: int) -> None:
-        os.set_inheritable(fd, False)  # its end must mean our end, whatever we start
+        os.set_inheritable(fd, False)  # this pipe's end must mean the end of this process, whatever processes it starts
         self._file = os.fdopen(fd, "wb", buffering=0)
         self._lock = threading.Lock()
 
@@ -85,7 +81,7 @@ class StatusPipe:
                 _log.warning("progress %r has no reader any more", stage)
 
     def close(self) -> None:
-        """Nobody needs to hear more."""
+        """Close the pipe: no more progress follows."""
         with self._lock:
             self._file.close()
 
@@ -99,20 +95,21 @@ def config_of(order: Order) -> Config:
 
 
 def stays_awake(config: Config) -> bool:
-    """Whether the process is to stay on cores that are kept awake."""
+    """Return whether the process stays on cores that are kept awake."""
     if isinstance(config, WorkerConfig):
         return config.engine.keep_cores_awake
     return isinstance(config, RouterConfig) and config.on_awake_cores
 
 
 def cpus_for(config: Config) -> Collection[int]:
-    """Hardware threads that the process is to stay on; none: wherever it may."""
+    """Return the hardware threads to bind the process to; none to leave it unbound."""
     cpus = config.placement.cpus if isinstance(config, WorkerConfig) else ()
     return awake_cpus(cpus or usable_cpus()) if stays_awake(config) else cpus
 
 
 def _imported(name: str) -> Entry:
-    """``module:function``. What imports make stays: a collector that looks through it takes a fifth of their time."""
+    """Import ``module:function``. The collector is off during imports, whose objects stay alive: it would take a fifth
+    of their time."""
     module, _, function = name.partition(":")
     gc.disable()
     entry: Entry = getattr(importlib.import_module(module), function)
@@ -147,7 +144,7 @@ def remove_shared_memory(order: Order) -> None:
 
 
 def _end_with_parent(life_line: FileIO, order: Order) -> None:
-    """Wait for the parent's end, ask this process to end in order, and see to it that it does."""
+    """Wait for the parent's end, then ask this process to end in order, and make sure that it does."""
     life_line.read()
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(ORPHAN_GRACE_SECONDS)
@@ -156,16 +153,19 @@ def _end_with_parent(life_line: FileIO, order: Order) -> None:
 
 
 def _ask_kernel_for_death_signal() -> None:
-    """SIGINT when the parent dies, where the platform has it (Linux); elsewhere the life line alone does it."""
+    """Ask the kernel for SIGINT when the parent dies (Linux); on other platforms the life line alone ends the
+    process."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT, 0, 0, 0)
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits SIGINT ignored
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # and a child of one of Ray's actors has it blocked
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # may write to a terminal of which another group is in the foreground
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # comes if this is stopped when the parent ends; the life line tells
+    # Allows writing to a terminal of which another group is in the foreground.
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    # Sent if this process is stopped when the parent ends; the life line reports that end.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # Unbuffered: a daemon thread that holds a buffered reader's lock makes the interpreter abort when it ends.
     life_line = FileIO(sys.stdin.fileno(), closefd=False)
     order = msgspec.json.decode(life_line.readline(), type=Order)
@@ -178,7 +178,7 @@ def main() -> int:
         status = run(order, StatusPipe(order.status_fd))
     finally:
         remove_shared_memory(order)
-    if order.kind == "worker":  # all that matters is closed; what the libraries of a GPU do at their end takes seconds
+    if order.kind == "worker":  # all that matters is closed; GPU libraries take seconds to end
         logging.shutdown()
         sys.stdout.flush()
         os._exit(status)

@@ -1,11 +1,11 @@
-"""Which cores, NUMA node and network device each worker of a machine gets. Pure.
+"""Plan of cores, NUMA node and network device of each worker on a machine. Pure.
 
 A worker stays on one node: its GPU's, or for CPU workers the one with the most cores per worker. The node's cores are
-split between its CPU workers. Of a share some cores are kept free of the model, for transfer threads and the engine
-loop, so that a copy doesn't take a core from a step in the middle; a share that is too small for that stays whole.
-Nothing is pinned where cores would have to be shared between workers: the kernel does that better. A GPU worker is
-kept on its node, but for the cores of other GPUs' transfer threads; its own ones have some for themselves. The network
-device is the nearest one, for people: UCX finds it by itself, and is told only where the spec names one.
+split between its CPU workers. In each share some cores are kept free of the model, for transfer threads and the engine
+loop, so that a copy doesn't take a core from a running step; a share that is too small for that isn't divided. Nothing
+is pinned if workers would have to share cores: the kernel schedules those better. A GPU worker is bound to its node,
+except the cores of other GPUs' transfer threads; its own transfer threads have some cores for themselves. The network
+device is the nearest one, for people: UCX finds it by itself, and its choice is set only if the spec names one.
 """
 
 from collections import Counter
@@ -26,24 +26,21 @@ MIN_CORES_TO_SPLIT_PER_GPU = 8
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A worker to place. ``gpus``: PCI addresses, none for a CPU worker. The rest is the user's word, where given:
-
-    ``cores`` of the process, ``transfer_cores`` among them or how many (``num_transfer_cores``), ``node``, ``nic``;
-    ``pin`` off: bind nothing.
-    """
+    """Worker to plan for."""
 
     name: str
-    gpus: tuple[str, ...] = ()
-    pin: bool = True
-    cores: str = ""
-    transfer_cores: str = ""
-    num_transfer_cores: int | None = None
+    gpus: tuple[str, ...] = ()  # PCI addresses; none for a CPU worker
+    # The rest is the user's choice, if given.
+    pin: bool = True  # False: bind nothing
+    cores: str = ""  # of the process
+    transfer_cores: str = ""  # those of ``cores`` that are for transfers
+    num_transfer_cores: int | None = None  # or their number
     node: int | None = None
     nic: str = ""
 
 
 def wanted_place(name: str, pool: PoolSpec, gpus: tuple[str, ...]) -> Wanted:
-    """What ``pool`` asks for its worker called ``name``, whose number chooses among lists of cores."""
+    """Return the requirements of ``pool`` for its worker called ``name``; its number chooses among lists of cores."""
     index = int(name.rpartition("-")[2])
     chosen = pool.placement
     return Wanted(
@@ -60,10 +57,7 @@ def wanted_place(name: str, pool: PoolSpec, gpus: tuple[str, ...]) -> Wanted:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """``why``: what keeps the plan from binding anything; "" if it does. Hardware threads are sorted.
-
-    ``node_cpus``: what a GPU worker is bound to: its node's, where the machine has others, or what the spec says.
-    """
+    """Plan for one worker. Hardware threads are sorted."""
 
     name: str
     device: str
@@ -72,13 +66,14 @@ class WorkerPlan:
     model_cpus: tuple[int, ...] = ()
     transfer_cpus: tuple[int, ...] = ()
     io_cpus: tuple[int, ...] = ()
+    # Threads that a GPU worker is bound to: its node's, if the machine has other nodes, or those that the spec names.
     node_cpus: tuple[int, ...] = ()
     num_cores: int = 0
-    why: str = ""
+    why: str = ""  # the reason why the plan binds nothing; "" if it does
 
     @property
     def placement(self) -> CorePlacement:
-        """What the worker is told. Of a GPU worker only transfer threads have cores of their own."""
+        """Affinity of the worker's threads. In a GPU worker only transfer threads have cores of their own."""
         if self.device != "cpu":
             return CorePlacement(cpus=self.node_cpus, transfer_cpus=self.transfer_cpus, numa_node=self.node)
         if self.why:
@@ -89,7 +84,7 @@ class WorkerPlan:
         )
 
     def describe(self, *, keeps_awake: bool = False) -> str:
-        """One line for people. ``keeps_awake``: see ``EngineConfig.keep_cores_awake``."""
+        """Describe the plan in one line for people. ``keeps_awake``: see ``EngineConfig.keep_cores_awake``."""
         text = self._describe()
         return f"{text}; on half of the cores, kept awake" if keeps_awake else text
 
@@ -107,7 +102,7 @@ class WorkerPlan:
 
 
 def plan_workers(topology: Topology, wanted: Sequence[Wanted], quota_cores: int | None = None) -> dict[str, WorkerPlan]:
-    """A plan for each worker. ``quota_cores``: how many cores' time the cgroup may use, if that is limited.
+    """Plan all workers. ``quota_cores``: number of cores whose time the cgroup may use, if that is limited.
 
     Raises :class:`ConfigError` for cores or nodes that this process doesn't have.
     """
@@ -129,7 +124,7 @@ def plan_workers(topology: Topology, wanted: Sequence[Wanted], quota_cores: int 
 
 @dataclass
 class _Spread:
-    """CPU workers over the nodes: to the one with the most cores for each of its workers."""
+    """Distribution of CPU workers over the nodes: each goes to the node with the most cores per worker."""
 
     topology: Topology
     num_workers: Counter[int]
@@ -139,7 +134,7 @@ class _Spread:
         self.num_cores = Counter(core.node for core in self.topology.cores)
 
     def next_node(self) -> int | None:
-        """None where there is only one: nothing is to be decided."""
+        """Return the next worker's node; None if there is only one, so that there is no choice."""
         may_allocate = {node.index for node in self.topology.nodes if node.may_allocate}
         candidates = [node for node in self.num_cores if node in may_allocate] or list(self.num_cores)
         best = max(
@@ -151,7 +146,7 @@ class _Spread:
 
 
 def _node_of(topology: Topology, wanted: Wanted) -> int | None:
-    """The node that follows from the user's word or from the device; None if none does."""
+    """Return the node that follows from the user's choice or from the device; None if neither names one."""
     known = {node.index for node in topology.nodes}
     if wanted.node is not None:
         if wanted.node not in known:
@@ -166,7 +161,7 @@ def _node_of(topology: Topology, wanted: Wanted) -> int | None:
 
 
 def _chosen(topology: Topology, name: str, text: str) -> list[Core]:
-    """Cores by the user's list of hardware threads."""
+    """Return the cores in the user's list of hardware threads."""
     try:
         cpus = parse_list(text)
     except ValueError:
@@ -185,7 +180,7 @@ def _chosen(topology: Topology, name: str, text: str) -> list[Core]:
 
 
 def _split(cores: Sequence[Core], workers: Sequence[str]) -> dict[str, list[Core]]:
-    """Even shares of adjacent cores; none for anybody if there are too few."""
+    """Split cores into even shares of adjacent ones; empty shares if there are too few."""
     if not workers or len(cores) < len(workers):
         return {}
     share, remainder = divmod(len(cores), len(workers))
@@ -216,7 +211,7 @@ def _plan(topology: Topology, wanted: Wanted, node: int | None, share: list[Core
     elif wanted.num_transfer_cores is not None or len(cores) >= MIN_CORES_TO_SPLIT:
         model, transfer, loop = _apart(wanted, cores)
     elif len(cores) == len(topology.cores):
-        return replace(plan, num_cores=len(cores), why="too few cores to keep any apart")
+        return replace(plan, num_cores=len(cores), why="too few cores to reserve any for transfers")
     else:
         model, transfer, loop = cores, [], []
     return replace(
@@ -225,8 +220,8 @@ def _plan(topology: Topology, wanted: Wanted, node: int | None, share: list[Core
 
 
 def _plan_gpus(topology: Topology, wanted: Wanted, plan: WorkerPlan) -> WorkerPlan:
-    """``plan`` with the cores that a GPU worker is kept on, its GPUs' nodes' where the machine has others, and those
-    of its transfer threads. Pools ask for their workers one by one, so nothing depends on who else is there."""
+    """Return ``plan`` with the cores that a GPU worker is bound to (its GPUs' nodes' if the machine has other nodes)
+    and those of its transfer threads. Pools plan their workers one by one, so nothing depends on other workers."""
     gpus = [gpu for gpu in map(topology.gpu, wanted.gpus) if gpu is not None and gpu.node is not None]
     nodes = {gpu.node for gpu in gpus} if len(gpus) == len(wanted.gpus) and wanted.node is None else {plan.node}
     gpus = [gpu for gpu in gpus if gpu.node in nodes]
@@ -248,7 +243,7 @@ def _plan_gpus(topology: Topology, wanted: Wanted, plan: WorkerPlan) -> WorkerPl
 
 
 def _cores_of_gpu(topology: Topology, wanted: Wanted, gpu: PciDevice, *, by_default: bool) -> list[Core]:
-    """For the transfers of a GPU's worker: the last ones of an even share of the node for each GPU there is."""
+    """Choose cores for the transfers of a GPU's worker: the last ones of the GPU's even share of its node."""
     neighbours = [other.name for other in topology.gpus if other.node == gpu.node]
     share = [] if gpu.node is None else _split(topology.cores_of(gpu.node), neighbours).get(gpu.name, [])
     usual = TRANSFER_CORES_PER_GPU if by_default and len(share) >= MIN_CORES_TO_SPLIT_PER_GPU else 0
@@ -256,11 +251,11 @@ def _cores_of_gpu(topology: Topology, wanted: Wanted, gpu: PciDevice, *, by_defa
 
 
 def _num_apart(wanted: Wanted, cores: Sequence[Core], usual: int) -> int:
-    """How many of ``cores`` transfers have for themselves. Raises :class:`ConfigError` if nothing would be left."""
+    """Return how many of ``cores`` are reserved for transfers. Raises :class:`ConfigError` if none would be left."""
     number = usual if wanted.num_transfer_cores is None else wanted.num_transfer_cores
     if number and number >= len(cores):
         raise ConfigError(
-            f"{wanted.name}: num_transfer_cores is {number}, of {len(cores)} cores; leave one to the rest"
+            f"{wanted.name}: num_transfer_cores is {number}, of {len(cores)} cores; leave one or more to the model"
         )
     return number
 
@@ -270,7 +265,7 @@ def _cpus(cores: Iterable[Core]) -> tuple[int, ...]:
 
 
 def _apart(wanted: Wanted, cores: list[Core]) -> tuple[list[Core], list[Core], list[Core]]:
-    """For the model, for transfers, for the engine loop: the last ones are kept free of the model."""
+    """Split cores: for the model, for transfers, for the engine loop; the last ones are kept free of the model."""
     usual = min(MAX_TRANSFER_CORES, max(1, len(cores) // CORES_PER_TRANSFER_CORE))
     num_transfer = _num_apart(wanted, cores, usual)
     num_loop = 1 if len(cores) >= 2 * MIN_CORES_TO_SPLIT and len(cores) > num_transfer + 1 else 0

@@ -1,4 +1,4 @@
-"""GPUs of this machine, and which worker has which. Without CUDA or torch: ``nvidia-smi`` says what there is."""
+"""GPUs of this machine and their assignment to workers. Uses neither CUDA nor torch: ``nvidia-smi`` lists the GPUs."""
 
 import os
 import subprocess
@@ -17,9 +17,9 @@ _CONTROL_DEVICE = Path("/dev/nvidiactl")
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """``index`` counts in PCI order, as ``nvidia-smi`` does."""
+    """GPU of this machine."""
 
-    index: int
+    index: int  # in PCI order, as ``nvidia-smi`` counts
     uuid: str
     pci_bus_id: str
     name: str
@@ -27,9 +27,9 @@ class Gpu:
 
 
 def list_gpus(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
-    """GPUs that processes with this environment may use; none where there is no NVIDIA driver.
+    """Return the GPUs that processes with this environment may use; none without an NVIDIA driver.
 
-    Raises :class:`ConfigError` if the driver is there but doesn't answer.
+    Raises :class:`ConfigError` if there is a driver that doesn't answer.
     """
     if not has_driver():
         return []
@@ -44,20 +44,20 @@ def list_gpus(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
 
 
 def has_driver() -> bool:
-    """Whether there may be GPUs: quick, and without asking the driver."""
+    """Return whether there may be GPUs: quick, without asking the driver."""
     return _CONTROL_DEVICE.exists()
 
 
 def parse_gpus(text: str) -> list[Gpu]:
-    """Lines of ``nvidia-smi --format=csv,noheader,nounits``."""
+    """Parse lines of ``nvidia-smi --format=csv,noheader,nounits``."""
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
     return [Gpu(int(index), uuid, bus, name, int(mib) * _MIB) for index, uuid, bus, name, mib in rows]
 
 
 def visible(gpus: list[Gpu], wanted: str | None) -> list[Gpu]:
-    """Those that a value of ``CUDA_VISIBLE_DEVICES`` (indices, or UUIDs that may be cut short) lets a process see.
+    """Return the GPUs that a value of ``CUDA_VISIBLE_DEVICES`` (indices, or UUIDs that may be cut short) makes visible.
 
-    As CUDA does, nothing after the first entry that names no GPU counts. None: all.
+    As in CUDA, entries after the first one that names no GPU don't count. None: all GPUs.
     """
     if wanted is None:
         return gpus
@@ -73,12 +73,12 @@ def visible(gpus: list[Gpu], wanted: str | None) -> list[Gpu]:
 
 
 def device_of(device: str, gpus: list[Gpu]) -> str:
-    """``cpu`` or ``cuda``: what a pool's ``device`` means on a machine with these GPUs."""
+    """Return ``cpu`` or ``cuda``: the meaning of a pool's ``device`` on a machine with these GPUs."""
     return ("cuda" if gpus else "cpu") if device == "auto" else device
 
 
 def check_enough_gpus(spec: ClusterSpec, gpus: list[Gpu]) -> None:
-    """Raise :class:`ConfigError` if the pools' workers can't have a GPU for each of their ranks."""
+    """Raise :class:`ConfigError` if there are too few GPUs for all ranks of the pools' workers."""
     if spec.devices.share and gpus:
         return
     wanted = [pool for pool in spec.pools if device_of(pool.device, gpus) == "cuda" and pool.count]
@@ -89,23 +89,25 @@ def check_enough_gpus(spec: ClusterSpec, gpus: list[Gpu]) -> None:
         raise ConfigError(f"{needed} GPUs are needed ({parts}) and {len(gpus)} visible; {remedy if gpus else _NO_GPU}")
 
 
-_NO_GPU = "use --device cpu, or look why nvidia-smi shows none (driver, container, CUDA_VISIBLE_DEVICES)"
+_NO_GPU = "use --device cpu, or find out why nvidia-smi shows none (driver, container, CUDA_VISIBLE_DEVICES)"
 
 
 @dataclass(slots=True)
 class GpuAssignment:
-    """Who has which GPU. With ``share``, those with the fewest users are given again."""
+    """Assignment of GPUs to workers. With ``share``, GPUs in use are assigned again, those with the fewest users
+    first."""
 
     gpus: list[Gpu]
     share: bool = False
     _held: dict[str, list[Gpu]] = field(default_factory=dict)
 
     def num_free(self) -> int:
-        """GPUs that could be taken now."""
+        """Return the number of GPUs that could be taken now."""
         return len(self.gpus) if self.share else len(self._free())
 
     def take(self, name: str, number: int) -> list[Gpu]:
-        """``number`` different GPUs for ``name``, until :meth:`give_back`. Raises :class:`ConfigError` if too few."""
+        """Assign ``number`` different GPUs to ``name`` until :meth:`give_back`. Raises :class:`ConfigError` if too
+        few."""
         if number > self.num_free():
             raise ConfigError(f"{name} needs {number} GPUs; {self.num_free()} of {len(self.gpus)} are free")
         users = {gpu.uuid: 0 for gpu in self.gpus}
@@ -116,7 +118,7 @@ class GpuAssignment:
         return chosen
 
     def give_back(self, name: str) -> None:
-        """Harmless for a name that has none."""
+        """Free the GPUs of ``name``. Harmless if it has none."""
         self._held.pop(name, None)
 
     def _all_held(self) -> Iterable[Gpu]:

@@ -1,4 +1,4 @@
-"""Processes on this machine: children of this process, with a share of its cores and GPUs of their own."""
+"""Host of processes on this machine: children of this process, each with a share of its cores and GPUs."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ from splitserve.orchestration.spec.expansion import (
 
 @dataclass(frozen=True)
 class Entries:
-    """What the processes run, as ``module:function`` (see :class:`splitserve.orchestration.hosts.child.Order`)."""
+    """Entries of the processes, as ``module:function`` (see :class:`splitserve.orchestration.hosts.child.Order`)."""
 
     router: str = "splitserve.router.server:run_router"
     worker: str = "splitserve.worker.entry:run_worker"
@@ -43,7 +43,7 @@ ENTRIES = Entries()
 
 @dataclass(slots=True)
 class _Slot:
-    """A planned place for a worker of ``pool``. A successor shares it while its predecessor still drains."""
+    """Planned cores for a worker of ``pool``. A successor shares them while its predecessor still drains."""
 
     plan: WorkerPlan
     pool: str
@@ -52,9 +52,10 @@ class _Slot:
 
 
 class LocalHost:
-    """See :class:`splitserve.orchestration.cluster.host.Host`. Call it from one thread.
+    """Host of processes on this machine; see :class:`splitserve.orchestration.cluster.host.Host`. Call it from one
+    thread.
 
-    ``environment`` is added to the children's own. With a ``log_folder`` each process logs to a file there.
+    ``environment`` is added to the children's own. With a ``log_folder`` each process logs to a file in it.
     ``topology``: None reads the machine's.
     """
 
@@ -77,8 +78,8 @@ class LocalHost:
         self._secrets = Secrets()
         self._address = LOOPBACK
         self._gpus = GpuAssignment([])
-        self._names: dict[str, None] = {}  # of running workers, in the order of their starts
-        self._threads: dict[str, int] = {}  # a worker that is started again has as many as before
+        self._names: dict[str, None] = {}  # running workers in the order of their starts
+        self._threads: dict[str, int] = {}  # a worker that is started again gets the same number as before
         self._slots: list[_Slot] = []
         self._num_starts = 0
         self._lmcache_port = 0
@@ -87,7 +88,8 @@ class LocalHost:
         remove_abandoned()
         configured = resolve_secrets(spec)
         self._address = own_address(spec.network, LOOPBACK)
-        check_exposure(self._address, configured.secret)  # before one is drawn, which nobody elsewhere could know
+        # Before a secret is generated, which processes elsewhere couldn't know.
+        check_exposure(self._address, configured.secret)
         self._secrets = configured.with_some_secret()
         gpus = list_gpus({**os.environ, **self._environment})
         check_enough_gpus(spec, gpus)
@@ -154,7 +156,7 @@ class LocalHost:
             raise
 
     def start_lmcache(self, name: str, spec: ClusterSpec, emit: Callable[[Event], None]) -> ChildProcess:
-        """Again at the same place, so that workers find it."""
+        """Start the server, each time at the same address, so that workers find it."""
         config = spec.lmcache_config()
         assert config is not None, "no worker has asked for it"
         return ChildProcess(
@@ -178,13 +180,13 @@ class LocalHost:
             slot.holders.discard(name)
 
     def remember(self, memory: Memory) -> None:
-        """Nobody goes on in place of a launcher on this machine: its children end with it."""
+        """Do nothing: no launcher takes over from one on this machine, whose children end with it."""
 
     def close(self) -> None:
-        """Nothing is left to close: children are the launcher's."""
+        """Do nothing: the launcher ends its children."""
 
     def _lmcache_endpoint(self, spec: ClusterSpec, pool: PoolSpec) -> str:
-        """Of the server that is to be started, "" for none."""
+        """Return the endpoint of the LMCache server that is to be started, "" for none."""
         config = spec.lmcache_config()
         if config is None or not pool.lmcache:
             return ""
@@ -200,8 +202,8 @@ class LocalHost:
         return device_of(pool.device, self._gpus.gpus) == "cuda"
 
     def _plan_of(self, name: str, pool: PoolSpec, gpus: list[Gpu]) -> WorkerPlan:
-        """A GPU decides where its worker belongs; a CPU worker takes the pool's emptiest slot, which another one may
-        be about to leave."""
+        """Plan a worker. A GPU determines the cores of its worker; a CPU worker takes the pool's emptiest slot, which
+        another worker may be about to leave."""
         wanted = wanted_place(name, pool, tuple(gpu.pci_bus_id for gpu in gpus))
         if gpus:
             return plan_workers(self._machine(), [wanted], self._num_cores)[name]
@@ -215,7 +217,8 @@ class LocalHost:
         return slot.plan
 
     def _num_threads(self, name: str, spec: ClusterSpec, plan: WorkerPlan) -> int:
-        """As many as it has cores of its own, or else an even share: of the cores for all workers that there are."""
+        """Return the number of the worker's threads: as many as it has cores of its own, else an even share of the
+        cores for all running workers."""
         if plan.device == "cpu" and plan.num_cores and not plan.why:
             return plan.num_cores
         shares = split_cores(self._num_cores, max(spec.num_workers, len(self._names)))

@@ -1,4 +1,4 @@
-"""Log files of processes without a terminal: opened, kept short while they are written, read."""
+"""Log files of processes without a terminal: opened, truncated while they are written, read."""
 
 import os
 import shutil
@@ -10,13 +10,13 @@ from typing import IO
 
 MAX_LOG_BYTES = 16 << 20
 LOG_CHECK_SECONDS = 5.0
-_BYTES_PER_LINE = 400  # more than most have; what is cut off was asked for in vain
+_BYTES_PER_LINE = 400  # more than most lines have; bytes beyond that are read for nothing
 
 
 def read_log(path: Path, num_lines: int, offset: int) -> tuple[str, int]:
-    """Whole lines of a log from ``offset`` on (-1: the last ``num_lines``), and the offset to go on from.
+    """Return whole lines of a log from ``offset`` on (-1: the last ``num_lines``), and the offset to continue from.
 
-    One that was begun anew is read from its start; one that isn't there is empty.
+    A log that was truncated is read from its start; one that doesn't exist is empty.
     """
     if not path.exists():
         return "", 0
@@ -36,7 +36,7 @@ def read_log(path: Path, num_lines: int, offset: int) -> tuple[str, int]:
 
 @contextmanager
 def open_log(path: Path | None) -> Iterator[IO[bytes] | None]:
-    """Open a log file to append to, begun anew when it has become long; None for no path."""
+    """Open a log file to append to, truncated first if it is long; yields None for no path."""
     if path is None:
         yield None
         return
@@ -46,9 +46,9 @@ def open_log(path: Path | None) -> Iterator[IO[bytes] | None]:
 
 
 def begin_anew_if_long(path: Path) -> None:
-    """Move what a log of more than :data:`MAX_LOG_BYTES` holds to ``*.1``, in place of what was there.
+    """Move the content of a log of more than :data:`MAX_LOG_BYTES` to ``*.1``, which it replaces.
 
-    Those who have it open to append go on at its start. What they write in the moment between is lost.
+    Processes that have the log open to append continue at its start. What they write during the move is lost.
     """
     with suppress(FileNotFoundError), path.open("r+b") as log:
         if os.fstat(log.fileno()).st_size <= MAX_LOG_BYTES:
@@ -56,16 +56,16 @@ def begin_anew_if_long(path: Path) -> None:
         old = path.with_name(f"{path.name}.1")
         with old.open("wb") as copy:
             shutil.copyfileobj(log, copy)
-            copy.write(log.read())  # what came meanwhile
+            copy.write(log.read())  # lines that were written meanwhile
             log.truncate(0)
 
 
 def keep_short(path: Path, ended: threading.Event) -> None:
-    """Start a thread that keeps a log from growing without end, until ``ended`` is set."""
+    """Start a thread that truncates a growing log, until ``ended`` is set."""
 
     def watch() -> None:
         while not ended.wait(LOG_CHECK_SECONDS):
-            with suppress(OSError):  # a full disk, say: the next time may do
+            with suppress(OSError):  # for example a full disk: the next attempt may succeed
                 begin_anew_if_long(path)
 
     threading.Thread(target=watch, name=f"log-{path.stem}", daemon=True).start()

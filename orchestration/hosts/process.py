@@ -1,4 +1,4 @@
-"""One child process as its parent sees it: start, progress, orderly end."""
+"""Child process as its parent sees it: start, progress, orderly end."""
 
 import logging
 import os
@@ -26,11 +26,11 @@ _OPENMP_SPIN_TURNS = "20000"
 
 
 def child_environment(threads: int, base: Mapping[str, str]) -> dict[str, str]:
-    """``base`` plus what must be set before torch, tokenizers and NIXL are imported. ``threads`` 0 leaves
-    thread counts.
+    """Return ``base`` plus the variables that must be set before torch, tokenizers and NIXL are imported. ``threads`` 0
+    leaves thread counts.
 
-    What the user has set already wins, thread counts excepted: those follow ``--threads``. Secrets are left out: they
-    travel in the config.
+    Variables that the user has set already win, thread counts excepted: those follow ``--threads``. Secrets are left
+    out: they travel in the config.
     """
     defaults = {
         "GOMP_SPINCOUNT": _OPENMP_SPIN_TURNS,
@@ -54,7 +54,7 @@ _KINDS: dict[type[Config], Literal["router", "worker", "lmcache"]] = {
 
 
 def progress_of(status: IO[bytes]) -> Iterator[Progress]:
-    """What comes through a status pipe, up to its end. A process that was killed may leave half a line."""
+    """Yield the progress from a status pipe, up to its end. Drops the half line that a killed process may leave."""
     for line in status:
         try:
             yield msgspec.json.decode(line, type=Progress)
@@ -63,9 +63,9 @@ def progress_of(status: IO[bytes]) -> Iterator[Progress]:
 
 
 class ChildProcess:
-    """A running child of this process. ``emit`` gets its progress and, last, its exit, on another thread.
+    """Running child of this process. ``emit`` gets its progress and, last, its exit, on another thread.
 
-    What it logs goes to the end of ``log_file``, which is kept short; None: to where this process's own output goes.
+    Its log is appended to ``log_file``, which is kept short; None: it goes to this process's own output.
     """
 
     def __init__(
@@ -132,14 +132,14 @@ class ChildProcess:
         return self._popen.poll() is None
 
     def send_signal(self, signal_number: int) -> None:
-        """Nothing if it has ended."""
+        """Send a signal, unless the child has ended."""
         self._popen.send_signal(signal_number)
 
     def kill(self) -> None:
         self._popen.kill()
 
     def join(self, timeout_seconds: float) -> bool:
-        """Wait for the end; False if it hasn't come in time."""
+        """Wait for the end; returns False if it hasn't come in time."""
         try:
             self._popen.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
@@ -151,7 +151,7 @@ class ChildProcess:
         return True
 
     def describe_exit(self, returncode: int) -> str:
-        """Why it ended, in one line without its name: its own words where it left some."""
+        """Return the reason of the end, in one line without the name: the child's own message if it left one."""
         if self.error_message:
             return self.error_message
         if returncode >= 0:
@@ -174,10 +174,10 @@ class ChildProcess:
             self._popen.stdin.write(msgspec.json.encode(order) + b"\n")
             self._popen.stdin.flush()
         except BrokenPipeError:
-            pass  # it died before it could read; its exit event says so
+            pass  # the child died before it could read; its exit event reports that
 
     def _read_status(self, read_fd: int) -> None:
-        """Until the pipe's end, which is the child's: nobody else holds its other side."""
+        """Read progress until the pipe's end, which is the child's end: no other process holds the writing end."""
         with os.fdopen(read_fd, "rb") as status:
             for progress in progress_of(status):
                 if progress.stage == "error":

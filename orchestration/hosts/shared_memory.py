@@ -1,8 +1,8 @@
-"""A folder for the shared memory of each child, so that what UCX may leave behind can be found and removed.
+"""Folders for the shared memory of children, so that segments that UCX leaves behind can be found and removed.
 
 UCX unlinks each segment right after its creation, but a process that is killed in between leaves it behind, under a
-random name. So each child has a folder of its own under ``/dev/shm``. Its parent and it hold a lock on it while they
-live: a folder whose lock is free is nobody's, whatever process ids mean in another container.
+random name. So each child has a folder of its own under ``/dev/shm``. The child and its parent hold a lock on it while
+they live: a folder whose lock is free is abandoned, whatever process ids mean in another container.
 """
 
 import fcntl
@@ -15,11 +15,11 @@ from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the place of shared memory, not of temporary files
 _PREFIX = "splitserve-"
-_YOUNG_SECONDS = 5.0  # between its creation and its lock
+_YOUNG_SECONDS = 5.0  # time between the creation of a folder and its lock
 
 
 class SharedMemoryFolder:
-    """A child's folder as its parent sees it; ``path`` is "" where the platform has no such place."""
+    """Child's folder as its parent sees it; ``path`` is "" if the platform has no ``/dev/shm``."""
 
     def __init__(self, name: str) -> None:
         self.path = ""
@@ -29,7 +29,7 @@ class SharedMemoryFolder:
             self._lock_fd = hold_folder(self.path)
 
     def remove(self) -> None:
-        """Once the child has ended. Harmless when it's gone already."""
+        """Remove the folder after the child's end. Harmless if it is gone already."""
         if self.path:
             shutil.rmtree(self.path, ignore_errors=True)
         if self._lock_fd >= 0:
@@ -38,7 +38,7 @@ class SharedMemoryFolder:
 
 
 def hold_folder(path: str) -> int:
-    """Say that a living process uses the folder, until the returned descriptor is closed; -1 if it's gone."""
+    """Lock the folder as used by a living process, until the returned descriptor is closed; -1 if it's gone."""
     try:
         lock_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
@@ -57,7 +57,8 @@ def remove_abandoned(root: Path = SHARED_MEMORY) -> list[str]:
 
 
 def abandoned(root: Path = SHARED_MEMORY) -> Iterator[Path]:
-    """Folders of ours that no living process uses. While one is looked at, nobody else takes it for such a one."""
+    """Yield folders of ours that no living process uses. Each is locked meanwhile, so that no other process yields
+    it."""
     for folder in root.glob(f"{_PREFIX}*") if root.is_dir() else ():
         try:
             is_ours = folder.stat().st_uid == os.getuid() and time.time() - folder.stat().st_mtime > _YOUNG_SECONDS

@@ -1,8 +1,8 @@
-"""What a machine is made of, as far as placement needs it: cores, NUMA nodes, GPUs, network devices. From sysfs alone.
+"""Topology of a machine as far as affinity needs it: cores, NUMA nodes, GPUs, network devices. From sysfs alone.
 
-Everything is read below a root that is an argument, and only what this process may use counts: its affinity mask
-(which includes the cgroup's cpuset) and the memory nodes that it is allowed. A platform without sysfs is one node with
-the CPUs of the mask.
+Everything is read below a root that is an argument, and only resources that this process may use count: its affinity
+mask (which includes the cgroup's cpuset) and the memory nodes that it is allowed. A platform without sysfs is one node
+with the CPUs of the mask.
 """
 
 from collections.abc import Collection
@@ -17,7 +17,7 @@ _DISPLAY_CLASS = "0x03"
 
 @dataclass(frozen=True, slots=True)
 class Core:
-    """A physical core: its hardware threads that this process may use, and its NUMA node."""
+    """Physical core: its hardware threads that this process may use, and its NUMA node."""
 
     cpus: tuple[int, ...]
     node: int
@@ -25,30 +25,27 @@ class Core:
 
 @dataclass(frozen=True, slots=True)
 class NumaNode:
-    """``may_allocate``: whether this process may have memory there."""
+    """NUMA node."""
 
     index: int
     memory_bytes: int
-    may_allocate: bool
+    may_allocate: bool  # whether this process may have memory there
 
 
 @dataclass(frozen=True, slots=True)
 class PciDevice:
-    """A GPU or a network device. ``node`` None: the platform doesn't say. ``path``: bridges above it, the root first.
+    """GPU or network device."""
 
-    ``name``: the PCI address of a GPU, of a network device what UCX calls it.
-    """
-
-    name: str
-    node: int | None
-    path: tuple[str, ...]
+    name: str  # a GPU's PCI address, a network device's name in UCX
+    node: int | None  # None: the platform doesn't report it
+    path: tuple[str, ...]  # bridges above it, the root first
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """``cores`` in the order of their first hardware thread."""
+    """Cores, NUMA nodes and devices of a machine."""
 
-    cores: tuple[Core, ...]
+    cores: tuple[Core, ...]  # in the order of their first hardware thread
     nodes: tuple[NumaNode, ...]
     gpus: tuple[PciDevice, ...] = ()
     nics: tuple[PciDevice, ...] = ()
@@ -57,12 +54,13 @@ class Topology:
         return tuple(core for core in self.cores if core.node == node)
 
     def gpu(self, pci_bus_id: str) -> PciDevice | None:
-        """By its address, in sysfs's writing or in ``nvidia-smi``'s (a longer domain, capital letters)."""
+        """Return the GPU with this address, as written by sysfs or by ``nvidia-smi`` (a longer domain, capital
+        letters)."""
         wanted = normal_pci_address(pci_bus_id)
         return next((gpu for gpu in self.gpus if gpu.name == wanted), None)
 
     def nearest_nic(self, device: PciDevice | None, node: int | None) -> PciDevice | None:
-        """The network device with the most bridges in common with ``device``, among those on its node if there are."""
+        """Return the network device with the most bridges in common with ``device``, preferably on its node."""
         local = [nic for nic in self.nics if nic.node == node] if node is not None else []
 
         def distance(nic: PciDevice) -> tuple[int, str]:
@@ -72,7 +70,7 @@ class Topology:
 
 
 def read_topology(cpus: Collection[int], sys_root: Path = SYS, proc_root: Path = PROC) -> Topology:
-    """``cpus``: the hardware threads that this process may use (its affinity mask)."""
+    """Read the topology. ``cpus``: the hardware threads that this process may use (its affinity mask)."""
     folder = sys_root / "devices/system"
     online = parse_list(_read(folder / "cpu/online")) or set(cpus)
     usable = sorted(online & set(cpus))
@@ -92,7 +90,7 @@ def read_topology(cpus: Collection[int], sys_root: Path = SYS, proc_root: Path =
 
 
 def parse_list(text: str) -> set[int]:
-    """``0-2,5`` as the kernel writes it. Raises :class:`ValueError` for anything else."""
+    """Parse a list like ``0-2,5``, the kernel's notation. Raises :class:`ValueError` for anything else."""
     found: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -101,7 +99,7 @@ def parse_list(text: str) -> set[int]:
 
 
 def format_list(cpus: Collection[int]) -> str:
-    """The other way round: ``{0, 1, 2, 5}`` is ``0-2,5``."""
+    """Format ``{0, 1, 2, 5}`` as ``0-2,5``, the inverse of :func:`parse_list`."""
     parts: list[list[int]] = []
     for cpu in sorted(set(cpus)):
         if parts and parts[-1][-1] == cpu - 1:
@@ -112,7 +110,7 @@ def format_list(cpus: Collection[int]) -> str:
 
 
 def normal_pci_address(address: str) -> str:
-    """``00000000:18:00.0`` as sysfs writes it: ``0000:18:00.0``."""
+    """Convert ``00000000:18:00.0`` to sysfs's form ``0000:18:00.0``."""
     domain, _, rest = address.lower().partition(":")
     return f"{domain[-4:]}:{rest}"
 
@@ -126,7 +124,7 @@ def _nodes(folder: Path, proc_root: Path) -> tuple[NumaNode, ...]:
 
 
 def _node_members(folder: Path) -> dict[int, set[int]]:
-    """Nodes with memory or processors, and the processors of each."""
+    """Return nodes with memory or processors, and the processors of each."""
     members = {}
     for entry in folder.glob("node[0-9]*") if folder.is_dir() else ():
         members[int(entry.name.removeprefix("node"))] = parse_list(_read(entry / "cpulist"))
@@ -157,7 +155,7 @@ def _gpus(sys_root: Path) -> tuple[PciDevice, ...]:
 
 
 def _nics(sys_root: Path) -> tuple[PciDevice, ...]:
-    """RDMA devices by port, as UCX names them, where there are some; else the Ethernet devices of PCI."""
+    """Return RDMA devices by port, as UCX names them, if there are any; else the Ethernet devices of PCI."""
     rdma = []
     folder = sys_root / "class/infiniband"
     for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -181,7 +179,7 @@ def _node_of(device: Path) -> int | None:
 
 
 def _bridges(device: Path) -> tuple[str, ...]:
-    """PCI addresses on the way to the device, without itself."""
+    """Return the PCI addresses of the bridges above the device."""
     return tuple(part for part in device.resolve().parts if part.startswith("pci") or part.count(":") == 2)[:-1]
 
 

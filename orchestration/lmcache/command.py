@@ -1,4 +1,4 @@
-"""``splitserve lmcache``: LMCache's server in the foreground, and the environment that it needs."""
+"""``splitserve lmcache``: LMCache's server in the foreground, and its environment."""
 
 import argparse
 from typing import Any
@@ -18,7 +18,7 @@ _DEFAULTS = LMCacheConfig(port=DEFAULT_PORT)
 def add_lmcache_command(commands: Any) -> None:
     parser = commands.add_parser(
         "lmcache",
-        help="run an LMCache server for the workers of this machine, which `--lmcache ENDPOINT` lets them use",
+        help="run an LMCache server for the workers of this machine, which use it with `--lmcache ENDPOINT`",
         description="Start LMCache's multiprocess server in an environment of its own, and start it again when it ends "
         "or hangs. A cluster spec with a part `lmcache` does the same by itself.",
         formatter_class=HelpFormatter,
@@ -29,18 +29,20 @@ def add_lmcache_command(commands: Any) -> None:
         type=whole_number(1, 65536),
         default=_DEFAULTS.chunk_tokens,
         metavar="N",
-        help="length of what KV is kept in",
+        help="length of the chunks in which KV is kept",
     )
-    parser.add_argument("--port", type=PORT, default=DEFAULT_PORT, help="at 127.0.0.1; 0 takes a free one")
+    parser.add_argument("--port", type=PORT, default=DEFAULT_PORT, help="port at 127.0.0.1; 0 takes a free one")
     parser.add_argument(
         "--backend",
         action="append",
         default=[],
         metavar="JSON",
-        help='what LMCache\'s --l2-adapter takes, like {"type": "fs", "base_path": "/var/cache/lmcache"}; repeatable',
+        help='value of LMCache\'s --l2-adapter, like {"type": "fs", "base_path": "/var/cache/lmcache"}; repeatable',
     )
-    parser.add_argument("--environment", default="", metavar="DIR", help="with LMCache in it; empty: beside our own")
-    parser.add_argument("--install", action="store_true", help="make that environment, and do nothing else")
+    parser.add_argument(
+        "--environment", default="", metavar="DIR", help="virtual environment of LMCache; empty: beside our own"
+    )
+    parser.add_argument("--install", action="store_true", help="create that environment and exit")
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="info")
     parser.set_defaults(run=_run)
 
@@ -73,7 +75,7 @@ def _check_backend(backend: str) -> None:
     except msgspec.MsgspecError as error:
         raise ConfigError(f"--backend {backend}: {error}") from error
     if not isinstance(described.get("type"), str):
-        raise ConfigError(f"--backend {backend} has no type; LMCache knows fs (files), resp (Redis) and others")
+        raise ConfigError(f"--backend {backend} has no type; LMCache supports fs (files), resp (Redis) and others")
 
 
 def _show(stage: str, detail: dict[str, str]) -> None:

@@ -1,9 +1,9 @@
 """LMCache's own virtual environment, beside ours.
 
 LMCache pins numpy, prometheus_client, OpenTelemetry and protobuf to old versions, and its whole list of requirements
-weighs gigabytes (CuPy and clients of several clouds). What its server needs for shared memory, files and Redis is
-listed here. It finds PyTorch and other packages that we have anyway in our environment, through a ``.pth`` file: after
-its own, so those that it pins win.
+takes gigabytes (CuPy and clients of several clouds). The requirements of its server for shared memory, files and Redis
+are listed here. It finds PyTorch and other packages of our environment through a ``.pth`` file, after its own packages,
+so that the versions that it pins win.
 """
 
 import hashlib
@@ -16,11 +16,11 @@ from pathlib import Path
 from splitserve.common.errors import ConfigError
 
 LMCACHE_VERSION = "0.5.6"
-"""The one that our client was made for and is tested with."""
+"""LMCache version that our client is made for and tested with."""
 
 REQUIREMENTS = (
     f"lmcache=={LMCACHE_VERSION}",
-    # What its metadata pins below what we have
+    # Packages that LMCache's metadata pins below our versions.
     "numpy==2.2.6",
     "prometheus_client==0.24.1",
     "opentelemetry-api==1.40.0",
@@ -29,7 +29,7 @@ REQUIREMENTS = (
     "opentelemetry-exporter-prometheus==0.61b0",
     "importlib-metadata==8.7.1",
     "zipp==3.23.0",
-    # What we don't have
+    # Packages that our environment lacks.
     "aiofile==3.12.3",
     "aiofiles==25.1.0",
     "blake3==1.0.11",
@@ -54,7 +54,8 @@ _HOW_TO_MAKE = "make it with `splitserve lmcache --install`"
 
 
 def default_environment() -> Path:
-    """Beside our own: ``.venv-lmcache`` for ``.venv``. In none, below the directory that Python is installed in."""
+    """Return the environment beside our own: ``.venv-lmcache`` for ``.venv``. Outside a virtual environment: below
+    Python's installation directory."""
     prefix = Path(sys.prefix)
     if sys.prefix == sys.base_prefix:
         return prefix / "lmcache"
@@ -62,11 +63,12 @@ def default_environment() -> Path:
 
 
 def interpreter(environment: str = "") -> Path:
-    """The Python that has LMCache. Raises :class:`ConfigError` if there is none, or with another LMCache in it."""
+    """Return the Python of the environment. Raises :class:`ConfigError` if there is no LMCache in it, or another
+    version."""
     folder = Path(environment) if environment else default_environment()
     python = folder / "bin" / "python"
     if not python.exists():
-        raise ConfigError(f"LMCache's environment isn't at {folder}: {_HOW_TO_MAKE}, or say where it is")
+        raise ConfigError(f"LMCache's environment isn't at {folder}: {_HOW_TO_MAKE}, or give its location")
     code = "import importlib.metadata; print(importlib.metadata.version('lmcache'))"
     found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
     if found.returncode:
@@ -77,9 +79,9 @@ def interpreter(environment: str = "") -> Path:
 
 
 def install(environment: str = "") -> Path:
-    """Make the environment, or make it right; returns its directory. Does nothing, quickly, when that is done already.
+    """Create or repair the environment; returns its directory. Returns quickly if it is complete already.
 
-    Raises :class:`ConfigError` with pip's own words.
+    Raises :class:`ConfigError` with pip's own message.
     """
     folder = Path(environment) if environment else default_environment()
     shared = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
@@ -98,11 +100,11 @@ def install(environment: str = "") -> Path:
 
 
 def _pip(python: Path) -> None:
-    """Our own pip installs into the other environment, exactly what is listed."""
+    """Install exactly the listed packages into the other environment, with our own pip."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
     done = subprocess.run(
         [*command, "install", "--quiet", "--no-deps", *REQUIREMENTS], capture_output=True, text=True, check=False
     )
     if done.returncode:
         words = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise ConfigError(f"LMCache's environment can't be made: pip says: {words[-1]}")
+        raise ConfigError(f"LMCache's environment can't be created: pip reports: {words[-1]}")

@@ -1,7 +1,7 @@
-"""LMCache servers of a cluster on Ray: one on each node that has workers which use it, each with an agent of its own.
+"""LMCache servers of a cluster on Ray: one on each node with workers that use it, each with an agent of its own.
 
-Server and workers share memory, so a worker speaks to its own node's server; what nodes share is a back end. Worker and
-server needn't wait for each other, since whichever agent of a node comes first chooses the port for both.
+Server and workers share memory, so a worker uses its own node's server; nodes share a back end. Worker and server
+needn't wait for each other, since the first agent of a node chooses the port for both.
 """
 
 from ray.experimental import internal_kv
@@ -16,13 +16,16 @@ _NODE_LETTERS = 8
 
 
 def server_on(node_id: str) -> str:
-    """The name of the process that keeps the server there."""
+    """Return the name of the process that keeps the node's server."""
     return lmcache_on(node_id[:_NODE_LETTERS])
 
 
 def port_on(cluster: str, node_id: str, wanted: int) -> int:
-    """Where the server of the node listens, each time that it's started; ``wanted`` 0: at one that was free at first.
-    Call it on the node."""
+    """Return the port of the node's server, the same at each start; ``wanted`` 0: a port that was free at the first
+    start.
+
+    Call it on the node.
+    """
     if wanted:
         return wanted
     key = lmcache_key(cluster, node_id)
@@ -32,7 +35,7 @@ def port_on(cluster: str, node_id: str, wanted: int) -> int:
 
 
 def endpoint_on(cluster: str, node_id: str, spec: ClusterSpec, pool: PoolSpec) -> str:
-    """Of the server that workers of the pool use there; "" if they use none that the cluster starts."""
+    """Return the endpoint of the node's server for workers of the pool; "" if the cluster starts none for them."""
     config = spec.lmcache_config()
     if config is None or not pool.lmcache:
         return ""

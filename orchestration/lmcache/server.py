@@ -1,8 +1,8 @@
-"""LMCache's multiprocess server as a child of this process: started, greeted, started again when it ends or hangs.
+"""LMCache's multiprocess server as a child of this process: started, checked, started again when it ends or hangs.
 
-``splitserve lmcache`` is this in the foreground; a launcher whose cluster spec asks for it has it as a child. The
-server runs in an environment of its own (:mod:`.environment`). It listens at the loopback address only, since
-it asks nobody who they are, and its shared memory is removed with it, whichever way it ends.
+``splitserve lmcache`` is this in the foreground; a launcher whose cluster spec has a part ``lmcache`` runs it as a
+child. The server runs in an environment of its own (:mod:`.environment`). It listens only at the loopback address,
+since it doesn't authenticate clients, and its shared memory is removed with it, however it ends.
 """
 
 import contextlib
@@ -34,14 +34,14 @@ GREETING_SECONDS = 1.0
 HANG_SECONDS = 20.0
 STOP_SECONDS = 1.0
 PIECE_BYTES = 64 << 20
-"""Of its memory, allocated at a time."""
-_FIRST_PORT = 20000  # those below are Ray's, and others' that are well known
+"""Unit in which the server's memory is allocated."""
+_FIRST_PORT = 20000  # ports below are Ray's and other well-known ones
 PREFIX = "lmcache_l1_pool_splitserve-"
-"""LMCache puts the first part of it before the name that it is given."""
+"""Prefix of the servers' segments; LMCache itself adds the first part of it to the name that it is given."""
 _YOUNG_SECONDS = 60.0  # between a segment's creation and its lock
-_NOOP = 24  # the operation that is answered by "OK"
+_NOOP = 24  # the request that is answered by "OK"
 
-# Its own process ends with the thread that started it, whatever becomes of us.
+# Ends the server's process with the thread that started it, however this process ends.
 _START = """
 import ctypes, os, runpy, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
@@ -56,9 +56,9 @@ Progress = Callable[[str, dict[str, str]], None]
 
 
 def run_lmcache(config: LMCacheConfig, progress: Progress) -> None:
-    """Serve until SIGINT or SIGTERM. ``progress`` hears of "ready" with the ``endpoint``, each time.
+    """Serve until SIGINT or SIGTERM. Calls ``progress`` with "ready" and the ``endpoint`` after each start.
 
-    Raises :class:`ConfigError` for what can't work, as far as that shows before the server runs.
+    Raises :class:`ConfigError` for errors that show before the server runs.
     """
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -68,8 +68,8 @@ def run_lmcache(config: LMCacheConfig, progress: Progress) -> None:
 
 
 def free_port() -> int:
-    """One that nobody listens at now, at the loopback address. Nor does the kernel give it to a connection before it's
-    used, if it says which ones it gives away."""
+    """Return a port of the loopback address that no process listens on. If the kernel reports its ephemeral ports, the
+    port is none of them: no connection takes it before it is used."""
     low = _first_ephemeral_port()
     candidates = random.sample(range(_FIRST_PORT, low), 100) if low > _FIRST_PORT + 100 else []
     for candidate in (*candidates, 0):
@@ -88,7 +88,7 @@ def _first_ephemeral_port() -> int:
 
 
 class LMCacheServer:
-    """Start it in a thread that outlives it. Raises :class:`ConfigError`."""
+    """LMCache server. Start it in a thread that outlives it. Raises :class:`ConfigError`."""
 
     def __init__(self, config: LMCacheConfig, progress: Progress) -> None:
         self._python = interpreter(config.environment)
@@ -97,8 +97,8 @@ class LMCacheServer:
         free = os.statvfs(SHARED_MEMORY)
         if free.f_bavail * free.f_frsize < config.memory_bytes:
             raise ConfigError(
-                f"LMCache shall have {config.memory_bytes} bytes of shared memory, but {SHARED_MEMORY} has "
-                f"{free.f_bavail * free.f_frsize} left; give it less, or make that larger"
+                f"LMCache is configured with {config.memory_bytes} bytes of shared memory, but {SHARED_MEMORY} has "
+                f"{free.f_bavail * free.f_frsize} left; give it less, or make that file system larger"
             )
         self._config = config
         self._port = config.port or free_port()
@@ -107,7 +107,8 @@ class LMCacheServer:
         self.process: subprocess.Popen[bytes] | None = None
 
     def run(self, stop: threading.Event) -> None:
-        """Until ``stop`` is set. Raises :class:`ConfigError` when it dies again and again soon after its start."""
+        """Serve until ``stop`` is set. Raises :class:`ConfigError` if the server dies again and again soon after its
+        start."""
         remove_abandoned_segments()
         policy, chosen = RestartPolicy(), random.Random()
         while not stop.is_set():
@@ -121,12 +122,13 @@ class LMCacheServer:
                 return
             delay_seconds = policy.on_death(seconds_ready, chosen)
             if delay_seconds is None:
-                raise ConfigError(f"LMCache's server {words}, again and again; its own words are above")
+                raise ConfigError(f"LMCache's server {words}, again and again; its own messages are above")
             _log.warning("LMCache's server %s; it is started again in %.1f s", words, delay_seconds)
             stop.wait(delay_seconds)
 
     def _run_once(self, segment: str, stop: threading.Event) -> tuple[str, float | None]:
-        """What became of it, and how long it had been ready, if ever."""
+        """Run the server once; returns the reason of its end, and the seconds for which it was ready, None if it never
+        was."""
         started, ready_at = time.monotonic(), None
         self.process = subprocess.Popen(
             [self._python, "-c", _START, str(os.getpid()), *self._arguments(segment)],
@@ -161,7 +163,7 @@ class LMCacheServer:
             *("--host", HOST, "--port", str(self._port), "--chunk-size", str(config.chunk_tokens)),
             *("--supported-transfer-mode", "engine_driven", "--shm-name", segment, "--no-l1-use-lazy"),
             *("--l1-size-gb", repr(config.memory_bytes / (1 << 30)), "--eviction-policy", "LRU"),
-            # Who is gone holds nothing for long
+            # A client that is gone must not hold anything for long.
             *("--l1-read-ttl-seconds", "60", "--l1-write-ttl-seconds", "60", "--session-ttl-seconds", "120"),
             *("--worker-reap-timeout-seconds", "30", "--worker-registration-grace-seconds", "60"),
             *("--max-gpu-workers", "4", "--max-cpu-workers", "4", "--disable-observability"),
@@ -169,7 +171,7 @@ class LMCacheServer:
         ]
 
     def _end(self) -> None:
-        """In order, or by force."""
+        """End the server in order, or by force."""
         process, self.process = self.process, None
         if process is None:
             return
@@ -182,7 +184,7 @@ class LMCacheServer:
 
 
 class _Greeter:
-    """Asks the server whether it's there, without waiting for it."""
+    """Client that checks whether the server answers, without blocking."""
 
     def __init__(self, endpoint: str) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -200,7 +202,7 @@ class _Greeter:
         self._context.term()
 
     def has_answer(self) -> bool:
-        """Whether an answer has come since the last call. Asks again."""
+        """Return whether an answer has come since the last call; asks again."""
         found = False
         with contextlib.suppress(zmq.Again):
             while True:
@@ -212,34 +214,35 @@ class _Greeter:
 
 
 def _environment() -> dict[str, str]:
-    """Without our secrets, without a GPU (it moves nothing itself), and without reports about its use to anybody."""
+    """Return the server's environment: without our secrets, without a GPU (the server copies nothing itself), and
+    without reports of its use to third parties."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SPLITSERVE_")}
     kept.pop("PYTHONPATH", None)
     kept["LMCACHE_TRACK_USAGE"] = "false"
     kept["CUDA_VISIBLE_DEVICES"] = ""
     kept.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
-    # Of a helper of its own, which removes its shared memory when it's killed, and tells of it.
+    # The server's resource tracker removes its shared memory when it is killed, and warns about that.
     kept.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
     return kept
 
 
 def _hold_segment(name: str) -> int:
-    """Say that the segment is in use, until the returned descriptor is closed."""
+    """Lock the segment as in use, until the returned descriptor is closed."""
     file = os.open(SHARED_MEMORY / name, os.O_RDONLY | os.O_CLOEXEC)
     fcntl.flock(file, fcntl.LOCK_SH)
     return file
 
 
 def _start_allocating(segment: str, stack: contextlib.ExitStack) -> None:
-    """On a thread of its own, which ends with ``stack``."""
+    """Allocate the segment on a thread of its own, which ends with ``stack``."""
     is_over = threading.Event()
     stack.callback(is_over.set)
     threading.Thread(target=allocate, args=(segment, is_over), name="allocate", daemon=True).start()
 
 
 def allocate(segment: str, is_over: threading.Event) -> None:
-    """All memory of a segment; contents stay as they are. The server only reserves room: each page would be made by the
-    worker that writes to it first, beside its steps, at several times the price of the copy itself."""
+    """Allocate all memory of a segment; its content stays. The server only reserves address space: otherwise the first
+    worker that writes to a page would allocate it, between its steps, at several times the cost of the copy itself."""
     try:
         with (SHARED_MEMORY / segment).open("r+b") as file:
             num_bytes = os.fstat(file.fileno()).st_size
@@ -249,12 +252,14 @@ def allocate(segment: str, is_over: threading.Event) -> None:
                 os.posix_fallocate(file.fileno(), start, min(PIECE_BYTES, num_bytes - start))
     except OSError as error:
         if not is_over.is_set():
-            _log.error("the shared memory of LMCache's server can't be allocated: %s; workers go on without it", error)
+            _log.error(
+                "the shared memory of LMCache's server can't be allocated: %s; workers continue without it", error
+            )
 
 
 def remove_abandoned_segments(root: Path = SHARED_MEMORY) -> list[str]:
     """Remove segments of servers that no living process of ours keeps; returns their names. A server that is killed
-    together with the one that watches it leaves its segment behind."""
+    together with its parent leaves its segment behind."""
     removed = []
     for path in root.glob(f"{PREFIX}*"):
         try:

@@ -1,11 +1,11 @@
-"""Access to a Ray cluster: whether strangers have it, tried as a stranger would."""
+"""Access to a Ray cluster: tests, without credentials, whether the cluster accepts clients without any."""
 
 import os
 import subprocess
 import sys
 
 PROBE_SECONDS = 15.0
-_ACCEPTED, _REFUSED = 10, 11  # exit statuses that nothing else ends with
+_ACCEPTED, _REFUSED = 10, 11  # exit statuses of no other meaning
 _PROBE = f"""
 import sys
 from ray._raylet import GcsClient
@@ -25,9 +25,10 @@ OPEN_TO_ANYBODY = (
 
 
 def accepts_strangers(address: str) -> bool:
-    """Ask the cluster's head something without a token and without certificates; returns whether it answers.
+    """Send the cluster's head a request without a token and without certificates; returns whether it answers.
 
-    In a process of its own: Ray reads a process's credentials once. False as well if nothing comes back in time.
+    Runs in a process of its own: Ray reads a process's credentials once. Returns False as well if no answer comes in
+    time.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     try:

@@ -1,9 +1,9 @@
-"""The actor that runs one process of a cluster on a Ray node: the router, a worker with all its ranks, or the keeper of
-the node's LMCache server.
+"""Actor that runs one process of a cluster on a Ray node: the router, a worker with all its ranks, or the keeper of the
+node's LMCache server.
 
 The process is a child, started as on a single machine: its environment is set before it imports anything, signals drain
-it, and it ends with this actor, however that dies (its life line). What the actor is asked goes through Ray; what the
-process does goes past it.
+it, and it ends with this actor, however that dies (its life line). Calls to the actor go through Ray; the process's own
+connections don't.
 """
 
 import os
@@ -50,33 +50,30 @@ MAX_EVENTS = 1000
 
 
 class AgentOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What an agent shall run. ``pool`` "": no worker; ``ports``: where a router shall listen, 0 anywhere.
-
-    ``device``: ``cpu`` or ``cuda``.
-    """
+    """Order to an agent."""
 
     cluster: str
     name: str
     spec: dict[str, object]
-    pool: str = ""
+    pool: str = ""  # "": the process is no worker
     membership: str = ""
     threads: int = 0
-    device: str = "cpu"
-    ports: tuple[int, int] = (0, 0)
+    device: str = "cpu"  # ``cpu`` or ``cuda``
+    ports: tuple[int, int] = (0, 0)  # ports of a router, 0 for any
     log_level: str = "info"
     entries: tuple[str, str, str]
 
 
 class AgentEvent(msgspec.Struct, frozen=True):
-    """A step of the process's life: those of its entry, ``placed`` before them, ``exit`` as the last."""
+    """Event of the process: the stages of its entry, ``placed`` before them, ``exit`` as the last."""
 
     stage: str
     detail: dict[str, str]
 
 
 class Agent:
-    """A Ray actor, with threads. ``order`` is an :class:`AgentOrder` as JSON; it is kept for a controller that comes
-    back."""
+    """Ray actor with threads. ``order`` is an :class:`AgentOrder` as JSON; it is kept for a controller that is
+    restarted."""
 
     def __init__(self, order: bytes) -> None:
         self._order = msgspec.json.decode(order, type=AgentOrder)
@@ -90,7 +87,7 @@ class Agent:
             self._add("exit", {"returncode": "2", "words": str(error)})
 
     def events(self, after: int) -> list[bytes]:
-        """Events from index ``after`` on, as JSON; waits for one, but not for ever."""
+        """Return events from index ``after`` on, as JSON; waits for one, for a limited time."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._events) > after, POLL_SECONDS)
             return [msgspec.json.encode(event) for event in self._events[after:]]
@@ -104,13 +101,13 @@ class Agent:
             self._child.kill()
 
     def read_log(self, num_lines: int, offset: int) -> tuple[str, int]:
-        """See :func:`splitserve.orchestration.hosts.log_files.read_log`."""
+        """Read the process's log; see :func:`splitserve.orchestration.hosts.log_files.read_log`."""
         return read_log(self._log_file(), num_lines, offset)
 
     def finish(self) -> None:
-        """Nothing of the process is left when this returns."""
+        """End the process and remove everything that it may have left."""
         if self._child is not None:
-            if is_lmcache(self._order.name):  # which removes its server's shared memory
+            if is_lmcache(self._order.name):  # its orderly end removes its server's shared memory
                 self._child.send_signal(signal.SIGINT)
                 self._child.join(END_SECONDS)
             self._child.kill()
@@ -162,8 +159,8 @@ class Agent:
             self._spawn(entries.router, router_config(spec, secrets, address, ports), 0, environment)
 
     def _plan(self, pool: PoolSpec, gpus: str) -> WorkerPlan:
-        """A GPU worker is kept on its GPU's NUMA node. A CPU worker shares the node's cores with those of other agents,
-        which this one doesn't know: it's pinned only to cores that the spec names."""
+        """Plan the worker. A GPU worker is bound to its GPU's NUMA node. A CPU worker shares the node's cores with
+        those of other agents, which this one doesn't know: it's pinned only to cores that the spec names."""
         wanted = wanted_place(self._order.name, pool, ())
         if gpus:
             visible_gpus = visible(list_gpus({}), gpus)
@@ -171,7 +168,7 @@ class Agent:
         elif not wanted.cores:
             wanted = replace(wanted, pin=False)
         plan = plan_workers(read_topology(usable_cpus()), [wanted])[self._order.name]
-        why = "other workers of the node have the same cores"
+        why = "other workers of the node use the same cores"
         return replace(plan, why=why) if not gpus and not wanted.cores and pool.placement.pin else plan
 
     def _spawn(self, entry: str, config: object, threads: int, environment: dict[str, str]) -> None:
@@ -194,7 +191,7 @@ class Agent:
             case ChildProgress(_, stage, detail):
                 self._add(stage, detail)
             case ChildExited(_, returncode):
-                while self._child is None:  # it ended before the constructor above had returned
+                while self._child is None:  # the child ended before the constructor above had returned
                     time.sleep(0.01)
                 self._add("exit", {"returncode": str(returncode), "words": self._child.describe_exit(returncode)})
 
@@ -210,20 +207,21 @@ class Agent:
 
 
 def _node_address() -> str:
-    """Of this node, as Ray was told at its start (``ray.util`` would name any of the machine's), unless the node's
-    environment names another."""
+    """Return this node's address as given to Ray at its start (``ray.util`` would return any of the machine's), unless
+    the node's environment names another."""
     return os.environ.get(ADDRESS_VARIABLE) or str(ray._private.worker.global_worker.node_ip_address)
 
 
 def _package_root() -> str:
-    """The folder that the child must import ``splitserve`` from: what Ray has brought here, as this process has it."""
+    """Return the folder from which the child must import ``splitserve``: the one that Ray brought for this process."""
     import splitserve
 
     return str(Path(splitserve.__file__).parent.parent)
 
 
 def _secrets(spec: ClusterSpec) -> Secrets:
-    """As configured. All of a head that was started for the cluster is on one machine: its folder has a secret."""
+    """Return the configured secrets. If a head was started for the cluster, all of it runs on one machine, and the
+    head's folder holds a secret."""
     configured, folder = resolve_secrets(spec), os.environ.get(HEAD_VARIABLE, "")
     if configured.secret or not folder:
         return configured

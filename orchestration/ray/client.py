@@ -1,6 +1,7 @@
-"""A cluster on Ray as the commands see it: started, asked and ended from any machine that reaches Ray.
+"""A cluster on Ray for the commands: started, asked and ended from any machine that reaches Ray.
 
-The code travels as the driver's ``runtime_env``: nodes need the environment (PyTorch, NIXL, ...), nothing of ours.
+The code travels as the driver's ``runtime_env``: nodes need the environment (PyTorch, NIXL, ...), but no installed
+Splitserve.
 """
 
 import contextlib
@@ -31,13 +32,13 @@ from splitserve.orchestration.spec.conversion import convert_spec
 CONNECT_SECONDS = 5.0
 COMEBACK_SECONDS = 30.0
 REPLY_SECONDS = 60.0
-STOP_SECONDS = 120.0  # large host tiers are given back slowly
+STOP_SECONDS = 120.0  # freeing large host tiers is slow
 CONTROLLER_THREADS = 32
 _EXCLUDED = ["**/__pycache__/**", "benchmarks/results/**"]
 
 
 def connect(address: str, *, with_code: bool = False) -> None:
-    """Join the Ray cluster as a driver; ``with_code`` lets actors that are created run the code of this process.
+    """Join the Ray cluster as a driver; with ``with_code``, actors that are created run the code of this process.
 
     Raises :class:`ConfigError` if Ray isn't installed or doesn't answer.
     """
@@ -50,7 +51,7 @@ def connect(address: str, *, with_code: bool = False) -> None:
         return
     _check_that_somebody_listens(address)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # What Ray has to say of its nodes would come between the lines (or the JSON) of a command.
+    # Ray's messages about its nodes would come between the lines (or the JSON) of a command.
     ray._private.worker.print_to_stdstream = _ignore
     try:
         ray.init(
@@ -72,9 +73,9 @@ def connect(address: str, *, with_code: bool = False) -> None:
 
 
 def check_ray_is_installed() -> None:
-    """Raise :class:`ConfigError` that says how to install Ray where it isn't.
+    """Raise :class:`ConfigError` with instructions if Ray isn't installed.
 
-    Ray isn't imported: it reads how to authenticate at its import, and that may not be known yet.
+    Ray isn't imported: it reads its authentication settings at its import, and those may not be known yet.
     """
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(
@@ -84,7 +85,7 @@ def check_ray_is_installed() -> None:
 
 
 def _lacks_its_token(address: str) -> bool:
-    """Return whether the head refuses this process's token, or the lack of one: joining it only says "failed"."""
+    """Return whether the head rejects this process's token, or its lack of one: Ray's own error only says "failed"."""
     import ray
     from ray.exceptions import AuthenticationError, RayError
 
@@ -100,14 +101,15 @@ def _lacks_its_token(address: str) -> bool:
 
 
 def disconnect() -> None:
-    """Leave Ray. A process that ends after its Ray has ended waits for it for seconds."""
+    """Leave Ray. A process that ends later than its Ray cluster waits for it for seconds."""
     import ray
 
     ray.shutdown()
 
 
 def _check_that_somebody_listens(address: str) -> None:
-    """Ray itself would go on trying for minutes. ``auto`` and the like are for Ray to look up."""
+    """Raise :class:`ConfigError` if no process listens at the address: Ray itself would retry for minutes. Skips
+    ``auto`` and the like, which Ray resolves."""
     host, _, port = address.rpartition(":")
     if not port.isdigit():
         return
@@ -123,11 +125,11 @@ def _check_that_somebody_listens(address: str) -> None:
 
 
 def _ignore(*_arguments: Any, **_options: Any) -> None:
-    """Our own words say what becomes of a cluster when a node dies."""
+    """Ignore Ray's messages: our own report the effects of a dead node on a cluster."""
 
 
 def _package() -> str:
-    """The folder of the package, links and all."""
+    """Return the folder of the package, which contains symlinks to the other folders."""
     import splitserve
 
     return str(Path(splitserve.__file__).parent)
@@ -144,13 +146,13 @@ def start_on_ray(
 ) -> str:
     """Start a cluster that outlives this process; returns its URL once it answers.
 
-    Interrupted, it ends the cluster. Raises :class:`LaunchError` with the cluster's own words if the start fails.
+    If interrupted, it ends the cluster. Raises :class:`LaunchError` with the cluster's own message if the start fails.
     """
     connect(address, with_code=True)
     client = RayClient(spec.name, address)
     if client.leftovers():
         raise ConfigError(
-            f"a cluster called {spec.name} is on Ray already, or what is left of one: choose another --name, or end it "
+            f"a cluster called {spec.name} is on Ray already, or its remains are: choose another --name, or end it "
             f"first (splitserve down --ray {address} --name {spec.name})"
         )
     create_controller(spec, log_level, restart=restart, entries=entries)
@@ -162,7 +164,7 @@ def start_on_ray(
 
 
 def create_controller(spec: ClusterSpec, log_level: str, *, restart: bool, entries: Entries = ENTRIES) -> None:
-    """On this driver's node, if it has one; with this driver's code."""
+    """Create the cluster's controller on this driver's node, if it has one, with this driver's code."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -187,7 +189,8 @@ def create_controller(spec: ClusterSpec, log_level: str, *, restart: bool, entri
 
 
 class RayClient:
-    """See :class:`splitserve.orchestration.cli.client.ClusterClient`. It connects when it is first asked."""
+    """Client of a cluster on Ray; see :class:`splitserve.orchestration.cli.client.ClusterClient`. Connects at the first
+    request."""
 
     def __init__(self, name: str, address: str) -> None:
         self._name = name
@@ -198,7 +201,7 @@ class RayClient:
         return decode_reply(data)
 
     def bring_code(self) -> None:
-        """Another controller takes the place of the one that is there, with this driver's code; agents inherit it."""
+        """Replace the controller by one with this driver's code; agents inherit it."""
         import ray
 
         from splitserve.orchestration.ray.controller import ControllerOrder
@@ -207,7 +210,9 @@ class RayClient:
         order = msgspec.json.decode(self._call(lambda controller: controller.order.remote()), type=ControllerOrder)
         status = status_of(self)
         if not status.is_settled:
-            raise ConfigError("workers are still starting or leaving: wait until `splitserve status` says ready of all")
+            raise ConfigError(
+                "workers are still starting or leaving: wait until `splitserve status` shows all of them ready"
+            )
         ray.kill(self._controller())
         while self._controller() is not None:
             time.sleep(0.05)
@@ -227,7 +232,7 @@ class RayClient:
         return self._controller() is not None
 
     def follow_start(self, show: Callable[[ChildProgress], None]) -> str:
-        """Progress until the cluster serves; its URL then. Raises :class:`LaunchError`."""
+        """Show the progress until the cluster serves; returns its URL. Raises :class:`LaunchError`."""
         from splitserve.orchestration.ray.controller import Step
 
         num_seen = 0
@@ -260,7 +265,7 @@ class RayClient:
         self._remove_leftovers(say)
 
     def leftovers(self) -> list[str]:
-        """Names of everything on Ray that belongs to the cluster."""
+        """Return the names of all of the cluster's actors and placement groups on Ray."""
         from ray.experimental import internal_kv
 
         from splitserve.orchestration.ray.host import agents_of, groups_of
@@ -278,11 +283,11 @@ class RayClient:
         deadline = time.monotonic() + STOP_SECONDS
         while not ray.get(controller.is_over.remote(), timeout=REPLY_SECONDS):
             if time.monotonic() > deadline:
-                raise OperationError("it takes too long")
+                raise OperationError("the controller takes too long to end")
             time.sleep(0.05)
 
     def _remove_leftovers(self, say: Say) -> None:
-        """What the controller would have removed."""
+        """Remove everything that the controller would have removed."""
         import ray
         from ray.experimental import internal_kv
         from ray.util.placement_group import remove_placement_group
@@ -311,7 +316,7 @@ class RayClient:
             return None
 
     def _call(self, method: Callable[[Any], Any]) -> Any:
-        """A method of the controller; waits for one that is coming back. Raises :class:`ConfigError`."""
+        """Call a method of the controller; waits for one that is being restarted. Raises :class:`ConfigError`."""
         import ray
 
         deadline = time.monotonic() + COMEBACK_SECONDS

@@ -1,4 +1,4 @@
-"""``up`` on Ray, and the client of a cluster there: what the commands do around :mod:`.client`."""
+"""``up`` on Ray, and the client of a cluster there: the parts of the commands around :mod:`.client`."""
 
 import logging
 from typing import Any
@@ -38,10 +38,10 @@ def up_on_ray(spec: ClusterSpec, folder: StateFolder, address: str, log_level: s
             )
         )
 
-    # The folder says first what is there then: `down` must find what a driver leaves that is killed now.
+    # The record in the folder comes first: `down` must find the remains of a driver that is killed from here on.
     try:
         if address == LOCAL:
-            # Ray counts cores to reserve them; on one machine the workers share what there is.
+            # Ray counts cores to reserve them; on one machine the workers share its cores.
             wanted = sum(pool.count * max(pool.threads, 1) for pool in spec.pools) + 1
             address = start_head(max(available_cores(), wanted), print, note).address
         connect(address, with_code=True)
@@ -65,7 +65,7 @@ def up_on_ray(spec: ClusterSpec, folder: StateFolder, address: str, log_level: s
 
 
 def client_on_ray(name: str, address: str) -> "RecordedClient":
-    """A client that is connected. Raises :class:`ConfigError`."""
+    """Return a connected client. Raises :class:`ConfigError`."""
     folder = StateFolder(name)
     record = folder.read()
     if record is not None and record.ray == address and record.head_folder:
@@ -74,7 +74,7 @@ def client_on_ray(name: str, address: str) -> "RecordedClient":
 
 
 class RecordedClient(RayClient):
-    """With the folder that `up` has made on this machine, if this is the one where it ran."""
+    """Client of a cluster on Ray, with the folder that `up` has created if it ran on this machine."""
 
     def __init__(self, name: str, address: str, folder: StateFolder | None) -> None:
         super().__init__(name, address)
@@ -106,7 +106,7 @@ def _head_of(record: Record | None) -> RayHead | None:
 
 
 def _warn_if_open() -> None:
-    """Of the cluster that this process has joined."""
+    """Warn if the Ray cluster that this process has joined accepts clients without credentials."""
     import ray
 
     address = str(ray.get_runtime_context().gcs_address)
@@ -121,7 +121,7 @@ def _warn_of_late_detection(asked: Any) -> None:
 
 
 def _gcs_address(address: str) -> str:
-    """As other commands shall find it: ``auto`` may mean something else for them."""
+    """Return the address for other commands: ``auto`` may mean another cluster for them."""
     import ray
 
     return str(ray.get_runtime_context().gcs_address) if address == "auto" else address

@@ -1,8 +1,7 @@
-"""The actor that keeps a cluster on Ray: named, detached, on the node of whoever started it.
+"""Actor that keeps a cluster on Ray: named, detached, on the node of the process that started it.
 
-It runs the same launcher as a cluster on one machine; only its host differs. Nothing of what it does is on the way of
-a request: router and workers go on without it. Ray starts it again when it dies, and it takes up its processes where it
-has left them.
+It runs the same launcher as a cluster on one machine; only its host differs. It isn't on any request's path: router and
+workers continue without it. Ray restarts it when it dies, and it takes over the processes that it has left.
 """
 
 import logging
@@ -38,8 +37,8 @@ class ControllerOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """Of the start. Stages of the controller itself, which has the name "": serving (detail: url), failed (message),
-    ended."""
+    """Step of the start. The controller itself has the name "" and these stages: serving (detail: url), failed
+    (message), ended."""
 
     name: str
     stage: str
@@ -47,7 +46,7 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class Controller:
-    """A Ray actor, with threads. ``order`` is a :class:`ControllerOrder` as JSON."""
+    """Ray actor with threads. ``order`` is a :class:`ControllerOrder` as JSON."""
 
     def __init__(self, order: bytes) -> None:
         self._order = order
@@ -76,7 +75,7 @@ class Controller:
         self._thread.start()
 
     def ask(self, request: bytes) -> bytes:
-        """A request and its reply (see :mod:`splitserve.orchestration.control.requests`)."""
+        """Answer a request (see :mod:`splitserve.orchestration.control.requests`)."""
         try:
             if not self._thread.is_alive():
                 return encode(Refused("the cluster has ended"))
@@ -85,11 +84,11 @@ class Controller:
             return encode(Refused(str(error)))
 
     def order(self) -> bytes:
-        """What it was created with."""
+        """Return the order that the controller was created with."""
         return self._order
 
     def steps(self, after: int) -> list[bytes]:
-        """Steps from index ``after`` on, as JSON; waits for one, but not for ever."""
+        """Return steps from index ``after`` on, as JSON; waits for one, for a limited time."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._steps) > after, POLL_SECONDS)
             return [msgspec.json.encode(step) for step in self._steps[after:]]
@@ -101,7 +100,8 @@ class Controller:
         return [LAUNCHER, *sorted(self._host.names())]
 
     def read_log(self, name: str, num_lines: int, offset: int) -> tuple[str, int]:
-        """See :func:`splitserve.orchestration.hosts.log_files.read_log`; "" for a process that is gone."""
+        """Read a process's log; see :func:`splitserve.orchestration.hosts.log_files.read_log`. Returns "" for a process
+        that is gone."""
         if name == LAUNCHER:
             return read_log(self._log_file, num_lines, offset)
         child = self._host.child(name)

@@ -1,7 +1,7 @@
-"""A Ray head on this machine, for ``splitserve up --ray local``: it lives as long as the cluster that it is for.
+"""A Ray head on this machine, for ``splitserve up --ray local``: it lives as long as its cluster.
 
-It is one process that was told to stay (``ray start --block``): it ends Ray's other processes when it ends. It is
-ended by its process id; ``ray stop`` would end every Ray on the machine.
+It is one process in the foreground (``ray start --block``): when it ends, it ends Ray's other processes. It is ended by
+its process id; ``ray stop`` would end every Ray on the machine.
 """
 
 import contextlib
@@ -26,44 +26,44 @@ from splitserve.orchestration.spec.expansion import random_secret
 
 START_SECONDS = 60.0
 STOP_SECONDS = 5.0
-ORPHAN_SECONDS = 3.0  # for those whose head is gone to notice that by themselves
+ORPHAN_SECONDS = 3.0  # time for processes whose head is gone to end by themselves
 _TEMP_PREFIX = "splitserve-ray-"
 _LOG = "start.log"
-# Ray would kill workers, again and again, while other programs fill the machine's memory; and let whatever else runs go
-# before them, which tokens would wait for.
+# Ray would kill workers again and again while other programs fill the machine's memory; and its worker niceness would
+# give other programs precedence, so that tokens would have to wait.
 NODE_SETTINGS = {"RAY_memory_monitor_refresh_ms": "0", "RAY_worker_niceness": "0"}
 
 
 class RayHeadError(SplitserveError):
-    """Ray could not be started here."""
+    """Failure to start Ray on this machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class RayHead:
-    """``start_seconds`` tells the process apart from a later one of the same id; ``folder`` holds its session, the
-    token without which nobody else on the machine can use it, and a shared secret for a cluster that configures none.
-    """
+    """Ray head on this machine."""
 
     address: str
     pid: int
-    start_seconds: float
+    start_seconds: float  # distinguishes the process from a later one of the same id
+    # Contains its session, its token, without which other users can't access it, and a secret for a cluster that
+    # configures none.
     folder: str
 
 
 def authenticate(folder: str) -> None:
-    """Let this process, and those that it starts, use the head whose session is in ``folder``."""
+    """Let this process and its children use the head whose session is in ``folder``."""
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(Path(folder) / "token")}
     os.environ.pop("RAY_AUTH_TOKEN", None)
 
 
 def start_head(num_cpus: int, say: Callable[[str], None], note: Callable[[RayHead], None]) -> RayHead:
-    """Start Ray on this machine, in a session of its own; what it runs of ours is reached at the loopback address.
+    """Start Ray on this machine, in a session of its own; our processes on it are reached at the loopback address.
 
-    Ray itself never takes that one for a node's: it listens at another of the machine's, and asks for its token.
-    ``note`` is told of it before it answers, so that nobody who ends this process loses it. Raises
+    Ray itself never accepts that address for a node: it listens at another one of the machine's, and requires its
+    token. ``note`` is called before the head answers, so that the head is known even if this process is killed. Raises
     :class:`RayHeadError`.
     """
-    folder = tempfile.mkdtemp(prefix=_TEMP_PREFIX)  # short: Ray's sockets lie in it
+    folder = tempfile.mkdtemp(prefix=_TEMP_PREFIX)  # short: the paths of Ray's sockets are limited
     for name in ("token", HEAD_SECRET):
         path = Path(folder) / name
         path.touch(mode=0o600)
@@ -99,7 +99,7 @@ def start_head(num_cpus: int, say: Callable[[str], None], note: Callable[[RayHea
 
 
 def has_started(head: RayHead) -> bool:
-    """Whether it has ever answered."""
+    """Return whether the head has ever answered."""
     try:
         return "Ray runtime started" in (Path(head.folder) / _LOG).read_text(errors="replace")
     except OSError:
@@ -114,7 +114,7 @@ def is_running(head: RayHead) -> bool:
 
 
 def stop_head(head: RayHead) -> None:
-    """End it and all that it has started; harmless when it's gone."""
+    """End the head and all processes that it has started. Harmless if it's gone."""
     processes = _processes_of(head)
     was_running = is_running(head)
     if was_running:
@@ -129,7 +129,7 @@ def stop_head(head: RayHead) -> None:
 
 
 def _left_of(processes: Sequence[psutil.Process], seconds: float) -> list[psutil.Process]:
-    """Those that still run after so long. A zombie doesn't, whoever should have waited for it."""
+    """Return the processes that still run after so long, zombies left out."""
     deadline = time.monotonic() + seconds
     while left := [process for process in processes if _runs(process)]:
         if time.monotonic() > deadline:
@@ -146,7 +146,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _processes_of(head: RayHead) -> list[psutil.Process]:
-    """It and all that it has started, whether or not it still lives itself."""
+    """Return the head's process, if it lives, and all processes that it has started."""
     found = []
     for process in psutil.process_iter():
         try:

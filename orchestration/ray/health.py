@@ -1,8 +1,8 @@
-"""Ray's health checks: how long a dead machine goes unnoticed, and the settings that we recommend.
+"""Ray's health checks: the time until a dead machine is noticed, and the recommended settings.
 
 Ray's head checks each node's raylet every ``period_ms``. After ``failure_threshold`` failures in a row the node counts
-as dead. A raylet that was killed refuses the connection at once; a machine without power or network lets each check run
-into ``timeout_ms``.
+as dead. A raylet that was killed refuses the connection at once; on a machine without power or network each check lasts
+``timeout_ms``.
 """
 
 import contextlib
@@ -15,9 +15,9 @@ RECOMMENDED = {
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "5",
 }
-"""For the environment of ``ray start --head``."""
+"""Variables for the environment of ``ray start --head``."""
 
-LONG_SECONDS = 30.0  # a machine that is missed for longer is worth a word
+LONG_SECONDS = 30.0  # if the detection of a dead machine takes longer, warn
 ASK_SECONDS = 20.0
 _HEAD_RESOURCE = "node:__internal_head__"
 
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class HealthChecks:
-    """Ray's settings of these names."""
+    """Ray's health-check settings, by Ray's names."""
 
     period_ms: int
     timeout_ms: int
@@ -34,22 +34,22 @@ class HealthChecks:
 
     @property
     def killed_seconds(self) -> float:
-        """The longest time until a killed raylet is noticed."""
+        """Longest time until a killed raylet is noticed."""
         return self.failure_threshold * self.period_ms / 1000
 
     @property
     def silent_seconds(self) -> float:
-        """The longest time until a machine without power or network is noticed."""
+        """Longest time until a machine without power or network is noticed."""
         return self.failure_threshold * (self.period_ms + self.timeout_ms) / 1000
 
     def advice(self) -> str:
-        """One line for operators; "" if a dead machine is noticed soon enough."""
+        """Return one line for operators; "" if a dead machine is noticed soon enough."""
         if self.silent_seconds <= LONG_SECONDS:
             return ""
         better = " ".join(f"{name}={value}" for name, value in RECOMMENDED.items())
         return (
             f"this Ray cluster notices a machine without power or network after up to {self.silent_seconds:.0f} s, and "
-            f"its workers come back after that; start its head with {better} to have it noticed within "
+            f"its workers are restarted after that; start its head with {better} to detect it within "
             f"{_recommended().silent_seconds:.0f} s"
         )
 
@@ -59,9 +59,9 @@ def _recommended() -> HealthChecks:
 
 
 def ask_head() -> Any:
-    """Have a task on the head's node read the settings; returns a reference for :func:`answer_of`.
+    """Start a task on the head's node that reads the settings; returns a reference for :func:`answer_of`.
 
-    Only the head has them: they come from the environment that it was started in, which its node's processes inherit.
+    Only the head has them: they come from its environment, which its node's processes inherit.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -75,14 +75,14 @@ def ask_head() -> Any:
 
 
 def answer_of(asked: Any) -> HealthChecks | None:
-    """Wait for the settings; None if the head couldn't run the task, for lack of our environment, say."""
+    """Wait for the settings; None if the head couldn't run the task, for example because it lacks our environment."""
     import ray
 
     if asked is None:
         return None
     with contextlib.suppress(ray.exceptions.RayError):
         return HealthChecks(*ray.get(asked, timeout=ASK_SECONDS))
-    _log.debug("the head of the Ray cluster didn't tell its health checks")
+    _log.debug("the head of the Ray cluster didn't report its health-check settings")
     return None
 
 

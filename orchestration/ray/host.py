@@ -1,4 +1,4 @@
-"""Processes on the nodes of a Ray cluster: an agent and a placement group for each, and threads that listen to them."""
+"""Processes on the nodes of a Ray cluster: an agent, a placement group and a listening thread for each."""
 
 import contextlib
 import logging
@@ -38,13 +38,14 @@ from splitserve.orchestration.spec.expansion import RouterPorts
 CALL_SECONDS = 5.0
 FINISH_SECONDS = 15.0
 AGENT_THREADS = 8
-UNAVAILABLE_SECONDS = 0.1  # between questions to an agent that can't be reached, each of which fails at once
+UNAVAILABLE_SECONDS = 0.1  # pause between calls to an unreachable agent, each of which fails at once
 
 _log = logging.getLogger(__name__)
 
 
 class RayChild:
-    """See :class:`splitserve.orchestration.cluster.host.Child`. A process whose agent is gone counts as killed."""
+    """Process on Ray; see :class:`splitserve.orchestration.cluster.host.Child`. A process whose agent is gone counts as
+    killed."""
 
     def __init__(
         self,
@@ -56,8 +57,7 @@ class RayChild:
         target_id: str = "",
         uses_lmcache: bool = False,
     ) -> None:
-        """``target_id``: the node that Ray was asked for. ``uses_lmcache``: a worker that is to have a server beside
-        it."""
+        """Start to follow the agent. ``target_id``: node requested from Ray. ``uses_lmcache``: worker with a server."""
         self._uses_lmcache = uses_lmcache
         self.target_id = target_id
         self.name = name
@@ -95,7 +95,7 @@ class RayChild:
         return self._words or f"ended with exit status {returncode}"
 
     def _discard(self) -> None:
-        """Give its node back. The agent first removes what its process may have left."""
+        """Free the process's node. The agent first removes everything that its process may have left."""
         if self._discarded:
             return
         self._discarded = True
@@ -104,13 +104,13 @@ class RayChild:
             remove_placement_group(self._group)
 
     def _listen(self) -> None:
-        """Until the exit event, which comes in any case."""
+        """Read events until the exit event, which comes in any case."""
         num_seen = 0
         while not self._ended.is_set():
             try:
                 data = ray.get(self.agent.events.remote(num_seen))
             except ray.exceptions.ActorUnavailableError:
-                self._ended.wait(UNAVAILABLE_SECONDS)  # its node doesn't answer; Ray decides what that means
+                self._ended.wait(UNAVAILABLE_SECONDS)  # its node doesn't answer; Ray decides whether it is dead
                 continue
             except (ray.exceptions.RayError, ValueError) as error:
                 where = f" on {self.place}" if self.node_id else ""
@@ -146,8 +146,8 @@ def _first_line(error: Exception) -> str:
 
 
 class RayHost:
-    """See :class:`splitserve.orchestration.cluster.host.Host`. ``home``: the node that the router runs on, its
-    controller's."""
+    """Host of processes on Ray; see :class:`splitserve.orchestration.cluster.host.Host`. ``home``: the node of the
+    controller, on which the router runs as well."""
 
     def __init__(self, cluster: str, home: str, *, log_level: str = "info", entries: Entries = ENTRIES) -> None:
         self._cluster = cluster
@@ -160,7 +160,7 @@ class RayHost:
         self._spec: ClusterSpec | None = None
 
     def prepare(self, spec: ClusterSpec) -> None:
-        """Refuse what no node of the cluster, as it is now, could ever run."""
+        """Check that some node of the cluster, as it is now, could run a worker of each pool."""
         self._spec = spec
         nodes = ray_nodes()
         for pool in spec.pools:
@@ -244,13 +244,13 @@ class RayHost:
         internal_kv._internal_kv_put(memory_key(self._cluster), msgspec.json.encode(memory))
 
     def recall(self) -> Memory | None:
-        """What a controller before this one remembered."""
+        """Return the state that the previous controller stored."""
         data = internal_kv._internal_kv_get(memory_key(self._cluster))
         return None if data is None else msgspec.json.decode(data, type=Memory)
 
     def adopt(self, spec: ClusterSpec, known: Collection[str], emit: Callable[[Event], None]) -> dict[str, RayChild]:
-        """The processes that are there, by name. What else there is of the cluster is removed: processes that aren't
-        ``known``, LMCache servers aside, and groups whose node is gone, which Ray moves to another one for nobody."""
+        """Return the cluster's processes by name and remove the rest: processes that aren't ``known``, LMCache servers
+        aside, and placement groups whose node is gone, which Ray would move to another node."""
         self._spec = spec
         groups = groups_of(self._cluster)
         strangers = []
@@ -260,7 +260,7 @@ class RayHost:
             except ValueError:
                 continue
             if not (name in known or is_lmcache(name)) or name in self._children:
-                _log.warning("%s is nobody's: removed", agent_name)
+                _log.warning("%s belongs to no worker: removed", agent_name)
                 strangers.append(agent)
                 continue
             groups.pop(agent_name, None)
@@ -295,7 +295,7 @@ class RayHost:
         )
 
     def _placed(self) -> dict[str, Counter[str]]:
-        """Workers by node and pool; those that Ray hasn't placed yet where they shall be."""
+        """Count workers by node and pool; workers that Ray hasn't started yet count on their target node."""
         placed: dict[str, Counter[str]] = {}
         for name, pool in self._pools.items():
             node_id = self._children[name].node_id or self._children[name].target_id
@@ -307,7 +307,7 @@ class RayHost:
 def _agent_class(
     agent_name: str, strategy: Any, *, num_cpus: float = 0.0, num_gpus: float = 0.0, memory: int | None = None
 ) -> Any:
-    """Detached, and never restarted by Ray: the supervisor starts another one, if there shall be one."""
+    """Return the actor class of an agent: detached, and never restarted by Ray, since the supervisor does that."""
     return ray.remote(Agent).options(
         name=agent_name,
         namespace=NAMESPACE,
@@ -322,7 +322,7 @@ def _agent_class(
 
 
 def ray_nodes() -> list[Node]:
-    """Living nodes."""
+    """Return the living nodes."""
     available = ray._private.state.available_resources_per_node()
     return [
         Node(
@@ -338,7 +338,8 @@ def ray_nodes() -> list[Node]:
 
 
 def end_agents(agents: Sequence[Any], finish_seconds: float) -> None:
-    """Give their nodes back. They first remove what their processes may have left, if that takes no longer."""
+    """Free the agents' nodes. Each first removes everything that its process may have left, within
+    ``finish_seconds``."""
     finished = []
     for agent in agents:
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
@@ -351,7 +352,7 @@ def end_agents(agents: Sequence[Any], finish_seconds: float) -> None:
 
 
 def agents_of(cluster: str) -> Iterator[tuple[str, str, PlacementGroup | None]]:
-    """Agents of the cluster: their process's name, their own, and their placement group."""
+    """Yield the cluster's agents: their process's name, their own, and their placement group."""
     groups = groups_of(cluster)
     for entry in ray.util.list_named_actors(all_namespaces=True):
         name = process_of(entry["name"], cluster) if entry["namespace"] == NAMESPACE else None
@@ -360,7 +361,7 @@ def agents_of(cluster: str) -> Iterator[tuple[str, str, PlacementGroup | None]]:
 
 
 def groups_of(cluster: str) -> dict[str, PlacementGroup]:
-    """Placement groups of the cluster by name, those that are being removed left out."""
+    """Return the cluster's placement groups by name, except those that are being removed."""
     found = {}
     for group_id, row in ray.util.placement_group_table().items():
         if row["state"] != "REMOVED" and process_of(row["name"], cluster) is not None:

@@ -1,6 +1,6 @@
-"""Which node of a Ray cluster a worker shall run on, and with how many cores. Pure.
+"""Node assignment on a Ray cluster: the node of each worker, and its number of cores. Pure.
 
-Ray reserves and starts; this says what it is asked for, so that the workers of a pool are spread over the nodes: Ray's
+Ray reserves and starts; this module chooses the node, so that the workers of a pool are spread over the nodes: Ray's
 own strategies spread the bundles of one placement group, and each worker is a group of its own.
 """
 
@@ -15,36 +15,37 @@ CPU, GPU = "CPU", "GPU"
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """``total`` and ``available`` resources by Ray's names."""
+    """Node of the Ray cluster."""
 
     node_id: str
     address: str
     labels: Mapping[str, str]
-    total: Mapping[str, float]
-    available: Mapping[str, float]
+    total: Mapping[str, float]  # resources by Ray's names
+    available: Mapping[str, float]  # likewise
 
 
 def device_on(pool: PoolSpec, nodes: Iterable[Node]) -> str:
-    """``cpu`` or ``cuda``: what the pool's ``device`` means in a cluster of these nodes."""
+    """Return ``cpu`` or ``cuda``: the meaning of the pool's ``device`` in a cluster of these nodes."""
     if pool.device != "auto":
         return pool.device
     return "cuda" if any(node.total.get(GPU, 0) >= 1 for node in nodes) else "cpu"
 
 
 def share_of_cores(spec: ClusterSpec, nodes: Collection[Node]) -> int:
-    """Threads of a worker whose pool doesn't say: an even share of the node where that is smallest; at least one."""
+    """Return the threads of a worker whose pool configures none: the smallest even share of any node; at least one."""
     workers_per_node = -(-max(spec.num_workers, 1) // max(len(nodes), 1))
     return max(1, int(min((node.total.get(CPU, 0) // workers_per_node for node in nodes), default=1)))
 
 
 def bundle(pool: PoolSpec, device: str, threads: int) -> dict[str, float]:
-    """What one worker reserves: its threads' cores, a GPU for each rank, and the pool's own resources."""
+    """Return the resources of one worker: its threads' cores, a GPU for each rank, and the pool's own resources."""
     gpus = {GPU: float(pool.tensor_parallel_size)} if device == "cuda" else {}
     return {CPU: float(threads), **gpus, **pool.nodes.resources}
 
 
 def matches(labels: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
-    """Whether a node with ``labels`` meets a pool's, in Ray's syntax: ``x``, ``!x``, ``in(x,y)``, ``!in(x,y)``."""
+    """Return whether a node with ``labels`` meets a pool's, in Ray's syntax: ``x``, ``!x``, ``in(x,y)``,
+    ``!in(x,y)``."""
     return all(_matches_one(labels.get(key), value) for key, value in wanted.items())
 
 
@@ -57,16 +58,16 @@ def _matches_one(label: str | None, wanted: str) -> bool:
 
 
 def fits(node: Node, wanted: Mapping[str, float]) -> bool:
-    """Whether the node could take a bundle now."""
+    """Return whether the node could take a bundle now."""
     return all(node.available.get(name, 0.0) >= amount for name, amount in wanted.items())
 
 
 def choose_node(
     pool: PoolSpec, wanted: Mapping[str, float], nodes: Iterable[Node], placed: Mapping[str, Counter[str]]
 ) -> Node | None:
-    """The node with the fewest workers of the pool, then of all; then the emptiest. None: nothing fits now.
+    """Return the node with the fewest workers of the pool, then of all; then the emptiest. None: nothing fits now.
 
-    ``placed``: by node id, how many workers of each pool are there.
+    ``placed``: by node id, the number of workers of each pool there.
     """
     candidates = [node for node in nodes if matches(node.labels, pool.nodes.labels) and fits(node, wanted)]
 

@@ -52,7 +52,7 @@ def test_a_place_for_results_is_tried_first(tmp_path: Path, capsys: pytest.Captu
     for place in (file, file / "below"):
         with pytest.raises(SystemExit):
             latency.main(["--result-dir", str(place)])
-        assert f"{place} can't be made" in capsys.readouterr().err
+        assert f"{place} can't be created" in capsys.readouterr().err
 
 
 def test_a_place_for_results_means_that_they_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

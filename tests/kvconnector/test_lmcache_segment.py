@@ -96,4 +96,4 @@ def test_room_that_is_gone_is_told(
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     lmcache_server.allocate(segment.name, threading.Event())
-    assert "No space left on device; workers go on without it" in caplog.text
+    assert "No space left on device; workers continue without it" in caplog.text

@@ -234,7 +234,7 @@ def test_the_only_cluster_needs_no_name() -> None:
         choose_cluster("other")
     more = StateFolder("more")
     more.claim()
-    with pytest.raises(ConfigError, match="which one"):
+    with pytest.raises(ConfigError, match="there are several clusters: give --name"):
         choose_cluster("")
     for folder in (alive, more):
         folder.remove()
@@ -319,7 +319,7 @@ def test_a_cluster_is_scaled_drained_and_upgraded(cluster: LocalCluster) -> None
     ("request_", "reason"),
     [
         (Scale("cache", 1), "no pool 'cache'"),
-        (Scale("decode", 0), "nobody could serve"),
+        (Scale("decode", 0), "the cluster couldn't serve"),
         (DrainWorker("prefill-0"), "scale prefill up first"),
         (UpgradeCluster({"model": {"path": "x"}}), "pools: is missing"),
         (UpgradeCluster({"model": {"path": "x"}, "pools": [{"name": "p", "role": "mixed"}]}), "keeps pools and roles"),
@@ -348,7 +348,7 @@ def test_a_worker_that_is_given_up_ends_the_wait(cluster: LocalCluster, monkeypa
     monkeypatch.setenv("SPLITSERVE_TEST_BEHAVIOUR", "decode-2=refuse")
     client = Client(cluster)
     assert client.ask(Scale("decode", 3)) == Accepted()
-    with pytest.raises(OperationError, match=r"given up.*model\.norm\.weight is missing"):
+    with pytest.raises(OperationError, match=r"was abandoned.*model\.norm\.weight is missing"):
         follow(client, lambda _line: None, lambda status: status.is_settled and status.counts["decode"] == 3, 4)
 
 

@@ -222,7 +222,7 @@ def test_stale_worker(running: Running) -> None:
         os.kill(worker.pid, signal.SIGSTOP)
         status, found = doctor("--against", running.url, "--no-probe")
     assert names(status, found) == {"stale_worker"}
-    assert "prefill-x is registered, but has said nothing for" in text_of(found, "stale_worker")
+    assert "prefill-x is registered, but has sent nothing for" in text_of(found, "stale_worker")
 
 
 def test_secret_mismatch(running: Running) -> None:
@@ -300,10 +300,10 @@ def test_a_transport_can_be_asked_for(running: Running) -> None:
 @pytest.mark.parametrize(
     ("arguments", "key", "message"),
     [
-        (["--against", "{url}"], "another-key", "wants another API key"),
+        (["--against", "{url}"], "another-key", "requires another API key"),
         (["--against", "ftp://host"], API_KEY, "is no URL of an endpoint"),
-        (["--against", "{url}", "some/model"], API_KEY, "leave PATH and --spec away"),
-        (["--transport", "tcp", "--no-probe"], API_KEY, "leave it or --no-probe away"),
+        (["--against", "{url}", "some/model"], API_KEY, "remove PATH and --spec"),
+        (["--transport", "tcp", "--no-probe"], API_KEY, "remove --transport or --no-probe"),
     ],
 )
 def test_what_it_refuses(running: Running, arguments: list[str], key: str, message: str) -> None:

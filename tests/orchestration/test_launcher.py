@@ -169,7 +169,7 @@ def test_dead_worker_is_reported_and_the_rest_goes_on(make_cluster, caplog: pyte
         watcher = threading.Thread(target=lambda: statuses.append(cluster.watch()))
         watcher.start()
         os.kill(cluster.pids["decode-1"], signal.SIGKILL)
-        wait_until(lambda: "decode-1 is not restarted; decode-0, prefill-0, router go on" in caplog.text)
+        wait_until(lambda: "decode-1 is not restarted; decode-0, prefill-0, router continue" in caplog.text)
         assert "decode-1: was ended by SIGKILL" in caplog.text
         assert probe_ready(cluster.url)[0]
         cluster.request_stop("SIGTERM")

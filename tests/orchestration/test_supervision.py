@@ -197,10 +197,10 @@ def test_a_worker_that_dies_comes_back_and_in_the_end_does_not() -> None:
     ("operation", "message"),
     [
         (lambda s: s.scale("cache", 1, 0.0), "no pool 'cache'; the pools are prefill, decode"),
-        (lambda s: s.scale("decode", -1, 0.0), "-1 workers can't be"),
-        (lambda s: s.scale("decode", 0, 0.0), "without decode nobody could serve"),
+        (lambda s: s.scale("decode", -1, 0.0), "must be between 0 and 4096, got -1"),
+        (lambda s: s.scale("decode", 0, 0.0), "without decode the cluster couldn't serve"),
         (lambda s: s.drain("decode-7", 0.0), "no worker 'decode-7' to drain; there are decode-0, prefill-0, prefill-1"),
-        (lambda s: s.drain("decode-0", 0.0), "without decode-0 nobody could serve; scale decode up first"),
+        (lambda s: s.drain("decode-0", 0.0), "without decode-0 the cluster couldn't serve; scale decode up first"),
         (lambda s: s.begin_upgrade(spec_of(mixed=1), 0.0), "an upgrade keeps pools and roles"),
         (
             lambda s: s.begin_upgrade(simple_spec(EngineConfig(model="other"), num_prefill=2, num_decode=1), 0.0),
@@ -309,7 +309,7 @@ def test_a_worker_that_dies_during_an_upgrade_comes_back_as_it_was() -> None:
     machine.go_on()
     machine.exit("decode-1", -9)
     assert machine.running["decode-1"] == before
-    with pytest.raises(ConfigError, match="an upgrade is under way"):
+    with pytest.raises(ConfigError, match="an upgrade is in progress"):
         machine.supervisor.scale("decode", 3, machine.now)
 
 

@@ -147,7 +147,7 @@ def test_nothing_is_pinned_where_cores_would_be_shared(tmp_path: Path) -> None:
     plans = plan_workers(topology, workers(3))
     assert all(plan.why == "more workers than cores" and not plan.placement.cpus for plan in plans.values())
     alone = plan_workers(topology, workers(1))["w-0"]
-    assert alone.why == "too few cores to keep any apart" and alone.placement == CorePlacement(numa_node=0)
+    assert alone.why == "too few cores to reserve any for transfers" and alone.placement == CorePlacement(numa_node=0)
     limited = plan_workers(read(write_machine(tmp_path / "large", cores_per_node=32)), workers(1), quota_cores=4)["w-0"]
     assert limited.describe() == "cpu, NUMA node 0; not pinned: a CPU quota of 4 of 32 cores"
 
@@ -195,7 +195,7 @@ def test_transfers_of_gpus_have_cores_of_their_own(tmp_path: Path) -> None:
         cpus=(0, 1, 2, 3), transfer_cpus=(3,), numa_node=0
     )
     assert plan(first, node=2).placement == CorePlacement(cpus=tuple(range(32, 48)), numa_node=2)
-    with pytest.raises(ConfigError, match="num_transfer_cores is 8, of 8 cores; leave one to the rest"):
+    with pytest.raises(ConfigError, match="num_transfer_cores is 8, of 8 cores; leave one or more to the model"):
         plan(first, num_transfer_cores=8)
     alone = read(write_machine(tmp_path / "one", cores_per_node=16, gpu_nodes=(0,)))
     wanted = Wanted("w-0", gpus=(alone.gpus[0].name,), transfer_cores="3")
