@@ -28,7 +28,7 @@ from splitserve.benchmarks.kv.handover_ranks import RankPlace, Sinks, Timing, tw
 from splitserve.common.cores import awake_cpus, usable_cpus
 from splitserve.common.errors import ConfigError
 from splitserve.engine.awake_cores import kept_awake
-from splitserve.kvconnector.layout.shape import block_bytes, num_blocks_for
+from splitserve.kvconnector.layout.shape import num_blocks_for
 from splitserve.kvconnector.transfer.read_plan import head_spans
 from splitserve.kvconnector.transfer.read_settings import MIB, ReadSettings
 from splitserve.models.demo.checkpoint import SHAPES
@@ -86,7 +86,7 @@ def measure(arm: Arm, sinks: Sinks, layout: LayoutRecord, repeats: int) -> dict[
         copies.append(max(map(float, sinks.call("copy", arm.local, arm.remote))))
         alone.append(float(sinks.first("copy", arm.local, arm.remote)))
         path = "+".join(sorted({timing.path for timing in timings}))
-    num_bytes = len(arm.local) * block_bytes(layout)
+    num_bytes = len(arm.local) * layout.block_bytes
     return {
         "prompt_tokens": arm.num_tokens,
         "block_size": layout.block_size,
@@ -115,9 +115,9 @@ def read_figures(
 
 def measure_naive(sinks: Sinks, layout: LayoutRecord, num_tokens: int, repeats: int, seed: int) -> dict[str, Any]:
     """The same prompt as it would travel from a layout per layer, by one agent."""
-    num_bytes = num_blocks_for(num_tokens, layout.block_size) * block_bytes(layout)
+    num_bytes = num_blocks_for(num_tokens, layout.block_size) * layout.block_bytes
     seconds = [sinks.first("pieces", num_bytes, NAIVE_PIECE_BYTES, seed + repeat) for repeat in range(repeats)]
-    copies = [sinks.first("copy", *[range(num_bytes // block_bytes(layout))] * 2) for _ in range(repeats)]
+    copies = [sinks.first("copy", *[range(num_bytes // layout.block_bytes)] * 2) for _ in range(repeats)]
     return {
         "prompt_tokens": num_tokens,
         "block_size": layout.block_size,

@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from splitserve.common.errors import ConfigError
-from splitserve.kvconnector.layout.shape import DTYPE_BYTES, block_bytes, block_shape
+from splitserve.protocol.cache_layout import DTYPE_BYTES
 from splitserve.protocol.memory_records import LayoutRecord, MemoryKind, MemoryRegion
 
 logger = logging.getLogger(__name__)
@@ -35,10 +35,10 @@ class KVMemory:
 
     def __init__(self, layout: LayoutRecord, num_blocks: int, device: torch.device | None = None) -> None:
         if num_blocks < 1:
-            raise ConfigError(f"KV memory is smaller than one block of {block_bytes(layout)} bytes; raise --kv-memory")
+            raise ConfigError(f"KV memory is smaller than one block of {layout.block_bytes} bytes; raise --kv-memory")
         self.layout = layout
         self.num_blocks = num_blocks
-        self.block_bytes = block_bytes(layout)
+        self.block_bytes = layout.block_bytes
         num_bytes = num_blocks * self.block_bytes
         try:
             if device is None or device.type == "cpu":
@@ -48,7 +48,7 @@ class KVMemory:
                 flat.zero_()
         except (OSError, torch.OutOfMemoryError) as error:
             raise ConfigError(f"cannot allocate {_gib(num_bytes)} of KV memory; lower --kv-memory") from error
-        self.blocks = flat.view(TORCH_DTYPES[layout.dtype]).view(num_blocks, *block_shape(layout))
+        self.blocks = flat.view(TORCH_DTYPES[layout.dtype]).view(num_blocks, *layout.block_shape)
         self.generations: npt.NDArray[np.uint64] = np.frombuffer(
             anonymous_memory(num_blocks * 8), dtype=np.uint64, count=num_blocks
         )

@@ -17,7 +17,6 @@ import torch
 from splitserve.kvconnector.cuda.batch_copies import BatchCopier, BlockPieces, Copies
 from splitserve.kvconnector.cuda.memory import PeerMapping
 from splitserve.kvconnector.layout.memory import KVMemory
-from splitserve.kvconnector.layout.shape import block_bytes
 from splitserve.kvconnector.nixl.agent import TransferError
 from splitserve.kvconnector.transfer.device_copies import OnDevice, Pending
 from splitserve.kvconnector.transfer.read_cost import ReadCost
@@ -48,7 +47,7 @@ class Blocks(NamedTuple):
 def span_pieces(ours: Blocks, theirs: Blocks, span: HeadSpan) -> BlockPieces:
     """``span``'s heads, a row per layer. Blocks of both sides have as many tokens."""
     num_layers = ours.layout.num_layers
-    target_bytes, source_bytes = block_bytes(ours.layout), block_bytes(theirs.layout)
+    target_bytes, source_bytes = ours.layout.block_bytes, theirs.layout.block_bytes
     head_bytes = target_bytes // num_layers // ours.layout.kv_heads_per_rank
     source_heads = theirs.layout.kv_heads_per_rank
     assert source_bytes == num_layers * head_bytes * source_heads, "blocks of different sizes"

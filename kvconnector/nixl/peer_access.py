@@ -10,7 +10,6 @@ from splitserve.common.errors import HandshakeError
 from splitserve.kvconnector.blocks.digest import DigestBlocks
 from splitserve.kvconnector.cuda.memory import PeerMapping, own_machine
 from splitserve.kvconnector.layout.memory import KVMemory
-from splitserve.kvconnector.layout.shape import block_bytes
 from splitserve.kvconnector.nixl.agent import HERE, Agent, PreparedList, Transfer
 from splitserve.kvconnector.nixl.gather import GatherReader
 from splitserve.kvconnector.nixl.generation_reads import GenerationReads
@@ -88,7 +87,7 @@ class PeerAccess:
 
     @property
     def _staging_half_bytes(self) -> int:
-        return max(self.local.settings.staging_bytes // 2, block_bytes(self.welcome.layout))
+        return max(self.local.settings.staging_bytes // 2, self.welcome.layout.block_bytes)
 
     def _prepare_staging(self) -> Staging:
         memory, source = self.local.memory, self.welcome.layout
@@ -142,7 +141,7 @@ class PeerAccess:
     def piece_bytes(self, span: HeadSpan) -> int:
         """Return the size of what one rank of the peer has for us of a block."""
         layout = self.welcome.layout
-        return block_bytes(layout) // layout.kv_heads_per_rank * span.num_heads
+        return layout.block_bytes // layout.kv_heads_per_rank * span.num_heads
 
     @property
     def device(self) -> torch.device:
@@ -175,9 +174,9 @@ class PeerAccess:
             is_whole=self.is_whole,
             num_spans=len(self.spans),
             num_layers=layout.num_layers,
-            local_block_bytes=block_bytes(layout),
-            source_block_bytes=block_bytes(self.welcome.layout),
-            slots_per_half=self._staging_half_bytes // block_bytes(self.welcome.layout),
+            local_block_bytes=layout.block_bytes,
+            source_block_bytes=self.welcome.layout.block_bytes,
+            slots_per_half=self._staging_half_bytes // self.welcome.layout.block_bytes,
             blocks_per_gather=0 if self.gather is None else self.blocks_per_gather(self.gather),
             is_mapped=self.mapped is not None,
         )

@@ -16,7 +16,7 @@ from splitserve.common.errors import ConfigError
 from splitserve.kvconnector.cuda.host_store import MAX_KERNEL_BLOCK_BYTES, CudaHostStore
 from splitserve.kvconnector.layout.memory import KVMemory, anonymous_memory
 from splitserve.kvconnector.layout.numa_memory import HostMemory, node_of_device
-from splitserve.kvconnector.layout.shape import block_bytes, runs
+from splitserve.kvconnector.layout.shape import runs
 from splitserve.kvconnector.tiers.copies import TierStore
 from splitserve.kvconnector.tiers.index import TierIndex
 from splitserve.kvconnector.tiers.load_gates import LoadGates
@@ -45,7 +45,7 @@ class HostTier(NamedTuple):
 def load_gates(layout: LayoutRecord, device: torch.device) -> LoadGates | None:
     """For steps that wait for the tier's loads on the device, where loads go layer by layer; None where they don't."""
     is_alone = device.type == "cuda" and layout.tensor_parallel_size == 1 and layout.num_layers > 1
-    size = block_bytes(layout)
+    size = layout.block_bytes
     is_large = size > MAX_KERNEL_BLOCK_BYTES and size >= layout.num_layers * MIN_LAYER_BYTES
     return LoadGates(layout.num_layers) if is_alone and is_large else None
 

@@ -27,7 +27,6 @@ import numpy.typing as npt
 import torch
 
 from splitserve.kvconnector.layout.memory import KVMemory, anonymous_memory
-from splitserve.kvconnector.layout.shape import block_bytes
 from splitserve.kvconnector.transfer.device_copies import DeviceCopies, Pending
 from splitserve.protocol.memory_records import GatherMemory, MemoryRegion
 
@@ -74,7 +73,7 @@ class GatherSource:
     def __init__(self, memory: KVMemory, num_slots: int, slot_bytes: int) -> None:
         self._memory = memory
         self._slot_bytes = slot_bytes
-        self._head_bytes = block_bytes(memory.layout) // memory.layout.kv_heads_per_rank
+        self._head_bytes = memory.layout.block_bytes // memory.layout.kv_heads_per_rank
         self._flat = torch.zeros(num_slots * slot_bytes, dtype=torch.uint8, device=memory.device)
         self._tickets: npt.NDArray[np.uint64] = np.frombuffer(
             anonymous_memory(num_slots * 8), dtype=np.uint64, count=num_slots

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import torch
 
 from splitserve.kvconnector.layout.memory import TORCH_DTYPES, KVMemory
-from splitserve.kvconnector.layout.shape import block_bytes, block_shape
 from splitserve.kvconnector.transfer.device_copies import DeviceCopies, Pending
 from splitserve.kvconnector.transfer.read_plan import HeadSpan
 from splitserve.protocol.memory_records import LayoutRecord, MemoryKind, MemoryRegion
@@ -18,7 +17,7 @@ class Staging:
 
     def __init__(self, memory: KVMemory, source: LayoutRecord, half_bytes: int, *, on_host: bool = False) -> None:
         self._source = source
-        self.slot_bytes = block_bytes(source)
+        self.slot_bytes = source.block_bytes
         self.slots_per_half = half_bytes // self.slot_bytes
         self.half_bytes = self.slots_per_half * self.slot_bytes
         assert self.slots_per_half > 0, "a half has no room for a block"
@@ -43,7 +42,7 @@ class Staging:
     def scatter_blocks(self, half: int, local_blocks: Sequence[int], span: HeadSpan) -> Pending:
         """Copy ``span``'s heads of the blocks in a half's first slots to their place in ``local_blocks``."""
         flat = self._flat[half * self.half_bytes :][: len(local_blocks) * self.slot_bytes]
-        blocks = flat.view(TORCH_DTYPES[self._source.dtype]).view(len(local_blocks), *block_shape(self._source))
+        blocks = flat.view(TORCH_DTYPES[self._source.dtype]).view(len(local_blocks), *self._source.block_shape)
         heads = range(span.local_head, span.local_head + span.num_heads)
         return self._copies.scatter_part(blocks, local_blocks, span.source_head, heads)
 

@@ -1,7 +1,6 @@
 """What a peer says of its memory, before anything is made of that: contradictions, numbers beyond all bounds. Pure."""
 
 from splitserve.common.errors import HandshakeError
-from splitserve.kvconnector.layout.shape import block_bytes
 from splitserve.protocol.memory_records import MemoryKind
 from splitserve.protocol.messages.handover import PeerWelcome
 
@@ -25,12 +24,12 @@ def problem_with_memory(welcome: PeerWelcome) -> str | None:
     if regions[0].num_blocks < 1:
         return "it registered no blocks"
     for region in regions:
-        if region.block_bytes != block_bytes(layout):
-            return f"its blocks have {region.block_bytes} bytes; of its layout they would have {block_bytes(layout)}"
+        if region.block_bytes != layout.block_bytes:
+            return f"its blocks have {region.block_bytes} bytes; of its layout they would have {layout.block_bytes}"
     for host in (rank.host for rank in welcome.ranks if rank.host is not None):
         if layout.tensor_parallel_size > 1:
             return "it has several ranks, and a host tier that may be read"
-        if host.slots.kind is not MemoryKind.DRAM or host.slots.block_bytes != block_bytes(layout):
+        if host.slots.kind is not MemoryKind.DRAM or host.slots.block_bytes != layout.block_bytes:
             return f"its host tier has slots of {host.slots.block_bytes} bytes in {host.slots.kind.words}"
     if len({region.kind for region in regions}) != 1:
         return "some of its ranks have their blocks in host memory, others on a GPU"

@@ -16,7 +16,6 @@ import torch
 from host_driver import STREAM, HostDriver
 from splitserve.kvconnector.cuda.batch_copies import BatchCopier, Copies
 from splitserve.kvconnector.layout.memory import KVMemory
-from splitserve.kvconnector.layout.shape import block_bytes
 from splitserve.kvconnector.nixl import mapped_reads
 from splitserve.kvconnector.nixl.agent import TransferError
 from splitserve.kvconnector.nixl.connector import NixlConnector, _Peer
@@ -72,7 +71,7 @@ def test_each_rank_gets_its_heads_and_nothing_else_changes(
 
 def test_neighbours_on_both_sides_are_one_copy() -> None:
     whole, half = layout(1), layout(2)
-    size = block_bytes(whole)
+    size = whole.block_bytes
     (span,) = head_spans(whole, 0, whole)
     copies = span_pieces(Blocks(whole, 0), Blocks(whole, 1 << 20), span).of([4, 5, 6, 8], range(4))
     assert copies.targets == [4 * size, 8 * size]
