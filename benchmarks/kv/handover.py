@@ -29,7 +29,6 @@ from splitserve.common.cores import awake_cpus, usable_cpus
 from splitserve.common.errors import ConfigError
 from splitserve.engine.awake_cores import kept_awake
 from splitserve.kvconnector.layout.shape import num_blocks_for
-from splitserve.kvconnector.transfer.read_plan import head_spans
 from splitserve.kvconnector.transfer.read_settings import MIB, ReadSettings
 from splitserve.models.demo.checkpoint import SHAPES
 from splitserve.orchestration.cli.command_parser import CommandParser
@@ -148,7 +147,7 @@ def devices(
     taken = Counter(of_sources)
     of_sinks = []
     for rank in range(num_sinks):
-        read = {of_sources[span.rank] for span in head_spans(sinks, rank, sources)}
+        read = {of_sources[span.rank] for span in sinks.block_layout.spans(rank, sources.block_layout)}
         gpu = min(gpus, key=lambda gpu: (gpu in read, taken[gpu], gpu))
         of_sinks.append(gpu)
         taken[gpu] += 1

@@ -7,8 +7,9 @@ import numpy as np
 from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.nixl.agent import HERE, Agent, BlockIds, PreparedList
 from splitserve.kvconnector.transfer.device_copies import Done, Pending
-from splitserve.kvconnector.transfer.read_plan import HeadSpan, region_rows
+from splitserve.kvconnector.transfer.read_plan import region_rows
 from splitserve.kvconnector.transfer.staging import Staging
+from splitserve.protocol.cache_layout import HeadSpan
 from splitserve.protocol.memory_records import HostTierMemory, MemoryKind
 
 LANDING_BYTES = 64 << 20
@@ -71,7 +72,7 @@ class HostSlotReader:
         self, landing: Staging, places: PreparedList, local: BlockIds, slots: BlockIds
     ) -> Iterator[Pending]:
         """While one half is copied to the device, the other one is read into."""
-        size, whole = landing.slots_per_half, HeadSpan(0, 0, 0, self._memory.layout.kv_heads_per_rank)
+        size, whole = landing.slots_per_half, HeadSpan(0, 0, 0, self._memory.layout.block_layout.heads_per_rank())
         copies: list[Pending] = [Done(), Done()]
         for number, first in enumerate(range(0, len(slots), size)):
             half, part = number % 2, slots[first : first + size]

@@ -7,7 +7,7 @@ import torch
 
 from splitserve.kvconnector.layout.memory import TORCH_DTYPES, KVMemory
 from splitserve.kvconnector.transfer.device_copies import DeviceCopies, Pending
-from splitserve.kvconnector.transfer.read_plan import HeadSpan
+from splitserve.protocol.cache_layout import HeadSpan
 from splitserve.protocol.memory_records import LayoutRecord, MemoryKind, MemoryRegion
 
 

@@ -15,10 +15,10 @@ def problem_with_memory(welcome: PeerWelcome) -> str | None:
     layout, regions = welcome.layout, [rank.region for rank in welcome.ranks]
     if len(regions) != layout.tensor_parallel_size:
         return f"it names the memory of {len(regions)} ranks, but has {layout.tensor_parallel_size}"
-    if layout.tensor_parallel_size > layout.num_kv_heads and layout.tensor_parallel_size % layout.num_kv_heads:
-        return f"its {layout.tensor_parallel_size} ranks can't share {layout.num_kv_heads} KV heads evenly"
-    if layout.tensor_parallel_size <= layout.num_kv_heads and layout.num_kv_heads % layout.tensor_parallel_size:
-        return f"its {layout.num_kv_heads} KV heads can't be split between {layout.tensor_parallel_size} ranks"
+    for field in (field for group in layout.cache.groups for field in group.fields):
+        if not field.splits_over(layout.tensor_parallel_size):
+            ranks = layout.tensor_parallel_size
+            return f"its {ranks} ranks cannot share the {field.num_heads} heads of {field.name!r} evenly"
     if len({region.num_blocks for region in regions}) != 1:
         return f"its ranks have different numbers of blocks: {[region.num_blocks for region in regions]}"
     if regions[0].num_blocks < 1:
