@@ -93,7 +93,7 @@ class PeerAccess:
 
     def _prepare_staging(self) -> Staging:
         memory = self.local.memory
-        staging = self._staging = Staging(memory, self.welcome.layout, self._staging_half_bytes)
+        staging = self._staging = Staging(memory, self.theirs, self._staging_half_bytes)
         self._register(staging.region())
         self.slots = self.agent.prepare(HERE, memory.kind, region_rows(staging.region()))
         return staging

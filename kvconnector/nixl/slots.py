@@ -62,7 +62,7 @@ class HostSlotReader:
     def _prepared(self) -> tuple[Staging, PreparedList]:
         if self._landing is None or self._places is None:
             half_bytes = max(LANDING_BYTES // 2, self._memory.block_bytes)
-            self._landing = Staging(self._memory, self._memory.layout, half_bytes, on_host=True)
+            self._landing = Staging(self._memory, self._memory.layout.block_layout, half_bytes, on_host=True)
             region = self._landing.region()
             self._agent.register(region.kind, region.blocks_address, region.num_bytes)
             self._places = self._agent.prepare(HERE, region.kind, region_rows(region))

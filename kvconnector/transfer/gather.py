@@ -73,7 +73,7 @@ class GatherSource:
     def __init__(self, memory: KVMemory, num_slots: int, slot_bytes: int) -> None:
         self._memory = memory
         self._slot_bytes = slot_bytes
-        self._head_bytes = memory.layout.block_bytes // memory.layout.kv_heads_per_rank
+        self._layout = memory.layout.block_layout
         self._flat = torch.zeros(num_slots * slot_bytes, dtype=torch.uint8, device=memory.device)
         self._tickets: npt.NDArray[np.uint64] = np.frombuffer(
             anonymous_memory(num_slots * 8), dtype=np.uint64, count=num_slots
@@ -104,7 +104,7 @@ class GatherSource:
 
     def prepare(self) -> None:
         """On the thread that will use it: kernels are there before the first reader asks."""
-        self._copies.compile(self._memory.layout.kv_heads_per_rank)
+        self._copies.compile(self._layout.heads_per_rank())
 
     def hear(self, message: bytes) -> None:
         """What a reader says. Nonsense is counted and forgotten: whoever asks for it waits in vain and does without."""
@@ -141,11 +141,11 @@ class GatherSource:
         self._copies.wait()
 
     def _is_possible(self, request: GatherRequest) -> bool:
-        num_bytes = len(request.block_ids) * request.num_heads * self._head_bytes
+        num_bytes = len(request.block_ids) * self._layout.piece_bytes(request.num_heads)
         return (
             0 < request.ticket < 2**64
             and 0 < num_bytes <= self._slot_bytes
-            and 0 <= request.first_head < request.first_head + request.num_heads <= self._memory.blocks.shape[2]
+            and 0 <= request.first_head < request.first_head + request.num_heads <= self._layout.heads_per_rank()
             and all(0 <= block_id < self._memory.num_blocks for block_id in request.block_ids)
         )
 

@@ -5,17 +5,17 @@ from collections.abc import Sequence
 
 import torch
 
-from splitserve.kvconnector.layout.memory import TORCH_DTYPES, KVMemory
+from splitserve.kvconnector.layout.memory import KVMemory, words_of
 from splitserve.kvconnector.transfer.device_copies import DeviceCopies, Pending
-from splitserve.protocol.cache_layout import HeadSpan
-from splitserve.protocol.memory_records import LayoutRecord, MemoryKind, MemoryRegion
+from splitserve.protocol.cache_layout import BlockLayout, HeadSpan
+from splitserve.protocol.memory_records import MemoryKind, MemoryRegion
 
 
 class Staging:
     """Two halves of ``half_bytes``, where ``memory`` is, or ``on_host``: pinned, if it's a GPU's. What lands there are
     whole blocks of ``source``'s ranks, in slots, or pieces that hold the wanted heads only."""
 
-    def __init__(self, memory: KVMemory, source: LayoutRecord, half_bytes: int, *, on_host: bool = False) -> None:
+    def __init__(self, memory: KVMemory, source: BlockLayout, half_bytes: int, *, on_host: bool = False) -> None:
         self._source = source
         self.slot_bytes = source.block_bytes
         self.slots_per_half = half_bytes // self.slot_bytes
@@ -26,7 +26,7 @@ class Staging:
         self._copies = DeviceCopies(memory)
         self._kind = MemoryKind.DRAM if on_host else memory.kind
         if memory.device.type == "cuda":
-            self._copies.compile(min(memory.layout.kv_heads_per_rank, source.kv_heads_per_rank))
+            self._copies.compile(min(memory.layout.block_layout.heads_per_rank(), source.heads_per_rank()))
             torch.cuda.synchronize(memory.device)  # the zeros are there before anything else lands
 
     def region(self) -> MemoryRegion:
@@ -42,7 +42,7 @@ class Staging:
     def scatter_blocks(self, half: int, local_blocks: Sequence[int], span: HeadSpan) -> Pending:
         """Copy ``span``'s heads of the blocks in a half's first slots to their place in ``local_blocks``."""
         flat = self._flat[half * self.half_bytes :][: len(local_blocks) * self.slot_bytes]
-        blocks = flat.view(TORCH_DTYPES[self._source.dtype]).view(len(local_blocks), *self._source.block_shape)
+        blocks = words_of(flat.view(len(local_blocks), self.slot_bytes), self._source)
         heads = range(span.local_head, span.local_head + span.num_heads)
         return self._copies.scatter_part(blocks, local_blocks, span.source_head, heads)
 

@@ -124,6 +124,12 @@ class BlockLayout:
     def num_layers(self) -> int:
         return self.group.num_layers
 
+    @cached_property
+    def word_bytes(self) -> int:
+        """Size of the largest machine word, up to 8 bytes, that every head of every field consists of."""
+        sizes = [field.head_bytes for field in self.group.fields]
+        return next(word for word in (8, 4, 2, 1) if all(size % word == 0 for size in sizes))
+
     def heads_per_rank(self, field: int = 0) -> int:
         return self.group.fields[field].heads_per_rank(self.num_ranks)
 
