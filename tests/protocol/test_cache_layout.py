@@ -117,6 +117,8 @@ def test_two_fields_lie_one_after_the_other() -> None:
     assert half.block_bytes == 2 * 2 * (100 + 10)
     assert half.rows(1, 1) == ByteRows(100, 200, 2, 100)
     assert half.rows(0, 2, 1) == ByteRows(400, 20, 2, 20)
+    assert not CacheLayout((group,)).is_simple and not CacheLayout((replace(group, kind=GroupKind.FULL),)).is_simple
+    assert CacheLayout((replace(group, kind=GroupKind.FULL, fields=group.fields[:1]),)).is_simple
 
 
 def test_layouts_match_whatever_the_number_of_ranks() -> None:

@@ -198,6 +198,11 @@ class CacheLayout:
     groups: tuple[CacheGroup, ...]
     num_ranks: int = 1
 
+    @property
+    def is_simple(self) -> bool:
+        """Whether every layer keeps one field for every token: then a layer's bytes are one run of each block."""
+        return len(self.groups) == 1 and self.groups[0].kind is GroupKind.FULL and len(self.groups[0].fields) == 1
+
     def blocks(self, group: int = 0) -> BlockLayout:
         """Return the layout of one rank's blocks of a group."""
         return BlockLayout(self.groups[group], self.num_ranks)

@@ -45,6 +45,11 @@ class LayoutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.num_layers, self.kv_heads_per_rank, 2, self.block_size, self.head_dim
 
     @property
+    def dimensions(self) -> tuple[str, int, int, int]:
+        """Dimensions of the model's blocks that names of the content leave out."""
+        return self.order, self.num_layers, self.num_kv_heads, self.head_dim
+
+    @property
     def cache(self) -> CacheLayout:
         """The same as groups of layers with fields of bytes: all that transports need."""
         return _cache_of(self)
