@@ -55,7 +55,8 @@ class DeviceCopies:
 
     def __init__(self, memory: KVMemory) -> None:
         self._memory = memory
-        self._words = words_of(memory.bytes, memory.layout.block_layout)  # [num_blocks, layer, head, words]
+        self._layout = memory.layout.block_layout
+        self._words = words_of(memory.bytes, self._layout)  # [num_blocks, layer, head, words]
         self._gather, self._scatter = _kernels(memory.device)
         self._stream: torch.cuda.Stream | None = None
         if memory.device.type == "cuda":
@@ -104,7 +105,7 @@ class DeviceCopies:
     def _pieces(self, flat: Tensor, count: int, num_heads: int) -> Tensor:
         """``flat``'s start as ``[count, layer, num_heads, words]``."""
         shape = (count, self._words.shape[1], num_heads, self._words.shape[3])
-        num_bytes = torch.Size(shape).numel() * self._words.element_size()
+        num_bytes = count * self._layout.piece_bytes(num_heads)
         return flat[:num_bytes].view(self._words.dtype).view(shape)
 
     def _copy(self, block_ids: Sequence[int], first_head: int, pieces: Tensor, *, gathers: bool) -> Pending:

@@ -33,11 +33,7 @@ class LayoutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def kv_heads_per_rank(self) -> int:
         """One at least: with more ranks than heads, neighbouring ranks hold the same head."""
-        return max(1, self.num_kv_heads // self.tensor_parallel_size)
-
-    def first_kv_head(self, rank: int) -> int:
-        """The model's number of the first key/value head in ``rank``'s blocks."""
-        return rank * self.num_kv_heads // self.tensor_parallel_size
+        return self.block_layout.heads_per_rank()
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
