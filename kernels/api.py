@@ -224,15 +224,15 @@ class GatherKV(Protocol):
     def __call__(self, kv_cache: Tensor, block_ids: Tensor, first_head: int, out: Tensor) -> None:
         """Copy heads ``first_head : first_head + g`` of the blocks ``block_ids``, in order, into one buffer.
 
-        ``kv_cache`` [num_blocks, L, G, 2, B, D], contiguous; ``block_ids`` int64 [n] on its device, repeats allowed;
-        ``out`` [n, L, g, 2, B, D] of its dtype, contiguous, on its device or in pinned host memory.
+        ``kv_cache`` [num_blocks, L, G, ...], contiguous; ``block_ids`` int64 [n] on its device, repeats allowed;
+        ``out`` [n, L, g, ...] of its dtype, contiguous, on its device or in pinned host memory.
         """
         ...
 
 
 class ScatterKV(Protocol):
     def __call__(self, source: Tensor, block_ids: Tensor, first_head: int, kv_cache: Tensor) -> None:
-        """Copy ``source`` [n, L, g, 2, B, D] into heads ``first_head : first_head + g`` of ``block_ids``.
+        """Copy ``source`` [n, L, g, ...] into heads ``first_head : first_head + g`` of ``block_ids``.
 
         The reverse of :class:`GatherKV`, except that ids must be distinct. Other heads and other blocks stay unchanged.
         """

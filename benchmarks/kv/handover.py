@@ -27,8 +27,7 @@ from splitserve.benchmarks.kv import handover_served
 from splitserve.benchmarks.kv.handover_ranks import RankPlace, Sinks, Timing, two_workers
 from splitserve.common.cores import awake_cpus, usable_cpus
 from splitserve.common.errors import ConfigError
-from splitserve.kvconnector.layout.shape import block_bytes, num_blocks_for
-from splitserve.kvconnector.transfer.read_plan import head_spans
+from splitserve.kvconnector.layout.shape import num_blocks_for
 from splitserve.kvconnector.transfer.read_settings import MIB, ReadSettings
 from splitserve.models.demo.checkpoint import SHAPES
 from splitserve.orchestration.cli.command_parser import CommandParser
@@ -87,7 +86,7 @@ def measure(arm: Arm, sinks: Sinks, layout: LayoutRecord, repeats: int) -> dict[
         copies.append(max(map(float, sinks.call("copy", arm.local, arm.remote))))
         alone.append(float(sinks.first("copy", arm.local, arm.remote)))
         path = "+".join(sorted({timing.path for timing in timings}))
-    num_bytes = len(arm.local) * block_bytes(layout)
+    num_bytes = len(arm.local) * layout.block_bytes
     return {
         "prompt_tokens": arm.num_tokens,
         "block_size": layout.block_size,
@@ -116,9 +115,9 @@ def read_figures(
 
 def measure_naive(sinks: Sinks, layout: LayoutRecord, num_tokens: int, repeats: int, seed: int) -> dict[str, Any]:
     """Measure the same prompt read by one agent in the pieces of a layout per layer."""
-    num_bytes = num_blocks_for(num_tokens, layout.block_size) * block_bytes(layout)
+    num_bytes = num_blocks_for(num_tokens, layout.block_size) * layout.block_bytes
     seconds = [sinks.first("pieces", num_bytes, NAIVE_PIECE_BYTES, seed + repeat) for repeat in range(repeats)]
-    copies = [sinks.first("copy", *[range(num_bytes // block_bytes(layout))] * 2) for _ in range(repeats)]
+    copies = [sinks.first("copy", *[range(num_bytes // layout.block_bytes)] * 2) for _ in range(repeats)]
     return {
         "prompt_tokens": num_tokens,
         "block_size": layout.block_size,
@@ -150,7 +149,7 @@ def devices(
     taken = Counter(of_sources)
     of_sinks = []
     for rank in range(num_sinks):
-        read = {of_sources[span.rank] for span in head_spans(sinks, rank, sources)}
+        read = {of_sources[span.rank] for span in sinks.block_layout.spans(rank, sources.block_layout)}
         gpu = min(gpus, key=lambda gpu: (gpu in read, taken[gpu], gpu))
         of_sinks.append(gpu)
         taken[gpu] += 1

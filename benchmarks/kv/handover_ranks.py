@@ -20,7 +20,6 @@ from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.nixl.agent import Agent
 from splitserve.kvconnector.nixl.connector import NixlConnector
 from splitserve.kvconnector.transfer.connector import Link, PeerConnected
-from splitserve.kvconnector.transfer.read_plan import head_spans, heads_of
 from splitserve.kvconnector.transfer.read_settings import ReadSettings
 from splitserve.protocol.handover.reads import ReadCommand, ReadResult
 from splitserve.protocol.memory_records import LayoutRecord, MemoryKind, RankMemory
@@ -65,7 +64,7 @@ class Timing:
 def _content(place: RankPlace, block_ids: Sequence[int], device: torch.device) -> torch.Tensor:
     """Return the source's content of each block's heads, ``[len(block_ids), heads]``."""
     blocks = torch.tensor(list(block_ids), device=device).unsqueeze(1)
-    heads = torch.tensor(list(heads_of(place.layout, place.rank)), device=device).unsqueeze(0)
+    heads = torch.tensor(list(place.layout.block_layout.heads(place.rank)), device=device).unsqueeze(0)
     return (blocks * 7 + heads) % PATTERN
 
 
@@ -270,7 +269,9 @@ def two_workers(sources: Sequence[RankPlace], sinks: Sequence[RankPlace], serve_
 
 
 def _read_from(sink: RankPlace, sources: Sequence[RankPlace]) -> list[str]:
-    return [sources[span.rank].device for span in head_spans(sink.layout, sink.rank, sources[0].layout)]
+    return [
+        sources[span.rank].device for span in sink.layout.block_layout.spans(sink.rank, sources[0].layout.block_layout)
+    ]
 
 
 def _receive(pipe: Connection, seconds: float = EVENT_TIMEOUT_SECONDS + 30.0) -> Any:

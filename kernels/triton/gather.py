@@ -6,6 +6,8 @@ pinned host memory, which the device reads and writes itself. Offsets are in 64 
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -35,8 +37,8 @@ def scatter_kv(source: Tensor, block_ids: Tensor, first_head: int, kv_cache: Ten
 def _copy(kv_cache: Tensor, block_ids: Tensor, first_head: int, buffer: Tensor, *, gathers: bool) -> None:
     if buffer.numel() == 0:
         return
-    _, num_layers, num_heads, _, block_size, head_dim = kv_cache.shape
-    head_bytes = 2 * block_size * head_dim * kv_cache.element_size()
+    _, num_layers, num_heads, *head_shape = kv_cache.shape
+    head_bytes = math.prod(head_shape) * kv_cache.element_size()
     alignment = head_bytes | kv_cache.data_ptr() | buffer.data_ptr()
     unit = next(size for size in _UNITS if alignment % size == 0)
     head_units = head_bytes // unit

@@ -36,11 +36,11 @@ def no_digests(block_ids: Sequence[int]) -> list[bytes]:
 def digests_of(memory: KVMemory) -> DigestBlocks:
     """Return a function that computes BLAKE2b of each block's bytes, copying them to the host first if they are on a
     GPU."""
-    host_bytes = _on_host if memory.blocks.device.type == "cpu" else _Staging(memory)
+    host_bytes = _on_host if memory.device.type == "cpu" else _Staging(memory)
 
     def digest_blocks(block_ids: Sequence[int]) -> list[bytes]:
         return [
-            hashlib.blake2b(host_bytes(memory.blocks[block_id]), digest_size=DIGEST_BYTES).digest()
+            hashlib.blake2b(host_bytes(memory.bytes[block_id]), digest_size=DIGEST_BYTES).digest()
             for block_id in block_ids
         ]
 
@@ -48,7 +48,7 @@ def digests_of(memory: KVMemory) -> DigestBlocks:
 
 
 def _on_host(block: torch.Tensor) -> Any:
-    return block.view(-1).view(torch.uint8).numpy().data
+    return block.numpy().data
 
 
 class _Staging:
@@ -57,7 +57,7 @@ class _Staging:
 
     def __init__(self, memory: KVMemory) -> None:
         self._block_bytes = memory.block_bytes
-        self._stream = torch.cuda.Stream(memory.blocks.device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(memory.device)  # type: ignore[no-untyped-call]
         self._of_thread = threading.local()
 
     def __call__(self, block: torch.Tensor) -> Any:
@@ -67,7 +67,7 @@ class _Staging:
             self._of_thread.copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         buffer, copied = self._of_thread.buffer, self._of_thread.copied
         with torch.cuda.stream(self._stream):
-            buffer.copy_(block.view(-1).view(torch.uint8), non_blocking=True)
+            buffer.copy_(block, non_blocking=True)
             copied.record(self._stream)
         copied.synchronize()
         return buffer.numpy().data

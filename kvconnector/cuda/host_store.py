@@ -98,7 +98,7 @@ class CudaHostStore:
         self._device = memory.device
         self._gates = gates
         self._rows: BatchCopier | None = None if gates is None else BatchCopier(ctypes.CDLL("libcuda.so.1"))
-        self._blocks = memory.blocks.view(-1).view(torch.uint8).view(memory.num_blocks, memory.block_bytes)
+        self._blocks = memory.bytes
         self._host = host
         self._row_copiers: dict[bool, RowCopier] = {}
         self._slots = torch.from_numpy(host.bytes).view(-1, memory.block_bytes)

@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from splitserve.common.errors import ConfigError
-from splitserve.kvconnector.layout.shape import DTYPE_BYTES, block_bytes, block_shape
+from splitserve.protocol.cache_layout import DTYPE_BYTES, BlockLayout
 from splitserve.protocol.memory_records import LayoutRecord, MemoryKind, MemoryRegion
 
 logger = logging.getLogger(__name__)
@@ -19,14 +19,17 @@ logger = logging.getLogger(__name__)
 POPULATE_CHUNK_BYTES = 16 << 20
 _MADV_POPULATE_WRITE = 23  # <linux/mman.h>, since Linux 5.14: allocates pages and keeps their content
 
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
 TORCH_DTYPES = {name: getattr(torch, name) for name in DTYPE_BYTES}
 
 
 class KVMemory:
-    """The block tensor and its generations.
+    """Blocks and their generations.
 
-    ``blocks``: ``[num_blocks, layer, kv_head, 2, token, head_dim]`` on ``device``; ``generations``: uint64
-    ``[num_blocks]``, always on the host.
+    ``bytes``: uint8 ``[num_blocks, block_bytes]`` on ``device``, all that transfers use; ``blocks``: the kernels'
+    view of the same memory, ``[num_blocks, layer, kv_head, 2, token, head_dim]``; ``generations``: uint64 ``[num_blocks]``,
+    always on the host.
 
     CPU memory asks for huge pages: a peer's copy walks the pages, and with 4 KiB pages the walk costs as much as the
     copy. A separate thread allocates its pages, because the first touch of a gigabyte takes seconds on a virtual
@@ -36,10 +39,10 @@ class KVMemory:
 
     def __init__(self, layout: LayoutRecord, num_blocks: int, device: torch.device | None = None) -> None:
         if num_blocks < 1:
-            raise ConfigError(f"KV memory is smaller than one block of {block_bytes(layout)} bytes; raise --kv-memory")
+            raise ConfigError(f"KV memory is smaller than one block of {layout.block_bytes} bytes; raise --kv-memory")
         self.layout = layout
         self.num_blocks = num_blocks
-        self.block_bytes = block_bytes(layout)
+        self.block_bytes = layout.block_bytes
         num_bytes = num_blocks * self.block_bytes
         try:
             if device is None or device.type == "cpu":
@@ -49,25 +52,26 @@ class KVMemory:
                 flat.zero_()
         except (OSError, torch.OutOfMemoryError) as error:
             raise ConfigError(f"cannot allocate {_gib(num_bytes)} of KV memory; lower --kv-memory") from error
-        self.blocks = flat.view(TORCH_DTYPES[layout.dtype]).view(num_blocks, *block_shape(layout))
+        self.bytes = flat.view(num_blocks, self.block_bytes)
+        self.blocks = flat.view(TORCH_DTYPES[layout.dtype]).view(num_blocks, *layout.block_shape)
         self.generations: npt.NDArray[np.uint64] = np.frombuffer(
             anonymous_memory(num_blocks * 8), dtype=np.uint64, count=num_blocks
         )
 
     @property
     def device(self) -> torch.device:
-        return self.blocks.device
+        return self.bytes.device
 
     @property
     def kind(self) -> MemoryKind:
-        return MemoryKind.VRAM if self.blocks.is_cuda else MemoryKind.DRAM
+        return MemoryKind.VRAM if self.bytes.is_cuda else MemoryKind.DRAM
 
     def region(self) -> MemoryRegion:
         """Return the location of the blocks, for peers that read them."""
         return MemoryRegion(
             kind=self.kind,
             device_id=self.device.index or 0,
-            blocks_address=self.blocks.data_ptr(),
+            blocks_address=self.bytes.data_ptr(),
             num_blocks=self.num_blocks,
             block_bytes=self.block_bytes,
         )
@@ -75,6 +79,15 @@ class KVMemory:
     @property
     def generations_address(self) -> int:
         return int(self.generations.ctypes.data)
+
+
+def words_of(blocks: torch.Tensor, layout: BlockLayout, field: int = 0) -> torch.Tensor:
+    """View blocks, uint8 ``[n, block_bytes]``, as a field's words ``[n, layer, head, words]``: integers as wide as the
+    layout allows, so that copies of them are fast."""
+    heads = layout.heads_per_rank(field)
+    rows = layout.rows(0, heads, field)
+    words = blocks[:, rows.offset : rows.offset + rows.num_bytes].view(_WORDS[layout.word_bytes])
+    return words.view(len(blocks), layout.num_layers, heads, -1)
 
 
 def anonymous_memory(num_bytes: int) -> mmap.mmap:

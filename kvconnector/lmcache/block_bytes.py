@@ -3,8 +3,6 @@
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-import torch
-
 from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.layout.numa_memory import HostMemory, node_of_device
 from splitserve.kvconnector.lmcache.chunk import Bytes
@@ -34,7 +32,7 @@ class BlockBytes(Protocol):
 class CpuBlockBytes:
     def __init__(self, memory: KVMemory) -> None:
         self.most = memory.num_blocks
-        self._blocks: Bytes = memory.blocks.view(-1).view(torch.uint8).numpy().reshape(memory.num_blocks, -1)
+        self._blocks: Bytes = memory.bytes.numpy()
 
     def fetch(self, block_ids: Sequence[int]) -> Iterator[Bytes]:
         return (self._blocks[block_id] for block_id in block_ids)

@@ -63,7 +63,7 @@ class Epoch:
 def model_name_of(layout: LayoutRecord, rank: int = 0) -> str:
     """Return the name under which LMCache keeps the chunks of this rank of a worker; it covers everything that their
     bytes depend on, except token ids."""
-    fields = (FORMAT_VERSION, layout.order, layout.num_layers, layout.num_kv_heads, layout.head_dim)
+    fields = (FORMAT_VERSION, *layout.dimensions)
     salt = "\x00".join(map(str, fields)).encode() + shard_root(layout, rank)
     readable = re.sub(r"[^A-Za-z0-9._-]", "-", Path(layout.model).name)[:48]
     return f"splitserve-{readable}-{hashlib.blake2b(salt, digest_size=16).hexdigest()}"

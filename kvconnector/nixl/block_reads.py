@@ -11,7 +11,7 @@ import numpy as np
 from splitserve.kvconnector.nixl.agent import BlockIds, TransferError
 from splitserve.kvconnector.nixl.peer_access import PeerAccess
 from splitserve.kvconnector.transfer.device_copies import Done, Pending
-from splitserve.kvconnector.transfer.read_plan import layer_rows
+from splitserve.kvconnector.transfer.read_plan import rows_of_blocks
 from splitserve.protocol.handover.reads import ReadCommand, ReadPath
 
 logger = logging.getLogger(__name__)
@@ -117,13 +117,13 @@ class BlockReads:
         return True
 
     def _read_layers(self, local: BlockIds, remote: BlockIds) -> Iterator[Pending]:
-        memory, theirs = self._access.local.memory, self._access.welcome.layout
-        ours = memory.region()
+        ours, theirs = self._access.ours, self._access.theirs
+        local_region = self._access.local.memory.region()
         posted = []
         for span in self._access.spans:
             region = self._access.welcome.ranks[span.rank].region
-            places = layer_rows(memory.layout, ours, local, span.local_head, span.num_heads)
-            pieces = layer_rows(theirs, region, remote, span.source_head, span.num_heads)
+            places = rows_of_blocks(local_region, local, ours.rows(span.local_head, span.num_heads, span.field))
+            pieces = rows_of_blocks(region, remote, theirs.rows(span.source_head, span.num_heads, span.field))
             posted.append(
                 self._access.agent.read_rows(self._access.remote_names[span.rank], region.kind, places, pieces)
             )

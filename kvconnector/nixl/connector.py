@@ -93,7 +93,7 @@ class NixlConnector:
         host: HostTierMemory | None = None,
     ) -> None:
         if memory.kind is MemoryKind.VRAM:
-            check_ipc_capable(memory.blocks)
+            check_ipc_capable(memory.bytes)
         settings = settings or ReadSettings.of(memory.kind)
         self._memory = memory
         self._settings = settings

@@ -19,8 +19,9 @@ from splitserve.kvconnector.nixl.ucx_log import UCX_LOG, UNKNOWN, read_transport
 from splitserve.kvconnector.transfer.connector import Link
 from splitserve.kvconnector.transfer.device_copies import Done, Pending
 from splitserve.kvconnector.transfer.read_cost import CopyCost, LinkCost, ReadCost, fit, fit_blocks, fit_copies
-from splitserve.kvconnector.transfer.read_plan import HeadSpan, piece_rows
+from splitserve.kvconnector.transfer.read_plan import piece_rows
 from splitserve.kvconnector.transfer.read_settings import ReadSettings
+from splitserve.protocol.cache_layout import HeadSpan
 from splitserve.protocol.handover.reads import ReadPath
 from splitserve.protocol.memory_records import MemoryKind, MemoryRegion
 

@@ -17,13 +17,11 @@ import torch
 from splitserve.kvconnector.cuda.batch_copies import BatchCopier, BlockPieces, Copies
 from splitserve.kvconnector.cuda.memory import PeerMapping
 from splitserve.kvconnector.layout.memory import KVMemory
-from splitserve.kvconnector.layout.shape import block_bytes
 from splitserve.kvconnector.nixl.agent import TransferError
 from splitserve.kvconnector.transfer.device_copies import OnDevice, Pending
 from splitserve.kvconnector.transfer.read_cost import ReadCost
-from splitserve.kvconnector.transfer.read_plan import HeadSpan
+from splitserve.protocol.cache_layout import BlockLayout, HeadSpan
 from splitserve.protocol.handover.reads import ReadPath
-from splitserve.protocol.memory_records import LayoutRecord
 
 if TYPE_CHECKING:  # Triton may not be installed
     from splitserve.kernels.triton.row_copy import RowCopier
@@ -42,20 +40,25 @@ queued."""
 class Blocks(NamedTuple):
     """Blocks of a rank: their ``layout`` and the ``address`` of the first."""
 
-    layout: LayoutRecord
+    layout: BlockLayout
     address: int
 
 
 def span_pieces(ours: Blocks, theirs: Blocks, span: HeadSpan) -> BlockPieces:
     """Return ``span``'s heads as pieces of blocks, a row per layer. Blocks of both sides have equally many tokens."""
-    num_layers = ours.layout.num_layers
-    target_bytes, source_bytes = block_bytes(ours.layout), block_bytes(theirs.layout)
-    head_bytes = target_bytes // num_layers // ours.layout.kv_heads_per_rank
-    source_heads = theirs.layout.kv_heads_per_rank
-    assert source_bytes == num_layers * head_bytes * source_heads, "blocks of different sizes"
-    target = ours.address + span.local_head * head_bytes
-    source = theirs.address + span.source_head * head_bytes
-    return BlockPieces(target, source, target_bytes, source_bytes, num_layers, span.num_heads * head_bytes)
+    target = ours.layout.rows(span.local_head, span.num_heads, span.field)
+    source = theirs.layout.rows(span.source_head, span.num_heads, span.field)
+    target_bytes, source_bytes = ours.layout.block_bytes, theirs.layout.block_bytes
+    assert (target.count, target.width) == (source.count, source.width), "blocks of different sizes"
+    assert target.count * target.pitch == target_bytes, "rows that don't lie evenly over the block"
+    return BlockPieces(
+        ours.address + target.offset,
+        theirs.address + source.offset,
+        target_bytes,
+        source_bytes,
+        target.count,
+        target.width,
+    )
 
 
 def _rows_of(span: BlockPieces) -> tuple[int, int, int, int]:
@@ -96,13 +99,13 @@ class MappedReader:
     context the mappings are; it has a stream of its own."""
 
     def __init__(
-        self, memory: KVMemory, theirs: LayoutRecord, spans: Sequence[HeadSpan], mappings: dict[int, PeerMapping]
+        self, memory: KVMemory, theirs: BlockLayout, spans: Sequence[HeadSpan], mappings: dict[int, PeerMapping]
     ) -> None:
         self._device = memory.device
         self._address = memory.region().blocks_address
         self._num_blocks = memory.num_blocks
         self._probed_address = mappings[spans[0].rank].address
-        ours = Blocks(memory.layout, self._address)
+        ours = Blocks(memory.layout.block_layout, self._address)
         self._spans = [span_pieces(ours, Blocks(theirs, mappings[span.rank].address), span) for span in spans]
         self.stream = torch.cuda.Stream(memory.device)  # type: ignore[no-untyped-call]
         self.bytes_per_second = {ReadPath.MAPPED: float("inf"), ReadPath.KERNEL: float("inf")}

@@ -10,7 +10,6 @@ from splitserve.common.errors import HandshakeError
 from splitserve.kvconnector.blocks.digest import DigestBlocks
 from splitserve.kvconnector.cuda.memory import PeerMapping, own_machine
 from splitserve.kvconnector.layout.memory import KVMemory
-from splitserve.kvconnector.layout.shape import block_bytes
 from splitserve.kvconnector.nixl.agent import HERE, Agent, PreparedList, Transfer
 from splitserve.kvconnector.nixl.gather import GatherReader
 from splitserve.kvconnector.nixl.generation_reads import GenerationReads
@@ -18,10 +17,11 @@ from splitserve.kvconnector.nixl.mapped_reads import MappedReader
 from splitserve.kvconnector.nixl.slots import HostSlotReader
 from splitserve.kvconnector.transfer.device_copies import Pending
 from splitserve.kvconnector.transfer.read_choice import ReadShape
-from splitserve.kvconnector.transfer.read_plan import HeadSpan, Rows, head_spans, is_whole, region_rows
+from splitserve.kvconnector.transfer.read_plan import Rows, region_rows
 from splitserve.kvconnector.transfer.read_settings import ReadSettings
 from splitserve.kvconnector.transfer.staging import Staging
 from splitserve.kvconnector.transfer.welcome_check import check_welcome
+from splitserve.protocol.cache_layout import HeadSpan
 from splitserve.protocol.memory_records import MemoryRegion, RankMemory
 from splitserve.protocol.messages.handover import PeerWelcome
 
@@ -41,13 +41,14 @@ class PeerAccess:
     fails."""
 
     def __init__(self, name: str, local: LocalSide, welcome: PeerWelcome) -> None:
-        memory, theirs = local.memory, welcome.layout
+        memory = local.memory
         check_welcome(welcome, memory.kind)
+        self.ours, self.theirs = memory.layout.block_layout, welcome.layout.block_layout
         self.local = local
         self.welcome = welcome
         self.num_peer_blocks = welcome.ranks[0].region.num_blocks
-        self.spans = head_spans(memory.layout, local.rank, theirs)
-        self.is_whole = is_whole(self.spans, memory.layout, theirs)
+        self.spans = self.ours.spans(local.rank, self.theirs)
+        self.is_whole = self.ours.whole_source(local.rank, self.theirs) is not None
         self._staging: Staging | None = None
         self.agent = Agent(name)
         self._register(memory.region())
@@ -89,11 +90,11 @@ class PeerAccess:
 
     @property
     def _staging_half_bytes(self) -> int:
-        return max(self.local.settings.staging_bytes // 2, block_bytes(self.welcome.layout))
+        return max(self.local.settings.staging_bytes // 2, self.theirs.block_bytes)
 
     def _prepare_staging(self) -> Staging:
-        memory, source = self.local.memory, self.welcome.layout
-        staging = self._staging = Staging(memory, source, self._staging_half_bytes)
+        memory = self.local.memory
+        staging = self._staging = Staging(memory, self.theirs, self._staging_half_bytes)
         self._register(staging.region())
         self.slots = self.agent.prepare(HERE, memory.kind, region_rows(staging.region()))
         return staging
@@ -128,7 +129,7 @@ class PeerAccess:
         blocks = {rank: mappings[0] for rank, mappings in self._mappings.items() if mappings and mappings[0].address}
         if len(blocks) < len(self._mappings):
             return None
-        return MappedReader(self.local.memory, self.welcome.layout, self.spans, blocks)
+        return MappedReader(self.local.memory, self.theirs, self.spans, blocks)
 
     def _make_gather(self) -> GatherReader | None:
         """Return None unless each rank read from gathers blocks and its slots hold at least one block's piece."""
@@ -142,8 +143,7 @@ class PeerAccess:
 
     def piece_bytes(self, span: HeadSpan) -> int:
         """Return the bytes that one rank of the peer holds for this rank in a block."""
-        layout = self.welcome.layout
-        return block_bytes(layout) // layout.kv_heads_per_rank * span.num_heads
+        return self.theirs.piece_bytes(span.num_heads, span.field)
 
     @property
     def device(self) -> torch.device:
@@ -171,14 +171,13 @@ class PeerAccess:
 
     @property
     def shape(self) -> ReadShape:
-        layout = self.local.memory.layout
         return ReadShape(
             is_whole=self.is_whole,
             num_spans=len(self.spans),
-            num_layers=layout.num_layers,
-            local_block_bytes=block_bytes(layout),
-            source_block_bytes=block_bytes(self.welcome.layout),
-            slots_per_half=self._staging_half_bytes // block_bytes(self.welcome.layout),
+            num_layers=self.ours.num_layers,
+            local_block_bytes=self.ours.block_bytes,
+            source_block_bytes=self.theirs.block_bytes,
+            slots_per_half=self._staging_half_bytes // self.theirs.block_bytes,
             blocks_per_gather=0 if self.gather is None else self.blocks_per_gather(self.gather),
             is_mapped=self.mapped is not None,
         )

@@ -31,7 +31,7 @@ class NixlServer(OwnerThread):
             num_bytes = host.slots.num_bytes
             self._agent.register(MemoryKind.DRAM, host.slots.blocks_address, num_bytes)
             self._agent.register(MemoryKind.DRAM, host.generations_address, host.slots.num_blocks * 8)
-        mappable = export(memory.blocks, self._gather.memory)
+        mappable = export(memory.bytes, self._gather.memory)
         self.served = RankMemory(self._agent.metadata(), self._region, gather, host, mappable)
 
     @property

@@ -8,8 +8,9 @@ import numpy as np
 from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.nixl.agent import HERE, Agent, BlockIds, PreparedList
 from splitserve.kvconnector.transfer.device_copies import Done, Pending
-from splitserve.kvconnector.transfer.read_plan import HeadSpan, region_rows
+from splitserve.kvconnector.transfer.read_plan import region_rows
 from splitserve.kvconnector.transfer.staging import Staging
+from splitserve.protocol.cache_layout import HeadSpan
 from splitserve.protocol.memory_records import HostTierMemory, MemoryKind
 
 LANDING_BYTES = 64 << 20
@@ -65,7 +66,7 @@ class HostSlotReader:
     def _prepared(self) -> tuple[Staging, PreparedList]:
         if self._landing is None or self._places is None:
             half_bytes = max(LANDING_BYTES // 2, self._memory.block_bytes)
-            self._landing = Staging(self._memory, self._memory.layout, half_bytes, on_host=True)
+            self._landing = Staging(self._memory, self._memory.layout.block_layout, half_bytes, on_host=True)
             region = self._landing.region()
             self._agent.register(region.kind, region.blocks_address, region.num_bytes)
             self._places = self._agent.prepare(HERE, region.kind, region_rows(region))
@@ -75,7 +76,7 @@ class HostSlotReader:
         self, landing: Staging, places: PreparedList, local: BlockIds, slots: BlockIds
     ) -> Iterator[Pending]:
         """Read into one half while the other is copied to the device."""
-        size, whole = landing.slots_per_half, HeadSpan(0, 0, 0, self._memory.layout.kv_heads_per_rank)
+        size, whole = landing.slots_per_half, HeadSpan(0, 0, 0, self._memory.layout.block_layout.heads_per_rank())
         copies: list[Pending] = [Done(), Done()]
         for number, first in enumerate(range(0, len(slots), size)):
             half, part = number % 2, slots[first : first + size]

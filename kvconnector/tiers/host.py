@@ -16,7 +16,7 @@ from splitserve.common.errors import ConfigError
 from splitserve.kvconnector.cuda.host_store import MAX_KERNEL_BLOCK_BYTES, CudaHostStore
 from splitserve.kvconnector.layout.memory import KVMemory, anonymous_memory
 from splitserve.kvconnector.layout.numa_memory import HostMemory, node_of_device
-from splitserve.kvconnector.layout.shape import block_bytes, runs
+from splitserve.kvconnector.layout.shape import runs
 from splitserve.kvconnector.tiers.copies import TierStore
 from splitserve.kvconnector.tiers.index import TierIndex
 from splitserve.kvconnector.tiers.load_gates import LoadGates
@@ -44,10 +44,12 @@ class HostTier(NamedTuple):
 
 def load_gates(layout: LayoutRecord, device: torch.device) -> LoadGates | None:
     """Return gates for steps that wait on the device for the tier's loads; None if loads are not done by layer."""
-    is_alone = device.type == "cuda" and layout.tensor_parallel_size == 1 and layout.num_layers > 1
-    size = block_bytes(layout)
-    is_large = size > MAX_KERNEL_BLOCK_BYTES and size >= layout.num_layers * MIN_LAYER_BYTES
-    return LoadGates(layout.num_layers) if is_alone and is_large else None
+    blocks = layout.block_layout
+    by_layers = layout.cache.is_simple and blocks.num_layers > 1  # a layer's bytes are one run of the block
+    is_alone = device.type == "cuda" and blocks.num_ranks == 1
+    size = blocks.block_bytes
+    is_large = size > MAX_KERNEL_BLOCK_BYTES and size >= blocks.num_layers * MIN_LAYER_BYTES
+    return LoadGates(blocks.num_layers) if by_layers and is_alone and is_large else None
 
 
 def host_tier(memory: KVMemory, num_bytes: int, gates: LoadGates | None = None) -> HostTier:
@@ -91,8 +93,7 @@ class CpuHostStore:
     """Plain copies on the calling thread, with the GIL released."""
 
     def __init__(self, memory: KVMemory, host: HostMemory) -> None:
-        flat = memory.blocks.view(-1).view(torch.uint8).numpy()
-        self._blocks: npt.NDArray[np.uint8] = flat.reshape(memory.num_blocks, memory.block_bytes)
+        self._blocks: npt.NDArray[np.uint8] = memory.bytes.numpy()
         self._slots: npt.NDArray[np.uint8] = host.bytes.reshape(-1, memory.block_bytes)
 
     def store(self, block_ids: Sequence[int], slots: Sequence[int], hashes: Sequence[bytes]) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from splitserve.kernels.api import GatherKV, ScatterKV
 from splitserve.kernels.reference import kv_copy
-from splitserve.kvconnector.layout.memory import KVMemory
+from splitserve.kvconnector.layout.memory import KVMemory, words_of
 
 
 class Pending(Protocol):
@@ -52,10 +52,12 @@ def _kernels(device: torch.device) -> tuple[GatherKV, ScatterKV]:
 
 
 class DeviceCopies:
-    """Copies of one KV memory. Used by one thread only."""
+    """Copies of heads of one KV memory's blocks, as words of bytes. Used by one thread only."""
 
     def __init__(self, memory: KVMemory) -> None:
         self._memory = memory
+        self._layout = memory.layout.block_layout
+        self._words = words_of(memory.bytes, self._layout)  # [num_blocks, layer, head, words]
         self._gather, self._scatter = _kernels(memory.device)
         self._stream: torch.cuda.Stream | None = None
         if memory.device.type == "cuda":
@@ -64,7 +66,7 @@ class DeviceCopies:
     def compile(self, num_heads: int) -> None:
         """Compile the kernels for ``num_heads`` heads, before the first request needs them."""
         if self._stream is not None:
-            blocks = torch.zeros_like(self._memory.blocks[:1])
+            blocks = torch.zeros_like(self._words[:1])
             ids = torch.zeros(1, dtype=torch.int64, device=blocks.device)
             with torch.cuda.stream(self._stream):
                 self._stream.wait_stream(torch.cuda.default_stream(blocks.device))
@@ -82,11 +84,11 @@ class DeviceCopies:
         return self._copy(block_ids, first_head, self._pieces(flat, len(block_ids), num_heads), gathers=False)
 
     def scatter_part(self, blocks: Tensor, block_ids: Sequence[int], source_head: int, heads: range) -> Pending:
-        """Copy ``len(heads)`` heads of whole ``blocks`` ``[n, layer, head, 2, token, head_dim]``, from ``source_head``
-        on, to ``heads`` of the local blocks."""
+        """Copy ``len(heads)`` heads of whole ``blocks`` ``[n, layer, head, words]``, from ``source_head`` on, to
+        ``heads`` of the local blocks."""
         part = blocks[:, :, source_head : source_head + len(heads)]
         if self._stream is None:
-            places = self._memory.blocks[:, :, heads.start : heads.stop]
+            places = self._words[:, :, heads.start : heads.stop]
             for piece, block_id in zip(part, block_ids, strict=True):
                 places[block_id].copy_(piece)
             return Done()
@@ -94,7 +96,7 @@ class DeviceCopies:
             return self._copy(block_ids, heads.start, part, gathers=False)
         with torch.cuda.stream(self._stream), torch.inference_mode():
             ids = self._ids(block_ids)
-            self._memory.blocks[:, :, heads.start : heads.stop].index_copy_(0, ids, part)
+            self._words[:, :, heads.start : heads.stop].index_copy_(0, ids, part)
         return OnDevice(self._stream, ids)
 
     def wait(self) -> None:
@@ -103,14 +105,13 @@ class DeviceCopies:
             self._stream.synchronize()
 
     def _pieces(self, flat: Tensor, count: int, num_heads: int) -> Tensor:
-        """Return the start of ``flat`` as ``[count, layer, num_heads, 2, token, head_dim]``."""
-        blocks = self._memory.blocks
-        shape = (count, blocks.shape[1], num_heads, *blocks.shape[3:])
-        num_bytes = torch.Size(shape).numel() * blocks.element_size()
-        return flat[:num_bytes].view(blocks.dtype).view(shape)
+        """Return the start of ``flat`` as ``[count, layer, num_heads, words]``."""
+        shape = (count, self._words.shape[1], num_heads, self._words.shape[3])
+        num_bytes = count * self._layout.piece_bytes(num_heads)
+        return flat[:num_bytes].view(self._words.dtype).view(shape)
 
     def _copy(self, block_ids: Sequence[int], first_head: int, pieces: Tensor, *, gathers: bool) -> Pending:
-        blocks = self._memory.blocks
+        blocks = self._words
         if self._stream is None:
             places = blocks[:, :, first_head : first_head + pieces.shape[2]]
             for piece, block_id in zip(pieces, block_ids, strict=True):

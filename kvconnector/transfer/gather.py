@@ -28,7 +28,6 @@ import numpy.typing as npt
 import torch
 
 from splitserve.kvconnector.layout.memory import KVMemory, anonymous_memory
-from splitserve.kvconnector.layout.shape import block_bytes
 from splitserve.kvconnector.transfer.device_copies import DeviceCopies, Pending
 from splitserve.protocol.memory_records import GatherMemory, MemoryRegion
 
@@ -75,7 +74,7 @@ class GatherSource:
     def __init__(self, memory: KVMemory, num_slots: int, slot_bytes: int) -> None:
         self._memory = memory
         self._slot_bytes = slot_bytes
-        self._head_bytes = block_bytes(memory.layout) // memory.layout.kv_heads_per_rank
+        self._layout = memory.layout.block_layout
         self._flat = torch.zeros(num_slots * slot_bytes, dtype=torch.uint8, device=memory.device)
         self._tickets: npt.NDArray[np.uint64] = np.frombuffer(
             anonymous_memory(num_slots * 8), dtype=np.uint64, count=num_slots
@@ -106,7 +105,7 @@ class GatherSource:
 
     def prepare(self) -> None:
         """Compile the kernels before the first request. Called on the thread that uses them."""
-        self._copies.compile(self._memory.layout.kv_heads_per_rank)
+        self._copies.compile(self._layout.heads_per_rank())
 
     def hear(self, message: bytes) -> None:
         """Handle a reader's message. An invalid one is counted and dropped: its sender waits in vain and reads by
@@ -144,11 +143,11 @@ class GatherSource:
         self._copies.wait()
 
     def _is_possible(self, request: GatherRequest) -> bool:
-        num_bytes = len(request.block_ids) * request.num_heads * self._head_bytes
+        num_bytes = len(request.block_ids) * self._layout.piece_bytes(request.num_heads)
         return (
             0 < request.ticket < 2**64
             and 0 < num_bytes <= self._slot_bytes
-            and 0 <= request.first_head < request.first_head + request.num_heads <= self._memory.blocks.shape[2]
+            and 0 <= request.first_head < request.first_head + request.num_heads <= self._layout.heads_per_rank()
             and all(0 <= block_id < self._memory.num_blocks for block_id in request.block_ids)
         )
 

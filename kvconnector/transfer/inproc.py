@@ -55,7 +55,7 @@ class InprocConnector:
             return
         with self._lock:
             for local_id, remote_id in zip(command.local_blocks, command.remote_blocks, strict=True):
-                self._memory.blocks[local_id].copy_(remote.blocks[remote_id])
+                self._memory.bytes[local_id].copy_(remote.bytes[remote_id])
             generations = [int(remote.generations[block_id]) for block_id in command.remote_blocks]
         self._emit(ReadResult(command.read_id, None, generations))
 

@@ -5,11 +5,10 @@ from collections.abc import Sequence
 
 import torch
 
-from splitserve.kvconnector.layout.memory import TORCH_DTYPES, KVMemory
-from splitserve.kvconnector.layout.shape import block_bytes, block_shape
+from splitserve.kvconnector.layout.memory import KVMemory, words_of
 from splitserve.kvconnector.transfer.device_copies import DeviceCopies, Pending
-from splitserve.kvconnector.transfer.read_plan import HeadSpan
-from splitserve.protocol.memory_records import LayoutRecord, MemoryKind, MemoryRegion
+from splitserve.protocol.cache_layout import BlockLayout, HeadSpan
+from splitserve.protocol.memory_records import MemoryKind, MemoryRegion
 
 
 class Staging:
@@ -18,9 +17,9 @@ class Staging:
     They hold whole blocks of ``source``'s ranks, in slots, or pieces with the needed heads only.
     """
 
-    def __init__(self, memory: KVMemory, source: LayoutRecord, half_bytes: int, *, on_host: bool = False) -> None:
+    def __init__(self, memory: KVMemory, source: BlockLayout, half_bytes: int, *, on_host: bool = False) -> None:
         self._source = source
-        self.slot_bytes = block_bytes(source)
+        self.slot_bytes = source.block_bytes
         self.slots_per_half = half_bytes // self.slot_bytes
         self.half_bytes = self.slots_per_half * self.slot_bytes
         assert self.slots_per_half > 0, "a half has no room for a block"
@@ -29,7 +28,7 @@ class Staging:
         self._copies = DeviceCopies(memory)
         self._kind = MemoryKind.DRAM if on_host else memory.kind
         if memory.device.type == "cuda":
-            self._copies.compile(min(memory.layout.kv_heads_per_rank, source.kv_heads_per_rank))
+            self._copies.compile(min(memory.layout.block_layout.heads_per_rank(), source.heads_per_rank()))
             torch.cuda.synchronize(memory.device)  # the zeros must be written before any data lands
 
     def region(self) -> MemoryRegion:
@@ -45,7 +44,7 @@ class Staging:
     def scatter_blocks(self, half: int, local_blocks: Sequence[int], span: HeadSpan) -> Pending:
         """Copy ``span``'s heads of the blocks in a half's first slots to their location in ``local_blocks``."""
         flat = self._flat[half * self.half_bytes :][: len(local_blocks) * self.slot_bytes]
-        blocks = flat.view(TORCH_DTYPES[self._source.dtype]).view(len(local_blocks), *block_shape(self._source))
+        blocks = words_of(flat.view(len(local_blocks), self.slot_bytes), self._source)
         heads = range(span.local_head, span.local_head + span.num_heads)
         return self._copies.scatter_part(blocks, local_blocks, span.source_head, heads)
 

@@ -1,7 +1,6 @@
 """Check of the memory that a peer declares, before it is used: contradictions, numbers beyond all bounds. Pure."""
 
 from splitserve.common.errors import HandshakeError
-from splitserve.kvconnector.layout.shape import block_bytes
 from splitserve.protocol.memory_records import MemoryKind
 from splitserve.protocol.messages.handover import PeerWelcome
 
@@ -16,21 +15,21 @@ def problem_with_memory(welcome: PeerWelcome) -> str | None:
     layout, regions = welcome.layout, [rank.region for rank in welcome.ranks]
     if len(regions) != layout.tensor_parallel_size:
         return f"it declares the memory of {len(regions)} ranks, but has {layout.tensor_parallel_size}"
-    if layout.tensor_parallel_size > layout.num_kv_heads and layout.tensor_parallel_size % layout.num_kv_heads:
-        return f"its {layout.tensor_parallel_size} ranks can't share {layout.num_kv_heads} KV heads evenly"
-    if layout.tensor_parallel_size <= layout.num_kv_heads and layout.num_kv_heads % layout.tensor_parallel_size:
-        return f"its {layout.num_kv_heads} KV heads can't be split between {layout.tensor_parallel_size} ranks"
+    for field in (field for group in layout.cache.groups for field in group.fields):
+        if not field.splits_over(layout.tensor_parallel_size):
+            ranks = layout.tensor_parallel_size
+            return f"its {ranks} ranks cannot share the {field.num_heads} heads of {field.name!r} evenly"
     if len({region.num_blocks for region in regions}) != 1:
         return f"its ranks have different numbers of blocks: {[region.num_blocks for region in regions]}"
     if regions[0].num_blocks < 1:
         return "it registered no blocks"
     for region in regions:
-        if region.block_bytes != block_bytes(layout):
-            return f"its blocks have {region.block_bytes} bytes, but its layout implies {block_bytes(layout)}"
+        if region.block_bytes != layout.block_bytes:
+            return f"its blocks have {region.block_bytes} bytes, but its layout implies {layout.block_bytes}"
     for host in (rank.host for rank in welcome.ranks if rank.host is not None):
         if layout.tensor_parallel_size > 1:
             return "it has several ranks and a readable host tier; only a worker of one rank may have one"
-        if host.slots.kind is not MemoryKind.DRAM or host.slots.block_bytes != block_bytes(layout):
+        if host.slots.kind is not MemoryKind.DRAM or host.slots.block_bytes != layout.block_bytes:
             return f"its host tier has slots of {host.slots.block_bytes} bytes in {host.slots.kind.words}"
     if len({region.kind for region in regions}) != 1:
         return "some of its ranks have their blocks in host memory, others on a GPU"

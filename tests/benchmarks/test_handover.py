@@ -7,7 +7,6 @@ import pytest
 
 from splitserve.benchmarks.kv.handover import devices, layout_of, main, parse_pair
 from splitserve.common.errors import ConfigError
-from splitserve.kvconnector.transfer.read_plan import heads_of
 from splitserve.protocol.memory_records import LayoutRecord
 
 PAIRS = ["1:1", "1:2", "4:2"]
@@ -37,7 +36,7 @@ def test_pairs_of_ranks_on_cpu(tmp_path: Path) -> None:
 
 def test_ranks_with_fewer_heads_than_ranks_share_them() -> None:
     layout = LayoutRecord("m", "w", "float32", 16, 2, 2, 8, tensor_parallel_size=4)
-    assert [list(heads_of(layout, rank)) for rank in range(4)] == [[0], [0], [1], [1]]
+    assert [list(layout.block_layout.heads(rank)) for rank in range(4)] == [[0], [0], [1], [1]]
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitserve.kvconnector.layout.memory import KVMemory
-from splitserve.kvconnector.layout.shape import block_bytes
 from splitserve.kvconnector.nixl import link as nixl_link
 from splitserve.kvconnector.nixl.link import MAX_ROUNDS, LinkProbe
 from splitserve.kvconnector.transfer import gather
@@ -23,7 +22,7 @@ from splitserve.protocol.handover.reads import ReadPath
 from splitserve.protocol.memory_records import LayoutRecord, MemoryKind
 
 LAYOUT = LayoutRecord("m", "w", "float32", 4, 2, 4, 8)
-HEAD_BYTES = block_bytes(LAYOUT) // 4
+HEAD_BYTES = LAYOUT.block_bytes // 4
 NUM_BLOCKS, NUM_SLOTS = 8, 2
 
 

@@ -9,8 +9,9 @@ import torch
 
 from splitserve.common.errors import ConfigError
 from splitserve.kvconnector.layout import memory as module
-from splitserve.kvconnector.layout.memory import KVMemory, anonymous_memory, populate
+from splitserve.kvconnector.layout.memory import KVMemory, anonymous_memory, populate, words_of
 from splitserve.kvconnector.layout.numa_memory import pages_by_node
+from splitserve.protocol.cache_layout import BlockLayout, CacheGroup, Field, GroupKind
 from splitserve.protocol.memory_records import LayoutRecord
 from waiting import wait_until
 
@@ -61,3 +62,21 @@ def test_more_memory_than_is_available_is_refused() -> None:
     num_blocks = (psutil.virtual_memory().available + (1 << 30)) // KVMemory(LAYOUT, 1).block_bytes
     with pytest.raises(ConfigError, match=r"cannot allocate \S+ GiB of KV memory: \S+ GiB are available; lower --kv"):
         KVMemory(LAYOUT, num_blocks)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "word"), [((24,), torch.int64), ((24, 12), torch.int32), ((10, 4), torch.int16), ((7,), torch.uint8)]
+)
+def test_a_fields_words_are_its_bytes(sizes: tuple[int, ...], word: torch.dtype) -> None:
+    """Without a copy; also where the fields have heads of different sizes."""
+    fields = tuple(Field(f"field {number}", "any", 4, size) for number, size in enumerate(sizes))
+    layout = BlockLayout(CacheGroup(GroupKind.FULL, (0, 1, 2), 16, fields), 2)
+    blocks = torch.arange(5 * layout.block_bytes).to(torch.uint8).view(5, -1)
+    for number, size in enumerate(sizes):
+        words = words_of(blocks, layout, number)
+        assert words.dtype is word and words.shape == (5, 3, 2, size // word.itemsize)
+        for head in range(2):
+            expected = torch.cat([blocks[:, run.start : run.stop] for run in layout.rows(head, 1, number)], dim=1)
+            assert torch.equal(words[:, :, head].contiguous().view(torch.uint8).view(5, -1), expected)
+        words.zero_()
+    assert not blocks.any()

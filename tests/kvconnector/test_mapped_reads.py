@@ -16,7 +16,6 @@ import torch
 from host_driver import STREAM, HostDriver
 from splitserve.kvconnector.cuda.batch_copies import BatchCopier, Copies
 from splitserve.kvconnector.layout.memory import KVMemory
-from splitserve.kvconnector.layout.shape import block_bytes
 from splitserve.kvconnector.nixl import mapped_reads
 from splitserve.kvconnector.nixl.agent import TransferError
 from splitserve.kvconnector.nixl.connector import NixlConnector, _Peer
@@ -24,7 +23,6 @@ from splitserve.kvconnector.nixl.link import LinkProbe
 from splitserve.kvconnector.nixl.mapped_reads import Blocks, MappedReader, growing_parts, span_pieces
 from splitserve.kvconnector.transfer.read_choice import ReadShape, choose_path, path_seconds
 from splitserve.kvconnector.transfer.read_cost import CopyCost, LinkCost, ReadCost, fit_blocks
-from splitserve.kvconnector.transfer.read_plan import head_spans, heads_of
 from splitserve.kvconnector.transfer.read_settings import ReadSettings
 from splitserve.protocol.handover.reads import ReadCommand, ReadPath
 from splitserve.protocol.memory_records import LayoutRecord, MemoryKind
@@ -53,18 +51,18 @@ def test_each_rank_gets_its_heads_and_nothing_else_changes(
     model = torch.randn(NUM_BLOCKS, 3, num_kv_heads, 2, 4, 2)
     sources = [KVMemory(theirs, NUM_BLOCKS) for _ in range(prefill)]
     for rank, source in enumerate(sources):
-        heads = heads_of(theirs, rank)
+        heads = theirs.block_layout.heads(rank)
         source.blocks.copy_(model[:, :, heads.start : heads.stop])
     chosen = random.Random(prefill * 10 + decode)
     remote, local = [1, 2, 3, 7, *chosen.sample([4, 5, 8, 9], 3)], [5, 6, 7, 8, *chosen.sample([0, 1, 10, 11], 3)]
     for rank in range(decode):
         memory = KVMemory(ours, NUM_BLOCKS)
         memory.blocks.fill_(-1.0)
-        for span in head_spans(ours, rank, theirs):
-            target = Blocks(ours, memory.region().blocks_address)
-            source = Blocks(theirs, sources[span.rank].region().blocks_address)
+        for span in ours.block_layout.spans(rank, theirs.block_layout):
+            target = Blocks(ours.block_layout, memory.region().blocks_address)
+            source = Blocks(theirs.block_layout, sources[span.rank].region().blocks_address)
             assert copier.start(span_pieces(target, source, span).of(local, remote), STREAM) == 0
-        heads = heads_of(ours, rank)
+        heads = ours.block_layout.heads(rank)
         assert torch.equal(memory.blocks[local], model[remote][:, :, heads.start : heads.stop])
         others = [block for block in range(NUM_BLOCKS) if block not in local]
         assert (memory.blocks[others] == -1.0).all()
@@ -72,16 +70,18 @@ def test_each_rank_gets_its_heads_and_nothing_else_changes(
 
 def test_neighbours_on_both_sides_are_one_copy() -> None:
     whole, half = layout(1), layout(2)
-    size = block_bytes(whole)
-    (span,) = head_spans(whole, 0, whole)
-    copies = span_pieces(Blocks(whole, 0), Blocks(whole, 1 << 20), span).of([4, 5, 6, 8], range(4))
+    size = whole.block_bytes
+    (span,) = whole.block_layout.spans(0, whole.block_layout)
+    copies = span_pieces(Blocks(whole.block_layout, 0), Blocks(whole.block_layout, 1 << 20), span).of(
+        [4, 5, 6, 8], range(4)
+    )
     assert copies.targets == [4 * size, 8 * size]
     assert copies.sources == [1 << 20, (1 << 20) + 3 * size]
     assert copies.heights == [9, 3] and copies.width == size // 3
     assert copies.is_flat and copies.num_bytes == 4 * size
-    (span,) = head_spans(half, 1, whole)
+    (span,) = half.block_layout.spans(1, whole.block_layout)
     layer = size // 3
-    copies = span_pieces(Blocks(half, 0), Blocks(whole, 1 << 20), span).of([4, 5], [0, 1])
+    copies = span_pieces(Blocks(half.block_layout, 0), Blocks(whole.block_layout, 1 << 20), span).of([4, 5], [0, 1])
     assert (copies.targets, copies.sources) == ([2 * size], [(1 << 20) + layer // 2])
     assert (copies.heights, copies.width) == ([6], layer // 2)
     assert (copies.target_pitch, copies.source_pitch, copies.is_flat) == (layer // 2, layer, False)
@@ -122,7 +122,7 @@ def stand_in_for_cuda(monkeypatch: pytest.MonkeyPatch) -> HostDriver:
 def reader_of(memory: KVMemory, sources: list[KVMemory]) -> MappedReader:
     theirs = sources[0].layout
     mappings = {rank: SimpleNamespace(address=source.region().blocks_address) for rank, source in enumerate(sources)}
-    return MappedReader(memory, theirs, head_spans(memory.layout, 0, theirs), mappings)
+    return MappedReader(memory, theirs.block_layout, memory.layout.block_layout.spans(0, theirs.block_layout), mappings)
 
 
 @INTERPRETED
@@ -181,7 +181,9 @@ def test_a_kernel_that_fails_leaves_the_copy_engines(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "Stream", lambda _device: stream)
     memory = KVMemory(layout(1), NUM_BLOCKS)
     mappings = {0: SimpleNamespace(address=memory.region().blocks_address)}
-    reader = MappedReader(memory, layout(1), head_spans(layout(1), 0, layout(1)), mappings)
+    reader = MappedReader(
+        memory, layout(1).block_layout, layout(1).block_layout.spans(0, layout(1).block_layout), mappings
+    )
 
     def fail(*_arguments: object) -> None:
         raise RuntimeError("no compiler here")

@@ -12,7 +12,7 @@ import pytest
 from ranked_worker import FIRST_GENERATION, NUM_BLOCKS, SOURCE, RankedWorker, content, layout_of, serve_ranks
 from splitserve.kvconnector.ranks.transfers import RankEnd, TransferRankError
 from splitserve.kvconnector.transfer.connector import PeerConnected
-from splitserve.kvconnector.transfer.read_plan import HeadSpan, head_spans
+from splitserve.protocol.cache_layout import HeadSpan
 from splitserve.protocol.handover.reads import ReadCommand, ReadPath, ReadResult
 from splitserve.protocol.messages.handover import PeerWelcome
 from splitserve.protocol.request import Party
@@ -254,5 +254,9 @@ def test_a_rank_whose_transfers_end_takes_the_worker_with_it() -> None:
 def test_ranks_that_share_a_head_read_from_different_ranks() -> None:
     """Otherwise one rank would have all the traffic."""
     ours, theirs = layout_of(2, 4), layout_of(2, 4)
-    assert [head_spans(ours, rank, theirs) for rank in range(4)] == [(HeadSpan(rank, 0, 0, 1),) for rank in range(4)]
-    assert [span.rank for rank in range(2) for span in head_spans(layout_of(2, 2), rank, theirs)] == [0, 3]
+    assert [ours.block_layout.spans(rank, theirs.block_layout) for rank in range(4)] == [
+        (HeadSpan(rank, 0, 0, 1),) for rank in range(4)
+    ]
+    assert [
+        span.rank for rank in range(2) for span in layout_of(2, 2).block_layout.spans(rank, theirs.block_layout)
+    ] == [0, 3]

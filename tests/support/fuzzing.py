@@ -13,7 +13,6 @@ from core_parts import sink_of, source_of
 from simulator import PROTOCOL, VOCAB
 from splitserve.common.errors import WireError
 from splitserve.engine.effects import Connect, Disconnect, Effect, Send, StartRead
-from splitserve.kvconnector.layout.shape import block_bytes
 from splitserve.kvconnector.transfer.connector import PeerConnected
 from splitserve.protocol.block_hash import extend_hashes, root_hash
 from splitserve.protocol.counters import WorkerLoad
@@ -64,8 +63,8 @@ PARTIES = [ROUTER, PREFILL, DECODE, Party("prefill-0", 12), Party("prefill-1", 5
 HOSTILE_NUMBERS = [0, 1, -1, 2, 4, 255, 2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 1, 2**64 - 1, -(2**63), 0.5, -0.0]
 HOSTILE_NUMBERS += [float("nan"), float("inf"), float("-inf"), 1e308, 5e-324]
 HOSTILE_VALUES: list[Any] = [None, True, "", "x" * 5000, "\x00", b"", b"\xff" * 100, [], {}, [[]], [None], {"": 0}]
-REGION = MemoryRegion(MemoryKind.DRAM, 0, 4096, NUM_BLOCKS, block_bytes(LAYOUT))
-HOST = HostTierMemory(MemoryRegion(MemoryKind.DRAM, 0, 4096, 4 * NUM_BLOCKS, block_bytes(LAYOUT)), 4096)
+REGION = MemoryRegion(MemoryKind.DRAM, 0, 4096, NUM_BLOCKS, LAYOUT.block_bytes)
+HOST = HostTierMemory(MemoryRegion(MemoryKind.DRAM, 0, 4096, 4 * NUM_BLOCKS, LAYOUT.block_bytes), 4096)
 
 
 SAID_BY_DECODE = (PeerHello, Grant, PrefixGrant, OfferAck, Release)

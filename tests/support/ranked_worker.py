@@ -13,7 +13,6 @@ from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.nixl.connector import NixlConnector
 from splitserve.kvconnector.ranks.transfers import RankedConnector, RankTransfers
 from splitserve.kvconnector.transfer import gather
-from splitserve.kvconnector.transfer.read_plan import heads_of
 from splitserve.kvconnector.transfer.read_settings import ReadSettings
 from splitserve.protocol.memory_records import LayoutRecord, MemoryKind
 from splitserve.protocol.messages.handover import PeerWelcome
@@ -34,7 +33,7 @@ def layout_of(num_heads: int, num_ranks: int) -> LayoutRecord:
 def content(block_id: int, layout: LayoutRecord, rank: int) -> torch.Tensor:
     """``[layer, heads of the rank, 2, token, head_dim]``: a number that says which block, layer and head it is of."""
     layers = torch.arange(layout.num_layers).view(-1, 1, 1, 1, 1) * 100
-    heads = torch.tensor(list(heads_of(layout, rank))).view(1, -1, 1, 1, 1)
+    heads = torch.tensor(list(layout.block_layout.heads(rank))).view(1, -1, 1, 1, 1)
     rest = torch.arange(2 * layout.block_size * layout.head_dim).view(1, 1, 2, layout.block_size, layout.head_dim) / 128
     return (block_id * 1000 + layers + heads + rest).float()
 

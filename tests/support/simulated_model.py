@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from splitserve.kvconnector.layout.shape import block_bytes
 from splitserve.kvconnector.transfer.connector import ServedMemory
 from splitserve.protocol.config import ProtocolConfig
 from splitserve.protocol.memory_records import HostTierMemory, LayoutRecord, MemoryKind, MemoryRegion, RankMemory
@@ -128,10 +127,10 @@ class SimConnector:
     num_slots: int = 0
 
     def served(self) -> ServedMemory:
-        region = MemoryRegion(MemoryKind.DRAM, 0, 0x1000, self.num_blocks, block_bytes(LAYOUT))
+        region = MemoryRegion(MemoryKind.DRAM, 0, 0x1000, self.num_blocks, LAYOUT.block_bytes)
         host = None
         if self.num_slots:
-            slots = MemoryRegion(MemoryKind.DRAM, 0, 0x1000, self.num_slots, block_bytes(LAYOUT))
+            slots = MemoryRegion(MemoryKind.DRAM, 0, 0x1000, self.num_slots, LAYOUT.block_bytes)
             host = HostTierMemory(slots, 0x1000)
         return ServedMemory(self.name, 0x1000, [RankMemory(str(self.me).encode(), region, host=host)])
 

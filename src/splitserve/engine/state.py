@@ -8,7 +8,7 @@ from splitserve.engine.block_manager import BlockManager
 from splitserve.engine.effects import Outbox
 from splitserve.engine.sequence import Sequence
 from splitserve.engine.stage import Stage
-from splitserve.kvconnector.layout.shape import block_bytes, num_blocks_for
+from splitserve.kvconnector.layout.shape import num_blocks_for
 from splitserve.protocol.config import ProtocolConfig
 from splitserve.protocol.counters import WorkerCounters
 from splitserve.protocol.memory_records import LayoutRecord
@@ -52,7 +52,7 @@ class EngineState:
 
     @property
     def block_bytes(self) -> int:
-        return block_bytes(self.layout)
+        return self.layout.block_bytes
 
     def why_impossible(self, sequence: Sequence) -> str | None:
         """Why a request can never run here, or None."""

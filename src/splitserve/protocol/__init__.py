@@ -1,1 +1,1 @@
-"""What processes agree on: identities, settings, messages, the hand-over's state machines. Pure."""
+"""What processes agree on: identities, settings, messages, cache layout, the hand-over's state machines. Pure."""

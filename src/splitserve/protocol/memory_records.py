@@ -2,10 +2,12 @@
 (:mod:`splitserve.protocol.messages`)."""
 
 from enum import StrEnum
+from functools import lru_cache
 from typing import Annotated
 
 import msgspec
 
+from splitserve.protocol.cache_layout import DTYPE_BYTES, BlockLayout, CacheGroup, CacheLayout, Field, GroupKind
 from splitserve.protocol.wire_numbers import Count, Size, Unsigned
 
 BLOCK_ORDER = "layer, kv_head, 2 (K/V), token, head_dim"
@@ -31,11 +33,32 @@ class LayoutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def kv_heads_per_rank(self) -> int:
         """One at least: with more ranks than heads, neighbouring ranks hold the same head."""
-        return max(1, self.num_kv_heads // self.tensor_parallel_size)
+        return self.block_layout.heads_per_rank()
 
-    def first_kv_head(self, rank: int) -> int:
-        """The model's number of the first key/value head in ``rank``'s blocks."""
-        return rank * self.num_kv_heads // self.tensor_parallel_size
+    @property
+    def block_shape(self) -> tuple[int, int, int, int, int]:
+        """``(layer, kv_head, 2, token, head_dim)`` of one rank, for the kernels' view of the memory."""
+        return self.num_layers, self.kv_heads_per_rank, 2, self.block_size, self.head_dim
+
+    @property
+    def dimensions(self) -> tuple[str, int, int, int]:
+        """Dimensions of the model's blocks that names of the content leave out."""
+        return self.order, self.num_layers, self.num_kv_heads, self.head_dim
+
+    @property
+    def cache(self) -> CacheLayout:
+        """The same as groups of layers with fields of bytes: all that transports need."""
+        return _cache_of(self)
+
+    @property
+    def block_layout(self) -> BlockLayout:
+        """The layout of one rank's blocks."""
+        return self.cache.blocks()
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of one rank over all layers: contiguous, so one descriptor moves it."""
+        return self.block_layout.block_bytes
 
     def mismatch(self, other: "LayoutRecord") -> str | None:
         """The first difference in words (``name: ours against theirs``) that keeps two workers from exchanging blocks,
@@ -44,6 +67,15 @@ class LayoutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if name != "tensor_parallel_size" and getattr(self, name) != getattr(other, name):
                 return f"{name}: {getattr(self, name)!r} against {getattr(other, name)!r}"
         return None
+
+
+@lru_cache(maxsize=64)
+def _cache_of(layout: LayoutRecord) -> CacheLayout:
+    """Return one full group of all layers with one field: keys and values of a head lie beside each other."""
+    head_bytes = 2 * layout.block_size * layout.head_dim * DTYPE_BYTES[layout.dtype]
+    kv = Field("kv", layout.dtype, layout.num_kv_heads, head_bytes)
+    full = CacheGroup(GroupKind.FULL, range(layout.num_layers), layout.block_size, (kv,))
+    return CacheLayout((full,), layout.tensor_parallel_size)
 
 
 class MemoryKind(StrEnum):

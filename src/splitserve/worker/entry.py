@@ -188,7 +188,7 @@ def _serve(
     place = place_of(config, memory, tiers.host, served.runner.model.kernels.backends)
     progress("placement", {"remote_bytes": str(place.remote_bytes), "machine": place.machine})
     info = _worker_info(config, me, served, place, endpoint=sockets.endpoint, kv_events_endpoint=kv_events.endpoint)
-    profiler = _make_profiler(config, memory.blocks.device, waker.wake)
+    profiler = _make_profiler(config, memory.device, waker.wake)
     executor = make_executor(waker.wake, profiler)
     io = WorkerIO(sockets, waker, connector, executor, copies, profiler or NoProfiler(), kv_events, cores)
     membership = MembershipClient(config, info, sockets, team.pids)

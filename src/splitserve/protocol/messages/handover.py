@@ -23,7 +23,7 @@ class PeerHello(Message, frozen=True):
 class PeerWelcome(Message, frozen=True):
     """The layouts match: here is what a reader needs.
 
-    ``ranks`` are in the order of their heads (:meth:`LayoutRecord.first_kv_head`); block ids mean the same on all of
+    ``ranks`` are in the order of their heads (:meth:`BlockLayout.heads`); block ids mean the same on all of
     them. Generations (uint64, one per block) are in rank 0's host memory, for all ranks.
     """
 

@@ -7,7 +7,7 @@ import torch
 
 from splitserve.common.errors import ConfigError
 from splitserve.kvconnector.layout.memory import TORCH_DTYPES
-from splitserve.kvconnector.layout.shape import block_bytes, block_shape, num_blocks_for
+from splitserve.kvconnector.layout.shape import num_blocks_for
 from splitserve.models.decoder import DecoderModel
 from splitserve.models.runner.cuda import MAX_MIXED_CHUNKS, CudaRunner, batch_sizes
 from splitserve.protocol.config import EngineConfig
@@ -45,7 +45,7 @@ def free_kv_bytes(model: DecoderModel, layout: LayoutRecord, engine: EngineConfi
         "GPU memory: %.1f GiB, %.1f used by weights and others, %.1f for steps, %.1f for graphs, %.1f for KV",
         *(number / _GIB for number in (total, total - free, step_bytes, graph_bytes, kv_bytes)),
     )
-    if kv_bytes < block_bytes(layout):
+    if kv_bytes < layout.block_bytes:
         raise ConfigError(
             f"--gpu-memory-utilization {engine.gpu_memory_utilization} leaves no memory for KV: weights and other "
             f"processes take {(total - free) / _GIB:.1f} of {total / _GIB:.1f} GiB, steps {step_bytes / _GIB:.1f}"
@@ -57,7 +57,7 @@ def _try_largest_steps(model: DecoderModel, layout: LayoutRecord, engine: Engine
     """Runs them; returns the bytes of KV memory that they ran over."""
     num_tokens = min(engine.max_num_batched_tokens, model.config.max_position_embeddings)
     num_blocks = num_blocks_for(num_tokens, layout.block_size)
-    blocks = torch.zeros((num_blocks, *block_shape(layout)), dtype=TORCH_DTYPES[layout.dtype], device=model.device)
+    blocks = torch.zeros((num_blocks, *layout.block_shape), dtype=TORCH_DTYPES[layout.dtype], device=model.device)
     max_model_len = engine.max_model_len or model.config.max_position_embeddings
     runner = CudaRunner(model, blocks, max_num_seqs=engine.max_num_seqs, max_model_len=max_model_len)
     runner.run(StepPlan([ScheduledChunk([0] * num_tokens, 0, range(num_blocks), _GREEDY)]))

@@ -28,8 +28,8 @@ def place_of(
     ``kernels``: the backend of each operation.
     """
     num_bytes = memory.num_blocks * memory.block_bytes
-    on_host = memory.blocks.device.type == "cpu"
-    pages = pages_by_node(memory.blocks.data_ptr(), num_bytes) if on_host else {}
+    on_host = memory.device.type == "cpu"
+    pages = pages_by_node(memory.bytes.data_ptr(), num_bytes) if on_host else {}
     remote = remote_bytes(pages, num_bytes, config.placement.numa_node)
     if remote:
         logger.warning(
@@ -40,7 +40,7 @@ def place_of(
     return WorkerPlace(
         machine=socket.gethostname(),
         version=__version__,
-        device=str(memory.blocks.device),
+        device=str(memory.device),
         cpus=sorted(usable_cpus()),
         num_threads=config.engine.threads,
         remote_bytes=remote + (0 if host is None else host.num_remote_bytes),

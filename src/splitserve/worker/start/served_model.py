@@ -16,7 +16,6 @@ from splitserve.kernels.fp8.kv import FP8, DequantisingAttention
 from splitserve.kernels.reference.linear import bound_primitive_caches
 from splitserve.kernels.registry import select_kernels
 from splitserve.kvconnector.layout.memory import KVMemory
-from splitserve.kvconnector.layout.shape import block_bytes
 from splitserve.kvconnector.tiers.host import load_gates
 from splitserve.kvconnector.tiers.load_gates import LoadGates
 from splitserve.models.config import ModelConfig, load_model_config
@@ -90,7 +89,7 @@ def load_served_model(
         engine = msgspec.structs.replace(engine, kv_memory_bytes=kv_bytes)
     plan = plan_kv_memory(
         engine,
-        block_bytes=size * block_bytes(layout),
+        block_bytes=size * layout.block_bytes,
         max_position_embeddings=model_config.max_position_embeddings,
         available_bytes=group.lowest(psutil.virtual_memory().available),
     )
