@@ -28,8 +28,8 @@ class KVMemory:
     """Blocks and their generations.
 
     ``bytes``: uint8 ``[num_blocks, block_bytes]`` on ``device``, all that transfers use; ``blocks``: the kernels'
-    view of the same memory, ``[num_blocks, layer, kv_head, 2, token, head_dim]``; ``generations``: uint64 ``[num_blocks]``,
-    always on the host.
+    view of the same memory, ``[num_blocks, layer, kv_head, 2, token, head_dim]``; ``generations``: uint64
+    ``[num_blocks]``, always on the host.
 
     CPU memory asks for huge pages: a peer's copy walks the pages, and with 4 KiB pages the walk costs as much as the
     copy. A separate thread allocates its pages, because the first touch of a gigabyte takes seconds on a virtual
