@@ -34,11 +34,11 @@ from splitserve.protocol.config import (
     DTYPES,
     KEEP_POLICIES,
     KV_CACHE_DTYPES,
-    PLACEMENT_POLICIES,
     EngineConfig,
     RouterConfig,
     SettingsError,
 )
+from splitserve.protocol.placement_policies import PLACEMENT_POLICIES
 
 _ENGINE_DEFAULTS: dict[str, Any] = {
     field.name: field.default for field in msgspec.structs.fields(EngineConfig) if field.name != "model"
@@ -121,8 +121,12 @@ def add_router_options(parser: argparse.ArgumentParser) -> None:
         metavar="MIB",
         help="largest body of a request; parsing one MiB can hold all streams for 10 ms",
     )
+    policies = "; ".join(f"{name}: {policy.help}" for name, policy in PLACEMENT_POLICIES.items())
     group.add_argument(
-        "--policy", choices=PLACEMENT_POLICIES, default=_ROUTER_DEFAULTS["policy"], help="how requests are placed"
+        "--policy",
+        choices=list(PLACEMENT_POLICIES),
+        default=_ROUTER_DEFAULTS["policy"],
+        help=f"how requests are placed; {policies}",
     )
 
 

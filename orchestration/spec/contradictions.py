@@ -17,7 +17,8 @@ from splitserve.orchestration.spec.cluster_spec import (
     num_bytes_of,
     set_fields,
 )
-from splitserve.protocol.config import PLACEMENT_POLICIES, SettingsError, protocol_problems
+from splitserve.protocol.config import SettingsError, protocol_problems
+from splitserve.protocol.placement_policies import PLACEMENT_POLICIES
 from splitserve.protocol.request import Role
 
 # What a process gets from its launcher; a document that sets them would contradict it.

@@ -14,7 +14,6 @@ KV_CACHE_DTYPES = ("auto", "fp8")
 ATTENTION_BACKENDS = ("auto", "hybrid", "flashinfer", "triton", "reference")
 DISK_KV_BACKENDS = ("posix", "gds")
 KEEP_POLICIES = ("all", "second-use", "prompt")
-PLACEMENT_POLICIES = ("least-loaded",)  # those of splitserve.router.placement.policies
 SECRETS = ("secret", "api_key")
 MAX_MEMORY_BYTES = 1 << 60
 MAX_TOKENS = 1 << 24
