@@ -7,6 +7,7 @@ the same slots; a block that is missing on one rank counts as missing on all.
 """
 
 import contextlib
+import logging
 import os
 import re
 import shutil
@@ -23,8 +24,19 @@ from splitserve.kvconnector.nixl.files import FileAgent, FileRange, FileTransfer
 from splitserve.kvconnector.tiers.copies import PartialCopyError, TierStore
 from splitserve.kvconnector.tiers.host import host_store
 from splitserve.kvconnector.tiers.index import TierIndex
-from splitserve.kvconnector.tiers.slot_folder import HEADER_BYTES, Bytes, Header, SlotFolder, private_folder
+from splitserve.kvconnector.tiers.registry import BuiltTier, TierContext
+from splitserve.kvconnector.tiers.slot_folder import (
+    HEADER_BYTES,
+    Bytes,
+    DiskFullError,
+    Header,
+    SlotFolder,
+    private_folder,
+)
 from splitserve.kvconnector.tiers.tier import Tier
+from splitserve.protocol.block_hash import shard_root
+
+logger = logging.getLogger(__name__)
 
 DISK = "disk"
 MAX_COPY_BYTES = 32 << 20
@@ -164,6 +176,20 @@ class DiskStore:
 def rank_folder(folder: Path, rank: int) -> Path:
     """Return the folder of a rank's files, given the worker's folder, which is rank 0's."""
     return folder / f"rank-{rank}" if rank else folder
+
+
+def build(context: TierContext) -> BuiltTier | None:
+    """Build the tier of one rank. Without room for its folder and lock a worker of one rank goes on without the tier;
+    several ranks would have to agree. Raises :class:`ConfigError`."""
+    engine, memory, rank = context.engine, context.memory, context.rank
+    folder, root = Path(engine.disk_kv_dir) / context.engine_id, shard_root(memory.layout, rank)
+    try:
+        return BuiltTier(*disk_tier(memory, folder, engine.disk_kv_bytes, root, engine.disk_kv_backend, rank=rank))
+    except DiskFullError as error:
+        if engine.tensor_parallel_size > 1:
+            raise
+        logger.warning("the disk tier is off until the next start: %s", error)
+        return None
 
 
 def disk_tier(

@@ -20,6 +20,7 @@ from splitserve.kvconnector.layout.shape import runs
 from splitserve.kvconnector.tiers.copies import TierStore
 from splitserve.kvconnector.tiers.index import TierIndex
 from splitserve.kvconnector.tiers.load_gates import LoadGates
+from splitserve.kvconnector.tiers.registry import BuiltTier, TierContext
 from splitserve.kvconnector.tiers.tier import Tier
 from splitserve.protocol.memory_records import HostTierMemory, LayoutRecord, MemoryKind, MemoryRegion
 
@@ -50,6 +51,14 @@ def load_gates(layout: LayoutRecord, device: torch.device) -> LoadGates | None:
     size = blocks.block_bytes
     is_large = size > MAX_KERNEL_BLOCK_BYTES and size >= blocks.num_layers * MIN_LAYER_BYTES
     return LoadGates(blocks.num_layers) if by_layers and is_alone and is_large else None
+
+
+def build(context: TierContext) -> BuiltTier:
+    """Build the tier of one rank. Raises :class:`ConfigError`."""
+    tier, store, description, served, host = host_tier(
+        context.memory, context.engine.host_kv_memory_bytes, context.gates
+    )
+    return BuiltTier(tier, store, description, served, host)
 
 
 def host_tier(memory: KVMemory, num_bytes: int, gates: LoadGates | None = None) -> HostTier:

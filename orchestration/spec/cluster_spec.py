@@ -14,8 +14,9 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from splitserve.common.errors import CheckpointError, ConfigError
 from splitserve.orchestration.cli.option_types import absolute_path, address
 from splitserve.orchestration.spec.sizes import parse_bytes
-from splitserve.protocol.config import PLACEMENT_POLICIES, LMCacheConfig, ProtocolConfig, RouterConfig
+from splitserve.protocol.config import LMCacheConfig, ProtocolConfig, RouterConfig
 from splitserve.protocol.engine_config import ENDPOINT, WORKERS, Device, Dtype, EngineConfig, LoadFormat
+from splitserve.protocol.placement_policies import PLACEMENT_POLICIES, POLICIES_IN_WORDS
 from splitserve.protocol.request import Role
 from splitserve.protocol.settings import Setting, description_of, hints_of, setting_of
 
@@ -158,8 +159,8 @@ class RouterSpec(Part, frozen=True, kw_only=True):
     ] = _ROUTER["port"]
     policy: Annotated[
         str,
-        Meta(description="How requests are placed."),
-        Setting(flags=("--policy",), choices=PLACEMENT_POLICIES, group=ENDPOINT),
+        Meta(description=f"How requests are placed; {POLICIES_IN_WORDS}."),
+        Setting(flags=("--policy",), choices=tuple(PLACEMENT_POLICIES), group=ENDPOINT),
     ] = _ROUTER["policy"]
     max_requests_in_flight: Annotated[int, Meta(ge=1, description="Requests in flight; clients get 429 beyond.")] = (
         _ROUTER["max_requests_in_flight"]

@@ -20,8 +20,9 @@ from splitserve.orchestration.spec.cluster_spec import (
     num_bytes_of,
     set_fields,
 )
-from splitserve.protocol.config import PLACEMENT_POLICIES, protocol_problems
+from splitserve.protocol.config import protocol_problems
 from splitserve.protocol.engine_config import SettingsError
+from splitserve.protocol.placement_policies import PLACEMENT_POLICIES
 from splitserve.protocol.request import Role
 
 # What a process gets from its launcher; a document that sets them would contradict it.

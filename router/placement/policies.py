@@ -4,13 +4,14 @@ A policy takes a :class:`Snapshot` and a :class:`RequestShape` and returns a :da
 picked first; prefill follows. The same function can run in a simulator: all that it looks at is in its arguments.
 """
 
+import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from splitserve.common.errors import ConfigError
-from splitserve.protocol.config import PlacementPolicyName
 from splitserve.protocol.counters import WorkerLoad
+from splitserve.protocol.placement_policies import PLACEMENT_POLICIES
 from splitserve.protocol.request import Party, Role
 
 NO_LOAD = WorkerLoad()
@@ -169,12 +170,11 @@ def _why_not(snapshot: Snapshot, fitting: list[WorkerView], shape: RequestShape)
     return f"no ready {lacking} worker has room for a sequence of {shape.max_context_tokens} tokens"
 
 
-POLICIES: dict[str, Policy] = {PlacementPolicyName.LEAST_LOADED: least_loaded}
-
-
 def policy_by_name(name: str) -> Policy:
-    """Raises :class:`ConfigError` that lists the choices for an unknown name."""
-    try:
-        return POLICIES[name]
-    except KeyError:
-        raise ConfigError(f"policy is {name!r}; choose one of {', '.join(sorted(POLICIES))}") from None
+    """Return a declared policy. Raises :class:`ConfigError` that lists the names for an unknown one."""
+    declared = PLACEMENT_POLICIES.get(name)
+    if declared is None:
+        raise ConfigError(f"policy is {name!r}; choose one of {', '.join(sorted(PLACEMENT_POLICIES))}")
+    module = importlib.import_module(f"splitserve.router.placement.{declared.module}")
+    policy: Policy = getattr(module, declared.function)
+    return policy

@@ -1,7 +1,6 @@
 """Settings of every process. Frozen; defaults are written here once; they travel to child processes as JSON."""
 
 from collections.abc import Iterator
-from enum import StrEnum
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -12,14 +11,12 @@ from splitserve.protocol.request import Role
 from splitserve.protocol.settings import problems_of
 
 __all__ = [
-    "PLACEMENT_POLICIES",
     "SECRETS",
     "Confidential",
     "CorePlacement",
     "EngineConfig",
     "HttpLimits",
     "LMCacheConfig",
-    "PlacementPolicyName",
     "ProtocolConfig",
     "RouterConfig",
     "WorkerConfig",
@@ -27,13 +24,6 @@ __all__ = [
 ]
 
 
-class PlacementPolicyName(StrEnum):
-    """Names of the policies in :mod:`splitserve.router.placement.policies`."""
-
-    LEAST_LOADED = "least-loaded"
-
-
-PLACEMENT_POLICIES = tuple(policy.value for policy in PlacementPolicyName)
 SECRETS = ("secret", "api_key")
 
 Duration: TypeAlias = Annotated[float, Meta(gt=0, le=MAX_SECONDS)]
@@ -173,7 +163,7 @@ class RouterConfig(Confidential, frozen=True, kw_only=True):
     port: int = 8000
     membership_host: str = "127.0.0.1"
     membership_port: int = 0
-    policy: str = PlacementPolicyName.LEAST_LOADED.value
+    policy: str = "least-loaded"
     max_requests_in_flight: int = 1024
     max_body_mib: int = 4
     ttft_objective_seconds: float = 0.0

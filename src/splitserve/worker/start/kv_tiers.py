@@ -3,19 +3,16 @@
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.layout.numa_memory import HostMemory
 from splitserve.kvconnector.lmcache.tier import lmcache_tier
 from splitserve.kvconnector.tiers.copies import AnyStore
-from splitserve.kvconnector.tiers.disk import DISK, disk_tier, keep_common
-from splitserve.kvconnector.tiers.host import host_tier
+from splitserve.kvconnector.tiers.disk import DISK, keep_common
 from splitserve.kvconnector.tiers.load_gates import LoadGates
+from splitserve.kvconnector.tiers.registry import BuiltTier, TierContext, build_tiers, wanted_tiers
 from splitserve.kvconnector.tiers.shared import NO_SHARED_TIER, SharedTier
-from splitserve.kvconnector.tiers.slot_folder import DiskFullError
 from splitserve.kvconnector.tiers.tier import Tier
-from splitserve.protocol.block_hash import shard_root
 from splitserve.protocol.config import EngineConfig
 from splitserve.protocol.memory_records import HostTierMemory
 
@@ -37,10 +34,12 @@ class RankTiers:
     host: HostMemory | None = None
     _descriptions: dict[str, str] = field(default_factory=dict)
 
-    def add(self, tier: Tier, store: AnyStore, description: str) -> None:
-        self.tiers.append(tier)
-        self.stores[tier.name] = store
-        self._descriptions[tier.name] = description
+    def add(self, built: BuiltTier) -> None:
+        self.tiers.append(built.tier)
+        self.stores[built.tier.name] = built.store
+        self._descriptions[built.tier.name] = built.description
+        self.served = self.served or built.served
+        self.host = self.host or built.host
 
     def share(self, tier: SharedTier, store: AnyStore, description: str) -> None:
         self.shared = tier
@@ -69,25 +68,11 @@ def make_tiers(
     """The tiers of the rank that has ``memory``; ``gates`` of its steps. Raises :class:`ConfigError`."""
     made = RankTiers()
     if not engine.enable_prefix_caching:
-        if engine.host_kv_memory_bytes or engine.disk_kv_dir or engine.lmcache_endpoint:
+        if wanted_tiers(engine) or engine.lmcache_endpoint:
             logger.warning("tiers below the device are off: they hold prefixes, and prefix caching is off")
         return made
-    if engine.host_kv_memory_bytes:
-        tier, store, description, made.served, made.host = host_tier(memory, engine.host_kv_memory_bytes, gates)
-        made.add(tier, store, description)
-    if engine.disk_kv_dir:
-        _add_disk(made, engine, engine_id, memory, rank)
+    for built in build_tiers(TierContext(engine, engine_id, memory, rank, gates)):
+        made.add(built)
     if engine.lmcache_endpoint:
         made.share(*lmcache_tier(memory, engine.lmcache_endpoint, engine.kv_load_seconds, rank))
     return made
-
-
-def _add_disk(made: RankTiers, engine: EngineConfig, engine_id: str, memory: KVMemory, rank: int) -> None:
-    """Without room for a folder and its lock one rank goes on without; several would have to agree."""
-    folder, root = Path(engine.disk_kv_dir) / engine_id, shard_root(memory.layout, rank)
-    try:
-        made.add(*disk_tier(memory, folder, engine.disk_kv_bytes, root, engine.disk_kv_backend, rank=rank))
-    except DiskFullError as error:
-        if engine.tensor_parallel_size > 1:
-            raise
-        logger.warning("the disk tier is off until the next start: %s", error)

@@ -1,0 +1,24 @@
+"""Placement policies of the router: one declaration each. Spec, options, help and router take them from here.
+
+A policy's function is a pure function of a snapshot and a request's shape, as
+:data:`splitserve.router.placement.policies.Policy` says. The router alone imports it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementPolicy:
+    """Declaration of a policy."""
+
+    module: str  # in splitserve.router.placement
+    function: str  # in that module
+    help: str  # one line, for `--help`
+
+
+PLACEMENT_POLICIES: Mapping[str, PlacementPolicy] = {
+    "least-loaded": PlacementPolicy("policies", "least_loaded", "the workers with the largest free share"),
+}
+"""Policies by the names that `router.policy` of a cluster spec and `--policy` have for them."""
+POLICIES_IN_WORDS = "; ".join(f"{name}: {policy.help}" for name, policy in PLACEMENT_POLICIES.items())
