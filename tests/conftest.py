@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not os.environ.get("SPLITSERVE_SLOW_TESTS"):
         for item in items:
             if item.get_closest_marker("slow"):
-                item.add_marker(pytest.mark.skip(reason="slow; others are much like it: make slow-test"))
+                item.add_marker(pytest.mark.skip(reason="slow; others are much like it: scripts/long-tests slow"))
     for marker, needed, reason in (("gpu", 1, "needs a GPU"), ("gpu2", 2, "needs two GPUs")):
         marked = [item for item in items if item.get_closest_marker(marker)]
         if marked and _num_gpus() < needed:

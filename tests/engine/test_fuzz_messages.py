@@ -1,6 +1,6 @@
 """Hostile messages: no exception, no leak, no growth, and the next good request is served.
 
-``SPLITSERVE_FUZZ_MESSAGES`` sets how many there are (``make fuzz-messages`` takes 100,000), ``SPLITSERVE_FUZZ_SEED``
+``SPLITSERVE_FUZZ_MESSAGES`` sets how many there are (``scripts/long-tests messages`` takes 100,000), ``SPLITSERVE_FUZZ_SEED``
 where they begin.
 """
 

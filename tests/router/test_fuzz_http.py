@@ -1,6 +1,6 @@
 """Hostile HTTP: no 500, no hang, nothing left over; and the OpenAPI document tells the truth (schemathesis).
 
-``SPLITSERVE_FUZZ_REQUESTS`` sets how many requests there are (``make fuzz-http`` takes 10,000),
+``SPLITSERVE_FUZZ_REQUESTS`` sets how many requests there are (``scripts/long-tests http`` takes 10,000),
 ``SPLITSERVE_FUZZ_SEED`` where they begin.
 """
 

@@ -1,6 +1,6 @@
 """Bugs that random schedules find: reads of what has changed, lying peers, attempts without end, connections left over.
 
-``make fuzz`` runs the same schedules by the million.
+``scripts/long-tests schedules`` runs the same schedules by the million.
 """
 
 import dataclasses

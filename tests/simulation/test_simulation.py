@@ -139,7 +139,7 @@ def test_any_mix_of_faults(seed: int, shape: Shape, faults: Faults) -> None:
 
 
 def test_random_schedules() -> None:
-    """What ``make fuzz`` does by the million."""
+    """What ``scripts/long-tests schedules`` does by the million."""
     for seed in range(250):
         run_schedule(random_schedule(seed))
 

@@ -1,0 +1,71 @@
+"""``scripts/long-tests``: it resumes where it ended, begins anew at another commit, and keeps a result."""
+
+import importlib.util
+import json
+import sys
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "long-tests"
+
+pytestmark = pytest.mark.skipif(not SCRIPT.is_file(), reason="not a checkout")
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script as a module, with a matrix of three pieces that do nothing and one of a single schedule."""
+    loader = SourceFileLoader("long_tests", str(SCRIPT))
+    spec = importlib.util.spec_from_loader("long_tests", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "long_tests", module)
+    loader.exec_module(module)
+    monkeypatch.setattr(module, "PYTHON", sys.executable)
+    monkeypatch.setattr(module, "STATE", tmp_path / "state")
+    pieces = [*[module.Piece((sys.executable, "-c", "pass"))] * 3, *module.schedules(number=1, size=1)]
+    monkeypatch.setattr(module, "matrices", lambda: {"schedules": pieces})
+    return module
+
+
+def run(script: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str, commit: str = "0a1b2c3") -> int:
+    monkeypatch.setattr(script, "versions", lambda: {"commit": commit})
+    monkeypatch.setattr(sys, "argv", ["long-tests", "schedules", *arguments])
+    status = script.main()
+    assert isinstance(status, int)
+    return status
+
+
+def test_it_resumes_and_keeps_a_result(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    results = ["--result-dir", str(tmp_path / "results")]
+    assert run(script, monkeypatch, "--pieces", "1", *results) == 0
+    assert "1 of 4 pieces have passed at 0a1b2c3" in capfd.readouterr().out
+    assert not (tmp_path / "results").exists()
+    assert run(script, monkeypatch, *results) == 0
+    out = capfd.readouterr().out
+    assert "piece 2 of 4" in out and "piece 1 of 4" not in out
+    (path,) = (tmp_path / "results").iterdir()
+    assert path.name == "long-tests-schedules-0a1b2c3.json"
+    result = json.loads(path.read_text())
+    assert result["versions"] == {"commit": "0a1b2c3"} and len(result["seconds"]) == 4
+
+
+@pytest.mark.parametrize("commit", ["4d5e6f7", "0a1b2c3+changes"])
+def test_another_tree_begins_anew(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], commit: str
+) -> None:
+    assert run(script, monkeypatch, "--pieces", "1") == 0
+    assert run(script, monkeypatch, "--pieces", "1", commit=commit) == 0
+    assert capfd.readouterr().out.count("piece 1 of 4") == 2
+
+
+def test_a_piece_that_fails_ends_the_run(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = script.Piece((sys.executable, "-c", "raise SystemExit(3)"))
+    monkeypatch.setattr(script, "matrices", lambda: {"schedules": [failing]})
+    assert run(script, monkeypatch) == 1
+    assert not (script.STATE / "schedules.json").exists()
