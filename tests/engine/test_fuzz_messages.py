@@ -1,7 +1,7 @@
 """Hostile messages: no exception, no leak, no growth, and the next good request is served.
 
-``SPLITSERVE_FUZZ_MESSAGES`` sets how many there are (``scripts/long-tests messages`` takes 100,000), ``SPLITSERVE_FUZZ_SEED``
-where they begin.
+``SPLITSERVE_FUZZ_MESSAGES`` sets how many there are (``scripts/long-tests messages`` takes 100,000),
+``SPLITSERVE_FUZZ_SEED`` where they begin.
 """
 
 import os
