@@ -1,1 +1,1 @@
-"""What every process needs and that needs nothing of ours: errors, logs, bounded memories, cores, security."""
+"""Helpers of every process, which import no other part of Splitserve: errors, logs, bounded memories, cores, security."""

@@ -22,7 +22,8 @@ from splitserve.models.config import ModelConfig, load_model_config
 from splitserve.models.declared import check_tensor_parallel_size
 from splitserve.models.decoder import DecoderModel
 from splitserve.models.parallel.ranks import Collectives
-from splitserve.models.runner.cuda import CudaRunner, mixed_sizes
+from splitserve.models.runner.cuda import CudaRunner
+from splitserve.models.runner.graph_sizes import mixed_sizes
 from splitserve.models.runner.runner import ModelRunner
 from splitserve.models.weights.checkpoint import weights_version
 from splitserve.models.weights.loader import load_model, resolve_dtype
