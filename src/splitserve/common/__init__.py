@@ -1,1 +1,1 @@
-"""Helpers of every process, which import no other part of Splitserve: errors, logs, bounded memories, cores, security."""
+"""Helpers of every process, without imports of other folders: errors, logs, bounded memories, cores, security."""

@@ -56,7 +56,7 @@ def current_cpu_quota() -> float | None:
 
 
 def count_physical_cores(cpu_root: Path, cpus: Iterable[int]) -> int:
-    """Return the number of cores of ``cpus`` (hardware thread ids). A thread whose core is unknown counts as one core."""
+    """Return the number of cores of ``cpus`` (hardware thread ids). A thread of an unknown core counts as one core."""
     return len({_siblings(cpu_root, cpu) for cpu in cpus})
 
 

@@ -200,7 +200,7 @@ class CacheLayout:
 
     @property
     def is_simple(self) -> bool:
-        """Return whether every layer keeps one field for every token: a layer's bytes are then one run of each block."""
+        """Return whether every layer keeps one field for every token: a block then has one run of bytes per layer."""
         return len(self.groups) == 1 and self.groups[0].kind is GroupKind.FULL and len(self.groups[0].fields) == 1
 
     def blocks(self, group: int = 0) -> BlockLayout:
