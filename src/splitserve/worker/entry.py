@@ -240,7 +240,7 @@ def _run(loop: WorkerLoop, config: WorkerConfig, clock: StartClock, on_ready: Ca
 def _joined(
     local: NixlConnector, tiers: RankTiers, links: Sequence[Connection], wake: Callable[[], None]
 ) -> tuple[KVConnector, Copies]:
-    """Return a connector that joins this rank's transfers with those of the ranks at the other ends of ``links``."""
+    """Return the connector and the copies of this rank, joined with those of the ranks at the ends of ``links``."""
 
     copies = TierCopies(tiers.stores, wake)
     if not links:

@@ -1,4 +1,4 @@
-"""How much of a GPU's memory the KV blocks may take: what is left when the largest steps have run."""
+"""The share of a GPU's memory that KV blocks may take: the rest after the largest steps have run."""
 
 import gc
 import logging

@@ -48,7 +48,7 @@ class RankTiers:
         self._descriptions[tier.name] = description
 
     def found(self) -> Found:
-        """What was there already."""
+        """The blocks that the tiers held already."""
         return {tier.name: contents for tier in self.tiers if (contents := tier.index.contents())}
 
     def keep_common(self, others: Sequence[Found]) -> None:
@@ -66,7 +66,7 @@ class RankTiers:
 def make_tiers(
     engine: EngineConfig, engine_id: str, memory: KVMemory, rank: int = 0, gates: LoadGates | None = None
 ) -> RankTiers:
-    """The tiers of the rank that has ``memory``; ``gates`` of its steps. Raises :class:`ConfigError`."""
+    """Make the tiers of the rank that has ``memory``; ``gates`` of its steps. Raises :class:`ConfigError`."""
     made = RankTiers()
     if not engine.enable_prefix_caching:
         if engine.host_kv_memory_bytes or engine.disk_kv_dir or engine.lmcache_endpoint:
@@ -83,7 +83,8 @@ def make_tiers(
 
 
 def _add_disk(made: RankTiers, engine: EngineConfig, engine_id: str, memory: KVMemory, rank: int) -> None:
-    """Without room for a folder and its lock one rank goes on without; several would have to agree."""
+    """Add the disk tier. Without room for its folder and lock, a worker of one rank continues without the tier; several
+    ranks would have to agree on that."""
     folder, root = Path(engine.disk_kv_dir) / engine_id, shard_root(memory.layout, rank)
     try:
         made.add(*disk_tier(memory, folder, engine.disk_kv_bytes, root, engine.disk_kv_backend, rank=rank))
