@@ -47,7 +47,7 @@ class PeerTable:
         return sum(peer.state is PeerState.READY for peer in self._peers.values())
 
     def links(self) -> list[PeerLink]:
-        """Of the peers that reads can start from at once, and of those that can't be read from."""
+        """The links to peers that reads can start from at once, and to peers that can't be read from."""
         links = []
         for party, peer in self._peers.items():
             if peer.state is PeerState.READY and peer.link is not None:
@@ -58,7 +58,7 @@ class PeerTable:
         return links
 
     def transport(self, party: Party) -> str:
-        """By what KV comes from there, like ``nixl/cma``; the connector's name where nothing is known."""
+        """Return the transport of KV from ``party``, like ``nixl/cma``; the connector's name if it isn't known."""
         peer = self._peers.get(party)
         return self._connector if peer is None or peer.link is None else f"{self._connector}/{peer.link.transport}"
 
@@ -72,9 +72,9 @@ class PeerTable:
         return len(self._peers)
 
     def introduce(self, ref: PeerRef, now: float) -> None:
-        """Make sure that we know this peer; greet it if it's new, or if it failed before.
+        """Record the peer; greet it if it is new, or if it failed before.
 
-        Where there's no room left the peer stays unknown, and hand-overs from it fail.
+        If there is no room left, the peer stays unknown, and hand-overs from it fail.
         """
         known = self._peers.get(ref.party)
         if known is not None and known.state is not PeerState.FAILED:
@@ -117,9 +117,9 @@ class PeerTable:
             self.fail(event.peer, f"the connector couldn't connect: {event.error}")
 
     def on_read_ended(self, party: Party, error: str | None) -> None:
-        """An error breaks the connection, and with it all reads under way: the next request makes a new one.
+        """Drop the connection after an error, and with it all reads in flight: the next request makes a new one.
 
-        Reads that ended because of a disconnect are told before a new connection is ready, and don't break it.
+        Reads that ended because of a disconnect are reported before a new connection is ready, and don't break it.
         """
         peer = self._peers.get(party)
         if error is not None and peer is not None and peer.state is PeerState.READY:
@@ -160,7 +160,7 @@ class PeerTable:
         assert len(names) <= self._state.protocol.max_peers, f"{len(names)} peers are known, more than allowed"
 
     def _has_room(self) -> bool:
-        """Whether one peer more can be kept, if need be in place of the one that failed first."""
+        """Return whether one more peer can be kept, if need be in place of the one that failed first."""
         if len(self._peers) >= self._state.protocol.max_peers:
             failed = (party for party, peer in self._peers.items() if peer.state is PeerState.FAILED)
             if (oldest := next(failed, None)) is not None:

@@ -22,8 +22,9 @@ from splitserve.protocol.request import Party, RequestKey
 class Incoming:
     """A request whose KV comes from a peer. ``handover`` is None until there's room for the whole prompt.
 
-    ``is_prefix``: only what the peer has of it already; the rest is computed here. ``first_token``, the last of the
-    sequence's, is that of a hand-over whose blocks the peer's device had lost: they are read from its host tier.
+    ``is_prefix``: the peer offers only the prefix that it already holds; the rest is computed here. ``first_token``,
+    the sequence's last token, belongs to a hand-over whose blocks the peer's device had lost: they are read from the
+    peer's host tier.
     """
 
     sequence: Sequence
@@ -43,10 +44,12 @@ class QuarantinedRead:
 
 
 class SinkSide:
-    """Calls ``on_ready(sequence, first_token, report)`` when all KV is here and verified, and
-    ``on_failed(sequence, reason, now)`` when a hand-over failed; the sequence holds no blocks then, and nothing in
-    flight writes to blocks of its. ``on_prefix(sequence)`` when a prefix was read, or couldn't be: then the sequence
-    holds no blocks.
+    """The decode side of all hand-overs.
+
+    Calls ``on_ready(sequence, first_token, report)`` when all KV is here and verified, and
+    ``on_failed(sequence, reason, now)`` when a hand-over failed; the sequence then holds no blocks, and no read in
+    flight targets its blocks. Calls ``on_prefix(sequence)`` when a prefix was read, or couldn't be read: in that case
+    the sequence holds no blocks.
     """
 
     def __init__(
@@ -116,7 +119,7 @@ class SinkSide:
         """The request is over: release what prefill holds for it, keep quarantined what a read may still write to."""
         incoming = self._incoming.pop(sequence.key)
         if incoming.handover is None:
-            if incoming in self._waiting:  # else its blocks are on their way up from a tier
+            if incoming in self._waiting:  # else its blocks are being onboarded from a tier
                 self._waiting.remove(incoming)
         else:
             incoming.handover.close()
@@ -126,7 +129,7 @@ class SinkSide:
         return sequence.key in self._incoming
 
     def pulls(self, sequence: Sequence, peer: Party) -> bool:
-        """Whether the sequence's KV is to come from ``peer``."""
+        """Return whether the sequence's KV is to come from ``peer``."""
         return sequence.key in self._incoming and self._incoming[sequence.key].peer == peer
 
     # ---- time ----
@@ -145,7 +148,7 @@ class SinkSide:
                 self._grant(incoming, now)
 
     def on_loaded(self, sequence: Sequence, now: float) -> None:
-        """What tiers hold of the sequence is here: prefill has to give the rest only."""
+        """Continue a sequence whose blocks in tiers are onboarded: prefill must hand over only the rest."""
         self._grant(self._incoming[sequence.key], now)
 
     def on_late_load(self, sequence: Sequence) -> None:
@@ -178,7 +181,7 @@ class SinkSide:
 
     @property
     def waiting(self) -> list[Sequence]:
-        """Requests whose KV isn't here yet."""
+        """Return the requests whose KV isn't here yet."""
         return [incoming.sequence for incoming in self._incoming.values()]
 
     def check_invariants(self) -> None:
@@ -198,7 +201,7 @@ class SinkSide:
         assert in_flight == self._reads, "the reads in flight aren't those of the hand-overs"
         for read_id, read in self._quarantined_reads.items():
             states = {self._state.blocks.pool.state(block_id) for block_id in read.local_blocks}
-            assert states <= {BlockState.QUARANTINED}, f"read {read_id} goes on in blocks that aren't quarantined"
+            assert states <= {BlockState.QUARANTINED}, f"read {read_id} is in flight to blocks that aren't quarantined"
 
     # ---- inside ----
 
@@ -300,7 +303,7 @@ class SinkSide:
             self._report(incoming, handover, handover.first_tokens[0], now)
 
     def _report(self, incoming: Incoming, handover: SinkHandover, first_token: int, now: float) -> None:
-        """All KV is here."""
+        """Report a hand-over whose KV has all arrived."""
         statistics = handover.statistics
         report = HandoverReport(
             prefill=incoming.peer.engine_id,

@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says, checked and in one frozen structure. No torch here.
+"""The content of a checkpoint's config.json, checked and in one frozen structure. No torch here.
 
 Reads what transformers 5 writes (``rope_parameters``, ``dtype``) and what 4.x wrote (``rope_theta``, ``rope_scaling``,
 ``torch_dtype``). What isn't supported is refused by name: serving it anyway would give wrong tokens with status 200.
@@ -53,15 +53,10 @@ class Fp8Format:
     block: tuple[int, int] | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """The sizes of a decoder. ``architecture`` is its family: a module of :mod:`splitserve.models.families`.
+@dataclass(frozen=True, slots=True)
+class DecoderSizes:
+    """The numbers that every decoder has."""
 
-    ``dtype`` names the checkpoint's own data type. ``eos_token_ids`` come from generation_config.json where it has
-    them, else from config.json.
-    """
-
-    architecture: str
     hidden_size: int
     num_layers: int
     num_heads: int
@@ -70,13 +65,20 @@ class ModelConfig:
     intermediate_size: int
     vocab_size: int
     max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig(DecoderSizes):
+    """A decoder as its checkpoint's config.json describes it."""
+
+    architecture: str  # the family: a module of :mod:`splitserve.models.families`
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: RopeScaling | None
     tie_word_embeddings: bool
-    eos_token_ids: tuple[int, ...]
+    eos_token_ids: tuple[int, ...]  # of generation_config.json where it has them, else of config.json
     bos_token_id: int | None
-    dtype: str
+    dtype: str  # the checkpoint's own
     fp8: Fp8Format | None = None
 
 

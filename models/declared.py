@@ -1,4 +1,4 @@
-"""What a configuration's model declares: its layers, its stored tensors, the ways to split it. No torch here."""
+"""Declarations of a configuration's model: its layers, its stored tensors, the allowed splits. No torch here."""
 
 import importlib
 

@@ -61,7 +61,7 @@ class DecoderModel:
         return TokenRows(hidden, self._rotary(positions), slots)
 
     def begin_step(self, inputs: Tensor, drawn: Tensor, shape: AttentionShape) -> TokenRows:
-        """On a GPU: see :class:`splitserve.kernels.api.BeginStep`."""
+        """Return the rows of a step on a GPU: see :class:`splitserve.kernels.api.BeginStep`."""
         assert self._rotary.table is not None
         return self.kernels.begin_step(inputs, drawn, self.decoder.embedding, self._rotary.table, shape)
 

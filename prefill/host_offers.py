@@ -1,10 +1,10 @@
-"""Blocks on offer whose place on the device others need: they are offered from the host tier instead.
+"""Blocks on offer whose device memory is needed for other prompts: they are offered from the host tier instead.
 
-Decode holds room before a prompt is computed, so blocks are on offer for long only where reads lag behind, or decode
-is frozen, cut off or dead. Meanwhile the next prompts find no room. Whatever of the offered blocks has a copy in the
-host tier can do without the device: the slot is pinned as long as the hand-over lasts, the offer's next revision names
-it, and the block is free. Nobody here knows what decode is reading. What it reads of a block that is taken meanwhile
-is told apart by its generation, as ever, and read again from the slot.
+Decode holds room before a prompt is computed, so blocks are on offer for long only if reads lag behind, or decode
+is frozen, cut off or dead. Meanwhile the next prompts find no room. An offered block with a copy in the host tier
+doesn't need the device: the slot is pinned as long as the hand-over lasts, the offer's next revision names it, and the
+device block is free. Prefill doesn't know which blocks decode is reading at the time. If a block is overwritten while
+decode reads it, decode detects that by the generation, as ever, and reads the block again from the slot.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from splitserve.protocol.messages.handover import OfferedBlock
 
 
 class HostOffers:
-    """``is_on``: whether it may be done at all."""
+    """Moves of offered blocks to the host tier. ``is_on``: whether the worker's settings allow them."""
 
     def __init__(self, state: EngineState, *, is_on: bool) -> None:
         self._state = state
@@ -30,8 +30,9 @@ class HostOffers:
         return self._is_on
 
     def make_room(self, handovers: Iterable[SourceHandover], shortage: Shortage, now: float) -> list[SourceHandover]:
-        """Move as many blocks as are missing, or none: fewer would help nobody. Those that have been on offer for the
-        longest go first, and of a prompt its end, which is read last. Returns whose offer has a new revision."""
+        """Move as many blocks as are missing: all or nothing, since a partial move admits no request. The blocks that
+        have been on offer longest go first, and of a prompt its end, which is read last. Returns the hand-overs whose
+        offers have a new revision."""
         self._due_at = float("inf")
         left = shortage.num_blocks
         if left == 0:
@@ -57,16 +58,17 @@ class HostOffers:
         return [handover for handover, _ in chosen]
 
     def poll(self, now: float) -> None:
-        """Whoever looks for room next finds more of it."""
+        """Clear a deadline that has passed: the next call of :meth:`make_room` may move more blocks."""
         if now >= self._due_at:
             self._due_at = float("inf")
 
     def next_deadline(self) -> float:
-        """When blocks will have been on offer long enough, if somebody needs room."""
+        """Return the time at which blocks will have been on offer long enough to move, if a prompt needs room."""
         return self._due_at
 
     def _movable(self, handover: SourceHandover, shortage: Shortage) -> Iterator[int]:
-        """Numbers of prompt blocks that nobody but the hand-over holds, and that the host tier has. Last ones first."""
+        """Yield the numbers of prompt blocks that only the hand-over holds and that the host tier has; last ones
+        first."""
         blocks, sequence = self._state.blocks, self._sequence(handover)
         if sequence.is_touched:
             return

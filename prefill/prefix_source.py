@@ -13,7 +13,7 @@ NOTHING_HERE = "nothing of the prefix is here"
 
 
 class PrefixSource:
-    """``why_not`` says in words why nobody may read from here at all; "" if anybody may."""
+    """The source of prefixes for peers. ``why_not``: why no peer may read from here, in words; "" if peers may."""
 
     def __init__(self, state: EngineState, why_not: str = "") -> None:
         self._state = state
@@ -45,14 +45,14 @@ class PrefixSource:
         self._held[grant.key, sender] = handover, held
 
     def on_ack(self, ack: OfferAck, sender: Party) -> bool:
-        """Whether it was about a prefix."""
+        """Acknowledge offers; return whether ``ack`` belongs to a prefix."""
         known = self._held.get((ack.key, sender))
         if known is not None:
             known[0].acknowledge(ack)
         return known is not None
 
     def on_release(self, release: Release, sender: Party) -> bool:
-        """Whether it was about a prefix."""
+        """End a hand-over; return whether ``release`` belongs to a prefix."""
         known = self._held.pop((release.key, sender), None)
         if known is not None:
             known[0].release("complete" if release.complete else "given up by the reader")
@@ -60,7 +60,7 @@ class PrefixSource:
         return known is not None
 
     def poll(self, now: float) -> None:
-        """Send offers that are due, end what nobody renews."""
+        """Send the offers that are due, and end hand-overs whose leases weren't renewed."""
         for holder, (handover, held) in list(self._held.items()):
             offer = handover.poll(now)
             if offer is not None:
@@ -79,10 +79,10 @@ class PrefixSource:
 
     @property
     def num_references(self) -> int:
-        """To blocks of the device."""
+        """The number of references to device blocks."""
         return sum(len(held.block_ids) for _, held in self._held.values())
 
     @property
     def num_slots(self) -> int:
-        """Of the host tier that are held."""
+        """The number of slots of the host tier that are held."""
         return sum(len(held.slots) for _, held in self._held.values())

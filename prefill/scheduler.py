@@ -10,7 +10,7 @@ from splitserve.engine.stage import Stage
 from splitserve.kvconnector.layout.shape import num_blocks_for
 
 MAX_LOADS_AHEAD = 8
-"""As many of those that wait may have their KV come up, and hold blocks for it."""
+"""The number of waiting sequences that may have their KV onboarded, and hold blocks for it, at the same time."""
 TAIL_SPLIT_FACTOR = 4  # prompts shorter than this many tail chunks move fast enough in one piece
 
 
@@ -67,10 +67,10 @@ class PrefillScheduler:
                 ahead += num_blocks_for(len(waiting.token_ids), self._blocks.block_size)
 
     def plan(self, budget: int, num_running: int = 0) -> list[Planned]:
-        """Chunks of at most ``budget`` tokens in total, beside ``num_running`` sequences that decode.
+        """Return chunks of at most ``budget`` tokens in total, beside ``num_running`` sequences that decode.
 
-        Those that wait for blocks of theirs are left out. If nobody else has anything to compute, the first whose wait
-        is nearly over has the step to itself.
+        Sequences that wait for their blocks are left out. If no other sequence has anything to compute, the first one
+        whose wait is nearly over has the step to itself.
         """
         planned: list[Planned] = []
         for sequence in self.active:
@@ -85,7 +85,8 @@ class PrefillScheduler:
         return planned or self._plan_gated(budget, num_running)
 
     def shortage(self, budget: int, num_running: int = 0) -> Shortage:
-        """What the first one that waits lacks, if nothing else keeps it from beginning in the next step."""
+        """Return the blocks that the first waiting sequence lacks, if nothing else keeps it from beginning in the next
+        step."""
         computing = sum(sequence.num_unplanned for sequence in self.active if sequence.load is None)
         is_full = num_running + len(self.active) >= self._budget.max_num_seqs
         if not self.waiting or self.waiting[0].block_ids or is_full or computing >= budget:
@@ -93,15 +94,15 @@ class PrefillScheduler:
         return self._blocks.shortage(self.waiting[0], headroom=num_running)
 
     def _next_with_blocks(self, headroom: int) -> Sequence | None:
-        """The first one that waits, if there's room for it. Else the first that holds its blocks already: if it waited
-        for those before it, and they for its blocks, nobody would ever go on."""
+        """Return the first waiting sequence, if there's room for it; else the first one that already holds its blocks.
+        If that one waited for those before it, and they waited for its blocks, they would deadlock."""
         first = self.waiting[0]
         if first.block_ids or self._blocks.reserve(first, headroom=headroom):
             return first
         return next((sequence for sequence in self.waiting if sequence.block_ids), None)
 
     def _plan_gated(self, budget: int, num_running: int) -> list[Planned]:
-        """A step that waits on the device holds up those behind it, so it's the last one of its prompt."""
+        """Plan a step that waits on the device. It delays the steps behind it, so it is the last one of its prompt."""
         if num_running:
             return []
         block_size = self._blocks.block_size

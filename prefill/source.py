@@ -68,7 +68,7 @@ class SourcePart(Part):
         }
 
     def on_hello(self, hello: PeerHello, sender: Party, now: float) -> None:
-        """A decode worker wants to read from here: it may if its blocks look like ours."""
+        """Answer a decode worker that asks to read from here: welcome it if its cache layout fits ours."""
         difference = self._state.layout.mismatch(hello.layout)
         if difference:
             reason = f"{self._state.me.engine_id} and {sender.engine_id} differ in {difference}"
@@ -105,7 +105,7 @@ class SourcePart(Part):
         handover = self._handovers.get(key)
         if handover is not None and handover.peer == sender:
             handover.renew(now)
-            if handover.was_withdrawn:  # decode doesn't know it yet
+            if handover.was_withdrawn:  # the message that says so hasn't reached decode yet
                 over = handover.attempt_over
                 self._state.outbox.send(sender, Withdrawn(key=key, reason=handover.release_reason, attempt_over=over))
         elif tombstone is not None:
@@ -123,7 +123,7 @@ class SourcePart(Part):
             self._parked_grants.put(key, (grant, sender), now)
 
     def on_prefix_grant(self, grant: PrefixGrant, sender: Party, now: float) -> None:
-        """A peer wants to read what is here of a prefix."""
+        """Offer a peer the blocks of a prefix that are here."""
         self.prefixes.on_grant(grant, sender, now)
         if self.prefixes.num_live:
             self._serve(True)
@@ -144,7 +144,7 @@ class SourcePart(Part):
         handover = self._handovers.get(release.key)
         if handover is not None and handover.peer == sender:
             handover.release("complete" if release.complete else "given up by decode")
-            if release.mismatch:  # nobody knows what else is damaged, or was computed from it
+            if release.mismatch:  # other blocks may be damaged, too, or computed from damaged ones
                 self._state.blocks.forget_prefixes()
                 text = f"{sender} read other bytes than were offered for {release.key}: the prefix cache is dropped"
                 self._state.outbox.put(Incident(text))
@@ -155,7 +155,7 @@ class SourcePart(Part):
         else:
             self._parked_grants.pop(release.key, now)
             is_known = release.key in self._state.sequences or release.key in self._state.tombstones
-            if not is_known:  # its request is still on its way to us
+            if not is_known:  # its request hasn't arrived yet
                 self._state.tombstones.put(release.key, Tombstone("given up by decode", False), now)
 
     # ---- the engine's progress ----
@@ -188,21 +188,21 @@ class SourcePart(Part):
             del self._handovers[sequence.key]
 
     def before_plan(self, now: float) -> None:
-        """Make room where the next prompt lacks blocks: offer others from the host tier in place of the device."""
+        """Make room if the next prompt lacks blocks: offer other prompts' blocks from the host tier, not the device."""
         if self._host_offers.is_on and self._handovers:
             shortage = self._scheduler.shortage()
             for handover in self._host_offers.make_room(self._handovers.values(), shortage, now):
                 self._poll(handover, now)
 
     def drain(self) -> None:
-        """No new requests come: who waits for one is told, what was granted goes on."""
+        """Accept no new requests: withdraw the grants whose requests haven't arrived; granted requests continue."""
         for grant, sender in self._parked_grants.take_all():
             self._state.outbox.send(sender, Withdrawn(key=grant.key, reason=DRAINING_REASON))
 
     # ---- time ----
 
     def poll(self, now: float) -> None:
-        """Send offers that are due, end what nobody renews, rest when nothing is left to read."""
+        """Send the offers that are due, end hand-overs whose leases weren't renewed; rest when no reads are left."""
         for key in list(self._undigested):
             self._offer(self._state.sequences[key], self._handovers[key], now)
         for handover in list(self._handovers.values()):
@@ -279,8 +279,9 @@ class SourcePart(Part):
         sequence = self._state.sequences[handover.key]
         self._scheduler.remove(sequence)
         if handover.release_reason == "lease expired":
-            # Not for us to report: decode, if alive and cut off from us alone, tells the router itself; and of a decode
-            # worker that died the router knows by membership.
+            # Prefill doesn't report it. If decode is alive and cut off from prefill alone, it reports the failure to
+            # the router itself; if it died, membership informs the router.
+
             self._state.counters.handover_failures += 1
             self._state.outbox.send(handover.peer, Withdrawn(key=handover.key, reason="the lease expired"))
         self._requests.forget(sequence, handover.release_reason, now, attempt_over=handover.attempt_over)

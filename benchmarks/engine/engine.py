@@ -35,7 +35,8 @@ from splitserve.common.errors import ConfigError
 from splitserve.kernels.registry import select_kernels
 from splitserve.models.config import ModelConfig
 from splitserve.models.demo.checkpoint import SHAPES, shape_config
-from splitserve.models.runner.cuda import MAX_TOKENS_ALONE, CudaRunner, MixedSize, PendingStep
+from splitserve.models.runner.cuda import CudaRunner, PendingStep
+from splitserve.models.runner.graph_sizes import MAX_TOKENS_ALONE, MixedSize
 from splitserve.models.weights.loader import load_model
 from splitserve.orchestration.cli.command_parser import CommandParser
 from splitserve.protocol.step import UNKNOWN_TOKEN, SampleSpec, ScheduledChunk, StepPlan

@@ -143,6 +143,7 @@ def unsupported_reason(shape: AttentionShape) -> str | None:
     return None
 
 
+# length: Triton inlines all calls, and the loop over tiles is the kernel; parts of it would pass ten tensors around.
 @triton.jit
 def _decode_kernel(
     query_ptr,

@@ -65,6 +65,7 @@ def run_chunks(shape: AttentionShape, query: Tensor, kv_layer: Tensor, out: Tens
         )
 
 
+# length: Triton inlines all calls, and the loop over tiles is the kernel; parts of it would pass ten tensors around.
 @triton.jit(do_not_specialize=["num_items"])
 def _chunk_kernel(
     query_ptr,

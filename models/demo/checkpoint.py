@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from splitserve.common.errors import ConfigError
-from splitserve.models.config import ModelConfig, RopeScaling, load_model_config
+from splitserve.models.config import DecoderSizes, ModelConfig, RopeScaling, load_model_config
 from splitserve.models.declared import declare
 from splitserve.models.demo.tokenizer import LLAMA_TOKENS, QWEN_TOKENS, SpecialTokens, train_tokenizer
 from splitserve.models.layers.weight import Role, Weight
@@ -39,21 +39,13 @@ _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
-class DemoShape:
-    """Sizes of a decoder. ``architecture`` None: either family may have this shape."""
+class DemoShape(DecoderSizes):
+    """The shape of a demo checkpoint."""
 
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    max_position_embeddings: int
     rope_theta: float
     tie_word_embeddings: bool
     dtype: str
-    architecture: str | None = None
+    architecture: str | None = None  # None: either family may have this shape
     rope_scaling: RopeScaling | None = None
     rms_norm_eps: float = 1e-6
 
@@ -101,14 +93,17 @@ def write_demo_model(
 
 
 def write_demo_config(directory: str | Path, *, shape: str, dtype: str = "auto") -> Path:
-    """As :func:`write_demo_model`, without weights: enough for ``--load-format dummy``. Returns ``directory``."""
+    """Write a checkpoint without weights, enough for ``--load-format dummy``. Returns ``directory``.
+
+    See :func:`write_demo_model`.
+    """
     target = Path(directory)
     _write_without_weights(target, _resolve(shape, None, dtype), seed=0)
     return target
 
 
 def _write_without_weights(target: Path, sizes: DemoShape, seed: int) -> int:
-    """Returns how many of the vocabulary's tokens shall be probable."""
+    """Write the tokenizer and the config files. Returns the number of tokens that shall be probable."""
     target.mkdir(parents=True, exist_ok=True)
     special = QWEN_TOKENS if sizes.architecture == "qwen3" else LLAMA_TOKENS
     tokenizer = train_tokenizer(min(sizes.vocab_size, _MAX_TOKENIZER_SIZE), special, seed)
@@ -118,7 +113,7 @@ def _write_without_weights(target: Path, sizes: DemoShape, seed: int) -> int:
 
 
 def shape_config(shape: str) -> ModelConfig:
-    """What :func:`load_model_config` would read from a demo checkpoint of ``shape``, without writing one."""
+    """Return the config that :func:`load_model_config` reads from a demo checkpoint of ``shape``; writes none."""
     sizes = _resolve(shape, None, "auto")
     assert sizes.architecture is not None
     return ModelConfig(

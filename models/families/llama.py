@@ -10,7 +10,7 @@ from splitserve.models.layers.step import Step
 
 
 class LlamaLayer(DecoderLayer):
-    """Attention and a gated MLP, each behind a norm of its own. Families like it bring another attention."""
+    """Attention and a gated MLP, each behind a norm of its own. Similar families replace the attention."""
 
     def __init__(self, name: str, config: ModelConfig, attention: GroupedAttention) -> None:
         self.input_norm = RmsNorm(f"{name}.input_layernorm", config)

@@ -30,7 +30,7 @@ class DecoderLayer(Layer, ABC):
 
 
 MakeLayer: TypeAlias = Callable[[str, ModelConfig, int], DecoderLayer]
-"""Declares the layer of that name, the prefix of its tensors' names, and of that number."""
+"""A function that declares a layer, given the prefix of its tensors' names, the config and the layer's number."""
 
 
 class Decoder(Layer):

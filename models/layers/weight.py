@@ -83,7 +83,7 @@ class Weight:
 
     @property
     def may_be_fp8(self) -> bool:
-        """True for the matrices of layers."""
+        """Return whether the weight may be stored in FP8: true for the matrices of layers."""
         return self.role is Role.PROJECTION
 
     def scale_shapes(self, fp8: Fp8Format) -> dict[str, tuple[int, ...]]:

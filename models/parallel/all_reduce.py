@@ -1,7 +1,7 @@
-"""Ways to add up a tensor over the ranks' GPUs, and which one serves which size: measured at start, on this machine.
+"""Implementations of the all-reduce over the ranks' GPUs, and the choice among them by size, measured at start.
 
 NCCL can do all sizes. For small ones the kernels of :mod:`splitserve.kernels.triton.all_reduce` are faster, where the
-GPUs can address each other's memory. Each way is tried for right results before it is used at all.
+GPUs can address each other's memory. The results of each implementation are checked before it is used at all.
 """
 
 import bisect
@@ -28,11 +28,11 @@ _EPS = 1e-5
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 
 Add = Callable[[Tensor, Tensor, Tensor | None, float], Tensor | None]
-"""Of (residual, parts, norm, eps): see :meth:`splitserve.models.parallel.ranks.Collectives.add_reduced`."""
+"""A function of (residual, parts, norm, eps): see :meth:`splitserve.models.parallel.ranks.Collectives.add_reduced`."""
 
 
 class AllReduce(Protocol):
-    """One way to do it. ``capacity_bytes``: of the largest tensor; None: any."""
+    """One implementation. ``capacity_bytes``: size of the largest tensor; None: any size."""
 
     @property
     def name(self) -> str: ...
@@ -63,7 +63,7 @@ class NcclAllReduce:
 
 @dataclass(frozen=True, slots=True)
 class KernelAllReduce:
-    """By a kernel that takes (residual, parts, max_spins, norm, eps), through the peers' memory.
+    """A kernel that takes (residual, parts, max_spins, norm, eps), and reads the peers' memory.
 
     See :class:`AllReduce`.
     """
@@ -81,7 +81,7 @@ class KernelAllReduce:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Microseconds of one size by each way that can do it: of the slowest rank, back to back in a CUDA graph."""
+    """Microseconds of one size with each implementation that can do it: the slowest rank's, back to back in a graph."""
 
     num_bytes: int
     microseconds: Mapping[str, float]
@@ -92,7 +92,7 @@ class Measured:
 
 
 class ChosenAllReduce:
-    """The best way for each size, by measurements of growing sizes. Beyond the largest: NCCL."""
+    """The fastest implementation for each size, by measurements of growing sizes. Beyond the largest: NCCL."""
 
     def __init__(self, ways: Sequence[AllReduce], measured: Sequence[Measured]) -> None:
         """``ways``: NCCL first."""
@@ -102,7 +102,7 @@ class ChosenAllReduce:
         self._ways = [*(by_name[entry.best] for entry in measured), ways[0]]
 
     def way(self, num_bytes: int) -> AllReduce:
-        """A size between two measured ones takes the way of the larger one."""
+        """Return the implementation for a size. A size between two measured ones takes that of the larger one."""
         return self._ways[bisect.bisect_left(self._bounds, num_bytes)]
 
     def add(self, residual: Tensor, parts: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor | None:
@@ -140,7 +140,7 @@ def choose(ways: Sequence[AllReduce], row_bytes: int, dtype: torch.dtype, device
 def measure(
     ways: Sequence[AllReduce], sizes: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> list[Measured]:
-    """Every way that can do a size, at each of ``sizes`` (bytes). All ranks do it together."""
+    """Measure every implementation that can do a size, at each of ``sizes`` (bytes). All ranks call it together."""
     names, times = [], []
     for num_bytes in sizes:
         able = [way for way in ways if _fits(way, num_bytes)]
@@ -160,7 +160,7 @@ def _fits(way: AllReduce, num_bytes: int) -> bool:
 
 
 def _works(way: AllReduce, row_bytes: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether it gives right sums, on all ranks, several times in a row."""
+    """Return whether ``way`` gives right sums, on all ranks, several times in a row."""
     ok, why = 1, "wrong sums"
     try:
         for num_parts in (1, 2):

@@ -55,7 +55,7 @@ class CudaCollectives:
         self._add: Add = NcclAllReduce().add
         self._gather: _PeerGather | None = None
         self.all_reduce: ChosenAllReduce | None = None
-        """What :meth:`prepare` chose."""
+        """The choice of :meth:`prepare`; None before it."""
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         torch.cuda.set_device(device)
@@ -111,7 +111,7 @@ class CudaCollectives:
 
 @dataclass(frozen=True, slots=True)
 class _PeerWays:
-    """What works through the peers' memory. ``gather``: of columns, None where it doesn't."""
+    """The collectives that work through the peers' memory. ``gather``: of columns, None where it doesn't work."""
 
     all_reduces: Sequence[KernelAllReduce] = ()
     gather: "_PeerGather | None" = None
@@ -191,7 +191,7 @@ class _PeerGather:
         return gather_columns(self.memory, self.mine, part.contiguous(), max_spins)
 
     def works(self, dtype: torch.dtype) -> bool:
-        """Whether all ranks get the right columns, several times in a row. All ranks ask it together."""
+        """Return whether all ranks get the right columns, several times in a row. All ranks call it together."""
         ok, why, device = 1, "wrong columns", self.mine.device
         try:
             for rows, columns in ((1, 16), (9, 4112), (3, 24)) * 2:

@@ -1,8 +1,8 @@
 """The collectives of ranks that are processes of one machine, over torch.distributed: gloo on CPU. For GPUs see
 :mod:`.cuda_group`.
 
-Ranks meet at a store that rank 0 opens. It and all that the ranks open later is bound to the loopback address: they are
-processes of one machine, and nobody else has any business there.
+Ranks meet at a store that rank 0 opens. The store, and all sockets that the ranks open later, are bound to the loopback
+address: the ranks are processes of one machine, and other machines need no access.
 """
 
 import socket
@@ -42,7 +42,7 @@ def open_store(size: int) -> tuple[TCPStore, int]:
 
 
 def find_store(port: int, size: int) -> TCPStore:
-    """The other ranks' side. Raises :class:`CollectiveError` if nobody is there."""
+    """Connect to the store that rank 0 has opened. Raises :class:`CollectiveError` if none is there."""
     with shown_as_ours("can't reach rank 0"):
         return TCPStore(LOOPBACK, port, size, is_master=False, timeout=timedelta(seconds=MEETING_SECONDS))
 

@@ -1,7 +1,7 @@
-"""Tensor parallelism inside a step: what the ranks of one model tell each other, and where.
+"""Tensor parallelism inside a step: the collectives of the ranks of one model, and the products that use them.
 
-A decoder runs on one rank as it does alone. Two kinds of products know of the others: those whose inputs are split add
-up what all ranks have (:class:`RowParallelLinear`), and the LM head, whose outputs are split, collects them
+A decoder runs on each rank as it does alone. Only two kinds of products use collectives: those whose inputs are split
+sum the products of all ranks (:class:`RowParallelLinear`), and the LM head, whose outputs are split, gathers them
 (:class:`VocabParallelHead`). All ranks then have the same logits and draw the same tokens from them.
 """
 
@@ -24,7 +24,7 @@ class CollectiveError(SplitserveError):
 
 @contextmanager
 def shown_as_ours(what: str) -> Iterator[None]:
-    """What torch.distributed raises becomes a :class:`CollectiveError`."""
+    """Turn the errors of torch.distributed into a :class:`CollectiveError`."""
     try:
         yield
     except RuntimeError as error:
@@ -32,7 +32,7 @@ def shown_as_ours(what: str) -> Iterator[None]:
 
 
 class Collectives(Protocol):
-    """What ranks do together: each calls the same methods in the same order. Raise :class:`CollectiveError`."""
+    """Operations of all ranks: each calls the same methods in the same order. They raise :class:`CollectiveError`."""
 
     @property
     def shard(self) -> Shard: ...
@@ -43,18 +43,18 @@ class Collectives(Protocol):
     def add_reduced(
         self, residual: Tensor, parts: Tensor, norm: Tensor | None = None, eps: float = 0.0
     ) -> Tensor | None:
-        """``residual`` [T, N] += the sum of all ranks' ``parts`` (:meth:`splitserve.kernels.api.Linear.parts`,
-        [S, T, N]), in place, the same bits on every rank that had the same residual. Both are contiguous. What a rank
-        adds is rounded to the residual's dtype. May overwrite ``parts``.
+        """Add the sum of all ranks' ``parts`` (:meth:`splitserve.kernels.api.Linear.parts`, [S, T, N]) to ``residual``
+        [T, N] in place, with the same bits on every rank that had the same residual. Both are contiguous. A rank's
+        summand is rounded to the residual's dtype. May overwrite ``parts``.
 
         Returns the residual RMS-normalised by ``norm`` [N] where that costs next to nothing, on all ranks or on none.
         """
 
     def gather_columns(self, part: Tensor) -> Tensor:
-        """All ranks' ``part`` [R, N] side by side, [R, size * N], on every rank; good until the next call."""
+        """Return all ranks' ``part`` [R, N] side by side, [R, size * N], on every rank; valid until the next call."""
 
     def meet(self) -> None:
-        """What follows happens after all ranks got here: on a GPU, what follows in the stream."""
+        """Wait for all ranks: later operations, on a GPU those later in the stream, run after all ranks got here."""
 
     def lowest(self, number: int) -> int:
         """The smallest of all ranks' ``number``. Waits for all of them."""

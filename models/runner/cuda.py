@@ -1,22 +1,23 @@
 """The model runner on a CUDA device: steps are launched, and waited for later.
 
-Everything runs in one stream. A step's numbers go there from pinned memory in one copy, drawn tokens come back in
-another; the host waits for nothing else. A step may be launched while the one before it still runs: a token that is yet
-to be drawn by that one is looked up on the device (:attr:`ScheduledChunk.previous_chunk`).
+Everything runs in one stream. A step's inputs are copied to the device from pinned memory in one copy, and its drawn
+tokens come back in another; the host waits for nothing else. A step may be launched while the step before it still
+runs: a token that the earlier step has yet to draw is looked up on the device (:attr:`ScheduledChunk.previous_chunk`).
 
-Steps of decode tokens alone replay a CUDA graph of the next larger size of :func:`batch_sizes`. The rows left over
-repeat the last sequence: they compute and write the same values once more, so no kernel has to know of them. Steps
-with a small prefill, beside decode tokens or alone, may have graphs as well (:func:`mixed_sizes`): launched kernel by
-kernel, such a step takes the host longer than the device. There the rows left over at the end write nothing.
+Steps of decode tokens alone replay a CUDA graph of the next larger size of :func:`.graph_sizes.batch_sizes`. The
+padding rows repeat the last sequence: they compute and write the same values once more, so kernels need no special case
+for them. Steps with a small prefill, beside decode tokens or alone, may have graphs as well
+(:func:`.graph_sizes.mixed_sizes`): launched kernel by kernel, such a step takes the host longer than the device. The
+padding rows at the end of a mixed step write nothing.
 
-A step may wait on the device for copies into the blocks that it reads (:attr:`ScheduledChunk.gates`), a group of layers
-at a time. Graphs of prefill alone are cut at these groups, and replayed one after the other.
+A step may wait on the device for copies into the blocks that it reads (:attr:`ScheduledChunk.gates`), one group of
+layers at a time. Graphs of prefill alone are cut at these groups, and replayed one after the other.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ from torch import Tensor
 from splitserve.kernels.api import AttentionPlan, DecodePlan, PagedBatch
 from splitserve.models.decoder import DecoderModel, ForwardBatch
 from splitserve.models.layers.step import BeforeLayer
+from splitserve.models.runner.graph_sizes import MAX_MIXED_CHUNKS, MixedSize, batch_sizes
 from splitserve.models.runner.runner import ModelRunner, NonFiniteLogitsError, sampling_batch
 from splitserve.protocol.step import Draw, LaunchingRunner, SampleSpec, ScheduledChunk, StepOutput, StepPlan
 
@@ -35,54 +37,31 @@ _WARM_UP_RUNS = 2
 _NO_ROW = -1
 _NO_BLOCK = -1
 _GREEDY = SampleSpec(temperature=0.0, top_k=0, top_p=1.0, seed=0, choice=0, position=1)
-MAX_MIXED_CHUNKS = 4  # prefill chunks in a step with a graph
-MAX_TOKENS_ALONE = 512  # more keep a GPU busy for longer than it takes to launch them
 
 
 class Gates(Protocol):
-    """What the runner needs of :class:`splitserve.kvconnector.tiers.load_gates.LoadGates`."""
+    """The part of :class:`splitserve.kvconnector.tiers.load_gates.LoadGates` that the runner uses."""
 
     @property
     def first_layers(self) -> Sequence[int]:
-        """Of the groups of layers that are copied one after the other."""
+        """The first layer of each group of layers. The groups are copied one after the other."""
 
     def event(self, copy_id: int, first_layer: int) -> torch.cuda.Event | None:
-        """Behind the copies of the group that begins there; None if they are over. Blocks until they are queued."""
-
-
-def batch_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes worth a graph of their own: at most an eighth of the rows is left over from 16 on."""
-    sizes = [1, 2, 4, 8, *range(16, 64, 8), *range(64, 256, 16), *range(256, max_num_seqs + 32, 32)]
-    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
-
-
-class MixedSize(NamedTuple):
-    """Sequences that decode, and prefill tokens after them."""
-
-    num_decodes: int
-    num_tokens: int
-
-
-def mixed_sizes(max_num_seqs: int, max_tokens: int, max_tokens_alone: int) -> list[MixedSize]:
-    """Sizes of mixed steps worth a graph: prefill beside decode in quarters of ``max_tokens``, and prefill alone."""
-    tokens = {-(-max_tokens * quarter // 4) for quarter in (1, 2, 3, 4)}
-    decodes = [size for size in (8, 16, 32, 64, 128) if size < max_num_seqs] + [max_num_seqs]
-    alone = {min(size, max_tokens_alone) for size in (64, 128, 256, MAX_TOKENS_ALONE)}
-    sizes = {MixedSize(num_decodes, num_tokens) for num_decodes in decodes for num_tokens in tokens}
-    return sorted(sizes | {MixedSize(0, num_tokens) for num_tokens in alone})
+        """Return the event recorded after the copies of the group that begins at ``first_layer``; None if they are
+        over. Blocks until they are queued."""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """A launched step. ``drawn`` int64 [R], pinned, is valid once ``done`` has happened; ``sampled`` [R] are chunks."""
+    """A launched step."""
 
     num_chunks: int
-    sampled: tuple[int, ...]
-    drawn: Tensor
+    sampled: tuple[int, ...]  # [R] indices of the chunks that draw
+    drawn: Tensor  # int64 [R], pinned; valid once ``done`` has happened
     done: torch.cuda.Event
 
     def wait(self) -> StepOutput:
-        """Blocks until the step has completed. Raises :class:`NonFiniteLogitsError`, or what the device reports."""
+        """Block until the step has completed. Raises :class:`NonFiniteLogitsError`, or the device's own error."""
         self.done.synchronize()
         draws: list[Draw | None] = [None] * self.num_chunks
         drawn = self.drawn.tolist()
@@ -95,30 +74,28 @@ class PendingStep:
 
 @dataclass(frozen=True, slots=True)
 class _DecodeGraph:
-    """One captured batch size. ``inputs`` int64 [4, S]: tokens, positions, blocks to write, rows of drawn tokens."""
+    """One captured batch size."""
 
     graph: torch.cuda.CUDAGraph
-    inputs: Tensor
+    inputs: Tensor  # int64 [4, S]: tokens, positions, blocks to write, rows of drawn tokens
     plan: DecodePlan
     logits: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class _MixedGraph:
-    """One captured :class:`MixedSize` of S tokens. ``parts``: graphs one after the other, by the first layer of each.
-    ``inputs`` int64 [4 * S + R]: as in :class:`_DecodeGraph`, then the rows to sample; ``logits`` [R, vocab] are shared
-    by all mixed graphs."""
+    """One captured :class:`MixedSize` of S tokens."""
 
-    parts: dict[int, torch.cuda.CUDAGraph]
-    inputs: Tensor
+    parts: dict[int, torch.cuda.CUDAGraph]  # replayed in this order, by the first layer of each
+    inputs: Tensor  # int64 [4 * S + R]: those of :class:`_DecodeGraph`, then the rows to sample
     plan: DecodePlan
-    logits: Tensor
+    logits: Tensor  # [R, vocab], shared by all mixed graphs
 
 
 class CudaRunner(ModelRunner):
-    """:class:`ModelRunner` with ``launch``. Call :meth:`capture` once before the first step, unless graphs are off.
+    """A :class:`ModelRunner` with ``launch``. Call :meth:`capture` once before the first step, unless graphs are off.
 
-    ``gates``: of copies that steps may have to wait for; None if there are none.
+    ``gates``: the events of copies that steps may have to wait for; None if there are none.
     """
 
     def __init__(
@@ -137,7 +114,7 @@ class CudaRunner(ModelRunner):
         self._stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(model.device))
         self._drawn = torch.zeros(2 * max_num_seqs, dtype=torch.int64, device=model.device)  # of the last launched step
-        self._row_of_chunk: dict[int, int] = {}  # of the last launched step: where in _drawn
+        self._row_of_chunk: dict[int, int] = {}  # row of _drawn, for each chunk of the last launched step
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[int, _DecodeGraph] = {}
         self._mixed_graphs: dict[MixedSize, _MixedGraph] = {}
@@ -162,8 +139,8 @@ class CudaRunner(ModelRunner):
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Queues the step behind those that were launched before, and returns at once: if it waits for copies on the
-        device, when they are queued, too."""
+        """Queue the step behind those launched before, and return at once. A step that waits for copies on the device
+        returns when these are queued, too."""
         sampled = tuple(index for index, chunk in enumerate(plan.chunks) if chunk.sample is not None)
         with torch.cuda.stream(self._stream):
             logits = self._logits(plan.chunks)
@@ -178,7 +155,7 @@ class CudaRunner(ModelRunner):
         return PendingStep(len(plan.chunks), sampled, host, done)
 
     def _logits(self, chunks: Sequence[ScheduledChunk]) -> Tensor | None:
-        """Float logits [R, vocab] of the chunks that draw, or None if there are none."""
+        """Return float logits [R, vocab] of the chunks that draw, or None if there are none."""
         gates = [copy_id for chunk in chunks for copy_id in chunk.gates]
         if (size := self._graph_size(chunks)) is not None:
             for layer in self._first_layers:
@@ -192,19 +169,19 @@ class CudaRunner(ModelRunner):
 
     @property
     def _first_layers(self) -> Sequence[int]:
-        """Where groups of layers begin that are copied one after the other."""
+        """The first layer of each group of layers that is copied as a whole; [0] without gates."""
         return self._gates.first_layers if self._gates is not None else [0]
 
     def _wait_for_copies(self, gates: Sequence[int], first_layer: int) -> None:
-        """What follows in the stream reads blocks of the group of layers that begins there. ``gates``: the copies."""
+        """Make the stream wait for the copies ``gates`` of the group of layers that begins at ``first_layer``."""
         for copy_id in gates:
-            assert self._gates is not None, "a step waits for copies, but nobody tells of any"
+            assert self._gates is not None, "a step has gates, but the runner was made without LoadGates"
             event = self._gates.event(copy_id, first_layer)
             if event is not None:
                 self._stream.wait_event(event)
 
     def _waiting(self, gates: Sequence[int]) -> BeforeLayer | None:
-        """What an eager step calls before each layer."""
+        """Return the function that an eager step calls before each layer; None if it waits for no copies."""
         if not gates:
             return None
 
@@ -217,7 +194,7 @@ class CudaRunner(ModelRunner):
     # ---- eager ----
 
     def _eager(self, chunks: Sequence[ScheduledChunk], gates: Sequence[int]) -> Tensor | None:
-        """Any step."""
+        """Run a step of any size, kernel by kernel."""
         num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
         flat = np.empty((4, num_tokens), dtype=np.int64)
         rows = self._flatten(chunks, flat)
@@ -228,7 +205,7 @@ class CudaRunner(ModelRunner):
         return self.model.forward(batch, self._kv_layers, self._attention, self._waiting(gates))
 
     def _flatten(self, chunks: Sequence[ScheduledChunk], out: Int64Array) -> Int64Array:
-        """Fills ``out`` [4, T] as :class:`_DecodeGraph` has it; returns the rows that draw."""
+        """Fill ``out`` [4, T] as described in :class:`_DecodeGraph`; return the rows that draw."""
         rows, first = [], 0
         for chunk in chunks:
             end = first + len(chunk.token_ids)
@@ -243,19 +220,20 @@ class CudaRunner(ModelRunner):
         return np.array(rows, dtype=np.int64)
 
     def _previous_row(self, chunk: ScheduledChunk) -> int:
-        """Where the token that ``chunk`` continues stands. After a failed launch any will do: its sequences end."""
+        """Return the row in ``_drawn`` of the token that ``chunk`` continues. After a failed launch any row will do,
+        since its sequences end."""
         if chunk.previous_chunk is None:
             return _NO_ROW
         return self._row_of_chunk.get(chunk.previous_chunk, 0)
 
     def _forward_batch(self, inputs: Tensor, rows: Tensor | None, plan: AttentionPlan) -> ForwardBatch:
-        """``inputs`` [4, T] on the device, as in :class:`_DecodeGraph`."""
+        """Return the model's inputs. ``inputs`` [4, T] are on the device, as in :class:`_DecodeGraph`."""
         return ForwardBatch(self.model.begin_step(inputs, self._drawn, self._shape), rows, plan)
 
     # ---- graphs ----
 
     def _graph_size(self, chunks: Sequence[ScheduledChunk]) -> int | None:
-        """The captured size that serves these chunks, or None."""
+        """Return the captured size that serves these chunks, or None."""
         if any(len(chunk.token_ids) != 1 or chunk.sample is None for chunk in chunks):
             return None
         return min((size for size in self._graphs if size >= len(chunks)), default=None)
@@ -278,7 +256,7 @@ class CudaRunner(ModelRunner):
         plan.update(_paged_batch(padded))
 
     def _mixed_size(self, chunks: Sequence[ScheduledChunk]) -> MixedSize | None:
-        """The captured size that serves these chunks, or None."""
+        """Return the captured size that serves these chunks, or None."""
         if not self._mixed_graphs:
             return None
         num_decodes = _num_leading_decodes(chunks)
@@ -319,8 +297,8 @@ class CudaRunner(ModelRunner):
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int] | None = None) -> float:
-        """Captures the graphs of decode steps, largest first, so that the others share its memory. Returns the seconds
-        taken. The first block of the KV memory is written meanwhile."""
+        """Capture the graphs of decode steps, largest first, so that the others share its memory. Returns the seconds
+        taken. Capturing overwrites the first block of the KV memory."""
         started = time.perf_counter()
         with torch.cuda.stream(self._stream):
             for size in sorted(sizes or batch_sizes(self._max_num_seqs), reverse=True):
@@ -330,7 +308,7 @@ class CudaRunner(ModelRunner):
 
     @torch.inference_mode()
     def capture_mixed(self, sizes: Sequence[MixedSize]) -> float:
-        """Captures graphs of steps with prefill, as :meth:`capture` does. Raises NotImplementedError if the attention
+        """Capture graphs of steps with prefill, as :meth:`capture` does. Raises NotImplementedError if the attention
         backend has no plan for them."""
         started = time.perf_counter()
         num_rows = max(size.num_decodes for size in sizes) + MAX_MIXED_CHUNKS
@@ -378,8 +356,8 @@ class CudaRunner(ModelRunner):
     def _capture_parts(
         self, run: Callable[[BeforeLayer], None], first_layers: Sequence[int]
     ) -> dict[int, torch.cuda.CUDAGraph]:
-        """``run`` as graphs that begin at these layers, the first one with what comes before all layers. Tensors that
-        outlive a part are those that ``run`` still holds, so no other part takes their memory."""
+        """Capture ``run`` as one graph for each of ``first_layers``; the first graph includes the work before all
+        layers. ``run`` still holds the tensors that outlive a part, so no other part takes their memory."""
         parts: dict[int, torch.cuda.CUDAGraph] = {}
 
         def begin(layer: int) -> None:
@@ -405,7 +383,7 @@ class CudaRunner(ModelRunner):
 
 
 def _num_leading_decodes(chunks: Sequence[ScheduledChunk]) -> int:
-    """Chunks of one token that draw, before the first other one."""
+    """Return the number of leading chunks that have one token and draw."""
     for index, chunk in enumerate(chunks):
         if len(chunk.token_ids) != 1 or chunk.sample is None:
             return index

@@ -121,7 +121,7 @@ class ModelRunner:
 
 
 def sampling_batch(chunks: Sequence[ScheduledChunk]) -> SamplingBatch:
-    """How the chunks that draw a token want it drawn, in their order."""
+    """Return the sampling parameters of the chunks that draw a token, in their order."""
     specs = [chunk.sample for chunk in chunks if chunk.sample is not None]
     return SamplingBatch(
         temperatures=[spec.temperature for spec in specs],

@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint: which there are, what their headers say, and the identity of their content.
+"""The safetensors files of a checkpoint: their names, their headers, and the identity of their content.
 
 No torch here: headers are read with the standard library, so that a process without torch can compare checkpoints.
 """
@@ -36,7 +36,7 @@ _SMALL_TENSOR_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """A tensor's place in a checkpoint. ``dtype`` is the format's own name ("F32", "BF16", "F16").
+    """A tensor's location in a checkpoint. ``dtype`` is the format's own name ("F32", "BF16", "F16").
 
     ``offset``: of its first byte in the file, from where it lies contiguous, row after row.
     """
@@ -81,7 +81,7 @@ def _indexed_names(index: Path) -> list[str]:
 
 
 def read_records(directory: Path) -> dict[str, TensorRecord]:
-    """All tensors of the checkpoint by name. Raises :class:`CheckpointError` naming a file that can't be read."""
+    """Return all tensors of the checkpoint by name. Raises :class:`CheckpointError` with a file that can't be read."""
     records: dict[str, TensorRecord] = {}
     for file in weight_files(directory):
         header, raw = _read_header(file)
@@ -133,7 +133,7 @@ def weights_version(path: str | Path, load_format: str = "auto") -> str:
 
 
 def _small_tensors(header: dict[str, Any]) -> list[tuple[int, int]]:
-    """Where they begin and end, in the order in which they lie behind the header."""
+    """Return the begin and end offsets of small tensors, in the order in which they lie behind the header."""
     places = sorted(tuple(entry["data_offsets"]) for name, entry in header.items() if name != "__metadata__")
     return [(begin, end) for begin, end in places if end - begin <= _SMALL_TENSOR_BYTES]
 

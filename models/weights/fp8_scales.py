@@ -27,7 +27,7 @@ class ScaleReader:
         self._open: dict[Path, Any] = {}
 
     def is_fp8(self, parts: Parts) -> bool:
-        """Whether ``parts`` are stored in FP8. Raises :class:`CheckpointError` if only some of them are."""
+        """Return whether ``parts`` are stored in FP8. Raises :class:`CheckpointError` if only some of them are."""
         stored = [self._records[part.name].dtype == FP8 for part in parts]
         if any(stored) and not all(stored):
             names = ", ".join(part.name for part in parts)

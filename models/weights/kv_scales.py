@@ -1,9 +1,9 @@
-"""Scales of keys and values that are kept in FP8: what a checkpoint says of them, folded into its weights.
+"""Scales of keys and values that are kept in FP8: a checkpoint's scales, folded into its weights.
 
 A key is stored divided by its layer's scale, and queries are multiplied by it, so that scores stay what they are; a
-value is stored divided by its, and the output projection makes up for it. All of that is linear in weights that come
-right before or after (the norms of queries and keys, where there are any, else the projections), so it is done once, at
-load, and no step knows of it. Scales are rounded up to powers of two, which changes no digit of a weight.
+value is stored divided by its scale, and the output projection multiplies by it. All of that is linear in weights that
+come right before or after (the norms of queries and keys, where there are any, else the projections), so it is done
+once, at load, and costs no step anything. Scales are rounded up to powers of two, which changes no digit of a weight.
 """
 
 import math
@@ -67,5 +67,5 @@ def scaled_rows(weight: Tensor, factors: Sequence[tuple[int, float]]) -> Tensor:
 
 
 def scaled_fp8_rows(weight: Fp8Weight, factors: Sequence[tuple[int, float]]) -> Fp8Weight:
-    """As :func:`scaled_rows`, by the weight's scales."""
+    """Scale rows as :func:`scaled_rows` does, through the weight's scales."""
     return Fp8Weight(weight.weight, scaled_rows(weight.scales, factors), weight.group, weight.skipped)

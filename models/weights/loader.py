@@ -1,8 +1,8 @@
-"""From a checkpoint directory to a :class:`DecoderModel`: names and shapes are checked before anything is loaded.
+"""Loads a checkpoint directory as a :class:`DecoderModel`: names and shapes are checked before anything is loaded.
 
-Load needs no second copy of the model. On CPU weights are read one layer at a time from the memory-mapped files, fused,
-converted and packed; for a GPU several threads read them ahead through small pinned buffers (:mod:`.reading`). A tied
-embedding on CPU stays a view of the file, in the checkpoint's own dtype: the packed LM head holds the only copy in
+Loading needs no second copy of the model. On CPU weights are read one layer at a time from the memory-mapped files,
+fused, converted and packed; for a GPU several threads read them ahead through small pinned buffers (:mod:`.reading`). A
+tied embedding on CPU stays a view of the file, in the checkpoint's own dtype: the packed LM head holds the only copy in
 memory, and workers of one machine share the file's pages. So a served checkpoint's files must not be modified in place;
 replace them by renaming, as ``splitserve demo-model`` does.
 """
@@ -68,10 +68,10 @@ def load_model(
     group: Collectives | None = None,
     kv_dtype: torch.dtype | None = None,
 ) -> DecoderModel:
-    """Loads the checkpoint at ``path``, or makes random weights of its shape (``load_format`` "dummy").
+    """Load the checkpoint at ``path``, or make random weights of its shape (``load_format`` "dummy").
 
-    With ``group``, this is the part of a rank: its model does what all ranks' models do together. ``kv_dtype``
-    float8_e4m3fn: for KV memory in that, by the checkpoint's scales of keys and values; None: as ``dtype``.
+    With ``group``, load the part of one rank; its model runs steps together with those of the other ranks. ``kv_dtype``
+    float8_e4m3fn: for KV memory of that type, with the checkpoint's scales of keys and values; None: as ``dtype``.
 
     Raises :class:`CheckpointError` for a missing, misshapen or unexpected tensor, naming it and both shapes, and for
     files that can't be read.

@@ -49,23 +49,23 @@ class WeightReader(Protocol):
     """Gives weights on the model's device, in the dtype that it computes in; those in FP8 as they are."""
 
     def announce(self, weights: Sequence[Parts]) -> None:
-        """What will be read, and in which order: time to read ahead."""
+        """Note the weights that will be read, in their order, so that they can be read ahead."""
 
     def read(self, parts: Parts, *, own: bool = False) -> Tensor:
         """The parts, stacked along their rows, contiguous; with ``own`` or for a vector no view of a mapped file."""
 
     def is_fp8(self, parts: Parts) -> bool:
-        """Whether they are stored in FP8, and :meth:`read_fp8` is to be used."""
+        """Return whether ``parts`` are stored in FP8, so that :meth:`read_fp8` must be used."""
 
     def read_fp8(self, parts: Parts) -> Fp8Weight:
-        """As :meth:`read`, with the scales."""
+        """Read like :meth:`read`, with the scales."""
 
     def close(self) -> None:
-        """No more reads."""
+        """Release files and memory; no read may follow."""
 
 
 class MappedReader:
-    """For a whole model on the CPU: from the memory-mapped files, one weight at a time."""
+    """Reader for a whole model on the CPU: reads one weight at a time from the memory-mapped files."""
 
     def __init__(
         self, records: Mapping[str, TensorRecord], dtype: torch.dtype, scales: ScaleReader | None = None
@@ -91,7 +91,7 @@ class MappedReader:
         return self._scales.with_scales(torch.cat([_cut(self._view(part.name), part) for part in parts]), parts)
 
     def mapped(self, name: str) -> Tensor:
-        """The whole tensor as a view of its file, in the checkpoint's own dtype; none of its pages is resident yet."""
+        """Return the whole tensor as a view of its file, in the checkpoint's own dtype; no page is resident yet."""
         self._open.clear()
         return self._view(name)
 
@@ -179,8 +179,8 @@ class _Piece:
 
 
 class StagedReader:
-    """For a model on a device, or a rank's part: ``num_threads`` read ahead into staging memory, pinned for a device,
-    from where it is taken.
+    """Reader for a model on a device, or for a rank's part: ``num_threads`` read ahead into staging memory, which is
+    pinned for a device, and weights are copied from there.
 
     The device's memory is allocated by :meth:`announce`, once, in its final shape.
     """
@@ -330,7 +330,8 @@ class _File:
             offset, into = offset + count, into[count:]
 
     def _read_columns(self, piece: _Piece, into: "np.typing.NDArray[np.uint8]") -> None:
-        """From the mapped file, since one call can't read many short pieces; its pages are let go at once."""
+        """Read columns from the mapped file, since one call can't read many short pieces; release its pages at once."""
+
         num_bytes = piece.num_rows * piece.row_bytes
         first_page = piece.offset // mmap.PAGESIZE * mmap.PAGESIZE
         length = piece.offset + num_bytes - first_page

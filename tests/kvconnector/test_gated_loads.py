@@ -24,7 +24,8 @@ from splitserve.kvconnector.tiers.load_gates import LayerGroup, LoadGates
 from splitserve.models.config import load_model_config
 from splitserve.models.decoder import DecoderModel
 from splitserve.models.demo import checkpoint as demo
-from splitserve.models.runner.cuda import CudaRunner, MixedSize, mixed_sizes
+from splitserve.models.runner.cuda import CudaRunner
+from splitserve.models.runner.graph_sizes import MixedSize, mixed_sizes
 from splitserve.models.weights.loader import load_model
 from splitserve.protocol.memory_records import LayoutRecord
 from splitserve.protocol.step import SampleSpec, ScheduledChunk, StepPlan

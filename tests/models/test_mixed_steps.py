@@ -12,7 +12,8 @@ from host_runner import HostRunner
 from splitserve.kernels.registry import OPERATIONS, select_kernels
 from splitserve.models.config import load_model_config
 from splitserve.models.demo import checkpoint as demo
-from splitserve.models.runner.cuda import CudaRunner, MixedSize, mixed_sizes
+from splitserve.models.runner.cuda import CudaRunner
+from splitserve.models.runner.graph_sizes import MixedSize, mixed_sizes
 from splitserve.models.runner.runner import ModelRunner
 from splitserve.models.weights.loader import load_model
 from splitserve.protocol.step import SampleSpec, ScheduledChunk, StepPlan

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from splitserve.models.decoder import DecoderModel
-from splitserve.models.runner.cuda import CudaRunner, MixedSize
+from splitserve.models.runner.cuda import CudaRunner
+from splitserve.models.runner.graph_sizes import MixedSize
 from splitserve.models.runner.runner import ModelRunner
 from splitserve.protocol.step import ScheduledChunk
 

@@ -1,1 +1,1 @@
-"""What every process needs and that needs nothing of ours: errors, logs, bounded memories, cores, security."""
+"""Helpers of every process, without imports of other folders: errors, logs, bounded memories, cores, security."""

@@ -35,7 +35,7 @@ class ExpiringMap(Generic[K, V]):
         return entry[1] if entry else None
 
     def take_all(self) -> list[V]:
-        """Every value, expired ones that nobody has looked at included; nothing is left."""
+        """Remove and return all values, also expired ones that haven't been removed yet."""
         values = [value for _, value in self._entries.values()]
         self._entries.clear()
         return values

@@ -1,4 +1,4 @@
-"""How many cores this process may use, and how they are split between workers.
+"""The cores that this process may use, and how they are split between workers.
 
 Cores are taken from the process's own affinity mask and its cgroup's CPU quota, never from the machine's
 count: a container with two of 64 cores must not start 64 threads. Hardware threads of one core count once:
@@ -32,17 +32,18 @@ def usable_cpus() -> set[int]:
 
 
 def available_cores() -> int:
-    """Physical cores that this process may use: those of its affinity mask, cut to its cgroup's quota; at least one."""
+    """Return the number of physical cores that this process may use: those of its affinity mask, at most its cgroup's
+    quota, at least one."""
     num_cores = count_physical_cores(_CPU_ROOT, usable_cpus())
     quota = current_cpu_quota()
     return max(1, num_cores if quota is None else min(num_cores, int(quota)))
 
 
 def awake_cpus(cpus: Iterable[int], cpu_root: Path = _CPU_ROOT) -> set[int]:
-    """Those of ``cpus`` that are kept awake where some are: one of each core where they have two, else of every other.
+    """Return the hardware threads to keep awake: one of each core that has two of ``cpus``, else every other core's.
 
-    No more, since Linux looks for an idle core by how busy all are on average, spinning included: where all spin, it
-    stops looking, and threads wait for each other beside cores that nobody uses.
+    Not more of them: Linux decides by the average load of all hardware threads, spinning included, whether to search
+    for an idle core. If all of them spin, it stops searching, and threads wait for each other beside unused cores.
     """
     all_cpus = sorted(cpus, key=lambda cpu: (_topology(cpu_root, cpu, "physical_package_id"), cpu))
     first = list({_siblings(cpu_root, cpu): cpu for cpu in reversed(all_cpus)}.values())[::-1]
@@ -50,12 +51,12 @@ def awake_cpus(cpus: Iterable[int], cpu_root: Path = _CPU_ROOT) -> set[int]:
 
 
 def current_cpu_quota() -> float | None:
-    """This process's: see :func:`cpu_quota`."""
+    """Return this process's CPU quota: see :func:`cpu_quota`."""
     return cpu_quota(_CGROUP_ROOT, "\n".join(_read_lines(Path("/proc/self/cgroup"))))
 
 
 def count_physical_cores(cpu_root: Path, cpus: Iterable[int]) -> int:
-    """Cores that ``cpus`` (hardware thread ids) lie on; a thread whose core is unknown counts as one of its own."""
+    """Return the number of cores of ``cpus`` (hardware thread ids). A thread of an unknown core counts as one core."""
     return len({_siblings(cpu_root, cpu) for cpu in cpus})
 
 
@@ -64,14 +65,14 @@ def _siblings(cpu_root: Path, cpu: int) -> str:
 
 
 def _topology(cpu_root: Path, cpu: int, name: str) -> str:
-    """What the kernel says of a hardware thread; "" where it doesn't."""
+    """Return the kernel's topology entry ``name`` of a hardware thread; "" if there is none."""
     return "".join(_read_lines(cpu_root / f"cpu{cpu}" / "topology" / name))
 
 
 def cpu_quota(cgroup_root: Path, memberships: str) -> float | None:
-    """The tightest CPU quota, in cores, over a process's cgroups and their ancestors, or None where nothing limits it.
+    """Return the tightest CPU quota, in cores, of a process's cgroups and their ancestors; None if there is no limit.
 
-    ``memberships`` is the text of ``/proc/<pid>/cgroup``. Knows version 2 (``cpu.max``) and 1
+    ``memberships`` is the text of ``/proc/<pid>/cgroup``. Supports cgroups of version 2 (``cpu.max``) and 1
     (``cpu.cfs_quota_us``).
     """
     quotas: list[float] = []

@@ -1,4 +1,4 @@
-"""Errors that users see. Each message says what was wrong and what to do about it."""
+"""Errors that users see. Each message states the problem and its remedy."""
 
 
 class SplitserveError(Exception):

@@ -1,7 +1,7 @@
-"""Who may speak on the side channels: CURVE keys derived from one shared secret, and the rule where one is needed.
+"""Protection of the side channels: CURVE keys derived from one shared secret, and the rule for when one is needed.
 
 Every process derives the same two key pairs from the secret: one for sockets that bind, one for sockets that connect.
-CURVE then encrypts each connection and proves to either side that the other knows the secret; an authenticator refuses
+CURVE then encrypts each connection and proves to either side that its peer has the secret; an authenticator rejects
 connecting keys other than the derived one. Without a secret, sockets bind to loopback only.
 """
 
@@ -21,7 +21,8 @@ _SCRYPT_COST = 2**14  # slow on purpose: recorded handshakes can't be tried agai
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` (a name or an address, IPv6 with or without brackets) can be reached from this machine only."""
+    """Return whether ``host`` (a name or an address, IPv6 with or without brackets) is reachable from this machine
+    only."""
     if host == "localhost":
         return True
     try:
@@ -31,9 +32,9 @@ def is_loopback(host: str) -> bool:
 
 
 def check_exposure(host: str, secret: str) -> None:
-    """Raise :class:`ConfigError` for a side channel that others could reach and nothing protects.
+    """Raise :class:`ConfigError` for a side channel that other machines can reach and no secret protects.
 
-    Wildcards are refused: the address that is bound is also the one that others are told.
+    Wildcards are rejected: other processes connect to the same address that is bound.
     """
     if host in ("", "*") or _is_unspecified(host):
         raise ConfigError(f"side channels can't use {host!r}: give the address at which others reach this machine")
@@ -61,24 +62,24 @@ class SocketSecurity:
         self._authenticator.configure_curve_callback(credentials_provider=self)
 
     def protect_bound(self, socket: "zmq.Socket[bytes]") -> None:
-        """Before ``bind``."""
+        """Prepare a socket that binds. Call it before ``bind``."""
         if self._enabled:
             socket.curve_publickey, socket.curve_secretkey = self._bound
             socket.curve_server = True
 
     def protect_connecting(self, socket: "zmq.Socket[bytes]") -> None:
-        """Before ``connect``."""
+        """Prepare a socket that connects. Call it before ``connect``."""
         if self._enabled:
             socket.curve_publickey, socket.curve_secretkey = self._connecting
             socket.curve_serverkey = self._bound[0]
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """For the authenticator: whether a connecting key (Z85) is the one that the secret gives."""
+        """Return, for the authenticator, whether a connecting key (Z85) is the one derived from the secret."""
         del domain
         return hmac.compare_digest(key, self._connecting[0])
 
     def close(self) -> None:
-        """Before the context is terminated."""
+        """Stop the authenticator. Call it before the context is terminated."""
         if self._enabled:
             self._authenticator.stop()
 
@@ -92,7 +93,7 @@ def _is_unspecified(host: str) -> bool:
 
 @lru_cache(maxsize=4)
 def _key_pairs(secret: str) -> tuple[tuple[bytes, bytes], tuple[bytes, bytes]]:
-    """For sockets that bind, and for those that connect: public and secret key, Z85-encoded.
+    """Return (public key, secret key), Z85-encoded, of sockets that bind, and of sockets that connect.
 
     The secret keys are a stretched hash of the shared secret: X25519 takes any 32 bytes.
     """

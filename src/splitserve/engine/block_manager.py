@@ -1,4 +1,4 @@
-"""What sequences do with the block pool and the tiers below it: reserve, publish, give back."""
+"""The sequences' view of the block pool and the tiers below it: reserve, publish, give back."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as ListLike
@@ -17,7 +17,7 @@ from splitserve.protocol.kv_event_batch import DEVICE, KVEvent
 class HeldPrefix:
     """Blocks that a peer may read: each is referenced on the device, or pinned in the host tier, until it's given back.
 
-    ``places``: ids, those of slots counted on from the device's blocks, and generations.
+    ``places``: pairs of id and generation; the ids of slots follow those of the device's blocks.
     """
 
     block_ids: list[int] = field(default_factory=list)
@@ -26,7 +26,8 @@ class HeldPrefix:
 
 
 class Shortage(NamedTuple):
-    """``num_blocks`` are missing for the next sequence to begin. It would share those that are ``wanted``."""
+    """The lack of ``num_blocks`` blocks for the next sequence to begin. The ``wanted`` blocks are those that it would
+    share."""
 
     num_blocks: int = 0
     wanted: frozenset[int] = frozenset()
@@ -34,9 +35,9 @@ class Shortage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockManager:
-    """What sequences do with the pool: reserve, publish, give back. ``root_hash`` starts every prefix chain.
+    """The blocks of sequences: reserve, publish, give back. ``root_hash`` starts every prefix chain.
 
-    ``tiers`` hold what doesn't fit the pool.
+    ``tiers`` hold blocks that don't fit the pool.
     """
 
     pool: BlockPool
@@ -45,10 +46,10 @@ class BlockManager:
     tiers: Tiers
 
     def reserve(self, sequence: Sequence, headroom: int = 0) -> bool:
-        """Hold blocks for all known tokens, or none: cached ones for the longest known prefix, fresh ones for the rest.
+        """Hold blocks for all known tokens, or none: cached ones for the longest cached prefix, else fresh ones.
 
-        The last known token is never taken from the cache, since somebody has to compute its logits.
-        ``headroom`` blocks must remain available. False, and nothing held, if there's no room.
+        The last known token is never taken from the cache, since its logits must be computed.
+        ``headroom`` blocks must remain available. Returns False, and holds nothing, if there's no room.
         """
         assert not sequence.block_ids, "the sequence holds blocks already"
         hashes = self._reusable_hashes(sequence)
@@ -76,13 +77,13 @@ class BlockManager:
         return num_fresh + headroom + self.pool.num_unheld(cached) - self.pool.num_available
 
     def shortage(self, sequence: Sequence, headroom: int = 0) -> Shortage:
-        """Why :meth:`reserve` would fail."""
+        """Return the blocks that :meth:`reserve` lacks."""
         cached = self.pool.match(self._reusable_hashes(sequence))
         num_fresh = num_blocks_for(len(sequence.token_ids), self.block_size) - len(cached)
         return Shortage(max(0, self._num_missing(cached, num_fresh, headroom)), frozenset(cached))
 
     def would_load(self, sequence: Sequence) -> bool:
-        """Whether some of the sequence's blocks are in a tier, and not in the pool."""
+        """Return whether some of the sequence's blocks are in a tier, and not in the pool."""
         if sequence.skips_tiers or not (self.tiers.num_blocks or self.tiers.shared.is_available):
             return False
         hashes = self._reusable_hashes(sequence)
@@ -130,13 +131,13 @@ class BlockManager:
         self.tiers.release_slots(held.slots)
 
     def can_leave(self, sequence: Sequence, number: int, block_id: int) -> bool:
-        """Whether block ``number`` of a sequence, which is in ``block_id``, can be read from the host tier instead, and
-        is available then: nobody else holds it."""
+        """Return whether block ``number`` of a sequence, which is in ``block_id``, can be read from the host tier
+        instead, and has no other holder, so that it becomes available."""
         return self.pool.num_holders(block_id) == 1 and self.tiers.has_slot(sequence.block_hashes[number])
 
     def leave_device(self, sequence: Sequence, block_ids: Mapping[int, int]) -> dict[int, tuple[int, int]]:
-        """Hold slots of the host tier in place of blocks that can leave, which are named by their numbers. Places by
-        number, as in :class:`HeldPrefix`."""
+        """Hold slots of the host tier instead of blocks that can leave (``block_ids`` by number). Returns id and
+        generation by number, as in :class:`HeldPrefix`."""
         places = {}
         for number in block_ids:
             held = self.tiers.hold_slot(sequence.block_hashes[number])
@@ -150,16 +151,16 @@ class BlockManager:
         return places
 
     def missing_hashes(self, sequence: Sequence) -> list[bytes]:
-        """Of the full blocks that the sequence has yet to compute, but not that of its last token."""
+        """Return the hashes of the full blocks that the sequence has yet to compute, except its last token's block."""
         return self._reusable_hashes(sequence)[sequence.num_computed // self.block_size :]
 
     def _reusable_hashes(self, sequence: Sequence) -> list[bytes]:
-        """Of the full blocks of all known tokens but the last."""
+        """Return the hashes of the full blocks of all known tokens but the last."""
         extend_hashes(sequence.block_hashes, self.root_hash, sequence.token_ids, self.block_size)
         return sequence.block_hashes[: (len(sequence.token_ids) - 1) // self.block_size]
 
     def contents(self) -> list[KVEvent]:
-        """What can be found now, in each tier: events that lead there from nothing."""
+        """Return events that rebuild, from an empty state, the blocks that can be found now in each tier."""
         found = {DEVICE: self.pool.hashes(), **{tier.name: tier.index.hashes() for tier in self.tiers.tiers}}
         return [KVEvent("stored", name, hashes) for name, hashes in found.items() if hashes]
 

@@ -58,7 +58,7 @@ class EngineCore:
         self.state.flush_deltas()
 
     def handle_copy_result(self, result: AnyResult, now: float) -> None:
-        """Take the news of a tier: a copy is over, or nearly, or the tier comes or goes."""
+        """Handle a tier's result: a copy is over, or nearly, or the tier becomes available or unavailable."""
         load = self.state.blocks.tiers.on_result(result)
         if load is None:
             return
@@ -148,7 +148,7 @@ class EngineCore:
                 self._requests.fail(sequence, FailureCode.INTERNAL, error, now)
 
     def _give_back_untouched(self, sequence: Sequence) -> None:
-        """Give the blocks of a sequence back whose end had to wait for what touched them."""
+        """Give back the blocks of an ended sequence, once no step, read or copy in flight touches them."""
         if sequence.stage is Stage.RELEASED and not sequence.is_touched:
             self.state.blocks.give_back(sequence)
 
@@ -192,7 +192,7 @@ class EngineCore:
         self.state.flush_deltas()
 
     def _move_blocks(self, now: float) -> None:
-        """Give up loads that take too long; begin loads and stores."""
+        """Abandon loads that take too long; begin loads and stores."""
         tiers = self.state.blocks.tiers
         for load in tiers.overdue(now):
             sequence = load.owner
@@ -216,7 +216,7 @@ class EngineCore:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether no request, hand-over or step is in flight. Reads that were given up don't count."""
+        """Return whether no request, hand-over or step is in flight. Abandoned reads don't count."""
         return not (self.state.sequences or self._steps or any(part.num_live for part in self.parts))
 
     def take_news(self) -> bool:

@@ -1,4 +1,4 @@
-"""When a worker that was asked to go may go. Pure: no I/O, no clock.
+"""The drain of a worker: the decision when it may stop. Pure: no I/O, no clock.
 
 SERVING --begin--> DRAINING --idle for SETTLE_SECONDS, or drain_seconds are over--> gone
 """
@@ -7,8 +7,9 @@ SETTLE_SECONDS = 0.2
 
 
 class Drain:
-    """Idle has to last: a request that was on its way when the router heard of the drain is still refused politely,
-    and the last tokens, which travel on another connection than Leave, arrive before it."""
+    """The state of a drain. The worker must be idle for a while: a request that the router sent before it received
+    Draining is then still rejected with an answer, and the last tokens, which travel on another connection than Leave,
+    arrive before it."""
 
     def __init__(self, drain_seconds: float) -> None:
         self._drain_seconds = drain_seconds
@@ -24,7 +25,7 @@ class Drain:
         self._began_at = now
 
     def is_over(self, is_idle: bool, now: float) -> bool:
-        """Whether the worker may go; ``reason`` says why. Call it whenever idleness may have changed."""
+        """Return whether the worker may stop; ``reason`` says why. Call it whenever idleness may have changed."""
         if self._began_at is None:
             return False
         if not is_idle:
@@ -38,7 +39,7 @@ class Drain:
         return bool(self.reason)
 
     def next_deadline(self) -> float:
-        """When :meth:`is_over` may turn true although nothing happens."""
+        """Return the time at which :meth:`is_over` may become true without any event."""
         if self._began_at is None:
             return float("inf")
         end = self._began_at + self._drain_seconds

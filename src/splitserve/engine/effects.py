@@ -1,4 +1,4 @@
-"""What a worker's core asks its loop to do. The core itself performs no I/O, so a simulator can stand in for the
+"""Effects that a worker's core asks its loop for. The core itself performs no I/O, so a simulator can replace the
 loop."""
 
 from dataclasses import dataclass, field
@@ -69,7 +69,7 @@ class Serve:
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """Something happened that must not: people have to hear of it."""
+    """An event that must never happen; operators must be alerted."""
 
     description: str
 

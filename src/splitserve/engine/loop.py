@@ -73,7 +73,7 @@ class WorkerLoop:
         self._membership = membership
         self._explain = explain
         self._step_times = StepTimes()
-        self._profile: tuple[Party, str] | None = None  # who asked for the recording under way, and its id
+        self._profile: tuple[Party, str] | None = None  # the party that asked for the recording in progress, and its id
         self._error: Exception | None = None
         self._drain = Drain(config.protocol.drain_seconds)
         self._drain_requested = False
@@ -105,7 +105,7 @@ class WorkerLoop:
 
     @property
     def registered(self) -> bool:
-        """Whether membership has accepted this worker."""
+        """Return whether membership has accepted this worker."""
         return self._membership.registered
 
     def run(self) -> None:
@@ -119,7 +119,7 @@ class WorkerLoop:
         except Exception as error:
             self._error = error if self._explain is None else self._explain(error)
             raise
-        finally:  # after an error too: membership hears at once that this worker is gone
+        finally:  # after an error too: membership is informed at once that this worker is gone
             self._sockets.send_membership(Leave("" if self._error is None else str(self._error)))
             self._io.executor.close(STOP_SECONDS)
             self._io.copies.close(STOP_SECONDS)
@@ -183,7 +183,7 @@ class WorkerLoop:
         self._sockets.send(asker, report)
 
     def _begin_drain(self, now: float) -> None:
-        """The router hears of it first, so that requests go elsewhere from now on."""
+        """Begin the drain. The router is informed first, so that requests go elsewhere from now on."""
         self._drain.begin(now)
         self._membership.drain()
         self._core.drain()
@@ -207,7 +207,8 @@ class WorkerLoop:
                 self._core.commit_step(result.outcome, now)
 
     def _on_step_failure(self, failure: StepFailure, now: float) -> None:
-        """The first failure is told in full, what it led to in a line. Without a device, the requests go elsewhere."""
+        """Log the first failure in full, and its consequences in a line each. If the device is lost, end the worker, so
+        that its requests go elsewhere."""
         if failure.cause is None:
             logger.error("step %d failed", failure.step, exc_info=failure.error)
         else:

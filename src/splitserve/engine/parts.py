@@ -17,7 +17,7 @@ Handler = Callable[[Any, Party, float], None]
 class Part:
     """One thing that a worker does with requests besides computing them. Each method does nothing by default.
 
-    A part owns the sequences whose KV it moves: the core asks the owner before it goes on with them.
+    A part owns the sequences whose KV it moves: the core asks the owner before it continues with them.
     """
 
     # ---- messages and events ----
@@ -43,7 +43,7 @@ class Part:
         """Take over a sequence that has left the scheduler: its first token is drawn, and is not the last."""
 
     def on_loaded(self, sequence: Sequence, now: float) -> None:
-        """Go on with a sequence whose load from a tier is over."""
+        """Continue with a sequence whose load from a tier is over."""
 
     def on_late_load(self, sequence: Sequence) -> None:
         """Start anew with a sequence that gave up its load and all its blocks."""

@@ -1,6 +1,6 @@
-"""Steps of every worker: sequences that decode come first, prompts take what is left of the budget.
+"""Steps of every worker: sequences that decode come first, prompts take the rest of the budget.
 
-The two policies, the prompts' and the decoding sequences', don't know each other. No torch, no clock.
+The two policies, of prompts and of decoding sequences, are independent of each other. No torch, no clock.
 """
 
 from collections import deque
@@ -146,7 +146,7 @@ class StepScheduler:
         return planned
 
     def check_invariants(self) -> None:
-        """Raise AssertionError unless each sequence is in the one place that its stage names."""
+        """Raise AssertionError unless each sequence is in the one queue that its stage names."""
         places = (
             (Stage.QUEUED, self.prompts.waiting),
             (Stage.PREFILLING, self.prompts.active),

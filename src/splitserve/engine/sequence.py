@@ -171,7 +171,7 @@ class Sequence:
         self._check_progress(name)
 
     def _check_progress(self, name: str) -> None:
-        """Raise AssertionError unless as much is computed and launched as its stage says."""
+        """Raise AssertionError unless the computed and launched tokens agree with the stage."""
         match self.stage:
             case Stage.PREFILLING:
                 assert self.num_remaining > 0, f"{name} has nothing to compute"

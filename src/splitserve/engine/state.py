@@ -1,4 +1,4 @@
-"""What the parts of one worker's core share: who it is, its blocks, its live sequences, its outbox, its counters."""
+"""State shared by the parts of a worker's core: its identity, blocks, live sequences, outbox and counters."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -20,7 +20,7 @@ DRAINING_REASON = "this worker is draining"
 
 
 class Tombstone(NamedTuple):
-    """Why a request is over; ``attempt_over``: on every worker."""
+    """The reason for a request's end; ``attempt_over``: the attempt has ended on every worker."""
 
     reason: str
     attempt_over: bool
@@ -55,7 +55,7 @@ class EngineState:
         return self.layout.block_bytes
 
     def why_impossible(self, sequence: Sequence) -> str | None:
-        """Why a request can never run here, or None."""
+        """Return why a request can never run here, or None."""
         tokens = sequence.token_ids
         if not tokens:
             return "the prompt is empty"
@@ -79,7 +79,7 @@ class EngineState:
         self.deltas.clear()
 
     def fail(self, sequence: Sequence, code: FailureCode, message: str) -> None:
-        """Tell the router that this worker gives a request up."""
+        """Report to the router that this worker has failed a request."""
         self.outbox.send(sequence.reply_to, RequestFailed(key=sequence.key, code=code, message=message))
 
     def bury(self, key: RequestKey, reason: str, now: float, *, attempt_over: bool = False) -> None:

@@ -1,1 +1,1 @@
-"""What processes agree on: identities, settings, messages, cache layout, the hand-over's state machines. Pure."""
+"""Agreements between processes: identities, settings, messages, cache layout, the hand-over's state machines. Pure."""

@@ -22,8 +22,11 @@ def root_hash(layout: LayoutRecord, salt: str = "") -> bytes:
 
 
 def shard_root(layout: LayoutRecord, rank: int) -> bytes:
-    """Names the bytes that ``rank`` of a worker has of blocks whose chains start from :func:`root_hash`: what is kept
-    outside of the worker goes by it, too. Ranks of other numbers, or of workers of other sizes, have other heads."""
+    """Return the root hash of ``rank``'s part of the blocks whose chains start from :func:`root_hash`.
+
+    Copies outside of the worker are named by it, too, since ranks of other numbers, or of workers of other sizes, hold
+    other heads.
+    """
     root = root_hash(layout)
     if layout.tensor_parallel_size == 1:
         return root
@@ -32,7 +35,7 @@ def shard_root(layout: LayoutRecord, rank: int) -> bytes:
 
 
 def chain_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Hash of one full block whose predecessor in the sequence has the hash ``parent``."""
+    """Return the hash of one full block whose predecessor in the sequence has the hash ``parent``."""
     return _hash(parent, _as_int64(token_ids))
 
 

@@ -23,7 +23,7 @@ class GroupKind(StrEnum):
 
 
 class Sharding(StrEnum):
-    """The way in which ranks hold a field."""
+    """The distribution of a field over the ranks."""
 
     HEADS = "heads"  # the heads are split over the ranks, or repeated where there are more ranks
     WHOLE = "whole"  # every rank has all of it
@@ -34,7 +34,7 @@ class Field:
     """Bytes of one kind that each layer of a group keeps."""
 
     name: str
-    dtype: str  # for those who read it; no byte count depends on it
+    dtype: str  # for readers of the layout; no byte count depends on it
     num_heads: int  # of the model
     head_bytes: int  # of one head of one layer in one block
     sharding: Sharding = Sharding.HEADS
@@ -154,9 +154,9 @@ class BlockLayout:
         return self.num_layers * num_heads * self.group.fields[field].head_bytes
 
     def spans(self, rank: int, theirs: "BlockLayout") -> tuple[HeadSpan, ...]:
-        """Return the places of our rank's heads in the peer's ranks, field by field, in order of the heads.
+        """Return the locations of our rank's heads in the peer's ranks, field by field, in order of the heads.
 
-        Of several ranks that hold the same head one is taken, and not the same one by all of our ranks.
+        If several ranks hold the same head, one is taken; our ranks don't all take the same one.
         """
         fields = range(len(self.group.fields))
         if (source := self.whole_source(rank, theirs)) is not None:
@@ -200,7 +200,7 @@ class CacheLayout:
 
     @property
     def is_simple(self) -> bool:
-        """Whether every layer keeps one field for every token: then a layer's bytes are one run of each block."""
+        """Return whether every layer keeps one field for every token: a block then has one run of bytes per layer."""
         return len(self.groups) == 1 and self.groups[0].kind is GroupKind.FULL and len(self.groups[0].fields) == 1
 
     def blocks(self, group: int = 0) -> BlockLayout:

@@ -1,4 +1,4 @@
-"""What a router tells of its cluster to whoever looks for a fault: the answer of GET /admin/workers, as typed data.
+"""The router's report of its cluster, for the search for faults: the answer of GET /admin/workers, as typed data.
 
 Ages are in seconds at ``clock_seconds``, the router's Unix time.
 """
@@ -24,7 +24,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     """A registered worker.
 
     ``silent_seconds``: since its last heartbeat, or since it registered. ``clock_offset_seconds``: how far its clock
-    is ahead of the router's, less what the heartbeat took on its way; None before the first one.
+    is ahead of the router's, minus the heartbeat's travel time; None before the first heartbeat.
     """
 
     info: WorkerInfo
@@ -37,7 +37,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RefusedWorker(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker that wanted to register and was refused, and hasn't come back in another shape since."""
+    """A worker whose registration was refused, and that hasn't registered with other settings since."""
 
     engine_id: str
     machine: str
@@ -56,7 +56,7 @@ class Stranger(msgspec.Struct, frozen=True, kw_only=True):
 
 class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
     """``model`` is the checkpoint's directory on the router's machine, ``membership`` the endpoint where workers
-    register. ``has_secret``: whether side channels want one."""
+    register. ``has_secret``: whether side channels require a secret."""
 
     version: str
     machine: str

@@ -96,8 +96,8 @@ class Confidential(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CorePlacement(msgspec.Struct, frozen=True, kw_only=True):
-    """Hardware threads of a worker: of its process (none: as they are), and of its model and transfer threads among
-    them. ``numa_node`` is where its host memory belongs; None: not known, or all the same."""
+    """Hardware threads of a worker: those of its process (none: its affinity stays as it is), and among them those of
+    its model and transfer threads. ``numa_node`` is the node of its host memory; None: not known, or any node."""
 
     cpus: tuple[int, ...] = ()
     model_cpus: tuple[int, ...] = ()
@@ -149,12 +149,12 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouterConfig(Confidential, frozen=True, kw_only=True):
-    """The router process. A port 0 takes a free one. ``max_requests_in_flight`` bounds what it admits (429 beyond),
-    ``max_body_mib`` a request's body (413): parsing one MiB of text can hold the event loop for 10 ms.
+    """The router process. A port 0 takes a free one. ``max_requests_in_flight`` bounds the admitted requests (429
+    beyond), ``max_body_mib`` a request's body (413): parsing one MiB of text can hold the event loop for 10 ms.
 
-    Objectives are what an answer should take, 0 for none: the router counts the requests that met them.
+    Objectives are times that an answer should take, 0 for none: the router counts the requests that met them.
     ``on_awake_cores`` keeps it on half of its machine's cores, as ``keep_cores_awake`` keeps workers there.
-    ``secret`` protects its side channels; ``api_key`` is what /v1 wants of clients, "" asks for nothing.
+    ``secret`` protects its side channels; ``api_key`` is the key that /v1 requires of clients, "" for none.
     """
 
     model: str

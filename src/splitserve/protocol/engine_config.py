@@ -36,7 +36,7 @@ MAX_SECONDS = 86400.0
 MIN_MODEL_LEN = 2
 """A token of the prompt and one of the answer."""
 MAX_THREADS_PER_CPU = 2
-"""Threads of a worker for each hardware thread: more than one is slow, which the doctor says, but runs."""
+"""Threads of a worker for each hardware thread: more than one works but is slow, which the doctor reports."""
 
 
 class SettingsError(ConfigError):
@@ -48,7 +48,7 @@ class SettingsError(ConfigError):
 
 
 class DeviceDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What a 0 in :class:`EngineConfig` stands for. Prefill tokens beside decode 0: no other bound than the step's."""
+    """Values that a 0 in :class:`EngineConfig` stands for. Prefill tokens beside decode 0: no bound but the step's."""
 
     block_size: int
     max_num_batched_tokens: int
@@ -81,9 +81,9 @@ NumBytes: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_MEMORY_BYTES)]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What one worker serves, and with how much of the machine.
+    """One worker's model, and its share of the machine.
 
-    What is 0 of :class:`DeviceDefaults` is decided by device (:meth:`on`).
+    Settings of :class:`DeviceDefaults` that are 0 get their values by device (:meth:`on`).
     """
 
     model: Annotated[
@@ -311,7 +311,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise SettingsError(problems)
 
     def on(self, device: str) -> "EngineConfig":
-        """With all that depends on the device decided for "cpu" or "cuda"."""
+        """Return the config with all settings that depend on the device decided for "cpu" or "cuda"."""
         defaults = DEVICE_DEFAULTS[device]
         max_tokens = self.max_num_batched_tokens or max(defaults.max_num_batched_tokens, self.max_num_seqs)
         beside = self.max_num_prefill_tokens_beside_decode or defaults.max_num_prefill_tokens_beside_decode

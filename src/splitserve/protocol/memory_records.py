@@ -1,4 +1,4 @@
-"""What a worker tells others of its KV memory: its shape, where it is, by what it can be read. They travel in messages
+"""Records of a worker's KV memory: its shape, its location, and how peers can read it. They travel in messages
 (:mod:`splitserve.protocol.messages`)."""
 
 from enum import StrEnum
@@ -14,7 +14,7 @@ BLOCK_ORDER = "layer, kv_head, 2 (K/V), token, head_dim"
 
 
 class LayoutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The shape of a worker's KV memory: what two workers must agree on to exchange blocks, tensor parallelism aside.
+    """The shape of a worker's KV memory. Two workers must agree on it to exchange blocks, tensor parallelism aside.
 
     A block is contiguous, its dimensions in the order of ``order``. ``num_kv_heads`` counts the model's; with tensor
     parallelism every rank has blocks of its own, with :attr:`kv_heads_per_rank` of them.
@@ -79,7 +79,7 @@ def _cache_of(layout: LayoutRecord) -> CacheLayout:
 
 
 class MemoryKind(StrEnum):
-    """Where KV blocks are. The values are NIXL's."""
+    """The kind of memory that holds KV blocks. The values are NIXL's."""
 
     DRAM = "DRAM"  # host memory
     VRAM = "VRAM"  # a GPU's
@@ -93,8 +93,8 @@ IpcHandle = Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
 
 
 class MappableMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """By what processes on the same machine can map a GPU's memory: a CUDA IPC handle of the allocation that it is in,
-    and where in that it begins. ``machine`` tells machines apart; "" where the platform doesn't."""
+    """A GPU's memory as processes on the same machine can map it: a CUDA IPC handle of the allocation that contains it,
+    and its offset there. ``machine`` identifies the machine; "" if the platform has no such identifier."""
 
     handle: IpcHandle
     offset: Count
@@ -116,8 +116,8 @@ class MemoryRegion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GatherMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a rank puts heads of blocks together for a reader: slots, as blocks of a region; their tickets (uint64, one
-    per slot) are in host memory. See :mod:`splitserve.kvconnector.transfer.gather`."""
+    """Slots in which a rank gathers heads of blocks for a reader, as blocks of a region; their tickets (uint64, one per
+    slot) are in host memory. See :mod:`splitserve.kvconnector.transfer.gather`."""
 
     slots: MemoryRegion
     tickets_address: Unsigned
@@ -132,9 +132,9 @@ class HostTierMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RankMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a reader needs of one rank of a tensor-parallel worker. ``metadata`` is the connector's own.
+    """One rank of a tensor-parallel worker, as a reader needs it. ``metadata`` is the connector's own.
 
-    ``mappable``: of a GPU's memory, that of the blocks and that of the slots.
+    ``mappable``: on a GPU, the memory of the blocks and that of the slots.
     """
 
     metadata: bytes

@@ -39,7 +39,7 @@ class FinishReason(StrEnum):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How tokens are drawn and when a sequence ends, in token terms (stop strings belong to the router).
+    """The rules for drawing tokens and ending a sequence, in token terms (stop strings belong to the router).
 
     ``temperature`` 0 is greedy. ``top_k`` 0 keeps every token. ``seed`` is always set by the router, so that
     every worker draws the same token for the same (seed, choice, position).
@@ -66,7 +66,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
             raise ConfigError(f"seed is {self.seed}; it must fit 64 unsigned bits")
 
     def finish_reason(self, token_id: int, num_output_tokens: int) -> FinishReason | None:
-        """Why the sequence ends with ``token_id`` as its ``num_output_tokens``-th output token, or None."""
+        """Return the reason to end with ``token_id`` as the ``num_output_tokens``-th output token, or None."""
         if token_id in self.stop_token_ids:
             return FinishReason.STOP
         if num_output_tokens >= self.max_tokens:

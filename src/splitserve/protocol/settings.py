@@ -20,7 +20,7 @@ from msgspec import Meta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """How users give a setting."""
+    """The form in which users give a setting."""
 
     flags: tuple[str, ...] = ()  # options of `splitserve serve`, the main one first; none: only in a cluster spec
     metavar: str = ""
@@ -83,7 +83,7 @@ def description_of(hint: Any) -> Meta:
 
 
 def problems_of(settings: msgspec.Struct) -> Iterator[tuple[str, str]]:
-    """Yield the fields of ``settings`` whose value is no choice or out of range, with what is wrong."""
+    """Yield the fields of ``settings`` whose value is no choice or out of range, each with its problem in words."""
     for field, hint in hints_of(type(settings)).items():
         value = getattr(settings, field)
         choices = setting_of(hint).choices

@@ -1,6 +1,6 @@
-"""What a scheduler asks of a model runner: plain data, without torch, so that schedulers stay pure.
+"""Plans and results of a model runner's steps: plain data, without torch, so that schedulers stay pure.
 
-Structs rather than dataclasses, and none of the garbage collector's business: a step makes two for each of its
+They are structs rather than dataclasses, and untracked by the garbage collector, since a step makes two for each of its
 sequences.
 """
 
@@ -13,11 +13,11 @@ MAX_STEPS_UNDER_WAY = 2
 """One that the device runs, and the next one, so that the device needn't wait for it."""
 
 UNKNOWN_TOKEN = -1
-"""Stands for a token that a step under way will draw."""
+"""The placeholder of a token that a step in flight will draw."""
 
 
 class SampleSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """How to draw the token after a chunk's last position.
+    """The parameters for drawing the token after a chunk's last position.
 
     The draw is keyed by (seed, choice, position), so it doesn't depend on the worker, the batch or the attempt.
     ``position`` is the index, in the whole sequence, of the token to be drawn.
@@ -38,8 +38,8 @@ class ScheduledChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     in ``block_ids`` already. ``block_ids`` is the block table that covers all positions up to the chunk's end.
     ``sample`` is None for a chunk that doesn't end the known tokens.
     ``previous_chunk``, if not None, is the chunk of the step planned just before this one that draws this chunk's only
-    token: it isn't known yet, and ``token_ids`` holds :data:`UNKNOWN_TOKEN` in its place.
-    ``gates`` are copies into the blocks, by their ids, that the device has to wait for. What they bring may turn out to
+    token: it isn't known yet, and ``token_ids`` holds :data:`UNKNOWN_TOKEN` instead.
+    ``gates`` are the ids of copies into the blocks that the device has to wait for. The copied content may turn out to
     be wrong.
     """
 
@@ -62,7 +62,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def gates(self) -> tuple[int, ...]:
-        """Of all chunks."""
+        """The gates of all chunks."""
         return tuple([copy_id for chunk in self.chunks for copy_id in chunk.gates])
 
 

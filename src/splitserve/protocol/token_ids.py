@@ -19,6 +19,7 @@ def from_bytes(data: bytes) -> TokenIds:
 
 
 def highest(token_ids: TokenIds) -> int:
-    """Of at least one. A negative one counts as 2**31 or more, so that one pass finds whatever is out of bounds."""
+    """Return the highest of at least one token id. A negative id counts as 2**31 or more, so that one pass finds every
+    id out of bounds."""
     numbers = np.asarray(token_ids, dtype=np.int32).view(np.uint32)
     return int(numbers[numbers.argmax()])

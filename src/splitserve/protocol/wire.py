@@ -39,7 +39,7 @@ def encode(envelope: Envelope) -> bytes:
 
 
 def decode(data: bytes) -> Envelope:
-    """Raises :class:`WireError` that says what is wrong with the bytes; never anything else."""
+    """Decode an envelope. Raises :class:`WireError` with the problem of the bytes, and no other error."""
     if len(data) > MAX_MESSAGE_BYTES:
         raise WireError(f"message of {len(data)} bytes; at most {MAX_MESSAGE_BYTES} are accepted")
     if data[:2] != _MAGIC or len(data) < _HEADER_BYTES:

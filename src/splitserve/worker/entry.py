@@ -53,22 +53,22 @@ from splitserve.worker.start.served_model import Progress, ServedModel, device_o
 logger = logging.getLogger(__name__)
 
 END_SECONDS = 3.0
-"""How long a worker that has lost a rank may take to end."""
+"""The time in which a worker that has lost a rank must end."""
 MIN_AWAKE_CPUS = 4
-"""For the loop, the threads that launch and wait, and those that read."""
+"""The fewest hardware threads kept awake: for the loop, the threads that launch and wait, and those that read."""
 
 
 def run_worker(config: WorkerConfig, progress: Progress) -> None:
     """Serve until SIGTERM, which drains (a second one ends it at once), or SIGINT, which ends it at once.
 
-    ``progress`` hears of the stages "weights", "kv_memory" and "ready". Raises :class:`CheckpointError` or
-    :class:`ConfigError`, before the worker is known to anybody, for what can't be served; :class:`HandshakeError` if
-    the router refuses it; :class:`RankError` when one of its ranks is lost.
+    ``progress`` is called at the stages "weights", "kv_memory" and "ready". Raises :class:`CheckpointError` or
+    :class:`ConfigError`, before the worker registers, for a model or settings that can't be served;
+    :class:`HandshakeError` if the router refuses it; :class:`RankError` when one of its ranks is lost.
     """
     clock = StartClock()
     check_exposure(config.host, config.secret)
     if is_loopback(config.host):
-        # UCX listens on every network interface and asks nobody who he is: keep it to this machine, too.
+        # UCX listens on every network interface without authentication: restrict it to this machine, too.
         os.environ.setdefault("UCX_NET_DEVICES", "lo")
     size = config.engine.tensor_parallel_size
     device = device_of(config.engine.device, 0, size)
@@ -104,8 +104,8 @@ def run_worker(config: WorkerConfig, progress: Progress) -> None:
 
 
 class _EndWithRank:
-    """What a worker does that has lost a rank: it says so at once, and ends in order, or else by SIGALRM: what waits
-    for a lost rank on a device may wait for ever."""
+    """The end of a worker that has lost a rank. It reports the loss at once, and ends in order, or else by SIGALRM,
+    since a device operation that waits for a lost rank may never end."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -129,7 +129,7 @@ def _make_executor(
     wake: Callable[[], None],
     profiler: StepProfiler | None,
 ) -> Executor:
-    """Return the executor of all ranks' steps. The profiler hears of rank 0, which is this process."""
+    """Return the executor of all ranks' steps. The profiler records rank 0, which is this process."""
     check_device = runner.check_device if ranks is None else ranks.check
     if runner.launcher is None:
         running = runner if ranks is None else RankedRunner(runner, ranks)
@@ -147,7 +147,7 @@ def _make_profiler(config: WorkerConfig, device: torch.device, wake: Callable[[]
 def _make_connector(
     me: Party, memory: KVMemory, wake: Callable[[], None], engine: EngineConfig, host: HostTierMemory | None
 ) -> NixlConnector:
-    """Of this rank. ``host`` is a tier that peers may read."""
+    """Return the connector of this rank. ``host`` is a tier that peers may read."""
     settings = ReadSettings.of(memory.kind, num_threads=engine.read_threads, maps=engine.map_peer_memory)
     digest_blocks = digests_of(memory) if engine.verify_kv else no_digests
     return NixlConnector(me, memory, wake, digest_blocks, settings=settings, host=host)
@@ -203,7 +203,7 @@ def _serve(
 def _worker_info(
     config: WorkerConfig, me: Party, served: ServedModel, place: WorkerPlace, *, endpoint: str, kv_events_endpoint: str
 ) -> WorkerInfo:
-    """What it registers with."""
+    """Return the record with which the worker registers."""
     return WorkerInfo(
         party=me,
         role=Role(config.role),
@@ -240,7 +240,8 @@ def _run(loop: WorkerLoop, config: WorkerConfig, clock: StartClock, on_ready: Ca
 def _joined(
     local: NixlConnector, tiers: RankTiers, links: Sequence[Connection], wake: Callable[[], None]
 ) -> tuple[KVConnector, Copies]:
-    """What this rank does, together with what the others do that ``links`` lead to."""
+    """Return the connector and the copies of this rank, joined with those of the ranks at the ends of ``links``."""
+
     copies = TierCopies(tiers.stores, wake)
     if not links:
         return local, copies

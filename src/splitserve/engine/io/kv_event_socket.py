@@ -1,6 +1,7 @@
-"""Publishes what a worker holds, as it changes: docs/guides/kv-events.md.
+"""Publishes the blocks that a worker holds, as they change: docs/guides/kv-events.md.
 
-A subscriber first gets a snapshot, then what changes. Batches are numbered; who misses one subscribes anew.
+A subscriber first gets a snapshot, then the changes. Batches are numbered; a subscriber that misses one subscribes
+anew.
 """
 
 import logging
@@ -26,7 +27,7 @@ class PublishesKVEvents(Protocol):
     def publish(self, blocks: BlockManager, now: float) -> None: ...
 
     def next_deadline(self) -> float:
-        """When :meth:`publish` has something to do, if nothing happens before."""
+        """Return when :meth:`publish` has something to do, if nothing happens before."""
 
 
 class NoKVEvents:
@@ -42,8 +43,8 @@ class NoKVEvents:
 
 
 class KVEventSocket:
-    """Called by the engine loop in each of its rounds. A subscriber that is too slow misses batches, nobody waits for
-    it."""
+    """The publisher of KV events, called by the engine loop in each of its rounds. A subscriber that is too slow misses
+    batches; the worker never waits for it."""
 
     def __init__(self, sockets: WorkerSockets) -> None:
         self._me = sockets.me
@@ -54,7 +55,7 @@ class KVEventSocket:
         logger.info("KV events at %s", self.endpoint)
 
     def publish(self, blocks: BlockManager, now: float) -> None:
-        """Send what changed since the last call, and a snapshot if somebody new listens."""
+        """Send the changes since the last call, and a snapshot if there is a new subscriber."""
         events = blocks.tiers.events.take()
         if events:
             self._number += 1
@@ -69,7 +70,8 @@ class KVEventSocket:
         return self._next_snapshot_at if self._snapshot_is_wanted else float("inf")
 
     def _has_new_subscriber(self) -> bool:
-        """Whether somebody subscribed since the last call."""
+        """Return whether a subscriber arrived since the last call."""
+
         found = False
         while True:
             try:

@@ -38,7 +38,7 @@ class MembershipClient:
     def __init__(
         self, config: WorkerConfig, info: WorkerInfo, sockets: WorkerSockets, rank_pids: Sequence[int] = ()
     ) -> None:
-        """``rank_pids``: processes of the worker's other ranks, whose memory counts as the worker's."""
+        """Prepare for registering. ``rank_pids``: processes of the worker's other ranks; their memory counts, too."""
         self._config = config
         self._info = info
         self._sockets = sockets

@@ -59,7 +59,7 @@ class WorkerSockets:
         self._poller.register(file_descriptor, zmq.POLLIN)
 
     def bind_publisher(self) -> "tuple[zmq.Socket[bytes], str]":
-        """A socket for subscribers, protected like the others and closed with them, and its endpoint.
+        """Return a socket for subscribers, protected like the others and closed with them, and its endpoint.
 
         :meth:`wait` returns when somebody subscribes.
         """
@@ -76,15 +76,15 @@ class WorkerSockets:
         self._readable = {socket for socket, _ in self._poller.poll(math.ceil(max(0.0, timeout_seconds) * 1000))}
 
     def receive(self) -> Iterator[Envelope]:
-        """What routers and peers had sent by the last :meth:`wait`. A bounded number, so that a flood can't stop the
-        engine."""
+        """Yield the messages of routers and peers that had arrived by the last :meth:`wait`. Their number is bounded,
+        so that a flood can't stop the engine."""
         if self._server in self._readable:
             yield from self._receive_bound()
         for socket in list(self._peers.values()):
             yield from self._receive_dialled(socket)
 
     def receive_membership(self) -> Iterator[Envelope]:
-        """What membership says: nobody else is believed about it."""
+        """Yield membership's messages, which are accepted on this socket alone."""
         yield from self._receive_dialled(self._membership)
 
     def send(self, to: Party, body: Body) -> None:
@@ -110,7 +110,7 @@ class WorkerSockets:
             self.num_undeliverable += 1
 
     def has_new_membership_connection(self) -> bool:
-        """Whether a connection to membership came about since the last call: to membership it is a stranger's."""
+        """Return whether a new connection to membership was made since the last call; membership doesn't know it."""
         if self._membership_monitor not in self._readable:
             return False
         is_connected = False
@@ -123,7 +123,7 @@ class WorkerSockets:
         return is_connected
 
     def revive_membership(self) -> None:
-        """Begin anew where ZMQ has given up for good: one end has a secret, and the other has none."""
+        """Connect anew after ZMQ has stopped trying, which it does if only one end has a secret."""
         if self._membership_gave_up:
             self._poller.unregister(self._membership)
             self._poller.unregister(self._membership_monitor)
@@ -161,7 +161,7 @@ class WorkerSockets:
         self._context.term()
 
     def _dial_membership(self) -> "zmq.Socket[bytes]":
-        """Without an identity of ours: membership names its connections itself."""
+        """Connect to membership, without an identity of ours, since membership names its connections itself."""
         socket = self._dialling_socket()
         self._membership_monitor = socket.get_monitor_socket(_MEMBERSHIP_EVENTS)
         self._membership_gave_up = False

@@ -1,4 +1,4 @@
-"""Records some steps of a running worker with torch.profiler, and says how busy its device was.
+"""Records some steps of a running worker with torch.profiler, and measures how busy its device was.
 
     idle --begin--> armed --the next step--> recording --num_steps later, or in time--> reporting --> idle
                       '--no step in time--> idle
@@ -35,7 +35,7 @@ NOT_ENABLED = "this worker was started without --profile-dir"
 
 @dataclass(frozen=True, slots=True)
 class ProfileResult:
-    """How a recording ended. ``error`` in words, "" if it went well; then ``trace`` is the file."""
+    """The result of a recording. ``error`` is in words, "" after success; ``trace`` is then the file."""
 
     num_steps: int = 0
     error: str = ""
@@ -44,20 +44,20 @@ class ProfileResult:
 
 
 class Profiler(Protocol):
-    """What the engine loop needs of :class:`StepProfiler`."""
+    """The part of :class:`StepProfiler` that the engine loop uses."""
 
     def begin(self, num_steps: int, timeout_seconds: float) -> str:
         """Record the next steps, for ``timeout_seconds`` at most; "", or why not."""
 
     def result(self) -> ProfileResult | None:
-        """How the last recording ended, once; None until it has."""
+        """Return the last recording's result, once; None until it has ended."""
 
     @property
     def is_late(self) -> bool:
-        """Whether a recording goes on only because no further step comes: :meth:`before_step` ends it."""
+        """Return whether a recording continues only because no further step runs: :meth:`before_step` ends it."""
 
     def before_step(self) -> None:
-        """On the thread that runs steps."""
+        """Begin or end a recording if that is due. Called on the thread that runs steps."""
 
 
 class NoProfiler:
@@ -84,8 +84,8 @@ class ProfilerState(Enum):
 class StepProfiler:
     """See the module. ``name`` begins the names of the files in ``directory``; ``wake`` is called with each result.
 
-    Create it on the main thread: what the profiler's library sets up when it's first used belongs there, and would
-    hold up a step otherwise.
+    Create it on the main thread: the profiler's library is set up on its first use, which belongs there, and would
+    delay a step otherwise.
     """
 
     def __init__(self, directory: Path, name: str, device: torch.device, wake: Callable[[], None]) -> None:
@@ -212,7 +212,7 @@ class StepProfiler:
 
 
 def remove_old_traces(directory: Path, name: str) -> None:
-    """Remove all traces of the worker's files ``name`` but the :data:`MAX_TRACES` written last, whoever wrote them."""
+    """Remove all traces whose files are called ``name`` but the :data:`MAX_TRACES` written last, by any process."""
     pattern = re.compile(rf"{re.escape(name)}-\d{{8}}T\d{{6}}-\d+\.pt\.trace\.json")
     traces = [path for path in directory.iterdir() if pattern.fullmatch(path.name)]
     traces.sort(key=lambda path: path.lstat().st_mtime_ns)
@@ -221,7 +221,7 @@ def remove_old_traces(directory: Path, name: str) -> None:
 
 
 class ProfiledRunner:
-    """A runner whose steps ``profiler`` hears of."""
+    """A runner that calls ``profiler`` before its steps."""
 
     def __init__(self, runner: Runner, profiler: StepProfiler) -> None:
         self._runner = runner
@@ -235,7 +235,7 @@ class ProfiledRunner:
 
 
 class ProfiledLaunchingRunner:
-    """A launching runner whose steps ``profiler`` hears of. The end of a recording waits for the device."""
+    """A launching runner that calls ``profiler`` before its steps. The end of a recording waits for the device."""
 
     def __init__(self, runner: LaunchingRunner, profiler: StepProfiler) -> None:
         self._runner = runner

@@ -14,16 +14,12 @@ LONG_GAP_SECONDS = 20e-6
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """What the device did between the first and the last thing that it did, ``seconds`` apart.
+    """The activity of the device in a trace."""
 
-    ``busy_seconds``: a kernel or a copy ran; overlapping ones count once. ``long_gap_seconds``: it did nothing for
-    longer than 20 us on end: more than lies between two kernels of a CUDA graph. ``num_spans`` kernels and copies.
-    """
-
-    seconds: float = 0.0
-    busy_seconds: float = 0.0
-    long_gap_seconds: float = 0.0
-    num_spans: int = 0
+    seconds: float = 0.0  # from the begin of the first span to the end of the last one
+    busy_seconds: float = 0.0  # in which a kernel or a copy ran; overlapping ones count once
+    long_gap_seconds: float = 0.0  # in idle gaps of over 20 us, more than lies between two kernels of a CUDA graph
+    num_spans: int = 0  # kernels and copies
 
     @property
     def share(self) -> float:
@@ -50,9 +46,10 @@ class _Trace(msgspec.Struct):
 
 
 def read_busy(path: Path, since_ns: int = 0) -> Busy:
-    """From the trace at ``path``: of the GPU if the trace has any of its spans, else of the host's operators.
+    """Read the activity from the trace at ``path``: the GPU's if the trace has any of its spans, else that of the
+    host's operators.
 
-    What began before ``since_ns`` (of ``time.time_ns``) is left out.
+    Spans that began before ``since_ns`` (of ``time.time_ns``) are left out.
     """
     # Kineto writes names of files and kernels as they are; stray bytes in them are of no interest here.
     data = path.read_bytes().decode("utf-8", errors="replace")

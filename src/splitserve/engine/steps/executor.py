@@ -1,4 +1,4 @@
-"""Runs steps beside the engine loop: the loop goes on receiving and renewing leases while the device computes."""
+"""Runs steps beside the engine loop: the loop keeps receiving and renewing leases while the device computes."""
 
 import queue
 import threading
@@ -14,7 +14,7 @@ from splitserve.protocol.step import MAX_STEPS_UNDER_WAY, LaunchedStep, Launchin
 
 
 class Runner(Protocol):
-    """What the executor needs of a model runner."""
+    """The part of a model runner that the executor uses."""
 
     def run(self, plan: StepPlan) -> StepOutput: ...
 
@@ -32,7 +32,7 @@ class StepFailure:
     device_lost: bool = False
 
     def __str__(self) -> str:
-        """For the clients of the step: a later step's error only tells that an earlier one failed."""
+        """Return the message for the clients of the step: a later step's error only refers to the earlier failure."""
         if self.cause is not None:
             return f"failed because of step {self.cause.step}: {self.cause}"
         return f"{type(self.error).__name__}: {self.error}"
@@ -40,10 +40,11 @@ class StepFailure:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """How a launched step ended. ``seconds`` run from its launch, or from the end of the step before if that was later.
+    """The result of a launched step. ``seconds`` run from its launch, or from the end of the step before if that was
+    later.
 
-    Steps are numbered from 1 on, in the order of their launches. ``ended`` is when, ``on_device`` when it had been
-    launched, both by the monotonic clock.
+    Steps are numbered from 1 on, in the order of their launches. ``ended`` is the time of its end, ``on_device`` the
+    time at which its launch was complete, both by the monotonic clock.
     """
 
     step: int
@@ -55,7 +56,7 @@ class StepResult:
 
 
 class Executor(Protocol):
-    """What the engine loop needs of :class:`StepExecutor` and :class:`OverlappedExecutor`."""
+    """The interface of :class:`StepExecutor` and :class:`OverlappedExecutor` that the engine loop uses."""
 
     @property
     def has_room(self) -> bool: ...
@@ -75,11 +76,11 @@ def always_works() -> None:
 
 
 class Failures:
-    """Tells a step's own failure from one that an earlier step's led to.
+    """The distinction between a step's own failure and the consequence of an earlier step's failure.
 
-    A step that is launched before an earlier one's failure is known builds on it: on tokens that were never drawn, on a
-    device that reports an error late. ``check_device`` raises if the device can't run another step: then nothing but a
-    new process helps.
+    A step that is launched before an earlier one's failure is known depends on the failed step: on tokens that were
+    never drawn, on a device that reports an error late. ``check_device`` raises if the device can't run another step:
+    then only a new process helps.
     """
 
     def __init__(self, check_device: Callable[[], None] = always_works) -> None:
@@ -87,7 +88,7 @@ class Failures:
         self._root: StepFailure | None = None
 
     def failure(self, step: int, error: Exception) -> StepFailure:
-        """Steps must be told of in their order."""
+        """Return the failure of a step, with its cause if an earlier step caused it. Report steps in their order."""
         root = self._root
         if root is not None and (root.device_lost or step - root.step < MAX_STEPS_UNDER_WAY):
             return StepFailure(step, error, cause=root, device_lost=root.device_lost)
@@ -97,13 +98,13 @@ class Failures:
     def _device_works(self) -> bool:
         try:
             self._check_device()
-        except Exception:  # what it is doesn't matter: the step's own error says more
+        except Exception:  # its kind doesn't matter: the step's own error is more precise
             return False
         return True
 
 
 class StepExecutor:
-    """One step at a time, on a thread of its own. ``wake`` is called from that thread when a result is there.
+    """An executor of one step at a time, on a thread of its own. That thread calls ``wake`` when a result is there.
 
     On a CPU the "device" is this thread and the cores that its kernels use; they run with the GIL released.
     ``check_device``: see :class:`Failures`.
@@ -123,7 +124,7 @@ class StepExecutor:
 
     @property
     def has_room(self) -> bool:
-        """Whether :meth:`launch` may be called."""
+        """Return whether :meth:`launch` may be called."""
         return not self.is_busy
 
     def launch(self, plan: StepPlan) -> None:
@@ -132,7 +133,7 @@ class StepExecutor:
         self._plans.put(plan)
 
     def result(self) -> StepResult | None:
-        """How the launched step ended; None while it runs."""
+        """Return the launched step's result; None while it runs."""
         if self._results.empty():
             return None
         self.is_busy = False
@@ -165,7 +166,7 @@ class StepExecutor:
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A step on its way from the thread that launches to the one that waits."""
+    """A step passed from the thread that launches to the thread that waits."""
 
     plan: StepPlan
     started: float
@@ -183,7 +184,7 @@ class _UnderWay:
 
 
 class _Alarm:
-    """Calls ``wake`` at a time, from a thread of its own; of several times the last one counts."""
+    """A timer that calls ``wake`` from a thread of its own; if several times are set, the last one counts."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -232,7 +233,7 @@ class OverlappedExecutor:
         self._under_way: deque[_UnderWay] = deque()
         self._pace = pace
         self._alarm = _Alarm(wake)
-        self._room_at = 0.0  # for a step beside the only one under way
+        self._room_at = 0.0  # when a second step may be launched beside the one in flight
         self._threads = [
             threading.Thread(target=run, name=f"model-{run.__name__.strip('_')}", daemon=True)
             for run in (self._launch, self._wait)
@@ -256,7 +257,7 @@ class OverlappedExecutor:
             self._find_room(time.monotonic())
 
     def result(self) -> StepResult | None:
-        """How the oldest launched step ended; None while it runs."""
+        """Return the oldest launched step's result; None while it runs."""
         if self._results.empty():
             return None
         result = self._results.get()
@@ -270,7 +271,7 @@ class OverlappedExecutor:
         return result
 
     def _find_room(self, began: float) -> None:
-        """For a second step beside the one that began on the device then."""
+        """Set the time at which a second step may be launched beside the one that began on the device at ``began``."""
         self._room_at = began if self._pace is None else began + self._pace.seconds_to_wait(self._under_way[0].plan)
         if self._room_at > time.monotonic():
             self._alarm.set(self._room_at)

@@ -1,7 +1,7 @@
-"""When to launch the next decode step while one runs. Pure: times come in as arguments.
+"""The time to launch the next decode step while one runs. Pure: times come in as arguments.
 
-Planned as soon as the step before it runs, a step leaves out whoever arrives before it begins, and a newcomer waits for
-two steps of others. So it is planned as late as the host can have it on the device in time.
+A step that is planned as soon as the step before it runs leaves out requests that arrive before it begins, and these
+wait for two steps. So each step is planned just in time: as late as the host can still launch it without a gap.
 """
 
 from collections import deque
@@ -17,24 +17,25 @@ _SELDOM = 0.05  # launches may take longer than expected as often as that
 
 
 class LaunchPace:
-    """Expects of a step that it takes no less time than those alike lately, and of a launch what nearly all have taken.
-    Steps that compute prompts tell nothing of each other, and nothing is waited for while they run."""
+    """The estimate of a step's and a launch's duration. A step takes at least the time of the fastest recent step of
+    its size, a launch at most the time of nearly all recent ones. The durations of steps that compute prompts predict
+    nothing, so a launch beside them isn't delayed."""
 
     def __init__(self) -> None:
         self._step_seconds: dict[int, deque[float]] = {}
         self._launch_seconds: deque[float] = deque(maxlen=_REMEMBERED_LAUNCHES)
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
-        """What a step took on the device."""
+        """Note the time that a step took on the device."""
         if _only_decodes(plan):
             self._like(plan).append(seconds)
 
     def note_launch(self, seconds: float) -> None:
-        """From when a step could be planned until it was on the device, while another one ran there."""
+        """Note the time from when a step could be planned until it was on the device, while another one ran there."""
         self._launch_seconds.append(seconds)
 
     def seconds_to_wait(self, plan: StepPlan) -> float:
-        """From the beginning of a step until the one after it is to be planned; 0.0 for at once."""
+        """Return the time from the beginning of a step until the next one is to be planned; 0.0 for at once."""
         like = self._like(plan)
         if not _only_decodes(plan) or len(like) < FEWEST or len(self._launch_seconds) < FEWEST:
             return 0.0

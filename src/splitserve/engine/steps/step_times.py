@@ -22,7 +22,7 @@ class StepTimes:
         self._by_size: dict[int, deque[float]] = {}
 
     def note(self, plan: StepPlan, seconds: float) -> str | None:
-        """What was slow about this step, in words; None if nothing was."""
+        """Note a step's time; return what was slow about it, in words, or None."""
         num_tokens = plan.num_tokens
         like = self._by_size.setdefault(num_tokens.bit_length(), deque(maxlen=_REMEMBERED_LIKE_STEPS))
         warning = self._judge(plan, seconds, like) if seconds >= SLOW_SECONDS else None

@@ -14,12 +14,12 @@ Prefill runs a :class:`.source.SourceHandover`, decode a :class:`.sink.SinkHando
 Either side can end it earlier: Withdrawn from prefill, Release from decode, or a lease that isn't renewed. A repeated
 Grant renews the lease; prefill answers each with its current offer, so a lost message costs time, never the request.
 
-Prefill may move blocks that are all offered to its host tier: the next revision of the offer names their slots. What
-decode read of their old places counts only if the generations say so; else it is read again from the new ones.
+Prefill may move blocks to its host tier once all are offered: the next revision of the offer names their slots. A read
+from the old locations counts only if the generations match; else the blocks are read again from the new ones.
 
 With a :class:`splitserve.protocol.messages.handover.PrefixGrant` the same machines move blocks that a worker has
-already: GRANTED goes straight to OFFERED, and the last offer has no first token, and maybe fewer blocks than were
-wanted.
+already: GRANTED goes straight to OFFERED, and the last offer has no first token, and maybe fewer blocks than
+requested.
 
-Time comes in as ``now`` (seconds of one process's monotonic clock). What is due comes out of ``poll``.
+Time comes in as ``now`` (seconds of one process's monotonic clock). ``poll`` returns the actions that are due.
 """

@@ -1,8 +1,8 @@
-"""What decode knows of a hand-over's offered blocks: where they are, which are read, which are verified. No I/O.
+"""Decode's record of a hand-over's offered blocks: their locations, which are read, which are verified. No I/O.
 
-A block may move while it's on offer: a later revision of the offer names another place. A read of its old place counts
-if the generation found after the data is still the one that was offered there. If not, the read is discarded, all of
-it, and is due again once every block that changed has another place.
+A block may move while it's on offer: a later revision of the offer names another location. A read of the old location
+counts if the generation found after the data is still the one that was offered there. If not, the whole read is
+discarded, and is due again once every block that changed has another location.
 """
 
 from collections import deque
@@ -14,8 +14,8 @@ from splitserve.protocol.messages.handover import OfferedBlock
 
 @dataclass(frozen=True, slots=True)
 class DiscardedRead:
-    """A read that found other generations than were offered, in some ``positions`` of it; ``first_index`` counts from
-    the hand-over's first offered block. An offer with other places may come until ``deadline``."""
+    """A read that found other generations than were offered, at ``positions`` of it; ``first_index`` counts from the
+    hand-over's first offered block. An offer with other locations may arrive until ``deadline``."""
 
     first_index: int
     remote: Sequence[OfferedBlock]
@@ -40,7 +40,7 @@ class OfferedBlocks:
         return len(self._places)
 
     def problem_with(self, start: int, blocks: Sequence[OfferedBlock], revision: int) -> str | None:
-        """Why an offer from index ``start`` on contradicts what is known, in words, or None."""
+        """Return why an offer from index ``start`` on contradicts the earlier ones, in words, or None."""
         known = self._places[start : start + len(blocks)]
         if revision == self.revision and known != list(blocks[: len(known)]):
             return "it contradicts an earlier one"
@@ -58,11 +58,11 @@ class OfferedBlocks:
 
     @property
     def can_post(self) -> bool:
-        """Whether there's something to read that no read under way covers."""
+        """Return whether some blocks have yet to be read that no read in flight covers."""
         return bool(self._again) or self.num_posted < len(self._places)
 
     def next_range(self, most: int) -> tuple[int, list[OfferedBlock]]:
-        """First index and places of the next blocks to read, at most ``most`` of those that weren't read before."""
+        """Return first index and locations of the next blocks to read, at most ``most`` of those not read before."""
         if self._again:
             first, count = self._again.popleft()
             self.num_repeated += 1
@@ -85,7 +85,7 @@ class OfferedBlocks:
 
     @property
     def discarded(self) -> Sequence[DiscardedRead]:
-        """Reads whose blocks nobody knows another place of."""
+        """Discarded reads whose blocks have no other known location."""
         return self._discarded
 
     def _find_moved(self) -> None:

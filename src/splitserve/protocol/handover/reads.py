@@ -18,28 +18,27 @@ class ReadCommand(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReadPath(StrEnum):
-    """How the data of a read got to its place."""
+    """The path of a read's data into its local blocks."""
 
     DIRECT = "direct"  # whole blocks, straight into ours
     LAYERS = "layers"  # pieces of blocks, a descriptor per layer
-    STAGED = "staged"  # whole blocks into a staging area, then the heads that are ours to their place
-    GATHERED = "gathered"  # put together by the source, in large pieces into a staging area, then to its place
-    MAPPED = "mapped"  # copied straight into place by our GPU, through a mapping of the peer's memory
+    STAGED = "staged"  # whole blocks into a staging area, then the heads of this rank into the local blocks
+    GATHERED = "gathered"  # gathered by the source, in large pieces into a staging area, then into the local blocks
+    MAPPED = "mapped"  # copied straight into the local blocks by our GPU, through a mapping of the peer's memory
     KERNEL = "kernel"  # as mapped, but by a kernel of ours instead of by copy engines
 
     @property
     def is_through_mapping(self) -> bool:
-        """Whether our GPU copies from the peer's memory, and nothing is posted to a transport."""
+        """Return whether our GPU copies from the peer's memory, without a transport."""
         return self in (ReadPath.MAPPED, ReadPath.KERNEL)
 
 
 class ReadResult(msgspec.Struct, frozen=True, tag=True):
-    """A read is terminal: nothing will write to its local blocks any more.
+    """The end of a read: nothing will write to its local blocks any more.
 
     ``generations[i]`` is the remote block's generation, read after all data had landed. ``error`` is None on success;
-    after an error nothing is known of the local blocks' content. ``seconds`` is what the read took, for metrics.
-    ``digests[i]`` is of the bytes that landed in the local block, empty unless they are to be verified. ``path`` is the
-    way that the data took.
+    after an error the local blocks' content is undefined. ``seconds`` is the read's duration, for metrics.
+    ``digests[i]`` is the digest of the bytes that landed in the local block, empty unless digests are verified.
     """
 
     read_id: int

@@ -31,10 +31,10 @@ class ReadInFlight:
 
 @dataclass(slots=True)
 class SinkStatistics:
-    """For the report to the router. Seconds are of the caller's clock."""
+    """Figures for the report to the router. Seconds are of the caller's clock."""
 
     num_reads: int = 0
-    num_repeated: int = 0  # of them, since blocks had another place by then
+    num_repeated: int = 0  # of them, because blocks had moved by then
     num_blocks: int = 0
     read_seconds: float = 0.0
     first_read_at: float | None = None
@@ -44,7 +44,7 @@ class SinkStatistics:
 
 @dataclass(slots=True)
 class SinkActions:
-    """What is due: messages to prefill, reads to start."""
+    """The actions that are due: messages to prefill, reads to start."""
 
     messages: list[Grant | PrefixGrant | OfferAck] = field(default_factory=list)
     reads: list[ReadCommand] = field(default_factory=list)
@@ -171,7 +171,7 @@ class SinkHandover:
         return actions
 
     def next_deadline(self) -> float:
-        """When :meth:`poll` has something to do, if nothing happens before."""
+        """Return when :meth:`poll` has something to do, if nothing happens before."""
         if self.state not in (SinkState.REQUESTED, SinkState.READING):
             return float("inf")
         deadlines = [self._grant_due_at, *(read.deadline for read in self._reads.values())]
@@ -186,7 +186,7 @@ class SinkHandover:
         return self._offered.num_verified
 
     def is_verified(self, index: int) -> bool:
-        """Whether the block was read and verified; ``index`` counts from ``first_block``."""
+        """Return whether the block was read and verified; ``index`` counts from ``first_block``."""
         return self._offered.is_verified(index)
 
     @property
@@ -226,7 +226,8 @@ class SinkHandover:
         return self._offered.problem_with(start, offer.blocks, offer.revision)
 
     def _discard(self, read: ReadInFlight, generations: Sequence[int], now: float) -> None:
-        """Some blocks were taken while they were read. If the peer has moved them, its current offer says where to."""
+        """Discard a read some of whose blocks were overwritten meanwhile. If the peer has moved them, its current offer
+        names their new locations."""
         pairs = zip(read.remote, generations, strict=False)
         positions = [position for position, (block, found) in enumerate(pairs) if block.generation != found]
         discarded = DiscardedRead(read.first_index, read.remote, positions, now + self._config.dead_after_seconds)
@@ -241,7 +242,7 @@ class SinkHandover:
         self.fail(f"{len(read.positions)} of {len(read.remote)} blocks changed while they were read")
 
     def _digests_agree(self, read: ReadInFlight, digests: Sequence[bytes]) -> bool:
-        """Whether the bytes that landed are those that were offered; fails the hand-over if not."""
+        """Return whether the bytes that landed are those that were offered; fail the hand-over if not."""
         if not all(block.digest for block in read.remote):
             self.fail("prefill's offers have no digests to verify: start it with --verify-kv, too")
             return False

@@ -50,12 +50,12 @@ class SourceHandover:
         return self.first_block + len(self._blocks)
 
     def renew(self, now: float) -> None:
-        """A repeated grant: decode is alive and wants to know where we stand. The lease keeps its length."""
+        """Renew the lease after a repeated grant, and send the current offer again. The lease keeps its length."""
         self.lease_expires_at = now + self._lease_seconds
         self._offer_due_at = now
 
     def offer(self, blocks: Sequence[OfferedBlock], num_tokens: int, now: float) -> None:
-        """More blocks whose KV writes have completed, covering the prompt's first ``num_tokens`` tokens in total."""
+        """Offer more blocks, whose KV writes have completed; they cover the first ``num_tokens`` tokens in total."""
         assert self.state in (SourceState.GRANTED, SourceState.OFFERING), self.state
         assert num_tokens % self._block_size == 0, "only the last offer may end inside a block"
         self._blocks += blocks
@@ -74,11 +74,11 @@ class SourceHandover:
         self._offer_due_at = now
 
     def offered_block(self, number: int) -> OfferedBlock:
-        """The place of prompt block ``number``, which was offered."""
+        """Return the location of prompt block ``number``, which was offered."""
         return self._blocks[number - self.first_block]
 
     def move(self, places: Mapping[int, OfferedBlock], now: float) -> None:
-        """Prompt blocks that have another place from now on, by their number: a new revision of the offer."""
+        """Begin a new revision of the offer, in which these prompt blocks, by number, have other locations."""
         assert self.state is SourceState.OFFERED and places
         for number, block in places.items():
             self._blocks[number - self.first_block] = block
@@ -88,7 +88,7 @@ class SourceHandover:
         self._offer_due_at = now
 
     def acknowledge(self, ack: OfferAck) -> None:
-        """Decode knows some offers: they need not be sent again."""
+        """Note the offers that decode has received: they need not be sent again."""
         if ack.num_blocks <= self.num_offered_blocks and ack.revision == self._revision:
             self._num_acknowledged = max(self._num_acknowledged, ack.num_blocks)
             self._last_acknowledged |= ack.last and self.state is SourceState.OFFERED
@@ -96,9 +96,9 @@ class SourceHandover:
             self._offer_due_at = float("inf")
 
     def withdraw(self, reason: str, *, attempt_over: bool) -> None:
-        """No more offers; what was offered stays until decode releases it or the lease runs out.
+        """Make no more offers; offered blocks stay until decode releases them or the lease runs out.
 
-        ``attempt_over`` as in :class:`splitserve.protocol.messages.handover.Withdrawn`, which may have to be said
+        ``attempt_over`` as in :class:`splitserve.protocol.messages.handover.Withdrawn`, which may have to be sent
         again.
         """
         self.state = SourceState.WITHDRAWN
@@ -132,7 +132,8 @@ class SourceHandover:
         )
 
     def next_deadline(self) -> float:
-        """When :meth:`poll` has something to do, if nothing happens before."""
+        """Return when :meth:`poll` has something to do, if nothing happens before."""
+
         if self.state is SourceState.RELEASED:
             return float("inf")
         if self.state is SourceState.WITHDRAWN:

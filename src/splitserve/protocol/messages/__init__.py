@@ -7,6 +7,6 @@
     prefill -> decode:     PeerWelcome, PeerRefused, Offer, Withdrawn
 
 Every message travels in an :class:`~splitserve.protocol.messages.envelope.Envelope` that names the sender's
-incarnation, and the receiver's where the sender knows it. Everything is decoded strictly; see
+incarnation, and the receiver's if it is known. Everything is decoded strictly; see
 :mod:`splitserve.protocol.wire`. Durations are relative (seconds): clocks of two machines are never compared.
 """

@@ -67,7 +67,8 @@ Body: TypeAlias = (
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """``to`` is None only where the sender can't know the receiver's incarnation (Register, PeerHello)."""
+    """A message with its sender and receiver. ``to`` is None only while the receiver's incarnation is unknown
+    (Register, PeerHello)."""
 
     sender: Party
     to: Party | None

@@ -38,9 +38,10 @@ class PeerRefused(Message, frozen=True):
 
 
 class Grant(Message, frozen=True):
-    """Decode has room for the whole prompt and already holds the KV of its first ``num_cached_tokens`` tokens.
+    """Decode's statement that blocks for the whole prompt are reserved, and that it already holds the KV of the first
+    ``num_cached_tokens`` tokens.
 
-    Sent again as the lease's renewal; prefill answers each one with its current offer, or :class:`Withdrawn`.
+    Sent again to renew the lease; prefill answers each one with its current offer, or :class:`Withdrawn`.
     ``reads_host_tier``: offers may name slots of prefill's host tier.
     """
 
@@ -76,12 +77,12 @@ class OfferedBlock(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 
 class Offer(Message, frozen=True):
-    """Blocks of the prompt whose KV is complete, from prompt block ``first_block`` on. Cumulative above what was
+    """Blocks of the prompt whose KV is complete, from prompt block ``first_block`` on: all that decode hasn't
     acknowledged.
 
     ``num_tokens`` counts the prompt's tokens that are covered up to the end of this offer; only the ``last`` one may
     end inside a block. ``first_tokens`` holds the first output token of each choice, in the last offer only.
-    ``revision`` grows when blocks that were offered have another place: the offer with the highest one holds.
+    ``revision`` grows when blocks that were offered have moved: the offer with the highest one is valid.
     """
 
     key: RequestKey
@@ -94,7 +95,7 @@ class Offer(Message, frozen=True):
 
 
 class OfferAck(Message, frozen=True):
-    """Decode knows the offers up to prompt block ``num_blocks`` (it need not have read them yet), of that revision."""
+    """Acknowledgement of the offers up to prompt block ``num_blocks`` of that revision; they need not be read yet."""
 
     key: RequestKey
     num_blocks: Count
@@ -103,9 +104,9 @@ class OfferAck(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """Decode needs the blocks no more: read and verified (``complete``), or given up.
+    """Decode's release of the blocks, which are read and verified (``complete``), or abandoned.
 
-    ``mismatch``: what arrived wasn't what was offered; the sender's memory may be to blame.
+    ``mismatch``: the bytes that arrived weren't those offered; the sender's memory may be the cause.
     """
 
     key: RequestKey
@@ -114,10 +115,10 @@ class Release(Message, frozen=True):
 
 
 class Withdrawn(Message, frozen=True):
-    """Prefill offers nothing (more) for this request.
+    """The end of prefill's offers for this request.
 
-    ``attempt_over``: nobody waits for this attempt any more (its first token was its last one, or it was aborted),
-    so decode needn't compute it either.
+    ``attempt_over``: the attempt has ended (its first token was its last one, or it was aborted), so decode needn't
+    compute it either.
     """
 
     key: RequestKey

@@ -22,14 +22,14 @@ MAX_TOKEN = 64
 
 
 class WorkerPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a worker runs, for whoever looks for the reason of something. ``machine`` is its host's name; ``cpus`` the
-    hardware threads that it may use, on ``num_cores`` physical cores (a CPU quota counted in), ``num_threads`` those
-    that compute. It has ``kv_bytes`` of KV memory and a host tier of ``host_kv_bytes``; ``remote_bytes`` of both lie on
-    another NUMA node than they should.
+    """A worker's machine and limits, for diagnosis. ``machine`` is its host's name; ``cpus`` the hardware threads that
+    it may use, on ``num_cores`` physical cores (a CPU quota counted in), ``num_threads`` the number that compute. It
+    has ``kv_bytes`` of KV memory and a host tier of ``host_kv_bytes``; ``remote_bytes`` of both lie on another NUMA
+    node than they should.
     ``memlock_bytes`` is how much memory it may lock (None: any amount, or not known), ``max_open_files`` how many files
     it may open.
-    ``ucx_tls``: transports that UCX may choose from, as its environment says; "" for its own choice. ``rdma_devices``:
-    those that it sees. ``kernels``: which backend runs each operation."""
+    ``ucx_tls``: transports that UCX may choose from, set by the environment; "" for UCX's own choice. ``rdma_devices``:
+    those visible to the worker. ``kernels``: the backend of each operation."""
 
     machine: str = ""
     version: str = ""
@@ -48,7 +48,7 @@ class WorkerPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A worker as membership knows it. ``endpoint`` is the ZMQ address that routers and peers connect to,
+    """A worker as registered with membership. ``endpoint`` is the ZMQ address that routers and peers connect to,
     ``kv_events_endpoint`` the one for subscribers to its KV events; "" if it publishes none. With
     ``prefix_caching`` it reuses the KV of earlier prompts."""
 
@@ -88,10 +88,10 @@ class RegisterRefused(Message, frozen=True):
 
 
 class PeerLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How KV travels from ``peer`` (an engine id) to the sender, as found out when connecting.
+    """The link by which KV travels from ``peer`` (an engine id) to the sender, measured when connecting.
 
-    ``transport`` in the connector's words; ``bytes_per_second`` of one thread's large read; ``problem`` says why that
-    isn't as it should be, and is empty if it is. A peer that can't be reached has no transport, and a problem.
+    ``transport`` in the connector's words; ``bytes_per_second`` of one thread's large read; ``problem`` explains an
+    unsuitable transport, and is empty for a suitable one. A peer that can't be reached has no transport, and a problem.
     """
 
     peer: str
@@ -101,8 +101,8 @@ class PeerLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Heartbeat(Message, frozen=True):
-    """``clock_seconds`` is the sender's Unix time, for whoever reads logs of several machines: nothing is decided by it
-    (0: not told)."""
+    """A sign of life. ``clock_seconds`` is the sender's Unix time, for the comparison of logs of several machines: no
+    decision depends on it (0: not given)."""
 
     load: WorkerLoad
     links: Annotated[list[PeerLink], msgspec.Meta(max_length=MAX_LINKS)] = []
@@ -110,7 +110,7 @@ class Heartbeat(Message, frozen=True):
 
 
 class Draining(Message, frozen=True):
-    """No new requests, please: the sender finishes those it has, and says Leave when it is idle."""
+    """The begin of a drain: the sender takes no new requests, finishes those it has, and sends Leave when idle."""
 
 
 class Leave(Message, frozen=True):

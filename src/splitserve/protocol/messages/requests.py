@@ -16,7 +16,7 @@ from splitserve.protocol.wire_numbers import Count, Seconds, Size, TokenId
 
 
 class PeerRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The other side of a hand-over: who it is and where it listens."""
+    """The other side of a hand-over: its identity and its endpoint."""
 
     party: Party
     endpoint: str
@@ -61,7 +61,7 @@ class Abort(Message, frozen=True):
 
 
 class Introduce(Message, frozen=True):
-    """A prefill worker that decode may be told to pull from: connect to it now, not with the first request."""
+    """A prefill worker that later requests may name: decode connects to it now, not with the first request."""
 
     peer: PeerRef
 
@@ -75,11 +75,11 @@ class Profile(Message, frozen=True):
 
 
 class HandoverReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a hand-over cost, as decode saw it.
+    """The cost of a hand-over, measured by decode.
 
-    ``seconds`` runs from the first read posted to the last range verified, ``read_seconds`` of which reads were under
-    way (added up, where there were several at once); ``exposed_seconds`` from the arrival of the last offer (which
-    carries the first token) to decode ready.
+    ``seconds`` runs from the first read posted to the last range verified. ``read_seconds`` is the sum of the reads'
+    durations; reads may overlap. ``exposed_seconds`` runs from the arrival of the last offer (which carries the first
+    token) until decode can start.
     """
 
     prefill: str
@@ -115,7 +115,7 @@ class StepTokens(Message, frozen=True):
 
 
 class FailureCode(StrEnum):
-    """Why a worker gave a request up."""
+    """The reason for which a worker failed a request."""
 
     INVALID = "invalid"  # the request can never run here (too long, bad tokens): the client's fault
     OVERLOADED = "overloaded"  # no room in bounded queues
@@ -131,10 +131,10 @@ class RequestFailed(Message, frozen=True):
 
 
 class Profiled(Message, frozen=True):
-    """How a recording ended: ``error`` says why there's none, "" if there is one, in the file ``trace`` on the worker.
+    """The result of a recording: ``error`` says why it failed, "" if it is in the file ``trace`` on the worker.
 
-    ``busy_seconds`` of the recorded ``seconds`` the device ran something; for ``long_gap_seconds`` it did nothing for
-    more than 20 us on end.
+    The device was busy for ``busy_seconds`` of the recorded ``seconds``; ``long_gap_seconds`` is the sum of its idle
+    gaps of more than 20 us.
     """
 
     profile_id: str

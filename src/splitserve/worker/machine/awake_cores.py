@@ -1,13 +1,13 @@
 """Cores that don't go to sleep while a worker has something to do, for machines that serve and do nothing else.
 
 A core that sleeps takes a while to wake up (``splitserve bench awake-cores``), and a token passes a dozen threads and
-processes that have waited for it. So a program beside the worker has a process for each of its cores, which
-spins where nobody else has anything to run (SCHED_IDLE): others of the same session, or container, get the core at
-once. They are stopped when the worker has been idle for a while, and die with it. The worker is kept on those cores,
-which aren't all that there are: see :func:`splitserve.common.cores.awake_cpus`.
+processes that have waited for it. So a program beside the worker has a process for each of its cores, which spins
+while no other thread is runnable there (SCHED_IDLE): threads of the same session, or container, get the core at once.
+The processes are stopped when the worker has been idle for a while, and die with it. The worker's affinity is set to
+those cores, which aren't all that the machine has: see :func:`splitserve.common.cores.awake_cpus`.
 
-Who spins yields all the time. A thread that has had more than its share of a core may have to let others run first, and
-those would have a whole slice.
+The spinning processes yield often. A thread that has had more than its share of a core may have to let others run
+first, and a spinning process that doesn't yield would then run for a whole time slice.
 
 As a program: its arguments are its parent's process id and the hardware threads.
 """
@@ -35,7 +35,7 @@ START_TIMEOUT_SECONDS = 30.0
 END_SECONDS = 3.0
 _STARTED = "awake"
 _TURNS = 1000
-"""Between two yields: yielding all the time would delay the thread that is to have the core."""
+"""The turns between two yields: yielding all the time would delay the thread that is to have the core."""
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
@@ -75,7 +75,7 @@ class AwakeCores:
 
     @property
     def pid(self) -> int:
-        """Of the program."""
+        """The program's process id."""
         return self._process.pid
 
     def note(self, is_busy: bool, now: float) -> None:
@@ -92,14 +92,14 @@ class AwakeCores:
 
     def close(self) -> None:
         """Let the cores sleep for good."""
-        self._process.kill()  # and with it who spins
+        self._process.kill()  # the spinning processes end with it
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_SECONDS)
         if self._process.stdout is not None:
             self._process.stdout.close()
 
     def _answer(self) -> str:
-        """Its first line."""
+        """Return the program's first line of output."""
         assert self._process.stdout is not None
         too_late = threading.Timer(START_TIMEOUT_SECONDS, self._process.kill)
         too_late.start()
@@ -111,7 +111,7 @@ class AwakeCores:
 
 @contextlib.contextmanager
 def kept_awake(wanted: bool, cpus: Collection[int]) -> Iterator[Cores]:
-    """:class:`AwakeCores` within the block if ``wanted``, else cores that may sleep."""
+    """Yield :class:`AwakeCores` for the block if ``wanted``, else cores that may sleep."""
     if not wanted:
         yield SleepyCores()
         return
@@ -129,7 +129,7 @@ def _end_with(parent: int) -> None:
 
 
 def _spin(parent: int) -> NoReturn:
-    """Until the parent's end; at once if that has been."""
+    """Spin until the parent's end; end at once if the parent has ended already."""
     try:
         _end_with(parent)
         while True:
@@ -141,7 +141,8 @@ def _spin(parent: int) -> NoReturn:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Have processes spin until the parent's end. The first line of output says that they do, or why not."""
+    """Run processes that spin until the parent's end. The first line of output reports success or the reason of a
+    failure."""
     parent, me = int(arguments[0]), os.getpid()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:

@@ -1,7 +1,7 @@
-"""Which cores a worker's threads run on, as its config says.
+"""The affinity of a worker's threads, according to its config.
 
-Threads are told apart by their names. The model's threads are moved before their first step: the workers of its OpenMP
-pool are made by them then, and inherit where they may run.
+Threads are identified by their names. The model's threads are moved before their first step: they create the threads
+of the OpenMP pool in that step, and these inherit their affinity.
 """
 
 import logging
@@ -21,7 +21,7 @@ _TRANSFER = ("nixl-", "read-", "digest-", "loads-", "stores-", "transfers")
 
 
 def pin_threads(placement: CorePlacement) -> dict[str, tuple[int, ...]]:
-    """Move the model's and the transfer threads of this process to their cores; returns who went where.
+    """Move the model's and the transfer threads of this process to their cores; return the new affinity by thread.
 
     Does nothing without a placement, or on a platform that can't. A thread that can't be moved stays where it is.
     """
@@ -42,7 +42,7 @@ def keep_near(device: torch.device, placement: CorePlacement) -> None:
 
 
 def cpus_of_thread(name: str, placement: CorePlacement) -> tuple[int, ...]:
-    """Where the thread called ``name`` belongs; () for anywhere."""
+    """Return the hardware threads on which the thread called ``name`` may run; () for any."""
     if name.startswith(_MODEL):
         return placement.model_cpus
     return placement.transfer_cpus if name.startswith(_TRANSFER) else ()

@@ -1,9 +1,9 @@
-"""What a worker and its other ranks tell each other: plain pipes within one machine, msgpack, no pickle.
+"""Messages between a worker and its other ranks: plain pipes within one machine, msgpack, no pickle.
 
 worker -> rank: one RankOrder as the first line of standard input, then a StepPlan for each step on a pipe of its
                 own, whose end means the worker's orderly end. The end of standard input means that the worker is gone.
 rank -> worker: RankReady once, and RankFailed if it ends with an error
-both ways:      the link between the worker's connector and the rank's; what they say is theirs
+both ways:      the link between the worker's connector and the rank's; the connectors define its messages
 """
 
 import msgspec
@@ -13,9 +13,10 @@ from splitserve.protocol.request import Party, Role
 
 
 class RankOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """Who the rank is. ``engine`` is the worker's, with all that depends on the device decided; ``placement`` as well.
+    """The identity and settings of a rank. ``engine`` and ``placement`` are the worker's, with all settings that depend
+    on the device decided.
 
-    ``store_port``: where the ranks meet. ``steps_fd``, ``reports_fd``: its pipes; ``link_fd``: a socket.
+    ``store_port``: the port of the ranks' store. ``steps_fd``, ``reports_fd``: its pipes; ``link_fd``: a socket.
     """
 
     party: Party
@@ -31,16 +32,16 @@ class RankOrder(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """How the rank is called in logs and errors."""
+        """The rank's name in logs and errors."""
         return f"{self.party.engine_id} rank {self.rank}"
 
 
 class RankReady(msgspec.Struct, frozen=True, tag=True):
-    """It has loaded its part, and waits for steps."""
+    """A rank's report that it has loaded its part, and waits for steps."""
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag=True):
-    """It ends. ``is_consequence``: a collective failed, which most often means that another rank failed before."""
+    """A rank's last report. ``is_consequence``: a collective failed, most often because another rank failed before."""
 
     message: str
     is_consequence: bool

@@ -29,7 +29,7 @@ from splitserve.worker.ranks.messages import RankFailed, RankOrder, RankReport
 logger = logging.getLogger(__name__)
 
 BLAME_SECONDS = 1.0
-"""How long to wait for the cause of a failure that looks like a consequence."""
+"""The time to wait for the cause of a failure that looks like a consequence."""
 
 CLOSE_SECONDS = 2.0
 _STEPS_PIPE_BYTES = 1 << 20
@@ -70,7 +70,7 @@ class _Rank:
             self._life_line.write(msgspec.json.encode(order) + b"\n")
             self._life_line.flush()
         except BrokenPipeError:
-            pass  # it died before it could read: whoever watches it hears of that
+            pass  # it died before it could read: the thread that watches it reports that
 
     @property
     def pid(self) -> int:
@@ -81,7 +81,7 @@ class _Rank:
         self._steps.send_bytes(step)
 
     def wait(self) -> int:
-        """Its exit status, once it has ended."""
+        """Wait for the process to end; return its exit status."""
         return self._popen.wait()
 
     def kill(self) -> None:
@@ -171,9 +171,10 @@ class Ranks:
                 raise CollectiveError(f"{rank.name} takes no step: {error}") from error
 
     def explain(self, error: Exception) -> Exception:
-        """What is behind ``error``, which this rank met in the others' company. From now on :meth:`check` fails.
+        """Return the cause of ``error``, which an operation with other ranks raised. From now on :meth:`check` fails.
 
-        ``error`` itself, unless it is a consequence: then the first failure of another rank, if one turns up in time.
+        The cause is ``error`` itself, unless it is a consequence: then it is the first failure of another rank, if one
+        is reported in time.
         """
         with self._changed:
             self._broken = True
@@ -206,7 +207,7 @@ class Ranks:
             rank.kill()
 
     def _watch(self, rank: _Rank) -> None:
-        """Until it has ended."""
+        """Read the rank's reports until it has ended."""
         decoder = msgspec.json.Decoder(RankReport)
         has_reported = False
         with rank.reports:

@@ -1,7 +1,7 @@
 """Main of a worker's rank 1 and up: ``python -m splitserve.worker.ranks.process``. :mod:`.others` alone starts it.
 
-It runs the steps that it is told, in their order, and ends with its worker: in order when the steps' pipe ends, at once
-when standard input does. It never ends by a signal meant for the worker.
+It runs the steps that it receives, in their order, and ends with its worker: in order when the steps' pipe ends, at
+once when standard input ends. It ignores signals meant for the worker.
 """
 
 import ctypes
@@ -41,7 +41,7 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 class RankProcess:
-    """One rank: what it is told, what it reports."""
+    """One rank: it receives steps, and reports that it is ready or has failed."""
 
     def __init__(self, order: RankOrder) -> None:
         self._order = order
@@ -53,7 +53,7 @@ class RankProcess:
         self._decoder = msgspec.msgpack.Decoder(StepPlan)
 
     def run(self) -> None:
-        """Until the worker needs no more steps."""
+        """Run steps until the worker needs no more."""
         engine, size = self._order.engine, self._order.engine.tensor_parallel_size
         torch.set_num_threads(engine.threads)
         device = device_of(engine.device, self._order.rank, size)
@@ -69,7 +69,7 @@ class RankProcess:
             self._launch_steps(served.runner.launcher, device)
 
     def _transfers(self, memory: KVMemory) -> RankTransfers:
-        """Moves this rank's heads, as rank 0's connector says over the link."""
+        """Return the transfers of this rank's heads, which rank 0's connector controls over the link."""
         order, engine = self._order, self._order.engine
         settings = ReadSettings.of(memory.kind, num_threads=engine.read_threads, maps=engine.map_peer_memory)
         tiers = make_tiers(order.engine, order.party.engine_id, memory, order.rank)
@@ -81,7 +81,7 @@ class RankProcess:
         )
 
     def _carry_out(self, transfers: RankTransfers) -> None:
-        """Where transfers belong: threads that this one starts inherit it."""
+        """Run transfers, on their cores: the threads that this one starts inherit its affinity."""
         try:
             pin_threads(self._order.placement)
             transfers.run()
@@ -116,7 +116,7 @@ class RankProcess:
             try:
                 runner.run(plan)
             except NonFiniteLogitsError as error:
-                logger.debug("%s", error)  # rank 0 says it
+                logger.debug("%s", error)  # rank 0 logs it
 
     def _launch_steps(self, launcher: LaunchingRunner, device: torch.device) -> None:
         """Another thread waits for them, so that an error of the device shows while this one waits for a step."""
@@ -146,7 +146,8 @@ def _end_with_worker(life_line: FileIO) -> None:
 
 
 def _ask_kernel_for_death_signal() -> None:
-    """For a thread that never gets to run again, as when a driver's call hangs. Linux only."""
+    """Have the kernel end this process with its parent, even if no thread of it runs again, as when a driver's call
+    hangs. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 

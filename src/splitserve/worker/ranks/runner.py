@@ -8,7 +8,7 @@ from splitserve.worker.ranks.others import Ranks
 
 
 class RankedRunner:
-    """For the :class:`~splitserve.engine.steps.executor.StepExecutor`.
+    """The runner of all ranks, for the :class:`~splitserve.engine.steps.executor.StepExecutor`.
 
     All ranks draw the same tokens; logits that aren't finite are so everywhere, and no rank is out of step after them.
     Any other error of one rank ends the worker.
@@ -29,9 +29,10 @@ class RankedRunner:
 
 
 class RankedLauncher:
-    """For the :class:`~splitserve.engine.steps.executor.OverlappedExecutor`. See :class:`RankedRunner`.
+    """The launching runner of all ranks, for the :class:`~splitserve.engine.steps.executor.OverlappedExecutor`. See
+    :class:`RankedRunner`.
 
-    The other ranks hear of a step when it is launched here, and nobody waits for anybody but on the devices.
+    The other ranks receive a step when it is launched here, and ranks wait for each other on the devices alone.
     """
 
     def __init__(self, runner: LaunchingRunner, ranks: Ranks) -> None:

@@ -27,16 +27,16 @@ class Team:
 
     @property
     def links(self) -> Sequence[Connection]:
-        """To the connectors of ranks 1, 2, ..., in that order (:mod:`splitserve.worker.ranks.messages`)."""
+        """The links to the connectors of ranks 1, 2, ..., in that order (:mod:`splitserve.worker.ranks.messages`)."""
         return self.ranks.links if self.ranks is not None else ()
 
     @property
     def pids(self) -> Sequence[int]:
-        """Of the processes of ranks 1, 2, ..."""
+        """The process ids of ranks 1, 2, ..."""
         return self.ranks.pids if self.ranks is not None else ()
 
     def wait_until_ready(self) -> None:
-        """Until all others have loaded. Raises :class:`RankError`."""
+        """Wait until all other ranks have loaded. Raises :class:`RankError`."""
         if self.ranks is not None:
             self.ranks.wait_until_ready()
 
@@ -51,12 +51,12 @@ def start_team(
     *,
     placement: CorePlacement | None = None,
 ) -> Iterator[Team]:
-    """As many ranks as ``engine`` says, on ``device`` and those after it; they end with the context.
+    """Start the ranks that ``engine`` asks for, on ``device`` and those after it; they end with the context.
 
-    ``engine``: all that depends on the device decided, ``threads`` of one rank; ``placement``: of the worker.
-    ``on_failure`` is called once from a thread if a rank is lost. What then fails in the context comes out as the
-    :class:`RankError` that is behind it.
-    Raises :class:`ConfigError` if the model can't be shared by so many.
+    ``engine``: with all settings that depend on the device decided, ``threads`` of one rank; ``placement``: of the
+    worker. ``on_failure`` is called once from a thread if a rank is lost. Errors in the context that the loss causes
+    are replaced by its :class:`RankError`.
+    Raises :class:`ConfigError` if so many ranks can't share the model.
     """
     size = engine.tensor_parallel_size
     if size == 1:

@@ -1,4 +1,4 @@
-"""How long each phase of a worker's start takes: a line of log for each, and their sum."""
+"""Durations of the phases of a worker's start: a line of log for each, and their sum."""
 
 import logging
 import time
@@ -24,7 +24,7 @@ class StartClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What happens inside is ``name``. A phase that fails is not logged."""
+        """Measure the block as phase ``name``. A phase that fails is not logged."""
         began_at = time.monotonic()
         yield
         self._note(name, time.monotonic() - began_at)

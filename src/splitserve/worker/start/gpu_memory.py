@@ -1,4 +1,4 @@
-"""How much of a GPU's memory the KV blocks may take: what is left when the largest steps have run."""
+"""The share of a GPU's memory that KV blocks may take: the rest after the largest steps have run."""
 
 import gc
 import logging
@@ -9,7 +9,8 @@ from splitserve.common.errors import ConfigError
 from splitserve.kvconnector.layout.memory import TORCH_DTYPES
 from splitserve.kvconnector.layout.shape import num_blocks_for
 from splitserve.models.decoder import DecoderModel
-from splitserve.models.runner.cuda import MAX_MIXED_CHUNKS, CudaRunner, batch_sizes
+from splitserve.models.runner.cuda import CudaRunner
+from splitserve.models.runner.graph_sizes import MAX_MIXED_CHUNKS, batch_sizes
 from splitserve.protocol.config import EngineConfig
 from splitserve.protocol.memory_records import LayoutRecord
 from splitserve.protocol.step import SampleSpec, ScheduledChunk, StepPlan

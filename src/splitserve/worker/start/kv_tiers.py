@@ -47,7 +47,7 @@ class RankTiers:
         self._descriptions[tier.name] = description
 
     def found(self) -> Found:
-        """What was there already."""
+        """The blocks that the tiers held already."""
         return {tier.name: contents for tier in self.tiers if (contents := tier.index.contents())}
 
     def keep_common(self, others: Sequence[Found]) -> None:
@@ -65,7 +65,7 @@ class RankTiers:
 def make_tiers(
     engine: EngineConfig, engine_id: str, memory: KVMemory, rank: int = 0, gates: LoadGates | None = None
 ) -> RankTiers:
-    """The tiers of the rank that has ``memory``; ``gates`` of its steps. Raises :class:`ConfigError`."""
+    """Make the tiers of the rank that has ``memory``; ``gates`` of its steps. Raises :class:`ConfigError`."""
     made = RankTiers()
     if not engine.enable_prefix_caching:
         if wanted_tiers(engine) or engine.lmcache_endpoint:

@@ -1,4 +1,4 @@
-"""How many KV blocks a worker gets, and how long a sequence may grow. Pure arithmetic."""
+"""The number of a worker's KV blocks, and the longest sequence. Pure arithmetic."""
 
 from dataclasses import dataclass
 
@@ -19,11 +19,11 @@ class MemoryPlan:
 def plan_kv_memory(
     engine: EngineConfig, *, block_bytes: int, max_position_embeddings: int, available_bytes: int
 ) -> MemoryPlan:
-    """Blocks and context length from what the user asked for and what there is.
+    """Return number of blocks and context length, from the user's settings and the available memory.
 
-    Unasked, the pool takes 1 GiB, or more if one longest sequence needs it, but at most a quarter of the available
-    memory, and not more than twice what ``max_num_seqs`` longest sequences can fill. An unasked context length is the
-    model's, cut to what the pool holds; one that was asked for and doesn't fit is an error that says what would.
+    By default the pool takes 1 GiB, or more if one longest sequence needs it, but at most a quarter of the available
+    memory, and not more than twice the memory that ``max_num_seqs`` longest sequences fill. The default context length
+    is the model's, cut to the pool's tokens; a requested one that doesn't fit is an error that names one that fits.
     """
     block_size = engine.block_size
     wanted_len = engine.max_model_len or max_position_embeddings

@@ -20,7 +20,7 @@ class AttentionPreload:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until it is over. Raises what went wrong."""
+        """Wait until the preload is over. Raises its error."""
         self._thread.join()
         if self._error is not None:
             raise self._error

@@ -1,4 +1,4 @@
-"""Where a worker runs: what it says of its machine and of its limits when it registers."""
+"""A worker's description of its machine and its limits, for its registration."""
 
 import logging
 import os
@@ -22,8 +22,8 @@ _RDMA_DEVICES = Path("/sys/class/infiniband")
 def place_of(
     config: WorkerConfig, memory: KVMemory, host: HostMemory | None, kernels: Mapping[str, str]
 ) -> WorkerPlace:
-    """Of this process, whose KV memory and host tier (``host``) are placed already. KV memory's bytes on the wrong NUMA
-    node are logged, too.
+    """Describe this process, whose KV memory and host tier (``host``) are allocated already. Logs the bytes of KV
+    memory that are on the wrong NUMA node.
 
     ``kernels``: the backend of each operation.
     """

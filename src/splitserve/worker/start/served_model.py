@@ -22,7 +22,8 @@ from splitserve.models.config import ModelConfig, load_model_config
 from splitserve.models.declared import check_tensor_parallel_size
 from splitserve.models.decoder import DecoderModel
 from splitserve.models.parallel.ranks import Collectives
-from splitserve.models.runner.cuda import CudaRunner, mixed_sizes
+from splitserve.models.runner.cuda import CudaRunner
+from splitserve.models.runner.graph_sizes import mixed_sizes
 from splitserve.models.runner.runner import ModelRunner
 from splitserve.models.weights.checkpoint import weights_version
 from splitserve.models.weights.loader import load_model, resolve_dtype
@@ -42,8 +43,8 @@ Progress = Callable[[str, dict[str, str]], None]
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What a rank serves, once it is loaded and placed. ``memory`` holds the rank's own heads; ``gates``: how the
-    runner's steps wait for loads into it, None if they don't."""
+    """A rank's model, loaded and ready for steps. ``memory`` holds the rank's own heads; ``gates``: the gates by which
+    the runner's steps wait for loads into it, None if they don't wait."""
 
     memory: KVMemory
     runner: ModelRunner
@@ -69,11 +70,11 @@ def device_of(wanted: str, rank: int, size: int) -> torch.device:
 def load_served_model(
     engine: EngineConfig, device: torch.device, group: Collectives, progress: Progress, clock: StartClock | None = None
 ) -> ServedModel:
-    """This rank's part of the model, its KV memory, and a warm runner.
+    """Load this rank's part of the model, allocate its KV memory, and warm up its runner.
 
     All ranks of ``group`` call it with the same ``engine``, whose settings that depend on the device are decided, and
-    end up with the same number of blocks. ``progress`` hears of the stages "weights" and "kv_memory", ``clock`` of
-    every phase. Raises :class:`CheckpointError` or :class:`ConfigError` for what can't be served.
+    get the same number of blocks. ``progress`` is called at the stages "weights" and "kv_memory"; ``clock`` measures
+    every phase. Raises :class:`CheckpointError` or :class:`ConfigError` for a model or settings that can't be served.
     """
     clock = clock or StartClock()
     if device.type == "cpu":

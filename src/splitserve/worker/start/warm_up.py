@@ -1,4 +1,4 @@
-"""Steps before the first request: whatever is compiled, loaded or tuned when it's first needed is needed here.
+"""Steps before the first request: they trigger everything that is compiled, loaded or tuned on its first use.
 
 On a GPU kernels are chosen, and some compiled, by properties of a step's sizes: whether a number is 1, a multiple of
 16, beyond a bound. So there's a step of each kind of size, for prefill, decode and both together, and for each way to
@@ -24,7 +24,7 @@ _SAMPLES = (_GREEDY, _RANDOM, _TOP_K, _TOP_P, _FILTERED)
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """What bounds the steps of a worker, as its scheduler keeps it. ``num_blocks`` of ``block_size`` tokens exist."""
+    """The scheduler's bounds of a worker's steps. There are ``num_blocks`` blocks of ``block_size`` tokens."""
 
     max_num_batched_tokens: int
     max_num_prefill_tokens_beside_decode: int

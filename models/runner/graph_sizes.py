@@ -1,0 +1,28 @@
+"""Sizes of the steps for which the runner captures CUDA graphs. Pure arithmetic, without torch."""
+
+from typing import NamedTuple
+
+MAX_MIXED_CHUNKS = 4  # prefill chunks in a step with a graph
+MAX_TOKENS_ALONE = 512  # more keep a GPU busy for longer than it takes to launch them
+
+
+def batch_sizes(max_num_seqs: int) -> list[int]:
+    """Return the batch sizes worth a graph of their own: at most an eighth of the rows is left over from 16 on."""
+    sizes = [1, 2, 4, 8, *range(16, 64, 8), *range(64, 256, 16), *range(256, max_num_seqs + 32, 32)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+class MixedSize(NamedTuple):
+    """The size of a mixed step: the number of sequences that decode, and of the prefill tokens after them."""
+
+    num_decodes: int
+    num_tokens: int
+
+
+def mixed_sizes(max_num_seqs: int, max_tokens: int, max_tokens_alone: int) -> list[MixedSize]:
+    """Return the sizes worth a graph: prefill beside decode in quarters of ``max_tokens``, and prefill alone."""
+    tokens = {-(-max_tokens * quarter // 4) for quarter in (1, 2, 3, 4)}
+    decodes = [size for size in (8, 16, 32, 64, 128) if size < max_num_seqs] + [max_num_seqs]
+    alone = {min(size, max_tokens_alone) for size in (64, 128, 256, MAX_TOKENS_ALONE)}
+    sizes = {MixedSize(num_decodes, num_tokens) for num_decodes in decodes for num_tokens in tokens}
+    return sorted(sizes | {MixedSize(0, num_tokens) for num_tokens in alone})
