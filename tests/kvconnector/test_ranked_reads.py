@@ -220,7 +220,7 @@ def test_a_source_that_dies_ends_the_reads_of_all_ranks(reader: Reader) -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"ranks": 1}, "names the memory of 1 ranks, but has 2"),
+        ({"ranks": 1}, "declares the memory of 1 ranks, but has 2"),
         ({"num_blocks": 2}, "different numbers of blocks"),
         ({"metadata": b"?"}, "MISMATCH"),
     ],
