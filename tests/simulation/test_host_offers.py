@@ -158,7 +158,7 @@ FORGETFUL = (LOSSY, LONG_WAITS, SHAPE)
 PLANTS: dict[Plant, tuple[tuple[Faults, dict[str, float], Shape], str]] = {
     slots_are_released_while_on_offer: ((SLOW_READS, {}, FEW_SLOTS), HANDOVERS_FAILED),
     and_their_generations_stay: ((SLOW_READS, {}, FEW_SLOTS), WRONG_TOKENS),
-    slots_are_kept_for_ever: (SLOW, "slots are held that nobody explains"),
+    slots_are_kept_for_ever: (SLOW, "slots of the host tier are held without a holder"),
     discarded_reads_are_trusted: (SLOW, CHANGED),
     read_again_before_the_first_read_is_over: (SLOW, "two reads write to one block"),
     any_acknowledgement_counts: (FORGETFUL, HANDOVERS_FAILED),

@@ -248,9 +248,9 @@ class EngineCore:
         }
         held = [b for s in holders for b in s.block_ids]
         explained = len(held) + tiers.num_references() + sum(part.num_references for part in self.parts)
-        assert pool.total_references() == explained, "references that nobody explains"
+        assert pool.total_references() == explained, "blocks have references without a holder"
         slots = sum(len(s.host_slots) for s in holders) + sum(part.num_slots for part in self.parts)
-        assert tiers.num_held_slots == slots, "slots are held that nobody explains"
+        assert tiers.num_held_slots == slots, "slots of the host tier are held without a holder"
         for part in self.parts:
             part.check_invariants()
         self.scheduler.check_invariants()

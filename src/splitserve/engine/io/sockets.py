@@ -61,7 +61,8 @@ class WorkerSockets:
     def bind_publisher(self) -> "tuple[zmq.Socket[bytes], str]":
         """Return a socket for subscribers, protected like the others and closed with them, and its endpoint.
 
-        :meth:`wait` returns when somebody subscribes.
+        :meth:`wait` returns when a subscriber arrives.
+
         """
         publisher = self._socket(zmq.XPUB)
         publisher.setsockopt(zmq.XPUB_VERBOSE, 1)
