@@ -153,7 +153,7 @@ def _families(
 
 
 def _identities(records: list[WorkerRecord]) -> GaugeMetricFamily:
-    """Which process a worker is: what an operator needs to look at it, or to end it."""
+    """Return the identity of each worker's process, with which an operator can inspect or end it."""
     labels = (*_LABELS, "incarnation", "endpoint", "pid", "kv_events_endpoint")
     family = GaugeMetricFamily("splitserve_worker_info", "Always 1; the labels say who and where it is", labels=labels)
     for record in records:
@@ -164,7 +164,7 @@ def _identities(records: list[WorkerRecord]) -> GaugeMetricFamily:
 
 
 def _links(records: list[WorkerRecord]) -> Iterator[Family]:
-    """A transport that nobody intended costs a factor of a hundred, and nothing else shows it."""
+    """Yield gauges of the links: an unintended transport can be a hundred times slower, and only these show it."""
     labels = (*_LABELS, "peer", "transport")
     speed = GaugeMetricFamily(
         "splitserve_link_bytes_per_second", "One thread's large read of the peer's KV when connecting", labels=labels
