@@ -55,9 +55,9 @@ def run_router(config: RouterConfig, progress: Progress) -> None:
 
 
 def _allow_many_files() -> None:
-    """Every connection takes a file descriptor, and the soft limit is often only 1024: take all that we may have."""
+    """Raise the soft limit on file descriptors to the hard one: it is often 1024, and each connection takes one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # some systems allow less than they say
+    with contextlib.suppress(ValueError, OSError):  # some systems allow less than they report
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
@@ -90,14 +90,14 @@ async def _serve(config: RouterConfig, progress: Progress, listener: socket.sock
         )
 
         def stop() -> None:
-            # Open streams get their error event first; then the server has nothing left to wait for.
+            # Open streams get their error event first: afterwards the server waits for no request.
             dispatcher.close()
             server.should_exit = True
 
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop)
-        # What start-up allocated lives as long as the process: keep the collector from walking it at each full pass.
+        # Objects of the start-up live as long as the process: exclude them from the collector's full passes.
         gc.collect()
         gc.freeze()
         await server.serve(sockets=[listener])
@@ -109,7 +109,7 @@ async def _serve(config: RouterConfig, progress: Progress, listener: socket.sock
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn's server without its signal handling, and with a call when it accepts."""
+    """uvicorn's server without its signal handling, and with a callback once it accepts connections."""
 
     def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
         super().__init__(config)
@@ -127,7 +127,7 @@ class _HttpServer(uvicorn.Server):
 
 @contextlib.contextmanager
 def _listen(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket bound to the address; the server makes it listen. Raises :class:`ConfigError`."""
+    """Yield a socket bound to the address; the server makes it listen. Raises :class:`ConfigError`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""Options of the commands, and the cluster spec made of them. Options that are settings are made from their
+"""Options of the commands, and the cluster spec made from them. Options of settings are derived from the settings'
 declarations (:mod:`splitserve.orchestration.spec.settings`); names follow vLLM.
 """
 
@@ -37,7 +37,7 @@ _FLAGS = {
     **{each.place: each.setting.flags[0] for each in _SETTINGS},
     **{each.field: each.setting.flags[0] for each in _SETTINGS if each.field},
 }
-"""Options by places in a spec, and by fields of an :class:`EngineConfig`."""
+"""Options by location in a spec, and by field of an :class:`EngineConfig`."""
 
 
 def _add_settings(parser: argparse.ArgumentParser, titles: Sequence[str]) -> None:
@@ -67,7 +67,7 @@ def _add_setting(group: argparse._ArgumentGroup, each: SpecSetting) -> None:
 
 
 def _parser_of(each: SpecSetting) -> Callable[[str], Any]:
-    """Return what makes a value of an option's argument. The range of an engine's setting is checked by its config."""
+    """Return the parser of an option's argument. The engine's config checks the ranges of its settings."""
     if each.field.endswith("_bytes"):
         return bytes_option
     if isinstance(each.default, float):
@@ -79,13 +79,13 @@ def _parser_of(each: SpecSetting) -> Callable[[str], Any]:
 
 
 def _as_help(description: str) -> str:
-    """Return a description as argparse's own help texts are: in lower case, without a full stop."""
+    """Return a description in the style of argparse's own help texts: in lower case, without a full stop."""
     is_word = description[1:2].islower() or description[1:2] == " "
     return (description[:1].lower() if is_word else description[:1]) + description[1:].removesuffix(".")
 
 
 def _add_pool_options(parser: argparse.ArgumentParser) -> None:
-    """Add the shorthand for pools that are called after their roles."""
+    """Add the shorthand for pools that are named after their roles."""
     group = parser.add_argument_group(WORKERS)
     group.add_argument("--prefill", type=COUNT, default=0, metavar="P", help="number of prefill workers")
     group.add_argument("--decode", type=COUNT, default=0, metavar="D", help="number of decode workers")
@@ -101,7 +101,7 @@ def _add_pool_options(parser: argparse.ArgumentParser) -> None:
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, but for those that say nothing (none, empty, off); amounts of memory as people write them."""
+    """Help with defaults, except trivial ones (none, empty, off); amounts of memory have units."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default is None or action.default is False or action.default == "" or action.const is not None:
@@ -119,9 +119,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 def add_spec_option(parser: argparse.ArgumentParser) -> None:
     """Add ``MODEL`` and its options, or ``--spec FILE`` instead of all of them."""
     parser.add_argument("model", nargs="?", metavar="PATH", help="directory with config.json, *.safetensors, ...")
-    parser.add_argument(
-        "--spec", default="", metavar="FILE", help="cluster spec (YAML) that says what the options below say otherwise"
-    )
+    parser.add_argument("--spec", default="", metavar="FILE", help="cluster spec (YAML), instead of the options below")
     parser.add_argument("--name", default="", help="of the cluster; empty: the spec's, which is 'default' by default")
     _add_pool_options(parser)
     _add_settings(parser, OPTION_GROUPS)
@@ -129,13 +127,13 @@ def add_spec_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """How a cluster is run, whatever it consists of."""
+    """Add options for running a cluster, which are independent of its spec."""
     parser.add_argument("--restart", action=argparse.BooleanOptionalAction, default=True, help="start what ends again")
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="of every process")
 
 
 def cluster_spec(options: argparse.Namespace) -> ClusterSpec:
-    """The cluster that the options describe, or the file that they name. Raises :class:`ConfigError`."""
+    """Return the spec that the options describe, or the one in the file that they name. Raises :class:`ConfigError`."""
     if options.spec:
         from splitserve.orchestration.spec.document import read_spec
 
@@ -169,7 +167,7 @@ def _spec_of_options(options: argparse.Namespace) -> ClusterSpec:
 
 @contextmanager
 def errors_in_options(options: argparse.Namespace) -> Iterator[None]:
-    """Errors about places in a spec name the options that they come from, or the file."""
+    """Convert errors at locations in a spec to errors that name the options, or the file, that set them."""
     try:
         yield
     except SettingsError as error:
@@ -185,7 +183,7 @@ def _named(problems: Iterable[tuple[str, str]]) -> ConfigError:
 
 
 def flag_of(place: str) -> str:
-    """Return the option that sets what is at ``place`` of a spec, or a field of an engine's config; else ``place``."""
+    """Return the option that sets ``place`` of a spec, or that field of an engine's config; else ``place`` itself."""
     anywhere = re.sub(r"\[\d+\]", "[]", place)
     return _FLAGS.get(anywhere) or _FLAGS.get(anywhere.removeprefix("pools[].")) or place
 
@@ -195,7 +193,7 @@ def _called(name: str, spec: ClusterSpec) -> ClusterSpec:
 
 
 def _refuse_other_options(options: argparse.Namespace) -> None:
-    """An option that the file would silently overrule is a mistake."""
+    """Raise :class:`ConfigError` for options that the spec's file would silently override."""
     parser: argparse.ArgumentParser = options.spec_parser
     for group in parser._action_groups:
         for action in group._group_actions:

@@ -1,8 +1,8 @@
-"""What a cluster consists of: pure data, in the shape of the YAML document that describes it.
+"""The cluster spec: the parts of a cluster as pure data, in the shape of the YAML document that describes it.
 
-:mod:`.document` reads and writes the document, :mod:`.expansion` makes the configs of the processes of it, and the
+:mod:`.document` reads and writes the document, :mod:`.expansion` derives the configs of the processes from it, and the
 options of ``splitserve serve`` are a shorthand for it (:mod:`.shorthand`). Secrets are references (an environment
-variable or a file), never values. Whatever can't work is refused with the place in the document and a remedy.
+variable or a file), never values. A spec that can't work is refused with the location of each fault and a remedy.
 """
 
 from pathlib import Path
@@ -72,7 +72,7 @@ class ModelSpec(Part, frozen=True, kw_only=True):
 
 
 class MemorySpec(Part, frozen=True, kw_only=True):
-    """How much memory a worker takes."""
+    """Memory that a worker takes."""
 
     kv: Annotated[int | str, _engine("kv_memory_bytes")] = _DEFAULTS["kv_memory_bytes"]
     host: Annotated[int | str, _engine("host_kv_memory_bytes")] = _DEFAULTS["host_kv_memory_bytes"]
@@ -81,7 +81,7 @@ class MemorySpec(Part, frozen=True, kw_only=True):
 
 
 class LMCacheSpec(Part, frozen=True, kw_only=True):
-    """An LMCache server on each machine, whose memory the workers there share. One is started, or is there already."""
+    """An LMCache server on each machine, whose memory its workers share; the cluster starts it, or it runs already."""
 
     endpoint: Annotated[str, _engine("lmcache_endpoint")] = ""
     memory: Annotated[int | str, Meta(description="Shared memory of the server: bytes, or like 16GiB.")] = _LMCACHE[
@@ -101,7 +101,7 @@ class LMCacheSpec(Part, frozen=True, kw_only=True):
 
 
 class NodeSpec(Part, frozen=True, kw_only=True):
-    """Which nodes of a Ray cluster may be used. Of no effect on one machine."""
+    """Restriction to certain nodes of a Ray cluster. It has no effect on one machine."""
 
     labels: Annotated[
         dict[str, str], Meta(description="Ray node labels that a node must have; values may be !x, in(x,y), !in(x,y).")
@@ -145,7 +145,7 @@ class PoolSpec(Part, frozen=True, kw_only=True):
 
 
 class RouterSpec(Part, frozen=True, kw_only=True):
-    """The HTTP endpoint and how requests are placed."""
+    """The HTTP endpoint and the placement of requests."""
 
     host: Annotated[
         str,
@@ -178,7 +178,7 @@ class RouterSpec(Part, frozen=True, kw_only=True):
 
 
 class NetworkSpec(Part, frozen=True, kw_only=True):
-    """The address at which a process is reached by the others: each process binds one of its own machine."""
+    """Choice of the address that each process binds on its machine, and at which the other processes reach it."""
 
     host: Annotated[
         str,
@@ -201,7 +201,7 @@ class NetworkSpec(Part, frozen=True, kw_only=True):
 
 
 class ConnectorSpec(Part, frozen=True, kw_only=True):
-    """What moves KV blocks between workers."""
+    """The library that moves KV blocks between workers."""
 
     name: Annotated[Literal["nixl"], Meta(description="Library that moves KV.")] = "nixl"
     transports: Annotated[list[str], Meta(description="UCX transports, like [tcp]; empty: UCX's own choice.")] = []
@@ -210,14 +210,14 @@ class ConnectorSpec(Part, frozen=True, kw_only=True):
 
 
 class ObjectivesSpec(Part, frozen=True, kw_only=True):
-    """What an answer should take. The router counts the requests that met them."""
+    """Objectives for the latency of answers. The router counts the requests that met them."""
 
     ttft_ms: Annotated[float, Meta(ge=0, description="Time to first token; 0: none.")] = 0.0
     tpot_ms: Annotated[float, Meta(ge=0, description="Mean time per output token after the first; 0: none.")] = 0.0
 
 
 class SecretRef(Part, frozen=True, kw_only=True):
-    """Where a secret is: exactly one of the two. The process that needs it reads it on its own machine."""
+    """Reference to a secret: exactly one of the two. The process that needs the secret reads it on its own machine."""
 
     env: Annotated[str, Meta(description="Name of an environment variable.")] = ""
     file: Annotated[str, Meta(description="Path of a file.")] = ""
@@ -290,11 +290,11 @@ class ClusterSpec(Part, frozen=True, kw_only=True):
 
     @property
     def served_model_name(self) -> str:
-        """The id under which clients ask for the model: as given, else the directory's name."""
+        """Return the model id that clients send: the configured one, else the directory's name."""
         return self.model.served_name or Path(self.model.path).resolve().name
 
     def pool(self, name: str) -> PoolSpec:
-        """Raises :class:`ConfigError` that lists the pools for an unknown name."""
+        """Return the pool of that name. An unknown name raises :class:`ConfigError`, which lists the pools."""
         for pool in self.pools:
             if pool.name == name:
                 return pool
@@ -304,7 +304,7 @@ class ClusterSpec(Part, frozen=True, kw_only=True):
         return ProtocolConfig(**set_fields(self.protocol))
 
     def engine_config(self, pool: PoolSpec) -> EngineConfig:
-        """The engine's settings in ``pool``, without what differs between its workers."""
+        """Return the engine's settings in ``pool``, without those that differ between its workers."""
         values = {field: value_at(self, pool, place) for field, place in PLACES.items()}
         values |= {field: num_bytes_of(value) for field, value in values.items() if field.endswith("_bytes")}
         values["served_model_name"] = self.served_model_name
@@ -312,11 +312,11 @@ class ClusterSpec(Part, frozen=True, kw_only=True):
         return EngineConfig(**{**values, **set_fields(self.engine), **set_fields(pool.engine)})
 
     def give_back_seconds(self) -> float:
-        """That a worker may take at its end to give back the largest host tier there is: pinned pages go slowly."""
+        """Return the time in which a stopping worker frees the largest host tier: freeing pinned pages is slow."""
         return max((num_bytes_of(pool.memory.host) for pool in self.pools), default=0) / _GIVEN_BACK_BYTES_PER_SECOND
 
     def lmcache_config(self) -> LMCacheConfig | None:
-        """Of the LMCache server that is to be started; None if there is to be none, or one is there already."""
+        """Return the config of the LMCache server to start; None if none is used, or one is running already."""
         lmcache = self.lmcache
         if lmcache is None or lmcache.endpoint or not any(pool.lmcache for pool in self.pools):
             return None
@@ -329,11 +329,11 @@ class ClusterSpec(Part, frozen=True, kw_only=True):
         )
 
     def keeps_lmcache_for(self, pool: PoolSpec) -> bool:
-        """Whether the pool's workers use an LMCache server that the cluster starts."""
+        """Return whether the pool's workers use an LMCache server that the cluster starts."""
         return pool.lmcache and self.lmcache_config() is not None
 
     def describe(self) -> str:
-        """Like ``2 prefill + 1 decode``."""
+        """Return the pools in words, like ``2 prefill + 1 decode``."""
         return " + ".join(f"{pool.count} {pool.name}" for pool in self.pools if pool.count) or "no worker"
 
 
@@ -347,9 +347,9 @@ def value_at(spec: ClusterSpec, pool: PoolSpec, place: str) -> Any:
 
 
 class SpecError(ConfigError):
-    """A cluster spec that can't work. ``problems`` are pairs of the place in the document and what is wrong there.
+    """A cluster spec that can't work. ``problems`` are pairs of a location in the document and a message.
 
-    ``repaired``: the spec with other values where some are wrong, for further checks; None if there is no making one.
+    ``repaired``: the spec with wrong values replaced, for further checks; None if it can't be repaired.
     """
 
     def __init__(self, problems: list[tuple[str, str]], repaired: ClusterSpec | None = None) -> None:

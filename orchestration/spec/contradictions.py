@@ -1,4 +1,4 @@
-"""What contradicts itself in a cluster spec: pure checks of a whole document, each with its place."""
+"""Contradictions within a cluster spec: pure checks of a whole document; each problem has its location."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -25,18 +25,18 @@ from splitserve.protocol.engine_config import SettingsError
 from splitserve.protocol.placement_policies import PLACEMENT_POLICIES
 from splitserve.protocol.request import Role
 
-# What a process gets from its launcher; a document that sets them would contradict it.
+# Variables that a process gets from its launcher; a document that sets them would contradict it.
 MANAGED_VARIABLES = frozenset(
     {SECRET_VARIABLE, API_KEY_VARIABLE, "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "UCX_TLS", "UCX_NET_DEVICES"}
 )
 
 
 def contradictions(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
-    """Places in the document and what can't be there."""
+    """Yield each contradiction: its location in the document, and a message."""
     names = [pool.name for pool in spec.pools]
     for index, name in enumerate(names):
         if name in names[:index]:
-            yield f"pools[{index}].name", f"is {name!r}, as pools[{names.index(name)}] is called; names must differ"
+            yield f"pools[{index}].name", f"is {name!r}, the name of pools[{names.index(name)}]; names must differ"
     yield from _missing_roles(spec)
     for index, pool in enumerate(spec.pools):
         yield from _pool_problems(spec, pool, f"pools[{index}]")
@@ -86,19 +86,19 @@ def _missing_roles(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
     elif numbers[Role.PREFILL] and not numbers[Role.DECODE]:
         yield (
             "pools",
-            f"{numbers[Role.PREFILL]} prefill and no decode worker: nobody would generate; add a decode pool "
+            f"{numbers[Role.PREFILL]} prefill and no decode worker: no worker would generate tokens; add a decode pool "
             "(--decode N), or use mixed workers, which do both (--mixed N)",
         )
     elif numbers[Role.DECODE] and not numbers[Role.PREFILL]:
         yield (
             "pools",
-            f"{numbers[Role.DECODE]} decode and no prefill worker: nobody would compute prompts; add a prefill pool "
+            f"{numbers[Role.DECODE]} decode and no prefill worker: no worker would compute prompts; add a prefill pool "
             "(--prefill N), or use mixed workers, which do both (--mixed N)",
         )
 
 
 def _pool_problems(spec: ClusterSpec, pool: PoolSpec, place: str) -> Iterator[tuple[str, str]]:
-    """``place``: of the pool in the document."""
+    """Yield the problems of a pool; ``place`` is its location in the document."""
     for name in sorted(MANAGED_VARIABLES & pool.environment.keys()):
         yield f"{place}.environment.{name}", "follows from other parts of the spec; leave it out"
     if pool.placement.transfer_cores and pool.placement.num_transfer_cores is not None:
@@ -125,7 +125,7 @@ def _pool_problems(spec: ClusterSpec, pool: PoolSpec, place: str) -> Iterator[tu
 
 
 def place_of(spec: ClusterSpec, pool: PoolSpec, pool_place: str, field: str) -> str:
-    """Where the document sets the ``field`` of an :class:`EngineConfig` for ``pool``, which is at ``pool_place``."""
+    """Return the location that sets ``field`` of :class:`EngineConfig` for ``pool``, which is at ``pool_place``."""
     if field in PLACES:
         return PLACES[field].replace("pools[]", pool_place)
     is_for_all = field in set_fields(spec.engine) and field not in set_fields(pool.engine)
@@ -133,7 +133,7 @@ def place_of(spec: ClusterSpec, pool: PoolSpec, pool_place: str, field: str) -> 
 
 
 def _disagreements(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
-    """Settings that all pools must share, since they shape the KV blocks that they exchange."""
+    """Yield differences in settings that all pools must share, since these determine the layout of KV blocks."""
     first = spec.pools[0]
     expected = shared_settings(spec, first)
     for index, pool in enumerate(spec.pools[1:], 1):
@@ -147,7 +147,7 @@ def _disagreements(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
 
 
 def shared_settings(spec: ClusterSpec, pool: PoolSpec) -> dict[str, Any]:
-    """What shapes KV blocks, by place: workers that exchange KV have the same."""
+    """Return the settings that determine the layout of KV blocks, by location: workers that exchange KV must agree."""
     engine = {**set_fields(spec.engine), **set_fields(pool.engine)}
     return {
         "dtype": pool.dtype,

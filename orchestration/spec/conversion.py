@@ -1,4 +1,4 @@
-"""Plain data (of YAML, or of options) to a cluster spec, with errors in words that name the place."""
+"""Conversion of plain data (from YAML or from options) to a cluster spec, with errors that name the location."""
 
 import copy
 import math
@@ -39,7 +39,7 @@ _PLACEHOLDERS: dict[Any, Any] = {
 
 
 def convert_spec(document: Any) -> ClusterSpec:
-    """Strictly: no unknown key, no guess at types. Raises :class:`SpecError` with all that is wrong."""
+    """Convert strictly: no unknown keys, no guesses at types. Raises :class:`SpecError` with all problems."""
     spec, problems = _repaired(document)
     if spec is not None and not problems:
         problems = list(contradictions(spec))
@@ -57,7 +57,7 @@ Steps: TypeAlias = tuple[str | int, ...]
 
 @dataclass
 class _FaultError(Exception):
-    """A value of a wrong type or out of range. ``is_key``: a key of the mapping there is no text."""
+    """A value of a wrong type or out of range. ``is_key``: the fault is a key of the mapping there that isn't text."""
 
     steps: Steps
     text: str
@@ -65,7 +65,7 @@ class _FaultError(Exception):
 
 
 def _convert(document: Any) -> ClusterSpec:
-    """Raises :class:`_FaultError` for the first fault in types and ranges."""
+    """Convert the document; raises :class:`_FaultError` for the first fault in types and ranges."""
     for steps in _not_finite(document, ()):
         raise _FaultError(steps, "must be a finite number")
     try:
@@ -75,7 +75,7 @@ def _convert(document: Any) -> ClusterSpec:
 
 
 def _fault(message: str, document: Any) -> _FaultError:
-    """msgspec's words as a place and what is wrong there."""
+    """Return msgspec's message as a fault with its location."""
     match = _PLACE.match(message)
     text, place = (match[1], match[2]) if match else (message, "")
     steps: Steps = tuple(int(index) if index else name for name, index in STEP.findall(place))
@@ -95,7 +95,7 @@ def _fault(message: str, document: Any) -> _FaultError:
 
 
 def _wrong_key(mapping: Mapping[str, Any], kind: Any) -> str:
-    """The key of the first value that isn't of that kind: msgspec doesn't say which."""
+    """Return the key of the first value that isn't of that kind; msgspec doesn't report it."""
     for key, value in mapping.items():
         try:
             msgspec.convert(value, kind)
@@ -105,7 +105,7 @@ def _wrong_key(mapping: Mapping[str, Any], kind: Any) -> str:
 
 
 def _repaired(document: Any) -> tuple[ClusterSpec | None, list[tuple[str, str]]]:
-    """The spec, and the faults in types and ranges: each is repaired for the next one to show."""
+    """Return the spec, and all faults in types and ranges: each is repaired so that the next one shows."""
     problems: dict[str, str] = {}
     while len(problems) < MAX_PROBLEMS:
         try:
@@ -122,7 +122,7 @@ def _repaired(document: Any) -> tuple[ClusterSpec | None, list[tuple[str, str]]]
 
 
 def _repair(document: Any, fault: _FaultError) -> bool:
-    """Take away what is wrong, or put in what is missing; False if that can't be done."""
+    """Remove a wrong value, or insert a missing one; return False if that isn't possible."""
     if fault.is_key:
         mapping = _value_at(document, fault.steps)
         for key in [key for key in mapping if not isinstance(key, str)]:
@@ -145,7 +145,7 @@ def _repair(document: Any, fault: _FaultError) -> bool:
 
 
 def may_follow(place: str, wrong: Collection[str]) -> bool:
-    """Whether what is wrong at ``place`` may be due to a wrong value there, below it, or around it."""
+    """Return whether a problem at ``place`` may follow from a wrong value there, below it, or above it."""
     return any(other.startswith(place) or place.startswith(other) for other in wrong)
 
 
@@ -156,12 +156,12 @@ def _value_at(document: Any, steps: Steps) -> Any:
 
 
 def format_place(steps: Steps) -> str:
-    """Like ``pools[1].count``."""
+    """Format a location, like ``pools[1].count``."""
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).lstrip(".")
 
 
 def _not_finite(value: Any, steps: Steps) -> Iterator[Steps]:
-    """Places of infinite numbers, and of those that are none."""
+    """Yield the locations of infinite numbers and NaN."""
     if isinstance(value, float) and not math.isfinite(value):
         yield steps
     elif isinstance(value, dict):
@@ -173,7 +173,7 @@ def _not_finite(value: Any, steps: Steps) -> Iterator[Steps]:
 
 
 def _explain(text: str, steps: Steps, kind: Any) -> str:
-    """msgspec's words in plain ones."""
+    """Return msgspec's message in plain words."""
     if steps[:1] == ("secrets",) and kind is not None and _is_struct(kind, SecretRef) and "got `" in text:
         return "give a reference, like {env: NAME} or {file: PATH}: secrets are never written into a spec"
     if (choice := re.match(r"Invalid enum value (.*)", text)) is not None:
@@ -201,7 +201,7 @@ def _suggest(name: str, kind: Any) -> str:
 
 
 def _kind_at(steps: Steps) -> Any:
-    """The type of what belongs there; None if that isn't known."""
+    """Return the type of the value that belongs there; None if that isn't known."""
     kind: Any = ClusterSpec
     for step in steps:
         if isinstance(step, int) or step == _SOME_VALUE:

@@ -1,7 +1,7 @@
-"""A cluster spec as a YAML document: read with errors that name the place, written, and its JSON schema.
+"""Cluster specs as YAML documents: reading, with errors that name the location; writing; the JSON schema.
 
-Reading is strict: unknown and repeated keys are refused, nothing is guessed. Every error says where in the document
-(``pools[1].count``, with the line), what is wrong, and what would be right.
+Reading is strict: unknown and repeated keys are refused, nothing is guessed. Every error names the location
+(``pools[1].count``, with the line), the fault, and the remedy.
 """
 
 import json
@@ -20,11 +20,11 @@ MAX_DOCUMENT_BYTES = 256 << 10
 MAX_NODES = 5_000
 MAX_DEPTH = 32
 MAX_SCALAR_CHARACTERS = 4096
-"""Bounds of a document with its aliases written out: an alias of an alias of an alias may stand for billions."""
+"""Bounds of a document with its aliases expanded: nested aliases may stand for billions of values."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Without YAML's dates: nothing here is one, and what looks like one is text."""
+    """YAML's safe loader without dates: a spec has none, and text that looks like a date stays text."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - as the base class has it
         letter: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
@@ -33,13 +33,13 @@ class _Loader(yaml.SafeLoader):
 
 
 Problems = list[tuple[str, str]]
-"""Places in the document, and what is wrong there."""
+"""Locations in the document, each with a message."""
 
 
 def read_spec(path: str, further: Callable[[ClusterSpec], Problems] | None = None) -> ClusterSpec:
-    """The spec in the file at ``path``. Raises :class:`ConfigError` with all that is wrong, one problem a line.
+    """Read the spec in the file at ``path``. Raises :class:`ConfigError` with all problems, one per line.
 
-    ``further`` looks for problems beyond the document itself; it is asked even if the document has some.
+    ``further`` checks for problems beyond the document itself; it is called even if the document has some.
     """
     return parse_spec(read_small_file(path, MAX_DOCUMENT_BYTES), path, further)
 
@@ -47,7 +47,7 @@ def read_spec(path: str, further: Callable[[ClusterSpec], Problems] | None = Non
 def parse_spec(
     text: str | bytes, source: str = "spec", further: Callable[[ClusterSpec], Problems] | None = None
 ) -> ClusterSpec:
-    """Like :func:`read_spec`, of a document's text; ``source`` is its name in errors."""
+    """Parse a document's text as :func:`read_spec` does; ``source`` is its name in errors."""
     _check_extent(text, source)
     root = _compose(text, source)
     problems = _repeated_keys(root, "")
@@ -57,7 +57,7 @@ def parse_spec(
     except SpecError as error:
         problems += error.problems
         spec = error.repaired
-    except (yaml.YAMLError, ValueError) as error:  # a tag that its value doesn't fit
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a value that doesn't fit its tag
         raise ConfigError(f"{source}: {' '.join(str(error).split())}") from None
     if further is not None and spec is not None:
         known = [place for place, _ in problems]
@@ -69,30 +69,30 @@ def parse_spec(
 
 
 def to_yaml(spec: ClusterSpec) -> str:
-    """The document that gives ``spec``, without what is as by default."""
+    """Return the document of ``spec``, without default values."""
     document = msgspec.to_builtins(spec)
     text: str = yaml.safe_dump(_without_empty(document), sort_keys=False, allow_unicode=True)
     return text
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON schema of the document, made of the structs."""
+    """Return the document's JSON schema, made from the structs."""
     schema = msgspec.json.schema(ClusterSpec)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Splitserve cluster", **schema}
 
 
 def schema_text() -> str:
-    """:func:`json_schema` as it is shipped in ``docs/reference/cluster-spec.schema.json``."""
+    """Return :func:`json_schema` as text, as in ``docs/reference/cluster-spec.schema.json``."""
     return json.dumps(json_schema(), indent=2, sort_keys=True) + "\n"
 
 
 def _check_extent(text: str | bytes, source: str) -> None:
-    """Raise :class:`ConfigError` for more than fits the bounds, before anything is made of it.
+    """Raise :class:`ConfigError` for a document beyond the bounds, before any object is built from it.
 
-    An alias counts as what it stands for: nodes and depth are those of the document written out.
+    An alias counts as the nodes and depth that it stands for.
     """
     sizes: dict[str, tuple[int, int]] = {}  # by anchor: nodes and levels
-    opened: list[list[Any]] = [["", 0, 0]]  # of collections that are open: anchor, nodes, levels below
+    opened: list[list[Any]] = [["", 0, 0]]  # open collections: anchor, nodes, levels below
     try:
         for event in yaml.parse(text, _Loader):
             line = _line(event)
@@ -101,7 +101,7 @@ def _check_extent(text: str | bytes, source: str) -> None:
             elif isinstance(event, yaml.AliasEvent) and event.anchor in [anchor for anchor, _, _ in opened]:
                 raise ConfigError(f"{source}:{line}: the alias {event.anchor} contains itself")
             elif isinstance(event, yaml.AliasEvent) and event.anchor not in sizes:
-                return  # composing says that there is no such anchor
+                return  # composing reports that there is no such anchor
             elif isinstance(event, yaml.AliasEvent):
                 _add(opened[-1], *sizes[event.anchor or ""])
             elif isinstance(event, yaml.ScalarEvent):
@@ -120,7 +120,7 @@ def _check_extent(text: str | bytes, source: str) -> None:
             if len(opened) - 1 + opened[-1][2] > MAX_DEPTH:
                 raise ConfigError(f"{source}:{line}: a cluster spec has at most {MAX_DEPTH} levels")
     except yaml.YAMLError:
-        return  # composing says what is wrong
+        return  # composing reports the fault
 
 
 def _line(event: yaml.Event) -> int:
@@ -133,7 +133,7 @@ def _add(collection: list[Any], nodes: int, levels: int) -> None:
 
 
 def _compose(text: str | bytes, source: str) -> yaml.Node | None:
-    """The document as nodes, which know their lines."""
+    """Return the document as nodes, which carry their line numbers."""
     try:
         node: yaml.Node | None = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
@@ -147,7 +147,7 @@ def _compose(text: str | bytes, source: str) -> yaml.Node | None:
 
 
 def _repeated_keys(node: yaml.Node | None, place: str) -> list[tuple[str, str]]:
-    """YAML itself would take the last one."""
+    """Return the repeated keys; YAML itself would silently take the last one."""
     problems = []
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
@@ -164,14 +164,14 @@ def _repeated_keys(node: yaml.Node | None, place: str) -> list[tuple[str, str]]:
 
 
 def _located(problems: list[tuple[str, str]], root: yaml.Node | None, source: str) -> ConfigError:
-    """One error with all problems, in the order of their lines."""
+    """Return one error with all problems, in the order of their lines."""
     lines = sorted((_line_of(root, place), place, text) for place, text in dict.fromkeys(problems))
     shown = [f"{source}:{line}: {place}{': ' if place else ''}{text}" for line, place, text in lines]
     return ConfigError("\n".join(shown))
 
 
 def _line_of(node: yaml.Node | None, place: str) -> int:
-    """Line of ``place``, or of the innermost part of it that is there; from 1 on."""
+    """Return the line of ``place``, or of the innermost present part of it; lines count from 1."""
     line = 1
     for name, index in STEP.findall(place):
         if isinstance(node, yaml.MappingNode) and name:

@@ -1,4 +1,4 @@
-"""From a cluster spec to the configs of its processes. Secrets are resolved here, where the processes run."""
+"""Expansion of a cluster spec to the configs of its processes. Secrets are resolved here, where the processes run."""
 
 import os
 from collections.abc import Mapping
@@ -24,13 +24,13 @@ RANDOM_SECRET_BYTES = 32
 
 
 class Secrets(Confidential, frozen=True, kw_only=True):
-    """What the references of a spec stand for; "" where there is none."""
+    """Values of a spec's secrets; "" where there is none."""
 
     secret: str = ""
     api_key: str = ""
 
     def with_some_secret(self) -> "Secrets":
-        """With a random one where none is configured: for processes that get theirs from one launcher."""
+        """Return these with a random shared secret if none is configured, for processes that share one launcher."""
         return self if self.secret else msgspec.structs.replace(self, secret=random_secret())
 
 
@@ -39,9 +39,10 @@ def random_secret() -> str:
 
 
 def read_secret(path: str, variable: str) -> str:
-    """The content of the file at ``path``, else of the environment's ``variable``, stripped; "" if neither is set.
+    """Return the content of the file at ``path``, else of the environment's ``variable``, stripped; "" if neither is
+    set.
 
-    Neither comes from the command line, which every user of the machine can see. Raises :class:`ConfigError`.
+    Secrets aren't taken from the command line, which every user of the machine can see. Raises :class:`ConfigError`.
     """
     if not path:
         return os.environ.get(variable, "").strip()
@@ -55,7 +56,7 @@ def read_secret(path: str, variable: str) -> str:
 
 
 def resolve_secrets(spec: ClusterSpec) -> Secrets:
-    """Read what the spec refers to, on this machine. Raises :class:`ConfigError` for a reference to nothing."""
+    """Read the spec's secrets on this machine. Raises :class:`ConfigError` for a reference to nothing."""
     return Secrets(
         secret=resolve_shared_secret(spec),
         api_key=_resolve("secrets.api_key", spec.secrets.api_key, API_KEY_VARIABLE),
@@ -63,7 +64,7 @@ def resolve_secrets(spec: ClusterSpec) -> Secrets:
 
 
 def resolve_shared_secret(spec: ClusterSpec) -> str:
-    """Read the shared secret alone: the API key may come through a pipe, which can be read once."""
+    """Read the shared secret alone: the API key may come through a pipe, which can be read only once."""
     return _resolve("secrets.shared", spec.secrets.shared, SECRET_VARIABLE)
 
 
@@ -78,7 +79,7 @@ def _resolve(place: str, reference: SecretRef | None, variable: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RouterPorts:
-    """Where a router shall listen that takes the place of another one; 0: as the spec says, or anywhere."""
+    """Ports of a router that replaces another one; 0: the spec's, else any free port."""
 
     http: int = 0
     membership: int = 0
@@ -89,7 +90,7 @@ ANYWHERE = CorePlacement()
 
 
 def router_config(spec: ClusterSpec, secrets: Secrets, host: str, ports: RouterPorts = ANY_PORTS) -> RouterConfig:
-    """``host``: where membership listens."""
+    """Return the router's config; ``host`` is the address on which membership listens."""
     return RouterConfig(
         model=spec.model.path,
         served_model_name=spec.served_model_name,
@@ -121,8 +122,10 @@ def worker_config(
     placement: CorePlacement = ANYWHERE,
     lmcache_endpoint: str = "",
 ) -> WorkerConfig:
-    """Of the worker called ``name``, which binds ``host`` and computes on ``threads`` threads. ``lmcache_endpoint``:
-    of the server that was started for the cluster, if one was."""
+    """Return the config of worker ``name``, which binds ``host`` and computes on ``threads`` threads.
+
+    ``lmcache_endpoint``: endpoint of the server that was started for the cluster, if one was.
+    """
     engine = msgspec.structs.replace(spec.engine_config(pool), threads=threads)
     if lmcache_endpoint and pool.lmcache:
         engine = msgspec.structs.replace(engine, lmcache_endpoint=lmcache_endpoint)
@@ -139,7 +142,7 @@ def worker_config(
 
 
 def worker_environment(spec: ClusterSpec, pool: PoolSpec) -> dict[str, str]:
-    """What the spec adds to the environment of the pool's workers."""
+    """Return the variables that the spec adds to the environment of the pool's workers."""
     environment = dict(pool.environment)
     if spec.connector.transports:
         environment["UCX_TLS"] = ",".join(spec.connector.transports)
@@ -150,5 +153,5 @@ def worker_environment(spec: ClusterSpec, pool: PoolSpec) -> dict[str, str]:
 
 
 def worker_names(spec: ClusterSpec) -> Mapping[str, PoolSpec]:
-    """The workers at the start, ``prefill-0``, ``prefill-1``, ..., with their pools."""
+    """Return the workers at the start, ``prefill-0``, ``prefill-1``, ..., with their pools."""
     return {f"{pool.name}-{index}": pool for pool in spec.pools for index in range(pool.count)}

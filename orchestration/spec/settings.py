@@ -1,4 +1,4 @@
-"""Settings of a cluster spec as plain records, made from the declarations of its parts and of the engine's config."""
+"""Settings of a cluster spec as plain records, derived from the declarations of its parts and the engine's config."""
 
 import typing
 from collections.abc import Iterator
@@ -19,9 +19,9 @@ _CONFIGS: dict[str, type[msgspec.Struct]] = {"engine": EngineConfig, "protocol":
 
 @dataclass(frozen=True, slots=True)
 class SpecSetting:
-    """One setting: its location in a cluster spec (``pools[]`` for each pool), and what its declaration says.
+    """One setting: its location in a cluster spec (``pools[]`` for each pool), and its declaration.
 
-    ``field``: that of :class:`EngineConfig` which it sets, "" if it sets none. ``kind``: its type in the document.
+    ``field``: the field of :class:`EngineConfig` that it sets, "" if none. ``kind``: its type in the document.
     """
 
     place: str
@@ -80,7 +80,7 @@ def _settings_of_config(config: type[msgspec.Struct], outer: str) -> Iterator[Sp
 
 
 def _part_of(hint: Any) -> type[msgspec.Struct] | None:
-    """Return the part of the document that a field holds, or None if it's a value."""
+    """Return the part of the document that a field holds; None if the field is a value."""
     if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
         return hint
     return next((part for each in typing.get_args(hint) if (part := _part_of(each)) is not None), None)

@@ -1,4 +1,4 @@
-"""A cluster spec from a few numbers: what the options of ``splitserve serve`` stand for."""
+"""The cluster spec that the options of ``splitserve serve`` stand for, made from a few numbers."""
 
 from typing import Any
 
@@ -27,10 +27,10 @@ def simple_spec(
     protocol: ProtocolConfig = _PROTOCOL,
     **parts: Any,
 ) -> ClusterSpec:
-    """A cluster whose pools are called after their roles and share ``engine``'s settings.
+    """Return a cluster whose pools are named after their roles and share ``engine``'s settings.
 
-    ``prefill_tp``, ``decode_tp``: ranks of the workers of that role, if not as many as the engine says.
-    What applies to nobody is refused. ``parts`` are further parts of :class:`ClusterSpec`. Raises :class:`ConfigError`.
+    ``prefill_tp``, ``decode_tp``: ranks of the workers of that role, if they differ from the engine's. ``parts`` are
+    further parts of :class:`ClusterSpec`. Raises :class:`ConfigError`, also for settings that apply to no worker.
     """
     numbers = {Role.PREFILL: num_prefill, Role.DECODE: num_decode, Role.MIXED: num_mixed}
     for role, number in numbers.items():
@@ -62,7 +62,7 @@ def simple_spec(
 
 
 def _pool(engine: EngineConfig, role: Role, count: int, num_ranks: int) -> dict[str, Any]:
-    """Return a pool of ``engine``'s settings; ``num_ranks``: of each worker, 0: as many as the engine says."""
+    """Return a pool with ``engine``'s settings; ``num_ranks``: ranks of each worker, 0: the engine's number."""
     pool: dict[str, Any] = {"name": role.value, "role": role.value, "count": count}
     for field, place in PLACES.items():
         if place.startswith("pools[]."):
@@ -71,7 +71,7 @@ def _pool(engine: EngineConfig, role: Role, count: int, num_ranks: int) -> dict[
 
 
 def put(document: dict[str, Any], place: str, value: Any) -> None:
-    """Set what is at ``place`` of a cluster spec's document, like ``router.port``."""
+    """Set the value at ``place`` of a cluster spec's document, like ``router.port``."""
     *outer, name = place.split(".")
     for each in outer:
         document = document.setdefault(each, {})
@@ -79,7 +79,7 @@ def put(document: dict[str, Any], place: str, value: Any) -> None:
 
 
 def _settings_of(kind: Any, config: Struct) -> Any:
-    """The fields of ``config`` that differ from their defaults."""
+    """Return the fields of ``config`` that differ from their defaults."""
     defaults = {field.name: field.default for field in structs.fields(config)}
     values = {name: getattr(config, name) for name in kind.__struct_fields__}
     return kind(**{name: value for name, value in values.items() if value != defaults[name]})

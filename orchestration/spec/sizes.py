@@ -1,4 +1,4 @@
-"""Amounts of memory as people write them, and as we print them."""
+"""Amounts of memory: parsing of human-written sizes, and formatting."""
 
 import re
 
@@ -10,8 +10,8 @@ _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmgt]?)(?P<binary>i?)
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of ``4096``, ``512MiB`` (powers of 1024), ``2GB`` (powers of 1000) or ``1.5g`` (1024, as
-    ``docker`` has it).
+    """Return the bytes of ``4096``, ``512MiB`` (powers of 1024), ``2GB`` (powers of 1000) or ``1.5g`` (powers of 1024,
+    as in ``docker``).
 
     Raises :class:`ConfigError` for anything else, and for more than :data:`MAX_MEMORY_BYTES`.
     """
@@ -26,7 +26,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """``num_bytes`` in the largest binary unit that leaves at least one in front of the point."""
+    """Format ``num_bytes`` in the largest binary unit in which it is at least 1."""
     for unit in ("B", "KiB", "MiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""Files that hold little (cluster specs, secrets), read with bounds in size and time.
+"""Reading of small files (cluster specs, secrets) with bounds in size and time.
 
 Regular files and pipes are read, so that a shell's ``<(command)`` works; devices, directories and sockets are refused.
 """
@@ -15,8 +15,8 @@ _KINDS = ((stat.S_ISDIR, "a directory"), (stat.S_ISCHR, "a device"), (stat.S_ISB
 
 
 def read_small_file(path: str, max_bytes: int) -> bytes:
-    """The content of ``path``. Raises :class:`ConfigError` if it is no file or pipe, larger than ``max_bytes``, or a
-    pipe that stays open for :data:`PIPE_SECONDS`."""
+    """Return the content of ``path``. Raises :class:`ConfigError` if it isn't a file or pipe, is larger than
+    ``max_bytes``, or is a pipe that stays open for :data:`PIPE_SECONDS`."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except (OSError, ValueError) as error:
@@ -37,7 +37,7 @@ def read_small_file(path: str, max_bytes: int) -> bytes:
 
 
 def _read(fd: int, path: str, max_bytes: int, *, is_pipe: bool) -> bytes:
-    """At most ``max_bytes``. The descriptor doesn't block: a pipe without a writer must not hold a command up."""
+    """Read at most ``max_bytes``. The descriptor doesn't block: a pipe without a writer must not block a command."""
     deadline = time.monotonic() + PIPE_SECONDS
     content = b""
     while len(content) < max_bytes:

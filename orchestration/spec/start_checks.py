@@ -1,5 +1,5 @@
-"""What keeps a cluster from starting on this machine, as far as spec, files and machine show it: found before any
-process starts, all of it at once, each with its place in the spec.
+"""Checks before any process starts: problems in spec, files and machine that keep a cluster from starting here. All are
+reported at once, each with its location in the spec.
 """
 
 import errno
@@ -35,17 +35,17 @@ from splitserve.orchestration.spec.sizes import format_bytes
 from splitserve.protocol.engine_config import DEVICE_DEFAULTS, machine_problems
 
 Problem: TypeAlias = tuple[str, str]
-"""A place in the spec, and what is wrong there."""
+"""A location in the spec, and a message."""
 
 MIN_WORKER_BYTES = 256 << 20
-"""Resident memory of a worker's rank with PyTorch and nothing else."""
+"""Resident memory of a worker's rank with only PyTorch loaded."""
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MIN_BLOCKS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What bounds a cluster on one machine. ``gpus`` None: there are some, and they were not looked at."""
+    """Resources of one machine. ``gpus`` None: there are some, which were not inspected."""
 
     num_cpus: int
     memory_bytes: int
@@ -57,7 +57,7 @@ def this_machine() -> Machine:
 
 
 def check_start(spec: ClusterSpec) -> None:
-    """Raise :class:`SpecError` with all that keeps ``spec`` from starting here."""
+    """Raise :class:`SpecError` with all problems that keep ``spec`` from starting here."""
     problems = [*file_problems(spec), *capacity_problems(spec, this_machine()), *address_problems(spec)]
     if problems:
         raise SpecError(problems)
@@ -67,7 +67,7 @@ def check_start(spec: ClusterSpec) -> None:
 
 
 def file_problems(spec: ClusterSpec) -> list[Problem]:
-    """Of the paths and secrets that the spec names, and what its model's config.json rules out."""
+    """Return problems of the paths and secrets in the spec, and of settings that the model's config.json rules out."""
     return [*_model_problems(spec), *_secret_problems(spec), *_directory_problems(spec)]
 
 
@@ -99,7 +99,7 @@ def _model_problems(spec: ClusterSpec) -> Iterator[Problem]:
 
 
 def _kv_problems(spec: ClusterSpec, pool: PoolSpec, place: str, model: ModelConfig) -> Iterator[Problem]:
-    """KV memory that can't hold two blocks, or one longest sequence, even of the smallest elements it may have."""
+    """Yield KV memory that can't hold two blocks or one longest sequence, even with the smallest possible elements."""
     try:
         engine = spec.engine_config(pool)
     except ConfigError:  # the document itself is wrong there
@@ -131,12 +131,12 @@ def _secret_problems(spec: ClusterSpec) -> Iterator[Problem]:
 
 
 def _is_pipe(reference: SecretRef | None) -> bool:
-    """Whether a look at it would take the secret away from the process that needs it."""
+    """Return whether the secret is in a pipe: reading it here would take it from the process that needs it."""
     return reference is not None and bool(reference.file) and Path(reference.file).is_fifo()
 
 
 def _directory_problems(spec: ClusterSpec) -> Iterator[Problem]:
-    """Directories that workers write to are made by them, below one that must be there."""
+    """Yield directories that workers can't write to; workers create them below a directory that must exist."""
     for index, pool in enumerate(spec.pools):
         settings = {**set_fields(spec.engine), **set_fields(pool.engine)}
         for field in ("disk_kv_dir", "profile_dir"):
@@ -156,7 +156,7 @@ def _can_be_written(directory: Path) -> bool:
 
 
 def _is_kernels(directory: Path) -> bool:
-    """Nobody makes files in these, whatever their modes say to the superuser."""
+    """Return whether the kernel owns the directory: no process can create files there, whatever its mode allows."""
     return any(directory.is_relative_to(root) for root in ("/proc", "/sys"))
 
 
@@ -164,7 +164,7 @@ def _is_kernels(directory: Path) -> bool:
 
 
 def capacity_problems(spec: ClusterSpec, machine: Machine) -> list[Problem]:
-    """What is more than the machine has: threads, memory, GPUs."""
+    """Return the demands that exceed the machine: threads, memory, GPUs."""
     problems: list[Problem] = []
     for index, pool in enumerate(spec.pools):
         place = f"pools[{index}]"
@@ -185,7 +185,7 @@ def _is_on_gpus(pool: PoolSpec, machine: Machine) -> bool:
 
 
 def _step_problems(spec: ClusterSpec, pool: PoolSpec, place: str, machine: Machine) -> Iterator[Problem]:
-    """Steps whose logits or activations alone are more than the memory there is."""
+    """Yield steps whose logits or activations alone exceed the memory."""
     try:
         model = load_model_config(spec.model.path)
     except CheckpointError:
@@ -223,7 +223,7 @@ def _gpu_memory_problems(spec: ClusterSpec, pool: PoolSpec, place: str, machine:
 
 
 def _host_memory_problems(spec: ClusterSpec, machine: Machine) -> Iterator[Problem]:
-    """All workers together: their processes, and what they are told to take."""
+    """Yield host memory beyond the machine's, over all workers: their processes and their configured KV memory."""
     takers: dict[str, int] = {}
     for index, pool in enumerate(spec.pools):
         engine = spec.engine_config(pool)
@@ -249,7 +249,7 @@ def _host_memory_problems(spec: ClusterSpec, machine: Machine) -> Iterator[Probl
 
 
 def address_problems(spec: ClusterSpec) -> Iterator[Problem]:
-    """Addresses that can't be bound here, or must not be without a secret."""
+    """Yield addresses that can't be bound here, or must not be bound without a secret."""
     place = "network.interface" if spec.network.interface else "network.host"
     has_secrets = not list(_secret_problems(spec)) and not _is_pipe(spec.secrets.shared)
     if has_secrets and (
@@ -273,7 +273,7 @@ def address_problems(spec: ClusterSpec) -> Iterator[Problem]:
 
 
 def _refusal(attempt: Callable[[], object]) -> str:
-    """The error's words, "" if there is none."""
+    """Return the message of the error that ``attempt`` raises; "" if it raises none."""
     try:
         attempt()
     except (ConfigError, CheckpointError) as error:

@@ -1,4 +1,4 @@
-"""The answer of GET /admin/workers, from what the router knows."""
+"""The answer to GET /admin/workers, made of the router's own records."""
 
 import os
 import socket
@@ -12,7 +12,7 @@ from splitserve.router.links.membership import WorkerRecord
 
 
 def cluster_report(config: RouterConfig, fleet: Fleet, now: float) -> ClusterReport:
-    """``now``: on the event loop's clock, which is that of the records."""
+    """Return the report; ``now`` is the event loop's time, whose clock the records use."""
     return ClusterReport(
         version=__version__,
         machine=socket.gethostname(),

@@ -59,7 +59,7 @@ class RouterMetrics:
             registry, "e2e", "Arrival of an HTTP request to its end, whatever that was", _E2E_BUCKETS
         )
         self.handover_seconds = _histogram(
-            registry, "handover", "First token from prefill to decode ready, both as heard here", _HANDOVER_BUCKETS
+            registry, "handover", "Arrival of prefill's first token to decode's readiness", _HANDOVER_BUCKETS
         )
         self.prompt_tokens = _counter(registry, "prompt_tokens", "Prompt tokens of placed requests")
         self.output_tokens = _counter(registry, "output_tokens", "Output tokens received and delivered in order")
@@ -84,7 +84,7 @@ class RouterMetrics:
         self.workers_lost = _counter(
             registry,
             "workers_lost",
-            "Workers that died or fell silent, but not those that left in order",
+            "Workers that died or sent no heartbeats; not those that left in order",
         )
 
     def watch_workers(self, records: Callable[[], list[WorkerRecord]]) -> None:
@@ -153,9 +153,9 @@ def _families(
 
 
 def _identities(records: list[WorkerRecord]) -> GaugeMetricFamily:
-    """Which process a worker is: what an operator needs to look at it, or to end it."""
+    """Return the identity of each worker's process, with which an operator can inspect or end it."""
     labels = (*_LABELS, "incarnation", "endpoint", "pid", "kv_events_endpoint")
-    family = GaugeMetricFamily("splitserve_worker_info", "Always 1; the labels say who and where it is", labels=labels)
+    family = GaugeMetricFamily("splitserve_worker_info", "Always 1; the labels identify its process", labels=labels)
     for record in records:
         info = record.info
         where = (info.endpoint, str(info.pid), info.kv_events_endpoint)
@@ -164,13 +164,13 @@ def _identities(records: list[WorkerRecord]) -> GaugeMetricFamily:
 
 
 def _links(records: list[WorkerRecord]) -> Iterator[Family]:
-    """A transport that nobody intended costs a factor of a hundred, and nothing else shows it."""
+    """Yield gauges of the links: an unintended transport can be a hundred times slower, and only these show it."""
     labels = (*_LABELS, "peer", "transport")
     speed = GaugeMetricFamily(
         "splitserve_link_bytes_per_second", "One thread's large read of the peer's KV when connecting", labels=labels
     )
     slow = GaugeMetricFamily(
-        "splitserve_link_slow", "1 if KV doesn't travel as it should; the log says why", labels=labels
+        "splitserve_link_slow", "1 if KV isn't transferred as fast as it should be; the log says why", labels=labels
     )
     for record in records:
         for link in (link for link in record.links if link.transport):

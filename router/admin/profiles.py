@@ -1,4 +1,4 @@
-"""Profiles of the workers, on request: asks them, and waits for what they say."""
+"""Profiles of the workers, on request: sends the request to all workers and collects their reports."""
 
 import asyncio
 import secrets
@@ -17,7 +17,7 @@ MAX_STEPS = 100_000
 MAX_SECONDS = 600.0
 MAX_PROFILE_BODY_BYTES = 4096
 REPORT_SECONDS = 60.0
-"""How long a worker may take to write and read its trace."""
+"""Time that a worker may take to write and read its trace."""
 
 
 class ProfileRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -28,7 +28,7 @@ class ProfileRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def parse_profile_request(body: bytes) -> ProfileRequest:
-    """Raises :class:`ApiError` 400 that says what is wrong."""
+    """Parse the body; raises :class:`ApiError` 400 that names the fault."""
     try:
         return msgspec.json.decode(body or b"{}", type=ProfileRequest)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -37,15 +37,15 @@ def parse_profile_request(body: bytes) -> ProfileRequest:
 
 @dataclass(slots=True)
 class _Run:
-    """One request for profiles. ``missing`` have yet to report."""
+    """One request for profiles."""
 
-    missing: set[Party]
+    missing: set[Party]  # workers that have yet to report
     reports: dict[Party, Profiled] = field(default_factory=dict)
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Profiles:
-    """Used on the event loop. What comes late, or from a worker that wasn't asked, is dropped."""
+    """Requests for profiles in flight. For use on the event loop. Late and unrequested reports are dropped."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -54,7 +54,7 @@ class Profiles:
     async def take(self, num_steps: int, timeout_seconds: float) -> dict[str, Any]:
         """Let every ready worker record its next ``num_steps`` steps, for at most ``timeout_seconds``.
 
-        A report for each, by engine id: ``{"error": ...}``, or what was recorded.
+        Returns a report for each worker, by engine id: the recording, or ``{"error": ...}``.
         """
         profile_id = secrets.token_hex(8)
         records = self._fleet.membership.records()
@@ -66,18 +66,18 @@ class Profiles:
                 async with asyncio.timeout(timeout_seconds + REPORT_SECONDS):
                     await run.done.wait()
         except TimeoutError:
-            pass  # those that are missing are reported as such
+            pass  # the missing workers' reports become errors
         finally:
             del self._runs[profile_id]
         return {worker.engine_id: _as_json(run.reports.get(worker)) for worker in workers}
 
     def close(self) -> None:
-        """Nobody will report any more."""
+        """End all waits: no further report will come."""
         for run in self._runs.values():
             run.done.set()
 
     def on_report(self, sender: Party, report: Profiled) -> bool:
-        """False if nobody waits for it."""
+        """Take in a report; return False if no request waits for it."""
         run = self._runs.get(report.profile_id)
         if run is None or sender not in run.missing:
             return False

@@ -1,11 +1,11 @@
-"""The answer to one generation request: submits its prompts, turns their updates into JSON or a stream of events.
+"""The answer to one generation request: submits its prompts and turns their updates into JSON or a stream of events.
 
-A failure before the first byte is an HTTP error; after it, an error event in the stream, then ``[DONE]``. The
-response's head waits for the first token, so that most failures still get a status. A client that disconnects cancels
-its requests, streamed or not.
+A failure before the first byte is an HTTP error; a later one is an error event in the stream, followed by ``[DONE]``.
+The response's head waits for the first token, so that most failures still get a status. A client that disconnects
+cancels its requests, streamed or not.
 
-A stream that has nothing to send for a while gets comments, so that nobody takes its connection for dead: once it has
-begun, or while a request waits for a worker in place of one that was lost.
+A stream without tokens for a while sends comments, so that clients and proxies don't take its connection for dead: once
+the stream has begun, or while a request waits for a worker that replaces a lost one.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class Prompt:
 
 
 READ_GRACE_SECONDS = 5.0
-"""Beyond a request's deadline: a client that reads more slowly would keep its places for ever."""
+"""Time to read the answer beyond a request's deadline: a slower client would occupy its places for ever."""
 
 KEEP_ALIVE = b": keep-alive\n\n"
 
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 class _Pulse:
-    """Asks for a comment whenever ``seconds`` have gone by in which nothing was sent; 0 never does."""
+    """Timer that calls ``on_silence`` after each ``seconds`` in which nothing was sent; 0: never."""
 
     def __init__(self, seconds: float, on_silence: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -71,7 +71,7 @@ class _Pulse:
 
 
 class GenerationResponse(Response):
-    """An ASGI response. ``prompts`` were admitted; their places are given back when it's over."""
+    """An ASGI response. ``prompts`` were admitted; their places are released when the response has ended."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class GenerationResponse(Response):
             self._requests.append(request)
 
     async def _next_pieces(self) -> tuple[list[tuple[int, Piece]], ApiError | None]:
-        """New pieces of open choices, in order, and the error that follows them if a request failed."""
+        """Return new pieces of open choices, in order, and the error that follows them if a request failed."""
         updates = await self._inbox.take()
         if self._gone:
             raise ClientGoneError
@@ -194,7 +194,7 @@ class GenerationResponse(Response):
         self._inbox.put(0, NOTHING)
 
     def _comment(self, *, started: bool) -> bytes:
-        """What a stream gets that has no tokens to send: a comment, if one is due."""
+        """Return the comment for a stream without tokens to send; b"" if none is due."""
         is_due = self._is_silent and (started or any(each.is_stranded for each in self._requests))
         self._is_silent = False
         return KEEP_ALIVE if is_due else b""

@@ -24,13 +24,13 @@ _TYPES = {
 
 
 def clipped(text: str, max_chars: int) -> str:
-    """``text``, cut where it's longer: names and values in messages come from clients and files."""
+    """Return ``text``, cut after ``max_chars``: names and values in messages come from clients and files."""
     return text if len(text) <= max_chars else f"{text[:max_chars]}... ({len(text)} characters)"
 
 
 class ApiError(Exception):
-    """An answer other than 200. ``param`` names the request's field at fault; ``retry_after_seconds`` goes with 429 and
-    503. The texts are cut where they are long, since they may repeat what the client sent."""
+    """An answer other than 200. ``param`` names the request's field at fault; ``retry_after_seconds`` is sent with 429
+    and 503. Long texts are cut, since they may repeat input of the client."""
 
     def __init__(
         self,
@@ -73,5 +73,5 @@ _STATUS_BY_REASON = {
 
 
 def error_of_failure(failure: Failure) -> ApiError:
-    """The answer for a request that failed after it was placed."""
+    """Return the answer for a request that failed after its placement."""
     return ApiError(_STATUS_BY_REASON[failure.reason], failure.message, code=failure.reason.value)

@@ -34,7 +34,7 @@ from splitserve.router.requests.dispatcher import ClientGoneError, Dispatcher
 from splitserve.router.text.preparation import Preparation, check_not_empty
 
 _KEYED_PATHS = ("/v1/", "/admin/")
-_CLOSED_TRANSPORT = "the handler is closed"  # what uvloop says between a connection's reset and its report of it
+_CLOSED_TRANSPORT = "the handler is closed"  # uvloop's message between a connection's reset and its report of the reset
 
 Handler: TypeAlias = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -109,13 +109,13 @@ class Api:
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def workers(self, _request: Request) -> Response:
-        """All that is known of the cluster, for whoever looks for a fault (``splitserve doctor``)."""
-        self._dispatcher.fleet.mend_links()  # what is still broken in the next answer stays so
+        """Answer with all that is known of the cluster, for the search for faults (``splitserve doctor``)."""
+        self._dispatcher.fleet.mend_links()  # a link still broken in the next answer doesn't mend by itself
         report = cluster_report(self._dispatcher.config, self._dispatcher.fleet, asyncio.get_running_loop().time())
         return Response(msgspec.json.encode(report), media_type="application/json")
 
     async def profile(self, request: Request) -> Response:
-        """Let the workers record their next steps; answers when they have."""
+        """Let the workers record their next steps, and answer when their reports are complete."""
         check_json(request)
         async with self._bodies.read(request, MAX_PROFILE_BODY_BYTES) as content:
             body = parse_profile_request(content)
@@ -131,7 +131,7 @@ class Api:
         return body
 
     async def _limits(self, request: Request, arrived_at: float) -> Limits:
-        """Those of the workers that are there, or come soon. Raises :class:`ApiError` 503."""
+        """Return the limits of the current workers, or wait shortly for workers. Raises :class:`ApiError` 503."""
         watchers: list[asyncio.Task[None]] = []
 
         def watch_client() -> asyncio.Task[None]:
@@ -172,15 +172,15 @@ class Api:
 
 
 async def _until_disconnected(request: Request) -> None:
-    """For a request whose body has been read."""
+    """Wait until the client disconnects; the request's body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 def create_app(api: Api, metrics: RouterMetrics, api_key: str = "", *, local_only: bool = False) -> ASGIApp:
-    """The ASGI application: routes, errors in OpenAI's shape, request counts.
+    """Return the ASGI application: routes, errors in OpenAI's shape, request counts.
 
-    ``api_key`` is for /v1 and /admin. With ``local_only`` requests have to be meant for a loopback host.
+    ``api_key`` protects /v1 and /admin. With ``local_only``, Host and Origin of requests must name a loopback host.
     """
     document = msgspec.json.encode(openapi_document(api.model_id, wants_key=bool(api_key)))
 
@@ -210,7 +210,7 @@ def create_app(api: Api, metrics: RouterMetrics, api_key: str = "", *, local_onl
         ClientDisconnect: _on_client_disconnect,
         Exception: _on_unexpected,
     }
-    # Plain routes: FastAPI's own would parse and validate, which is done here. The document is written by hand.
+    # Plain routes: FastAPI's own would parse and validate, which the handlers do. The document is written by hand.
     app = FastAPI(title="Splitserve", version=__version__, openapi_url=None, routes=routes, exception_handlers=on_error)
     paths = frozenset(path for path, _ in posts + gets)
     guarded: ASGIApp = RequireKey(app, api_key) if api_key else app
@@ -223,7 +223,7 @@ async def _on_api_error(_request: Request, error: Exception) -> Response:
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """404 and 405 of the routing itself."""
+    """Answer 404 and 405 of the routing itself."""
     assert isinstance(error, HTTPException)
     response = await _on_api_error(
         request, ApiError(error.status_code, f"{error.detail}: {request.method} {request.url.path}")
@@ -233,17 +233,17 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def _on_client_disconnect(_request: Request, _error: Exception) -> Response:
-    return Response(status_code=400)  # nobody reads it
+    return Response(status_code=400)  # the client is gone
 
 
 async def _on_unexpected(request: Request, _error: Exception) -> Response:
-    """A bug of ours: the server logs the traceback."""
+    """Answer 500 for a bug of ours; the server logs the traceback."""
     return await _on_api_error(request, ApiError(500, "internal error", code="internal_error"))
 
 
 class RequireKey:
-    """ASGI middleware that answers 401 under /v1 and /admin unless the request shows the API key. The body isn't read
-    before."""
+    """ASGI middleware that answers 401 under /v1 and /admin unless the request carries the API key. It checks the key
+    before it reads the body."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app = app
@@ -260,7 +260,7 @@ class RequireKey:
     def _is_allowed(self, headers: list[tuple[bytes, bytes]]) -> bool:
         given = [value for name, value in headers if name == b"authorization"]
         scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
-        # Equal lengths: the time of the comparison tells nothing of the key.
+        # Digests have equal lengths, so that the comparison's time is independent of the key.
         return scheme.lower() == b"bearer" and hmac.compare_digest(hashlib.sha256(key.strip()).digest(), self._digest)
 
 
@@ -285,6 +285,6 @@ class CountRequests:
                 await send(message)
             except RuntimeError as error:
                 if _CLOSED_TRANSPORT not in str(error):
-                    raise  # else the client has reset the connection, of which the application hears in a moment
+                    raise  # else the client has reset the connection, and a disconnect message follows
 
         await self._app(scope, receive, count_and_send)

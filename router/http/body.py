@@ -1,4 +1,4 @@
-"""Bodies of requests, read and parsed within bounds: one body's size, time and structure, and all bodies' memory."""
+"""Bodies of requests, read and parsed within bounds: each body's size, time and structure, and all bodies' memory."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -12,23 +12,23 @@ from splitserve.router.http.body_shape import is_surely_small
 from splitserve.router.http.parsing import RequestModel, parse, parse_checked
 
 MAX_BODIES_AT_ONCE = 16  # of the largest size
-BODY_SECONDS = 60.0  # a slower body holds memory and a connection for nothing
+BODY_SECONDS = 60.0  # a slower body occupies memory and a connection in vain
 
 
 class BodyReader:
-    """Reads and parses the bodies of one server; counts what is in memory until it has been parsed."""
+    """Reader and parser of one server's bodies; it counts the bytes in memory until they have been parsed."""
 
     def __init__(self, max_body_bytes: int) -> None:
         self._max_bytes = max_body_bytes
         self._num_bytes = 0
-        # One thread: parsers hold the interpreter, so that a second would only take the event loop's turn.
+        # One thread: parsers hold the interpreter, so a second one would only delay the event loop.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="bodies")
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def parse(self, request: Request, model: type[RequestModel]) -> RequestModel:
-        """The body as ``model``. Raises :class:`ApiError` as :meth:`read` does, and 400 that names what is wrong."""
+        """Return the body as ``model``. Raises :class:`ApiError` as :meth:`read` does, and 400 that names the fault."""
         async with self.read(request) as body:
             if is_surely_small(body):
                 return parse(model, body)
@@ -36,9 +36,9 @@ class BodyReader:
 
     @asynccontextmanager
     async def read(self, request: Request, max_bytes: int = 0) -> AsyncIterator[bytes]:
-        """The whole body, of at most ``max_bytes`` (0: the server's limit), for as long as the context is open.
+        """Yield the whole body, of at most ``max_bytes`` (0: the server's limit); it is kept while the context is open.
 
-        Raises :class:`ApiError` 413 for one too large, 408 for one too slow, 429 when all bodies take too much memory.
+        Raises :class:`ApiError` 413 if it is too large, 408 if too slow, 429 if all bodies take too much memory.
         """
         limit = min(max_bytes or self._max_bytes, self._max_bytes)
         declared = request.headers.get("content-length", "")

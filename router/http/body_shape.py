@@ -1,8 +1,8 @@
 """Counts of a JSON body's structure, taken from its bytes before anything parses it.
 
-A parser builds an object for each value and holds the interpreter meanwhile, so the event loop stands still. Counting
+A parser builds an object for each value and holds the interpreter meanwhile, which blocks the event loop. Counting
 separators and brackets outside strings takes numpy 5 ns per byte and releases the interpreter. The counts are exact for
-valid JSON; for anything else they are some numbers, and the parser reports the error.
+valid JSON; for invalid JSON they are arbitrary, and the parser reports the error.
 """
 
 from collections.abc import Iterator
@@ -14,10 +14,10 @@ import numpy.typing as npt
 from splitserve.router.http.api_error import ApiError
 
 MAX_DEPTH = 32
-MAX_FIELDS = 128  # of the body itself; the API knows half as many
+MAX_FIELDS = 128  # of the outermost object; the API has half as many
 MAX_MEMBERS = 8192  # fields of all objects together: 2.5 us each for the parser when they are unknown
 MAX_CONTAINERS = 8192
-MAX_VALUES = 1 << 17  # commas outside strings; prompts that are one list of token ids are read apart from the rest
+MAX_VALUES = 1 << 17  # commas outside strings; a prompt that is one list of token ids is read separately
 
 _UNCOUNTED_BYTES = 1 << 11
 _INLINE_BYTES = 1 << 16
@@ -35,17 +35,17 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(slots=True)
 class BodyShape:
-    """What stands outside strings. ``num_fields``: members of the outermost object, ``num_members`` of all objects."""
+    """Counts of the characters outside strings."""
 
     depth: int = 0
-    num_fields: int = 0
-    num_members: int = 0
+    num_fields: int = 0  # members of the outermost object
+    num_members: int = 0  # members of all objects
     num_containers: int = 0
     num_commas: int = 0
 
 
 def is_surely_small(body: bytes) -> bool:
-    """Return whether the event loop can parse ``body`` itself, in at most 3 ms, whatever it holds."""
+    """Return whether the event loop can parse ``body`` itself: any content then takes at most 3 ms."""
     if len(body) <= _UNCOUNTED_BYTES:
         return True
     if len(body) > _INLINE_BYTES:
@@ -56,9 +56,8 @@ def is_surely_small(body: bytes) -> bool:
 
 
 def check_shape(body: bytes) -> BodyShape:
-    """Raises :class:`ApiError` 400 for more fields, objects, lists or depth than any request needs.
-
-    The number of values is left to :func:`check_values`.
+    """Count the body's structure. Raises :class:`ApiError` 400 for more fields, objects, lists or depth than any
+    request needs; :func:`check_values` checks the number of values.
     """
     shape = BodyShape()
     for _ in shapes_of(body, shape):
@@ -70,7 +69,7 @@ def check_shape(body: bytes) -> BodyShape:
 
 
 def check_values(shape: BodyShape) -> None:
-    """Raises :class:`ApiError` 400 for a body with more values than are parsed one by one."""
+    """Raise :class:`ApiError` 400 for a body with too many values to be parsed one by one."""
     _check(shape.num_commas + 1, MAX_VALUES, "values, a prompt that is one list of token ids aside")
 
 
@@ -83,7 +82,7 @@ def _check(count: int, limit: int, noun: str) -> None:
 def shapes_of(body: bytes, shape: BodyShape) -> Iterator[None]:
     """Add the structure of ``body`` to ``shape``, a chunk at each step."""
     depth = 0
-    is_inside, is_escaped = False, False  # at the chunk's first byte: in a string, behind an odd run of backslashes
+    is_inside, is_escaped = False, False  # at the chunk's first byte: within a string, after an odd run of backslashes
     for begin in range(0, len(body), _CHUNK_BYTES):
         chunk = np.frombuffer(body, np.uint8, min(_CHUNK_BYTES, len(body) - begin), begin)
         quotes = np.flatnonzero(chunk == _QUOTE)
@@ -95,7 +94,7 @@ def shapes_of(body: bytes, shape: BodyShape) -> Iterator[None]:
 
 
 def _unescaped(chunk: Bytes, quotes: npt.NDArray[np.intp], is_escaped: bool) -> tuple[npt.NDArray[np.intp], bool]:
-    """Those of ``quotes`` behind an even run of backslashes, and whether the chunk's end is behind an odd one."""
+    """Return the ``quotes`` that follow an even run of backslashes, and whether the chunk ends with an odd run."""
     ends = np.append(quotes, len(chunk))
     last_other = np.arange(len(chunk), dtype=np.int32)
     last_other[chunk == _BACKSLASH] = -1
@@ -108,7 +107,7 @@ def _unescaped(chunk: Bytes, quotes: npt.NDArray[np.intp], is_escaped: bool) -> 
 
 
 def _marks_outside(chunk: Bytes, quotes: npt.NDArray[np.intp], is_inside: bool) -> tuple[Bytes, bool]:
-    """Brackets and separators outside strings, and whether the chunk ends inside one."""
+    """Return the brackets and separators outside strings, and whether the chunk ends inside a string."""
     if not len(quotes):
         return chunk[:0] if is_inside else chunk[_IS_MARK[chunk]], is_inside
     inside = np.zeros(len(chunk), dtype=np.uint8)
@@ -119,7 +118,7 @@ def _marks_outside(chunk: Bytes, quotes: npt.NDArray[np.intp], is_inside: bool) 
 
 
 def _count(marks: Bytes, depth: int, shape: BodyShape) -> int:
-    """Adds ``marks``, the bytes of a chunk's brackets and separators, to ``shape``; returns the depth behind them."""
+    """Add ``marks``, the bytes of a chunk's brackets and separators, to ``shape``; return the depth after them."""
     if not len(marks):
         return depth
     steps = _DEPTH_STEPS[marks]

@@ -1,14 +1,15 @@
-"""HTTP connections with bounds: on the size and time of headers, on requests that wait in line, and on their number.
+"""HTTP connections with bounds on the size and time of headers, on pipelined requests, and on their number.
 
-uvicorn's protocol on httptools takes headers of any size, for any time, from any number of connections. This one counts
-what it feeds to the parser, and knows of each connection since when it owes the rest of a request:
+uvicorn's protocol on httptools accepts headers of any size, for any time, from any number of connections. This one
+counts the bytes that it feeds to the parser, and records since when each connection has an incomplete request:
 
-- A request line with its headers has ``max_header_bytes`` (431) and ``header_seconds`` (408), trailers as many bytes.
-- A request that is answered before its end has the time of a body to end. A client that doesn't read while an answer
-  fills the buffers has the time of an idle connection. Then the connection is cut.
-- Beyond the bound on their number, the connection that has been without a whole request for longest gives way to a
-  new one; where all are being served, the new one gets 503. It is accepted for that: a listener that stops accepting
-  leaves clients and health checks waiting in its backlog, for as long as somebody holds the others.
+- A request line with its headers is bounded by ``max_header_bytes`` (else 431) and ``header_seconds`` (else 408);
+  trailers by as many bytes.
+- A request that is answered before its end may take as long to end as a body may take. A client that doesn't read while
+  an answer fills the buffers may pause for as long as an idle connection. Then the connection is closed.
+- Beyond the maximum number of connections, the one that has been without a complete request for longest is closed in
+  favour of a new one; if all are being served, the new one gets 503. It is accepted for that answer: a listener that
+  stops accepting leaves clients and health checks in its backlog until one of the connections ends.
 """
 
 import asyncio
@@ -31,18 +32,18 @@ from splitserve.router.http.body import BODY_SECONDS
 log = logging.getLogger(__name__)
 
 _SHARE_OF_DESCRIPTORS = 0.5
-"""The others are for workers (about six each: membership, link, its monitor, KV events), log files and the like."""
+"""The other descriptors are for workers (about six each: membership, link, its monitor, KV events), log files etc."""
 _MIN_CONNECTIONS = 8192
 _LOG_INTERVAL_SECONDS = 1.0
 
 
 class Connections:
-    """What the connections of one server share: their bounds, and who would give way."""
+    """State shared by the connections of one server: their bounds, and the order in which they give way."""
 
     def __init__(self, limits: HttpLimits, max_requests_in_flight: int, metrics: RouterMetrics) -> None:
         self.limits = limits
         self.incomplete: dict[BoundedHttp, None] = {}
-        """Those that no whole request is being answered on, the longest waiting first."""
+        """Connections on which no complete request is being answered, the longest waiting first."""
         self._metrics = metrics
         num_descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = limits.max_connections or max(_MIN_CONNECTIONS, 2 * max_requests_in_flight)
@@ -50,7 +51,7 @@ class Connections:
         self._next_log_at = 0.0
 
     def has_room(self, num_connections: int) -> bool:
-        """Whether the last of so many connections may stay, if need be in the place of another one."""
+        """Return whether the newest of ``num_connections`` may stay; close another one for it if necessary."""
         if num_connections <= self.max_connections:
             return True
         oldest = next(iter(self.incomplete), None)
@@ -77,16 +78,16 @@ class HttpConfig(uvicorn.Config):
 
 
 class _Input(enum.Enum):
-    """What the next bytes of a connection are."""
+    """Meaning of the next bytes of a connection."""
 
-    IDLE = enum.auto()  # the beginning of a request, at any time
+    IDLE = enum.auto()  # the beginning of a request, which may come at any time
     HEAD = enum.auto()  # a request line and headers
     BODY = enum.auto()  # a body with its chunks' sizes and trailers
-    REFUSED = enum.auto()  # nothing any more
+    REFUSED = enum.auto()  # nothing: further bytes are dropped
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """One connection."""
+    """One connection with the bounds of :class:`Connections`."""
 
     config: HttpConfig
 
@@ -101,14 +102,14 @@ class BoundedHttp(HttpToolsProtocol):
         self._shared = config.connections
         self._limits = config.connections.limits
         self._input = _Input.IDLE
-        # Bytes of the head, or since the last piece of the body. Whole headers are counted as such, exactly; this one
-        # bounds those that never end, at twice the limit where a body or another request came in the same read.
+        # Bytes of the head, or since the last piece of the body. Complete headers are counted exactly, below; this one
+        # bounds headers that never end, at twice the limit if a body or another request came in the same read.
         self._num_fed = 0
-        self._num_header_bytes = 0  # in whole headers of the head, or of the trailers
+        self._num_header_bytes = 0  # in complete headers of the head, or of the trailers
         self._num_headers = 0
         self._timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
-        self._fault: ApiError | None = None  # why a callback of the parser has stopped it
+        self._fault: ApiError | None = None  # error for which a callback of the parser has stopped it
 
     # ---- the connection ----
 
@@ -120,7 +121,7 @@ class BoundedHttp(HttpToolsProtocol):
         else:
             self._input = _Input.REFUSED
             self._write_error(ApiError(503, "there are too many connections: try again", code="too_many_connections"))
-            transport.close()  # no time to linger: descriptors are what is short
+            transport.close()  # at once: descriptors are short
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -130,16 +131,16 @@ class BoundedHttp(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def give_way(self) -> None:
-        """Make room for another connection. What this one has asked for, if anything, was never complete."""
+        """Close this connection to make room for another one; it has no complete request."""
         self._shared.count("gave_way", self.loop.time())
         self._input = _Input.REFUSED
         self.connections.discard(self)
         self.transport.abort()
 
     def timeout_keep_alive_handler(self) -> None:
-        self.transport.abort()  # closing it would wait for a client that hasn't read its answer in all that time
+        self.transport.abort()  # closing would wait for the client, which hasn't read its answer in all that time
 
-    # ---- what comes in ----
+    # ---- input ----
 
     def data_received(self, data: bytes) -> None:
         if len(data) <= self._limits.max_header_bytes - self._num_fed:
@@ -164,7 +165,7 @@ class BoundedHttp(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            pass  # answered as if it hadn't asked for another protocol
+            pass  # answer as if it hadn't requested another protocol
         except httptools.HttpParserError as error:
             self._refuse(self._fault or ApiError(400, f"this is no valid HTTP/1.1: {error}", code="invalid_http"))
         if self._input is _Input.HEAD and self._timer is None:
@@ -188,7 +189,7 @@ class BoundedHttp(HttpToolsProtocol):
         limits = self._limits
         if self._num_header_bytes > limits.max_header_bytes or self._num_headers > limits.max_headers:
             self._stop_parser(self._too_large())
-        if self._input is _Input.HEAD:  # trailers are dropped: the request is being served by what its head said
+        if self._input is _Input.HEAD:  # trailers are dropped: the request is served as its head specifies
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -213,7 +214,7 @@ class BoundedHttp(HttpToolsProtocol):
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
 
-    # ---- what goes out ----
+    # ---- output ----
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         task = self.loop.create_task(cycle.run_asgi(app))
@@ -222,7 +223,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def _on_answered(self, task: asyncio.Task[None]) -> None:
         self.tasks.discard(task)
-        if self.transport.is_closing():  # once the client has read the rest: bound that, too
+        if self.transport.is_closing():  # it closes once the client has read the rest: bound that time, too
             self._start_timer(self._limits.keep_alive_seconds, self.transport.abort)
 
     def pause_writing(self) -> None:
@@ -250,7 +251,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def _on_late_headers(self) -> None:
         if self._num_fed == 0:
-            self.transport.close()  # it never said anything
+            self.transport.close()  # it never sent a byte
             return
         seconds = self._limits.header_seconds
         self._refuse(ApiError(408, f"the headers didn't come within {seconds:g} s", code="request_timeout"))
@@ -262,12 +263,12 @@ class BoundedHttp(HttpToolsProtocol):
         return ApiError(431, text, code="headers_too_large")
 
     def _stop_parser(self, error: ApiError) -> None:
-        """To be called by its callbacks: it can't be fed any more."""
+        """Stop the parser from within one of its callbacks; it can't be fed any more."""
         self._fault = error
         raise error
 
     def _refuse(self, error: ApiError) -> None:
-        """Read no further. Answer, unless answers to earlier requests are under way: then close after them."""
+        """Read no further. Answer, unless answers to earlier requests are in flight: then close after them."""
         is_own = self._input is _Input.BODY
         self._input = _Input.REFUSED
         self._stop_timer()
@@ -278,13 +279,13 @@ class BoundedHttp(HttpToolsProtocol):
             return
         if is_own and (not is_answering or self.cycle.response_started or self.pipeline):
             self._shared.count(str(error.code), self.loop.time())
-            self.transport.abort()  # another answer would be taken for that of another request
+            self.transport.abort()  # a further answer would be taken for that of another request
             return
         if is_own:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self._write_error(error)
-        # Closing with bytes unread would reset the connection, and perhaps lose the answer: let the client read first.
+        # Closing with unread bytes would reset the connection and perhaps lose the answer: let the client read first.
         self.transport.write_eof()
         self.flow.resume_reading()
         self._start_timer(self._limits.linger_seconds, self.transport.abort)

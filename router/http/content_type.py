@@ -1,4 +1,4 @@
-"""The type of a request's body. What a web page may send without asking (forms, plain text, none) isn't accepted."""
+"""The type of a request's body. Types that a web page may send without a preflight (forms, text, none) are refused."""
 
 from email.message import Message
 
@@ -7,7 +7,7 @@ from starlette.requests import Request
 from splitserve.router.http.api_error import ApiError
 
 _JSON = "application/json"
-_MAX_CHARACTERS = 100  # more isn't parsed, and not shown
+_MAX_CHARACTERS = 100  # the rest is neither parsed nor shown
 
 
 def check_json(request: Request) -> None:

@@ -1,4 +1,4 @@
-"""JSON of the answers, whole and in chunks, as OpenAI's clients expect them."""
+"""JSON of the answers, whole and in chunks, as OpenAI's clients expect it."""
 
 import secrets
 import time
@@ -19,7 +19,7 @@ DONE_EVENT = b"data: [DONE]\n\n"
 
 
 async def send_json(send: Send, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
-    """A whole response, straight to the ASGI server."""
+    """Send a whole response straight to the ASGI server."""
     pairs = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     pairs += [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
     await send({"type": "http.response.start", "status": status, "headers": pairs})
@@ -46,7 +46,7 @@ class Usage:
 
 
 class Format(ABC):
-    """The JSON of one answer. Subclasses say what differs between the endpoints."""
+    """The JSON of one answer. Subclasses define the differences between the endpoints."""
 
     id_prefix: str
     whole_kind: str
@@ -63,11 +63,11 @@ class Format(ABC):
         self._return_token_ids = return_token_ids
 
     def opening(self, index: int) -> bytes:  # noqa: ARG002
-        """Events that go before a choice's first chunk."""
+        """Return the events that precede a choice's first chunk."""
         return b""
 
     def chunk(self, index: int, piece: Piece, extra: dict[str, Any]) -> bytes:
-        """The event of one piece of one choice; ``extra`` is merged into the object."""
+        """Return the event of one piece of one choice; ``extra`` is merged into the object."""
         choice = self._choice(index, piece.finish_reason) | self._delta(piece.text)
         if self._return_token_ids:
             choice["token_ids"] = list(piece.token_ids)
@@ -77,7 +77,7 @@ class Format(ABC):
         return sse_event({**self._head, "choices": [], "usage": usage.as_json()})
 
     def answer(self, choices: Sequence[Piece], usage: Usage, extra: dict[str, Any]) -> bytes:
-        """The whole answer; ``choices`` are whole outputs."""
+        """Return the whole answer; ``choices`` are whole outputs."""
         entries = []
         for index, piece in enumerate(choices):
             entry = self._choice(index, piece.finish_reason) | self._message(piece.text)
@@ -98,11 +98,11 @@ class Format(ABC):
 
     @abstractmethod
     def _delta(self, text: str) -> dict[str, Any]:
-        """A choice's new text, in a chunk."""
+        """Return the JSON of a choice's new text in a chunk."""
 
     @abstractmethod
     def _message(self, text: str) -> dict[str, Any]:
-        """A choice's whole text."""
+        """Return the JSON of a choice's whole text."""
 
 
 class CompletionFormat(Format):

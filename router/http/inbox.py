@@ -6,7 +6,7 @@ from splitserve.router.requests.state import Update
 
 
 class Inbox:
-    """A queue with one reader. What piles up while the client is slow is bounded by the requests' max_tokens."""
+    """A queue with one reader. Its length while the client is slow is bounded by the requests' max_tokens."""
 
     def __init__(self) -> None:
         self._updates: list[tuple[int, Update]] = []
@@ -18,7 +18,7 @@ class Inbox:
             self._waiter.set_result(None)
 
     async def take(self) -> list[tuple[int, Update]]:
-        """All updates since the last call, in order, each with the index of its request; waits for the first."""
+        """Return all updates since the last call, in order, each with its request's index; wait for the first."""
         if not self._updates:
             self._waiter = asyncio.get_running_loop().create_future()
             try:

@@ -1,7 +1,7 @@
-"""Protection of a server that only its loopback address protects: against web pages that a user of the machine visits.
+"""Protection against web pages that a user of the machine visits, for a server that only its loopback address protects.
 
 A page's script can send requests to 127.0.0.1. If its own host name resolves there (DNS rebinding), it can also read
-the answers. Browsers say what a request was meant for (Host) and where it comes from (Origin).
+the answers. Browsers send the host that a request is meant for (Host) and the page's origin (Origin).
 """
 
 import functools
@@ -22,7 +22,7 @@ _REMEDY = (
 
 
 class RequireLocal:
-    """ASGI middleware that answers 403 unless Host and Origin, where they are given, name a loopback host."""
+    """ASGI middleware that answers 403 unless Host and Origin, if given, name a loopback host."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -41,7 +41,7 @@ class RequireLocal:
 
 @functools.lru_cache(maxsize=64)
 def is_local(authority: bytes) -> bool:
-    """Whether ``authority`` (host or host:port, IPv6 addresses in brackets) is a loopback address or localhost."""
+    """Return whether ``authority`` (host or host:port, IPv6 in brackets) is a loopback address or localhost."""
     if len(authority) > _MAX_AUTHORITY:
         return False
     match = _AUTHORITY.fullmatch(authority.decode("latin-1").lower())

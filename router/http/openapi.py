@@ -1,7 +1,7 @@
-"""The OpenAPI document: what the endpoints take and give, for this server's model. Written by hand, checked by tests.
+"""The OpenAPI document: input and output of the endpoints, for this server's model. Written by hand, checked by tests.
 
-Request bodies come from the models of :mod:`splitserve.router.http.schema`, and name what is accepted with neutral
-values only. Limits that depend on the workers (context length, vocabulary) aren't in it.
+Request bodies come from the models of :mod:`splitserve.router.http.schema`, and list the parameters that are accepted
+with neutral values only. Limits that depend on the workers (context length, vocabulary) aren't in it.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ _ERRORS = {
 
 
 def openapi_document(model_id: str, *, wants_key: bool) -> Json:
-    """The whole document, as a value for JSON."""
+    """Return the whole document, as a value for JSON."""
     keyed = (401,) if wants_key else ()
     generation_errors = (400, *keyed, 404, 408, 413, 415, 429, 502, 503, 504)
     paths: Json = {
@@ -63,7 +63,7 @@ def openapi_document(model_id: str, *, wants_key: bool) -> Json:
 
 
 def _generation(summary: str, kind: str, errors: tuple[int, ...]) -> Json:
-    """One of the two that generate: a whole object, or server-sent events when the body says ``stream``."""
+    """Return one of the two generating endpoints: it answers a whole object, or server-sent events with ``stream``."""
     content = _json(_ref(kind)) | {"text/event-stream": {"itemSchema": _ref("Event")}}
     body = {"required": True, "content": _json(_ref(f"{kind}Request"))}
     return _operation(summary, content, errors) | {"requestBody": body}
@@ -109,7 +109,7 @@ def _schemas(model_id: str) -> Json:
 
 
 def _answer(kind: str, model_id: str, choice: Json) -> Json:
-    """``splitserve`` is there with ``return_route``, ``token_ids`` with ``return_token_ids``."""
+    """Return the schema of an answer; ``return_route`` adds ``splitserve``, ``return_token_ids`` adds ``token_ids``."""
     entry = _object(choice, token_ids={"type": "array", "items": _COUNT})
     fields = {
         "id": _STRING,
@@ -123,7 +123,7 @@ def _answer(kind: str, model_id: str, choice: Json) -> Json:
 
 
 def _requests(model_id: str) -> Json:
-    """The schemas of both bodies, with what they are made of."""
+    """Return the schemas of both bodies and of their parts."""
     models: tuple[type[GenerationRequest], ...] = (CompletionRequest, ChatCompletionRequest)
     schemas: Json = {}
     for model in models:
@@ -139,7 +139,7 @@ def _requests(model_id: str) -> Json:
 
 
 def _object(fields: Json, **optional: Json) -> Json:
-    """An object with exactly ``fields``, and perhaps ``optional`` ones."""
+    """Return the schema of an object with all of ``fields``, any of ``optional``, and no others."""
     properties = fields | optional
     return {"type": "object", "properties": properties, "required": list(fields), "additionalProperties": False}
 

@@ -1,4 +1,4 @@
-"""Bodies of requests, parsed and refused in words that name the first field at fault."""
+"""Parsing of requests' bodies, with errors that name the first field at fault."""
 
 from typing import Any, TypeVar
 
@@ -18,32 +18,32 @@ from splitserve.router.http.schema import (
 )
 from splitserve.router.http.token_prompt import take_token_ids
 
-MAX_ISSUES = 100  # each of them costs time and memory: a body with more is refused without looking at any
+MAX_ISSUES = 100  # each issue costs time and memory: a body with more is refused without details
 _MANY_VALUES = 1024
 _ANY_FIELDS = pydantic.TypeAdapter(dict[str, Any])
 RequestModel = TypeVar("RequestModel", bound=GenerationRequest)
 
 
 def parse(model: type[RequestModel], body: bytes) -> RequestModel:
-    """The body as ``model``. Raises :class:`ApiError` 400 that names the first field at fault.
+    """Return the body as ``model``. Raises :class:`ApiError` 400 that names the first field at fault.
 
-    Holds the interpreter for a time in proportion to the body's structure: :func:`parse_checked` bounds that first.
+    It holds the interpreter for a time in proportion to the body's structure, which :func:`parse_checked` bounds first.
     """
     token_ids, rest = _take_prompt(model, body)
     return _with_prompt(_parse_whole(model, rest), token_ids)
 
 
 def parse_checked(model: type[RequestModel], body: bytes) -> RequestModel:
-    """:func:`parse` for a large body, whose structure is counted before anything is built from it."""
+    """Parse a large body like :func:`parse`, but count its structure before building any object from it."""
     shape = check_shape(body)
-    has_long_list = shape.num_commas >= _MANY_VALUES  # else the pass over the body that finds it would be in vain
+    has_long_list = shape.num_commas >= _MANY_VALUES  # else searching the body for it would be in vain
     token_ids, rest = _take_prompt(model, body) if has_long_list else (None, body)
     check_values(shape if token_ids is None else check_shape(rest))
     return _with_prompt(_parse_whole(model, rest), token_ids)
 
 
 def _take_prompt(model: type[RequestModel], body: bytes) -> tuple[TokenIds | None, bytes]:
-    """The prompt, if it's one list of token ids, and the body with a stand-in for it."""
+    """Return the prompt, if it is one list of token ids, and the body with a placeholder for it."""
     taken = take_token_ids(body) if model is CompletionRequest else None
     return (None, body) if taken is None else taken
 
@@ -64,7 +64,7 @@ def _parse_whole(model: type[RequestModel], body: bytes) -> RequestModel:
 
 
 def _retry_without_neutral(model: type[RequestModel], body: bytes, error: pydantic.ValidationError) -> RequestModel:
-    """Unsupported parameters come out as unknown fields: refuse them by name, or go on without neutral ones."""
+    """Refuse unsupported parameters by name, or parse again without neutral ones; the model reports them as unknown."""
     if error.error_count() > MAX_ISSUES:
         message = f"{error.error_count()} things are wrong with the body; /openapi.json says what may be in it"
         raise ApiError(400, message, code="invalid_value") from None
@@ -90,7 +90,7 @@ def _is_extra(issue: Any) -> bool:
 
 
 def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
-    """Equal to one of ``neutral``, where true and 1 are different values."""
+    """Return whether the value equals one of ``neutral``; true and 1 are different values."""
     return value is None or any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral)
 
 
@@ -102,13 +102,13 @@ def _as_api_error(issues: list[Any]) -> ApiError:
     if not loc:
         return ApiError(400, f"the body must be a JSON object: {issue['msg']}", code="invalid_json")
     field = _field_path(issue)
-    # Elements of a plain list have no name of their own: the parameter is the list.
+    # Elements of a plain list have no name of their own: ``param`` names the list.
     param = field if "." in field else str(loc[0])
     return ApiError(400, f"{field}: {issue['msg']}", param=param, code="invalid_value")
 
 
 def _field_path(issue: Any) -> str:
-    """The field as clients write it (``messages[0].content``), without the names of union members and tags."""
+    """Return the field as clients write it (``messages[0].content``), without names of union members and tags."""
     loc = issue["loc"]
     path = str(loc[0])
     for depth, part in enumerate(loc[1:], start=2):
@@ -120,7 +120,7 @@ def _field_path(issue: Any) -> str:
 
 
 def _most_telling(issues: list[Any]) -> Any:
-    """Of the first field's issues, one that isn't merely about another member of a union."""
+    """Return the first field's most informative issue: not one about an unrelated member of a union."""
     same_field = [issue for issue in issues if issue["loc"][:1] == issues[0]["loc"][:1]]
     return next((issue for issue in same_field if not issue["type"].endswith("_type")), same_field[0])
 

@@ -1,7 +1,7 @@
 """Bodies of the OpenAI endpoints: strict models, and errors that name the field.
 
-What isn't supported yet is refused by name when it's given a value that would change the result, and accepted when
-the value is the neutral one that clients like to send. Unknown fields are refused too: nothing is silently ignored.
+An unsupported parameter is refused by name if its value would change the result, and accepted with the neutral value
+that clients often send. Unknown fields are refused, too: nothing is silently ignored.
 """
 
 from typing import Annotated, Any, Literal
@@ -17,8 +17,7 @@ MAX_PROMPTS = 1024
 MAX_MESSAGES = 2048
 MAX_PARTS = 1024
 
-# Parameters of OpenAI's API, or of other servers of it, that we know but don't support, with the values besides null
-# that ask for nothing.
+# Unsupported parameters of OpenAI's API, or of other servers with that API, with their neutral values besides null.
 NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "allowed_token_ids": ([],),
@@ -93,7 +92,7 @@ TokenId = Annotated[int, Field(ge=0)]
 
 
 class GenerationRequest(_Strict):
-    """What both endpoints take. None stands for the endpoint's default."""
+    """Fields of both endpoints' bodies. None stands for the endpoint's default."""
 
     model: str
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -120,14 +119,14 @@ class GenerationRequest(_Strict):
 
 
 def _prompt_kind(value: Any) -> str:
-    """Which of the four forms a prompt has, by its first element, so that only that one is validated."""
+    """Return which of its four forms a prompt has, by its first element, so that only that form is validated."""
     if not isinstance(value, list):
         return "string"
     first = value[0] if value else ""
     return "token_lists" if isinstance(first, list) else "strings" if isinstance(first, str) else "tokens"
 
 
-# Lists fail fast: one issue tells as much as a million, which took minutes.
+# Lists fail fast: one issue is as informative as a million, which took minutes.
 # An empty prompt is refused with an error code of its own, so only the schema that clients see has these bounds.
 _TEXT = Field(json_schema_extra={"minLength": 1})
 _LIST = Field(fail_fast=True, json_schema_extra={"minItems": 1})
@@ -159,7 +158,7 @@ class TextPart(_Strict):
 
 
 class ChatMessage(_Strict):
-    """One message. The fields after ``name`` are those that a client sends back from an answer; they must be empty."""
+    """One message. A client may send the fields after ``name`` back from an answer; they must be empty."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)]
@@ -171,7 +170,7 @@ class ChatMessage(_Strict):
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
     def for_template(self) -> dict[str, str]:
-        """As chat templates want it: text parts joined by newlines, OpenAI's developer role under its older name."""
+        """Return the message for chat templates: text parts joined by newlines, the developer role as "system"."""
         content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
         message = {"role": "system" if self.role == "developer" else self.role, "content": content}
         return message if self.name is None else message | {"name": self.name}

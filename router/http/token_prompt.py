@@ -1,6 +1,6 @@
-"""A body whose prompt is one list of token ids: they are read at C speed, apart from the other fields.
+"""Bodies whose prompt is one list of token ids, which is read at C speed, separately from the other fields.
 
-Whatever isn't quite that is left to :mod:`.schema`, which says what is wrong with it.
+Anything that deviates is left to :mod:`.schema`, which reports the fault.
 """
 
 from array import array
@@ -11,14 +11,14 @@ import numpy as np
 from splitserve.protocol.token_ids import TokenIds
 
 _OF_NUMBERS = b"0123456789, \t\r\n"  # without signs, points and exponents: non-negative integers
-_PIECE_BYTES = 1 << 15  # larger ones, and what is made of them, are memory that the allocator asks the system for
+_PIECE_BYTES = 1 << 15  # for larger pieces and their numbers, the allocator would request memory from the system
 _STAND_IN = msgspec.Raw(b"[0]")
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def take_token_ids(body: bytes) -> tuple[TokenIds, bytes] | None:
-    """The prompt's token ids, and the body with another prompt in their place; None if the prompt isn't a list of
-    token ids that int32 can hold, or the body isn't JSON."""
+    """Return the prompt's token ids, and the body with another prompt in their place; None if the prompt isn't a list
+    of token ids that fit into int32, or the body isn't JSON."""
     try:
         fields = _fields.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
@@ -28,7 +28,7 @@ def take_token_ids(body: bytes) -> tuple[TokenIds, bytes] | None:
 
 
 def _parse(prompt: bytes) -> TokenIds | None:
-    """``prompt`` is valid JSON."""
+    """Return the token ids of ``prompt``, which is valid JSON; None unless it is a list of ids that fit into int32."""
     start, end = 1, len(prompt) - 1
     if prompt[:1] != b"[" or not prompt[start:end].strip():
         return None
@@ -40,7 +40,7 @@ def _parse(prompt: bytes) -> TokenIds | None:
         if piece.translate(None, _OF_NUMBERS):
             return None
         numbers = np.fromstring(piece.strip(), dtype=np.int64, sep=",")
-        if numbers[numbers.argmax()] >= 2**31:  # what int64 can't hold is its highest
+        if numbers[numbers.argmax()] >= 2**31:  # numbers beyond int64 became its maximum
             return None
         token_ids.frombytes(numbers.astype(np.int32).tobytes())
         start = stop + 1

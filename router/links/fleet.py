@@ -1,6 +1,6 @@
-"""The workers, with I/O: the membership socket, a link per ready worker, and the clock that notices silence.
+"""The workers, with I/O: the membership socket, a link per ready worker, and the timer that detects missing heartbeats.
 
-Carries out what :mod:`splitserve.router.links.membership` decides. Messages about requests go to ``on_message``; a
+Carries out the decisions of :mod:`splitserve.router.links.membership`. Messages about requests go to ``on_message``; a
 worker that died or left is reported once to ``on_lost``, with the reason in words.
 """
 
@@ -46,7 +46,7 @@ _OTHER_SOCKETS = 16
 
 
 class RateLimitedLog:
-    """At most one message in ``interval_seconds``; the next one says how many were left out."""
+    """A log with at most one message per ``interval_seconds``; the next message counts the suppressed ones."""
 
     def __init__(self, level: int, interval_seconds: float = _LOG_INTERVAL_SECONDS) -> None:
         self._level = level
@@ -65,7 +65,10 @@ class RateLimitedLog:
 
 
 class Fleet:
-    """Must be created, used and closed on the event loop's thread. Raises :class:`ConfigError` if it can't bind."""
+    """The workers and their sockets. Must be created, used and closed on the event loop's thread.
+
+    Raises :class:`ConfigError` if the membership address can't be bound.
+    """
 
     def __init__(
         self,
@@ -88,7 +91,7 @@ class Fleet:
         self._links: dict[Party, WorkerLink] = {}
         self.prefixes = PrefixView()
         self._kv_event_links: dict[Party, KVEventLink] = {}
-        self._stale_log = RateLimitedLog(logging.INFO)  # ordinary after an abort
+        self._stale_log = RateLimitedLog(logging.INFO)  # stale messages are normal after an abort
         self._wire_log = RateLimitedLog(logging.WARNING)
         self._refusal_log = RateLimitedLog(logging.WARNING)
         self._stranger_log = RateLimitedLog(logging.WARNING, _STRANGER_LOG_INTERVAL_SECONDS)
@@ -112,12 +115,12 @@ class Fleet:
         self._timer = self._loop.call_later(self._tick_seconds, self._tick)
 
     def send(self, worker: Party, body: Body) -> bool:
-        """False if the worker has no link, or its link takes no more messages."""
+        """Send a message; return False if the worker has no link, or the link's queue is full."""
         link = self._links.get(worker)
         return link is not None and link.send(body)
 
     def drop_stale(self, kind: str, detail: object, sender: Party) -> None:
-        """Count and log a message that came too late or from nobody we know."""
+        """Count and log a message that came too late or from an unknown sender."""
         self._metrics.stale_messages.inc()
         self._stale_log.write(self._loop.time(), f"dropped a stale message from {sender}: {kind}, {detail}")
 
@@ -135,7 +138,7 @@ class Fleet:
         self._context.term()
 
     def check_invariants(self) -> None:
-        """A worker that is LOST, or known no more, has no link: its requests have been told, and none can follow."""
+        """Assert that a LOST or forgotten worker has no link: its requests were notified, and none can follow."""
         self.membership.check_invariants()
         for party in self._links:
             record = self.membership.get(party)
@@ -194,7 +197,7 @@ class Fleet:
             self._dial(sender)
 
     def _on_stranger(self, address: str) -> None:
-        """Somebody dialled who hasn't shown the secret: mostly a worker with another one, which can't say so."""
+        """Record a connection without the shared secret: usually a worker with another one, which can't report it."""
         self.turned_away.stranger(address, self._loop.time())
         self._metrics.handshakes_failed.inc()
         self._stranger_log.write(
@@ -205,7 +208,7 @@ class Fleet:
     # ---- links ----
 
     def _dial(self, worker: Party) -> str | None:
-        """Open the worker's link; the reason in words if that can't be done."""
+        """Open the worker's link; return None, or the reason in words why it can't be opened."""
         record = self.membership.get(worker)
         assert record is not None
         try:
@@ -219,12 +222,12 @@ class Fleet:
                 on_down=self._on_link_down,
             )
         except ConfigError as error:
-            self.membership.forget(worker)  # it may register again, once it can be dialled
+            self.membership.forget(worker)  # it may register again once its endpoint can be dialled
             return str(error)
         return None
 
     def _dial_anew(self, now: float) -> None:
-        """Replace links that don't come up: a worker that is registered but never ready would be missing for ever."""
+        """Replace links that don't come up: else a registered worker could stay unready for ever."""
         for record in self.membership.records():
             link, party = self._links.get(record.info.party), record.info.party
             if record.state is not WorkerState.CONNECTING:
@@ -245,7 +248,7 @@ class Fleet:
         self._introduce(link.party)
 
     def _follow(self, info: WorkerInfo) -> None:
-        """Hear of what the worker holds, if it tells."""
+        """Subscribe to the worker's KV events, if it publishes them."""
         if info.kv_events_endpoint and info.party not in self._kv_event_links:
             try:
                 link = KVEventLink(self._context, info, self._security, self.prefixes.apply)
@@ -263,8 +266,8 @@ class Fleet:
                     self.send(other, Introduce(peer=PeerRef(one, source.info.endpoint)))
 
     def mend_links(self) -> None:
-        """Let decode workers connect anew to prefill workers that they couldn't read from: else the next request that
-        goes that way does."""
+        """Let decode workers reconnect to prefill workers that they couldn't read from; else the next request with that
+        pair of workers has to."""
         records = {record.info.party.engine_id: record for record in self.membership.records()}
         for record in records.values():
             for link in (link for link in record.links if not link.transport):
@@ -289,7 +292,7 @@ class Fleet:
             self._on_message(worker, envelope.body)
 
     def _end_link(self, worker: Party, why: str, *, in_order: bool = False) -> None:
-        """The worker is gone: close its link and tell whoever has requests there. ``in_order``: it said so itself."""
+        """Close the link of a worker that is gone and report its loss to its requests. ``in_order``: it sent Leave."""
         link = self._links.pop(worker, None)
         if link is None:
             return

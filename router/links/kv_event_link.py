@@ -18,8 +18,8 @@ MAX_QUEUED_BATCHES = 10_000
 
 
 class KVEventLink:
-    """``on_batch`` takes each batch of the worker, and says whether it followed the one before: else it's asked for a
-    snapshot. Raises :class:`ConfigError` for an endpoint that can't be dialled."""
+    """A subscription. ``on_batch`` takes each batch of the worker and returns whether it followed the previous one; if
+    not, the link requests a snapshot. Raises :class:`ConfigError` for an endpoint that can't be dialled."""
 
     def __init__(
         self,
@@ -55,5 +55,5 @@ class KVEventLink:
             return
         is_theirs = (batch.engine_id, batch.incarnation) == (self._party.engine_id, self._party.incarnation)
         if is_theirs and not self._on_batch(batch):
-            self._socket.socket.unsubscribe(TOPIC)  # the worker sends a snapshot to who subscribes
+            self._socket.socket.unsubscribe(TOPIC)  # the worker sends a snapshot on each new subscription
             self._socket.socket.subscribe(TOPIC)

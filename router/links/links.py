@@ -1,6 +1,6 @@
 """ZMQ sockets on the event loop: the membership socket, and one link per worker incarnation.
 
-No zmq.asyncio: a socket's descriptor is watched by the loop and frames go straight to a callback, so a message costs no
+No zmq.asyncio: the loop watches a socket's descriptor and passes frames straight to a callback, so a message costs no
 future and no task. All sockets have LINGER 0 and never block: a full send queue is reported to the caller.
 """
 
@@ -32,7 +32,7 @@ _DOWN_EVENTS = (
 
 
 class LoopSocket:
-    """A ZMQ socket whose messages are handed to ``on_frames`` on the event loop."""
+    """A ZMQ socket whose messages are passed to ``on_frames`` on the event loop."""
 
     def __init__(self, socket: "zmq.Socket[bytes]", on_frames: Callable[[list[bytes]], None]) -> None:
         self.socket = socket
@@ -44,7 +44,7 @@ class LoopSocket:
         self._drain_soon()
 
     def send(self, frames: list[bytes]) -> bool:
-        """False if the message can't be queued: the peer's queue is full, or there is no peer."""
+        """Queue a message; return False if that fails: the peer's queue is full, or there is no peer."""
         try:
             self.socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -77,7 +77,7 @@ class LoopSocket:
             try:
                 self._on_frames(frames)
             except BaseException:
-                self._drain_soon()  # a message that we fail at must not leave those behind it lying
+                self._drain_soon()  # an error in one message must not delay those after it
                 raise
         self._drain_soon()
 
@@ -85,10 +85,10 @@ class LoopSocket:
 def bind_router_socket(
     context: "zmq.Context[zmq.Socket[bytes]]", host: str, security: SocketSecurity, port: int = 0
 ) -> "tuple[zmq.Socket[bytes], str]":
-    """A ROUTER socket on ``port`` (0: a free one) of ``host``, and its endpoint. Raises :class:`ConfigError`.
+    """Return a ROUTER socket on ``port`` (0: a free one) of ``host``, and its endpoint. Raises :class:`ConfigError`.
 
-    It names its connections itself, and none takes the name of another one (no ROUTER_HANDOVER): membership believes a
-    connection by its name.
+    It names its connections itself, and no connection can take another one's name (no ROUTER_HANDOVER): membership
+    identifies a connection by its name.
     """
     socket = new_socket(context, zmq.ROUTER)
     security.protect_bound(socket)
@@ -104,11 +104,12 @@ def bind_router_socket(
 
 
 class FailedHandshakes:
-    """Calls ``on_failure`` with the address (without its port) of each peer of a bound socket whose handshake fails
-    because it has another secret, or none where one is wanted, or the other way round; "" if it was gone too soon.
+    """Monitor of a bound socket for handshakes that fail because the peer has another secret, none where one is
+    required, or one where none is expected. Calls ``on_failure`` with the peer's address, without its port; "" if the
+    connection was closed before its address could be read.
 
-    ZMQ doesn't say whose handshake failed; it is taken for that of the last connection that was accepted. Close it
-    before its socket.
+    ZMQ doesn't report which handshake failed; the last accepted connection is assumed. Close the monitor before its
+    socket.
     """
 
     def __init__(self, bound: "zmq.Socket[bytes]", on_failure: Callable[[str], None]) -> None:
@@ -132,7 +133,7 @@ class FailedHandshakes:
 
 
 def _address_of_peer(descriptor: int) -> str:
-    """Of a connection that ZMQ owns and may have closed by now: "" then."""
+    """Return the peer's address of a connection that ZMQ owns; "" if ZMQ has closed it by now."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             return str(connection.getpeername()[0])
@@ -141,10 +142,11 @@ def _address_of_peer(descriptor: int) -> str:
 
 
 class WorkerLink:
-    """The connection over which one worker incarnation gets requests and sends tokens.
+    """The connection over which one worker incarnation receives requests and sends tokens.
 
-    ``on_up`` is called once the worker answered the connection's handshake, ``on_down`` once when it breaks; a link
-    that is down is never used again. Raises :class:`ConfigError` for an endpoint that can't be dialled.
+    ``on_up`` is called once, when the worker has answered the connection's handshake, ``on_down`` once, when the
+    connection breaks; a link that is down is never used again. Raises :class:`ConfigError` for an endpoint that can't
+    be dialled.
     """
 
     def __init__(
@@ -176,12 +178,12 @@ class WorkerLink:
     def _connect(
         self, context: "zmq.Context[zmq.Socket[bytes]]", security: SocketSecurity
     ) -> "tuple[zmq.Socket[bytes], zmq.Socket[bytes]]":
-        """The link's socket and its monitor; nothing stays open after an error."""
+        """Return the link's socket and its monitor; on an error, close both."""
         socket = new_socket(context, zmq.DEALER)
         try:
             security.protect_connecting(socket)
             socket.setsockopt(zmq.IPV6, 1)  # dials IPv4, too
-            socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a worker that isn't there
+            socket.setsockopt(zmq.IMMEDIATE, 1)  # queue nothing for a worker that isn't connected
             monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | _DOWN_EVENTS)
             try:
                 socket.connect(self.info.endpoint)
@@ -194,13 +196,13 @@ class WorkerLink:
         return socket, monitor
 
     def send(self, body: Body) -> bool:
-        """False if the worker doesn't take messages any more, or not fast enough."""
+        """Send a message; return False if the worker takes no more messages, or not fast enough."""
         return self._socket.send([encode(Envelope(self._router, self.party, body))])
 
     def close(self) -> None:
         if self._socket.socket.closed:
             return
-        # In this order: a monitor that stops says so, and would wait for ever for its other end if that were closed.
+        # In this order: a stopping monitor sends an event, and would wait for ever if its other end were closed.
         self._socket.socket.disable_monitor()
         self._monitor.close()
         self._socket.close()

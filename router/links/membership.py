@@ -1,17 +1,18 @@
-"""The workers that the router knows: who registered, who is alive, what each has in flight. Pure; time is an argument.
+"""Membership of workers: which are registered and alive, and what each has in flight. Pure; time is an argument.
 
     CONNECTING --link up--> READY --link down, heartbeats stop--> LOST --heartbeat--> CONNECTING
          |                    |                                   ^ ^
          |------Draining------'--> DRAINING --link down, silence--' |
          '----------------------------------------------------------'
 
-A draining worker gets no new requests; those that it has go on.
+A draining worker gets no new requests; its requests in flight continue.
 
-A worker leaves the table when it says Leave, when a new incarnation of it registers, or when it has been LOST for
+A worker leaves the table when it sends Leave, when a new incarnation of it registers, or when it has been LOST for
 ``forget_after_seconds``. A replaced incarnation never comes back, however late its messages are.
 
-Believed about a worker is the connection that registered it. Another connection takes its place only with the token
-that the first one was given; a new incarnation replaces only one that is LOST. So a forged message moves no worker.
+Messages about a worker are accepted only from the connection that registered it. Another connection takes its place
+only with the token that the first one was given; a new incarnation replaces only one that is LOST. So a forged message
+changes no worker's state.
 """
 
 import secrets
@@ -57,19 +58,16 @@ class Charges:
 
 @dataclass(slots=True)
 class WorkerRecord:
-    """One incarnation of one worker. The counts are this router's own; see :class:`WorkerView`.
-
-    ``clock_offset_seconds``: how far its clock is ahead of ours, less the time that its last heartbeat took.
-    """
+    """One incarnation of one worker. The counts are this router's own; see :class:`WorkerView`."""
 
     info: WorkerInfo
     last_heard: float
-    connection: bytes = b""  # which speaks for it, as the membership socket names its connections
+    connection: bytes = b""  # the connection that registered it, by the membership socket's name for it
     token: str = ""  # proves that another connection is the same worker's
     state: WorkerState = WorkerState.CONNECTING
     load: WorkerLoad = NO_LOAD
     links: Sequence[PeerLink] = ()
-    clock_offset_seconds: float | None = None
+    clock_offset_seconds: float | None = None  # worker's clock less ours, less the time its last heartbeat took
     num_heartbeats: int = 0
     num_requests: int = 0
     prefill_tokens: int = 0
@@ -100,13 +98,12 @@ class WorkerRecord:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """Answer to a Register. ``refusal`` says why not, and ``for_good`` that this won't change; ``must_dial`` that the
-    worker has no link (any more); ``token``: see :class:`splitserve.protocol.messages.membership.Registered`."""
+    """Answer to a Register."""
 
-    refusal: str | None = None
-    for_good: bool = True
-    must_dial: bool = False
-    token: str = ""
+    refusal: str | None = None  # the reason if it is refused
+    for_good: bool = True  # a refusal is final: another attempt would be refused, too
+    must_dial: bool = False  # the worker has no link, or has lost it
+    token: str = ""  # see :class:`splitserve.protocol.messages.membership.Registered`
 
 
 class Membership:
@@ -122,12 +119,12 @@ class Membership:
         self._records: dict[str, WorkerRecord] = {}
         self._replaced: dict[Party, None] = {}  # in order of arrival
 
-    # ---- what happened ----
+    # ---- events ----
 
     def register(
         self, sender: Party, info: WorkerInfo, now: float, connection: bytes = b"", token: str = ""
     ) -> Registration:
-        """Take a worker in, or say why not. Registering twice is harmless."""
+        """Register a worker, or return the reason for a refusal. Registering twice is harmless."""
         if info.party != sender:
             return Registration(refusal=f"it registers {info.party} but is {sender}")
         if sender in self._replaced:
@@ -159,7 +156,7 @@ class Membership:
         links: Sequence[PeerLink] = (),
         clock_offset_seconds: float | None = None,
     ) -> WorkerState | None:
-        """The worker's state before this heartbeat (LOST: it must be dialled again), or None for a stale sender."""
+        """Record a heartbeat. Return the worker's state before it (LOST: dial it again); None for a stale sender."""
         record = self.get(sender)
         if record is None:
             return None
@@ -177,7 +174,7 @@ class Membership:
             record.state = WorkerState.READY
 
     def drain(self, party: Party) -> bool:
-        """It takes no more requests. True if that is news."""
+        """Mark a worker that takes no more requests. Return whether its state changed."""
         record = self.get(party)
         if record is None or record.state in (WorkerState.DRAINING, WorkerState.LOST):
             return False
@@ -185,7 +182,7 @@ class Membership:
         return True
 
     def lose(self, party: Party) -> bool:
-        """Its link is down. True if that is news."""
+        """Mark a worker LOST whose link is down. Return whether its state changed."""
         record = self.get(party)
         if record is None or record.state is WorkerState.LOST:
             return False
@@ -193,14 +190,14 @@ class Membership:
         return True
 
     def leave(self, party: Party) -> bool:
-        """It is gone for good. True if that is news."""
+        """Remove a worker for good. Return whether it was there."""
         is_news = self.forget(party)
         if is_news:
             self._mark_replaced(party)
         return is_news
 
     def forget(self, party: Party) -> bool:
-        """As if it had never registered; it may do so again."""
+        """Remove a worker as if it had never registered; it may register again. Return whether it was there."""
         if self.get(party) is None:
             return False
         del self._records[party.engine_id]
@@ -219,7 +216,7 @@ class Membership:
         return silent
 
     def excuse_silence(self, now: float) -> None:
-        """The router itself was not running for a while: nobody's heartbeats can be held against them."""
+        """Restart all heartbeat time-outs, after a time in which the router itself was not running."""
         for record in self._records.values():
             if record.state is not WorkerState.LOST:
                 record.last_heard = now
@@ -234,15 +231,15 @@ class Membership:
         charge.apply()
         return charge
 
-    # ---- what is known ----
+    # ---- queries ----
 
     def get(self, party: Party) -> WorkerRecord | None:
-        """The record of exactly this incarnation."""
+        """Return the record of exactly this incarnation; None if there is none."""
         record = self._records.get(party.engine_id)
         return record if record is not None and record.info.party == party else None
 
     def speaks_for(self, connection: bytes, party: Party) -> bool:
-        """Whether ``connection`` is the one that registered exactly this incarnation."""
+        """Return whether ``connection`` is the one that registered exactly this incarnation."""
         record = self.get(party)
         return record is not None and record.connection == connection
 
@@ -250,19 +247,19 @@ class Membership:
         return list(self._records.values())
 
     def snapshot(self, now: float, matches: Mapping[Party, int] = MappingProxyType({})) -> Snapshot:
-        """Ready workers; those with an open breaker only where their role has no others. ``matches``: how many
-        tokens of a request's prompt each has, as far as anybody knows."""
+        """Return the ready workers; those with an open breaker only if their role has no others. ``matches``: tokens of
+        a request's prompt that each worker holds, as far as known."""
         ready = [record for record in self._records.values() if record.state is WorkerState.READY]
         trusted_roles = {record.info.role for record in ready if record.breaker.allows(now)}
         usable = (r for r in ready if r.breaker.allows(now) or r.info.role not in trusted_roles)
         return Snapshot(tuple(record.view(matches.get(record.info.party, 0)) for record in usable))
 
     def is_connected(self) -> bool:
-        """Whether a decode worker can read from a prefill worker now: else a first request had to wait for that."""
+        """Return whether a decode worker can read from a prefill worker now; else the first request has to wait."""
         return any(record.state is WorkerState.READY and record.load.peers_ready for record in self._records.values())
 
     def vocab_size(self) -> int | None:
-        """The same for all workers; None while there is none."""
+        """Return the vocabulary size, which all workers share; None while there is no worker."""
         return next((record.info.vocab_size for record in self._records.values()), None)
 
     def check_invariants(self) -> None:
@@ -275,7 +272,8 @@ class Membership:
         assert len(self._replaced) <= MAX_REPLACED_INCARNATIONS, f"{len(self._replaced)} incarnations are remembered"
 
     def _mismatch(self, info: WorkerInfo) -> str | None:
-        """How ``info`` differs from the workers that are here: the first one set the model; None if it doesn't."""
+        """Return the difference between ``info`` and the present workers, of which the first determines the model; None
+        if there is none."""
         for record in self._records.values():
             other = record.info
             if record.state is WorkerState.LOST or other.party.engine_id == info.party.engine_id:
@@ -294,7 +292,7 @@ class Membership:
 
 
 def _holder(known: WorkerRecord, sender: Party, connection: bytes, token: str) -> str | None:
-    """Why ``connection`` can't register ``sender`` while ``known`` is there; None if it can."""
+    """Return the reason why ``connection`` can't register ``sender`` while ``known`` is there; None if it can."""
     if known.info.party != sender:
         alive = known.state is not WorkerState.LOST
         return f"another process is registered as {sender.engine_id} and alive: give it another name" if alive else None
@@ -304,7 +302,7 @@ def _holder(known: WorkerRecord, sender: Party, connection: bytes, token: str) -
 
 @dataclass(slots=True)
 class Charge:
-    """What one placed request adds to the counts of its workers (one and the same record for a local request)."""
+    """The contribution of one placed request to its workers' counts; a local request has one record for both phases."""
 
     prefill: WorkerRecord | None
     decode: WorkerRecord | None
@@ -323,13 +321,13 @@ class Charge:
             record.num_placed += 1
 
     def first_token_out(self) -> None:
-        """The prompt has been computed: it's no load on prefill any more."""
+        """Take the prompt, which has been computed, off the prefill worker's load."""
         if self._prefilling and self.prefill is not None:
             self.prefill.prefill_tokens -= self.num_prompt_tokens
         self._prefilling = False
 
     def release(self) -> None:
-        """The request has left its workers. Releasing twice is harmless."""
+        """Take the request off its workers' counts. Releasing twice is harmless."""
         self.first_token_out()
         if not self._decoding:
             return
@@ -343,7 +341,7 @@ class Charge:
         return self._prefilling
 
     def by_record(self) -> Iterator[tuple[WorkerRecord, Charges]]:
-        """Yield what this charge adds to the counts of each of its workers now."""
+        """Yield each of the charge's workers with its current contribution to that worker's counts."""
         for record in self._distinct_records():
             prefill_tokens = self.num_prompt_tokens if self._prefilling and record is self.prefill else 0
             context_tokens = self.num_prompt_tokens if self._decoding and record is self.decode else 0

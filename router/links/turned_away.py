@@ -1,6 +1,6 @@
-"""Who wanted to join and couldn't: refused registrations, and connections without the cluster's secret. Pure.
+"""Rejected attempts to join: refused registrations, and connections without the cluster's secret. Pure.
 
-Kept for those who look for a worker that isn't there; both in bounded number, and for a while only.
+They are recorded for the search for a missing worker, both in bounded number and for a bounded time.
 """
 
 from collections import OrderedDict
@@ -13,8 +13,8 @@ MAX_REMEMBERED = 64
 UNKNOWN = "an unknown address"
 REFUSED_SECONDS = 600.0
 STRANGER_SECONDS = 30.0
-"""A worker with another secret tries again several times a second, one without any every few seconds: what is older is
-over."""
+"""A worker with another secret tries again several times a second, one without a secret every few seconds. Attempts
+older than this have therefore stopped."""
 
 
 @dataclass(slots=True)
@@ -24,7 +24,7 @@ class _Attempts:
 
 
 class TurnedAway:
-    """Times are those of one clock, in seconds."""
+    """The record of rejected attempts. All times are of one clock, in seconds."""
 
     def __init__(self) -> None:
         self._refused: OrderedDict[str, tuple[WorkerInfo, str, float]] = OrderedDict()
@@ -37,11 +37,11 @@ class TurnedAway:
             self._refused.popitem(last=False)
 
     def forgive(self, engine_id: str) -> None:
-        """A worker of that name has registered."""
+        """Forget the refusals of a worker that has registered since."""
         self._refused.pop(engine_id, None)
 
     def stranger(self, address: str, now: float) -> None:
-        """A connection from ``address`` ("": not known) failed for want of the secret."""
+        """Record a connection from ``address`` ("": not known) that failed without the secret."""
         known = self._strangers.pop(address, None)
         goes_on = known is not None and now - known.last_at <= STRANGER_SECONDS
         self._strangers[address] = _Attempts((known.number if known and goes_on else 0) + 1, now)
@@ -68,7 +68,7 @@ class TurnedAway:
             if now - attempts.last_at <= STRANGER_SECONDS
         }
         if len(recent) > 1:
-            recent.pop("", None)  # most likely one of the others
+            recent.pop("", None)  # most likely one of the known addresses
         return [
             Stranger(address=address or UNKNOWN, num_attempts=attempts.number, seconds_ago=now - attempts.last_at)
             for address, attempts in recent.items()

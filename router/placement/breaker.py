@@ -1,4 +1,4 @@
-"""A circuit breaker per worker: one that keeps failing requests gets none for a while. Pure; time is an argument."""
+"""A circuit breaker per worker: a worker that keeps failing gets no requests for a while. Pure; time is an argument."""
 
 from dataclasses import dataclass
 
@@ -9,10 +9,10 @@ MAX_PAUSE_SECONDS = 30.0
 
 @dataclass(slots=True)
 class Breaker:
-    """Closed until ``FAILURES_TO_OPEN`` failures in a row; then open for a pause that doubles with each failure
-    after it.
+    """A breaker, closed until ``FAILURES_TO_OPEN`` failures in a row, then open for a pause that doubles with each
+    further failure.
 
-    After the pause requests go through again; the next success closes the breaker, the next failure opens it anew.
+    After the pause requests pass again; the next success closes the breaker, the next failure opens it anew.
     """
 
     num_failures: int = 0
@@ -23,10 +23,10 @@ class Breaker:
         return now >= self.open_until
 
     def on_failure(self, now: float, began_at: float) -> None:
-        """An attempt that began at ``began_at`` failed.
+        """Count the failure of an attempt that began at ``began_at``.
 
-        Those that were under way when another one's failure was counted tell nothing new: a worker that was frozen, and
-        failed ten requests with that, failed once.
+        Attempts that were in flight when the last failure was counted don't count: a worker that froze and thereby
+        failed ten requests failed once.
         """
         if began_at <= self.counted_at:
             return

@@ -1,4 +1,4 @@
-"""Placement of requests on the workers that membership knows, with what the prefix view says of their prompts. Pure."""
+"""Placement of requests on the registered workers, by policy and by the cached prefixes of their prompts. Pure."""
 
 from collections.abc import Mapping
 
@@ -24,11 +24,11 @@ class Limits(msgspec.Struct, frozen=True, gc=False):
 
 
 class Placer:
-    """``is_closing``: no request is placed any more."""
+    """Placement by a policy, from membership and the prefix view."""
 
     def __init__(self, policy: Policy, membership: Membership, prefixes: PrefixView) -> None:
         self.policy = policy
-        self.is_closing = False
+        self.is_closing = False  # no request is placed any more
         self._membership = membership
         self._prefixes = prefixes
 
@@ -53,7 +53,7 @@ class Placer:
         return self._membership.snapshot(now, worth)
 
     def limits(self, now: float) -> Limits | NoWorker:
-        """Return what prompts must keep to, once that is known and requests can run."""
+        """Return the bounds of prompts, or NoWorker until they are known and requests can run."""
         lengths = context_limits(self._membership.snapshot(now))
         vocab_size = self._membership.vocab_size()
         if self.is_closing or lengths is None or vocab_size is None:
@@ -62,8 +62,8 @@ class Placer:
         return Limits(*lengths, vocab_size)
 
     def prefix_helper(self, prompt: PromptHashes, worker: Party, now: float) -> PeerRef | None:
-        """Return a worker that has so much more of the prompt, on its device or in its host tier, that ``worker`` had
-        best read it from there."""
+        """Return a worker that holds enough more of the prompt, on its device or in its host tier, that reading it from
+        there pays off for ``worker``; else None."""
         matches = self._matches(prompt)
         if not matches:
             return None
@@ -80,5 +80,5 @@ class Placer:
         return PeerRef(party, record.info.endpoint)
 
     def _matches(self, prompt: PromptHashes) -> Mapping[Party, PrefixMatch]:
-        """Return what each worker holds of the prompt. With one worker it doesn't matter, and hashing takes a while."""
+        """Return each worker's prefix match; none with a single worker: it doesn't matter then, and hashing is slow."""
         return self._prefixes.matches(prompt) if len(self._membership.records()) > 1 else {}

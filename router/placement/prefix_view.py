@@ -1,6 +1,7 @@
-"""Where prefixes are: one view of what all workers hold, on the device and in every tier, added up from KV events.
+"""Locations of prefixes: one view of the blocks that all workers hold, on the device and in every tier, built from KV
+events.
 
-It's a hint. What it says may be gone by the time a request comes; then the KV is computed. Pure: no I/O, no clock.
+The view is a hint: a block may be evicted before a request needs it; its KV is then computed. Pure: no I/O, no clock.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,29 +12,29 @@ from splitserve.protocol.kv_event_batch import DEVICE, KVEventBatch
 from splitserve.protocol.request import Party
 
 TIER_WORTH = {DEVICE: 1.0, "host": 0.9, "disk": 0.6}
-"""What a block there is worth, as a share of one on the device, which costs nothing: the cheaper place comes first."""
+"""Worth of a block in a tier, relative to one on the device, which costs nothing to use; the highest is preferred."""
 OTHER_WORTH = 0.5
 MAX_HASHES_PER_WORKER = 1 << 20
 MIN_GAIN_BLOCKS = 2
-"""A worker asks another one for no less: asking takes a round trip."""
+"""Least gain for which a worker reads from another one, since the request takes a round trip."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """How much of a prompt a worker holds from its beginning on, wherever; ``worth_tokens``: by what it costs."""
+    """The leading part of a prompt that a worker holds, in any tier."""
 
     num_tokens: int
-    worth_tokens: int
+    worth_tokens: int  # num_tokens weighted by ``TIER_WORTH``
 
 
 @dataclass(slots=True)
 class _Holding:
-    """What one worker holds. ``number`` of the last batch; ``tiers``: hashes by tier."""
+    """Blocks of one worker."""
 
     root_hash: bytes
     block_size: int
-    number: int
-    tiers: dict[str, set[bytes]] = field(default_factory=dict)
+    number: int  # of the last batch
+    tiers: dict[str, set[bytes]] = field(default_factory=dict)  # block hashes by tier
 
     def match(self, chain: Sequence[bytes]) -> PrefixMatch:
         best_first = sorted(
@@ -52,8 +53,8 @@ class _Holding:
 
 
 class PromptHashes:
-    """The hashes of a prompt's full blocks, made once for each block size and root. Its last token's block is always
-    computed, so it isn't among them."""
+    """Hashes of a prompt's full blocks, computed once per block size and root. The last token's block is left out,
+    since it is always computed."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._token_ids = token_ids
@@ -72,8 +73,8 @@ class PrefixView:
         self._holdings: dict[Party, _Holding] = {}
 
     def apply(self, batch: KVEventBatch) -> bool:
-        """Take a batch in. False if one before it is missing, or if there's too much: nothing is known of that worker
-        until its next snapshot."""
+        """Apply a batch. Return False if an earlier batch is missing, or the worker has too many blocks: the view then
+        holds nothing of that worker until its next snapshot."""
         party = Party(batch.engine_id, batch.incarnation)
         known = self._holdings.get(party)
         if batch.is_snapshot:
@@ -99,12 +100,12 @@ class PrefixView:
         self._holdings.pop(party, None)
 
     def num_blocks(self, party: Party) -> Mapping[str, int]:
-        """By tier."""
+        """Return the number of a worker's blocks by tier."""
         known = self._holdings.get(party)
         return {} if known is None else {tier: len(hashes) for tier, hashes in known.tiers.items()}
 
     def matches(self, prompt: PromptHashes) -> dict[Party, PrefixMatch]:
-        """Of a prompt, by the workers that hold some of it."""
+        """Return the match of a prompt for each worker that holds some of it."""
         found: dict[Party, PrefixMatch] = {}
         for party, holding in self._holdings.items():
             match = holding.match(prompt.chain(holding.root_hash, holding.block_size))
@@ -114,7 +115,7 @@ class PrefixView:
 
 
 def helper_of(worker: Party, matches: Mapping[Party, PrefixMatch], min_gain_tokens: int) -> Party | None:
-    """Who has the most of a prefix, if that is so much more than ``worker`` has that it's worth asking."""
+    """Return the worker with the longest match; None unless it exceeds that of ``worker`` by ``min_gain_tokens``."""
     own = matches.get(worker, PrefixMatch(0, 0)).num_tokens
     best = max(
         (party for party in matches if party != worker),

@@ -1,4 +1,4 @@
-"""One request of the router's core: its prompt, its state machine, what it is charged for, its times."""
+"""One request of the router's core: its prompt, its state machine, its charge, its times."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from splitserve.router.requests.state import RequestState
 
 @dataclass(slots=True, eq=False)
 class ActiveRequest:
-    """Changed by the core only; its driver may read it, also after the end. Times are those of the core's clock."""
+    """A request, changed by the core only; its driver may read it, even after the end. Times: the core's clock."""
 
     token_ids: TokenIds
     sampling: SamplingParams
@@ -23,7 +23,7 @@ class ActiveRequest:
     attempt_began_at: float = 0.0
     first_token_at: float = 0.0  # 0.0: no token came yet
     last_token_at: float = 0.0
-    num_waits: int = 0  # of the current wait for a worker that can go on
+    num_waits: int = 0  # of the current wait for a worker that can continue the request
     stranded_at: float | None = None  # when that wait began
     is_fallback: bool = False  # the first attempt is local only because there was no pair
 
@@ -46,7 +46,7 @@ class ActiveRequest:
 
     @property
     def is_stranded(self) -> bool:
-        """Its last attempt failed, and no worker can go on for now."""
+        """Return whether the last attempt failed and no worker can continue the request for now."""
         return self.stranded_at is not None and not self.state.ended
 
     def check_invariants(self) -> None:

@@ -9,7 +9,7 @@ class Admission:
         self.num_admitted = 0
 
     def admit(self, count: int, param: str | None = None) -> None:
-        """Take ``count`` places, or raise :class:`ApiError` 429 (400 if so many never fit)."""
+        """Take ``count`` places. Raises :class:`ApiError` 429 if they aren't free, 400 if so many never fit."""
         if count > self._max_in_flight:
             raise ApiError(400, f"{count} prompts in one request; at most {self._max_in_flight} fit", param=param)
         if self.num_admitted + count > self._max_in_flight:
@@ -18,5 +18,5 @@ class Admission:
         self.num_admitted += count
 
     def release(self, count: int) -> None:
-        """Give places back that ``admit`` took."""
+        """Release places that ``admit`` took."""
         self.num_admitted -= count

@@ -14,11 +14,11 @@ from splitserve.router.requests.events import Timer, TimerKind
 from splitserve.router.requests.ladder import backoff_seconds, may_wait, next_step
 from splitserve.router.requests.state import Failure
 
-MIN_DEADLINE_SECONDS = 0.001  # a worker refuses a request that has none left
+MIN_DEADLINE_SECONDS = 0.001  # a worker refuses a request without time left
 
 
 class Attempts:
-    """``chosen`` draws the jitter of waits."""
+    """Starts and retries of attempts. ``chosen`` draws the jitter of waits."""
 
     def __init__(
         self,
@@ -44,9 +44,9 @@ class Attempts:
             self._outbox.put(Send(party, body))
 
     def go_on(self, request: ActiveRequest, now: float) -> Failure | None:
-        """After a failed attempt: begin the next one where the ladder says, or wait for workers (None for both).
+        """Begin the attempt that follows a failed one on the ladder, or wait for workers. Return None for both.
 
-        Returns the request's failure where neither can help.
+        Returns the request's failure if neither is possible.
         """
         state = request.state
         last = state.history[-1].failure
@@ -65,7 +65,7 @@ class Attempts:
         return None
 
     def _wait(self, request: ActiveRequest, now: float) -> None:
-        """Look again after a while; a worker that gets ready ends the wait earlier, the deadline for good."""
+        """Retry after a pause; a worker that becomes ready ends the wait earlier, the deadline ends the request."""
         request.stranded_at = now if request.stranded_at is None else request.stranded_at
         delay = backoff_seconds(request.num_waits, self._chosen)
         request.num_waits += 1

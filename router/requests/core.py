@@ -1,12 +1,12 @@
-"""The router's decisions about requests, pure: ``handle(event, now)`` returns the effects to perform.
+"""Decisions of the router about requests, pure: ``handle(event, now)`` returns the effects to perform.
 
     Submit -> admission's places, placement -> Send to the workers, or a place in the waiting room
     FromWorker, WorkerLost, NotSent, TimerFired -> RequestState -> Deliver, Send(Abort), the next attempt
-    WorkerReady -> stranded requests go on, then those in the waiting room begin, in order of arrival
+    WorkerReady -> stranded requests continue, then those in the waiting room begin, in order of arrival
 
 No sockets, event loop or clock: the asyncio shell (:mod:`splitserve.router.requests.dispatcher`) and the fault
-simulator drive the same core. Membership and the prefix view are driven beside it, by whatever carries the workers'
-messages.
+simulator drive the same core. Membership and the prefix view are updated beside it, by the part that receives the
+workers' messages.
 """
 
 import random
@@ -62,14 +62,14 @@ MAX_SHARE_OF_DEADLINE_WAITED = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """An AskLimits that has no answer yet."""
+    """An AskLimits without an answer so far."""
 
 
 Newcomer: TypeAlias = ActiveRequest | Question
 
 
 class RouterCore:
-    """Raises :class:`ConfigError` for an unknown policy. ``chosen`` draws the jitter of waits."""
+    """The core. ``chosen`` draws the jitter of waits. Raises :class:`ConfigError` for an unknown policy."""
 
     def __init__(
         self, config: RouterConfig, membership: Membership, prefixes: PrefixView, chosen: random.Random
@@ -80,7 +80,7 @@ class RouterCore:
         self.deadline_seconds = protocol.request_deadline_seconds
         self.placer = Placer(policy_by_name(config.policy), membership, prefixes)
         self._outbox = Outbox()
-        # of new requests; those whose worker was lost wait until their deadline
+        # Wait of new requests; a request whose worker was lost waits until its deadline.
         wait_seconds = min(protocol.no_worker_wait_seconds, MAX_SHARE_OF_DEADLINE_WAITED * self.deadline_seconds)
         self.waiting_room: WaitingRoom[Newcomer] = WaitingRoom(
             protocol.max_requests_waiting, wait_seconds, self._outbox, self._serve
@@ -104,7 +104,7 @@ class RouterCore:
         }
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """Return what the event asks the driver to do, in order."""
+        """Return the effects of the event, for the driver to perform in order."""
         self._handlers[type(event)](event, now)
         return self._outbox.take()
 
@@ -174,7 +174,7 @@ class RouterCore:
             self.requests.apply(request, update, now)
 
     def _on_not_sent(self, event: NotSent, now: float) -> None:
-        """A request that wasn't sent fails its attempt; a worker without its Abort ends by itself."""
+        """Fail the attempt of a request that wasn't sent. A lost Abort is harmless: the worker ends by itself."""
         key = _requested_by(event.body)
         request = None if key is None else self.requests.get(key.request_id)
         if request is None or key is None:
@@ -191,7 +191,7 @@ class RouterCore:
                 self.requests.apply(request, update, now)
 
     def _on_worker_ready(self, event: WorkerReady, now: float) -> None:
-        """Requests that wait for a worker needn't wait longer. Its own of before its loss are computed elsewhere."""
+        """Serve requests that wait for a worker. Abort the worker's own from before its loss: others continue them."""
         for key in self._orphans.take(event.worker, now):
             self._outbox.put(Send(event.worker, Abort(key)))
         for request in self.requests:
@@ -220,7 +220,7 @@ class RouterCore:
         for request in self.requests:
             self.requests.apply(request, request.state.fail(Failure(FailureReason.SHUTDOWN, SHUTTING_DOWN)), now)
 
-    # ---- what must hold ----
+    # ---- invariants ----
 
     def check_invariants(self) -> None:
         """Raise AssertionError if counts, timers and attempts contradict each other."""
@@ -239,5 +239,5 @@ class RouterCore:
 
 
 def _requested_by(body: Body) -> RequestKey | None:
-    """Return the attempt that a message begins, if it does."""
+    """Return the attempt that a message begins; None if it begins none."""
     return body.key if isinstance(body, PrefillRequest | DecodeRequest | LocalRequest) else None

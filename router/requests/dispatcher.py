@@ -62,7 +62,7 @@ from splitserve.router.requests.waiting_room import no_worker
 log = logging.getLogger(__name__)
 
 WatchClient: TypeAlias = Callable[[], asyncio.Future[None]]
-"""Begins to watch a client's connection; the future is done when the client has gone."""
+"""Function that begins to watch a client's connection; its future is done when the client has disconnected."""
 
 
 class ClientGoneError(Exception):
@@ -70,17 +70,17 @@ class ClientGoneError(Exception):
 
 
 class Dispatcher:
-    """Raises :class:`ConfigError` for an unknown policy or a membership address that can't be bound."""
+    """The core with its driver. Raises :class:`ConfigError` for an unknown policy or an address that can't be bound."""
 
     def __init__(self, config: RouterConfig, metrics: RouterMetrics) -> None:
         self.config = config
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
         self._is_performing = False
-        self._later: list[Effect] = []  # of events that came while effects were performed
+        self._later: list[Effect] = []  # effects of events that came while effects were performed
         self._num_questions = 0
         self._timers: dict[Timer, asyncio.TimerHandle] = {}
-        self._inboxes: dict[str, tuple[Inbox, int]] = {}  # of requests that have begun, with their index there
+        self._inboxes: dict[str, tuple[Inbox, int]] = {}  # by id of a begun request: its inbox, and its index there
         self._answers: dict[str, asyncio.Future[Limits | Refuse | None]] = {}  # None: the request has begun
         self.fleet = Fleet(
             config, metrics, on_message=self._on_message, on_lost=self._on_worker_lost, on_ready=self._on_worker_ready
@@ -108,19 +108,19 @@ class Dispatcher:
     # ---- for the HTTP layer; times of arrival are the event loop's ----
 
     def admit(self, count: int, param: str | None = None) -> None:
-        """Take ``count`` places among the requests in flight, or raise :class:`ApiError` 429 (400 if it never fits)."""
+        """Take ``count`` places among the requests in flight. Raises :class:`ApiError` 429, or 400 if it never fits."""
         self.core.admission.admit(count, param)
 
     def release(self, count: int) -> None:
-        """Give places back that ``admit`` took."""
+        """Release places that ``admit`` took."""
         self.core.admission.release(count)
 
     def place(self, shape: RequestShape) -> Placement:
-        """Return where a request of this shape would run now."""
+        """Return the placement that a request of this shape would get now."""
         return self.core.placer.place(shape, time.monotonic())
 
     async def limits(self, arrived_at: float, watch_client: WatchClient) -> Limits:
-        """Return what prompts must keep to, once a request could be placed.
+        """Return the bounds of prompts, once a request could be placed.
 
         Raises :class:`ApiError` 503 if no worker comes in time, and :class:`ClientGoneError`.
         """
@@ -140,7 +140,7 @@ class Dispatcher:
         *,
         watch_client: WatchClient,
     ) -> ActiveRequest:
-        """Begin a request, once a worker can take it; its updates come to ``inbox`` under ``index``.
+        """Begin a request once a worker can take it; its updates come to ``inbox`` under ``index``.
 
         Raises :class:`ApiError` 503 if no worker comes in time, and :class:`ClientGoneError`.
         """
@@ -155,7 +155,7 @@ class Dispatcher:
         return request
 
     async def _ask(self, newcomer_id: str, event: AskLimits | Submit, watch_client: WatchClient) -> Limits | None:
-        """Hand a newcomer to the core, and wait for its answer while the client is there."""
+        """Submit a newcomer to the core, and wait for its answer while the client is connected."""
         answer: asyncio.Future[Limits | Refuse | None] = self._loop.create_future()
         self._answers[newcomer_id] = answer
         try:
@@ -179,7 +179,7 @@ class Dispatcher:
         self._handle(StopStringReached(request.request_id))
 
     def cancel(self, request: ActiveRequest) -> None:
-        """The client is gone, or has all that it wants; harmless when the request has ended."""
+        """Cancel a request whose client is gone or has its whole answer; harmless if the request has ended."""
         self._handle(Cancel(request.request_id))
 
     def close(self) -> None:
@@ -210,7 +210,7 @@ class Dispatcher:
     def _handle(self, event: Event) -> None:
         """Let the core handle an event and perform its effects, in order; those of a failed send come last.
 
-        The clock is the event loop's, exact where the loop's own is a millisecond late: both are CLOCK_MONOTONIC.
+        The time is read from CLOCK_MONOTONIC, as the event loop's is, but now: the loop's may be a millisecond late.
         """
         effects = self.core.handle(event, time.monotonic())
         if self._is_performing:

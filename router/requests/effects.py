@@ -1,5 +1,4 @@
-"""Effects that :class:`splitserve.router.requests.core.RouterCore` asks its driver for, to be performed in their
-order."""
+"""Effects that :class:`splitserve.router.requests.core.RouterCore` returns for its driver to perform in order."""
 
 from collections.abc import Callable
 from typing import TypeAlias
@@ -14,54 +13,54 @@ from splitserve.router.requests.state import Update
 
 
 class Send(msgspec.Struct, frozen=True, gc=False):
-    """A message over a worker's link. A link that doesn't take it is answered with the event NotSent."""
+    """A message over a worker's link. If the link doesn't take it, the driver answers with the event NotSent."""
 
     to: Party
     body: Body
 
 
 class Deliver(msgspec.Struct, frozen=True, gc=False):
-    """News of a request for its client; the last one says ``ended``."""
+    """Update of a request for its client; the last one has ``ended``."""
 
     request_id: str
     update: Update
 
 
 class Begun(msgspec.Struct, frozen=True, gc=False):
-    """A submitted request has its workers."""
+    """Beginning of a submitted request: its workers are chosen."""
 
     request_id: str
 
 
 class TellLimits(msgspec.Struct, frozen=True, gc=False):
-    """Answers AskLimits."""
+    """Answer to AskLimits."""
 
     question_id: str
     limits: Limits
 
 
 class Refuse(msgspec.Struct, frozen=True, gc=False):
-    """No worker can take a submitted request, nor answer a question; ``reason`` is for the client."""
+    """Refusal of a submitted request, or of a question, that no worker can serve; ``reason`` is for the client."""
 
     request_id: str
     reason: str
 
 
 class SetTimer(msgspec.Struct, frozen=True, gc=False):
-    """Let TimerFired come at ``at``; a timer that is pending already is set anew."""
+    """Timer that causes TimerFired at ``at``; it replaces a pending timer with the same identity."""
 
     timer: Timer
     at: float
 
 
 class CancelTimer(msgspec.Struct, frozen=True, gc=False):
-    """Forget a timer; harmless if it isn't pending."""
+    """End of a timer; harmless if it isn't pending."""
 
     timer: Timer
 
 
 class Count(msgspec.Struct, frozen=True, gc=False):
-    """Add to a counter: ``metric`` is an attribute of :class:`splitserve.router.admin.metrics.RouterMetrics`."""
+    """Increment of a counter: ``metric`` is an attribute of :class:`splitserve.router.admin.metrics.RouterMetrics`."""
 
     metric: str
     labels: tuple[str, ...] = ()
@@ -69,7 +68,7 @@ class Count(msgspec.Struct, frozen=True, gc=False):
 
 
 class CountTokens(msgspec.Struct, frozen=True, gc=False):
-    """Count tokens that go out together, and the time since the request's last ones, or since its arrival."""
+    """Count of tokens delivered together, and the time since the request's last ones, or since its arrival."""
 
     num_tokens: int
     seconds: float
@@ -77,14 +76,14 @@ class CountTokens(msgspec.Struct, frozen=True, gc=False):
 
 
 class Observe(msgspec.Struct, frozen=True, gc=False):
-    """Add a value to a histogram of :class:`splitserve.router.admin.metrics.RouterMetrics`."""
+    """Value for a histogram of :class:`splitserve.router.admin.metrics.RouterMetrics`."""
 
     metric: str
     seconds: float
 
 
 class Stale(msgspec.Struct, frozen=True, gc=False):
-    """A worker's message was dropped: it came too late, or means nothing to a router. To be counted and logged."""
+    """A worker's message that was dropped, to be counted and logged: it came too late, or isn't for a router."""
 
     kind: str
     detail: str

@@ -1,7 +1,7 @@
-"""Events that :class:`splitserve.router.requests.core.RouterCore` handles. Its driver makes them from sockets, timers,
-clients.
+"""Events that :class:`splitserve.router.requests.core.RouterCore` handles. Its driver makes them from sockets, timers
+and clients.
 
-Questions and requests share one space of ids: both may have to wait for a worker, and a client gives both up alike.
+Questions and requests share one space of ids: both may have to wait for a worker, and a client cancels both alike.
 """
 
 from enum import StrEnum
@@ -16,7 +16,7 @@ from splitserve.router.requests.active_request import ActiveRequest
 
 class TimerKind(StrEnum):
     DEADLINE = "deadline"  # of a request that has begun
-    RETRY = "retry"  # looks again for a worker that can go on with a failed attempt
+    RETRY = "retry"  # searches again for a worker that can continue after a failed attempt
     WAIT = "wait"  # ends the wait of a new request, or of a question, for a worker
 
 
@@ -28,26 +28,26 @@ class Timer(msgspec.Struct, frozen=True, gc=False):
 
 
 class AskLimits(msgspec.Struct, frozen=True, gc=False):
-    """A client's prompt is about to be prepared: answered by TellLimits or Refuse."""
+    """A question for the bounds of a prompt that is about to be prepared; answered by TellLimits or Refuse."""
 
     question_id: str
     arrived_at: float
 
 
 class Submit(msgspec.Struct, frozen=True):
-    """A new request, ready to run: answered by Begun or Refuse. It belongs to the core from now on."""
+    """A new request, ready to run; answered by Begun or Refuse. The core owns it from now on."""
 
     request: ActiveRequest
 
 
 class Cancel(msgspec.Struct, frozen=True, gc=False):
-    """The client is gone, or has all that it wants; harmless after the end."""
+    """Cancellation of a request whose client is gone or has its whole answer; harmless after the end."""
 
     request_id: str
 
 
 class StopStringReached(msgspec.Struct, frozen=True, gc=False):
-    """The output's text is complete, whatever the workers still compute; harmless after the end."""
+    """Completion of the output's text, though workers may still compute tokens; harmless after the end."""
 
     request_id: str
 
@@ -60,20 +60,20 @@ class FromWorker(msgspec.Struct, frozen=True, gc=False):
 
 
 class NotSent(msgspec.Struct, frozen=True, gc=False):
-    """A message that a worker's link didn't take: it is full, or down."""
+    """A message that a worker's link didn't take: the link is full, or down."""
 
     to: Party
     body: Body
 
 
 class WorkerReady(msgspec.Struct, frozen=True, gc=False):
-    """A worker's link is up, for the first time or again."""
+    """A worker whose link is up, for the first time or again."""
 
     worker: Party
 
 
 class WorkerLost(msgspec.Struct, frozen=True, gc=False):
-    """A worker died, left, fell silent or was replaced; ``why`` goes on after its name."""
+    """A worker that died, left, sent no heartbeats or was replaced; ``why`` continues a sentence after its name."""
 
     worker: Party
     why: str
@@ -84,7 +84,7 @@ class TimerFired(msgspec.Struct, frozen=True, gc=False):
 
 
 class Close(msgspec.Struct, frozen=True, gc=False):
-    """The router shuts down: every request ends now."""
+    """Shutdown of the router, which ends every request now."""
 
 
 Event: TypeAlias = (

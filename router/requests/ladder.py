@@ -1,7 +1,7 @@
-"""The failure ladder: where a request goes next when an attempt has failed. Pure, like placement.
+"""The failure ladder: the next attempt of a request after a failed one. Pure, like placement.
 
-    1. another hand-over, without the workers that failed this request; decode stays where it was if it can, since
-       what it has verified, and what it computes best without, is there
+    1. another hand-over, without the workers that failed this request; decode stays on its worker if possible, since
+       that worker holds the blocks that are verified already, and the prefix that it need not read
     2. prefill on a decode (or mixed) worker itself
     3. an error
 
@@ -42,18 +42,18 @@ class Rung(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The next attempt and the rung it stands on; ``placement`` is :class:`NoWorker` where nobody can help *now*."""
+    """The next attempt and its rung."""
 
     rung: Rung
-    placement: Placed | NoWorker
+    placement: Placed | NoWorker  # NoWorker: no worker can continue *now*
 
 
 def next_step(snapshot: Snapshot, shape: RequestShape, policy: Policy, history: Sequence[FailedAttempt]) -> Step:
-    """Where a request goes whose attempts so far, at least one, all failed."""
+    """Return the next step of a request whose attempts so far, at least one, all failed."""
     failures = history[-1].failure.message
     if len(history) >= MAX_ATTEMPTS:
         return Step(Rung.GAVE_UP, NoWorker(f"{len(history)} attempts failed; the last: {failures}"))
-    # One that was lost and is here again was frozen or cut off: no reason to shun it.
+    # A worker that was lost and is back was frozen or cut off: it may serve the request again.
     culprits = {attempt.culprit for attempt in history if attempt.failure.reason is not FailureReason.WORKER_LOST}
     helpers = [worker for worker in snapshot.workers if worker.party not in culprits]
     previous = _previous_decode(history, helpers)
@@ -71,27 +71,27 @@ def next_step(snapshot: Snapshot, shape: RequestShape, policy: Policy, history: 
 
 
 def local_placement(workers: Sequence[WorkerView], shape: RequestShape, preferred: Party | None = None) -> Local | None:
-    """Both phases on one decode or mixed worker, the ``preferred`` one if it can; None if none of them can."""
+    """Place both phases on one decode or mixed worker, the ``preferred`` one if it can; None if none of them can."""
     able = [worker for worker in workers if worker.role is not Role.PREFILL and fits(worker, shape)]
     best = min(able, key=lambda worker: (worker.party != preferred, *decode_load(worker)), default=None)
     return None if best is None else Local(best.party)
 
 
 def may_wait(snapshot: Snapshot, history: Sequence[FailedAttempt]) -> bool:
-    """Whether time may bring help where there's none now: a worker that was lost comes back, or is replaced. Those that
-    are here and failed this request won't help it later."""
+    """Return whether waiting may help a request that no worker can continue now: a lost worker may come back or be
+    replaced. Workers that are present and failed this request won't succeed later."""
     was_lost = history[-1].failure.reason is FailureReason.WORKER_LOST
     is_alone = all(worker.role is Role.PREFILL for worker in snapshot.workers)
     return len(history) < MAX_ATTEMPTS and (was_lost or is_alone)
 
 
 def backoff_seconds(num_tries: int, chosen: random.Random) -> float:
-    """How long to wait for workers to come before try ``num_tries`` (from 0): doubling, with full jitter."""
+    """Return the time to wait for workers before try ``num_tries`` (from 0), in seconds; it doubles, with jitter."""
     return chosen.uniform(0.5, 1.0) * min(MAX_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2.0 ** min(num_tries, 10))
 
 
 def _previous_decode(history: Sequence[FailedAttempt], helpers: Sequence[WorkerView]) -> Party | None:
-    """The last attempt's decode worker, if it is still here and blameless."""
+    """Return the last attempt's decode worker if it is among ``helpers``, the workers that didn't fail the request."""
     placement = history[-1].placement
     party = placement.decode if isinstance(placement, Disaggregated) else placement.worker
     return party if any(worker.party == party for worker in helpers) else None

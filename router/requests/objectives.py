@@ -1,4 +1,4 @@
-"""Whether an answer came as fast as the cluster spec wants it. Pure."""
+"""Objectives for the latency of answers, from the cluster spec. Pure."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """Seconds; 0: no objective. TPOT is the mean time per output token after the first."""
+    """Objectives in seconds; 0: none. TPOT is the mean time per output token after the first."""
 
     ttft_seconds: float
     tpot_seconds: float
@@ -14,14 +14,14 @@ class Objectives:
     def judge(
         self, arrived_at: float, first_token_at: float, last_token_at: float, num_tokens: int
     ) -> Iterator[tuple[str, bool]]:
-        """Each objective that there is, and whether a request that ended well met it; 0.0 as a time: no token came."""
+        """Yield each objective and whether a successful request met it; a token time of 0.0: no token came."""
         if self.ttft_seconds:
             yield "ttft", 0.0 < first_token_at <= arrived_at + self.ttft_seconds
         if self.tpot_seconds:
             yield "tpot", last_token_at - first_token_at <= self.tpot_seconds * max(0, num_tokens - 1)
 
     def missed(self) -> Iterator[tuple[str, bool]]:
-        """What a request counts for that failed."""
+        """Yield each objective as missed, for a failed request."""
         yield from (
             (name, False) for name, seconds in (("ttft", self.ttft_seconds), ("tpot", self.tpot_seconds)) if seconds
         )

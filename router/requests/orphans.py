@@ -1,4 +1,4 @@
-"""Attempts that a lost worker may still compute: aborted, should its link come up again. Pure."""
+"""Attempts that a lost worker may still compute; they are aborted if its link comes up again. Pure."""
 
 from splitserve.common.bounded import ExpiringMap
 from splitserve.protocol.request import Party, RequestKey
@@ -6,7 +6,7 @@ from splitserve.router.links.membership import MAX_WORKERS
 
 
 class Orphans:
-    """Remembered for ``ttl_seconds`` from the worker's last one on: a worker that is gone for longer has ended them."""
+    """Orphaned attempts, kept for ``ttl_seconds`` after a worker's last one: by then a lost worker has ended them."""
 
     def __init__(self, ttl_seconds: float) -> None:
         self._keys: ExpiringMap[Party, list[RequestKey]] = ExpiringMap(max_size=MAX_WORKERS, ttl_seconds=ttl_seconds)
@@ -15,5 +15,5 @@ class Orphans:
         self._keys.put(worker, [*(self._keys.get(worker, now) or ()), key], now)
 
     def take(self, worker: Party, now: float) -> list[RequestKey]:
-        """Return those of a worker that is back, and forget them."""
+        """Return the orphans of a worker that is back, and forget them."""
         return self._keys.pop(worker, now) or []

@@ -1,4 +1,4 @@
-"""How a request ended, in the words of metrics and of ``return_route``. Pure."""
+"""Outcome of a request, in the terms of metrics and of ``return_route``. Pure."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from splitserve.router.requests.state import Phase, RequestState
 
 
 def outcome(state: RequestState) -> tuple[str, str, str]:
-    """``(intended, actual, reason)`` of a request that has ended.
+    """Return ``(intended, actual, reason)`` of a request that has ended.
 
-    ``actual`` is disaggregated only if the final attempt's decode used a block that it had read from prefill; else the
-    reason says why none was needed, so that a fallback can't go unseen.
+    ``actual`` is disaggregated only if the final attempt's decode used a block that it had read from prefill. Else the
+    reason states why it used none, so that every fallback is visible.
     """
     intended = "disaggregated" if state.was_disaggregated else "local"
     if state.failure is not None:
@@ -32,7 +32,7 @@ def outcome(state: RequestState) -> tuple[str, str, str]:
 
 
 def route(state: RequestState) -> dict[str, Any]:
-    """The ``splitserve`` object of an answer: where the request ran, what its hand-over cost, what failed before."""
+    """Return the ``splitserve`` object of an answer: the request's workers, its hand-over's cost, earlier failures."""
     placement = state.placement
     if placement is None:  # between attempts
         placement = state.history[-1].placement

@@ -15,7 +15,7 @@ class Settlement:
         self._outbox = outbox
 
     def on_tokens(self, request: ActiveRequest, count: int, now: float) -> None:
-        """New tokens go out to the client."""
+        """Count new tokens that are delivered to the client."""
         if request.charge is not None:
             request.charge.first_token_out()  # of each attempt: a retry computes the prompt again
         are_first = not request.last_token_at
@@ -26,13 +26,16 @@ class Settlement:
         request.last_token_at = now
 
     def on_handover(self, request: ActiveRequest, update: Update, now: float) -> None:
-        """Decode is ready. Its report repeats the first token; if that is news, decode was faster than prefill's."""
+        """Record the duration of a hand-over when decode reports that it is ready.
+
+        The report repeats the first token; if the token is new, decode's report was faster than prefill's: 0 s.
+        """
         seconds = 0.0 if update.token_ids else now - request.last_token_at
         request.state.handover_seconds = seconds
         self._outbox.put(Observe("handover_seconds", seconds))
 
     def on_attempt_failed(self, request: ActiveRequest, now: float) -> None:
-        """Take the failed attempt off its workers' counts, and hold it against the one to blame."""
+        """Take the failed attempt off its workers' counts, and count the failure against its culprit."""
         self._release(request)
         attempt = request.state.history[-1]
         record = self._membership.get(attempt.culprit)
@@ -40,7 +43,7 @@ class Settlement:
             record.breaker.on_failure(now, request.attempt_began_at)
 
     def on_end(self, request: ActiveRequest, now: float) -> None:
-        """Count the request once, by its end."""
+        """Count the request once, by its outcome."""
         self._release(request)
         state = request.state
         if state.phase is Phase.FINISHED and state.placement is not None:
@@ -59,7 +62,7 @@ class Settlement:
             request.charge = None
 
     def _judge(self, request: ActiveRequest) -> None:
-        """Count what the request means for the objectives; nothing, if its end was the client's doing."""
+        """Count the objectives that the request met or missed; none if the client ended it."""
         state = request.state
         if state.phase is Phase.FINISHED:
             times = (request.arrived_at, request.first_token_at, request.last_token_at)

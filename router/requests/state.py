@@ -1,16 +1,17 @@
-"""One request as the router knows it: a state machine without I/O and without a clock.
+"""One request in the router: a state machine without I/O and without a clock.
 
     WAITING --first token--> STREAMING --last token, stop string--> FINISHED
        |                         |------failed for good, deadline-> FAILED
        |-------------------------'------client gone---------------> CANCELLED
 
-An attempt that fails leaves the phase as it is and has no placement until the next one begins (:mod:`.ladder` says
-where).
+A failed attempt leaves the phase unchanged; the request has no placement until the next attempt begins (:mod:`.ladder`
+chooses its workers).
 
-It owns what must hold whatever the network does: tokens come out once, in order, and never after the end; messages of
-another attempt, of a worker that isn't part of the attempt, or after the end are dropped (``None`` is returned, for the
-caller to count). Tokens that were delivered are authoritative: a message that contradicts one fails the request rather
-than let a wrong answer pass. Each transition returns an :class:`Update`: what to deliver, and which workers to abort.
+The state machine guarantees, whatever the network does: tokens are delivered once, in order, and never after the end;
+messages of another attempt, of a worker that isn't part of the attempt, or after the end are dropped (``None`` is
+returned, for the caller to count). Delivered tokens are authoritative: a message that contradicts one fails the
+request, so that no wrong answer passes. Each transition returns an :class:`Update`: tokens to deliver, and workers to
+abort.
 """
 
 from collections.abc import Sequence
@@ -38,7 +39,7 @@ ENDED = frozenset({Phase.FINISHED, Phase.FAILED, Phase.CANCELLED})
 
 
 class FailureReason(StrEnum):
-    """Why a request failed: what a worker said of it (the first five), or what the router saw."""
+    """Reason of a request's failure: reported by a worker (the first five), or observed by the router."""
 
     INVALID = "invalid"
     OVERLOADED = "overloaded"
@@ -59,32 +60,28 @@ class Failure:
 RETRIED = frozenset(
     {FailureReason.WORKER_LOST, FailureReason.HANDOVER, FailureReason.INTERNAL, FailureReason.OVERLOADED}
 )
-"""Reasons that another worker may do better with. The others are the client's, or would fool it."""
+"""Reasons after which another worker may succeed. The others are the client's fault, or a retry would mislead it."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailedAttempt:
-    """An attempt that came to nothing, and the worker that is to blame as far as one can tell."""
+    """An attempt that failed."""
 
     placement: Placed
-    culprit: Party
+    culprit: Party  # the worker to blame, as far as the router can determine it
     failure: Failure
 
 
 class Update(msgspec.Struct, frozen=True, gc=False):
-    """What one transition asks for.
+    """Result of one transition, for the caller to carry out."""
 
-    ``token_ids`` are the next output tokens of ``choice``; ``finish_reason`` is set when that choice has ended with
-    them. ``ended`` says that the whole request has. ``aborts`` lists the workers that may still be at work on it.
-    ``retry``: the attempt is over, but not the request: the caller begins the next attempt, or fails the request.
-    """
-
-    token_ids: Sequence[int] = ()
+    token_ids: Sequence[int] = ()  # the next output tokens of ``choice``
     choice: int = 0
-    finish_reason: FinishReason | None = None
+    finish_reason: FinishReason | None = None  # set if the choice has ended with these tokens
     failure: Failure | None = None
-    ended: bool = False
-    aborts: tuple[Party, ...] = ()
+    ended: bool = False  # the whole request has ended
+    aborts: tuple[Party, ...] = ()  # workers that may still compute the request
+    # The attempt has ended, but not the request: the caller begins the next attempt, or fails the request.
     retry: bool = False
 
 
@@ -92,12 +89,12 @@ NOTHING = Update()
 
 
 class _Contradiction(Exception):
-    """A worker's message that can't be true together with what was delivered or agreed."""
+    """A worker's message that contradicts delivered tokens or the request's bounds."""
 
 
 @dataclass(slots=True)
 class TokenSequence:
-    """Output tokens of one choice, ordered by position. Those above a gap are held, at most ``MAX_HELD_TOKENS``."""
+    """Output tokens of one choice, ordered by position. Tokens after a gap are held, at most ``MAX_HELD_TOKENS``."""
 
     max_tokens: int
     output_ids: list[int] = field(default_factory=list)
@@ -110,7 +107,7 @@ class TokenSequence:
         return self.end == len(self.output_ids)
 
     def accept(self, position: int, token_ids: Sequence[int], finish_reason: FinishReason | None) -> list[int]:
-        """Take in tokens that start at ``position``; returns those that can be delivered now, in order."""
+        """Take in tokens that start at ``position``; return those that can be delivered now, in order."""
         stop = position + len(token_ids)
         if position < 0 or stop > self.max_tokens:
             raise _Contradiction(f"tokens at {position}..{stop - 1} of a request for {self.max_tokens}")
@@ -148,7 +145,7 @@ class TokenSequence:
             raise _Contradiction(f"more than {MAX_HELD_TOKENS} tokens after a missing one")
 
     def drop_held(self) -> None:
-        """Forget what wasn't delivered: it came from an attempt that is over."""
+        """Forget undelivered tokens, which came from an attempt that has ended."""
         self._held.clear()
         self.end = None
         self.finish_reason = None
@@ -163,7 +160,7 @@ class TokenSequence:
 
 
 class RequestState:
-    """The state machine. ``begin`` places an attempt; the other methods say what happened to it."""
+    """The state machine. ``begin`` places an attempt; the other methods are events of the attempt."""
 
     def __init__(self, request_id: str, max_tokens: int, num_choices: int = 1) -> None:
         self.request_id = request_id
@@ -174,7 +171,7 @@ class RequestState:
         self.key = RequestKey(request_id)  # of the current attempt
         self.failure: Failure | None = None
         self.handover: HandoverReport | None = None
-        self.handover_seconds: float | None = None  # from the first token to decode's report, as the dispatcher saw it
+        self.handover_seconds: float | None = None  # from the first token to decode's report, as received here
         self.num_cached_tokens = 0
         self.history: list[FailedAttempt] = []
         self.was_disaggregated = False  # as first placed
@@ -187,7 +184,7 @@ class RequestState:
         return self.phase in ENDED
 
     def begin(self, placement: Placed) -> tuple[Party, ...]:
-        """Start the next attempt on ``placement``; returns the workers of the last one that must be told to stop."""
+        """Start the next attempt on ``placement``; return the workers of the last attempt that must be aborted."""
         assert not self.ended, f"{self.request_id} has ended"
         abandoned = tuple(self._at_work)
         for sequence in self.sequences:
@@ -207,7 +204,7 @@ class RequestState:
         return abandoned
 
     def on_delta(self, sender: Party, delta: TokenDelta) -> Update | None:
-        """New tokens from a worker. None: the message is stale and was dropped."""
+        """Take in new tokens from a worker. Returns None if the message is stale and was dropped."""
         if not self._is_current(sender, delta.key) or not 0 <= delta.choice < len(self.sequences):
             return None
         self._note_progress(sender, delta)
@@ -216,7 +213,7 @@ class RequestState:
         try:
             new_ids = sequence.accept(delta.position, delta.token_ids, delta.finish_reason)
         except _Contradiction as error:
-            # Whoever is wrong here can't be trusted to have stopped either.
+            # Either worker may be wrong, and may not have stopped either: abort both.
             self._at_work = list(self.placement.parties) if self.placement is not None else []
             text = f"worker {sender.engine_id} sent {error}"
             return self.fail(Failure(FailureReason.CONTRADICTION, text))
@@ -231,24 +228,24 @@ class RequestState:
         return Update(new_ids, delta.choice, sequence.finish_reason, ended=ended, aborts=aborts)
 
     def on_request_failed(self, sender: Party, message: RequestFailed) -> Update | None:
-        """A worker gave the request up. None: the message is stale and was dropped."""
+        """Handle a worker's report of failure. Returns None if the message is stale and was dropped."""
         if not self._is_current(sender, message.key):
             return None
         failure = Failure(FailureReason(message.code.value), f"worker {sender.engine_id}: {message.message}")
         return self._without(sender, failure, self._culprit(sender, failure))
 
     def on_worker_lost(self, worker: Party, why: str) -> Update | None:
-        """A worker died or left. None: it has no part in the current attempt."""
+        """Handle the loss of a worker. Returns None if it has no part in the current attempt."""
         if self.ended or self.placement is None or worker not in self.placement.parties:
             return None
         return self._without(worker, Failure(FailureReason.WORKER_LOST, f"worker {worker.engine_id} {why}"), worker)
 
     def finish_at_stop_string(self) -> Update:
-        """The text of a choice reached a stop string: the request is over, whatever its workers still compute."""
+        """Finish the request, since a choice's text reached a stop string; its workers may still compute tokens."""
         return NOTHING if self.ended else Update(ended=True, aborts=self._end(Phase.FINISHED))
 
     def cancel(self) -> Update:
-        """The client is gone."""
+        """Cancel the request of a client that is gone."""
         return NOTHING if self.ended else Update(ended=True, aborts=self._end(Phase.CANCELLED))
 
     def fail(self, failure: Failure) -> Update:
@@ -275,7 +272,7 @@ class RequestState:
     def _note_progress(self, sender: Party, delta: TokenDelta) -> None:
         placement = self.placement
         if isinstance(placement, Disaggregated) and sender == placement.decode:
-            # Decode has the whole prompt's KV and the first token: prefill's part is over.
+            # Decode has the whole prompt's KV and the first token: prefill's part has ended.
             self._decode_started = True
             self._forget(placement.prefill)
         elif delta.num_cached_tokens > self.num_cached_tokens:
@@ -284,7 +281,7 @@ class RequestState:
             self.handover = delta.handover
 
     def _without(self, worker: Party, failure: Failure, culprit: Party) -> Update:
-        """Go on without ``worker`` where its part was over already; else end the attempt, or the request."""
+        """Continue without ``worker`` if its part had ended already; else end the attempt, or the request."""
         self._forget(worker)
         if isinstance(self.placement, Disaggregated) and worker == self.placement.prefill and self._decode_started:
             return NOTHING
@@ -298,19 +295,19 @@ class RequestState:
         return Update(aborts=aborts, retry=True)
 
     def _culprit(self, sender: Party, failure: Failure) -> Party:
-        """Who is to blame: for a hand-over that one side reports, the other side."""
+        """Return the worker to blame: for a failed hand-over that one side reports, the other side."""
         if failure.reason is FailureReason.HANDOVER and isinstance(self.placement, Disaggregated):
             return next(party for party in self.placement.parties if party != sender)
         return sender
 
     @property
     def num_attempt_tokens(self) -> int:
-        """Output tokens that the current attempt has delivered."""
+        """Number of output tokens that the current attempt has delivered."""
         return sum(len(sequence.output_ids) for sequence in self.sequences) - self._num_delivered_before
 
     @property
     def delivered_ids(self) -> list[int]:
-        """Output tokens that the client has, or will have: the next attempt starts after them."""
+        """Output tokens that the client has or will have; the next attempt starts after them."""
         return list(self.sequences[0].output_ids)
 
     def _forget(self, worker: Party) -> None:

@@ -1,4 +1,4 @@
-"""The requests that have begun and haven't ended: carries out what the transitions of their states ask for. Pure."""
+"""The requests that have begun and haven't ended, and the handling of their states' updates. Pure."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from splitserve.router.requests.state import NOTHING, Failure, FailureReason, Up
 
 
 class RequestTable:
-    """Each request in it has a deadline, and either a charged attempt or a timer that looks for the next one."""
+    """Active requests. Each has a deadline, and either a charged attempt or a timer that triggers the next attempt."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class RequestTable:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[ActiveRequest]:
-        """Over those that are there now; they may end meanwhile."""
+        """Iterate over a copy of the current requests, which may end meanwhile."""
         return iter(list(self._requests.values()))
 
     def get(self, request_id: str) -> ActiveRequest | None:
@@ -53,7 +53,7 @@ class RequestTable:
         request.state.was_disaggregated |= request.is_fallback
 
     def apply(self, request: ActiveRequest, update: Update, now: float) -> None:
-        """Carry out what a transition of the request's state asks for."""
+        """Carry out the update of a transition of the request's state."""
         if update is NOTHING:
             return
         if update.token_ids:
@@ -69,7 +69,7 @@ class RequestTable:
         self._outbox.put(Deliver(request.request_id, update))
 
     def go_on(self, request: ActiveRequest, now: float) -> None:
-        """Begin the next attempt, wait for a worker, or fail the request, as the ladder says."""
+        """Begin the next attempt, wait for a worker, or fail the request, as the ladder decides."""
         failure = self._attempts.go_on(request, now)
         if failure is not None:
             self.apply(request, request.state.fail(failure), now)
@@ -95,7 +95,7 @@ class RequestTable:
         self._check_charges()
 
     def _check_charges(self) -> None:
-        """The counts of each worker are the sum over the attempts that run there."""
+        """Assert that the counts of each worker are the sum over the attempts that run there."""
         due: dict[int, Charges] = defaultdict(Charges)
         for request in self._requests.values():
             for record, charges in request.charge.by_record() if request.charge is not None else ():

@@ -1,5 +1,5 @@
-"""Newcomers (requests, and questions about limits) that no worker can serve yet: each waits for one, in bounded number
-and for a bounded time. Pure."""
+"""The queue of newcomers (requests, and questions about limits) that no worker can serve yet, bounded in number and in
+time. Pure."""
 
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -10,15 +10,15 @@ from splitserve.router.requests.effects import CancelTimer, Outbox, Refuse, SetT
 from splitserve.router.requests.events import Timer, TimerKind
 
 RETRY_AFTER_SECONDS = 5
-"""Given to clients that waited in vain: about the time in which a worker is started again."""
+"""Retry-After for clients that waited in vain: about the time in which a worker restarts."""
 
 T = TypeVar("T")
 
 
 class WaitingRoom(Generic[T]):
-    """At most ``max_waiting`` newcomers at once, for ``wait_seconds`` from their arrival, in order of arrival.
+    """A queue of at most ``max_waiting`` newcomers, each for ``wait_seconds`` from its arrival, in order of arrival.
 
-    ``serve`` gives a newcomer what it came for, or returns why no worker can.
+    ``serve`` serves a newcomer, or returns the reason why no worker can.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class WaitingRoom(Generic[T]):
         return len(self._waiting)
 
     def in_line(self) -> list[tuple[str, T]]:
-        """Return those that wait, by their ids."""
+        """Return the waiting newcomers with their ids."""
         return list(self._waiting.items())
 
     def arrive(self, newcomer_id: str, newcomer: T, arrived_at: float, now: float) -> None:
@@ -58,13 +58,13 @@ class WaitingRoom(Generic[T]):
             self._outbox.put(SetTimer(Timer(TimerKind.WAIT, newcomer_id), wait_until))
 
     def serve_all(self, now: float) -> None:
-        """A worker has come: serve those that it can."""
+        """Serve the newcomers that workers can serve now: a worker has become ready."""
         for newcomer_id, newcomer in self.in_line():
             if self._serve(newcomer_id, newcomer, now) is None:
                 self.leave(newcomer_id)
 
     def leave(self, newcomer_id: str) -> bool:
-        """Leave the line; return False for a newcomer that wasn't in it."""
+        """Remove a newcomer; return False if it wasn't waiting."""
         if self._waiting.pop(newcomer_id, None) is None:
             return False
         self._outbox.put(CancelTimer(Timer(TimerKind.WAIT, newcomer_id)))
@@ -78,7 +78,7 @@ class WaitingRoom(Generic[T]):
             self._outbox.put(Refuse(newcomer_id, lacking.reason))
 
     def close(self, reason: str) -> None:
-        """No worker will come: refuse all, and those that come later."""
+        """Refuse all newcomers, now and later, with ``reason``."""
         self._is_closed = True
         for newcomer_id, _ in self.in_line():
             self.leave(newcomer_id)
@@ -89,5 +89,5 @@ class WaitingRoom(Generic[T]):
 
 
 def no_worker(reason: str) -> ApiError:
-    """Return the answer to a client whose request no worker took."""
+    """Return the error for a client whose request no worker took."""
     return ApiError(503, f"{reason}: try again", code="no_worker", retry_after_seconds=RETRY_AFTER_SECONDS)

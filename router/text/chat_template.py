@@ -1,5 +1,5 @@
-"""A model's chat template: a sandboxed jinja2. Runs in a process of its own (:mod:`.template_process`), since a
-template may take for ever or all memory.
+"""A model's chat template in a sandboxed jinja2. It runs in a process of its own (:mod:`.template_process`), since a
+template may run for ever or take all memory.
 """
 
 import json
@@ -23,18 +23,18 @@ class ChatTemplateError(SplitserveError):
 
 
 class ChatTemplate:
-    """Compiled from ``source``; renders at most ``max_chars``. Raises :class:`ChatTemplateError`."""
+    """A template compiled from ``source``; it renders at most ``max_chars``. Raises :class:`ChatTemplateError`."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], max_chars: int) -> None:
         self._special_tokens = special_tokens
         self._max_chars = max_chars
         try:
             self._template = _environment().from_string(source)
-        except Exception as error:  # constants are computed by now: anything may go wrong
+        except Exception as error:  # compiling evaluates constant expressions, which may raise anything
             raise ChatTemplateError(f"can't be compiled: {_described(error)}") from error
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt of a conversation, up to where the assistant's answer begins."""
+        """Return the prompt of a conversation, up to the beginning of the assistant's answer."""
         pieces, num_chars = [], 0
         try:
             for piece in self._template.generate(messages=messages, add_generation_prompt=True, **self._special_tokens):
@@ -65,7 +65,7 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}...{% endgeneration %}`` marks the assistant's text for training; here it shows its body."""
+    """The tag ``{% generation %}...{% endgeneration %}``, which marks text for training; here its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 

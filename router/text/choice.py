@@ -9,29 +9,26 @@ from splitserve.router.text.detokenizer import Detokenizer, StopStrings
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
-    """What one update adds to a choice. ``token_ids`` belong to the output even where they add no text yet."""
+    """Addition of one update to a choice."""
 
     text: str
-    token_ids: Sequence[int]
+    token_ids: Sequence[int]  # part of the output even where they add no text yet
     finish_reason: FinishReason | None
 
 
 class Choice:
-    """Turns output tokens into pieces of text, up to the end token, the limit, or the first stop string.
-
-    ``num_tokens`` counts all output tokens, an end token and those of a stop string included.
-    """
+    """Output tokens turned into pieces of text, up to the end token, the limit, or the first stop string."""
 
     def __init__(self, detokenizer: Detokenizer, stop_strings: Sequence[str]) -> None:
         self._detokenizer = detokenizer
         self._stops = StopStrings(stop_strings)
-        self.num_tokens = 0
+        self.num_tokens = 0  # all output tokens, including an end token and those of a stop string
         self.finish_reason: FinishReason | None = None
 
     def push(self, token_ids: Sequence[int], finish_reason: FinishReason | None) -> Piece:
-        """Take in the next tokens; ``finish_reason`` says that the last of them ended the sequence.
+        """Take in the next tokens; ``finish_reason`` is set if the last of them ended the sequence.
 
-        Each token is looked at on its own, so the result doesn't depend on how tokens were packed into updates.
+        Tokens are processed one by one, so the result doesn't depend on how they were packed into updates.
         """
         # A stop token ends the text without being part of it.
         num_shown = len(token_ids) - (finish_reason is FinishReason.STOP)

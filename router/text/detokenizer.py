@@ -1,7 +1,7 @@
-"""From output tokens to text: incremental detokenisation and stop strings. No I/O.
+"""Incremental detokenisation of output tokens, and stop strings. No I/O.
 
-Both classes hold text back only while it could still change: a :class:`Detokenizer` the bytes of an incomplete
-character, :class:`StopStrings` what could be the beginning of a stop string.
+Both classes hold text back only while it could still change: a :class:`Detokenizer` holds the bytes of an incomplete
+character, :class:`StopStrings` holds text that could be the beginning of a stop string.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ _MAX_WINDOW_TOKENS = 64
 
 
 class Detokenizer:
-    """Text of a growing list of token ids, piece by piece; special tokens are left out.
+    """Text of a growing list of token ids, piece by piece, without special tokens.
 
-    The pieces together equal ``tokenizer.decode(all_ids, skip_special_tokens=True)`` for byte-level tokenizers. Only
-    a short window of tokens is decoded at each step. It begins where a decoding was complete, so that the window's
-    own text never changes when tokens are added to it.
+    For byte-level tokenizers the joined pieces equal ``tokenizer.decode(all_ids, skip_special_tokens=True)``. Each
+    step decodes only a short window of tokens. The window begins where a decoding was complete, so its text doesn't
+    change when tokens are appended.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -31,11 +31,11 @@ class Detokenizer:
         self._complete_at = 0
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that becomes certain with these tokens."""
+        """Return the text that these tokens make final."""
         return "".join([self._push_one(token_id) for token_id in token_ids])
 
     def flush(self) -> str:
-        """What is left at the end of the output: an incomplete character shows as a replacement character."""
+        """Return the text left at the end of the output; an incomplete character becomes a replacement character."""
         text = self._decode()
         piece = text[self._num_emitted_chars :]
         self._num_emitted_chars = len(text)
@@ -66,7 +66,7 @@ class Detokenizer:
 
 
 def _num_certain_chars(text: str) -> int:
-    """Length of ``text`` without replacement characters at its end that may yet become a character."""
+    """Return the length of ``text`` without trailing replacement characters that may yet become a character."""
     if not text.endswith(_REPLACEMENT):
         return len(text)
     run = len(text) - len(text.rstrip(_REPLACEMENT))
@@ -74,7 +74,7 @@ def _num_certain_chars(text: str) -> int:
 
 
 class StopStrings:
-    """Cuts a text before the first stop string that is completed in it, however the text is cut into pieces."""
+    """Cut of a text before the first stop string completed in it, independent of how the text is split into pieces."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         """``stops`` must not hold an empty string."""
@@ -84,7 +84,7 @@ class StopStrings:
         self.stopped = False
 
     def push(self, piece: str) -> str:
-        """The text that can be shown now. After a stop string was found: the text before it, and then nothing."""
+        """Return the text that can be shown now. Once a stop string is found: the text before it, and then nothing."""
         if self.stopped:
             return ""
         if not self._stops:
@@ -100,12 +100,12 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """What was held back, once no more text comes."""
+        """Return the text held back, once no more text comes."""
         held, self._held = self._held, ""
         return held
 
     def _find(self, text: str, num_searched: int) -> int | None:
-        """Return the begin of the stop string that ends first; of those that end together, of the longest.
+        """Return the start of the stop string that ends first; if several end together, the start of the longest.
 
         The first ``num_searched`` characters are known to hold none: searching them again for long stop strings of
         repeated characters would cost more than a millisecond per token.

@@ -1,4 +1,4 @@
-"""From a validated body to prompts that can run: chat template, tokenisation, limits, sampling parameters."""
+"""Preparation of prompts from a validated body: chat template, tokenisation, limits, sampling parameters."""
 
 import asyncio
 import secrets
@@ -20,12 +20,12 @@ from splitserve.router.text.tokenizer import ModelTokenizer
 
 # Tokenising so few characters costs no more than a hop to the pool and back.
 MAX_INLINE_CHARS = 512
-# A text with more, for each token of the context, is counted in pieces first: the tokens of a whole one are freed at
-# once, which holds the interpreter.
+# A text with more characters per token of the context is tokenised in pieces first, to count its tokens: freeing the
+# tokens of a whole long text at once would hold the interpreter.
 ASCII_CHARS_PER_TOKEN = 6
 OTHER_CHARS_PER_TOKEN = 2
 PIECE_CHARS = 1 << 16
-CUT_WORD_TOKENS = 512  # more than a word that is cut in two can have too many
+CUT_WORD_TOKENS = 512  # upper bound of the extra tokens of a word that is cut in two
 DEFAULT_COMPLETION_TOKENS = 16
 _TOKENIZER_THREADS = 2
 
@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 
 
 class Preparation:
-    """Prepares prompts for one model. Methods raise :class:`ApiError` 400 that names the field at fault."""
+    """Preparation of prompts for one model. Methods raise :class:`ApiError` 400 that names the field at fault."""
 
     def __init__(self, tokenizer: ModelTokenizer, renderer: Renderer) -> None:
         self._tokenizer = tokenizer
@@ -45,7 +45,7 @@ class Preparation:
 
     async def completion(self, request: CompletionRequest, limits: Limits) -> list[Prompt]:
         prompts = []
-        num_chars = sum(len(prompt) for prompt in request.prompts())  # many short ones take as long as one long one
+        num_chars = sum(len(prompt) for prompt in request.prompts())  # many short prompts take as long as a long one
         for prompt in request.prompts():
             token_ids = await self._prompt_ids(prompt, limits, num_chars)
             room = _room(len(token_ids), limits.max_model_len, "prompt")
@@ -69,7 +69,7 @@ class Preparation:
         token_ids = await self._run(encode, len(text))
         room = _room(len(token_ids), limits.max_model_len, "messages")
         if len(token_ids) < limits.common_model_len:
-            # Up to where every worker can go on, so that the load isn't all the largest one's.
+            # Up to the length that every worker can run, so that the load isn't all on the largest one.
             room = limits.common_model_len - len(token_ids)
         param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         wanted = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
@@ -77,7 +77,7 @@ class Preparation:
         return [self._prompt(request, token_ids, max_tokens or room, limits.vocab_size)]
 
     async def _prompt_ids(self, prompt: str | list[int] | TokenIds, limits: Limits, num_chars: int) -> TokenIds:
-        """``num_chars``: of all prompts of the request."""
+        """Return one prompt's token ids; ``num_chars`` counts the characters of all prompts of the request."""
         if not isinstance(prompt, str):
             _check_vocabulary(prompt, limits.vocab_size, "prompt")
             return array("i", prompt)
@@ -86,8 +86,8 @@ class Preparation:
         )
 
     def _encode(self, text: str, max_model_len: int, param: str, *, add_special_tokens: bool) -> TokenIds:
-        """Token ids of a text. One that is hopelessly long is refused by its beginning alone: tokenising it would
-        take the tokenizer from others for many seconds, and its tokens take memory."""
+        """Return the token ids of a text. A hopelessly long text is refused by its beginning alone: tokenising all of
+        it would block the tokenizer for other requests for many seconds, and its tokens take memory."""
         chars_per_token = ASCII_CHARS_PER_TOKEN if text.isascii() else OTHER_CHARS_PER_TOKEN
         if len(text) > chars_per_token * (max_model_len + CUT_WORD_TOKENS):
             self._refuse_hopeless(text, max_model_len, param)
@@ -126,7 +126,7 @@ class Preparation:
 
 
 def check_not_empty(request: CompletionRequest) -> None:
-    """Raises :class:`ApiError` 400 for a prompt, or one of several, without text or tokens."""
+    """Raise :class:`ApiError` 400 if any prompt has neither text nor tokens."""
     if not request.prompt or not all(request.prompts()):
         raise ApiError(400, "prompt is empty: give at least one token", param="prompt", code="empty_prompt")
 
@@ -141,7 +141,7 @@ def _check_vocabulary(token_ids: list[int] | TokenIds, vocab_size: int, param: s
 
 
 def _room(num_prompt_tokens: int, max_model_len: int, param: str) -> int:
-    """How many output tokens fit behind the prompt: at least one."""
+    """Return the number of output tokens that fit after the prompt: at least one. Raises :class:`ApiError` 400."""
     if num_prompt_tokens == 0:
         raise ApiError(400, f"{param} gives no token at all", param=param, code="empty_prompt")
     if num_prompt_tokens >= max_model_len:
@@ -154,7 +154,7 @@ def _room(num_prompt_tokens: int, max_model_len: int, param: str) -> int:
 
 
 def _max_tokens(wanted: int | None, param: str, num_prompt_tokens: int, max_model_len: int) -> int | None:
-    """What the client asked for, checked against the context; None if it left the choice to us."""
+    """Return the requested maximum, checked against the context length; None if the request gives none."""
     if wanted is not None and num_prompt_tokens + wanted > max_model_len:
         message = (
             f"{num_prompt_tokens} prompt tokens and {param} {wanted} make {num_prompt_tokens + wanted}; "

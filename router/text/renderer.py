@@ -1,5 +1,5 @@
-"""Renders chat templates in child processes, so that no template can stop the event loop: a rendering that takes too
-long is given up with its process, and another process takes its place.
+"""Rendering of chat templates in child processes, so that no template can stop the event loop: a rendering that takes
+too long is abandoned together with its process, which is replaced.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ from splitserve.router.text.chat_template import ChatTemplateError
 from splitserve.router.text.template_process import LENGTH, Reply, Setup, framed
 
 NUM_PROCESSES = 2
-RENDER_SECONDS = 2.0  # thousands of times what a rendering takes
-WAIT_SECONDS = 10.0  # for a free process
+RENDER_SECONDS = 2.0  # thousands of times the usual duration
+WAIT_SECONDS = 10.0  # for an idle process
 START_SECONDS = 60.0  # of a process, on a machine that is busy with other starts
 ALARM_SECONDS = 1.0  # beyond the time limit, a process ends itself
 RESTART_SECONDS = 1.0  # after a process that ended before it was ready
@@ -31,16 +31,16 @@ _replies = msgspec.msgpack.Decoder(Reply)
 
 
 class RendererBusyError(SplitserveError):
-    """No process was free in time."""
+    """No process became idle in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateSource:
-    """A chat template and the special tokens that it may use. ``where`` names it in errors."""
+    """A chat template and the special tokens that it may use."""
 
     source: str
     special_tokens: Mapping[str, str]
-    where: str
+    where: str  # its name in errors
 
 
 class _State(enum.Enum):
@@ -51,7 +51,7 @@ class _State(enum.Enum):
 
 
 class Renderer:
-    """A few processes that render ``template``, None for a model without one. Used on the event loop."""
+    """A few processes that render ``template`` (None for a model without one). For use on the event loop."""
 
     def __init__(self, template: TemplateSource | None, render_seconds: float = RENDER_SECONDS) -> None:
         self._template = template
@@ -61,7 +61,7 @@ class Renderer:
         self._restarts: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Raises :class:`CheckpointError` for a template that can't be compiled."""
+        """Start the processes; raises :class:`CheckpointError` for a template that can't be compiled."""
         if self._template is None:
             return
         children = [await self._spawn(self._template) for _ in range(NUM_PROCESSES)]
@@ -75,9 +75,9 @@ class Renderer:
             raise CheckpointError(f"{self._template.where} {error}") from error
 
     async def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt of a conversation; encode it without special tokens.
+        """Return the prompt of a conversation, to be encoded without special tokens.
 
-        Raises :class:`ChatTemplateError`, and :class:`RendererBusyError` when all processes were busy for long.
+        Raises :class:`ChatTemplateError`, and :class:`RendererBusyError` if all processes stay busy too long.
         """
         if self._template is None:
             raise ChatTemplateError("this model has no chat template: use /v1/completions")
@@ -102,7 +102,7 @@ class Renderer:
         return child
 
     async def _spawn(self, template: TemplateSource) -> "_Child":
-        """Raises OSError."""
+        """Start a process; raises OSError."""
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", template_process.__name__]
@@ -125,7 +125,7 @@ class Renderer:
             task.add_done_callback(self._restarts.discard)
 
     async def _replace(self, ended: "_Child") -> None:
-        """Reap ``ended`` and start another process, as often as that takes."""
+        """Reap ``ended`` and start another process; retry until one has started."""
         assert self._template is not None
         try:
             status = await asyncio.get_running_loop().run_in_executor(None, ended.process.wait)
@@ -144,7 +144,7 @@ class Renderer:
 
 
 class _Child(asyncio.Protocol):
-    """One process: at most one rendering at a time. ``on_change`` hears of the states IDLE and ENDED."""
+    """One process, with at most one rendering at a time. ``on_change`` is called on the states IDLE and ENDED."""
 
     def __init__(
         self, process: "subprocess.Popen[bytes]", seconds: float, on_change: Callable[["_Child"], None]
@@ -166,7 +166,7 @@ class _Child(asyncio.Protocol):
         transport.write(framed(setup))
 
     async def render(self, request: bytes) -> str:
-        """Raises :class:`ChatTemplateError`."""
+        """Return the reply to an encoded request; raises :class:`ChatTemplateError`."""
         self.state = _State.BUSY
         self._reply = self._loop.create_future()
         self._timer = self._loop.call_later(self._seconds, self._give_up)
@@ -214,7 +214,7 @@ class _Child(asyncio.Protocol):
     def _fail(self, message: str) -> None:
         if not self._reply.done():
             self._reply.set_exception(ChatTemplateError(message))
-            self._reply.exception()  # else asyncio logs it where no request waits for it any more
+            self._reply.exception()  # mark as retrieved: else asyncio logs it if no request waits for it any more
 
 
 def _ignore(_child: _Child) -> None:

@@ -1,9 +1,9 @@
-"""Main of a process that renders chat templates: ``python -m splitserve.router.text.template_process``. It is started
-by :mod:`.renderer` alone.
+"""Main of a process that renders chat templates: ``python -m splitserve.router.text.template_process``. Only
+:mod:`.renderer` starts it.
 
-Standard input is a socket. Each message in either direction is msgpack behind four bytes of length: first a
-:class:`Setup`, answered by a :class:`Reply` without text, then lists of chat messages, each answered by a Reply. The
-process ends when the socket does, or by an alarm when a rendering takes far too long.
+Standard input is a socket. Each message in either direction is msgpack preceded by four bytes of length. The first is a
+:class:`Setup`, answered by a :class:`Reply` without text; then come lists of chat messages, each answered by a Reply.
+The process ends when the socket is closed, or by an alarm when a rendering takes far too long.
 """
 
 import gc
@@ -23,19 +23,19 @@ _RECEIVE_BYTES = 1 << 18
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """The template and its bounds. ``seconds``: after which a rendering ends this process."""
+    """The template and its bounds."""
 
     source: str
     special_tokens: dict[str, str]
     max_chars: int
-    seconds: float
+    seconds: float  # a longer rendering ends this process
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):
-    """``error`` "" means success."""
+    """Answer to a Setup or to a rendering."""
 
     text: str = ""
-    error: str = ""
+    error: str = ""  # "": success
 
 
 def framed(message: Any) -> bytes:
@@ -70,7 +70,7 @@ def _compile(setup: Setup) -> ChatTemplate:
 
 
 def _render(template: ChatTemplate, message: bytes, seconds: float) -> bytes:
-    """The framed :class:`Reply`. The alarm's default action, death, stops what no exception would stop."""
+    """Return the framed :class:`Reply`. The alarm's default action ends the process: no exception would stop jinja2."""
     messages = msgspec.msgpack.decode(message, type=list[dict[str, str]])
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
@@ -88,7 +88,7 @@ def _failure(error: ChatTemplateError) -> bytes:
 
 
 def _receive(connection: socket.socket) -> bytes:
-    """The next message; b"" at the end."""
+    """Return the next message; b"" at the end."""
     data = bytearray()
     needed = LENGTH.size
     while len(data) < needed:

@@ -2,7 +2,7 @@
 
 Reads tokenizer.json, tokenizer_config.json, chat_template.jinja, generation_config.json and config.json, each within
 bounds (:mod:`splitserve.common.model_files`). Safe to use from several threads. ``encode`` takes time in proportion to
-the text and releases the GIL for most of it, so long texts belong into a thread pool.
+the text and releases the GIL for most of it, so long texts belong in a thread pool.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad
 
 
 class ModelTokenizer:
-    """What the router needs of a model directory. Raises :class:`CheckpointError` for files that can't be used."""
+    """Tokenizer, end tokens and chat template of a model directory. Unusable files raise :class:`CheckpointError`."""
 
     def __init__(self, model_dir: Path) -> None:
         self._tokenizer = _load_tokenizer(model_dir / "tokenizer.json")
@@ -40,22 +40,22 @@ class ModelTokenizer:
         self.eos_token_ids = self._find_eos_token_ids(model_dir)
 
     def encode(self, text: str, add_special_tokens: bool) -> Encoding:
-        """Tokens of ``text``: ``ids`` makes a list of them, ``len`` counts them without one. ``add_special_tokens``
-        lets the post-processor add what it adds (a BOS, if any)."""
-        # The batch call is the one that releases the GIL; "fast" leaves out offsets, which are of no use here.
+        """Return the tokens of ``text``: ``ids`` builds a list of them, ``len`` counts them without a list. With
+        ``add_special_tokens`` the post-processor adds its special tokens (a BOS, if any)."""
+        # Only the batch call releases the GIL; "fast" leaves out offsets, which aren't needed here.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
     def detokenizer(self) -> Detokenizer:
         return Detokenizer(self._tokenizer)
 
     def _find_eos_token_ids(self, model_dir: Path) -> tuple[int, ...]:
-        """Ids that end a sequence: generation_config.json rules, then config.json, then the tokenizer's EOS token."""
+        """Return the ids that end a sequence: of generation_config.json, else config.json, else the tokenizer's EOS."""
         config = _read_json(model_dir / "config.json", MAX_CONFIG_BYTES)
         generation = _read_json(model_dir / "generation_config.json", MAX_CONFIG_BYTES)
         text_config = config.get("text_config")
         text_config = text_config if isinstance(text_config, dict) else {}
         vocab_size = config.get("vocab_size", text_config.get("vocab_size"))
-        if not isinstance(vocab_size, int):  # workers check that, here it's only a bound
+        if not isinstance(vocab_size, int):  # the workers check it; here it is only a bound
             vocab_size = None
         for name, source in (("generation_config", generation), ("config", config), ("config", text_config)):
             if ids := end_token_ids(source.get("eos_token_id"), vocab_size, f"{name}.json"):
@@ -80,7 +80,7 @@ def _load_tokenizer(path: Path) -> Tokenizer:
 
 
 def _read_json(path: Path, max_bytes: int) -> dict[str, Any]:
-    """The object in a JSON file; empty when there is no such file."""
+    """Return the object in a JSON file; empty if there is no such file."""
     try:
         return read_json_object(path, max_bytes)
     except FileNotFoundError:

@@ -173,7 +173,7 @@ def test_options_that_apply_to_nobody_are_refused(
         (BASE.replace("/models/m", "7"), "spec:1: model.path: must be text, but is a whole number; quote it"),
         (BASE + "router:\n  port: 70000\n", "spec:6: router.port: must be a whole number <= 65535"),
         (BASE + "name: My Cluster\n", "spec:5: name: must match"),
-        (BASE.replace("slow", "fast"), "spec:4: pools[1].name: is 'fast', as pools[0] is called; names must differ"),
+        (BASE.replace("slow", "fast"), "spec:4: pools[1].name: is 'fast', the name of pools[0]; names must differ"),
         (BASE.replace("role: decode", "role: prefill"), "pools: 3 prefill and no decode worker"),
         (BASE.replace("role: prefill", "role: decode"), "pools: 3 decode and no prefill worker"),
         (BASE.replace("2}", "0}").replace("decode", "decode, count: 0"), "pools: no workers: raise the count"),
