@@ -34,9 +34,8 @@ class BlockState(Enum):
 class BlockPool:
     """Allocator of ``len(generations)`` blocks.
 
-    ``generations``: uint64, one per block, usually in registered host memory so that peers can read it; the pool fills
-    it with ``first_generation``, which should be random per incarnation. ``events`` records which blocks enter and
-    leave the prefix index.
+    ``generations``: uint64 per block, usually in registered host memory so that peers can read it; the pool fills it
+    with ``first_generation``, random per incarnation. ``events`` records which blocks enter and leave the prefix index.
     """
 
     def __init__(

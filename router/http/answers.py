@@ -10,7 +10,7 @@ the stream has begun, or while a request waits for a worker that replaces a lost
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from splitserve.protocol.token_ids import TokenIds
 from splitserve.router.http.api_error import ApiError, error_of_failure
 from splitserve.router.http.formats import DONE_EVENT, Format, Usage, send_json, sse_event
 from splitserve.router.http.inbox import Inbox
+from splitserve.router.http.keep_alive import KEEP_ALIVE, Pulse
 from splitserve.router.requests.active_request import ActiveRequest
 from splitserve.router.requests.dispatcher import ClientGoneError, Dispatcher
 from splitserve.router.requests.outcome import route
@@ -41,33 +42,7 @@ class Prompt:
 READ_GRACE_SECONDS = 5.0
 """Time to read the answer beyond a request's deadline: a slower client would occupy its places for ever."""
 
-KEEP_ALIVE = b": keep-alive\n\n"
-
 log = logging.getLogger(__name__)
-
-
-class _Pulse:
-    """Timer that calls ``on_silence`` after each ``seconds`` in which nothing was sent; 0: never."""
-
-    def __init__(self, seconds: float, on_silence: Callable[[], None]) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._seconds = seconds
-        self._on_silence = on_silence
-        self._has_sent = False
-        self._timer = self._loop.call_later(seconds, self._beat) if seconds else None
-
-    def note_sent(self) -> None:
-        self._has_sent = True
-
-    def stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _beat(self) -> None:
-        if not self._has_sent:
-            self._on_silence()
-        self._has_sent = False
-        self._timer = self._loop.call_later(self._seconds, self._beat)
 
 
 class GenerationResponse(Response):
@@ -183,7 +158,7 @@ class GenerationResponse(Response):
 
     async def _send_stream(self, send: Send) -> None:
         await self._submit()
-        pulse = _Pulse(self._dispatcher.config.protocol.stream_keep_alive_seconds, self._on_silence)
+        pulse = Pulse(self._dispatcher.config.protocol.stream_keep_alive_seconds, self._on_silence)
         try:
             await self._send_events(send, pulse)
         finally:
@@ -199,7 +174,7 @@ class GenerationResponse(Response):
         self._is_silent = False
         return KEEP_ALIVE if is_due else b""
 
-    async def _send_events(self, send: Send, pulse: _Pulse) -> None:
+    async def _send_events(self, send: Send, pulse: Pulse) -> None:
         started = False
         opened: set[int] = set()
         while True:
