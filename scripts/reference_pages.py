@@ -280,7 +280,7 @@ def _accepted(values: Sequence[Any]) -> str:
 
 
 def _is_part_of_request(name: str, schemas: dict[str, Schema]) -> bool:
-    """Whether a request's schema refers to ``name``, directly or through a message."""
+    """Return whether a request's schema refers to ``name``, directly or through a message."""
     requests = [schema for other, schema in schemas.items() if other.endswith(("Request", "Message"))]
     return any(re.search(rf'/{name}"', json.dumps(schema)) for schema in requests)
 

@@ -1,4 +1,4 @@
-"""Where a request runs: policies as pure functions over a snapshot of the workers. No I/O, no clock.
+"""Placement policies: pure functions over a snapshot of the workers. No I/O, no clock.
 
 A policy takes a :class:`Snapshot` and a :class:`RequestShape` and returns a :data:`Placement`. The decode worker is
 picked first; prefill follows. The same function can run in a simulator: all that it looks at is in its arguments.
@@ -53,7 +53,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class RequestShape:
-    """What placement needs to know of a request. ``num_output_tokens`` counts tokens that the client already has."""
+    """Sizes of a request, as placement needs them. ``num_output_tokens`` counts tokens that the client already has."""
 
     num_prompt_tokens: int
     max_tokens: int
@@ -131,7 +131,7 @@ def context_limits(snapshot: Snapshot) -> tuple[int, int] | None:
 
 
 def fits(worker: WorkerView, shape: RequestShape) -> bool:
-    """Whether the worker's context is long enough for a request of this shape in the worker's role."""
+    """Return whether the worker's context is long enough for a request of this shape in the worker's role."""
     needed = shape.max_context_tokens
     if worker.role is Role.PREFILL:
         # It holds the prompt, and what was delivered; one token more than its own, or it would take that for the last.
@@ -144,12 +144,12 @@ def _of_role(workers: Iterable[WorkerView], role: Role) -> list[WorkerView]:
 
 
 def _used_share(worker: WorkerView) -> float:
-    """How full a decode worker is, by its scarcer resource: batch slots or KV memory. May exceed 1 (queued)."""
+    """Return the used share of a decode worker's scarcer resource: batch slots or KV memory. Above 1: queued."""
     return max(worker.num_requests / worker.max_num_seqs, worker.context_tokens / max(1, worker.kv_capacity_tokens))
 
 
 def decode_load(worker: WorkerView) -> tuple[float, int, int, str]:
-    """Sorts decode (and mixed) workers, the best to place a request on first: load, and what the request adds to it."""
+    """Return the sort key of a decode or mixed worker, best first: its load, and what the request adds to it."""
     saved = worker.prefix_match_tokens / max(1, worker.kv_capacity_tokens)
     return (_used_share(worker) - saved, worker.load.num_waiting, worker.num_placed, worker.party.engine_id)
 
