@@ -35,12 +35,16 @@ class Liar:
             [true_token] = offer.first_tokens
             token = (true_token + chosen.randrange(1, VOCAB + INVENTED_TOKENS)) % (VOCAB + INVENTED_TOKENS)
             return msgspec.structs.replace(offer, first_tokens=[token])
-        if not offer.blocks:
+        named = [span for span in offer.spans if span.blocks]
+        if not named:
             return offer
-        blocks = list(offer.blocks)
+        span = chosen.choice(named) if len(named) > 1 else named[0]
+        blocks = list(span.blocks)
         number = chosen.choice([len(blocks) - 1, chosen.randrange(len(blocks))])
-        blocks[number] = self._other_block(sender, blocks[number])
-        return msgspec.structs.replace(offer, blocks=blocks)
+        blocks[number] = self._other_block(sender, span.group, blocks[number])
+        spans = list(offer.spans)
+        spans[span.group] = msgspec.structs.replace(span, blocks=blocks)
+        return msgspec.structs.replace(offer, spans=spans)
 
     def _other_block(self, sender: Party, true_block: OfferedBlock) -> OfferedBlock:
         """One that isn't there, or has another content, or no longer has its content."""

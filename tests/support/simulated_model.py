@@ -132,8 +132,8 @@ class SimConnector:
         if self.num_slots:
             slots = MemoryRegion(MemoryKind.DRAM, 0, 0x1000, self.num_slots, LAYOUT.block_bytes)
             host = HostTierMemory(slots, 0x1000)
-        return ServedMemory(self.name, 0x1000, [RankMemory(str(self.me).encode(), region, host=host)])
+        return ServedMemory(self.name, [0x1000], [RankMemory(str(self.me).encode(), [region], host=host)])
 
     def welcome(self) -> PeerWelcome:
         served = self.served()
-        return PeerWelcome(LAYOUT, served.connector, served.generations_address, list(served.ranks))
+        return PeerWelcome(LAYOUT, served.connector, list(served.generations_addresses), list(served.ranks))
