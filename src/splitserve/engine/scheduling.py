@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 from splitserve.engine.block_manager import Shortage
 from splitserve.engine.sequence import Sequence
 from splitserve.engine.stage import Stage
+from splitserve.protocol.counters import WorkerCounters
 from splitserve.protocol.step import ScheduledChunk
 
 
@@ -58,10 +59,10 @@ class PromptPolicy(Protocol):
 
 
 class DecodePolicy(Protocol):
-    """Sequences that draw a token in each step."""
+    """Sequences that draw a token in each step. It counts preemptions in ``counters``."""
 
     running: dict[Sequence, None]
-    num_preemptions: int
+    counters: WorkerCounters
 
     def add(self, sequences: Iterable[Sequence]) -> None:
         """Add sequences with KV for all known tokens but the last, or with the step launched that computes it."""
