@@ -68,6 +68,9 @@ class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_parked: Annotated[Bound, Meta(description="Early messages that a worker keeps for later.")] = 1024
     max_requests: Annotated[Bound, Meta(description="Requests that a worker takes at once.")] = 4096
     max_requests_waiting: Annotated[Bound, Meta(description="New requests that wait in the router for a worker.")] = 256
+    max_waiting_mib: Annotated[
+        Bound, Meta(description="Bodies of requests that wait so, in MiB; a single one may be larger.")
+    ] = 64
     max_peers: Annotated[Bound, Meta(description="Peers of a worker.")] = 256
     max_reads_in_flight_per_request: Annotated[
         Bound, Meta(description="Reads of one request that are posted at once.")
