@@ -88,7 +88,7 @@ class RouterCore:
         )
         self._orphans = Orphans(protocol.tombstone_seconds)
         attempts = Attempts(self.placer, membership, self._outbox, chosen, self.deadline_seconds)
-        objectives = Objectives(config.ttft_objective_seconds, config.tpot_objective_seconds)
+        objectives = Objectives(config.ttft_objective_ms / 1e3, config.tpot_objective_ms / 1e3)
         self._settlement = Settlement(membership, objectives, self._outbox)
         self.requests = RequestTable(attempts, self._settlement, membership, self._outbox, self.deadline_seconds)
         self._handlers: dict[type, Callable[[Any, float], None]] = {
