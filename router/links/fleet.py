@@ -239,7 +239,7 @@ class Fleet:
         return None
 
     def _dial_anew(self, now: float) -> None:
-        """Replace links that don't come up: else a registered worker could stay unready for ever.
+        """Replace links whose handshake doesn't end: else a registered worker could stay unready for ever.
 
         Each next one has twice the time: a handshake on a machine under load may take longer than the first ones have.
         """

@@ -1,4 +1,4 @@
-"""Attempts that a lost worker may still compute; they are aborted if its link comes up again. Pure."""
+"""Attempts that a lost worker may still compute; they are aborted if it is linked again. Pure."""
 
 from splitserve.common.bounded import ExpiringMap
 from splitserve.protocol.request import Party, RequestKey

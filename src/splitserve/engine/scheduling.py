@@ -49,7 +49,7 @@ class PromptPolicy(Protocol):
         """Forget, and return, the sequences that decode here next: a launched step draws their first token."""
 
     def begin_loads(self, num_running: int) -> None:
-        """Let KV of the first ones that wait come up from the tiers."""
+        """Onboard KV of the first ones that wait from the tiers."""
 
     def shortage(self, budget: int, num_running: int) -> Shortage:
         """Return what the first one that waits lacks, if nothing but blocks keeps it from beginning."""
@@ -123,7 +123,7 @@ class StepScheduler:
         return bool(waiting) and waiting[0].was_admitted and not waiting[0].block_ids
 
     def begin_loads(self) -> None:
-        """Let KV of the first ones that wait come up from the tiers."""
+        """Onboard KV of the first ones that wait from the tiers."""
         self.prompts.begin_loads(self.num_running)
 
     def shortage(self) -> Shortage:
