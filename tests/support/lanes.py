@@ -16,7 +16,6 @@ BESIDE_OTHERS = {
     "simulation/test_host_offers",
     "benchmarks/test_http_attacks",
     "router/test_http_connections",
-    "models/test_add_a_model_family",
     "models/test_hostile_checkpoints",
     "kernels/test_gather",
     "kernels/test_sampling",
