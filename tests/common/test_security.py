@@ -1,4 +1,4 @@
-"""Who may speak: side channels under a shared secret, the endpoint under an API key, refusals in words."""
+"""Access: side channels under a shared secret, the endpoint under an API key, and the words of rejections."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What users see of mistakes: errors first, suggestions, every fault of a spec at once, nothing left behind."""
+"""Mistakes of users: errors first, suggestions, every fault of a spec at once, nothing left behind."""
 
 import os
 import shutil

@@ -37,7 +37,7 @@ def make_sequence(name: str, tokens: int | list[int], *, max_tokens: int = 100, 
 
 
 def complete(blocks: BlockManager, planned: list[Planned]) -> None:
-    """What the core does with a step's results, but for drawing tokens."""
+    """Complete a step as the core does, but draw no tokens."""
     for sequence, chunk in planned:
         sequence.num_computed += len(chunk.token_ids)
         blocks.publish_computed(sequence)
