@@ -32,6 +32,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Lanes(config, log)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let the two long lanes of pytest-xdist go first; in one process there are none."""
+    if hasattr(item.config, "workerinput"):
+        from lanes import give_way
+
+        give_way(item)
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Note the versions that run, commit and PyTorch among them, as properties of the JUnit file if there is one."""
     for plugin in session.config.pluginmanager.get_plugins():

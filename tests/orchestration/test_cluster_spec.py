@@ -100,7 +100,7 @@ def test_every_part_reaches_the_configs() -> None:
     assert (worker.host, worker.membership, worker.secret) == ("::1", "tcp://[::1]:5", "s" * 16)
     router = router_config(spec, Secrets(api_key="k"), "::1")
     assert (router.host, router.port, router.max_requests_in_flight, router.api_key) == ("0.0.0.0", 9000, 7, "k")
-    assert (router.ttft_objective_seconds, router.tpot_objective_seconds) == (0.5, 0.03)
+    assert (router.ttft_objective_ms, router.tpot_objective_ms) == (500, 30)
     assert worker_environment(spec, spec.pools[1]) == {
         "UCX_TLS": "tcp,cuda_ipc",
         "UCX_NET_DEVICES": "eth0",
