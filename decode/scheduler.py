@@ -6,16 +6,17 @@ from splitserve.engine.block_manager import BlockManager
 from splitserve.engine.scheduling import Planned
 from splitserve.engine.sequence import Sequence
 from splitserve.engine.stage import Stage
+from splitserve.protocol.counters import WorkerCounters
 
 
 class DecodeScheduler:
-    """Running sequences, oldest first. When blocks run out, the newest is preempted and later recomputed."""
+    """Running sequences, oldest first. When blocks run out, the newest is preempted, counted and later recomputed."""
 
-    def __init__(self, blocks: BlockManager) -> None:
+    def __init__(self, blocks: BlockManager, counters: WorkerCounters) -> None:
         self._blocks = blocks
+        self.counters = counters
         self._preempted: list[Sequence] = []
         self.running: dict[Sequence, None] = {}  # an ordered set, oldest first
-        self.num_preemptions = 0
 
     def add(self, sequences: Iterable[Sequence]) -> None:
         """Add sequences with KV for all known tokens but the last, or with the step launched that computes it."""
@@ -30,14 +31,15 @@ class DecodeScheduler:
     def plan(self, budget: int) -> list[Planned]:
         """Return a chunk of one token for each of at most ``budget`` sequences.
 
-        A sequence whose last token a launched step draws is left out.
+        A sequence whose last token a launched step draws is left out; so is one whose next draw needs the host to know
+        the token that a launched step draws.
         """
         planned: list[Planned] = []
         block_size = self._blocks.block_size
         for sequence in list(self.running):
             if sequence not in self.running:
                 break  # preempted just now, and all behind it
-            if sequence.launched.num_steps and not sequence.may_go_on:
+            if sequence.launched.num_steps and not sequence.may_run_ahead:
                 continue
             if len(planned) >= budget:
                 break
@@ -65,4 +67,4 @@ class DecodeScheduler:
         del self.running[sequence]
         self._blocks.give_back(sequence)
         self._preempted.append(sequence)
-        self.num_preemptions += 1
+        self.counters.preemptions += 1

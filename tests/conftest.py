@@ -86,7 +86,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def chat_tokens(tiny_qwen3: Path) -> list[list[list[int]]]:
-    """Of the chats in test_tiers_end_to_end, by user and turn, from a worker with room for all of them."""
+    """Tokens of the chats of tier_chats, by user and turn, from a worker with room for all of them."""
     from small_clusters import cluster
     from tier_chats import chat
 
@@ -107,7 +107,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where the commands of a test keep what they know of running clusters, which end with it."""
+    """The state folder of a test's commands; clusters that still run end with the test."""
     root = tmp_path / "state"
     monkeypatch.setenv("SPLITSERVE_STATE_DIR", str(root))
     yield root

@@ -4,15 +4,18 @@ An unsupported parameter is refused by name if its value would change the result
 that clients often send. Unknown fields are refused, too: nothing is silently ignored.
 """
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from splitserve.protocol.token_ids import TokenIds
+from splitserve.router.http.sampling_fields import with_sampling_fields
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
+MAX_BAD_WORD_STRINGS = 128
+MAX_BAD_WORD_CHARS = 64
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 2048
 MAX_PARTS = 1024
@@ -20,46 +23,36 @@ MAX_PARTS = 1024
 # Unsupported parameters of OpenAI's API, or of other servers with that API, with their neutral values besides null.
 NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
-    "allowed_token_ids": ([],),
     "audio": (),
-    "bad_words": ([],),
     "best_of": (1,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "logprobs": (False,),
     "metadata": ({},),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "modalities": (["text"],),
     "moderation": (),
     "n": (1,),
     "parallel_tool_calls": (True, False),
     "prediction": (),
-    "presence_penalty": (0,),
     "priority": (0,),
     "prompt_cache_key": (),
     "prompt_cache_options": (),
     "prompt_cache_retention": (),
     "prompt_logprobs": (),
     "reasoning_effort": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "safety_identifier": (),
     "service_tier": ("auto", "default"),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
     "structured_outputs": (),
@@ -77,6 +70,12 @@ class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
+if TYPE_CHECKING:
+    _SamplingFields = _Strict
+else:
+    _SamplingFields = with_sampling_fields("_SamplingFields", _Strict)
+
+
 class StreamOptions(_Strict):
     include_usage: bool = False
     include_obfuscation: Literal[False] | None = None
@@ -87,12 +86,16 @@ Stop = Annotated[
     Annotated[StopString, Tag("one")] | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS), Tag("several")],
     Discriminator(lambda value: "several" if isinstance(value, list) else "one"),
 ]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 TokenId = Annotated[int, Field(ge=0)]
 
 
-class GenerationRequest(_Strict):
-    """Fields of both endpoints' bodies. None stands for the endpoint's default."""
+class GenerationRequest(_SamplingFields):
+    """Fields of both endpoints' bodies. None stands for the endpoint's default.
+
+    Parameters of sampling features are inherited; one that clients write in another form is declared here anew.
+    """
 
     model: str
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -103,6 +106,9 @@ class GenerationRequest(_Strict):
     stop: Stop | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORD_STRINGS, fail_fast=True)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None

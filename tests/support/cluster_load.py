@@ -29,7 +29,7 @@ def bodies(model: str) -> list[dict[str, Any]]:
 
 
 def right_tokens(url: str, model: str, checkpoint: Path) -> list[list[int]]:
-    """What the cluster answers each request when it's asked one at a time, compared with transformers."""
+    """Return the cluster's answers to single requests, compared with transformers."""
     answers = complete_all(url, bodies(model), at_once=False)
     token_ids = [answer["choices"][0]["token_ids"] for answer in answers]
     for reference, ours in zip(transformers_greedy(checkpoint, PROMPTS, MAX_TOKENS), token_ids, strict=True):
@@ -39,7 +39,7 @@ def right_tokens(url: str, model: str, checkpoint: Path) -> list[list[int]]:
 
 @dataclass
 class Load:
-    """What came of it. ``problems`` holds every request that didn't get exactly its tokens."""
+    """The outcome of a load. ``problems`` holds every request that didn't get exactly its tokens."""
 
     num_done: int = 0
     problems: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Which states production state machines really go through: recorded while the simulator runs them under faults."""
+"""Transitions of production state machines, recorded while the simulator runs them under faults."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
@@ -7,7 +7,6 @@ from typing import Any
 from unittest import mock
 
 from schedules import SHORT_LEASES, Schedule, random_schedule, run_schedule
-from simulator import Faults, Shape
 from splitserve.decode.peers import Peer, PeerState
 from splitserve.engine.sequence import Sequence
 from splitserve.engine.stage import Stage
@@ -17,6 +16,7 @@ from splitserve.protocol.handover.sink import SinkHandover, SinkState
 from splitserve.protocol.handover.source import SourceHandover, SourceState
 from splitserve.router.links.membership import WorkerRecord
 from splitserve.router.requests.state import Phase, RequestState
+from splitserve.simulation.faults import Faults, Shape
 
 Transitions = dict[str, set[tuple[str, str]]]
 MACHINES: tuple[type[Enum], ...] = (Phase, SourceState, SinkState, PeerState, WorkerState, BlockState, Stage)
@@ -42,7 +42,7 @@ SCHEDULES: ListLike[Schedule] = (
 
 
 def record_transitions() -> Transitions:
-    """Of every machine, as (state before, state after)."""
+    """Return each machine's transitions, as (state before, state after)."""
     seen: Transitions = {machine.__name__: set() for machine in MACHINES}
     with mock.patch.multiple(BlockPool, **{name: recording(getattr(BlockPool, name), seen) for name in POOL_METHODS}):
         for owner, attribute in OWNERS:
