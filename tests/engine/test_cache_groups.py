@@ -13,6 +13,7 @@ from splitserve.engine.scheduling import Planned, StepBudget, StepScheduler
 from splitserve.kvconnector.blocks.pool import BlockPool, BlockState
 from splitserve.prefill.scheduler import PrefillScheduler
 from splitserve.protocol.cache_layout import CacheGroup, Field, GroupKind
+from splitserve.protocol.counters import WorkerCounters
 
 FIELDS = (Field("kv", "float32", 1, 8),)
 
@@ -127,7 +128,7 @@ def test_random_steps_keep_the_counts_and_the_content(window: int) -> None:
     chosen = random.Random(window)
     manager = make_manager(window, 40, 24)
     budget = StepBudget(12, 4, 12)
-    scheduler = StepScheduler(PrefillScheduler(manager, budget), DecodeScheduler(manager), budget)
+    scheduler = StepScheduler(PrefillScheduler(manager, budget), DecodeScheduler(manager, WorkerCounters()), budget)
     content: list[dict[int, dict[int, tuple[int, ...]]]] = [{}, {}]
     alive = []
     num_resumed = 0
