@@ -209,14 +209,15 @@ class BlockManager:
         """Make room for one more token. False, and nothing is held, if a group has no block available."""
         if len(sequence.block_ids) * self.block_size > sequence.num_computed + sequence.launched.num_tokens:
             return True
-        if not all(group.pool.num_available for group in self.others):
+        if self.others and not all(group.pool.num_available for group in self.others):
             return False
         fresh = self.pool.allocate(1, after=sequence.block_ids[-1])
         if fresh is None:
             return False
         sequence.block_ids += fresh
-        for group, table in zip(self.others, sequence.other_tables, strict=True):
-            group.grow(table)
+        if self.others:
+            for group, table in zip(self.others, sequence.other_tables, strict=True):
+                group.grow(table)
         return True
 
     def publish_computed(self, sequence: Sequence) -> None:
@@ -232,10 +233,8 @@ class BlockManager:
                 worth.append(self.tiers.on_complete(block_id, block_hash, is_prompt=is_prompt))
             self.tiers.shared.propose(sequence.token_ids, sequence.block_hashes, sequence.num_published, worth)
             sequence.num_published = num_full
-            for group, table in zip(self.others, sequence.other_tables, strict=True):
-                group.publish(table, sequence.block_hashes, num_full)
         if self.others:
-            self._trim(sequence)
+            self._follow(sequence, num_full)
 
     def publish_verified(self, sequence: Sequence, ends: ListLike[int]) -> None:
         """Let others find the full blocks that a peer has handed over: in each group those before the number in
@@ -248,9 +247,11 @@ class BlockManager:
         for group, table, end in zip(self.others, sequence.other_tables, ends[1:], strict=True):
             group.publish(table, sequence.block_hashes, min(end, num_full))
 
-    def _trim(self, sequence: Sequence) -> None:
-        """Release the blocks of windows that have slid past. No launched step has them in its tables."""
+    def _follow(self, sequence: Sequence, num_full: int) -> None:
+        """Publish the full blocks of the groups after the first, then release those that windows have slid past. No
+        launched step has them in its tables."""
         for group, table in zip(self.others, sequence.other_tables, strict=True):
+            group.publish(table, sequence.block_hashes, num_full)
             group.trim(table, sequence.num_computed)
 
     def quarantine(self, sequence: Sequence, group: int, block_ids: ListLike[int]) -> None:
