@@ -74,8 +74,6 @@ BESIDE_OTHERS = {
     "router/test_text",
     "models/sampling/test_add_a_sampling_feature",
     "models/sampling/test_features",
-    "router/test_bounds_and_ends",
-    "router/test_worker_mixes",
     "router/test_request_state",
     "router/test_schema",
     "kvconnector/test_gated_copies",
