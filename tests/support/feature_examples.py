@@ -3,7 +3,9 @@
 import random
 from typing import Any
 
+import torch
 from msgspec import inspect
+from torch import Tensor
 
 from splitserve.protocol.request import SamplingParams
 from splitserve.protocol.sampling_features import SAMPLING_FEATURES, FeatureParams
@@ -36,4 +38,12 @@ def example_params(features: list[str], chance: random.Random, vocab_size: int, 
     """Return parameters with which each of the features is wanted."""
     names = [name for feature in features for name in SAMPLING_FEATURES[feature].params]
     values = {name: example_value(_TYPES[name], chance, vocab_size) for name in names}
-    return SamplingParams(**({"max_tokens": 100, "seed": chance.getrandbits(32), "stop_token_ids": STOPS} | values | others))
+    return SamplingParams(
+        **({"max_tokens": 100, "seed": chance.getrandbits(32), "stop_token_ids": STOPS} | values | others)
+    )
+
+
+def raw_logits(seed: int, position: int, vocab_size: int) -> Tensor:
+    """Logits [vocab] of a model that knows a request's seed and the position alone."""
+    generator = torch.Generator().manual_seed(seed * 1000 + position)
+    return 2 * torch.randn(vocab_size, generator=generator)
