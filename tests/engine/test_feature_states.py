@@ -99,7 +99,12 @@ def requests(features: list[str], count: int) -> dict[str, tuple[list[int], Samp
         f"r{index}": (
             [chance.randrange(VOCAB) for _ in range(chance.randint(3, 9))],
             example_params(
-                features if index % 3 else [], chance, VOCAB, temperature=chance.choice([0.0, 0.9]), max_tokens=14, stop_token_ids=(3, 7)
+                features if index % 3 else [],
+                chance,
+                VOCAB,
+                temperature=chance.choice([0.0, 0.9]),
+                max_tokens=14,
+                stop_token_ids=(3, 7),
             ),
         )
         for index in range(count)
