@@ -6,6 +6,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 
+import msgspec
 import pytest
 import torch
 
@@ -74,8 +75,9 @@ class Engine:
         self.outputs: dict[RequestKey, list[int]] = {}
         self._launched: deque[StepOutput] = deque()
 
-    def submit(self, name: str, prompt: list[int], params: SamplingParams) -> None:
-        self._take(self.worker.hear(ROUTER, LocalRequest(RequestKey(name), prompt, params, 60.0)))
+    def submit(self, name: str, prompt: list[int], params: SamplingParams, output: list[int] | None = None) -> None:
+        request = LocalRequest(RequestKey(name), prompt, params, 60.0, output or [])
+        self._take(self.worker.hear(ROUTER, request))
 
     def turn(self, depth: int) -> bool:
         """Launch up to ``depth`` steps, commit one. Returns whether anything is left."""
@@ -129,6 +131,43 @@ def test_tokens_are_those_of_a_request_alone(features: list[str]) -> None:
     while engine.turn(1):
         pass
     assert engine.sampler.num_states == 0, "states of requests that have ended"
+
+
+@pytest.mark.parametrize("features", [*([name] for name in SAMPLING_FEATURES), list(SAMPLING_FEATURES)], ids="-".join)
+def test_a_worker_goes_on_from_the_output_of_another(features: list[str]) -> None:
+    chance = random.Random(2)
+    first, second = Engine(new_sampler, num_blocks=64), Engine(new_sampler, num_blocks=64)
+    submitted = requests(features, 4)
+    for name, (prompt, params) in submitted.items():
+        first.submit(name, prompt, params)
+    for _ in range(9):
+        first.turn(2)
+    moved = {}
+    for name, (prompt, params) in submitted.items():
+        delivered = first.outputs.get(RequestKey(name), [])
+        if delivered and params.finish_reason(delivered[-1], len(delivered)) is None:
+            moved[name] = delivered[: chance.randint(1, len(delivered))]
+            second.submit(name, prompt, params, moved[name])
+    assert moved
+    while second.turn(chance.randint(1, 2)):
+        pass
+    for name, delivered in moved.items():
+        prompt, params = submitted[name]
+        assert delivered + second.outputs[RequestKey(name)] == alone(prompt, params, new_sampler)
+
+
+def test_other_ranks_draw_the_same_tokens() -> None:
+    """A plan as it goes to the other ranks: states begin, go on and end there as they do here."""
+    engine, sampler = Engine(new_sampler, num_blocks=9), new_sampler()
+    decoder = msgspec.msgpack.Decoder(StepPlan)
+    for name, (prompt, params) in requests(list(SAMPLING_FEATURES), 5).items():
+        engine.submit(name, prompt, params)
+    while engine.turn(2):
+        pass
+    here = new_sampler()
+    for plan in engine.plans:
+        assert run(sampler, decoder.decode(msgspec.msgpack.encode(plan, enc_hook=list))) == run(here, plan)
+    assert sampler.num_states == here.num_states
 
 
 def test_aborted_requests_leave_no_states() -> None:
