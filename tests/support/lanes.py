@@ -27,6 +27,8 @@ BESIDE_OTHERS = {
     "orchestration/test_launcher",
     "router/test_local_origin",
     "router/test_membership_connections",
+    "models/sampling/test_add_a_sampling_feature",
+    "models/sampling/test_distributions",
     "models/test_mixed_steps",
     "models/test_precision",
     "models/test_reading",
