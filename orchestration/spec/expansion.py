@@ -107,6 +107,10 @@ def router_config(spec: ClusterSpec, secrets: Secrets, host: str, ports: RouterP
         secret=secrets.secret,
         api_key=secrets.api_key,
         protocol=spec.protocol_config(),
+        aliases=tuple(spec.model.aliases),
+        generation_config=spec.router.generation_config,
+        chat_template=spec.router.chat_template,
+        allowed_origins=tuple(spec.router.allowed_origins),
     )
 
 

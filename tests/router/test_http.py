@@ -299,7 +299,10 @@ def test_hopelessly_long_texts_are_refused_by_their_beginning(router):
     ):
         status, _, answer = router.post(path, **fields)
         assert (status, answer["error"]["param"]) == (400, param)
-        assert answer["error"]["message"] == f"{param} has far more tokens than the context length of 256 allows"
+        assert (
+            answer["error"]["message"]
+            == f"{param} has far more tokens than fit: this model's maximum context length is 256 tokens"
+        )
 
 
 def test_long_texts_of_few_tokens_are_not_refused(tmp_path):

@@ -11,6 +11,8 @@ from splitserve.protocol.request import Role
 from splitserve.protocol.settings import problems_of
 
 __all__ = [
+    "AUTO",
+    "NONE",
     "SECRETS",
     "Confidential",
     "CorePlacement",
@@ -25,6 +27,9 @@ __all__ = [
 
 
 SECRETS = ("secret", "api_key")
+
+AUTO = "auto"
+NONE = "none"
 
 Duration: TypeAlias = Annotated[float, Meta(gt=0, le=MAX_SECONDS)]
 Delay: TypeAlias = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
@@ -155,6 +160,9 @@ class RouterConfig(Confidential, frozen=True, kw_only=True):
     Objectives are times that an answer should take, 0 for none: the router counts the requests that met them.
     ``on_awake_cores`` keeps it on half of its machine's cores, as ``keep_cores_awake`` keeps workers there.
     ``secret`` protects its side channels; ``api_key`` is the key that /v1 requires of clients, "" for none.
+    ``aliases``: further ids that clients may use for the model. ``generation_config``: source of sampling defaults
+    ("auto": the model's generation_config.json, "none", or a directory). ``chat_template``: file of a template that
+    replaces the model's. ``allowed_origins``: origins of web pages that may call the endpoint, "*" for all.
     """
 
     model: str
@@ -173,3 +181,7 @@ class RouterConfig(Confidential, frozen=True, kw_only=True):
     http: HttpLimits = HttpLimits()
     secret: str = ""
     api_key: str = ""
+    aliases: tuple[str, ...] = ()
+    generation_config: str = AUTO
+    chat_template: str = ""
+    allowed_origins: tuple[str, ...] = ()

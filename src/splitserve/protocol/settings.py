@@ -29,6 +29,7 @@ class Setting:
     const: Any = None  # the value that an option without an argument stands for
     parse: Callable[[str], Any] | None = None  # the option's argument as a value; None: by the field's type
     place: str = ""  # location in the cluster spec, where it isn't that of the field itself
+    further: str = ""  # location in the cluster spec of further values, of an option that takes several
     help: str = ""  # of the option, where the description doesn't fit
 
 
