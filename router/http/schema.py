@@ -4,11 +4,12 @@ An unsupported parameter is refused by name if its value would change the result
 that clients often send. Unknown fields are refused, too: nothing is silently ignored.
 """
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from splitserve.protocol.token_ids import TokenIds
+from splitserve.router.http.sampling_fields import with_sampling_fields
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
@@ -30,7 +31,6 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
     "guided_choice": (),
@@ -41,17 +41,14 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "logit_bias": ({},),
     "logprobs": (False,),
-    "min_p": (0,),
     "min_tokens": (0,),
     "modalities": (["text"],),
     "moderation": (),
     "n": (1,),
     "parallel_tool_calls": (True, False),
-    "presence_penalty": (0,),
     "priority": (0,),
     "prompt_logprobs": (),
     "reasoning_effort": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
@@ -68,6 +65,12 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
 
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+if TYPE_CHECKING:
+    _SamplingFields = _Strict
+else:
+    _SamplingFields = with_sampling_fields("_SamplingFields", _Strict)
 
 
 class StreamOptions(_Strict):
@@ -101,8 +104,11 @@ class Hints(_Strict):
     verbosity: HintText | None = None
 
 
-class GenerationRequest(Hints):
-    """Fields of both endpoints' bodies. None stands for the endpoint's default."""
+class GenerationRequest(Hints, _SamplingFields):
+    """Fields of both endpoints' bodies. None stands for the endpoint's default.
+
+    Parameters of sampling features are inherited; one that clients write in another form is declared here anew.
+    """
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None

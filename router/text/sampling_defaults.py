@@ -4,22 +4,29 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from splitserve.common.errors import CheckpointError, ConfigError
 from splitserve.common.model_files import GENERATION_CONFIG, MAX_CONFIG_BYTES, read_json_object, shown
 from splitserve.protocol.config import AUTO, NONE
 from splitserve.protocol.request import SamplingParams
+from splitserve.protocol.sampling_features import NEUTRAL_VALUES
 
 _NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields of generation_config.json that are defaults of requests; its other fields don't count."""
-_FALLBACK: dict[str, float] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+_FALLBACK: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, **NEUTRAL_VALUES}
 
 
 class SamplingDefaults:
-    """Values by parameter, and ``source``, the file that they come from ("" for none)."""
+    """Values by parameter, and ``source``, the file that they come from ("" for none).
+
+    ``features``: those of the values that are parameters of sampling features.
+    """
 
     def __init__(self, values: Mapping[str, float], source: str = "") -> None:
         self.values = dict(values)
         self.source = source
+        self.features = {name: value for name, value in values.items() if name in NEUTRAL_VALUES}
 
     def of(self, name: str) -> Any:
         """Return the value of the parameter ``name`` for a request that doesn't set it."""
@@ -49,10 +56,9 @@ def read_sampling_defaults(generation_config: str, model_dir: Path) -> SamplingD
             return NO_DEFAULTS
         raise ConfigError(f"--generation-config: there is no {path}; give auto, none or a directory with it") from None
     values = {name: content[name] for name in _NAMES if content.get(name) is not None}
-    supported = {name: value for name, value in values.items() if name in SamplingParams.__struct_fields__}
-    for name, value in supported.items():
+    for name, value in values.items():
         _check(name, value, path)
-    return SamplingDefaults({name: value for name, value in supported.items() if value != _FALLBACK[name]}, str(path))
+    return SamplingDefaults({name: value for name, value in values.items() if value != _FALLBACK[name]}, str(path))
 
 
 def _check(name: str, value: Any, path: Path) -> None:
@@ -61,8 +67,8 @@ def _check(name: str, value: Any, path: Path) -> None:
     problem = "" if is_number else "it must be a number"
     if is_number:
         try:
-            SamplingParams(max_tokens=1, **{name: value})
-        except ConfigError as error:
+            msgspec.convert({"max_tokens": 1, name: value}, SamplingParams)
+        except (ConfigError, msgspec.ValidationError) as error:
             problem = str(error)
     if problem:
         raise CheckpointError(

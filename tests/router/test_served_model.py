@@ -28,7 +28,7 @@ def worker():
 def router(tmp_path_factory, worker):
     path = tmp_path_factory.mktemp("served") / "tiny"
     write_model_dir(path)
-    write_generation_config(path, temperature=0.25, top_k=7, top_p=None, do_sample=True)
+    write_generation_config(path, temperature=0.25, top_k=7, top_p=None, repetition_penalty=1.5, do_sample=True)
     template = path.parent / "template.jinja"
     template.write_text(TEMPLATE)
     settings = {"aliases": ("small", "tiny"), "allowed_origins": (PAGE,), "chat_template": str(template)}
@@ -47,13 +47,15 @@ def sampling_of(router, worker, **fields):
 def test_the_checkpoints_sampling_defaults_apply_where_the_request_sets_none(router, worker):
     sampling = sampling_of(router, worker)
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.25, 7, 1.0)
-    sampling = sampling_of(router, worker, temperature=1, top_k=-1, top_p=0.5)
+    assert sampling.repetition_penalty == 1.5
+    sampling = sampling_of(router, worker, temperature=1, top_k=-1, top_p=0.5, repetition_penalty=1)
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (1.0, 0, 0.5)
+    assert sampling.repetition_penalty == 1.0
 
 
 def test_the_defaults_are_shown_with_the_model(router):
     _, _, card = router.request("GET", "/v1/models/small")
-    assert card["sampling_defaults"] == {"temperature": 0.25, "top_k": 7}
+    assert card["sampling_defaults"] == {"temperature": 0.25, "top_k": 7, "repetition_penalty": 1.5}
     assert (card["id"], card["root"]) == ("small", "tiny")
 
 
@@ -159,7 +161,9 @@ def test_which_file_gives_the_defaults(tmp_path):
         read_sampling_defaults(str(tmp_path), model)
 
 
-@pytest.mark.parametrize("fields", [{"temperature": -1}, {"top_p": 0}, {"top_k": "many"}, {"temperature": True}])
+@pytest.mark.parametrize(
+    "fields", [{"temperature": -1}, {"top_p": 0}, {"top_k": "many"}, {"temperature": True}, {"min_p": 2}]
+)
 def test_defaults_that_no_request_could_have_are_refused(tmp_path, fields):
     write_generation_config(tmp_path, **fields)
     with pytest.raises(CheckpointError, match=rf"generation_config.json: {next(iter(fields))} is .*none"):
