@@ -391,9 +391,9 @@ def test_options_of_the_served_model_reach_the_router(tmp_path) -> None:
         *("--chat-template", str(tmp_path / "t.jinja"), "--allowed-origins", "https://a.example", "http://b:8080"),
     )
     router = router_config(spec, Secrets(), "127.0.0.1")
-    assert (router.served_model_name, router.aliases) == ("a", ("b", "c"))
+    assert (router.served_model_name, router.aliases) == ("a", ["b", "c"])
     assert (router.generation_config, router.chat_template) == ("none", str(tmp_path / "t.jinja"))
-    assert router.allowed_origins == ("https://a.example", "http://b:8080")
+    assert router.allowed_origins == ["https://a.example", "http://b:8080"]
     with pytest.raises(ConfigError, match=r"--allowed-origins: must be like https://app\.example\.com"):
         spec_of("--mixed", "1", "--allowed-origins", "app.example.com/page")
     with pytest.raises(ConfigError, match="it goes before options that take several values"):

@@ -31,7 +31,7 @@ def router(tmp_path_factory, worker):
     write_generation_config(path, temperature=0.25, top_k=7, top_p=None, repetition_penalty=1.5, do_sample=True)
     template = path.parent / "template.jinja"
     template.write_text(TEMPLATE)
-    settings = {"aliases": ("small", "tiny"), "allowed_origins": (PAGE,), "chat_template": str(template)}
+    settings = {"aliases": ["small", "tiny"], "allowed_origins": [PAGE], "chat_template": str(template)}
     with served_router(path, **settings) as (process, workers):
         worker.append(workers.start("m0", Role.MIXED, default_script(tokens_per_message=1), max_model_len=256))
         ready(process)
@@ -132,8 +132,8 @@ def test_other_pages_and_host_names_stay_refused_on_a_loopback_server(router):
 def test_every_origin_at_once_needs_a_key(tmp_path):
     write_model_dir(tmp_path / "tiny")
     with pytest.raises(RuntimeError, match=r"--allowed-origins '\*' lets every web page .* API key"):
-        RouterProcess(tmp_path / "tiny", allowed_origins=("*",))
-    router = RouterProcess(tmp_path / "tiny", allowed_origins=("*",), api_key="k")
+        RouterProcess(tmp_path / "tiny", allowed_origins=["*"])
+    router = RouterProcess(tmp_path / "tiny", allowed_origins=["*"], api_key="k")
     try:
         status, headers, _ = preflight(router, "https://any.example.com")  # preflights carry no key
         assert status == 200 and headers["access-control-allow-origin"] == "*"
