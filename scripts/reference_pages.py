@@ -184,7 +184,8 @@ def _type_of(value: Schema) -> str:
     if kind == "array":
         return f"list of {_type_of(value.get('items', {}))}" + _bounds(value)
     if kind == "object":
-        return "map to " + _type_of(value["additionalProperties"]) if value.get("additionalProperties") else "map"
+        values = value.get("additionalProperties")
+        return "map to " + _type_of(values) if isinstance(values, dict) else "map"
     words = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true or false"}
     return words.get(str(kind), "null" if kind == "null" else "any value") + _bounds(value)
 
@@ -223,7 +224,7 @@ def _range(least: Any, most: Any, unit: str = "") -> str:
 
 
 def api_page() -> str:
-    document = openapi_document("MODEL", wants_key=True)
+    document = openapi_document(("MODEL",), wants_key=True)
     schemas: dict[str, Schema] = document["components"]["schemas"]
     operations = [
         (path, method, item[method]) for path, item in document["paths"].items() for method in METHODS if method in item
