@@ -46,7 +46,8 @@ def keep_thresholds(logits: Tensor, numbers: Tensor, heats: Tensor, *, has_top_k
         for index in range(_NUM_PASSES):
             _narrow_kernel[grid](
                 logits, numbers, heats, largest, kept, surplus, digits, prefixes, goals,
-                logits.stride(0), num_rows, index, **sizes, BY_MASS=by_mass, PART=_PART, CHUNK=_CHUNK, BITS=_DIGIT_BITS, **options,
+                logits.stride(0), num_rows, index, **sizes, BY_MASS=by_mass, PART=_PART, CHUNK=_CHUNK,
+                BITS=_DIGIT_BITS, **options,
             )  # fmt: skip
         _settle_kernel[(num_rows,)](
             numbers, heats, kept, surplus, digits, prefixes, goals, thresholds, num_rows, _NUM_PASSES,
