@@ -24,6 +24,7 @@ BESIDE_OTHERS = {
     "models/test_hostile_checkpoints",
     "kernels/test_gather",
     "kernels/test_sampling",
+    "kernels/test_thresholds",
     "kernels/test_triton",
     "orchestration/test_launcher",
     "router/test_local_origin",
