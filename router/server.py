@@ -21,6 +21,7 @@ from splitserve.router.admin.metrics import RouterMetrics
 from splitserve.router.http.app import Api, create_app
 from splitserve.router.http.body import BodyReader
 from splitserve.router.http.connections import Connections, HttpConfig
+from splitserve.router.output.catalog import ResponseFormat, choose_format
 from splitserve.router.requests.dispatcher import Dispatcher
 from splitserve.router.text.preparation import Preparation
 from splitserve.router.text.renderer import Renderer
@@ -50,8 +51,9 @@ def run_router(config: RouterConfig, progress: Progress) -> None:
     _allow_many_files()
     with _listen(config.host, config.port) as listener:
         tokenizer = ModelTokenizer(Path(config.model))
+        response_format = _response_format(config, tokenizer)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(config, progress, listener, tokenizer))
+            runner.run(_serve(config, progress, listener, tokenizer, response_format))
 
 
 def _allow_many_files() -> None:
@@ -61,11 +63,28 @@ def _allow_many_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-async def _serve(config: RouterConfig, progress: Progress, listener: socket.socket, tokenizer: ModelTokenizer) -> None:
+def _response_format(config: RouterConfig, tokenizer: ModelTokenizer) -> ResponseFormat | None:
+    """Return the form of the model's output, and log it. Raises as :func:`choose_format` does."""
+    source = tokenizer.chat_template.source if tokenizer.chat_template is not None else None
+    found = choose_format(config.response_template, source, tokenizer.response_template, config.model)
+    if found is not None:
+        log.info("reasoning and tool calls are read by the response template %s", found.where)
+    elif source is not None:
+        log.info("no response template fits this model: answers are content only (--response-template sets one)")
+    return found
+
+
+async def _serve(
+    config: RouterConfig,
+    progress: Progress,
+    listener: socket.socket,
+    tokenizer: ModelTokenizer,
+    response_format: ResponseFormat | None,
+) -> None:
     metrics = RouterMetrics()
     dispatcher = Dispatcher(config, metrics)
     renderer = Renderer(tokenizer.chat_template)
-    preparation = Preparation(tokenizer, renderer)
+    preparation = Preparation(tokenizer, renderer, response_format)
     bodies = BodyReader(config.max_body_mib << 20)
     try:
         await renderer.start()

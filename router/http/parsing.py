@@ -10,13 +10,12 @@ from splitserve.router.http.body_shape import check_shape, check_values
 from splitserve.router.http.schema import (
     NEUTRAL_ONLY,
     ChatCompletionRequest,
-    ChatMessage,
     CompletionRequest,
     GenerationRequest,
     StreamOptions,
-    TextPart,
 )
 from splitserve.router.http.token_prompt import take_token_ids
+from splitserve.router.http.tool_fields import NESTED, check_messages, check_tools
 
 MAX_ISSUES = 100  # each issue costs time and memory: a body with more is refused without details
 _MANY_VALUES = 1024
@@ -125,7 +124,7 @@ def _most_telling(issues: list[Any]) -> Any:
     return next((issue for issue in same_field if not issue["type"].endswith("_type")), same_field[0])
 
 
-_NESTED_NAMES = frozenset(name for nested in (StreamOptions, TextPart, ChatMessage) for name in nested.model_fields)
+_NESTED_NAMES = frozenset(name for nested in (StreamOptions, *NESTED) for name in nested.model_fields)
 
 
 def _check_combinations(request: GenerationRequest) -> None:
@@ -136,3 +135,5 @@ def _check_combinations(request: GenerationRequest) -> None:
         if None not in both and both[0] != both[1]:
             message = "max_tokens and max_completion_tokens differ: give one of them"
             raise ApiError(400, message, param="max_completion_tokens")
+        check_messages(request.messages)
+        check_tools(request.tools or (), request.tool_choice)

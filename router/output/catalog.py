@@ -1,4 +1,4 @@
-"""The choice of a model's response template: by option, the checkpoint's own, or the one that fits its chat template."""
+"""The choice of a response template: by option, the checkpoint's own, or the one that fits the chat template."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -68,8 +68,9 @@ def choose_format(
 ) -> ResponseFormat | None:
     """Return the format of a model's output; None if nothing is known of it, and for a model without a chat template.
 
-    ``option`` is a name of :data:`NAMES`, a file, "auto" or "none". ``own`` is the checkpoint's template, in transformers'
-    format. Raises :class:`ConfigError` for an unusable option, :class:`CheckpointError` for an unusable own template.
+    ``option`` is a name of :data:`NAMES`, a file, "auto" or "none". ``own`` is the checkpoint's template, in the format
+    of transformers. Raises :class:`ConfigError` for an unusable option, :class:`CheckpointError` for an unusable own
+    template.
     """
     if option == NONE or (chat_template is None and option == AUTO):
         return None

@@ -1,8 +1,8 @@
 """Tool calls in a growing text of JSON: the function's name as soon as it is complete, the arguments as they come.
 
-Reads one call, a list of calls, or several calls one after the other: ``{"name": ..., "arguments": ...}``, with the keys
-in any order, ``parameters`` for ``arguments``, and perhaps within ``{"type": "function", "function": {...}}``. Arguments
-are passed on as the model wrote them, valid or not.
+Reads one call, a list of calls, or several calls one after the other: ``{"name": ..., "arguments": ...}``, with the
+keys in any order, ``parameters`` for ``arguments``, and perhaps within ``{"type": "function", "function": {...}}``.
+Arguments are passed on as the model wrote them, valid or not.
 """
 
 import json
@@ -36,7 +36,9 @@ class JsonCalls:
         self._value: list[str] = []  # text of a key, or of a value that is no object or list
         self._is_in_arguments = False
         self._found: list[CallText] = []
-        self._begin_call()
+        self._name = ""  # of the current call
+        self._arguments: list[str] = []  # not passed on so far
+        self._has_arguments = False
 
     def push(self, text: str) -> list[CallText]:
         """Take in more text; return what it adds to calls."""
@@ -140,17 +142,14 @@ class JsonCalls:
             self._found.append(CallText(arguments="".join(self._arguments)))
             self._arguments = []
 
-    def _begin_call(self) -> None:
-        self._call_depth = 0
-        self._name = ""
-        self._arguments: list[str] = []  # not passed on so far
-        self._has_arguments = False
-
     def _end_call(self) -> None:
         if not self._has_arguments:
             self._arguments = ["{}"]
         self._pass_arguments_on()
-        self._begin_call()
+        self._call_depth = 0
+        self._name = ""
+        self._arguments = []
+        self._has_arguments = False
 
 
 def _text_of(literal: list[str]) -> str:

@@ -3,6 +3,7 @@
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import regex
@@ -11,6 +12,25 @@ from splitserve.router.output.calls import CallLog
 from splitserve.router.output.json_calls import JsonCalls
 from splitserve.router.output.parts import Part, PartKind
 from splitserve.router.output.segments import SEARCH_SECONDS, Segmentation
+
+
+@dataclass(frozen=True, slots=True)
+class CallSource:
+    """The field of a region with a call, the text that opened the region, and the tools that have the types."""
+
+    segmentation: Segmentation
+    field: str
+    opening: str
+    tools: list[dict[str, Any]]
+
+    @property
+    def content_args(self) -> Mapping[str, Any]:
+        arguments: Mapping[str, Any] = self.segmentation.fields[self.field].content_args
+        return arguments
+
+    def value(self, text: str) -> Any:
+        """Return what transformers makes of the region's ``text``; None if it can't read it."""
+        return self.segmentation.value(self.opening + text, self.field, self.tools)
 
 
 class Region(ABC):
@@ -112,16 +132,11 @@ class TaggedArgumentsRegion(Region):
     A value has the type that the tool's schema gives it, by transformers' parser. The first value of a key counts.
     """
 
-    def __init__(
-        self, log: CallLog, name: str, call_id: str, segmentation: Segmentation, field: str, opening: str, tools: Any
-    ) -> None:
+    def __init__(self, log: CallLog, name: str, call_id: str, source: CallSource) -> None:
         self._log = log
         self._begun = [log.begin(name, call_id)]
-        self._segmentation = segmentation
-        self._field = field
-        self._opening = opening
-        self._tools = tools
-        self._pattern = regex.compile(segmentation.fields[field].content_args["tag_pattern"], regex.DOTALL)
+        self._source = source
+        self._pattern = regex.compile(source.content_args["tag_pattern"], regex.DOTALL)
         self._keys: set[str] = set()
         self._rest = ""
 
@@ -157,7 +172,7 @@ class TaggedArgumentsRegion(Region):
             return None
 
     def _arguments_of(self, tag: str) -> Mapping[str, Any]:
-        arguments = _arguments(self._segmentation.value(self._opening + tag, self._field, self._tools))
+        arguments = _arguments(self._source.value(tag))
         return arguments if isinstance(arguments, dict) else {}
 
 
@@ -167,17 +182,12 @@ class WholeCallRegion(Region):
     Text that it can't read is passed on as arguments if the opening gave a name, else as content.
     """
 
-    def __init__(
-        self, log: CallLog, name: str, call_id: str, segmentation: Segmentation, field: str, opening: str, tools: Any
-    ) -> None:
+    def __init__(self, log: CallLog, name: str, call_id: str, source: CallSource) -> None:
         self._log = log
         self._name = name
         self._call_id = call_id
         self._begun = [log.begin(name, call_id)] if name else []
-        self._segmentation = segmentation
-        self._field = field
-        self._tools = tools
-        self._opening = opening
+        self._source = source
         self._text = ""
 
     def push(self, text: str) -> list[Part]:
@@ -187,22 +197,24 @@ class WholeCallRegion(Region):
 
     def end(self, is_closed: bool) -> list[Part]:
         parts = self.push("")
-        value = self._segmentation.value(self._opening + self._text, self._field, self._tools) if is_closed else None
+        value = self._source.value(self._text) if is_closed else None
         calls = value if isinstance(value, list) else [value]
         if self._name:
             arguments = _arguments(calls[0]) if calls else None
             return [*parts, self._log.arguments(self._text if arguments is None else _encoded(arguments))]
-        named = [(call["function"]["name"], _arguments(call)) for call in calls if _has_name(call)]
+        named = [(name, _arguments(call)) for call in calls if (name := _name(call)) is not None]
         if not named:
-            return [Part(PartKind.CONTENT, text)] if (text := self._opening + self._text) else []
+            return [Part(PartKind.CONTENT, text)] if (text := self._source.opening + self._text) else []
         for name, arguments in named:
             parts += [self._log.begin(name), self._log.arguments(_encoded({} if arguments is None else arguments))]
         return parts
 
 
-def _has_name(call: Any) -> bool:
+def _name(call: Any) -> str | None:
+    """Return the name in a call in transformers' form; None if there is none."""
     function = call.get("function") if isinstance(call, dict) else None
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def _arguments(call: Any) -> Any:

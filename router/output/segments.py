@@ -88,6 +88,9 @@ class Segmentation:
 class SegmentParser(ResponseParser):  # type: ignore[misc]
     """transformers' parser, whose opening events carry the opening's text ("opening") and named groups ("captures")."""
 
+    _buffer: str
+    _pos: int
+
     def feed(self, text: str) -> list[Event]:
         try:
             events: list[Event] = super().feed(text)

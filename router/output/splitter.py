@@ -10,6 +10,7 @@ from splitserve.router.output.calls import CallLog
 from splitserve.router.output.parts import Part, PartKind
 from splitserve.router.output.regions import (
     ArgumentsRegion,
+    CallSource,
     JsonCallRegion,
     NoRegion,
     Region,
@@ -81,7 +82,7 @@ class Splitter:
         rest = self._parser.unread()
         try:
             parts = self._follow(self._parser.finish(), rest=rest)
-        except SegmentationError:
+        except (SegmentationError, TimeoutError):
             return self._fail()
         if not (self._begun or self.num_calls or parts) and (text := self._shown(self._outside).strip()):
             parts = [Part(PartKind.CONTENT, text)]
@@ -118,7 +119,9 @@ class Splitter:
     def _is_closed(self, name: str, rest: str) -> bool:
         """Return whether the output's last region has its end; a region without an end of its own always has."""
         field = self._segmentation.fields.get(name)
-        return field is None or field.close_re is None or field.close_re.search(rest, timeout=SEARCH_SECONDS) is not None
+        return (
+            field is None or field.close_re is None or field.close_re.search(rest, timeout=SEARCH_SECONDS) is not None
+        )
 
     def _opened(self, event: Event, *, is_prompt: bool) -> Region:
         name = event["field"]
@@ -134,12 +137,12 @@ class Splitter:
         field = self._segmentation.fields[TOOL_CALLS]
         opening, captures = event.get("opening", ""), event.get("captures", {})
         name, call_id = captures.get("name", "").strip(), captures.get("id", "")
-        given = (self._segmentation, TOOL_CALLS, opening, self._tools)
+        source = CallSource(self._segmentation, TOOL_CALLS, opening, self._tools)
         if field.content == "xml-inline" and name:
-            return TaggedArgumentsRegion(self._log, name, call_id, *given)
+            return TaggedArgumentsRegion(self._log, name, call_id, source)
         is_plain = field.content in ("json", "text") and not set(field.content_args) - {"allow_non_json", "strip"}
         if not is_plain:
-            return WholeCallRegion(self._log, name, call_id, *given)
+            return WholeCallRegion(self._log, name, call_id, source)
         return ArgumentsRegion(self._log, name, call_id) if name else JsonCallRegion(self._log, self._shown(opening))
 
     def _shown(self, text: str) -> str:

@@ -42,6 +42,7 @@ class TemplateFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chat_template_has: tuple[tuple[str, ...], ...] = ()
     call_ids: Literal["call", "short", "function"] = "call"
     arguments_in_prompt: ArgumentsForm = "object"  # the form in which the chat template reads arguments
+    null_content: bool = False  # it distinguishes content that is null; others read text only
     reasoning_in_prompt: str = "reasoning_content"  # the field in which it reads earlier reasoning
     forced_call: ForcedCall | None = None  # None: a call can't be forced
 

@@ -17,15 +17,16 @@ _MAX_WINDOW_TOKENS = 64
 
 
 class Detokenizer:
-    """Text of a growing list of token ids, piece by piece, without special tokens.
+    """Text of a growing list of token ids, piece by piece, by default without special tokens.
 
-    For byte-level tokenizers the joined pieces equal ``tokenizer.decode(all_ids, skip_special_tokens=True)``. Each
+    For byte-level tokenizers the joined pieces equal ``tokenizer.decode(all_ids, skip_special_tokens=...)``. Each
     step decodes only a short window of tokens. The window begins where a decoding was complete, so its text doesn't
     change when tokens are appended.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
         self._window: list[int] = []
         self._num_emitted_chars = 0
         self._complete_at = 0
@@ -62,7 +63,7 @@ class Detokenizer:
         self._complete_at = 0
 
     def _decode(self) -> str:
-        return self._tokenizer.decode(self._window, skip_special_tokens=True)
+        return self._tokenizer.decode(self._window, skip_special_tokens=self._skip_special_tokens)
 
 
 def _num_certain_chars(text: str) -> int:

@@ -5,18 +5,23 @@ import secrets
 from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from splitserve.protocol.request import SamplingParams
 from splitserve.protocol.token_ids import TokenIds, highest
 from splitserve.router.http.answers import Prompt
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from splitserve.router.output.catalog import ResponseFormat
 from splitserve.router.placement.placer import Limits
+from splitserve.router.text.chat import ChatForm
 from splitserve.router.text.chat_template import ChatTemplateError
 from splitserve.router.text.choice import Choice
 from splitserve.router.text.renderer import Renderer, RendererBusyError
 from splitserve.router.text.tokenizer import ModelTokenizer
+
+if TYPE_CHECKING:
+    from splitserve.router.output.splitter import Splitter
 
 # Tokenising so few characters costs no more than a hop to the pool and back.
 MAX_INLINE_CHARS = 512
@@ -35,9 +40,12 @@ Result = TypeVar("Result")
 class Preparation:
     """Preparation of prompts for one model. Methods raise :class:`ApiError` 400 that names the field at fault."""
 
-    def __init__(self, tokenizer: ModelTokenizer, renderer: Renderer) -> None:
+    def __init__(
+        self, tokenizer: ModelTokenizer, renderer: Renderer, response_format: ResponseFormat | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._renderer = renderer
+        self._response_format = response_format
         self._pool = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
 
     def close(self) -> None:
@@ -56,8 +64,10 @@ class Preparation:
         return prompts
 
     async def chat(self, request: ChatCompletionRequest, limits: Limits) -> list[Prompt]:
+        form = ChatForm(self._response_format, self._renderer.variables)
+        tools = form.tools(request)
         try:
-            text = await self._renderer.render([message.for_template() for message in request.messages])
+            text = await self._renderer.render(form.messages(request), tools, form.variables(request))
         except ChatTemplateError as error:
             raise ApiError(400, str(error), param="messages", code="chat_template_failed") from None
         except RendererBusyError as error:
@@ -74,7 +84,8 @@ class Preparation:
         param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         wanted = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         max_tokens = _max_tokens(wanted, param, len(token_ids), limits.max_model_len)
-        return [self._prompt(request, token_ids, max_tokens or room, limits.vocab_size)]
+        splitter = form.splitter(request, text, tools)
+        return [self._prompt(request, token_ids, max_tokens or room, limits.vocab_size, splitter)]
 
     async def _prompt_ids(self, prompt: str | list[int] | TokenIds, limits: Limits, num_chars: int) -> TokenIds:
         """Return one prompt's token ids; ``num_chars`` counts the characters of all prompts of the request."""
@@ -109,7 +120,14 @@ class Preparation:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    def _prompt(self, request: GenerationRequest, token_ids: TokenIds, max_tokens: int, vocab_size: int) -> Prompt:
+    def _prompt(
+        self,
+        request: GenerationRequest,
+        token_ids: TokenIds,
+        max_tokens: int,
+        vocab_size: int,
+        splitter: "Splitter | None" = None,
+    ) -> Prompt:
         stop_token_ids = request.stop_token_ids or []
         _check_vocabulary(stop_token_ids, vocab_size, "stop_token_ids")
         eos_token_ids = () if request.ignore_eos else self._tokenizer.eos_token_ids
@@ -122,7 +140,10 @@ class Preparation:
             seed=secrets.randbits(63) if request.seed is None else request.seed % 2**64,
             stop_token_ids=tuple(dict.fromkeys((*eos_token_ids, *stop_token_ids))),
         )
-        return Prompt(token_ids, sampling, Choice(self._tokenizer.detokenizer(), request.stop_strings))
+        # Only a splitter reads special tokens; it hides them.
+        detokenizer = self._tokenizer.detokenizer(skip_special_tokens=splitter is None)
+        choice = Choice(detokenizer, request.stop_strings, splitter, self._tokenizer.special_texts)
+        return Prompt(token_ids, sampling, choice)
 
 
 def check_not_empty(request: CompletionRequest) -> None:

@@ -37,6 +37,11 @@ class ModelTokenizer:
         config = _read_json(model_dir / "tokenizer_config.json", MAX_TOKENIZER_CONFIG_BYTES)
         self._special_tokens = _special_tokens(config)
         self.chat_template = _chat_template(model_dir, config, self._special_tokens)
+        own = config.get("response_template")
+        self.response_template: dict[str, Any] | None = own if isinstance(own, dict) else None
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_texts = {token_id: token.content for token_id, token in added.items() if token.special}
+        self.added_ids = {token.content: token_id for token_id, token in added.items()}
         self.eos_token_ids = self._find_eos_token_ids(model_dir)
 
     def encode(self, text: str, add_special_tokens: bool) -> Encoding:
@@ -45,8 +50,8 @@ class ModelTokenizer:
         # Only the batch call releases the GIL; "fast" leaves out offsets, which aren't needed here.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
-    def detokenizer(self) -> Detokenizer:
-        return Detokenizer(self._tokenizer)
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
+        return Detokenizer(self._tokenizer, skip_special_tokens=skip_special_tokens)
 
     def _find_eos_token_ids(self, model_dir: Path) -> tuple[int, ...]:
         """Return the ids that end a sequence: of generation_config.json, else config.json, else the tokenizer's EOS."""

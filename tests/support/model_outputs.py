@@ -155,7 +155,8 @@ OUTPUTS = [
     # ---- GLM ----
     Output(
         "glm-4.5",
-        "\n<think>I need it.</think>\nOne moment.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+        "\n<think>I need it.</think>\nOne moment.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n"
+        "<arg_value>Paris</arg_value>\n"
         "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>get-time\n</tool_call>",
         "One moment.",
         "I need it.",

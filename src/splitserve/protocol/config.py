@@ -169,6 +169,7 @@ class RouterConfig(Confidential, frozen=True, kw_only=True):
     ttft_objective_seconds: float = 0.0
     tpot_objective_seconds: float = 0.0
     on_awake_cores: bool = False
+    response_template: str = "auto"  # of router/output/catalog: auto, none, a name, or a file
     protocol: ProtocolConfig = ProtocolConfig()
     http: HttpLimits = HttpLimits()
     secret: str = ""
