@@ -71,6 +71,11 @@ def absolute_path(text: str) -> str:
     return os.path.abspath(text) if text else ""
 
 
+def name_or_path(text: str) -> str:
+    """Return a path of JSON from the root, and any other text as it is."""
+    return absolute_path(text) if text.endswith(".json") else text
+
+
 PORT = whole_number(0, 2**16 - 1)
 COUNT = whole_number(0, 4096)
 """Number of workers."""

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from splitserve.common.errors import CheckpointError, ConfigError
-from splitserve.orchestration.cli.option_types import absolute_path, address
+from splitserve.orchestration.cli.option_types import absolute_path, address, name_or_path
 from splitserve.orchestration.spec.sizes import parse_bytes
 from splitserve.protocol.config import LMCacheConfig, ProtocolConfig, RouterConfig
 from splitserve.protocol.engine_config import ENDPOINT, WORKERS, Device, Dtype, EngineConfig, LoadFormat
@@ -174,6 +174,15 @@ class RouterSpec(Part, frozen=True, kw_only=True):
         ),
         Setting(flags=("--max-body-mib",), metavar="MIB", group=ENDPOINT),
     ] = _ROUTER["max_body_mib"]
+    response_template: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="Form of the model's reasoning and tool calls: auto, none, the name of a known form, or a file "
+            "of JSON.",
+        ),
+        Setting(flags=("--response-template",), metavar="NAME|FILE", parse=name_or_path, group=ENDPOINT),
+    ] = _ROUTER["response_template"]
     nodes: NodeSpec = NodeSpec()
 
 

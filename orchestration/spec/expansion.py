@@ -99,6 +99,7 @@ def router_config(spec: ClusterSpec, secrets: Secrets, host: str, ports: RouterP
         policy=spec.router.policy,
         max_requests_in_flight=spec.router.max_requests_in_flight,
         max_body_mib=spec.router.max_body_mib,
+        response_template=spec.router.response_template,
         on_awake_cores=any(spec.engine_config(pool).keep_cores_awake for pool in spec.pools),
         membership_host=host,
         membership_port=ports.membership,

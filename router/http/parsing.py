@@ -15,7 +15,7 @@ from splitserve.router.http.schema import (
     StreamOptions,
 )
 from splitserve.router.http.token_prompt import take_token_ids
-from splitserve.router.http.tool_fields import NESTED, check_messages, check_tools
+from splitserve.router.text.chat_fields import NESTED, check_messages, check_tools
 
 MAX_ISSUES = 100  # each issue costs time and memory: a body with more is refused without details
 _MANY_VALUES = 1024

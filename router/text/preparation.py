@@ -11,6 +11,7 @@ from splitserve.protocol.request import SamplingParams
 from splitserve.protocol.token_ids import TokenIds, highest
 from splitserve.router.http.answers import Prompt
 from splitserve.router.http.api_error import ApiError
+from splitserve.router.http.sampling_fields import sampling_values
 from splitserve.router.http.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from splitserve.router.output.catalog import ResponseFormat
 from splitserve.router.placement.placer import Limits
@@ -139,6 +140,7 @@ class Preparation:
             # OpenAI's seeds are signed; two's complement keeps different ones different.
             seed=secrets.randbits(63) if request.seed is None else request.seed % 2**64,
             stop_token_ids=tuple(dict.fromkeys((*eos_token_ids, *stop_token_ids))),
+            **sampling_values(request),
         )
         # Only a splitter reads special tokens; it hides them.
         detokenizer = self._tokenizer.detokenizer(skip_special_tokens=splitter is None)
