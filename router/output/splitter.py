@@ -51,6 +51,7 @@ class Splitter:
         self._field = OUTSIDE
         self._region: Region = NoRegion()
         self._is_failed = False
+        self._has_reasoned = False
         self._follow(self._parser.initial_events, is_prompt=True)
 
     @property
@@ -61,6 +62,11 @@ class Splitter:
     def is_reasoning(self) -> bool:
         """Return whether the output is within its reasoning now."""
         return self._kinds.get(self._field) is PartKind.REASONING
+
+    @property
+    def has_reasoned(self) -> bool:
+        """Return whether reasoning has begun, in the prompt or in the output."""
+        return self._has_reasoned
 
     def hide(self, special_text: str) -> None:
         """Hide a special token that the output holds, unless it opens or closes a region."""
@@ -99,6 +105,7 @@ class Splitter:
         for number, event in enumerate(events, start=1):
             if event["type"] == "region_open":
                 self._field = event["field"]
+                self._has_reasoned = self._has_reasoned or self.is_reasoning
                 self._region = self._opened(event, is_prompt=is_prompt)
             elif event["type"] == "region_chunk":
                 if event["field"] == OUTSIDE and not is_prompt:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.schema import ChatCompletionRequest
 from splitserve.router.output.catalog import ResponseFormat
+from splitserve.router.output.forced import ForcedCalls, Reasoning, SchemaText
 from splitserve.router.text.chat_fields import CalledTool, ChatMessage, NamedTool
 
 if TYPE_CHECKING:
@@ -35,9 +36,6 @@ class ChatForm:
         """
         if not request.tools or request.tool_choice == "none":
             return None
-        if request.tool_choice == "required" or isinstance(request.tool_choice, NamedTool):
-            message = "tool_choice must be none or auto here: this server can't force a call yet"
-            raise ApiError(400, message, param="tool_choice", code="unsupported_parameter")
         if self._variables and "tools" not in self._variables:
             message = "tools: the chat template of this model has no place for tools; serve it with one that has"
             raise ApiError(400, message, param="tools", code="unsupported_parameter")
@@ -48,6 +46,31 @@ class ChatForm:
             )
             raise ApiError(400, message, param="tools", code="unsupported_parameter")
         return [tool.for_template() for tool in request.tools]
+
+    def forced_grammar(
+        self, request: ChatCompletionRequest, token_ids: Mapping[str, int], prompt: str, schema_text: SchemaText
+    ) -> str | None:
+        """Return the grammar of an output that has to call a tool; None if it needn't.
+
+        ``token_ids``: the vocabulary's added tokens. Raises :class:`ApiError` 400 if a call can't be forced.
+        """
+        choice = request.tool_choice
+        if choice != "required" and not isinstance(choice, NamedTool):
+            return None
+        found = self._format
+        form = None if found is None else found.file.forced_call
+        if found is None or form is None:
+            message = "tool_choice must be none or auto for this model: the form of its calls has no grammar"
+            raise ApiError(400, message, param="tool_choice", code="unsupported_parameter")
+        name = choice.function.name if isinstance(choice, NamedTool) else ""
+        functions = [tool.function for tool in request.tools or () if not name or tool.function.name == name]
+        reasoning = _reasoning(found, prompt) if found.has_reasoning else Reasoning.NONE
+        calls = ForcedCalls(form, token_ids, schema_text)
+        return calls.grammar(
+            [function.model_dump(exclude_none=True) for function in functions],
+            reasoning,
+            is_parallel=request.parallel_tool_calls is not False,
+        )
 
     def variables(self, request: ChatCompletionRequest) -> dict[str, Any]:
         """Return the template's variables that a request sets. Raises :class:`ApiError` 400 for one it can't set."""
@@ -104,6 +127,16 @@ class ChatForm:
         as_text = self._format is not None and self._format.file.arguments_in_prompt == "text"
         arguments = call.function.arguments if as_text else _object_of(call.function.arguments)
         return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+def _reasoning(response_format: ResponseFormat, prompt: str) -> Reasoning:
+    """Return how the output of a prompt may reason before its answer."""
+    from splitserve.router.output.splitter import Splitter
+
+    splitter = Splitter(response_format.with_tools, prompt, [])
+    if splitter.is_reasoning:
+        return Reasoning.OPEN
+    return Reasoning.NONE if splitter.has_reasoned else Reasoning.OPTIONAL
 
 
 def _object_of(arguments: str) -> Mapping[str, Any] | str:

@@ -1,6 +1,7 @@
 """Preparation of prompts from a validated body: chat template, tokenisation, limits, sampling parameters."""
 
 import asyncio
+import json
 import secrets
 from array import array
 from collections.abc import Callable
@@ -85,6 +86,9 @@ class Preparation:
         param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         wanted = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         max_tokens = _max_tokens(wanted, param, len(token_ids), limits.max_model_len)
+        if form.forced_grammar(request, self._tokenizer.added_ids, text, json.dumps) is not None:
+            message = "tool_choice must be none or auto here: this server can't force a call yet"
+            raise ApiError(400, message, param="tool_choice", code="unsupported_parameter")
         splitter = form.splitter(request, text, tools)
         return [self._prompt(request, token_ids, max_tokens or room, limits.vocab_size, splitter)]
 
