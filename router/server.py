@@ -44,8 +44,8 @@ def run_router(config: RouterConfig, progress: Progress) -> None:
     """
     if not config.api_key and not is_loopback(config.host):
         log.warning(
-            "anybody who reaches %s can use the endpoint: set SPLITSERVE_API_KEY or --api-key-file, unless a proxy in "
-            "front of it asks for credentials",
+            "any client that reaches %s can use the endpoint: set SPLITSERVE_API_KEY or --api-key-file, unless a proxy "
+            "in front of it asks for credentials",
             config.host,
         )
     _allow_many_files()

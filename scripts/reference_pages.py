@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from splitserve.orchestration.cli.main import BENCHES, TUNE, build_parser
-from splitserve.orchestration.cli.option_types import bytes_option
 from splitserve.orchestration.spec.document import json_schema, schema_text
 from splitserve.orchestration.spec.settings_page import settings_page
 from splitserve.orchestration.spec.sizes import format_bytes
@@ -121,7 +120,7 @@ def _default(action: argparse.Action) -> str:
         return ""
     if action.default is True:
         return "on"
-    if action.type is bytes_option and isinstance(action.default, int) and action.default:
+    if action.metavar == "SIZE" and isinstance(action.default, int) and action.default:
         return format_bytes(action.default)
     return f"`{action.default}`"
 

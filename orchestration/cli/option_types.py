@@ -5,8 +5,11 @@ import math
 import os
 from collections.abc import Callable
 
+from msgspec import Meta
+
 from splitserve.common.errors import ConfigError
 from splitserve.orchestration.spec.sizes import parse_bytes
+from splitserve.protocol.settings import is_within, range_words
 
 
 def bytes_option(text: str) -> int:
@@ -23,6 +26,18 @@ def positive_bytes(text: str) -> int:
     if num_bytes < 1:
         raise argparse.ArgumentTypeError(f"must be more than 0 bytes, got {text!r}")
     return num_bytes
+
+
+def size_option(meta: Meta) -> Callable[[str], int]:
+    """Return a parser of sizes within the range of ``meta``."""
+
+    def parse(text: str) -> int:
+        num_bytes = bytes_option(text)
+        if not is_within(meta, num_bytes):
+            raise argparse.ArgumentTypeError(f"must be {range_words(meta)} bytes, got {text!r}")
+        return num_bytes
+
+    return parse
 
 
 def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
@@ -76,6 +91,5 @@ def name_or_path(text: str) -> str:
     return absolute_path(text) if text.endswith(".json") else text
 
 
-PORT = whole_number(0, 2**16 - 1)
 COUNT = whole_number(0, 4096)
 """Number of workers."""

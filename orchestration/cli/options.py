@@ -12,7 +12,16 @@ import msgspec
 
 from splitserve.common.errors import ConfigError
 from splitserve.common.logs import LOG_LEVELS
-from splitserve.orchestration.cli.option_types import COUNT, bytes_option, finite_number, whole_number
+from splitserve.orchestration.cli.option_types import (
+    COUNT,
+    absolute_path,
+    address,
+    bytes_option,
+    finite_number,
+    name_or_path,
+    size_option,
+    whole_number,
+)
 from splitserve.orchestration.spec.cluster_spec import ClusterSpec, SpecError
 from splitserve.orchestration.spec.conversion import convert_spec
 from splitserve.orchestration.spec.settings import SpecSetting, spec_settings
@@ -29,7 +38,7 @@ from splitserve.protocol.engine_config import (
 )
 from splitserve.protocol.request import Role
 
-_SETTINGS = [each for each in spec_settings() if each.setting.flags]
+_SETTINGS = [each for each in spec_settings() if each.setting.flags and each.setting.command == "serve"]
 _FLAGS = {
     "model.path": "PATH",
     "pools": "--prefill, --decode, --mixed",
@@ -50,26 +59,31 @@ def _add_settings(parser: argparse.ArgumentParser, titles: Sequence[str]) -> Non
                 _add_setting(group, each)
 
 
-def _add_setting(group: argparse._ArgumentGroup, each: SpecSetting) -> None:
+def _add_setting(group: argparse._ActionsContainer, each: SpecSetting) -> None:
     setting = each.setting
     details: dict[str, Any] = {"default": each.default, "help": setting.help or _as_help(each.description)}
+    metavar = setting.metavar or None
     if each.field:
         details["dest"] = each.field
     if setting.const is not None:
         details |= {"action": "store_const", "const": setting.const}
     elif isinstance(each.default, bool):
         details["action"] = argparse.BooleanOptionalAction if each.default else "store_true"
+    elif isinstance(each.default, list):
+        details |= {"action": "append", "metavar": metavar}
     elif setting.choices:
         details["choices"] = setting.choices
     else:
-        details |= {"type": setting.parse or _parser_of(each), "metavar": setting.metavar or None}
+        details |= {"type": _parser_of(each), "metavar": metavar}
     group.add_argument(*setting.flags, **details)
 
 
 def _parser_of(each: SpecSetting) -> Callable[[str], Any]:
     """Return the parser of an option's argument. The engine's config checks the ranges of its settings."""
-    if each.field.endswith("_bytes"):
-        return bytes_option
+    if each.setting.form == "size":
+        return bytes_option if each.field else size_option(each.meta)
+    if each.setting.form:
+        return {"address": address, "path": absolute_path, "name or path": name_or_path}[each.setting.form]
     if isinstance(each.default, float):
         return finite_number
     if isinstance(each.default, int) and not each.field:
@@ -82,6 +96,13 @@ def _as_help(description: str) -> str:
     """Return a description in the style of argparse's own help texts: in lower case, without a full stop."""
     is_word = description[1:2].islower() or description[1:2] == " "
     return (description[:1].lower() if is_word else description[:1]) + description[1:].removesuffix(".")
+
+
+def add_options_of(command: str, parser: argparse.ArgumentParser) -> None:
+    """Add the options of a command that has settings of its own."""
+    for each in spec_settings():
+        if each.setting.flags and each.setting.command == command:
+            _add_setting(parser, each)
 
 
 def _add_pool_options(parser: argparse.ArgumentParser) -> None:
@@ -106,7 +127,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default is None or action.default is False or action.default == "" or action.const is not None:
             return action.help
-        if action.type is bytes_option and action.default:
+        if action.metavar == "SIZE" and action.default:
             default = action.default if isinstance(action.default, str) else format_bytes(action.default)
             return f"{action.help} (default: {default})"
         return super()._get_help_string(action)

@@ -12,13 +12,11 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from splitserve.common.errors import CheckpointError, ConfigError
-from splitserve.orchestration.cli.option_types import absolute_path, address, name_or_path
 from splitserve.orchestration.spec.sizes import parse_bytes
-from splitserve.protocol.config import LMCacheConfig, ProtocolConfig, RouterConfig
+from splitserve.protocol.config import HttpLimits, LMCacheConfig, ProtocolConfig, RouterConfig
 from splitserve.protocol.engine_config import ENDPOINT, WORKERS, Device, Dtype, EngineConfig, LoadFormat
-from splitserve.protocol.placement_policies import PLACEMENT_POLICIES, POLICIES_IN_WORDS
 from splitserve.protocol.request import Role
-from splitserve.protocol.settings import Setting, description_of, hints_of, setting_of
+from splitserve.protocol.settings import Setting, description_of, hints_of, meta_of, setting_of
 
 Name: TypeAlias = Annotated[str, Meta(pattern="^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
 Positive: TypeAlias = Annotated[int, Meta(ge=1)]
@@ -27,19 +25,33 @@ NotNegative: TypeAlias = Annotated[int, Meta(ge=0)]
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in msgspec.structs.fields(EngineConfig)}
 _ROUTER: dict[str, Any] = {field.name: field.default for field in msgspec.structs.fields(RouterConfig)}
 _LMCACHE: dict[str, Any] = {field.name: field.default for field in msgspec.structs.fields(LMCacheConfig)}
-MAX_BODY_MIB = 64
 _GIVEN_BACK_BYTES_PER_SECOND = 4 << 30  # 8 GiB of small pages took 1.3 s
 API_KEY_VARIABLE = "SPLITSERVE_API_KEY"
 SECRET_VARIABLE = "SPLITSERVE_SECRET"  # noqa: S105 - a variable's name
 
 _ENGINE_HINTS = hints_of(EngineConfig)
-PLACES = {field: place for field, hint in _ENGINE_HINTS.items() if (place := setting_of(hint).place)}
-"""Locations of those fields of :class:`EngineConfig` that aren't below ``engine``; ``pools[]`` stands for each pool."""
+_ROUTER_HINTS = hints_of(RouterConfig)
+_LMCACHE_HINTS = hints_of(LMCacheConfig)
+
+
+def places_of(config: type[Struct]) -> dict[str, str]:
+    """Return the locations of those fields of ``config`` that name one; ``pools[]`` stands for each pool."""
+    return {field: place for field, hint in hints_of(config).items() if (place := setting_of(hint).place)}
+
+
+PLACES = places_of(EngineConfig)
+"""Locations of those fields of :class:`EngineConfig` that aren't below ``engine``."""
+ROUTER_PLACES = places_of(RouterConfig)
 
 
 def _engine(field: str) -> Meta:
     """Return the description of a field of :class:`EngineConfig`, for the part of the document where it is set."""
     return description_of(_ENGINE_HINTS[field])
+
+
+def _router(field: str) -> Meta:
+    """Return the description and range of a field of :class:`RouterConfig`."""
+    return meta_of(_ROUTER_HINTS[field])
 
 
 def _settings(name: str, config: type[Struct]) -> Any:
@@ -55,6 +67,7 @@ def _settings(name: str, config: type[Struct]) -> Any:
 
 EngineSettings: Any = _settings("EngineSettings", EngineConfig)
 ProtocolSettings: Any = _settings("ProtocolSettings", ProtocolConfig)
+HttpSettings: Any = _settings("HttpSettings", HttpLimits)
 
 
 class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -84,20 +97,11 @@ class LMCacheSpec(Part, frozen=True, kw_only=True):
     """An LMCache server on each machine, whose memory its workers share; the cluster starts it, or it runs already."""
 
     endpoint: Annotated[str, _engine("lmcache_endpoint")] = ""
-    memory: Annotated[int | str, Meta(description="Shared memory of the server: bytes, or like 16GiB.")] = _LMCACHE[
-        "memory_bytes"
-    ]
-    chunk_tokens: Annotated[int, Meta(ge=1, description="Tokens of each piece of KV that is kept.")] = _LMCACHE[
-        "chunk_tokens"
-    ]
-    port: Annotated[int, Meta(ge=0, le=2**16 - 1, description="Port at the loopback address; 0 takes a free one.")] = 0
-    backends: Annotated[
-        list[dict[str, Any]],
-        Meta(description="Objects that LMCache's --l2-adapter takes, like {type: fs, base_path: /var/cache/lmcache}."),
-    ] = []
-    environment: Annotated[
-        str, Meta(description="Directory of the virtual environment with LMCache; empty: beside our own.")
-    ] = ""
+    memory: Annotated[int | str, description_of(_LMCACHE_HINTS["memory_bytes"])] = _LMCACHE["memory_bytes"]
+    chunk_tokens: Annotated[int, meta_of(_LMCACHE_HINTS["chunk_tokens"])] = _LMCACHE["chunk_tokens"]
+    port: Annotated[int, meta_of(_LMCACHE_HINTS["port"])] = _LMCACHE["port"]
+    backends: Annotated[list[dict[str, Any]], meta_of(_LMCACHE_HINTS["backends"])] = []
+    environment: Annotated[str, meta_of(_LMCACHE_HINTS["environment"])] = _LMCACHE["environment"]
 
 
 class NodeSpec(Part, frozen=True, kw_only=True):
@@ -147,42 +151,12 @@ class PoolSpec(Part, frozen=True, kw_only=True):
 class RouterSpec(Part, frozen=True, kw_only=True):
     """The HTTP endpoint and the placement of requests."""
 
-    host: Annotated[
-        str,
-        Meta(min_length=1, description="Address that the endpoint binds."),
-        Setting(flags=("--host",), parse=address, group=ENDPOINT),
-    ] = _ROUTER["host"]
-    port: Annotated[
-        int,
-        Meta(ge=0, le=2**16 - 1, description="Port that the endpoint binds; 0 takes a free one."),
-        Setting(flags=("--port",), group=ENDPOINT),
-    ] = _ROUTER["port"]
-    policy: Annotated[
-        str,
-        Meta(description=f"How requests are placed; {POLICIES_IN_WORDS}."),
-        Setting(flags=("--policy",), choices=tuple(PLACEMENT_POLICIES), group=ENDPOINT),
-    ] = _ROUTER["policy"]
-    max_requests_in_flight: Annotated[int, Meta(ge=1, description="Requests in flight; clients get 429 beyond.")] = (
-        _ROUTER["max_requests_in_flight"]
-    )
-    max_body_mib: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=MAX_BODY_MIB,
-            description="Largest body of a request (413 beyond); parsing one MiB can hold all streams for 10 ms.",
-        ),
-        Setting(flags=("--max-body-mib",), metavar="MIB", group=ENDPOINT),
-    ] = _ROUTER["max_body_mib"]
-    response_template: Annotated[
-        str,
-        Meta(
-            min_length=1,
-            description="Form of the model's reasoning and tool calls: auto, none, the name of a known form, or a file "
-            "of JSON.",
-        ),
-        Setting(flags=("--response-template",), metavar="NAME|FILE", parse=name_or_path, group=ENDPOINT),
-    ] = _ROUTER["response_template"]
+    host: Annotated[str, _router("host")] = _ROUTER["host"]
+    port: Annotated[int, _router("port")] = _ROUTER["port"]
+    policy: Annotated[str, _router("policy")] = _ROUTER["policy"]
+    max_requests_in_flight: Annotated[int, _router("max_requests_in_flight")] = _ROUTER["max_requests_in_flight"]
+    max_body_mib: Annotated[int, _router("max_body_mib")] = _ROUTER["max_body_mib"]
+    response_template: Annotated[str, _router("response_template")] = _ROUTER["response_template"]
     nodes: NodeSpec = NodeSpec()
 
 
@@ -221,8 +195,8 @@ class ConnectorSpec(Part, frozen=True, kw_only=True):
 class ObjectivesSpec(Part, frozen=True, kw_only=True):
     """Objectives for the latency of answers. The router counts the requests that met them."""
 
-    ttft_ms: Annotated[float, Meta(ge=0, description="Time to first token; 0: none.")] = 0.0
-    tpot_ms: Annotated[float, Meta(ge=0, description="Mean time per output token after the first; 0: none.")] = 0.0
+    ttft_ms: Annotated[float, _router("ttft_objective_ms")] = _ROUTER["ttft_objective_ms"]
+    tpot_ms: Annotated[float, _router("tpot_objective_ms")] = _ROUTER["tpot_objective_ms"]
 
 
 class SecretRef(Part, frozen=True, kw_only=True):
@@ -241,7 +215,7 @@ class SecretsSpec(Part, frozen=True, kw_only=True):
         Setting(
             flags=("--secret-file",),
             metavar="PATH",
-            parse=absolute_path,
+            form="path",
             group=WORKERS,
             place="secrets.shared.file",
             help="file with the secret that protects messages between processes, needed off loopback; "
@@ -254,7 +228,7 @@ class SecretsSpec(Part, frozen=True, kw_only=True):
         Setting(
             flags=("--api-key-file",),
             metavar="PATH",
-            parse=absolute_path,
+            form="path",
             group=ENDPOINT,
             place="secrets.api_key.file",
             help="file with the key that /v1 and /admin require as 'Authorization: Bearer KEY'; "
@@ -283,6 +257,7 @@ class ClusterSpec(Part, frozen=True, kw_only=True):
     pools: Annotated[list[PoolSpec], Meta(min_length=1)]
     engine: Annotated[EngineSettings, Meta(description="For all pools; a pool's own win.")] = EngineSettings()
     router: RouterSpec = RouterSpec()
+    http: Annotated[HttpSettings, Meta(description="Bounds of HTTP connections.")] = HttpSettings()
     network: NetworkSpec = NetworkSpec()
     connector: ConnectorSpec = ConnectorSpec()
     lmcache: Annotated[LMCacheSpec | None, Meta(description="KV that workers share; absent: none.")] = None
@@ -311,6 +286,13 @@ class ClusterSpec(Part, frozen=True, kw_only=True):
 
     def protocol_config(self) -> ProtocolConfig:
         return ProtocolConfig(**set_fields(self.protocol))
+
+    def http_limits(self) -> HttpLimits:
+        return HttpLimits(**set_fields(self.http))
+
+    def router_settings(self) -> dict[str, Any]:
+        """Return the values of those fields of :class:`RouterConfig` that are settings."""
+        return {field: value_at(self, self.pools[0], place) for field, place in ROUTER_PLACES.items()}
 
     def engine_config(self, pool: PoolSpec) -> EngineConfig:
         """Return the engine's settings in ``pool``, without those that differ between its workers."""

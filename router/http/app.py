@@ -59,9 +59,9 @@ class Api:
 
     async def completions(self, request: Request) -> Response:
         arrived_at = asyncio.get_running_loop().time()
-        body = await self._read(request, CompletionRequest)
+        body, num_bytes = await self._read(request, CompletionRequest)
         check_not_empty(body)
-        limits = await self._limits(request, arrived_at)
+        limits = await self._limits(request, arrived_at, num_bytes)
         count = len(body.prompts())
         self._dispatcher.admit(count, "prompt")
         try:
@@ -73,8 +73,8 @@ class Api:
 
     async def chat_completions(self, request: Request) -> Response:
         arrived_at = asyncio.get_running_loop().time()
-        body = await self._read(request, ChatCompletionRequest)
-        limits = await self._limits(request, arrived_at)
+        body, num_bytes = await self._read(request, ChatCompletionRequest)
+        limits = await self._limits(request, arrived_at, num_bytes)
         self._dispatcher.admit(1)
         try:
             prompts = await self._preparation.chat(body, limits)
@@ -124,13 +124,14 @@ class Api:
             raise ApiError(503, "no worker is ready: try again", code="no_worker")
         return JSONResponse({"workers": reports})
 
-    async def _read(self, request: Request, model: type[RequestModel]) -> RequestModel:
+    async def _read(self, request: Request, model: type[RequestModel]) -> tuple[RequestModel, int]:
+        """Return the request's body and its size in bytes."""
         check_json(request)
-        body = await self._bodies.parse(request, model)
+        body, num_bytes = await self._bodies.parse(request, model)
         self._check_model(body.model)
-        return body
+        return body, num_bytes
 
-    async def _limits(self, request: Request, arrived_at: float) -> Limits:
+    async def _limits(self, request: Request, arrived_at: float, num_bytes: int) -> Limits:
         """Return the limits of the current workers, or wait shortly for workers. Raises :class:`ApiError` 503."""
         watchers: list[asyncio.Task[None]] = []
 
@@ -139,7 +140,7 @@ class Api:
             return watchers[-1]
 
         try:
-            return await self._dispatcher.limits(arrived_at, watch_client)
+            return await self._dispatcher.limits(arrived_at, num_bytes, watch_client)
         except ClientGoneError:
             raise ClientDisconnect from None
         finally:

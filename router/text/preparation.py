@@ -12,13 +12,13 @@ from splitserve.protocol.request import SamplingParams
 from splitserve.protocol.token_ids import TokenIds, highest
 from splitserve.router.http.answers import Prompt
 from splitserve.router.http.api_error import ApiError
-from splitserve.router.http.sampling_fields import sampling_values
 from splitserve.router.http.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from splitserve.router.output.catalog import ResponseFormat
 from splitserve.router.placement.placer import Limits
 from splitserve.router.text.chat import ChatForm
 from splitserve.router.text.chat_template import ChatTemplateError
 from splitserve.router.text.choice import Choice
+from splitserve.router.text.feature_values import feature_values
 from splitserve.router.text.renderer import Renderer, RendererBusyError
 from splitserve.router.text.tokenizer import ModelTokenizer
 
@@ -144,11 +144,18 @@ class Preparation:
             # OpenAI's seeds are signed; two's complement keeps different ones different.
             seed=secrets.randbits(63) if request.seed is None else request.seed % 2**64,
             stop_token_ids=tuple(dict.fromkeys((*eos_token_ids, *stop_token_ids))),
-            **sampling_values(request),
+            **feature_values(request, self._tokenizer, max_tokens=max_tokens, vocab_size=vocab_size),
         )
-        # Only a splitter reads special tokens; it hides them.
-        detokenizer = self._tokenizer.detokenizer(skip_special_tokens=splitter is None)
-        choice = Choice(detokenizer, request.stop_strings, splitter, self._tokenizer.special_texts)
+        skips_special = request.skip_special_tokens is not False
+        choice = Choice(
+            # A splitter reads special tokens, and hides them.
+            self._tokenizer.detokenizer(skip_special_tokens=skips_special and splitter is None),
+            request.stop_strings,
+            include_stop=bool(request.include_stop_str_in_output),
+            min_tokens=sampling.min_tokens,
+            splitter=splitter,
+            special_texts=self._tokenizer.special_texts if skips_special else None,
+        )
         return Prompt(token_ids, sampling, choice)
 
 

@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 from router_harness import EOS, write_model_dir
 from splitserve.common.errors import CheckpointError
 from splitserve.protocol.request import FinishReason
+from splitserve.router.http.schema import CompletionRequest
+from splitserve.router.placement.placer import Limits
 from splitserve.router.text.chat_template import ChatTemplate, ChatTemplateError
 from splitserve.router.text.choice import Choice
 from splitserve.router.text.detokenizer import Detokenizer, StopStrings
+from splitserve.router.text.preparation import Preparation
 from splitserve.router.text.renderer import Renderer
 from splitserve.router.text.tokenizer import ModelTokenizer
 
@@ -21,13 +24,6 @@ def render_chat(model, messages):
     """As a rendering process does."""
     found = model.chat_template
     return ChatTemplate(found.source, found.special_tokens, 1000).render(messages)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    path = tmp_path_factory.mktemp("router") / "tiny"
-    write_model_dir(path)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -216,3 +212,15 @@ def test_a_model_without_a_template_says_so(tmp_path):
     renderer = Renderer(ModelTokenizer(tmp_path).chat_template)
     with pytest.raises(ChatTemplateError, match="/v1/completions"):
         asyncio.run(renderer.render([]))
+
+
+def test_long_texts_of_few_tokens_are_not_refused(tmp_path):
+    word = "x" * 100
+    tokenizer = write_model_dir(tmp_path)
+    tokenizer.add_tokens([word])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    preparation = Preparation(ModelTokenizer(tmp_path), Renderer(None))
+    request = CompletionRequest(model="tiny", prompt=word * 500)
+    prompts = asyncio.run(preparation.completion(request, Limits(1024, 1024, 1000)))
+    preparation.close()
+    assert list(prompts[0].token_ids) == [tokenizer.token_to_id(word)] * 500

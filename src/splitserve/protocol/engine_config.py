@@ -210,6 +210,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             flags=("--kv-memory", "--kv-cache-memory-bytes"),
             metavar="SIZE",
+            form="size",
             group=KV_MEMORY,
             place="pools[].memory.kv",
         ),
@@ -261,7 +262,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     host_kv_memory_bytes: Annotated[
         NumBytes,
         Meta(description="Host memory of each worker for more KV, like 16GiB, pinned on a GPU worker; 0: none."),
-        Setting(flags=("--host-kv-memory",), metavar="SIZE", group=KV_TIERS, place="pools[].memory.host"),
+        Setting(flags=("--host-kv-memory",), metavar="SIZE", form="size", group=KV_TIERS, place="pools[].memory.host"),
     ] = 0
     disk_kv_dir: Annotated[
         str,
@@ -273,7 +274,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     disk_kv_bytes: Annotated[
         NumBytes,
         Meta(description="Largest size of each worker's KV in disk_kv_dir, like 64GiB."),
-        Setting(flags=("--disk-kv-size",), metavar="SIZE", group=KV_TIERS, place="pools[].memory.disk"),
+        Setting(flags=("--disk-kv-size",), metavar="SIZE", form="size", group=KV_TIERS, place="pools[].memory.disk"),
     ] = 16 << 30
     disk_kv_backend: Annotated[
         str,
