@@ -28,7 +28,7 @@ from splitserve.kernels.api import AttentionPlan, DecodePlan, PagedBatch
 from splitserve.models.decoder import DecoderModel, ForwardBatch
 from splitserve.models.layers.step import BeforeLayer
 from splitserve.models.runner.graph_sizes import MAX_MIXED_CHUNKS, MixedSize, batch_sizes
-from splitserve.models.runner.runner import ModelRunner, NonFiniteLogitsError, sampling_batch
+from splitserve.models.runner.runner import ModelRunner, NonFiniteLogitsError
 from splitserve.protocol.step import Draw, LaunchingRunner, SampleSpec, ScheduledChunk, StepOutput, StepPlan
 
 Int64Array = npt.NDArray[np.int64]
@@ -143,10 +143,11 @@ class CudaRunner(ModelRunner):
         returns when these are queued, too."""
         sampled = tuple(index for index, chunk in enumerate(plan.chunks) if chunk.sample is not None)
         with torch.cuda.stream(self._stream):
+            self.sampler.prepare(plan)
             logits = self._logits(plan.chunks)
             host = torch.empty(len(sampled), dtype=torch.int64, pin_memory=True)
             if logits is not None:
-                drawn = self.model.kernels.sample(logits, sampling_batch(plan.chunks))
+                drawn = self.sampler.draw(logits, plan.chunks)
                 self._drawn[: drawn.shape[0]].copy_(drawn)
                 host.copy_(drawn, non_blocking=True)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]

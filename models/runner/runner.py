@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from splitserve.common.errors import SplitserveError
-from splitserve.kernels.api import AttentionShape, PagedBatch, SamplingBatch
+from splitserve.kernels.api import AttentionShape, PagedBatch
 from splitserve.kernels.fp8.kv import FP8
 from splitserve.models.decoder import DecoderModel, ForwardBatch
+from splitserve.models.sampling.sampler import Sampler
 from splitserve.protocol.step import Draw, LaunchingRunner, ScheduledChunk, StepOutput, StepPlan
 
 
@@ -62,6 +63,7 @@ class ModelRunner:
             device=model.device,
         )
         self._attention = model.kernels.make_attention(self._shape)
+        self.sampler = Sampler(model.kernels.sample, config.vocab_size, model.device)
 
     @property
     def launcher(self) -> LaunchingRunner | None:
@@ -83,11 +85,12 @@ class ModelRunner:
         Raises :class:`NonFiniteLogitsError`; then no token of the step may be used.
         """
         sampled = [index for index, chunk in enumerate(plan.chunks) if chunk.sample is not None]
+        self.sampler.prepare(plan)
         logits = self.model.forward(self._batch(plan.chunks), self._kv_layers, self._attention)
         draws: list[Draw | None] = [None] * len(plan.chunks)
         if logits is None:
             return StepOutput(draws)
-        drawn = self.model.kernels.sample(logits, sampling_batch(plan.chunks)).tolist()
+        drawn = self.sampler.draw(logits, plan.chunks).tolist()
         if failed := tuple(index for index, token in zip(sampled, drawn, strict=True) if token < 0):
             raise NonFiniteLogitsError(failed)
         for index, token in zip(sampled, drawn, strict=True):
@@ -118,16 +121,3 @@ class ModelRunner:
             sample_rows=torch.tensor(sample_rows, dtype=torch.int64, device=self.model.device),
             attention_plan=self._attention.plan(paged),
         )
-
-
-def sampling_batch(chunks: Sequence[ScheduledChunk]) -> SamplingBatch:
-    """Return the sampling parameters of the chunks that draw a token, in their order."""
-    specs = [chunk.sample for chunk in chunks if chunk.sample is not None]
-    return SamplingBatch(
-        temperatures=[spec.temperature for spec in specs],
-        top_ks=[spec.top_k for spec in specs],
-        top_ps=[spec.top_p for spec in specs],
-        seeds=[spec.seed for spec in specs],
-        choices=[spec.choice for spec in specs],
-        positions=[spec.position for spec in specs],
-    )

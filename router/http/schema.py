@@ -4,11 +4,12 @@ An unsupported parameter is refused by name if its value would change the result
 that clients often send. Unknown fields are refused, too: nothing is silently ignored.
 """
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from splitserve.protocol.token_ids import TokenIds
+from splitserve.router.http.sampling_fields import with_sampling_fields
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
@@ -29,7 +30,6 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
     "guided_choice": (),
@@ -41,21 +41,18 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "logprobs": (False,),
     "metadata": ({},),
-    "min_p": (0,),
     "min_tokens": (0,),
     "modalities": (["text"],),
     "moderation": (),
     "n": (1,),
     "parallel_tool_calls": (True, False),
     "prediction": (),
-    "presence_penalty": (0,),
     "priority": (0,),
     "prompt_cache_key": (),
     "prompt_cache_options": (),
     "prompt_cache_retention": (),
     "prompt_logprobs": (),
     "reasoning_effort": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "safety_identifier": (),
     "service_tier": ("auto", "default"),
@@ -77,6 +74,12 @@ class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
+if TYPE_CHECKING:
+    _SamplingFields = _Strict
+else:
+    _SamplingFields = with_sampling_fields("_SamplingFields", _Strict)
+
+
 class StreamOptions(_Strict):
     include_usage: bool = False
     include_obfuscation: Literal[False] | None = None
@@ -91,8 +94,11 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 TokenId = Annotated[int, Field(ge=0)]
 
 
-class GenerationRequest(_Strict):
-    """Fields of both endpoints' bodies. None stands for the endpoint's default."""
+class GenerationRequest(_SamplingFields):
+    """Fields of both endpoints' bodies. None stands for the endpoint's default.
+
+    Parameters of sampling features are inherited; one that clients write in another form is declared here anew.
+    """
 
     model: str
     max_tokens: Annotated[int, Field(ge=1)] | None = None

@@ -11,6 +11,7 @@ from splitserve.protocol.request import SamplingParams
 from splitserve.protocol.token_ids import TokenIds, highest
 from splitserve.router.http.answers import Prompt
 from splitserve.router.http.api_error import ApiError
+from splitserve.router.http.sampling_fields import sampling_values
 from splitserve.router.http.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from splitserve.router.placement.placer import Limits
 from splitserve.router.text.chat_template import ChatTemplateError
@@ -121,6 +122,7 @@ class Preparation:
             # OpenAI's seeds are signed; two's complement keeps different ones different.
             seed=secrets.randbits(63) if request.seed is None else request.seed % 2**64,
             stop_token_ids=tuple(dict.fromkeys((*eos_token_ids, *stop_token_ids))),
+            **sampling_values(request),
         )
         return Prompt(token_ids, sampling, Choice(self._tokenizer.detokenizer(), request.stop_strings))
 

@@ -35,6 +35,7 @@ class EngineCore:
         self._requests = requests
         self._steps: deque[list[Planned]] = deque()  # launched, oldest first
         self._outcomes: deque[StepOutput | str] = deque()  # of the first of them, which wait for a load's end
+        self._with_features: dict[Sequence, None] = {}  # sequences whose sampling features have states on the runner
         self._handlers: dict[type, Handler] = {Abort: requests.on_abort}
         for part in parts:
             handlers = part.handlers()
@@ -97,8 +98,17 @@ class EngineCore:
             return None
         for index, (sequence, chunk) in enumerate(step):
             sequence.on_launched(chunk, index)
+            if sequence.features is not None and chunk.sample is not None:
+                self._with_features[sequence] = None
         self._steps.append(step)
-        return StepPlan([chunk for _, chunk in step])
+        return StepPlan([chunk for _, chunk in step], self._released_features() if self._with_features else ())
+
+    def _released_features(self) -> tuple[int, ...]:
+        """Return the states of sampling features that no later step uses, once."""
+        released = [sequence for sequence in self._with_features if sequence.draws_no_more]
+        for sequence in released:
+            del self._with_features[sequence]
+        return tuple(sequence.features.release() for sequence in released if sequence.features is not None)
 
     def commit_step(self, output: StepOutput, now: float) -> None:
         """Take the results of the oldest step: its KV is written, its tokens are drawn."""

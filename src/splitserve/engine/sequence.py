@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from splitserve.engine.feature_states import FeatureStates
 from splitserve.engine.stage import NEXT_STAGES, Stage
 from splitserve.kvconnector.layout.shape import num_blocks_for
 from splitserve.kvconnector.tiers.loads import BlockLoad
@@ -54,9 +55,11 @@ class Sequence:
     skips_tiers: bool = False  # a load took too long: computes what the pool doesn't have
     load: BlockLoad | None = None  # its blocks that are coming up from a tier
     launched: LaunchedChunks = field(default_factory=LaunchedChunks)  # its part of the steps in flight
+    features: FeatureStates | None = field(init=False)  # of its sampling features on the runner; None: it has none
 
     def __post_init__(self) -> None:
         self.end_length = min(self.max_length, self.num_prompt_tokens + self.sampling.max_tokens)
+        self.features = FeatureStates.of(self.sampling)
 
     def enter(self, stage: Stage) -> None:
         """Change the stage; :data:`NEXT_STAGES` has the transitions. Entering the present stage has no effect."""
@@ -88,6 +91,16 @@ class Sequence:
     def may_go_on(self) -> bool:
         """Return whether lengths allow a token after the one that a launched step draws."""
         return len(self.token_ids) + 1 < self.end_length
+
+    @property
+    def may_run_ahead(self) -> bool:
+        """Return whether the next token can be drawn by a step that is launched before the last one is known."""
+        return self.may_go_on and (self.features is None or not self.features.needs_last_token)
+
+    @property
+    def draws_no_more(self) -> bool:
+        """Return whether it draws no more tokens here."""
+        return self.has_ended or self.stage is Stage.OFFERED
 
     @property
     def num_output_tokens(self) -> int:
@@ -126,8 +139,16 @@ class Sequence:
         )
 
     def _sample(self, position: int) -> SampleSpec:
-        sampling = self.sampling
-        return SampleSpec(sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed, self.choice, position)
+        sampling, features = self.sampling, self.features
+        return SampleSpec(
+            sampling.temperature,
+            sampling.top_k,
+            sampling.top_p,
+            sampling.seed,
+            self.choice,
+            position,
+            None if features is None else features.use(sampling, self.token_ids, self.num_prompt_tokens, position),
+        )
 
     def on_launched(self, chunk: ScheduledChunk, index: int) -> None:
         """Note that a step is launched whose chunk number ``index`` is this sequence's ``chunk``."""
@@ -135,6 +156,8 @@ class Sequence:
         launched.num_steps += 1
         launched.num_tokens += len(chunk.token_ids)
         launched.drawing_chunk = None if chunk.sample is None else index
+        if self.features is not None and chunk.sample is not None:
+            self.features.next_position = chunk.sample.position + 1
         if chunk.gates:
             assert self.load is not None
             launched.is_gated = self.load.holds_step = True

@@ -5,6 +5,7 @@ from enum import StrEnum
 import msgspec
 
 from splitserve.common.errors import ConfigError
+from splitserve.protocol.sampling_features import FeatureParams
 
 
 class RequestKey(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -38,8 +39,10 @@ class FinishReason(StrEnum):
     LENGTH = "length"
 
 
-class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class SamplingParams(FeatureParams, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """The rules for drawing tokens and ending a sequence, in token terms (stop strings belong to the router).
+
+    Parameters of sampling features are inherited.
 
     ``temperature`` 0 is greedy. ``top_k`` 0 keeps every token. ``seed`` is always set by the router, so that
     every worker draws the same token for the same (seed, choice, position).
@@ -54,6 +57,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        FeatureParams.__post_init__(self)
         if self.max_tokens < 1:
             raise ConfigError(f"max_tokens is {self.max_tokens}; it must be at least 1")
         if not 0.0 <= self.temperature <= 100.0:

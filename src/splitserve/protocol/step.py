@@ -9,6 +9,8 @@ from typing import Protocol
 
 import msgspec
 
+from splitserve.protocol.request import SamplingParams
+
 MAX_STEPS_UNDER_WAY = 2
 """One that the device runs, and the next one, so that the device needn't wait for it."""
 
@@ -16,11 +18,31 @@ UNKNOWN_TOKEN = -1
 """The placeholder of a token that a step in flight will draw."""
 
 
+class FeatureStart(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """All that the states of a sequence's sampling features are made from."""
+
+    params: SamplingParams
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+
+
+class FeatureUse(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The states of a sequence's sampling features, which the runner keeps from draw to draw.
+
+    ``start`` is set if the runner has no states yet, or those of another output: it makes them anew. Otherwise they
+    know all tokens but the last one, which the draw before has chosen.
+    """
+
+    state_id: int
+    start: FeatureStart | None = None
+
+
 class SampleSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The parameters for drawing the token after a chunk's last position.
 
     The draw is keyed by (seed, choice, position), so it doesn't depend on the worker, the batch or the attempt.
-    ``position`` is the index, in the whole sequence, of the token to be drawn.
+    ``position`` is the index, in the whole sequence, of the token to be drawn. ``features`` is None if the request
+    wants no sampling feature.
     """
 
     temperature: float
@@ -29,6 +51,7 @@ class SampleSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     seed: int
     choice: int
     position: int
+    features: FeatureUse | None = None
 
 
 class ScheduledChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -52,9 +75,13 @@ class ScheduledChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One step: decode tokens first, prefill chunks after them."""
+    """One step: decode tokens first, prefill chunks after them.
+
+    ``released``: states of sampling features that no later step uses (:attr:`FeatureUse.state_id`).
+    """
 
     chunks: Sequence[ScheduledChunk]
+    released: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -36,7 +36,7 @@ from splitserve.protocol.messages.requests import (
 )
 from splitserve.protocol.request import Party
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 
 Body: TypeAlias = (
     Register

@@ -1,0 +1,1 @@
+"""Drawing tokens: a step's logits, changed by sampling features, in; drawn tokens out."""

@@ -1,0 +1,84 @@
+"""The interface of sampling features.
+
+A feature is an object per runner. What it keeps for a sequence stands in a slot, and is a pure function of the request
+and its output ids: made by :meth:`Feature.begin` from ids that are known, carried on by :meth:`Feature.advance` with
+tokens that only the device knows so far. Nothing in ``apply`` and ``advance`` may wait for the device.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from splitserve.protocol.request import SamplingParams
+from splitserve.protocol.step import FeatureStart
+
+BANNED = -1e18
+"""The logit of a token that may not be drawn: finite, so that contradictory bans fail no step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One draw: its row in the step's logits, and its sequence's slot."""
+
+    row: int
+    slot: int
+    params: SamplingParams
+    num_prompt_tokens: int
+    position: int  # of the token to be drawn, in the whole sequence
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens before this draw."""
+        return self.position - self.num_prompt_tokens
+
+
+class Rows:
+    """The draws of a step that want one feature, and their tensors on the device. ``rows`` and ``slots``: int64 [n]."""
+
+    def __init__(self, draws: Sequence[Draw], device: torch.device) -> None:
+        self.draws = draws
+        self.device = device
+        numbers = to_device(torch.tensor([[draw.row for draw in draws], [draw.slot for draw in draws]]), device)
+        self.rows, self.slots = numbers[0], numbers[1]
+
+    def column(self, value: Callable[[Draw], float]) -> Tensor:
+        """Return a value of each draw -> float32 [n, 1]."""
+        return to_device(torch.tensor([[value(draw)] for draw in self.draws], dtype=torch.float32), self.device)
+
+
+class Feature:
+    """A feature without state, which a new feature inherits from. ``vocab_size``: columns of the logits."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.device = device
+
+    def begin(self, slot: int, start: FeatureStart) -> None:
+        """Make the slot's state from a request and its ids; what the slot held before is void."""
+
+    def note_token(self, slot: int, token_id: int) -> None:
+        """Carry the state on with the token before the next draw: only features that need it on the host are told."""
+
+    def apply(self, logits: Tensor, rows: Rows) -> None:
+        """Change, in place, the rows ``rows.rows`` of the raw logits, float32 [R, vocab]."""
+        raise NotImplementedError
+
+    def advance(self, rows: Rows, drawn: Tensor) -> None:
+        """Carry the states on with the drawn tokens of ``rows``, int64 [n] on the device; a failed row has 0."""
+
+    def end(self, slot: int) -> None:
+        """Forget the slot's state."""
+
+    def state(self, slot: int) -> object:
+        """Return the slot's state in a form that can be compared."""
+        del slot
+        return None
+
+
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """Copy to the device in the stream's order, without waiting for it."""
+    if device.type != "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)

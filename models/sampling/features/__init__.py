@@ -1,0 +1,1 @@
+"""The sampling features, a file each. Their registry is :mod:`splitserve.protocol.sampling_features`."""

@@ -1,0 +1,140 @@
+"""The draw of a step's tokens: raw logits, sampling features, then temperature, top-k, top-p and the draw itself.
+
+Every rank of a worker does the same. States of features are kept by the id that the plan names them by; a step may be
+launched before the tokens of the step before it are known, since features learn these on the device.
+"""
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from splitserve.kernels.api import Sample, SamplingBatch
+from splitserve.models.sampling.feature import Draw, Feature, Rows
+from splitserve.protocol.request import SamplingParams
+from splitserve.protocol.sampling_features import SAMPLING_FEATURES, wanted_features
+from splitserve.protocol.step import FeatureStart, SampleSpec, ScheduledChunk, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class _States:
+    """The states of one sequence's features."""
+
+    slot: int
+    params: SamplingParams
+    num_prompt_tokens: int
+    names: tuple[str, ...]  # of its features, in the order in which they apply
+
+
+class Sampler:
+    """Draws tokens on one device, and keeps the states of sampling features between the draws.
+
+    Call :meth:`prepare` for each plan in the order of the steps, then :meth:`draw` unless no chunk draws.
+    """
+
+    def __init__(self, sample: Sample, vocab_size: int, device: torch.device) -> None:
+        self._sample = sample
+        self._vocab_size = vocab_size
+        self._device = device
+        self._features: dict[str, Feature] = {}  # those that any request wanted so far, in no order
+        self._states: dict[int, _States] = {}  # by their ids
+        self._free_slots: list[int] = []  # a heap of slots below len(_states) + len(_free_slots)
+
+    @property
+    def num_states(self) -> int:
+        """Sequences whose features have states here."""
+        return len(self._states)
+
+    def prepare(self, plan: StepPlan) -> None:
+        """Give up states that no step uses any more, and make those that begin."""
+        for state_id in plan.released:
+            self._release(state_id)
+        for chunk in plan.chunks:
+            use = None if chunk.sample is None else chunk.sample.features
+            if use is not None and use.start is not None:
+                self._release(use.state_id)
+                self._states[use.state_id] = self._begin(use.start)
+            elif use is not None:
+                self._note_token(self._states[use.state_id], chunk.token_ids[-1])
+
+    def draw(self, logits: Tensor, chunks: Sequence[ScheduledChunk]) -> Tensor:
+        """Return the drawn tokens of the chunks that draw -> int64 [R]; -1 for a row that isn't finite.
+
+        ``logits`` [R, vocab], which may be changed, are raw up to the call of :meth:`_apply`.
+        """
+        specs = [chunk.sample for chunk in chunks if chunk.sample is not None]
+        wanted = self._rows(specs)
+        if wanted:
+            logits = logits.float()
+            for name, rows in wanted.items():
+                self._features[name].apply(logits, rows)
+        drawn = self._sample(logits, _sampling_batch(specs))
+        for name, rows in wanted.items():
+            self._features[name].advance(rows, drawn[rows.rows].clamp(min=0))
+        return drawn
+
+    # ---- states ----
+
+    def _begin(self, start: FeatureStart) -> _States:
+        slot = self._free_slots[0] if self._free_slots else len(self._states)
+        names = wanted_features(start.params)
+        for name in names:
+            self._feature(name).begin(slot, start)
+        if self._free_slots:
+            heapq.heappop(self._free_slots)
+        return _States(slot, start.params, len(start.prompt_ids), names)
+
+    def _feature(self, name: str) -> Feature:
+        """Return a feature by name, made when a request first wants it."""
+        feature = self._features.get(name)
+        if feature is None:
+            declared = SAMPLING_FEATURES[name]
+            module = import_module(f"splitserve.models.sampling.features.{declared.module}")
+            feature = getattr(module, declared.class_name)(self._vocab_size, self._device)
+            assert isinstance(feature, Feature), f"{declared.class_name} isn't a Feature"
+            self._features[name] = feature
+        return feature
+
+    def _note_token(self, states: _States, token_id: int) -> None:
+        for name in states.names:
+            if SAMPLING_FEATURES[name].needs_last_token:
+                self._features[name].note_token(states.slot, token_id)
+
+    def _release(self, state_id: int) -> None:
+        """Forget states; no effect if they were never made, as after a step that failed."""
+        states = self._states.pop(state_id, None)
+        if states is not None:
+            heapq.heappush(self._free_slots, states.slot)
+            for name in states.names:
+                self._features[name].end(states.slot)
+
+    # ---- the draws of a step ----
+
+    def _rows(self, specs: Sequence[SampleSpec]) -> dict[str, Rows]:
+        """Return the draws of each feature that any of them wants, in the order in which features apply."""
+        draws: dict[str, list[Draw]] = {}
+        for name, draw in self._draws(specs):
+            draws.setdefault(name, []).append(draw)
+        return {name: Rows(draws[name], self._device) for name in SAMPLING_FEATURES if name in draws}
+
+    def _draws(self, specs: Sequence[SampleSpec]) -> Iterator[tuple[str, Draw]]:
+        for row, spec in enumerate(specs):
+            if spec.features is not None:
+                states = self._states[spec.features.state_id]
+                draw = Draw(row, states.slot, states.params, states.num_prompt_tokens, spec.position)
+                for name in states.names:
+                    yield name, draw
+
+
+def _sampling_batch(specs: Sequence[SampleSpec]) -> SamplingBatch:
+    return SamplingBatch(
+        temperatures=[spec.temperature for spec in specs],
+        top_ks=[spec.top_k for spec in specs],
+        top_ps=[spec.top_p for spec in specs],
+        seeds=[spec.seed for spec in specs],
+        choices=[spec.choice for spec in specs],
+        positions=[spec.position for spec in specs],
+    )

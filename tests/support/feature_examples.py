@@ -1,0 +1,38 @@
+"""Examples of every declared sampling parameter, drawn from its declaration. Not a test module."""
+
+import random
+from typing import Any
+
+from msgspec import inspect
+
+from splitserve.protocol.request import SamplingParams
+from splitserve.protocol.sampling_features import SAMPLING_FEATURES, FeatureParams
+
+_TYPES = {field.name: field.type for field in inspect.type_info(FeatureParams).fields}  # type: ignore[attr-defined]
+
+
+def example_value(kind: inspect.Type, chance: random.Random, vocab_size: int) -> Any:
+    """Return a value within the declared bounds; whole numbers are token ids unless their bounds are narrower."""
+    match kind:
+        case inspect.Metadata(type=inner):
+            return example_value(inner, chance, vocab_size)
+        case inspect.FloatType(ge=low, gt=above, le=high):
+            least = above if low is None else low
+            return chance.uniform(least or 0.0, min(high or 10.0, 10.0)) or 0.5
+        case inspect.IntType(le=high, lt=below):
+            return chance.randrange(1, min(vocab_size, *(bound for bound in (high, below) if bound is not None)))
+        case inspect.BoolType():
+            return True
+        case inspect.VarTupleType(item_type=item):
+            return tuple(example_value(item, chance, vocab_size) for _ in range(chance.randint(1, 4)))
+        case inspect.DictType(key_type=key, value_type=value):
+            pairs = range(chance.randint(1, 4))
+            return {example_value(key, chance, vocab_size): example_value(value, chance, vocab_size) for _ in pairs}
+    raise AssertionError(f"no example for {kind}")
+
+
+def example_params(features: list[str], chance: random.Random, vocab_size: int, **others: Any) -> SamplingParams:
+    """Return parameters with which each of the features is wanted."""
+    names = [name for feature in features for name in SAMPLING_FEATURES[feature].params]
+    values = {name: example_value(_TYPES[name], chance, vocab_size) for name in names}
+    return SamplingParams(**({"max_tokens": 100, "seed": chance.getrandbits(32)} | values | others))
