@@ -22,6 +22,8 @@ from splitserve.router.http.app import Api, create_app
 from splitserve.router.http.body import BodyReader
 from splitserve.router.http.connections import Connections, HttpConfig
 from splitserve.router.requests.dispatcher import Dispatcher
+from splitserve.router.text.constraints import Constraints
+from splitserve.router.text.grammar_checker import GrammarChecker
 from splitserve.router.text.preparation import Preparation
 from splitserve.router.text.renderer import Renderer
 from splitserve.router.text.tokenizer import ModelTokenizer
@@ -65,7 +67,8 @@ async def _serve(config: RouterConfig, progress: Progress, listener: socket.sock
     metrics = RouterMetrics()
     dispatcher = Dispatcher(config, metrics)
     renderer = Renderer(tokenizer.chat_template)
-    preparation = Preparation(tokenizer, renderer)
+    checker = GrammarChecker(Path(config.model), tokenizer.eos_token_ids)
+    preparation = Preparation(tokenizer, renderer, Constraints(checker, tokenizer.eos_token_ids))
     bodies = BodyReader(config.max_body_mib << 20)
     try:
         await renderer.start()
@@ -106,6 +109,7 @@ async def _serve(config: RouterConfig, progress: Progress, listener: socket.sock
         bodies.close()
         preparation.close()
         renderer.close()
+        checker.close()
 
 
 class _HttpServer(uvicorn.Server):

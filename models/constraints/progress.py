@@ -22,7 +22,9 @@ class Progress:
         self._constraint = constraint
         self._grammars = grammars
         self._before: list[int] = []  # output tokens before the grammar begins
-        self._num_taken = 0  # tokens that the matcher has taken
+        self._num_taken = 0  # tokens since the grammar began
+        self._end_token_ids = frozenset(constraint.end_token_ids)
+        self._has_ended = False  # an end token has been taken
         self.advance([])
 
     def advance(self, token_ids: Sequence[int]) -> None:
@@ -32,9 +34,7 @@ class Progress:
         try:
             new = token_ids if self.matcher is not None else self._begin(token_ids)
             if self.matcher is not None and new:
-                self._num_taken += len(new)
-                if not self.matcher.consume_tokens(list(new)):
-                    raise ConstraintError(f"the output doesn't match the grammar: {problem_of(self.matcher)}")
+                self._take(self.matcher, new)
         except SplitserveError as error:
             self.fail(str(error))
 
@@ -51,6 +51,17 @@ class Progress:
     def position(self) -> tuple[int, int, str]:
         """Tokens before the grammar and in it, and the error: equal for equal outputs."""
         return len(self._before), self._num_taken, self.error
+
+    def _take(self, matcher: LLMatcher, token_ids: Sequence[int]) -> None:
+        """Let the matcher take tokens up to the first one that ends the text: it takes no second one, but goes on to
+        allow end tokens alone, which is what an output with ignore_eos needs."""
+        self._num_taken += len(token_ids)
+        if self._has_ended:
+            return
+        end = next((number for number, each in enumerate(token_ids, 1) if each in self._end_token_ids), None)
+        self._has_ended = end is not None
+        if not matcher.consume_tokens(list(token_ids[:end])):
+            raise ConstraintError(f"the output doesn't match the grammar: {problem_of(matcher)}")
 
     def _begin(self, token_ids: Sequence[int]) -> Sequence[int]:
         """Return those of ``token_ids`` that the grammar applies to, with a matcher if it begins with or before

@@ -16,6 +16,7 @@ from splitserve.router.http.schema import (
     StreamOptions,
     TextPart,
 )
+from splitserve.router.http.structured_output import JsonSchemaFormat, ResponseFormat, StructuredOutputs
 from splitserve.router.http.token_prompt import take_token_ids
 
 MAX_ISSUES = 100  # each issue costs time and memory: a body with more is refused without details
@@ -125,7 +126,8 @@ def _most_telling(issues: list[Any]) -> Any:
     return next((issue for issue in same_field if not issue["type"].endswith("_type")), same_field[0])
 
 
-_NESTED_NAMES = frozenset(name for nested in (StreamOptions, TextPart, ChatMessage) for name in nested.model_fields)
+_NESTED = (StreamOptions, TextPart, ChatMessage, ResponseFormat, JsonSchemaFormat, StructuredOutputs)
+_NESTED_NAMES = frozenset(field.alias or name for each in _NESTED for name, field in each.model_fields.items())
 
 
 def _check_combinations(request: GenerationRequest) -> None:

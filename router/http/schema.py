@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from splitserve.protocol.token_ids import TokenIds
 from splitserve.router.http.sampling_fields import with_sampling_fields
+from splitserve.router.http.structured_output import ResponseFormat, StructuredOutputs
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
@@ -53,13 +54,11 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "prompt_cache_retention": (),
     "prompt_logprobs": (),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "safety_identifier": (),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
-    "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -77,7 +76,7 @@ class _Strict(BaseModel):
 if TYPE_CHECKING:
     _SamplingFields = _Strict
 else:
-    _SamplingFields = with_sampling_fields("_SamplingFields", _Strict)
+    _SamplingFields = with_sampling_fields("_SamplingFields", _Strict, left_out=("constraint",))
 
 
 class StreamOptions(_Strict):
@@ -114,6 +113,8 @@ class GenerationRequest(_SamplingFields):
     user: str | None = None
     return_token_ids: bool | None = None
     return_route: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def stop_strings(self) -> list[str]:

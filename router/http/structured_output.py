@@ -97,7 +97,9 @@ def _of_structured_outputs(wanted: StructuredOutputs) -> tuple[str, str]:
     }
     names = [name for name, value in given.items() if value is not None]
     if len(names) != 1:
-        message = f"structured_outputs must have exactly one of {', '.join(given)}; it has {' and '.join(names) or 'none'}"
+        message = (
+            f"structured_outputs must have exactly one of {', '.join(given)}; it has {' and '.join(names) or 'none'}"
+        )
         raise ApiError(400, message, param="structured_outputs", code="invalid_value")
     name = names[0]
     field = f"structured_outputs.{name}"

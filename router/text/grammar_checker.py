@@ -5,10 +5,12 @@ or memory ends that process alone. Verdicts are kept, so that a grammar in use i
 import asyncio
 import logging
 import os
+import socket
+import subprocess
 import sys
-from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -39,8 +41,8 @@ class GrammarChecker:
 
     def __init__(self, model_dir: Path, end_token_ids: Sequence[int], cpu_seconds: float = CPU_SECONDS) -> None:
         self._setup = Setup(str(model_dir), list(end_token_ids), cpu_seconds)
-        self._process: Process | None = None
-        self._lock: asyncio.Lock = asyncio.Lock()
+        self._child: _Child | None = None
+        self._lock = asyncio.Lock()
         self._known: OrderedDict[str, str] = OrderedDict()  # errors by grammar, "" for none; least recently used first
 
     async def check(self, grammar: str) -> None:
@@ -66,58 +68,67 @@ class GrammarChecker:
 
     def close(self) -> None:
         """End the process. Checks in flight fail."""
-        process, self._process = self._process, None
-        if process is not None and process.returncode is None:
-            process.kill()
+        child, self._child = self._child, None
+        if child is not None:
+            child.process.kill()
+            child.process.wait()
+            child.writer.transport.abort()
 
     async def _compile(self, grammar: str) -> str:
-        """Return the reason why a grammar can't be used, or ""."""
+        """Return the reason why a grammar can't be used, or "". The process ends with an exchange that isn't over."""
         try:
-            process = await self._started()
-        except TimeoutError:
+            async with asyncio.timeout(START_SECONDS):
+                child = await self._started()
+        except (TimeoutError, OSError, EOFError) as error:
             self.close()
-            raise CheckerBusyError(f"the compiler of grammars didn't start within {START_SECONDS:g} s") from None
-        except (OSError, EOFError) as error:
+            raise CheckerBusyError(
+                f"the compiler of grammars can't be started: {error or 'it takes too long'}"
+            ) from None
+        except BaseException:
             self.close()
-            raise CheckerBusyError(f"the compiler of grammars can't be started: {error}") from None
+            raise
         try:
             async with asyncio.timeout(CHECK_SECONDS):
-                return await self._exchange(process, framed(grammar))
+                return await child.exchange(framed(grammar))
         except (TimeoutError, OSError, EOFError):
             log.warning("a grammar of %d characters ended the process that compiled it", len(grammar))
             self.close()
             return f"it takes more than {self._setup.cpu_seconds:g} s, or too much memory, to compile"
-        except asyncio.CancelledError:
-            self.close()  # its answer would be taken for that to the next grammar
+        except BaseException:
+            self.close()
             raise
 
-    async def _started(self) -> Process:
-        """Return the running process. Raises :class:`GrammarError` for a tokenizer that can't be used."""
-        if self._process is not None and self._process.returncode is None:
-            return self._process
-        command = [sys.executable, "-m", grammar_process.__name__]
-        environment = {**os.environ, **_ONE_THREAD}
-        process = self._process = await asyncio.create_subprocess_exec(
-            *command, stdin=PIPE, stdout=PIPE, env=environment
-        )
-        try:
-            async with asyncio.timeout(START_SECONDS):
-                error = await self._exchange(process, framed(self._setup))
-        except asyncio.CancelledError:
-            self.close()
-            raise
-        if error:
-            self.close()
+    async def _started(self) -> "_Child":
+        """Return the running process. Raises :class:`GrammarError` for a tokenizer that can't be used, OSError,
+        EOFError."""
+        if self._child is not None and self._child.process.poll() is None:
+            return self._child
+        self.close()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", grammar_process.__name__]
+            process = subprocess.Popen(
+                command, stdin=theirs.fileno(), stdout=theirs.fileno(), env={**os.environ, **_ONE_THREAD}
+            )
+        child = self._child = _Child(process, *await asyncio.open_connection(sock=ours))
+        if error := await child.exchange(framed(self._setup)):
             raise GrammarError(error)
-        return process
+        return child
 
-    @staticmethod
-    async def _exchange(process: Process, message: bytes) -> str:
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    """The process, and the socket that is its standard input and output."""
+
+    process: "subprocess.Popen[bytes]"
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def exchange(self, message: bytes) -> str:
         """Send a message and return the error of its verdict. Raises OSError, EOFError if the process ends."""
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(message)
-        await process.stdin.drain()
-        (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
+        self.writer.write(message)
+        await self.writer.drain()
+        (length,) = LENGTH.unpack(await self.reader.readexactly(LENGTH.size))
         if length > MAX_REPLY_BYTES:
             raise EOFError("a verdict is too long")
-        return _verdicts.decode(await process.stdout.readexactly(length)).error
+        return _verdicts.decode(await self.reader.readexactly(length)).error

@@ -75,7 +75,7 @@ def main() -> None:
     _send(Verdict())
     threading.stack_size(STACK_BYTES)
     while message := _receive():
-        _run_on_small_stack(lambda: _answer(message, tokenizer, setup.cpu_seconds))  # noqa: B023
+        _run_on_small_stack(lambda: _answer(message, tokenizer, setup.cpu_seconds))
 
 
 def _answer(message: bytes, tokenizer: LLTokenizer, cpu_seconds: float) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from splitserve.protocol.constraint import Constraint
 from splitserve.protocol.request import SamplingParams
 from splitserve.protocol.token_ids import TokenIds, highest
 from splitserve.router.http.answers import Prompt
@@ -16,6 +17,7 @@ from splitserve.router.http.schema import ChatCompletionRequest, CompletionReque
 from splitserve.router.placement.placer import Limits
 from splitserve.router.text.chat_template import ChatTemplateError
 from splitserve.router.text.choice import Choice
+from splitserve.router.text.constraints import Constraints
 from splitserve.router.text.renderer import Renderer, RendererBusyError
 from splitserve.router.text.tokenizer import ModelTokenizer
 
@@ -36,15 +38,17 @@ Result = TypeVar("Result")
 class Preparation:
     """Preparation of prompts for one model. Methods raise :class:`ApiError` 400 that names the field at fault."""
 
-    def __init__(self, tokenizer: ModelTokenizer, renderer: Renderer) -> None:
+    def __init__(self, tokenizer: ModelTokenizer, renderer: Renderer, constraints: Constraints) -> None:
         self._tokenizer = tokenizer
         self._renderer = renderer
+        self._constraints = constraints
         self._pool = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def completion(self, request: CompletionRequest, limits: Limits) -> list[Prompt]:
+        constraint = await self._constraints.of(request)
         prompts = []
         num_chars = sum(len(prompt) for prompt in request.prompts())  # many short prompts take as long as a long one
         for prompt in request.prompts():
@@ -52,11 +56,18 @@ class Preparation:
             room = _room(len(token_ids), limits.max_model_len, "prompt")
             max_tokens = _max_tokens(request.max_tokens, "max_tokens", len(token_ids), limits.max_model_len)
             prompts.append(
-                self._prompt(request, token_ids, max_tokens or min(DEFAULT_COMPLETION_TOKENS, room), limits.vocab_size)
+                self._prompt(
+                    request,
+                    token_ids,
+                    max_tokens or min(DEFAULT_COMPLETION_TOKENS, room),
+                    limits.vocab_size,
+                    constraint=constraint,
+                )
             )
         return prompts
 
     async def chat(self, request: ChatCompletionRequest, limits: Limits) -> list[Prompt]:
+        constraint = await self._constraints.of(request)
         try:
             text = await self._renderer.render([message.for_template() for message in request.messages])
         except ChatTemplateError as error:
@@ -75,7 +86,7 @@ class Preparation:
         param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         wanted = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         max_tokens = _max_tokens(wanted, param, len(token_ids), limits.max_model_len)
-        return [self._prompt(request, token_ids, max_tokens or room, limits.vocab_size)]
+        return [self._prompt(request, token_ids, max_tokens or room, limits.vocab_size, constraint=constraint)]
 
     async def _prompt_ids(self, prompt: str | list[int] | TokenIds, limits: Limits, num_chars: int) -> TokenIds:
         """Return one prompt's token ids; ``num_chars`` counts the characters of all prompts of the request."""
@@ -110,7 +121,15 @@ class Preparation:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    def _prompt(self, request: GenerationRequest, token_ids: TokenIds, max_tokens: int, vocab_size: int) -> Prompt:
+    def _prompt(
+        self,
+        request: GenerationRequest,
+        token_ids: TokenIds,
+        max_tokens: int,
+        vocab_size: int,
+        *,
+        constraint: Constraint | None,
+    ) -> Prompt:
         stop_token_ids = request.stop_token_ids or []
         _check_vocabulary(stop_token_ids, vocab_size, "stop_token_ids")
         eos_token_ids = () if request.ignore_eos else self._tokenizer.eos_token_ids
@@ -122,6 +141,7 @@ class Preparation:
             # OpenAI's seeds are signed; two's complement keeps different ones different.
             seed=secrets.randbits(63) if request.seed is None else request.seed % 2**64,
             stop_token_ids=tuple(dict.fromkeys((*eos_token_ids, *stop_token_ids))),
+            constraint=constraint,
             **sampling_values(request),
         )
         return Prompt(token_ids, sampling, Choice(self._tokenizer.detokenizer(), request.stop_strings))

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from splitserve.common.errors import ConfigError
+from splitserve.protocol.constraint import Constraint
 
 
 class FeatureParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -22,6 +23,9 @@ class FeatureParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     ``Meta`` holds a parameter's bounds and its one line of help, for clients as well as for the wire.
     """
 
+    constraint: Annotated[
+        Constraint | None, Meta(description="grammar of the output, in response_format or structured_outputs")
+    ] = None
     repetition_penalty: Annotated[
         float, Meta(ge=0.01, le=100, description="divisor of the positive logits of tokens in prompt or output")
     ] = 1.0
@@ -58,8 +62,9 @@ class SamplingFeature:
     needs_last_token: bool = False  # a draw needs the token before it on the host: no step is launched ahead
 
 
-# In the order in which they apply, which is that of the logits processors of transformers.
+# In the order in which they apply: the grammar, then that of the logits processors of transformers.
 SAMPLING_FEATURES: Mapping[str, SamplingFeature] = {
+    "grammar": SamplingFeature("grammar", "Grammar", ("constraint",), needs_last_token=True),
     "penalties": SamplingFeature(
         "penalties", "Penalties", ("repetition_penalty", "presence_penalty", "frequency_penalty")
     ),

@@ -6,13 +6,13 @@ import re
 
 import pytest
 import torch
-from byte_vocabulary import token_bytes
 
+from byte_vocabulary import token_bytes
 from splitserve.models.constraints.grammars import ConstraintError, Grammars
 from splitserve.models.constraints.masks import FORBIDDEN, MaskMaker, apply_masks, masked
 from splitserve.models.constraints.progress import Progress
 from splitserve.models.demo.tokenizer import QWEN_TOKENS, train_tokenizer
-from splitserve.protocol.constraint import Constraint
+from splitserve.protocol.constraint import GRAMMAR_LIMITS, Constraint
 
 VOCAB_SIZE = 520  # more than the tokenizer's, as padded embeddings have it
 
@@ -74,7 +74,9 @@ def test_masks_are_those_of_brute_force(name, tokenizer, grammars, ends):
         while True:
             following = {i for i, p in enumerate(pieces) if p and any(word.startswith(text + p) for word in words)}
             expected = following | (set(ends) if text in words else set())
-            assert allowed_after(grammars, constraint, output) == expected, (text, output)
+            allowed = allowed_after(grammars, constraint, output)
+            is_forced = text not in words and len({pieces[i][0] for i in following}) == 1
+            assert allowed == expected or (is_forced and allowed and allowed < expected), (text, output)
             if not following:
                 break
             output.append(chooser.choice(sorted(allowed & following)))
@@ -128,7 +130,7 @@ def test_a_grammar_begins_after_the_first_occurrence_of_its_marker(grammars, end
     [
         ("start: missing", "", "can't be compiled"),
         ('start: "a"', "b", "doesn't match"),
-        ("start: /(a|b)*a(a|b){60}/", "", ""),
+        ("start: /(a|b)*a(a|b){60}/", "ab", ""),
     ],
 )
 def test_errors_end_the_state(grammar, output, message, tokenizer, grammars, ends):
@@ -139,15 +141,16 @@ def test_errors_end_the_state(grammar, output, message, tokenizer, grammars, end
     assert (progress.matcher is None) == bool(message)
 
 
-def test_a_grammar_that_becomes_too_complex_is_an_error(grammars, ends, tokenizer):
+def test_a_grammar_that_becomes_too_complex_is_an_error(grammars, ends, tokenizer, monkeypatch):
+    monkeypatch.setitem(GRAMMAR_LIMITS, "max_items_in_row", 60)
     progress = Progress(Constraint('start: e\ne: e e | "a" | "aa" | "aaa"', ends), grammars)
-    for _ in range(4000):
+    for _ in range(200):
         progress.advance(encode(tokenizer, "a"))
         if progress.matcher is None:
             break
         MaskMaker(pin_memory=False).make([progress.matcher], VOCAB_SIZE)
         progress.check()
-    assert progress.error
+    assert "max is 60" in progress.error
 
 
 def test_end_tokens_outside_the_vocabulary_are_refused(grammars):
