@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,6 +19,10 @@ from splitserve.protocol.step import FeatureStart
 
 BANNED = -1e18
 """The logit of a token that may not be drawn: finite, so that contradictory bans fail no step."""
+BAN = -1e9
+"""Added to the logit of a token that is drawn only where all others are :data:`BANNED`."""
+
+Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,14 @@ class Rows:
     def column(self, value: Callable[[Draw], float]) -> Tensor:
         """Return a value of each draw -> float32 [n, 1]."""
         return to_device(torch.tensor([[value(draw)] for draw in self.draws], dtype=torch.float32), self.device)
+
+
+def entries(rows: Rows, token_ids: Sequence[Int64Array]) -> tuple[Tensor, Tensor]:
+    """Return indices of single logits, ``token_ids`` of each draw -> rows and ids, int64 [N] each."""
+    lengths = [len(ids) for ids in token_ids]
+    packed = np.stack((np.repeat([draw.row for draw in rows.draws], lengths), np.concatenate(token_ids)))
+    indices = to_device(torch.from_numpy(packed), rows.device)
+    return indices[0], indices[1]
 
 
 class Feature:

@@ -15,6 +15,8 @@ from splitserve.router.http.structured_output import ResponseFormat, StructuredO
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
+MAX_BAD_WORD_STRINGS = 128
+MAX_BAD_WORD_CHARS = 64
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 2048
 MAX_PARTS = 1024
@@ -22,9 +24,7 @@ MAX_PARTS = 1024
 # Unsupported parameters of OpenAI's API, or of other servers with that API, with their neutral values besides null.
 NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
-    "allowed_token_ids": ([],),
     "audio": (),
-    "bad_words": ([],),
     "best_of": (1,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
@@ -37,12 +37,9 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "logprobs": (False,),
     "metadata": ({},),
-    "min_tokens": (0,),
     "modalities": (["text"],),
     "moderation": (),
     "n": (1,),
@@ -56,7 +53,6 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (),
     "safety_identifier": (),
     "service_tier": ("auto", "default"),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
     "suffix": ("",),
@@ -89,6 +85,7 @@ Stop = Annotated[
     Annotated[StopString, Tag("one")] | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS), Tag("several")],
     Discriminator(lambda value: "several" if isinstance(value, list) else "one"),
 ]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 TokenId = Annotated[int, Field(ge=0)]
 
@@ -108,6 +105,9 @@ class GenerationRequest(_SamplingFields):
     stop: Stop | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORD_STRINGS, fail_fast=True)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None

@@ -17,11 +17,24 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 
 
 class Choice:
-    """Output tokens turned into pieces of text, up to the end token, the limit, or the first stop string."""
+    """Output tokens turned into pieces of text, up to the end token, the limit, or the first stop string.
 
-    def __init__(self, detokenizer: Detokenizer, stop_strings: Sequence[str]) -> None:
+    ``include_stop``: the text includes what ended it, a stop string or the text of a stop token. Stop strings have no
+    effect in the text of the first ``min_tokens`` tokens.
+    """
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stop_strings: Sequence[str],
+        *,
+        include_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
         self._detokenizer = detokenizer
-        self._stops = StopStrings(stop_strings)
+        self._stops = StopStrings(stop_strings, include_stop=include_stop)
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
         self.num_tokens = 0  # all output tokens, including an end token and those of a stop string
         self.finish_reason: FinishReason | None = None
 
@@ -30,11 +43,12 @@ class Choice:
 
         Tokens are processed one by one, so the result doesn't depend on how they were packed into updates.
         """
-        # A stop token ends the text without being part of it.
-        num_shown = len(token_ids) - (finish_reason is FinishReason.STOP)
+        # A stop token ends the text without being part of it, unless that was requested.
+        num_shown = len(token_ids) - (finish_reason is FinishReason.STOP and not self._include_stop)
         text = ""
         for count, token_id in enumerate(token_ids[:num_shown], start=1):
-            text += self._stops.push(self._detokenizer.push((token_id,)))
+            new = self._detokenizer.push((token_id,))
+            text += new if self.num_tokens + count <= self._min_tokens else self._stops.push(new)
             if self._stops.stopped:
                 return self._piece(text, token_ids[:count], FinishReason.STOP)
         if finish_reason is not None:

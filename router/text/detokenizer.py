@@ -17,15 +17,16 @@ _MAX_WINDOW_TOKENS = 64
 
 
 class Detokenizer:
-    """Text of a growing list of token ids, piece by piece, without special tokens.
+    """Text of a growing list of token ids, piece by piece, without special tokens unless they are to be kept.
 
-    For byte-level tokenizers the joined pieces equal ``tokenizer.decode(all_ids, skip_special_tokens=True)``. Each
+    For byte-level tokenizers the joined pieces equal ``tokenizer.decode(all_ids, skip_special_tokens=...)``. Each
     step decodes only a short window of tokens. The window begins where a decoding was complete, so its text doesn't
     change when tokens are appended.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skips_special = skip_special_tokens
         self._window: list[int] = []
         self._num_emitted_chars = 0
         self._complete_at = 0
@@ -62,7 +63,7 @@ class Detokenizer:
         self._complete_at = 0
 
     def _decode(self) -> str:
-        return self._tokenizer.decode(self._window, skip_special_tokens=True)
+        return self._tokenizer.decode(self._window, skip_special_tokens=self._skips_special)
 
 
 def _num_certain_chars(text: str) -> int:
@@ -74,27 +75,29 @@ def _num_certain_chars(text: str) -> int:
 
 
 class StopStrings:
-    """Cut of a text before the first stop string completed in it, independent of how the text is split into pieces."""
+    """Cut of a text at the first stop string completed in it, independent of how the text is split into pieces."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """``stops`` must not hold an empty string."""
+    def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
+        """``stops`` must not hold an empty string; ``include_stop``: the text ends with the stop string."""
         self._stops = tuple(stops)
+        self._include_stop = include_stop
         self._longest = max((len(stop) for stop in self._stops), default=0)
         self._held = ""
         self.stopped = False
 
     def push(self, piece: str) -> str:
-        """Return the text that can be shown now. Once a stop string is found: the text before it, and then nothing."""
+        """Return the text that can be shown now. Once a stop string is found: the text up to it, and then nothing."""
         if self.stopped:
             return ""
         if not self._stops:
             return piece
         text = self._held + piece
-        cut = self._find(text, len(self._held))
-        if cut is not None:
+        found = self._find(text, len(self._held))
+        if found is not None:
             self.stopped = True
             self._held = ""
-            return text[:cut]
+            begin, end = found
+            return text[: end if self._include_stop else begin]
         keep = self._num_chars_to_hold(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
@@ -104,8 +107,8 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _find(self, text: str, num_searched: int) -> int | None:
-        """Return the start of the stop string that ends first; if several end together, the start of the longest.
+    def _find(self, text: str, num_searched: int) -> tuple[int, int] | None:
+        """Return start and end of the stop string that ends first; if several end together, of the longest.
 
         The first ``num_searched`` characters are known to hold none: searching them again for long stop strings of
         repeated characters would cost more than a millisecond per token.
@@ -115,7 +118,7 @@ class StopStrings:
             begin = text.find(stop, max(0, num_searched - len(stop) + 1))
             if begin >= 0 and (best is None or (begin + len(stop), begin) < best):
                 best = (begin + len(stop), begin)
-        return None if best is None else best[1]
+        return None if best is None else (best[1], best[0])
 
     def _num_chars_to_hold(self, text: str) -> int:
         for count in range(min(self._longest - 1, len(text)), 0, -1):

@@ -12,12 +12,12 @@ from splitserve.protocol.request import SamplingParams
 from splitserve.protocol.token_ids import TokenIds, highest
 from splitserve.router.http.answers import Prompt
 from splitserve.router.http.api_error import ApiError
-from splitserve.router.http.sampling_fields import sampling_values
 from splitserve.router.http.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from splitserve.router.placement.placer import Limits
 from splitserve.router.text.chat_template import ChatTemplateError
 from splitserve.router.text.choice import Choice
 from splitserve.router.text.constraints import Constraints
+from splitserve.router.text.feature_values import feature_values
 from splitserve.router.text.renderer import Renderer, RendererBusyError
 from splitserve.router.text.tokenizer import ModelTokenizer
 
@@ -142,9 +142,15 @@ class Preparation:
             seed=secrets.randbits(63) if request.seed is None else request.seed % 2**64,
             stop_token_ids=tuple(dict.fromkeys((*eos_token_ids, *stop_token_ids))),
             constraint=constraint,
-            **sampling_values(request),
+            **feature_values(request, self._tokenizer, max_tokens=max_tokens, vocab_size=vocab_size),
         )
-        return Prompt(token_ids, sampling, Choice(self._tokenizer.detokenizer(), request.stop_strings))
+        choice = Choice(
+            self._tokenizer.detokenizer(skip_special_tokens=request.skip_special_tokens is not False),
+            request.stop_strings,
+            include_stop=bool(request.include_stop_str_in_output),
+            min_tokens=sampling.min_tokens,
+        )
+        return Prompt(token_ids, sampling, choice)
 
 
 def check_not_empty(request: CompletionRequest) -> None:

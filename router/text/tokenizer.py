@@ -45,8 +45,8 @@ class ModelTokenizer:
         # Only the batch call releases the GIL; "fast" leaves out offsets, which aren't needed here.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
-    def detokenizer(self) -> Detokenizer:
-        return Detokenizer(self._tokenizer)
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
+        return Detokenizer(self._tokenizer, skip_special_tokens=skip_special_tokens)
 
     def _find_eos_token_ids(self, model_dir: Path) -> tuple[int, ...]:
         """Return the ids that end a sequence: of generation_config.json, else config.json, else the tokenizer's EOS."""

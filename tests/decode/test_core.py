@@ -6,9 +6,6 @@ import msgspec
 import pytest
 
 from core_driver import DECODE, KEY, NUM_BLOCKS, PREFILL, Worker, decode_request, of, sent
-from core_parts import sink_of
-from simulated_router import ROUTER
-from simulator import LAYOUT, PROTOCOL, SimConnector
 from splitserve.engine.effects import Connect, Dial, Disconnect, Effect, HangUp, Incident, StartRead
 from splitserve.kvconnector.blocks.pool import BlockState
 from splitserve.kvconnector.transfer.connector import PeerConnected
@@ -26,6 +23,9 @@ from splitserve.protocol.messages.handover import (
 )
 from splitserve.protocol.messages.requests import Abort, FailureCode, Introduce, PeerRef, RequestFailed, StepTokens
 from splitserve.protocol.request import Party, RequestKey, Role
+from splitserve.simulation.model import LAYOUT, PROTOCOL, ROUTER
+from splitserve.simulation.worker.connector import SimConnector
+from splitserve.simulation.worker.parts import sink_of
 
 
 @pytest.fixture

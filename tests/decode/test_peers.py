@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 
 from core_driver import DECODE, PREFILL, Worker, of
-from core_parts import sink_of
 from peer_scenarios import (
     connecting_peers_fail_quietly,
     each_welcome_connects,
@@ -17,8 +16,6 @@ from peer_scenarios import (
     late_connections_revive,
 )
 from planted import Plant
-from simulated_router import ROUTER
-from simulator import PROTOCOL, SimConnector
 from splitserve.decode.peers import PeerState, PeerTable
 from splitserve.engine.effects import Connect, Dial, Disconnect, Effect, HangUp, Send
 from splitserve.kvconnector.transfer.connector import PeerConnected
@@ -26,6 +23,9 @@ from splitserve.protocol.messages.envelope import Body
 from splitserve.protocol.messages.handover import PeerHello, PeerRefused
 from splitserve.protocol.messages.requests import Introduce, PeerRef
 from splitserve.protocol.request import Party, Role
+from splitserve.simulation.model import PROTOCOL, ROUTER
+from splitserve.simulation.worker.connector import SimConnector
+from splitserve.simulation.worker.parts import sink_of
 
 YOUNGER = Party(PREFILL.engine_id, PREFILL.incarnation + 1)
 

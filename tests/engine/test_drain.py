@@ -3,7 +3,6 @@
 import pytest
 
 from core_driver import DECODE, KEY, PREFILL, Worker, decode_request, grant, prefill_request, sent
-from simulator import PROTOCOL, ROUTER
 from splitserve.engine.drain import SETTLE_SECONDS, Drain
 from splitserve.protocol.cluster_report import WorkerState
 from splitserve.protocol.counters import WorkerLoad
@@ -11,6 +10,7 @@ from splitserve.protocol.messages.handover import Grant, Offer, Release, Withdra
 from splitserve.protocol.messages.requests import DecodeRequest, FailureCode, LocalRequest, RequestFailed, StepTokens
 from splitserve.protocol.request import Party, RequestKey, Role, SamplingParams
 from splitserve.router.links.membership import Membership
+from splitserve.simulation.model import PROTOCOL, ROUTER
 from worker_views import info
 
 NEW = RequestKey("new", 0)

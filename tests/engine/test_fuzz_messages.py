@@ -10,7 +10,6 @@ import pytest
 
 from core_driver import DECODE, PROMPT, grant, of, prefill_request, sent
 from fuzzing import REGION, ROUTER, FuzzedWorker
-from simulator import LAYOUT, PROTOCOL
 from splitserve.engine.effects import Connect, StartRead
 from splitserve.kvconnector.transfer.connector import PeerConnected
 from splitserve.protocol.handover.reads import ReadResult
@@ -18,6 +17,7 @@ from splitserve.protocol.memory_records import RankMemory
 from splitserve.protocol.messages.handover import Offer, OfferedBlock, PeerWelcome, Release
 from splitserve.protocol.messages.requests import DecodeRequest, LocalRequest, PeerRef, StepTokens
 from splitserve.protocol.request import FinishReason, Party, RequestKey, Role, SamplingParams
+from splitserve.simulation.model import LAYOUT, PROTOCOL
 
 NUM_MESSAGES = int(os.environ.get("SPLITSERVE_FUZZ_MESSAGES", "6000"))
 FIRST_SEED = int(os.environ.get("SPLITSERVE_FUZZ_SEED", "0"))

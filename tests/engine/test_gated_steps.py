@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from core_driver import DECODE, KEY, NUM_BLOCKS, PREFILL, Worker, grant, prefill_request, sent
-from simulator import PROTOCOL, ROUTER
 from splitserve.engine.effects import Effect
 from splitserve.kvconnector.tiers.commands import CopyCommand, CopyNearsEnd, CopyResult
 from splitserve.kvconnector.tiers.copies import TierCopies
@@ -15,6 +14,7 @@ from splitserve.protocol.messages.handover import Offer, Release
 from splitserve.protocol.messages.requests import Abort, LocalRequest, RequestFailed, StepTokens
 from splitserve.protocol.request import RequestKey, Role, SamplingParams
 from splitserve.protocol.step import StepPlan
+from splitserve.simulation.model import PROTOCOL, ROUTER
 from waiting import PATIENCE_SECONDS
 
 PROMPT = list(range(10))  # two full blocks and a half

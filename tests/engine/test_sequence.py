@@ -7,13 +7,13 @@ import pytest
 from core_driver import DECODE, PREFILL, Worker, decode_request, grant, prefill_request
 from planted import Plant
 from scheduled_sequences import BLOCK_SIZE, make_sequence
-from simulated_router import ROUTER
 from splitserve.decode.sink import SinkSide
 from splitserve.engine.sequence import Sequence
 from splitserve.engine.stage import NEXT_STAGES, Stage
 from splitserve.prefill.scheduler import PrefillScheduler
 from splitserve.prefill.source import SourcePart
 from splitserve.protocol.request import Role
+from splitserve.simulation.model import ROUTER
 
 
 def test_each_stage_leads_to_the_end_and_none_leaves_it() -> None:

@@ -10,8 +10,6 @@ import torch
 
 from core_driver import DECODE, KEY, PREFILL, PROMPT, Worker, grant, prefill_request, sent
 from serving import PATIENT, complete_all, transformers_greedy, wait_until_quiet
-from simulated_router import ROUTER
-from simulator import BLOCK_SIZE, LAYOUT, PROTOCOL
 from splitserve.kvconnector.blocks import digest
 from splitserve.kvconnector.blocks.digest import DIGEST_BYTES, DigestBlocks, FirstDigests, digests_of, no_digests
 from splitserve.kvconnector.layout.memory import KVMemory
@@ -24,6 +22,7 @@ from splitserve.protocol.memory_records import LayoutRecord
 from splitserve.protocol.messages.handover import Offer, OfferAck, OfferedBlock, Release
 from splitserve.protocol.messages.requests import Abort, StepTokens
 from splitserve.protocol.request import Role
+from splitserve.simulation.model import BLOCK_SIZE, LAYOUT, PROTOCOL, ROUTER
 from waiting import PATIENCE_SECONDS
 
 NUM_BLOCKS = 3  # of the prompt; the last one is half full

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import pytest
 
 from core_driver import DECODE, KEY, PREFILL, Worker, grant, of, prefill_request, sent
-from simulator import BLOCK_SIZE, LAYOUT, PROTOCOL, ROUTER
 from splitserve.engine.effects import Effect, Incident, Serve
 from splitserve.kvconnector.blocks.pool import BlockState
 from splitserve.protocol.memory_records import LayoutRecord
@@ -14,6 +13,7 @@ from splitserve.protocol.messages.handover import Grant, Offer, PeerHello, PeerR
 from splitserve.protocol.messages.requests import Abort, RequestFailed, StepTokens
 from splitserve.protocol.request import Party, RequestKey, Role
 from splitserve.protocol.step import StepPlan
+from splitserve.simulation.model import BLOCK_SIZE, LAYOUT, PROTOCOL, ROUTER
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from both_sides import CONFIG, NUM_PEER_BLOCKS, BothSides, blocks, make_sink, poll, verified
 from core_driver import DECODE, KEY, PREFILL, SAMPLING, Worker, decode_request, sent
-from simulator import BLOCK_SIZE, LAYOUT, PROTOCOL, ROUTER
 from splitserve.engine.effects import Effect
 from splitserve.kvconnector.blocks.pool import GENERATION_MASK
 from splitserve.protocol.handover.reads import ReadCommand, ReadResult
@@ -19,6 +18,7 @@ from splitserve.protocol.handover.source import SourceHandover, SourceState
 from splitserve.protocol.messages.handover import Grant, Offer, OfferAck, OfferedBlock, Release
 from splitserve.protocol.messages.requests import Abort, PeerRef, PrefillRequest, StepTokens
 from splitserve.protocol.request import RequestKey, Role
+from splitserve.simulation.model import BLOCK_SIZE, LAYOUT, PROTOCOL, ROUTER
 
 PATIENCE = PROTOCOL.host_offer_after_seconds
 LONG = 22  # tokens: five full blocks and a half

@@ -3,7 +3,6 @@
 import pytest
 
 from core_driver import DECODE, KEY, PREFILL, Worker, decode_request, of, sent
-from simulator import LAYOUT, ROUTER, SimConnector
 from splitserve.engine.effects import StartRead
 from splitserve.kvconnector.transfer.connector import Link, PeerConnected
 from splitserve.protocol.counters import WorkerLoad
@@ -14,6 +13,8 @@ from splitserve.protocol.messages.requests import Introduce, PeerRef, StepTokens
 from splitserve.protocol.request import Role
 from splitserve.router.admin.metrics import RouterMetrics
 from splitserve.router.links.membership import Membership
+from splitserve.simulation.model import LAYOUT, ROUTER
+from splitserve.simulation.worker.connector import SimConnector
 
 SLOW = Link("tcp", 7e8, "not as it should be")
 

@@ -7,7 +7,6 @@ import pytest
 
 from planted import CHANGED, HANDOVERS_FAILED, WRONG_TOKENS, Plant, find
 from schedules import LONG_WAITS, SHORT_LEASES, Schedule, run_schedule
-from simulator import Faults, Shape, Simulator
 from splitserve.engine.block_manager import BlockManager
 from splitserve.engine.sequence import Sequence
 from splitserve.kvconnector.tiers.index import TierIndex
@@ -15,6 +14,8 @@ from splitserve.protocol.handover.offered_blocks import DiscardedRead, OfferedBl
 from splitserve.protocol.handover.sink import SinkHandover, SinkState
 from splitserve.protocol.handover.source import SourceHandover
 from splitserve.protocol.messages.handover import Offer, OfferAck, OfferedBlock
+from splitserve.simulation.faults import Faults, Shape
+from splitserve.simulation.simulator import Simulator
 
 SHAPE = Shape(decode=2, num_blocks=40, prefill_blocks=14, tier_slots=60)
 FEW_SLOTS = msgspec.structs.replace(SHAPE, tier_slots=20)  # they are taken again soon

@@ -9,11 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from core_parts import source_of
 from planted import CHANGED, HANDOVERS_FAILED, WRONG_TOKENS, Plant, find
 from schedules import LONG_WAITS, SHORT_LEASES, Schedule, run_schedule
-from simulated_worker import SimWorker
-from simulator import Faults, Shape, Simulator
 from splitserve.common.bounded import ExpiringMap
 from splitserve.decode.sink import SinkSide
 from splitserve.engine.block_manager import BlockManager
@@ -33,6 +30,10 @@ from splitserve.protocol.request import Party, RequestKey
 from splitserve.protocol.step import StepPlan
 from splitserve.router.placement.policies import Placed
 from splitserve.router.requests.state import RequestState, TokenSequence
+from splitserve.simulation.faults import Faults, Shape
+from splitserve.simulation.simulator import Simulator
+from splitserve.simulation.worker.driver import SimWorker
+from splitserve.simulation.worker.parts import source_of
 
 NUM_SCHEDULES = 300  # within which each must be found
 
@@ -162,7 +163,7 @@ def read_over_on_one_rank(patch: pytest.MonkeyPatch) -> None:
 
 
 def generations_of_one_rank(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("simulated_reader.side_by_side", lambda results: results[0])
+    patch.setattr("splitserve.simulation.worker.reader.side_by_side", lambda results: results[0])
 
 
 def published_before_computed(patch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 import core_plants as plants
 from planted import Plant, find
 from schedules import FEW_MAY_WAIT, Schedule
-from simulator import Faults, Shape
+from splitserve.simulation.faults import Faults, Shape
 
 NUM_SCHEDULES = 300
 

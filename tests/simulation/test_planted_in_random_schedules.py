@@ -107,7 +107,7 @@ def attempts_without_end(patch: pytest.MonkeyPatch) -> None:
         (last_generation_unchecked, CHANGED),
         (slot_generations_unchecked, CHANGED),
         (other_tokens_believed, "goes on with tokens"),
-        (block_numbers_unchecked, "a read of a block that isn't there"),
+        (block_numbers_unchecked, "a read of a missing block"),
         (attempts_without_end, "begins attempt 9"),
         (late_connections_revive, CONNECTS),
         (connecting_peers_fail_quietly, CONNECTS),

@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedules import LONG_WAITS, SHORT_LEASES, Schedule, random_schedule, run_schedule
-from simulator import VOCAB, Faults, Shape, Simulator
 from splitserve.router.placement.policies import Disaggregated
 from splitserve.router.requests.effects import Deliver
+from splitserve.simulation.faults import Faults, Shape
+from splitserve.simulation.model import VOCAB
+from splitserve.simulation.simulator import Simulator
 
 ONE_EACH, TWO_EACH = Shape(), Shape(prefill=2, decode=2)
 LITTLE_MEMORY = Shape(num_blocks=16)
@@ -92,7 +94,7 @@ def test_a_half_open_prefill_worker_costs_a_rung_and_no_request(seed: int, prefi
 @given(seed=seeds, shape=st.sampled_from([*DISAGGREGATED, ONE_MIXED, TWO_MIXED]))
 @bounded
 def test_every_schedule_ends_well(faults: Faults, protocol: dict[str, float], seed: int, shape: Shape) -> None:
-    """``run_schedule`` checks that no request fails without need; see ``SimRouter.check_end`` and ``router_checks``."""
+    """``run_schedule`` checks that no request fails without need; see ``SimRouter.check_end`` and ``RouterChecks``."""
     run_schedule(Schedule(seed=seed, faults=faults, shape=shape, protocol=protocol))
 
 

@@ -9,9 +9,6 @@ from hypothesis import strategies as st
 
 from planted import WRONG_TOKENS, Plant, find
 from schedules import SHORT_LEASES, Schedule, run_schedule
-from simulated_tiers import SHARED
-from simulated_worker import SimWorker
-from simulator import Faults, Shape
 from splitserve.engine.block_manager import BlockManager, HeldPrefix
 from splitserve.engine.sequence import Sequence
 from splitserve.kvconnector.tiers.index import TierIndex
@@ -22,6 +19,9 @@ from splitserve.kvconnector.tiers.tiers import Tiers
 from splitserve.prefill.prefix_source import PrefixSource
 from splitserve.protocol.messages.handover import PrefixGrant
 from splitserve.protocol.request import Party
+from splitserve.simulation.faults import Faults, Shape
+from splitserve.simulation.worker.driver import SimWorker
+from splitserve.simulation.worker.tiers import SHARED
 
 SHAPES = [
     Shape(num_blocks=14, tier_slots=6),
@@ -194,7 +194,7 @@ def slots_of_peers_are_not_pinned(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(ServedSlots, "hold", hold)
     patch.setattr(ServedSlots, "release", lambda self, slots: None)
-    patch.setattr("simulated_worker.SimWorker.generation", steady_slots)
+    patch.setattr("splitserve.simulation.worker.driver.SimWorker.generation", steady_slots)
 
 
 def slots_keep_their_generation(patch: pytest.MonkeyPatch) -> None:
@@ -238,7 +238,7 @@ def late_load_frees_its_blocks(patch: pytest.MonkeyPatch) -> None:
 
 
 def device_does_not_wait_for_loads(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("simulated_tiers.SimTiers.seconds_until_moved", lambda self, copy_ids: 0.0)
+    patch.setattr("splitserve.simulation.worker.tiers.SimTiers.seconds_until_moved", lambda self, copy_ids: 0.0)
 
 
 def token_of_a_failed_load_counts(patch: pytest.MonkeyPatch) -> None:

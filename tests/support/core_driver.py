@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from simulator import LAYOUT, PROTOCOL, VOCAB, SimConnector
 from splitserve.engine.core import EngineCore
 from splitserve.engine.effects import Effect, Send, StartCopy
 from splitserve.kvconnector.blocks.digest import LeadingDigests, no_digests
@@ -19,6 +18,8 @@ from splitserve.protocol.messages.handover import Grant
 from splitserve.protocol.messages.requests import DecodeRequest, PeerRef, PrefillRequest
 from splitserve.protocol.request import Party, RequestKey, Role, SamplingParams
 from splitserve.protocol.step import StepOutput, StepPlan
+from splitserve.simulation.model import LAYOUT, PROTOCOL, VOCAB
+from splitserve.simulation.worker.connector import SimConnector
 from splitserve.worker.build import BlockMemory, ModelBounds, build_core
 
 PREFILL, DECODE = Party("prefill-0", 11), Party("decode-0", 22)

@@ -9,8 +9,6 @@ from typing import Any
 import msgspec
 
 from core_driver import DECODE, LAYOUT, NUM_BLOCKS, PREFILL, Worker
-from core_parts import sink_of, source_of
-from simulator import PROTOCOL, VOCAB
 from splitserve.common.errors import WireError
 from splitserve.engine.effects import Connect, Disconnect, Effect, Send, StartRead
 from splitserve.kvconnector.transfer.connector import PeerConnected
@@ -57,6 +55,8 @@ from splitserve.protocol.messages.requests import (
 from splitserve.protocol.request import Party, RequestKey, Role, SamplingParams
 from splitserve.protocol.step import StepPlan
 from splitserve.protocol.wire import decode, plain
+from splitserve.simulation.model import PROTOCOL, VOCAB
+from splitserve.simulation.worker.parts import sink_of, source_of
 
 ROUTER = Party("router", 1)
 PARTIES = [ROUTER, PREFILL, DECODE, Party("prefill-0", 12), Party("prefill-1", 5), Party("mixed-0", 7), Party("", 0)]

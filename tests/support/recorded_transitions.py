@@ -7,7 +7,6 @@ from typing import Any
 from unittest import mock
 
 from schedules import SHORT_LEASES, Schedule, random_schedule, run_schedule
-from simulator import Faults, Shape
 from splitserve.decode.peers import Peer, PeerState
 from splitserve.engine.sequence import Sequence
 from splitserve.engine.stage import Stage
@@ -17,6 +16,7 @@ from splitserve.protocol.handover.sink import SinkHandover, SinkState
 from splitserve.protocol.handover.source import SourceHandover, SourceState
 from splitserve.router.links.membership import WorkerRecord
 from splitserve.router.requests.state import Phase, RequestState
+from splitserve.simulation.faults import Faults, Shape
 
 Transitions = dict[str, set[tuple[str, str]]]
 MACHINES: tuple[type[Enum], ...] = (Phase, SourceState, SinkState, PeerState, WorkerState, BlockState, Stage)

@@ -17,8 +17,10 @@ from collections.abc import Iterator
 
 import msgspec
 
-from simulator import PROTOCOL, VOCAB, Faults, Shape, Simulator
 from splitserve.protocol.config import ProtocolConfig
+from splitserve.simulation.faults import Faults, Shape
+from splitserve.simulation.model import PROTOCOL, VOCAB
+from splitserve.simulation.simulator import Simulator
 
 MAX_SECONDS = 400.0
 QUIET_SECONDS = 25.0  # longer, with a lease, than silences and freezes: all that is left over has ended by then

@@ -66,6 +66,9 @@ class EngineState:
             return f"the prompt needs {needed} KV blocks; this worker has {self.blocks.pool.num_blocks}"
         if highest(tokens) >= self.vocab_size:
             return f"a token id is outside the vocabulary of {self.vocab_size}"
+        for name, token_ids in sequence.sampling.token_ids():
+            if max(token_ids) >= self.vocab_size:
+                return f"{name} holds a token id outside the vocabulary of {self.vocab_size}"
         return None
 
     def add_delta(self, sequence: Sequence, delta: TokenDelta) -> None:

@@ -6,7 +6,7 @@ declarations here; :mod:`splitserve.models.sampling` applies the features.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -15,17 +15,31 @@ from msgspec import Meta
 
 from splitserve.common.errors import ConfigError
 from splitserve.protocol.constraint import Constraint
+from splitserve.protocol.wire_numbers import TokenId
+
+MAX_BIASED_TOKENS = 1024
+MAX_ALLOWED_TOKENS = 1 << 16
+MAX_BAD_WORDS = 256  # as sequences of tokens: each word makes up to two
+MAX_BAD_WORD_TOKENS = 32
+
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+BadWord = Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)]
 
 
 class FeatureParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Parameters of all sampling features. A default is neutral: with it a feature changes nothing and costs nothing.
 
-    ``Meta`` holds a parameter's bounds and its one line of help, for clients as well as for the wire.
+    ``Meta`` holds a parameter's bounds and its one line of help, for clients as well as for the wire. Elements of
+    tuples and keys of dicts are token ids.
     """
 
     constraint: Annotated[
         Constraint | None, Meta(description="grammar of the output, in response_format or structured_outputs")
     ] = None
+    logit_bias: Annotated[
+        dict[TokenId, Bias], Meta(max_length=MAX_BIASED_TOKENS, description="numbers to add to logits, by token id")
+    ] = {}
+
     repetition_penalty: Annotated[
         float, Meta(ge=0.01, le=100, description="divisor of the positive logits of tokens in prompt or output")
     ] = 1.0
@@ -35,14 +49,32 @@ class FeatureParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     frequency_penalty: Annotated[
         float, Meta(ge=-2, le=2, description="subtracted once for each occurrence of a token in the output")
     ] = 0.0
+    bad_words: Annotated[
+        tuple[BadWord, ...], Meta(max_length=MAX_BAD_WORDS, description="words that the output may not contain")
+    ] = ()
+    min_tokens: Annotated[
+        int, Meta(ge=0, lt=2**31, description="output tokens before an end token or a stop token may be drawn")
+    ] = 0
+    allowed_token_ids: Annotated[
+        tuple[TokenId, ...], Meta(max_length=MAX_ALLOWED_TOKENS, description="the only token ids that may be drawn")
+    ] = ()
     min_p: Annotated[
         float, Meta(ge=0, le=1, description="least probability of a token, as a share of the most probable token's")
     ] = 0.0
 
     def __post_init__(self) -> None:
         for name, value in self.wanted_params():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ConfigError(f"{name} is {value}; it must be a finite number")
+            numbers = value.values() if isinstance(value, dict) else (value,) if isinstance(value, float) else ()
+            if not all(map(math.isfinite, numbers)):
+                raise ConfigError(f"{name} holds {value}; it must hold finite numbers")
+
+    def token_ids(self) -> Iterator[tuple[str, Iterable[int]]]:
+        """Yield each parameter that isn't neutral and has token ids: its name and the ids."""
+        for name, value in self.wanted_params():
+            if isinstance(value, dict):
+                yield name, value.keys()
+            elif isinstance(value, tuple):
+                yield name, _flat(value)
 
     def wanted_params(self) -> Iterator[tuple[str, Any]]:
         """Yield names and values of the parameters that aren't neutral."""
@@ -50,6 +82,14 @@ class FeatureParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             value = getattr(self, name)
             if value != neutral:
                 yield name, value
+
+
+def _flat(token_ids: tuple[Any, ...]) -> Iterator[int]:
+    for each in token_ids:
+        if isinstance(each, tuple):
+            yield from each
+        else:
+            yield each
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +105,13 @@ class SamplingFeature:
 # In the order in which they apply: the grammar, then that of the logits processors of transformers.
 SAMPLING_FEATURES: Mapping[str, SamplingFeature] = {
     "grammar": SamplingFeature("grammar", "Grammar", ("constraint",), needs_last_token=True),
+    "logit_bias": SamplingFeature("logit_bias", "LogitBias", ("logit_bias",)),
     "penalties": SamplingFeature(
         "penalties", "Penalties", ("repetition_penalty", "presence_penalty", "frequency_penalty")
     ),
+    "bad_words": SamplingFeature("bad_words", "BadWords", ("bad_words",)),
+    "min_tokens": SamplingFeature("min_tokens", "MinTokens", ("min_tokens",)),
+    "allowed_token_ids": SamplingFeature("allowed_tokens", "AllowedTokens", ("allowed_token_ids",)),
     "min_p": SamplingFeature("min_p", "MinP", ("min_p",)),
 }
 """Features by name. They apply before temperature, top-k and top-p."""

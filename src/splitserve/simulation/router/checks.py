@@ -1,6 +1,6 @@
-"""Invariants of the router as the simulator sees it from outside: what it sends, to which workers, and what it counts.
+"""Invariants of the router that show from outside: its messages, their recipients, its counts.
 
-A planted bug counts as found only by the words of a check: here, in the core's own invariants, or in a client's.
+The core has invariants of its own, and so has each client (:mod:`splitserve.simulation.router.client`).
 """
 
 from collections import Counter, defaultdict
@@ -25,8 +25,8 @@ from splitserve.router.requests.ladder import next_step
 from splitserve.router.requests.state import Phase, RequestState
 
 if TYPE_CHECKING:
-    from simulated_client import SimClient
-    from simulated_router import SimRouter
+    from splitserve.simulation.router.client import SimClient
+    from splitserve.simulation.router.driver import SimRouter
 
 MAX_ATTEMPTS_ALLOWED = 8
 ROUNDING_SECONDS = 1e-9
@@ -35,16 +35,19 @@ AnyRequest: TypeAlias = DecodeRequest | PrefillRequest | LocalRequest
 
 
 class RouterChecks:
+    """The observer of one router, whose driver reports each message and event to it."""
+
     def __init__(self, router: "SimRouter") -> None:
         self._router = router
         self.counted: Counter[str] = Counter()
-        self._at_work: dict[RequestKey, set[Party]] = defaultdict(set)  # by attempt: workers that compute it still
-        self._orphans: dict[Party, dict[RequestKey, float]] = defaultdict(dict)  # with the times of their loss
+        self._at_work: dict[RequestKey, set[Party]] = defaultdict(set)  # by attempt: workers that still compute it
+        self._orphans: dict[Party, dict[RequestKey, float]] = defaultdict(dict)  # by lost worker and attempt: when
         self._heard: dict[tuple[RequestKey, int], int] = {}  # tokens, by attempt and position
 
-    # ---- what the router sends ----
+    # ---- messages to workers ----
 
     def on_send(self, to: Party, body: Body) -> None:
+        """Check a message to a worker."""
         if isinstance(body, Abort):
             self._check_abort(to, body.key)
         elif isinstance(body, AnyRequest):
@@ -83,13 +86,14 @@ class RouterChecks:
         number = body.key.attempt + 1
         assert number <= MAX_ATTEMPTS_ALLOWED, f"{body.key.request_id} begins attempt {number}"
 
-    # ---- what workers say and what becomes of them ----
+    # ---- messages from workers ----
 
     def on_not_sent(self, to: Party, key: RequestKey) -> None:
+        """Forget a request that the worker's link rejected."""
         self._at_work[key].discard(to)
 
     def on_taken_in(self, sender: Party, news: TokenDelta | RequestFailed, before: "Attempt") -> None:
-        """A message changed its request's state, which was as ``before``."""
+        """Check a message that changed its request's state, which was as ``before``."""
         assert not before.had_ended, "a message after the end was taken in"
         is_current = news.key == before.key and sender in before.workers
         assert is_current, f"a message of {news.key} was taken in for {before.key}"
@@ -103,20 +107,21 @@ class RouterChecks:
         self._compare(news)
 
     def _compare(self, news: TokenDelta) -> None:
-        """Workers that contradict each other end the request: one of them computed something else."""
+        """Check that a contradiction between workers ends the request: one of them computed something else."""
         for position, token in enumerate(news.token_ids, start=news.position):
             first = self._heard.setdefault((news.key, position), token)
             is_noticed = self._state(news.key).phase is Phase.FAILED
             assert first == token or is_noticed, f"{news.key} goes on with tokens {first} and {token} at {position}"
 
     def on_lost(self, worker: Party) -> None:
+        """Note the attempts that a lost worker may still compute."""
         for key, workers in self._at_work.items():
             if worker in workers:
                 workers.discard(worker)
                 self._orphans[worker][key] = self._router.sim.now
 
     def on_ready(self, worker: Party) -> None:
-        """A worker's link is up, and the core has been told."""
+        """Check the core after a worker's link came up: orphans are aborted, and no request waits that could run."""
         remembered = self._router.sim.now - self._router.sim.protocol.tombstone_seconds
         left_over = [key for key, lost_at in self._orphans.pop(worker, {}).items() if lost_at > remembered]
         assert not left_over, f"{worker} is back, and wasn't told to abort {left_over}"
@@ -140,9 +145,11 @@ class RouterChecks:
     # ---- after each event, and at the end ----
 
     def on_count(self, effect: Count) -> None:
+        """Add to a metric."""
         self.counted[effect.metric] += effect.amount
 
     def after_event(self) -> None:
+        """Check what must hold between any two events."""
         core = self._router.core
         core.check_invariants()
         pending, due = self._router.pending_timers, core.timers()
@@ -154,6 +161,7 @@ class RouterChecks:
                 del self._at_work[key]
 
     def at_end(self) -> None:
+        """Check that nothing is left over and that each request was counted once."""
         router = self._router
         begun = sum(client.has_begun for client in router.clients.values())
         assert self.counted["requests_finished"] == begun, (
@@ -176,7 +184,7 @@ class RouterChecks:
 
 
 class Attempt:
-    """A request's attempt as it was before a message."""
+    """The attempt of a request, as it was before a message."""
 
     def __init__(self, state: RequestState) -> None:
         placement = state.placement

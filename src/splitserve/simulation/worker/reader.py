@@ -1,39 +1,42 @@
-"""The connector's part in the simulator: connections to peers, copies block by block, then the generations."""
+"""The connector in the simulator: connections to peers, copies block by block, then the generations."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from simulated_model import BLOCK_SIZE
 from splitserve.kvconnector.transfer.connector import PeerConnected
 from splitserve.kvconnector.transfer.joining import ReadJoin, side_by_side
 from splitserve.protocol.handover.reads import ReadCommand, ReadResult
 from splitserve.protocol.messages.handover import PeerWelcome
 from splitserve.protocol.request import Party
+from splitserve.simulation.model import BLOCK_SIZE
 
 if TYPE_CHECKING:
-    from simulated_worker import SimWorker
-    from simulator import Simulator
+    from splitserve.simulation.simulator import Simulator
+    from splitserve.simulation.worker.driver import SimWorker
 
 CONNECT_SECONDS = 5.0
 
 
 class SimReader:
-    """Reads of one worker. Like the real connector, it breaks a connection whose read failed."""
+    """The reads of one worker. Like the real connector, it breaks a connection whose read failed."""
 
-    def __init__(self, sim: "Simulator", worker: "SimWorker", emit: Callable[[ReadResult | PeerConnected], None]):
+    def __init__(
+        self, sim: "Simulator", worker: "SimWorker", emit: Callable[[ReadResult | PeerConnected], None]
+    ) -> None:
         self._sim = sim
         self._worker = worker
         self._emit = emit
         self._connected: dict[Party, SimWorker] = {}
         self._reads: dict[int, ReadCommand] = {}
         self._joins: dict[int, ReadJoin] = {}
-        self._landing: set[int] = set()  # reads whose bytes may still come, whatever anybody believes of them
+        self._landing: set[int] = set()  # reads whose bytes may still arrive, even after they failed
         self._free_at = 0.0
 
     def connect(self, peer: Party, welcome: PeerWelcome) -> None:
-        """After what was asked for before; a frozen peer may let it time out."""
+        """Connect to a peer once earlier disconnects are done; with a frozen peer that may time out."""
         other = self._sim.workers.get(welcome.ranks[0].metadata.decode())
         stalls = other is not None and self._sim.now < other.frozen_until and self._sim.random.random() < 0.5
         delay = CONNECT_SECONDS if stalls else 0.01
@@ -47,11 +50,11 @@ class SimReader:
             self._emit(PeerConnected(peer, None))
 
     def disconnect(self, peer: Party) -> None:
-        """Destroying the agent takes a while, in which bytes still land."""
+        """Disconnect from a peer: destroying the agent takes a while, in which bytes still land."""
         self._connected.pop(peer, None)
         self._free_at = self._sim.now + self._sim.random.uniform(0.0, self._sim.faults.disconnect_seconds)
         for read_id in self._reads_from(peer):
-            self._sim.at(self._free_at, lambda i=read_id: self._end(i))
+            self._sim.at(self._free_at, partial(self._end, read_id))
 
     def _end(self, read_id: int) -> None:
         self._end_landing([read_id])
@@ -60,10 +63,10 @@ class SimReader:
     def start(self, command: ReadCommand) -> None:
         """Copy block by block at random moments, then read the generations; or fail, or end late, or never."""
         sim, faults = self._sim, self._sim.faults
-        under_way = {block_id for other in self._reads.values() for block_id in other.local_blocks}
-        assert not under_way & set(command.local_blocks), "two reads write to one block"
+        in_flight = {block_id for other in self._reads.values() for block_id in other.local_blocks}
+        assert not in_flight & set(command.local_blocks), "two reads write to one block"
         num_readable = sim.workers[str(command.peer)].num_readable
-        assert all(0 <= block < num_readable for block in command.remote_blocks), "a read of a block that isn't there"
+        assert all(0 <= block < num_readable for block in command.remote_blocks), "a read of a missing block"
         self._reads[command.read_id] = command
         self._joins[command.read_id] = ReadJoin(self._worker.num_ranks)
         self._landing.add(command.read_id)
@@ -84,7 +87,7 @@ class SimReader:
             time += sim.random.uniform(0.0, faults.read_seconds)
             if is_late:
                 time += sim.random.uniform(0.0, 2 * sim.protocol.read_deadline_seconds)
-            sim.at(time, lambda a=local, b=remote: self._copy(command, source, {a: taken[a]}, b, rank))
+            sim.at(time, partial(self._copy, command, source, {local: taken[local]}, remote, rank))
         time += sim.random.uniform(0.0, 0.005)
         if fate < faults.read_error:
             sim.at(time, lambda: self._fail(command, "planted read error"))
@@ -94,7 +97,7 @@ class SimReader:
     def _copy(
         self, command: ReadCommand, source: "SimWorker", destination: dict[int, int], remote: int, rank: int
     ) -> None:
-        """Whatever the source's ranks are, the heads of ours."""
+        """Copy the heads of one of the reader's ranks, whatever ranks the source has."""
         if command.read_id in self._landing and source.alive and self._worker.alive:
             self._worker.assert_kept(destination, "a read")
             (local,) = destination
@@ -114,7 +117,7 @@ class SimReader:
             self._fail(command, "the source died")
 
     def _join(self, rank: int, result: ReadResult) -> None:
-        """The production code's: a read is over when it is for all ranks. Digests are of all heads."""
+        """End a read when it has ended on all ranks, by the production code; digests cover all heads."""
         if result.read_id not in self._reads:
             return
         results = self._joins[result.read_id].add(rank, result)
@@ -123,7 +126,7 @@ class SimReader:
             self._finish(msgspec.structs.replace(side_by_side(results), digests=digests))
 
     def _fail(self, command: ReadCommand, error: str) -> None:
-        """The connection breaks, and ends the peer's other reads with it, and this one's on other ranks."""
+        """Break the connection, which ends all reads from the peer, on all ranks."""
         if command.read_id in self._reads:
             self._connected.pop(command.peer, None)
             others = [read_id for read_id in self._reads_from(command.peer) if read_id != command.read_id]
@@ -133,7 +136,7 @@ class SimReader:
                 self._finish(ReadResult(read_id, "disconnected"))
 
     def _end_landing(self, read_ids: Iterable[int]) -> None:
-        """Agents are destroyed: nothing of these reads lands from now on."""
+        """Note that agents are destroyed: nothing of these reads lands from now on."""
         self._landing.difference_update(read_ids)
 
     def _finish(self, result: ReadResult) -> None:

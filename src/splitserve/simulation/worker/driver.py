@@ -1,16 +1,13 @@
-"""One worker of the simulator: its production core, its memory, its device; the loop's part is played here."""
+"""One worker of the simulator: its production core with simulated memory and device, driven as by the engine's loop."""
 
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from core_parts import sink_of
-from simulated_model import BLOCK_SIZE, LAYOUT, NUM_HEADS, VOCAB, SimConnector, mix, next_kv
-from simulated_reader import SimReader
-from simulated_tiers import SimTiers
 from splitserve.decode.peers import PeerState
 from splitserve.engine.drain import Drain
 from splitserve.engine.effects import Connect, Dial, Disconnect, HangUp, Incident, Send, Serve, StartCopy, StartRead
@@ -24,15 +21,22 @@ from splitserve.protocol.messages.envelope import Envelope
 from splitserve.protocol.messages.handover import Grant, Withdrawn
 from splitserve.protocol.request import Party, RequestKey, Role
 from splitserve.protocol.step import UNKNOWN_TOKEN, StepOutput, StepPlan
+from splitserve.simulation.model import BLOCK_SIZE, LAYOUT, NUM_HEADS, VOCAB, mix, next_kv
+from splitserve.simulation.worker.connector import SimConnector
+from splitserve.simulation.worker.parts import sink_of
+from splitserve.simulation.worker.reader import SimReader
+from splitserve.simulation.worker.tiers import SimTiers
 from splitserve.worker.build import BlockMemory, ModelBounds, build_core
 
 if TYPE_CHECKING:
-    from simulator import Simulator
+    from splitserve.simulation.simulator import Simulator
 
-TIMER_SLACK_SECONDS = 1e-9  # more than what adding and taking off a clock's offset may round away
+TIMER_SLACK_SECONDS = 1e-9  # more than the rounding error of a clock's offset
 
 
 class SimWorker:
+    """One incarnation of a simulated worker."""
+
     def __init__(self, sim: "Simulator", name: str, role: Role, num_blocks: int, incarnation: int) -> None:
         self.sim = sim
         self.party = Party(name, incarnation)
@@ -43,7 +47,7 @@ class SimWorker:
         self.clock_offset = sim.random.uniform(-sim.faults.clocks, sim.faults.clocks)
         self.generations = np.zeros(num_blocks, dtype=np.uint64)
         self.num_ranks = 1 + self.party.incarnation // 2 % 2
-        self.memory = [[0] * (NUM_HEADS * BLOCK_SIZE) for _ in range(num_blocks)]  # of each block, head by head
+        self.memory = [[0] * (NUM_HEADS * BLOCK_SIZE) for _ in range(num_blocks)]  # by block: KV head by head
         engine = EngineConfig(
             model="sim",
             max_num_batched_tokens=16,
@@ -69,33 +73,33 @@ class SimWorker:
             ModelBounds(max_model_len=num_blocks * BLOCK_SIZE, vocab_size=VOCAB),
         )
         self.below.begin()
-        self.digests: dict[tuple[int, int], bytes | None] = {}  # by block and generation; None: not there yet
+        self.digests: dict[tuple[int, int], bytes | None] = {}  # by block and generation; None: not computed yet
         self.drain_clock = Drain(sim.protocol.drain_seconds)
         self.reader = SimReader(sim, self, self.on_connector_event)
-        # Launched and not over, oldest first: blocks touched, tokens drawn, whether it fails.
+        # Steps in flight, oldest first: touched blocks, drawn tokens, whether the step fails.
         self.steps: deque[tuple[dict[int, int], list[int | None], bool]] = deque()
         self.max_steps = 1 + self.party.incarnation % 2  # every other worker overlaps two steps, as on a GPU
         self.device_free_at = 0.0
-        self.last_drawn: list[int | None] = []  # by the step launched last, once it has drawn
-        self.known: set[RequestKey] = set()  # requests that were ever here
+        self.last_drawn: list[int | None] = []  # tokens of the step launched last, once drawn
+        self.known: set[RequestKey] = set()  # requests that this worker has ever had
         self.num_effects: Counter[type] = Counter()  # by kind
 
     @property
     def clock(self) -> float:
-        """The time as this worker's monotonic clock shows it."""
+        """The time on this worker's monotonic clock."""
         return self.sim.now + self.clock_offset
 
     def can_run(self, action: Callable[[], None]) -> bool:
-        """False for the dead; and for the frozen, whose ``action`` comes when they thaw."""
+        """Return whether the worker is alive and not frozen; a frozen one runs ``action`` when it thaws."""
         if self.alive and self.sim.now < self.frozen_until:
             self.sim.at(self.frozen_until, action)
             return False
         return self.alive
 
-    # ---- what must hold at any time ----
+    # ---- invariants ----
 
     def check_peers(self) -> None:
-        """The connector is connected to the peers of the table, as far as that was asked for, and to no others."""
+        """Check that connections are those of the peer table, and links those of its peers."""
         peers = sink_of(self.core).peers.peers()
         num_open = sum(peer.state in (PeerState.CONNECTING, PeerState.READY) for peer in peers)
         connects, disconnects = self.num_effects[Connect], self.num_effects[Disconnect]
@@ -106,7 +110,7 @@ class SimWorker:
         assert dials == hang_ups + len(peers), f"dials don't equal hang-ups plus peers: {dials}, {hang_ups}, {peers}"
 
     def changed_blocks(self, result: ReadResult) -> tuple[SinkHandover, list[int]] | None:
-        """The hand-over of a read, with the indices of its blocks whose generations aren't those that were offered."""
+        """Return a read's hand-over and the indices of its blocks whose generations differ from the offered ones."""
         incoming = sink_of(self.core).sink._reads.get(result.read_id)
         if incoming is None or incoming.handover is None:
             return None
@@ -117,6 +121,7 @@ class SimWorker:
     # ---- the engine loop ----
 
     def deliver(self, envelope: Envelope) -> None:
+        """Handle a message."""
         if not self.can_run(lambda: self.deliver(envelope)):
             return
         is_stale = envelope.to not in (None, self.party)
@@ -129,12 +134,13 @@ class SimWorker:
         self.settle()
 
     def check_answer(self, grant: Grant) -> None:
-        """Whoever grants what is over here hears so at once."""
+        """Check that a grant for a request that has ended here is answered at once."""
         if grant.key in self.known and grant.key not in self.core.state.sequences:
             answers = [effect.body for effect in self.core.state.outbox.effects if isinstance(effect, Send)]
             assert any(isinstance(body, Withdrawn) for body in answers), f"{grant.key} is over, but was granted anew"
 
     def on_connector_event(self, event: ReadResult | PeerConnected) -> None:
+        """Handle the end of a read or of a connection attempt, and check which blocks count as verified."""
         if not self.can_run(lambda: self.on_connector_event(event)):
             return
         changed = self.changed_blocks(event) if isinstance(event, ReadResult) else None
@@ -146,7 +152,7 @@ class SimWorker:
         self.settle()
 
     def settle(self) -> None:
-        """What the engine loop does after every event."""
+        """Do what the engine loop does after each event: timers, effects, steps; then check all invariants."""
         self.core.tick(self.clock)
         self.perform()
         while len(self.steps) < self.max_steps:
@@ -169,11 +175,13 @@ class SimWorker:
             self.sim.at(due - self.clock_offset + TIMER_SLACK_SECONDS, self.wake)
 
     def wake(self) -> None:
+        """Settle if a deadline has passed."""
         due = min(self.core.next_deadline(), self.drain_clock.next_deadline())
         if self.can_run(self.wake) and due <= self.clock:
             self.settle()
 
     def drain(self) -> None:
+        """Begin to drain."""
         if self.can_run(self.drain) and not self.drain_clock.has_begun:
             self.drain_clock.begin(self.clock)
             self.sim.router.on_draining(self.party)
@@ -181,6 +189,7 @@ class SimWorker:
             self.settle()
 
     def perform(self) -> None:
+        """Perform the core's effects."""
         for effect in self.core.take_effects():
             self.num_effects[type(effect)] += 1
             match effect:
@@ -202,53 +211,57 @@ class SimWorker:
     # ---- the device ----
 
     def digest_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
+        """Return digests of the blocks' content; none where no faults damage it."""
         if not self.sim.faults.damage:
             return no_digests(block_ids)
         return [mix(*self.memory[block_id]).to_bytes(16, "big") for block_id in block_ids]
 
     def leading_digests(self, block_ids: Sequence[int]) -> list[bytes]:
-        """Of each content as it was at first; they take their time, and come in any order."""
+        """Return the digests of the leading blocks that are computed by now; each takes a while, in any order."""
         contents = [(block_id, int(self.generations[block_id])) for block_id in block_ids]
         for content in contents:
             if content not in self.digests:
                 self.digests[content] = None
-                self.sim.after(self.sim.random.uniform(0.0, 0.05), lambda content=content: self.digest(*content))
+                self.sim.after(self.sim.random.uniform(0.0, 0.05), partial(self.digest, *content))
         known = itertools.takewhile(lambda digest: digest is not None, map(self.digests.get, contents))
         return [digest for digest in known if digest is not None]
 
     def digest(self, block_id: int, generation: int) -> None:
+        """Compute the digest of a block."""
         if self.can_run(lambda: self.digest(block_id, generation)):
             [self.digests[block_id, generation]] = self.digest_blocks([block_id])
             self.settle()
 
     @property
     def num_readable(self) -> int:
+        """Number of blocks that a peer may read: those of the device, then the slots of the host tier."""
         return self.num_blocks + len(self.below.generations)
 
     def readable(self, block_id: int) -> list[int]:
-        """What a peer reads: a block, or a slot of the host tier, which are numbered on."""
+        """Return the content of a block; slots of the host tier are numbered after the device's blocks."""
         if block_id < self.num_blocks:
             return self.memory[block_id]
         return self.below.content(block_id - self.num_blocks)
 
     def generation(self, block_id: int) -> int:
+        """Return the generation that a peer reads after a block or slot."""
         if block_id < self.num_blocks:
             return int(self.generations[block_id])
         return int(self.below.generations[block_id - self.num_blocks])
 
     def stamp(self, block_ids: Sequence[int]) -> dict[int, int]:
-        """Blocks that something launched now will touch, with their generations."""
+        """Return the current generations of blocks that a step, a read or a copy will touch."""
         return {block_id: int(self.generations[block_id]) for block_id in block_ids}
 
     def assert_kept(self, taken: dict[int, int], what: str) -> None:
-        """Nothing may take a block while something launched touches it."""
+        """Check that blocks were not freed while a step, a read or a copy touches them."""
         pool = self.core.state.blocks.pool
         for block_id, generation in taken.items():
             kept = pool.state(block_id) in (BlockState.REFERENCED, BlockState.QUARANTINED)
             assert kept and int(self.generations[block_id]) == generation, f"block {block_id} was freed under {what}"
 
     def launch(self, plan: StepPlan) -> None:
-        """The step's KV is written at some moment before the step is over; a step that fails may write anything."""
+        """Start a step: its KV is written at some moment before its end; a step that fails may write anything."""
         random = self.sim.random
         for chunk in plan.chunks:
             end, room = chunk.start + len(chunk.token_ids), len(chunk.block_ids) * BLOCK_SIZE
@@ -263,21 +276,22 @@ class SimWorker:
         self.device_free_at = self.sim.now + wait + seconds
         written_at = [seconds * random.random() for _ in range(self.num_ranks)]
         for rank, time in enumerate(written_at):
-            self.sim.after(wait + time, lambda rank=rank: self.write(plan, taken, rank, garbage, previous))
+            self.sim.after(wait + time, partial(self.write, plan, taken, rank, garbage, previous))
         self.sim.after(wait + max(written_at), lambda: self.draw(plan, drawn))
         self.sim.after(wait + self.seconds_to_completion(plan, seconds, written_at), self.finish_step)
 
-    def seconds_to_completion(self, plan: StepPlan, seconds: float, written_at: Sequence[float]) -> float:
-        """All ranks have to be through with it; they meet at its end."""
+    def seconds_to_completion(self, plan: StepPlan, seconds: float, written_at: Sequence[float]) -> float:  # noqa: ARG002
+        """Return the time until all ranks have finished the step."""
         assert max(written_at) <= seconds
         return seconds
 
     def heads_of(self, rank: int) -> range:
+        """Return the heads of a rank."""
         per_rank = NUM_HEADS // self.num_ranks
         return range(rank * per_rank, (rank + 1) * per_rank)
 
     def write(self, plan: StepPlan, taken: dict[int, int], rank: int, garbage: int, previous: list[int | None]) -> None:
-        """The KV of a rank's heads."""
+        """Write the KV of a rank's heads."""
         if not self.alive:
             return
         self.assert_kept(taken, "a step")
@@ -296,6 +310,7 @@ class SimWorker:
                     self.memory[block_id][head * BLOCK_SIZE + offset] = kv[-1]
 
     def draw(self, plan: StepPlan, drawn: list[int | None]) -> None:
+        """Draw tokens from all KV that the step reads."""
         if not self.alive:
             return
         rounding = (self.party.incarnation,) if self.sim.faults.rounding else ()
@@ -306,14 +321,14 @@ class SimWorker:
                 drawn[index] = mix(*kv, chunk.sample.seed, chunk.sample.position, *rounding) % VOCAB
 
     def kv(self, block_ids: Sequence[int], head: int, end: int) -> list[int]:
-        """Of one head, of the positions before ``end``."""
+        """Return one head's KV of the positions before ``end``."""
         return [
             self.memory[block_ids[position // BLOCK_SIZE]][head * BLOCK_SIZE + position % BLOCK_SIZE]
             for position in range(end)
         ]
 
     def finish_step(self) -> None:
-        """The oldest one: after a freeze, all that are over are heard of in their order."""
+        """Commit the oldest step: after a freeze, finished steps are committed in their order."""
         if not self.can_run(self.finish_step):
             return
         taken, drawn, fails = self.steps.popleft()

@@ -1,6 +1,8 @@
-"""The host tier of a simulated worker: copies that take their time, fail in the middle, or end long after anybody
-waits for them. What a failed copy has written is garbage. Of most loads is told that they near their end, at any moment
-before that; the device is able to wait for what they move."""
+"""Tiers of a simulated worker: copies that take a while, fail in the middle, or end after their deadline.
+
+A failed copy has written garbage. Most loads announce that they near their end, at some moment before it; the device
+can wait for the content that they move.
+"""
 
 import itertools
 import random
@@ -9,23 +11,25 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from simulated_model import BLOCK_SIZE
 from splitserve.kvconnector.tiers.commands import ClearCommand, CopyCommand, CopyNearsEnd, CopyResult
 from splitserve.kvconnector.tiers.index import TierIndex
 from splitserve.kvconnector.tiers.shared import ChainCopy, SharedTier, TierState
 from splitserve.kvconnector.tiers.tier import Tier
 from splitserve.protocol.block_hash import extend_hashes
+from splitserve.simulation.model import BLOCK_SIZE
 
 SHARED = "shared"
 MAX_CHUNKS = 24
 
 if TYPE_CHECKING:
-    from simulated_worker import SimWorker
+    from splitserve.simulation.worker.driver import SimWorker
 
 
 class SharedServer:
-    """What all workers share: a few chunks of ``chunk`` blocks each, by the hash of their last block. A block that is
-    None was never completely written: its checksum is wrong."""
+    """The tier that all workers share: a few chunks of ``chunk`` blocks each, by the hash of their last block.
+
+    A block that is None was never completely written: its checksum is wrong.
+    """
 
     def __init__(self, chosen: random.Random, chunk: int) -> None:
         self.chunk = chunk
@@ -33,7 +37,7 @@ class SharedServer:
         self._chosen = chosen
 
     def keep(self, copy: ChainCopy, contents: list[list[int] | None]) -> None:
-        """What is there already stays as it is."""
+        """Store the chunks that are not there yet."""
         assert copy.first_block % self.chunk == 0 and len(contents) % self.chunk == 0, "a piece of a chunk"
         num_tokens = (copy.first_block + len(contents)) * BLOCK_SIZE
         assert len(copy.token_ids) == num_tokens, f"{len(copy.token_ids)} tokens for the content of {num_tokens}"
@@ -44,10 +48,10 @@ class SharedServer:
             del self.chunks[self._chosen.choice(list(self.chunks))]
 
     def find(self, root: bytes, copy: ChainCopy) -> list[list[int]]:
-        """The copy's blocks, as far as a chain of chunks from the sequence's beginning leads, and they are whole."""
+        """Return the copy's leading blocks that a chain of whole chunks from the sequence's beginning reaches."""
         hashes: list[bytes] = []
         extend_hashes(hashes, root, copy.token_ids, BLOCK_SIZE)
-        assert hashes[copy.first_block :] == list(copy.hashes), "hashes that aren't those of the tokens"
+        assert hashes[copy.first_block :] == list(copy.hashes), "hashes that differ from those of the tokens"
         blocks: list[list[int] | None] = []
         for end in hashes[self.chunk - 1 :: self.chunk]:
             if end not in self.chunks:
@@ -58,27 +62,27 @@ class SharedServer:
 
 
 class SimTiers:
-    """Two tiers where the shape has any: a small one, and one twice as large that is asked after it."""
+    """The tiers of one worker, where the shape has any: a small one, and one twice as large, searched after it."""
 
     def __init__(self, worker: "SimWorker", num_slots: int) -> None:
         self.worker = worker
         sizes = {"near": num_slots, "far": 2 * num_slots} if num_slots else {}
         self.generations = np.full(num_slots, worker.sim.random.getrandbits(63), dtype=np.uint64)
-        served = {"near": self.generations}  # the one that peers read
+        served = {"near": self.generations}  # the tier that peers read
         self.tiers = [
             Tier(name, TierIndex(size, served.get(name)), max_blocks_per_copy=3) for name, size in sizes.items()
         ]
         self.slots: dict[str, list[list[int]]] = {name: [[] for _ in range(size)] for name, size in sizes.items()}
         chunk = worker.sim.shared.chunk
         self.shared = SharedTier(SHARED, BLOCK_SIZE, 3 * chunk) if chunk else SharedTier()
-        self.moved_at: dict[int, float] = {}  # by copy: when the device can go on that waits for it
+        self.moved_at: dict[int, float] = {}  # by copy: the time at which a waiting device continues
         self.num_waits = 0
         self.num_loaded = 0
         self.num_turns = 0
-        self.found: dict[str, set[bytes]] = {}  # what a subscriber to the worker's events believes, by tier
+        self.found: dict[str, set[bytes]] = {}  # by tier: blocks that a subscriber to the worker's events knows
 
     def follow_events(self) -> None:
-        """Whoever adds up the events knows what can be found."""
+        """Publish events, and check that their sum is the content of the tiers."""
         blocks = self.worker.core.state.blocks
         events = blocks.tiers.events.take()
         self.worker.sim.router.on_kv_events(self.worker, events)
@@ -97,16 +101,16 @@ class SimTiers:
         assert found == contents, f"events say {found}, but the tiers hold {contents}"
 
     def content(self, slot: int) -> list[int]:
-        """What a peer reads from a slot: nothing was ever written to some of them."""
+        """Return the content of a slot that a peer reads; some were never written."""
         return self.slots["near"][slot] or [0] * len(self.worker.memory[0])
 
     def begin(self) -> None:
-        """Look for the shared tier."""
+        """Report the shared tier after a while."""
         if self.shared.name:
             self.worker.sim.after(self.worker.sim.random.uniform(0.0, 0.5), lambda: self.tell(is_available=True))
 
     def tell(self, *, is_available: bool) -> None:
-        """With faults it comes and goes; one that comes back may have lost everything."""
+        """Report the shared tier's availability, which faults change; a tier that returns may have lost everything."""
         worker, sim = self.worker, self.worker.sim
         if not worker.can_run(lambda: self.tell(is_available=is_available)):
             return
@@ -119,6 +123,7 @@ class SimTiers:
             sim.after(sim.random.uniform(0.2, 2.0), lambda: self.tell(is_available=not is_available))
 
     def start(self, command: CopyCommand | ChainCopy | ClearCommand) -> None:
+        """Start a copy, or clear the shared tier."""
         if isinstance(command, ClearCommand):
             if command.tier == SHARED:
                 self.worker.sim.shared.chunks.clear()
@@ -141,17 +146,19 @@ class SimTiers:
         sim.after(seconds, lambda: self.finish(command, num_good, taken))
 
     def seconds_until_moved(self, copy_ids: Sequence[int]) -> float:
-        """What a step that waits for these copies has to wait for."""
+        """Return the time that a step waits for these copies."""
         self.num_waits += bool(copy_ids)
         return max([0.0, *(self.moved_at[copy_id] - self.worker.sim.now for copy_id in copy_ids)])
 
     def near_end(self, command: CopyCommand) -> None:
+        """Announce that a load nears its end."""
         worker = self.worker
         if worker.can_run(lambda: self.near_end(command)):
             worker.core.handle_copy_result(CopyNearsEnd(command.copy_id), worker.clock)
             worker.settle()
 
     def move(self, command: CopyCommand, num_good: int, taken: dict[int, int]) -> None:
+        """Move the content: ``num_good`` blocks, and garbage after them."""
         worker, slots = self.worker, self.slots[command.tier]
         if not worker.alive:
             return
@@ -164,7 +171,7 @@ class SimTiers:
                 slots[slot] = list(worker.memory[block_id]) if number < num_good else garbage
 
     def finish_chain(self, copy: ChainCopy, num_good: int, taken: dict[int, int]) -> None:
-        """Moves and ends at once. What a store that fails has written can be found, and is seen to be garbage."""
+        """Move a chain and end its copy at once; the garbage of a failed store can be found, and is detected."""
         worker, shared = self.worker, self.worker.sim.shared
         if not worker.can_run(lambda: self.finish_chain(copy, num_good, taken)):
             return
@@ -185,6 +192,7 @@ class SimTiers:
         worker.settle()
 
     def finish(self, command: CopyCommand, num_good: int, taken: dict[int, int]) -> None:
+        """Report the end of a copy."""
         worker = self.worker
         if not worker.can_run(lambda: self.finish(command, num_good, taken)):
             return

@@ -1,20 +1,17 @@
 """The router's side of the simulator: the production core, driven by simulated links, timers and clients.
 
-The core decides all that concerns requests. Here is what :mod:`splitserve.router.requests.dispatcher` does with an
-event loop, and what :mod:`splitserve.router.links.fleet` does with sockets: links come up and break, heartbeats are
-heard or not.
+The core decides everything about requests. This driver does under virtual time the work that
+:mod:`splitserve.router.requests.dispatcher` does with an event loop and :mod:`splitserve.router.links.fleet` with
+sockets: links come up and break, heartbeats arrive or don't.
 """
 
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from router_checks import Attempt, RouterChecks
-from simulated_client import SimClient
-from simulated_kv_feed import SimKVFeed
-from simulated_model import ROUTER
 from splitserve.protocol.cluster_report import WorkerState
 from splitserve.protocol.config import RouterConfig
+from splitserve.protocol.kv_event_batch import KVEvent
 from splitserve.protocol.messages.envelope import Body
 from splitserve.protocol.messages.membership import WorkerInfo
 from splitserve.protocol.messages.requests import Abort, RequestFailed, StepTokens, TokenDelta
@@ -38,16 +35,22 @@ from splitserve.router.requests.effects import (
     TellLimits,
 )
 from splitserve.router.requests.events import Event, FromWorker, NotSent, Timer, TimerFired, WorkerLost, WorkerReady
+from splitserve.simulation.model import ROUTER
+from splitserve.simulation.router.checks import Attempt, RouterChecks
+from splitserve.simulation.router.client import SimClient
+from splitserve.simulation.router.kv_feed import SimKVFeed
 
 if TYPE_CHECKING:
-    from simulated_worker import SimWorker
-    from simulator import Simulator
+    from splitserve.simulation.simulator import Simulator
+    from splitserve.simulation.worker.driver import SimWorker
 
 TICK_SECONDS = 0.25
 LINK_SECONDS = 0.2  # the longest time that a link takes to come up
 
 
 class SimRouter:
+    """The simulated router: clients submit to it, workers register with it and report to it."""
+
     def __init__(self, sim: "Simulator") -> None:
         self.sim = sim
         self.clients: dict[str, SimClient] = {}
@@ -57,13 +60,13 @@ class SimRouter:
         self.core = RouterCore(config, self.membership, self.prefixes, sim.random)
         self.checks = RouterChecks(self)
         self._feeds: dict[Party, SimKVFeed] = {}
-        self._links: set[Party] = set()  # that are up
+        self._links: set[Party] = set()  # workers whose link is up
         self._timers: dict[Timer, object] = {}  # pending, each with a mark of its own
         self._effects: deque[Effect] = deque()
         self._is_performing = False
-        self._was_dropped = False  # the message that is being handled
+        self._was_dropped = False  # whether the core dropped the message that is being handled
         self._able_at: list[tuple[float, bool]] = []
-        self._performers: dict[type, Callable[[Any], None]] = {
+        self._performers: dict[type, Callable[[Any], object]] = {
             Send: self._send,
             Deliver: lambda effect: self.clients[effect.request_id].on_update(effect.update),
             Begun: lambda effect: self.clients[effect.request_id].on_begun(),
@@ -82,6 +85,7 @@ class SimRouter:
     # ---- the core's driver ----
 
     def handle(self, event: Event) -> None:
+        """Hand an event to the core, perform its effects, and check the invariants."""
         self._perform(event)
         if not self._is_performing:
             self.checks.after_event()
@@ -98,6 +102,7 @@ class SimRouter:
 
     @property
     def pending_timers(self) -> set[Timer]:
+        """Timers that are set and have not fired."""
         return set(self._timers)
 
     def _send(self, effect: Send) -> None:
@@ -137,6 +142,7 @@ class SimRouter:
     # ---- clients and workers ----
 
     def submit(self, request_id: str, prompt: list[int], max_tokens: int) -> None:
+        """Start a client with one request; it may leave early, as the faults say."""
         sampling = SamplingParams(max_tokens=max_tokens, seed=self.sim.random.getrandbits(32))
         client = self.clients[request_id] = SimClient(self, request_id, prompt, sampling)
         if self.sim.random.random() < self.sim.faults.abort:
@@ -144,13 +150,13 @@ class SimRouter:
         client.ask()
 
     def on_message(self, sender: Party, body: Body) -> None:
-        """A worker's message; nothing comes over a link that is down."""
+        """Handle a worker's message; nothing arrives over a link that is down."""
         if sender not in self._links:
             return
         for news in body.deltas if isinstance(body, StepTokens) else [body]:
             if isinstance(news, TokenDelta | RequestFailed):
                 request = self.clients[news.key.request_id].request
-                assert request is not None, f"news of {news.key}, which was never submitted"
+                assert request is not None, f"a message of {news.key}, which was never submitted"
                 before, self._was_dropped = Attempt(request.state), False
                 self._perform(FromWorker(sender, StepTokens([news]) if isinstance(news, TokenDelta) else news))
                 if not self._was_dropped:
@@ -160,6 +166,7 @@ class SimRouter:
     # ---- membership ----
 
     def on_started(self, worker: "SimWorker") -> None:
+        """Register a worker, dial it, and await its heartbeats."""
         info = WorkerInfo(
             party=worker.party,
             role=worker.role,
@@ -178,9 +185,11 @@ class SimRouter:
         self.heartbeat(worker)
 
     def dial(self, worker: "SimWorker") -> None:
+        """Bring up the link to a worker after a while."""
         self.sim.after(self.sim.random.uniform(0.001, LINK_SECONDS), lambda: self.on_link_up(worker))
 
     def on_link_up(self, worker: "SimWorker") -> None:
+        """Tell the core that a worker can get requests, unless it is gone."""
         party = worker.party
         record = self.membership.get(party)
         is_wanted = record is not None and record.state is not WorkerState.LOST
@@ -192,12 +201,15 @@ class SimRouter:
             self._feeds[party].subscribe()
 
     def is_linked(self, party: Party) -> bool:
+        """Return whether the link to a worker is up."""
         return party in self._links
 
-    def on_kv_events(self, worker: "SimWorker", events: list[Any]) -> None:
+    def on_kv_events(self, worker: "SimWorker", events: list[KVEvent]) -> None:
+        """Publish a worker's KV events to the prefix view."""
         self._feeds[worker.party].publish(events)
 
     def heartbeat(self, worker: "SimWorker") -> None:
+        """Take a worker's heartbeat with its load, and await the next one."""
         if not worker.can_run(lambda: self.heartbeat(worker)):
             return
         worker.settle()  # the loop wakes up for its heartbeat
@@ -208,6 +220,7 @@ class SimRouter:
         self.sim.after(self.sim.protocol.heartbeat_seconds, lambda: self.heartbeat(worker))
 
     def tick(self) -> None:
+        """Declare silent workers lost, as the membership does regularly."""
         for party in self.membership.expire(self.sim.now):
             self.on_lost(party)
         self.checks.after_event()
@@ -216,39 +229,44 @@ class SimRouter:
         self.sim.after(TICK_SECONDS, self.tick)
 
     def was_able_since(self, since: float) -> bool:
-        """Return whether a worker was there that could have done any request alone."""
+        """Return whether a worker was present that can serve any request alone."""
         return any(able for time, able in self._able_at if time >= since)
 
     def on_draining(self, party: Party) -> None:
+        """Take note that a worker drains."""
         self.membership.drain(party)
 
     def on_leave(self, party: Party) -> None:
+        """Handle a worker's goodbye."""
         if self.membership.leave(party):
             self.on_lost(party)
 
     def on_connection_closed(self, party: Party) -> None:
+        """Handle the end of a worker's membership connection."""
         if self.membership.lose(party):
             self.on_lost(party)
 
     def on_lost(self, party: Party) -> None:
+        """Take down the link to a worker, and tell the core."""
         self._links.discard(party)
         self.prefixes.forget(party)
         self.checks.on_lost(party)
         self.handle(WorkerLost(party, "is lost"))
 
-    # ---- how it must end ----
+    # ---- the end ----
 
     @property
     def failures(self) -> list[str]:
-        """What clients were told of requests that failed."""
+        """Messages that clients got about failed requests."""
         states = [client.request.state for client in self.clients.values() if client.request is not None]
         return [state.failure.message for state in states if state.failure is not None]
 
     def has_ended(self, num_requests: int) -> bool:
+        """Return whether all ``num_requests`` requests were submitted and have ended."""
         return len(self.clients) == num_requests and all(client.is_done for client in self.clients.values())
 
     def check_end(self) -> None:
-        """Every request ended, with the tokens that it should have: all of them, if any worker could help."""
+        """Check that each request ended with the right tokens: all of them, if any worker could compute them."""
         for client in self.clients.values():
             assert client.is_done, f"{client.request_id} never ended"
             client.check_answer()

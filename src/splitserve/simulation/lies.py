@@ -1,22 +1,22 @@
-"""Peers that lie: offers with another block, another generation or another first token than the true ones."""
+"""Wrong offers: another block, another generation or another first token than the true ones."""
 
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from simulated_model import VOCAB
 from splitserve.kvconnector.blocks.pool import GENERATION_MASK
 from splitserve.protocol.messages.handover import Offer, OfferedBlock
 from splitserve.protocol.request import Party
+from splitserve.simulation.model import VOCAB
 
 if TYPE_CHECKING:
-    from simulator import Simulator
+    from splitserve.simulation.simulator import Simulator
 
 INVENTED_TOKENS = 5  # above the vocabulary
 
 
 class Liar:
-    """Twists offers on their way; only such lies as the protocol allows to notice.
+    """The source of wrong offers: it changes true ones on their way, only so that the protocol can detect it.
 
     A wrong block is one that has another generation than the offered one, for good. A wrong first token contradicts
     the one that prefill itself sends to the router.
@@ -27,6 +27,7 @@ class Liar:
         self.deceived: set[str] = set()  # ids of requests that were offered a wrong first token
 
     def twist(self, sender: Party, offer: Offer) -> Offer:
+        """Return the offer, or a wrong one in its place."""
         chosen = self._sim.random
         if chosen.random() >= self._sim.faults.lies:
             return offer
@@ -43,7 +44,7 @@ class Liar:
         return msgspec.structs.replace(offer, blocks=blocks)
 
     def _other_block(self, sender: Party, true_block: OfferedBlock) -> OfferedBlock:
-        """One that isn't there, or has another content, or no longer has its content."""
+        """Return a block that doesn't exist, has other content, or has lost its content."""
         chosen, source = self._sim.random, self._sim.workers[str(sender)]
         blocks, slots = range(source.num_blocks), range(source.num_blocks, source.num_readable)
         # Generations grow: a larger one never becomes the offered one. Those of blocks and slots are far apart.

@@ -1,54 +1,32 @@
-"""A deterministic simulator: the production state machines of router, prefill and decode under a seeded scheduler.
-
-Only the outside is simulated: time, the network, the connector's copies, the device. ``tests/support/schedules.py``
-makes schedules for it, runs thousands of them, and replays one of them with its trace.
-"""
+"""A simulated cluster: production cores of router and workers under virtual time, a seeded network and disasters."""
 
 import heapq
 import itertools
 import random
 from collections.abc import Callable
 
-from simulated_lies import Liar
-from simulated_model import (
-    BLOCK_SIZE,
-    LAYOUT,
-    PROTOCOL,
-    ROUTER,
-    VOCAB,
-    Faults,
-    Shape,
-    SimConnector,
-    expected_output,
-    mix,
-)
-from simulated_router import SimRouter
-from simulated_tiers import SharedServer
-from simulated_worker import SimWorker
 from splitserve.kvconnector.blocks.pool import BlockState
 from splitserve.protocol.config import ProtocolConfig
 from splitserve.protocol.messages.envelope import Body, Envelope
 from splitserve.protocol.messages.handover import Offer
 from splitserve.protocol.request import Party, Role
-
-__all__ = [
-    "BLOCK_SIZE",
-    "LAYOUT",
-    "PROTOCOL",
-    "ROUTER",
-    "VOCAB",
-    "Faults",
-    "Shape",
-    "SimConnector",
-    "Simulator",
-    "expected_output",
-    "mix",
-]
+from splitserve.simulation.faults import Faults, Shape
+from splitserve.simulation.lies import Liar
+from splitserve.simulation.model import PROTOCOL, ROUTER
+from splitserve.simulation.router.driver import SimRouter
+from splitserve.simulation.worker.driver import SimWorker
+from splitserve.simulation.worker.tiers import SharedServer
 
 DISASTER_SECONDS = 2.0  # disasters begin within this time
 
 
 class Simulator:
+    """One run of a cluster: equal arguments give an equal run.
+
+    The owner submits requests by ``router.submit`` at times of its choice (:meth:`at`), moves time on (:meth:`run`),
+    and checks the end (:meth:`check_end`).
+    """
+
     def __init__(self, seed: int, faults: Faults, shape: Shape, protocol: ProtocolConfig = PROTOCOL) -> None:
         self.random = random.Random(seed)
         self.faults = faults
@@ -62,7 +40,7 @@ class Simulator:
         self._counter = itertools.count()
         self._events: list[tuple[float, Party | None, Party | None, object]] = []
         self._link_busy_until: dict[tuple[Party, Party], float] = {}
-        self._unsent_since: dict[Party, float] = {}  # what the dead had said, but not sent yet
+        self._unsent_since: dict[Party, float] = {}  # messages of dead workers after this time were never sent
         self.router = SimRouter(self)
         self.liar = Liar(self)
         self.tier_slots = shape.tier_slots
@@ -74,23 +52,27 @@ class Simulator:
     # ---- time and network ----
 
     def at(self, time: float, action: Callable[[], None]) -> None:
+        """Run ``action`` at a time."""
         heapq.heappush(self._queue, (time, next(self._counter), action))
 
     def after(self, delay: float, action: Callable[[], None]) -> None:
+        """Run ``action`` in ``delay`` seconds."""
         self.at(self.now + delay, action)
 
-    def note(self, what: str) -> None:
-        self._events.append((self.now, None, None, what))
+    def note(self, text: str) -> None:
+        """Add a line to the trace."""
+        self._events.append((self.now, None, None, text))
 
     @property
     def trace(self) -> list[str]:
-        """What happened, a line each."""
+        """All messages and notes so far, a line each."""
         return [
             f"{time:9.4f} {what if sender is None or to is None else f'{sender.engine_id} -> {to.engine_id}: {what}'}"
             for time, sender, to, what in self._events
         ]
 
     def send(self, sender: Party, to: Party, body: Body) -> None:
+        """Deliver a message after a while, in order on a router's link; between peers it may get lost or repeated."""
         if self.faults.lies and isinstance(body, Offer):
             body = self.liar.twist(sender, body)
         self._events.append((self.now, sender, to, body))
@@ -115,7 +97,7 @@ class Simulator:
         )
 
     def _deliver(self, envelope: Envelope, sent_at: float) -> None:
-        """To whoever has the address now: that may be another incarnation than the one that it's meant for."""
+        """Hand a message to its address, where a later incarnation may be than the one that it is meant for."""
         assert envelope.to is not None
         if sent_at >= self._unsent_since.get(envelope.sender, float("inf")):
             return
@@ -124,16 +106,17 @@ class Simulator:
         else:
             self._living[envelope.to.engine_id].deliver(envelope)
 
-    # ---- workers come, go and freeze ----
+    # ---- workers start, end and freeze ----
 
     def start_worker(self, name: str, role: Role, num_blocks: int) -> None:
+        """Start a new incarnation of a worker."""
         worker = SimWorker(self, name, role, num_blocks, self.random.getrandbits(32))
         self.workers[str(worker.party)] = self._living[name] = worker
         self.note(f"{worker.party} starts")
         self.router.on_started(worker)
 
     def kill(self, worker: SimWorker, restart_after: float) -> None:
-        """SIGKILL: its connections close, its reads end, a new incarnation takes its name later."""
+        """Kill a worker as by SIGKILL: connections close, reads end, and a new incarnation takes its name later."""
         if worker.alive:
             self.note(f"{worker.party} is killed")
             worker.alive = False
@@ -142,18 +125,19 @@ class Simulator:
             self.after(restart_after, lambda: self._restart(worker))
 
     def freeze(self, worker: SimWorker, seconds: float) -> None:
-        """SIGSTOP, and SIGCONT later: nothing in it moves, nobody is told."""
+        """Freeze a worker as by SIGSTOP, with SIGCONT later: nothing in it moves, and no other process learns of it."""
         if worker.alive:
             self.note(f"{worker.party} is frozen for {seconds:.1f} s")
             worker.frozen_until = max(worker.frozen_until, self.now + seconds)
 
     def drain(self, worker: SimWorker, seconds: float) -> None:
-        """SIGTERM. What it does then is its own business; see :meth:`leave`."""
+        """Drain a worker as by SIGTERM; its core decides when it leaves (:meth:`leave`)."""
         del seconds
         self.note(f"{worker.party} drains")
         worker.drain()
 
     def leave(self, worker: SimWorker) -> None:
+        """End a worker that has drained, and restart it later."""
         self.note(f"{worker.party} leaves: {worker.drain_clock.reason}")
         worker.alive = False
         self.router.on_leave(worker.party)
@@ -163,7 +147,7 @@ class Simulator:
         self.start_worker(worker.party.engine_id, worker.role, worker.num_blocks)
 
     def living(self, name: str) -> SimWorker:
-        """The youngest incarnation of this name."""
+        """Return the youngest incarnation of this name."""
         return self._living[name]
 
     def _plan_disasters(self) -> None:
@@ -189,23 +173,24 @@ class Simulator:
 
     @property
     def num_handovers(self) -> int:
-        """Hand-overs that completed: a schedule without any proves nothing."""
+        """Number of completed hand-overs: a run without any proves nothing about them."""
         return sum(worker.core.state.counters.handovers for worker in self.workers.values())
 
     @property
     def num_handover_failures(self) -> int:
-        """As decode saw them."""
+        """Number of hand-overs that decode workers saw fail."""
         decode = (worker for worker in self.workers.values() if worker.role is Role.DECODE)
         return sum(worker.core.state.counters.handover_failures for worker in decode)
 
     def run(self, until: float) -> None:
+        """Run all that happens until a time, which it is then."""
         while self._queue and self._queue[0][0] <= until:
             self.now, _, action = heapq.heappop(self._queue)
             action()
         self.now = until
 
     def check_end(self) -> None:
-        """Every request has ended as it should, and every count is back."""
+        """Check that every request ended as it should, and that no block, copy, request or charge is left over."""
         self.router.check_end()
         for worker in (worker for worker in self.workers.values() if worker.alive):
             pool = worker.core.state.blocks.pool
@@ -213,5 +198,5 @@ class Simulator:
             worker.check_peers()
             assert pool.count(BlockState.REFERENCED) == 0, f"{worker.party}: blocks are still referenced"
             assert pool.count(BlockState.QUARANTINED) == 0, f"{worker.party}: blocks are still quarantined"
-            assert worker.core.state.blocks.tiers.is_idle, f"{worker.party}: copies are still under way"
+            assert worker.core.state.blocks.tiers.is_idle, f"{worker.party}: copies are still in flight"
             assert worker.core.load().requests_tracked == 0, f"{worker.party}: requests are still tracked"

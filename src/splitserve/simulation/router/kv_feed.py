@@ -1,4 +1,4 @@
-"""KV events of a simulated worker on their way to the router's prefix view: late, sometimes lost, then a snapshot."""
+"""KV events from a simulated worker to the router's prefix view: late, sometimes lost, repaired by a snapshot."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from splitserve.protocol.kv_event_batch import KVEvent, KVEventBatch
 
 if TYPE_CHECKING:
-    from simulated_router import SimRouter
-    from simulated_worker import SimWorker
+    from splitserve.simulation.router.driver import SimRouter
+    from splitserve.simulation.worker.driver import SimWorker
 
 MAX_DELAY_SECONDS = 0.1
 
@@ -23,12 +23,13 @@ class SimKVFeed:
         self._busy_until = 0.0
 
     def publish(self, events: Sequence[KVEvent]) -> None:
+        """Send events to the subscriber."""
         if events:
             self._number += 1
             self._send(events, is_snapshot=False)
 
     def subscribe(self) -> None:
-        """Ask for a snapshot, which comes after a while; what changes after it follows."""
+        """Ask for a snapshot, which arrives after a while; later changes follow it."""
         self._is_subscribed = True
         sim = self._router.sim
         sim.after(sim.random.uniform(0.0, MAX_DELAY_SECONDS), self._send_snapshot)

@@ -1,23 +1,24 @@
-"""A client of the simulator: prepares and submits its prompt, tries again when it's refused, and may leave early."""
+"""A client of the simulator: it prepares and submits its prompt, retries after a rejection, and may leave early."""
 
+from array import array
 from typing import TYPE_CHECKING
 
-from simulated_model import expected_output
 from splitserve.protocol.request import SamplingParams
 from splitserve.router.placement.placer import Limits
 from splitserve.router.requests.active_request import ActiveRequest
 from splitserve.router.requests.events import AskLimits, Cancel, StopStringReached, Submit
 from splitserve.router.requests.state import Failure, FailureReason, Phase, Update
+from splitserve.simulation.model import expected_output
 
 if TYPE_CHECKING:
-    from simulated_router import SimRouter
+    from splitserve.simulation.router.driver import SimRouter
 
 RETRY_SECONDS = 0.5  # after a 503
 PREPARATION_SECONDS = 0.005  # at most, from the limits to the submitted prompt
 
 
 class SimClient:
-    """What the HTTP layer does for one prompt: limits, admission, preparation, submission; ``output`` is its answer."""
+    """The HTTP layer's part for one prompt: limits, admission, preparation, submission. ``output`` is the answer."""
 
     def __init__(self, router: "SimRouter", request_id: str, prompt: list[int], sampling: SamplingParams) -> None:
         self._router = router
@@ -29,22 +30,23 @@ class SimClient:
         self.request: ActiveRequest | None = None  # submitted last
         self.has_begun = False
         self.has_left = False
-        self.is_rejected = False  # no worker holds so many tokens
-        self.was_helpless = False  # it failed, and there was no worker that could have gone on
-        self.was_unsent = False  # a worker's link didn't take it
+        self.is_rejected = False  # no worker has room for so many tokens
+        self.was_helpless = False  # it failed while no worker could continue it
+        self.was_unsent = False  # a worker's link rejected it
         self._num_questions = 0
-        self._leaves_after_seconds: float | None = None  # from the begin on
+        self._leaves_after_seconds: float | None = None  # counted from its begin
 
     @property
     def is_done(self) -> bool:
+        """Whether nothing more will happen to it."""
         if self.has_begun and self.request is not None:
             return self.request.state.ended
         return self.has_left or self.is_rejected
 
-    # ---- what it does ----
+    # ---- actions ----
 
     def leave_some_time(self) -> None:
-        """Mostly while its request runs; else soon, wherever the request is then."""
+        """Leave early: mostly while the request runs, else at any moment soon."""
         seconds = self._sim.random.uniform(0.0, 0.3)
         if self._sim.random.random() < 0.75:
             self._leaves_after_seconds = seconds
@@ -52,19 +54,21 @@ class SimClient:
             self._sim.after(seconds, self.leave)
 
     def ask(self) -> None:
+        """Ask the router for the limits on requests."""
         if not self.has_left:
             self._num_questions += 1
             self._router.handle(AskLimits(self._question_id, self._sim.now))
 
     def submit(self) -> None:
+        """Submit the prepared prompt."""
         if self.has_left:
             return
         self._router.core.admission.admit(1)
-        self.request = ActiveRequest.new(self.request_id, self.prompt, self.sampling, self._sim.now)
+        self.request = ActiveRequest.new(self.request_id, array("i", self.prompt), self.sampling, self._sim.now)
         self._router.handle(Submit(self.request))
 
     def leave(self) -> None:
-        """Close the connection, or have enough of the answer, wherever the request is now."""
+        """Close the connection, or end the answer as a stop string does, wherever the request is now."""
         self.has_left = True
         self._router.handle(Cancel(self._question_id))
         if self.request is None:
@@ -79,9 +83,10 @@ class SimClient:
     def _question_id(self) -> str:
         return f"{self.request_id}?{self._num_questions}"
 
-    # ---- what it is told ----
+    # ---- the router's effects ----
 
     def on_limits(self, limits: Limits) -> None:
+        """Go on with a prompt that fits; one that doesn't is rejected."""
         assert not self.has_left, f"{self.request_id} is told limits, but its client has left"
         if len(self.prompt) + self.sampling.max_tokens > limits.max_model_len:
             self.is_rejected = True  # 400
@@ -89,6 +94,7 @@ class SimClient:
         self._sim.after(self._sim.random.uniform(0.0, PREPARATION_SECONDS), self.submit)
 
     def on_begun(self) -> None:
+        """Note that the request was placed for the first time."""
         assert not self.has_left, f"{self.request_id} begins, but its client has left"
         assert not self.has_begun, f"{self.request_id} begins twice"
         self.has_begun = True
@@ -96,13 +102,15 @@ class SimClient:
             self._sim.after(self._leaves_after_seconds, self.leave)
 
     def on_refused(self, refused_id: str) -> None:
+        """Try again later."""
         assert not self.has_left, f"{self.request_id} is refused, but its client has left"
         if refused_id == self.request_id:
             self._router.core.admission.release(1)
         self._sim.after(RETRY_SECONDS, self.ask)
 
     def on_update(self, update: Update) -> None:
-        assert self.has_begun and self.request is not None, f"news of {self.request_id}, which hasn't begun"
+        """Take tokens, or the end."""
+        assert self.has_begun and self.request is not None, f"an update of {self.request_id}, which has not begun"
         self.request.state.check_invariants()
         self.output += update.token_ids
         if update.ended:
@@ -111,10 +119,10 @@ class SimClient:
             since = self.request.stranded_at
             self.was_helpless = since is not None and not self._router.was_able_since(since)
 
-    # ---- how it must end ----
+    # ---- the end ----
 
     def check_answer(self) -> None:
-        """The tokens are those of an undisturbed worker: all of them, if any worker could help."""
+        """Check that the tokens are those of an undisturbed worker: all of them, if any worker could compute them."""
         if self.request is None or not self.has_begun:
             return
         state = self.request.state

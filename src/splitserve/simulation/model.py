@@ -1,0 +1,44 @@
+"""The simulator's tiny model and its settings.
+
+The KV of a position is a number per head that depends on all tokens up to it, and a drawn token depends on all KV that
+its step reads: a block with wrong content anywhere gives a wrong token, which :func:`expected_output` reveals. Every
+other worker has two ranks with a head each, which write and read at times of their own.
+"""
+
+import hashlib
+
+from splitserve.protocol.config import ProtocolConfig
+from splitserve.protocol.memory_records import LayoutRecord
+from splitserve.protocol.request import Party, SamplingParams
+
+VOCAB = 50
+BLOCK_SIZE = 4
+NUM_HEADS = 2
+LAYOUT = LayoutRecord("sim", "w", "float32", BLOCK_SIZE, 1, 1, 1)
+PROTOCOL = ProtocolConfig(request_deadline_seconds=60.0, max_blocks_per_read=4, tombstone_seconds=60.0)
+ROUTER = Party("router", 1)
+
+
+def mix(*values: int) -> int:
+    """Return a number of 56 bits that depends on all ``values``."""
+    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=7).digest(), "big")
+
+
+def next_kv(kv: list[int], token: int, head: int) -> int:
+    """Return a head's KV of the position after those of ``kv``."""
+    return mix(kv[-1] if kv else 0, token, head)
+
+
+def expected_output(prompt: list[int], sampling: SamplingParams) -> list[int]:
+    """Return the tokens that a single undisturbed worker draws."""
+    heads: list[list[int]] = [[] for _ in range(NUM_HEADS)]
+    tokens = list(prompt)
+    output: list[int] = []
+    while True:
+        for head, kv in enumerate(heads):
+            for token in tokens[len(kv) :]:
+                kv.append(next_kv(kv, token, head))
+        output.append(mix(*(number for kv in heads for number in kv), sampling.seed, len(tokens)) % VOCAB)
+        tokens.append(output[-1])
+        if sampling.finish_reason(output[-1], len(output)):
+            return output

@@ -1,0 +1,1 @@
+"""The router in the simulator: its production core, driven by simulated links, timers and clients."""

@@ -1,0 +1,1 @@
+"""A worker in the simulator: its production core, driven by a simulated loop, device, connector and tiers."""
