@@ -166,7 +166,6 @@ def test_bad_values_name_their_field(fields, param):
         ("logprobs", 0, None),
         ("logprobs", 5, None),
         ("suffix", "x", ""),
-        ("response_format", {"type": "json_object"}, {"type": "text"}),
         ("tools", [{"type": "function"}], []),
     ],
 )
