@@ -56,7 +56,8 @@ class Progress:
         """Let the matcher take tokens up to the first one that ends the text: it takes no second one, but goes on to
         allow end tokens alone, which is what an output with ignore_eos needs."""
         self._num_taken += len(token_ids)
-        if self._has_ended:
+        is_end = token_ids[0] in self._end_token_ids
+        if self._has_ended or (is_end and matcher.is_stopped()):
             return
         end = next((number for number, each in enumerate(token_ids, 1) if each in self._end_token_ids), None)
         self._has_ended = end is not None

@@ -1,11 +1,10 @@
-"""Grammars from what clients give: JSON schemas, regular expressions, choices, Lark, and texts with schemas in them.
+"""Grammars from what clients give: JSON schemas, regular expressions, choices and Lark.
 
 All are written in llguidance's form. Nothing is compiled here: :mod:`.grammar_checker` does that, in a bounded process.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from llguidance import LLMatcher
@@ -30,25 +29,13 @@ class GrammarError(SplitserveError):
     """A grammar or schema that can't constrain an answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class TaggedSchema:
-    """A JSON value between two texts, such as a tool's arguments between the tags of a tool call.
-
-    ``begin`` and ``end``: pieces of text, and ids of special tokens, which no text stands for.
-    """
-
-    begin: Sequence[str | int]
-    schema: JsonSchema
-    end: Sequence[str | int] = ()
-
-
 def json_schema_grammar(schema: JsonSchema, *, is_strict: bool = True) -> str:
     """Return the grammar of JSON values that ``schema`` allows. Raises :class:`GrammarError`.
 
     Without ``is_strict`` keywords that llguidance doesn't implement are left out of account; with it the grammar
     isn't compiled.
     """
-    return _bounded('{"grammars":[{"json_schema":' + _schema_text(schema, is_strict=is_strict) + "}]}")
+    return _bounded('{"grammars":[{"json_schema":' + schema_text(schema, is_strict=is_strict) + "}]}")
 
 
 def json_object_grammar() -> str:
@@ -82,31 +69,8 @@ def lark_grammar(text: str) -> str:
         raise GrammarError(f"the grammar isn't valid GBNF: {str(error)[:500]}") from error
 
 
-def tagged_grammar(
-    alternatives: Sequence[TaggedSchema],
-    *,
-    prefix: Sequence[str | int] = (),
-    suffix: Sequence[str | int] = (),
-    separator: Sequence[str | int] = (),
-    is_repeated: bool = False,
-    is_strict: bool = True,
-) -> str:
-    """Return the grammar of one of ``alternatives`` between ``prefix`` and ``suffix``; of one or several of them with
-    ``separator`` between if ``is_repeated``. Raises :class:`GrammarError`.
-
-    For example one or several calls of tools: ``<tool_call>{"name": "f", "arguments": ...}</tool_call>``.
-    """
-    repeated = f"( {_sequence(separator)} item )*" if is_repeated else ""
-    lines = [f"start: {_sequence(prefix)} item {repeated} {_sequence(suffix)}"]
-    names = [f"item_{index}" for index in range(len(alternatives))]
-    lines.append("item: " + " | ".join(names))
-    for name, each in zip(names, alternatives, strict=True):
-        schema = _schema_text(each.schema, is_strict=is_strict)
-        lines.append(f"{name}: {_sequence(each.begin)} %json {schema} {_sequence(each.end)}")
-    return _bounded("\n".join(lines) + "\n")
-
-
-def _schema_text(schema: JsonSchema, *, is_strict: bool) -> str:
+def schema_text(schema: JsonSchema, *, is_strict: bool = True) -> str:
+    """Return a JSON schema as it stands after ``%json`` in a grammar. Raises :class:`GrammarError`."""
     if isinstance(schema, bool):
         if not schema:
             raise GrammarError("the JSON schema is false, which no value satisfies")
@@ -118,11 +82,6 @@ def _schema_text(schema: JsonSchema, *, is_strict: bool) -> str:
         return json.dumps({**schema, _OPTIONS: options}, separators=(",", ":"), allow_nan=False)
     except (ValueError, RecursionError) as error:
         raise GrammarError(f"the JSON schema isn't JSON: {error}") from error
-
-
-def _sequence(pieces: Sequence[str | int]) -> str:
-    """Return texts and token ids as Lark's terms; "" for none."""
-    return " ".join(f"<[{piece}]>" if isinstance(piece, int) else json.dumps(piece) for piece in pieces if piece != "")
 
 
 def _bounded(grammar: str) -> str:

@@ -124,7 +124,7 @@ def test_errors_name_the_field_and_come_before_any_work(tiny_qwen3: Path) -> Non
             assert message in answer["error"]["message"]
         schema["json_schema"]["strict"] = False
         (answer,) = complete_all(running.url, [body(tiny_qwen3, [400], response_format=schema)], at_once=False)
-        assert answer["status"] == 200
+        assert answer["status"] == 200, answer
         assert sum(each["prompt_tokens_total"] for each in wait_until_quiet(running.url).values()) == 1
         pathological = {"grammar": 'start: e\ne: e e | "a" | "aa" | "aaa"'}
         fields = {"structured_outputs": pathological, "max_tokens": 400, "logit_bias": {}}

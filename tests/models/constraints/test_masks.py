@@ -38,11 +38,15 @@ def encode(tokenizer, text):
     return tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def allowed_after(grammars, constraint, output_ids):
+def mask_after(grammars, constraint, output_ids):
     progress = Progress(constraint, grammars)
     progress.advance(output_ids)
     assert not progress.error
-    bits = MaskMaker(pin_memory=False).make([progress.matcher], VOCAB_SIZE)
+    return MaskMaker(pin_memory=False).make([progress.matcher], VOCAB_SIZE)
+
+
+def allowed_after(grammars, constraint, output_ids):
+    bits = mask_after(grammars, constraint, output_ids)
     return set((masked(torch.zeros(1, VOCAB_SIZE), bits)[0] == 0).nonzero().squeeze(1).tolist())
 
 
@@ -88,9 +92,15 @@ def test_after_the_end_only_end_tokens_are_allowed(tokenizer, grammars, ends):
     """With ignore_eos an output goes on after its end token."""
     constraint = Constraint('start: "ab"', ends)
     output = encode(tokenizer, "ab")
+    progress, maker = Progress(constraint, grammars), MaskMaker(pin_memory=False)
+    for token_id in output:
+        progress.advance([token_id])
     for _ in range(3):
         assert allowed_after(grammars, constraint, output) == set(ends)
+        assert torch.equal(maker.make([progress.matcher], VOCAB_SIZE), mask_after(grammars, constraint, output))
         output.append(ends[1])
+        progress.advance([ends[1]])
+        assert not progress.error
 
 
 def test_a_state_is_a_function_of_the_output(tokenizer, grammars, ends):
