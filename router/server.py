@@ -23,6 +23,8 @@ from splitserve.router.http.body import BodyReader
 from splitserve.router.http.connections import Connections, HttpConfig
 from splitserve.router.output.catalog import ResponseFormat, choose_format
 from splitserve.router.requests.dispatcher import Dispatcher
+from splitserve.router.text.constraints import Constraints
+from splitserve.router.text.grammar_checker import GrammarChecker
 from splitserve.router.text.preparation import Preparation
 from splitserve.router.text.renderer import Renderer
 from splitserve.router.text.tokenizer import ModelTokenizer
@@ -84,7 +86,9 @@ async def _serve(
     metrics = RouterMetrics()
     dispatcher = Dispatcher(config, metrics)
     renderer = Renderer(tokenizer.chat_template)
-    preparation = Preparation(tokenizer, renderer, response_format)
+    checker = GrammarChecker(Path(config.model), tokenizer.eos_token_ids)
+    constraints = Constraints(checker, tokenizer.eos_token_ids)
+    preparation = Preparation(tokenizer, renderer, constraints, response_format)
     bodies = BodyReader(config.max_body_mib << 20)
     try:
         await renderer.start()
@@ -125,6 +129,7 @@ async def _serve(
         bodies.close()
         preparation.close()
         renderer.close()
+        checker.close()
 
 
 class _HttpServer(uvicorn.Server):

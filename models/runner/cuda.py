@@ -15,8 +15,9 @@ layers at a time. Graphs of prefill alone are cut at these groups, and replayed 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -59,6 +60,7 @@ class PendingStep:
     sampled: tuple[int, ...]  # [R] indices of the chunks that draw
     drawn: Tensor  # int64 [R], pinned; valid once ``done`` has happened
     done: torch.cuda.Event
+    errors: Mapping[int, str]  # by row of the drawn tokens
 
     def wait(self) -> StepOutput:
         """Block until the step has completed. Raises :class:`NonFiniteLogitsError`, or the device's own error."""
@@ -69,6 +71,8 @@ class PendingStep:
             raise NonFiniteLogitsError(failed)
         for index, token in zip(self.sampled, drawn, strict=True):
             draws[index] = Draw((token,))
+        for row, error in self.errors.items():
+            draws[self.sampled[row]] = Draw((0,), error=error)
         return StepOutput(draws)
 
 
@@ -106,8 +110,9 @@ class CudaRunner(ModelRunner):
         max_num_seqs: int,
         max_model_len: int,
         gates: Gates | None = None,
+        model_dir: Path | None = None,
     ) -> None:
-        super().__init__(model, kv_cache)
+        super().__init__(model, kv_cache, model_dir=model_dir)
         self._gates = gates
         self._max_num_seqs = max_num_seqs
         self._max_blocks = -(-max_model_len // self.block_size)
@@ -153,7 +158,8 @@ class CudaRunner(ModelRunner):
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
         self._row_of_chunk = {chunk: row for row, chunk in enumerate(sampled)}
-        return PendingStep(len(plan.chunks), sampled, host, done)
+        errors = {} if logits is None else self.sampler.errors
+        return PendingStep(len(plan.chunks), sampled, host, done, errors)
 
     def _logits(self, chunks: Sequence[ScheduledChunk]) -> Tensor | None:
         """Return float logits [R, vocab] of the chunks that draw, or None if there are none."""

@@ -5,6 +5,7 @@ later split into launch and wait can build the next step while this one runs.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -33,10 +34,10 @@ class ModelRunner:
 
     ``kv_cache``: contiguous ``[num_blocks, num_layers, num_kv_heads, 2 (K/V), block_size, head_dim]``, on the model's
     device and of its dtype, or float8_e4m3fn where the model's attention reads that. It belongs to the caller; the
-    runner writes only the slots of scheduled tokens.
+    runner writes only the slots of scheduled tokens. ``model_dir``: the checkpoint's, for structured output.
     """
 
-    def __init__(self, model: DecoderModel, kv_cache: Tensor) -> None:
+    def __init__(self, model: DecoderModel, kv_cache: Tensor, *, model_dir: Path | None = None) -> None:
         config = model.config
         block_size = kv_cache.shape[4] if kv_cache.dim() == 6 else 0
         expected = (config.num_layers, config.num_kv_heads, 2, block_size, config.head_dim)
@@ -63,7 +64,7 @@ class ModelRunner:
             device=model.device,
         )
         self._attention = model.kernels.make_attention(self._shape)
-        self.sampler = Sampler(model.kernels.sample, config.vocab_size, model.device)
+        self.sampler = Sampler(model.kernels.sample, config.vocab_size, model.device, model_dir)
 
     @property
     def launcher(self) -> LaunchingRunner | None:
@@ -95,6 +96,8 @@ class ModelRunner:
             raise NonFiniteLogitsError(failed)
         for index, token in zip(sampled, drawn, strict=True):
             draws[index] = Draw((token,))
+        for row, error in self.sampler.errors.items():
+            draws[sampled[row]] = Draw((0,), error=error)
         return StepOutput(draws)
 
     def _batch(self, chunks: Sequence[ScheduledChunk]) -> ForwardBatch:

@@ -14,6 +14,7 @@ from splitserve.router.http.schema import (
     GenerationRequest,
     StreamOptions,
 )
+from splitserve.router.http.structured_output import JsonSchemaFormat, ResponseFormat, StructuredOutputs
 from splitserve.router.http.token_prompt import take_token_ids
 from splitserve.router.text.chat_fields import NESTED, check_messages, check_tools
 
@@ -124,7 +125,8 @@ def _most_telling(issues: list[Any]) -> Any:
     return next((issue for issue in same_field if not issue["type"].endswith("_type")), same_field[0])
 
 
-_NESTED_NAMES = frozenset(name for nested in (StreamOptions, *NESTED) for name in nested.model_fields)
+_NESTED = (StreamOptions, ResponseFormat, JsonSchemaFormat, StructuredOutputs, *NESTED)
+_NESTED_NAMES = frozenset(field.alias or name for each in _NESTED for name, field in each.model_fields.items())
 
 
 def _check_combinations(request: GenerationRequest) -> None:

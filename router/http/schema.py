@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from splitserve.protocol.token_ids import TokenIds
 from splitserve.router.http.sampling_fields import with_sampling_fields
+from splitserve.router.http.structured_output import ResponseFormat, StructuredOutputs
 from splitserve.router.text.chat_fields import MAX_TOOLS, ChatMessage, Tool, ToolChoice
 
 MAX_STOP_STRINGS = 16
@@ -48,12 +49,10 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "prompt_cache_options": (),
     "prompt_cache_retention": (),
     "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
     "safety_identifier": (),
     "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
-    "structured_outputs": (),
     "suffix": ("",),
     "top_logprobs": (0,),
     "use_beam_search": (False,),
@@ -69,7 +68,7 @@ class _Strict(BaseModel):
 if TYPE_CHECKING:
     _SamplingFields = _Strict
 else:
-    _SamplingFields = with_sampling_fields("_SamplingFields", _Strict)
+    _SamplingFields = with_sampling_fields("_SamplingFields", _Strict, left_out=("constraint",))
 
 
 class StreamOptions(_Strict):
@@ -110,6 +109,8 @@ class GenerationRequest(_SamplingFields):
     user: str | None = None
     return_token_ids: bool | None = None
     return_route: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def stop_strings(self) -> list[str]:

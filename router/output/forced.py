@@ -5,14 +5,18 @@ A grammar covers the whole output, with the reasoning that comes before the call
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum, auto
-from typing import Any
+from typing import Any, Protocol
 
 from splitserve.router.output.template import ForcedCall
 
-SchemaText = Callable[[Mapping[str, Any]], str]
-"""Function that writes a JSON schema as the grammar's text has it."""
+
+class SchemaText(Protocol):
+    """Function that writes a JSON schema as a grammar has it; if not strict, what can't be enforced is left out."""
+
+    def __call__(self, schema: Mapping[str, Any], *, is_strict: bool) -> str: ...
+
 
 _PLACEHOLDERS = re.compile(r"(\{(?:name|number|arguments|key|value)\})")
 _ANY_SCHEMA: dict[str, Any] = {"type": "object"}
@@ -52,6 +56,17 @@ class ForcedCalls:
         lines = [f"start: {_joined(parts)}", f"call: {' | '.join(calls)}", *rules]
         return "\n".join([*lines, _TEXT] if any("TEXT" in line for line in lines) else lines) + "\n"
 
+    def after_reasoning(self, grammar: str, reasoning: Reasoning) -> str:
+        """Return the grammar of an answer by ``grammar``, in Lark or in llguidance's JSON, after free reasoning."""
+        rules: list[str] = []
+        begin = _joined([self._reasoning(reasoning, rules), self._literal(self._form.answer_begin)])
+        if not begin:
+            return grammar
+        inner = json.loads(grammar) if grammar.startswith("{") else {"grammars": [{"lark_grammar": grammar}]}
+        inner["grammars"][0]["name"] = "answer"
+        lark = "\n".join([f"start: {begin} @answer", *rules, _TEXT]) + "\n"
+        return json.dumps({**inner, "grammars": [{"lark_grammar": lark}, *inner["grammars"]]}, separators=(",", ":"))
+
     def _reasoning(self, reasoning: Reasoning, rules: list[str]) -> str:
         form = self._form
         if reasoning is Reasoning.NONE or not form.reasoning_close:
@@ -61,6 +76,7 @@ class ForcedCalls:
 
     def _call(self, index: int, function: Mapping[str, Any], rules: list[str]) -> str:
         schema = function.get("parameters") or _ANY_SCHEMA
+        is_strict = bool(function.get("strict"))
         parts = []
         for piece in _PLACEHOLDERS.split(self._form.call):
             if piece == "{name}":
@@ -68,16 +84,16 @@ class ForcedCalls:
             elif piece == "{number}":
                 parts.append("/[0-9]{1,3}/")
             elif piece == "{arguments}" and self._form.tag:
-                parts.append(self._tags(index, schema, rules))
+                parts.append(self._tags(index, schema, rules, is_strict=is_strict))
             elif piece == "{arguments}":
-                rules.append(f"arguments_{index}: %json {self._schema_text(schema)}")
+                rules.append(f"arguments_{index}: %json {self._schema_text(schema, is_strict=is_strict)}")
                 parts.append(f"arguments_{index}")
             else:
                 parts.append(self._literal(piece))
         rules.append(f"call_{index}: {_joined(parts)}")
         return f"call_{index}"
 
-    def _tags(self, index: int, schema: Mapping[str, Any], rules: list[str]) -> str:
+    def _tags(self, index: int, schema: Mapping[str, Any], rules: list[str], *, is_strict: bool) -> str:
         """Return a term for each property of the schema, in its order; those that aren't required may be left out."""
         terms = []
         required = schema.get("required") or ()
@@ -89,7 +105,7 @@ class ForcedCalls:
             if _is_text(subschema):
                 value = self._text_until(f"{name}_text", after, rules)
             else:
-                rules.append(f"{name}_json: %json {self._schema_text({**subschema, **shared})}")
+                rules.append(f"{name}_json: %json {self._schema_text({**subschema, **shared}, is_strict=is_strict)}")
                 value = _joined([f"{name}_json", self._literal(after)])
             rules.append(f"{name}: {_joined([self._literal(before), value])}")
             terms.append(name if key in required else f"{name}?")

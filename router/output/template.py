@@ -28,6 +28,7 @@ class ForcedCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     separator: str | None = None  # between calls; None: there is one call only
     end: str = ""  # after the last call
     tag: str = ""
+    answer_begin: str = ""  # before an answer that calls nothing
     reasoning_open: str = ""  # "": the model doesn't reason
     reasoning_close: str = ""
 

@@ -72,6 +72,14 @@ class ChatForm:
             is_parallel=request.parallel_tool_calls is not False,
         )
 
+    def after_reasoning(self, grammar: str, prompt: str, token_ids: Mapping[str, int]) -> str:
+        """Return a grammar that applies to the answer alone, after reasoning if the model reasons."""
+        found = self._format
+        if found is None or found.file.forced_call is None:
+            return grammar
+        reasoning = _reasoning(found, prompt) if found.has_reasoning else Reasoning.NONE
+        return ForcedCalls(found.file.forced_call, token_ids, _no_schema).after_reasoning(grammar, reasoning)
+
     def variables(self, request: ChatCompletionRequest) -> dict[str, Any]:
         """Return the template's variables that a request sets. Raises :class:`ApiError` 400 for one it can't set."""
         given = dict(request.chat_template_kwargs or {})
@@ -127,6 +135,10 @@ class ChatForm:
         as_text = self._format is not None and self._format.file.arguments_in_prompt == "text"
         arguments = call.function.arguments if as_text else _object_of(call.function.arguments)
         return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+def _no_schema(schema: Mapping[str, Any], *, is_strict: bool) -> str:
+    raise AssertionError(f"an answer has no schema of a call, but {schema} was asked for ({is_strict=})")
 
 
 def _reasoning(response_format: ResponseFormat, prompt: str) -> Reasoning:

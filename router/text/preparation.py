@@ -1,13 +1,13 @@
 """Preparation of prompts from a validated body: chat template, tokenisation, limits, sampling parameters."""
 
 import asyncio
-import json
 import secrets
 from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
+from splitserve.protocol.constraint import Constraint
 from splitserve.protocol.request import SamplingParams
 from splitserve.protocol.token_ids import TokenIds, highest
 from splitserve.router.http.answers import Prompt
@@ -18,6 +18,7 @@ from splitserve.router.placement.placer import Limits
 from splitserve.router.text.chat import ChatForm
 from splitserve.router.text.chat_template import ChatTemplateError
 from splitserve.router.text.choice import Choice
+from splitserve.router.text.constraints import Constraints
 from splitserve.router.text.feature_values import feature_values
 from splitserve.router.text.renderer import Renderer, RendererBusyError
 from splitserve.router.text.tokenizer import ModelTokenizer
@@ -43,10 +44,15 @@ class Preparation:
     """Preparation of prompts for one model. Methods raise :class:`ApiError` 400 that names the field at fault."""
 
     def __init__(
-        self, tokenizer: ModelTokenizer, renderer: Renderer, response_format: ResponseFormat | None = None
+        self,
+        tokenizer: ModelTokenizer,
+        renderer: Renderer,
+        constraints: Constraints,
+        response_format: ResponseFormat | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._renderer = renderer
+        self._constraints = constraints
         self._response_format = response_format
         self._pool = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
 
@@ -54,6 +60,7 @@ class Preparation:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def completion(self, request: CompletionRequest, limits: Limits) -> list[Prompt]:
+        constraint = await self._constraints.of(request)
         prompts = []
         num_chars = sum(len(prompt) for prompt in request.prompts())  # many short prompts take as long as a long one
         for prompt in request.prompts():
@@ -61,7 +68,13 @@ class Preparation:
             room = _room(len(token_ids), limits.max_model_len, "prompt")
             max_tokens = _max_tokens(request.max_tokens, "max_tokens", len(token_ids), limits.max_model_len)
             prompts.append(
-                self._prompt(request, token_ids, max_tokens or min(DEFAULT_COMPLETION_TOKENS, room), limits.vocab_size)
+                self._prompt(
+                    request,
+                    token_ids,
+                    max_tokens or min(DEFAULT_COMPLETION_TOKENS, room),
+                    limits.vocab_size,
+                    constraint=constraint,
+                )
             )
         return prompts
 
@@ -86,11 +99,12 @@ class Preparation:
         param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         wanted = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         max_tokens = _max_tokens(wanted, param, len(token_ids), limits.max_model_len)
-        if form.forced_grammar(request, self._tokenizer.added_ids, text, json.dumps) is not None:
-            message = "tool_choice must be none or auto here: this server can't force a call yet"
-            raise ApiError(400, message, param="tool_choice", code="unsupported_parameter")
+        constraint = await self._constraints.of_chat(request, form, text, self._tokenizer.added_ids)
         splitter = form.splitter(request, text, tools)
-        return [self._prompt(request, token_ids, max_tokens or room, limits.vocab_size, splitter)]
+        prompt = self._prompt(
+            request, token_ids, max_tokens or room, limits.vocab_size, constraint=constraint, splitter=splitter
+        )
+        return [prompt]
 
     async def _prompt_ids(self, prompt: str | list[int] | TokenIds, limits: Limits, num_chars: int) -> TokenIds:
         """Return one prompt's token ids; ``num_chars`` counts the characters of all prompts of the request."""
@@ -131,6 +145,8 @@ class Preparation:
         token_ids: TokenIds,
         max_tokens: int,
         vocab_size: int,
+        *,
+        constraint: Constraint | None,
         splitter: "Splitter | None" = None,
     ) -> Prompt:
         stop_token_ids = request.stop_token_ids or []
@@ -144,6 +160,7 @@ class Preparation:
             # OpenAI's seeds are signed; two's complement keeps different ones different.
             seed=secrets.randbits(63) if request.seed is None else request.seed % 2**64,
             stop_token_ids=tuple(dict.fromkeys((*eos_token_ids, *stop_token_ids))),
+            constraint=constraint,
             **feature_values(request, self._tokenizer, max_tokens=max_tokens, vocab_size=vocab_size),
         )
         skips_special = request.skip_special_tokens is not False

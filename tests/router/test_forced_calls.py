@@ -11,6 +11,7 @@ from splitserve.router.output.catalog import NAMES, bundled, choose_format
 from splitserve.router.output.forced import ForcedCalls, Reasoning
 from splitserve.router.output.parts import assembled
 from splitserve.router.output.splitter import Splitter
+from splitserve.router.text.grammars import json_schema_grammar, regex_grammar, schema_text
 
 FORCED = [name for name in NAMES if bundled(name).forced_call is not None]
 PROMPTS = {output.template: output.prompt for output in OUTPUTS if output.calls}
@@ -41,7 +42,7 @@ def vocabulary(request):
 
 
 def forced(name, vocabulary, reasoning=Reasoning.OPTIONAL, tools=TOOLS, *, is_parallel=True):
-    calls = ForcedCalls(bundled(name).forced_call, vocabulary[1], json.dumps)
+    calls = ForcedCalls(bundled(name).forced_call, vocabulary[1], schema_text)
     grammar = calls.grammar([tool["function"] for tool in tools], reasoning, is_parallel=is_parallel)
     matcher = LLMatcher(vocabulary[2], grammar)
     assert not matcher.get_error(), f"{matcher.get_error()}\n{grammar}"
@@ -68,6 +69,7 @@ def written(name, *calls):
     return form.begin + (form.separator or "").join(texts) + form.end
 
 
+ANSWERS = [json_schema_grammar({"type": "integer"}), regex_grammar("[0-9]{2}"), 'start: "12"']
 PARIS = {"city": "Paris <b> x", "days": 3}
 
 
@@ -104,3 +106,17 @@ def test_reasoning_that_the_prompt_opened_must_end_before_the_call(name, vocabul
     assert passes(forced(name, vocabulary, Reasoning.OPEN), vocabulary, f"Hm.\n{close}{call}")
     assert not passes(forced(name, vocabulary, Reasoning.OPEN), vocabulary, "Hm, no end. " + call[:8])
     assert not passes(forced(name, vocabulary, Reasoning.NONE), vocabulary, f"Hm.\n{close}{call}")
+
+
+@pytest.mark.parametrize("name", [name for name in FORCED if bundled(name).forced_call.reasoning_close])
+@pytest.mark.parametrize("grammar", ANSWERS)
+def test_a_grammar_of_the_answer_leaves_the_reasoning_free(name, grammar, vocabulary):
+    form = bundled(name).forced_call
+    calls = ForcedCalls(form, vocabulary[1], schema_text)
+    for reasoning in Reasoning:
+        matcher = LLMatcher(vocabulary[2], calls.after_reasoning(grammar, reasoning))
+        assert not matcher.get_error(), matcher.get_error()
+        thought = f"Hm < 3.\n{form.reasoning_close}"
+        texts = {Reasoning.NONE: "", Reasoning.OPEN: thought, Reasoning.OPTIONAL: form.reasoning_open + thought}
+        assert passes(matcher.deep_copy(), vocabulary, texts[reasoning] + form.answer_begin + "12")
+        assert not passes(matcher.deep_copy(), vocabulary, texts[reasoning] + form.answer_begin + "x")

@@ -168,7 +168,6 @@ def test_bad_values_name_their_field(fields, param):
         ("logprobs", 0, None),
         ("logprobs", 5, None),
         ("suffix", "x", ""),
-        ("response_format", {"type": "json_object"}, {"type": "text"}),
     ],
 )
 def test_unsupported_parameters_are_refused_by_name_unless_neutral(name, value, neutral):

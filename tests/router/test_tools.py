@@ -35,10 +35,12 @@ class Writer:
         self.text = ANSWER
         self.num_failures = 0
         self.prompts = []
+        self.grammars = []
 
     def __call__(self, body):
         if getattr(body, "prefill", None) is not None:
             return []
+        self.grammars.append(body.sampling.constraint.grammar if body.sampling.constraint else "")
         self.prompts.append(self._tokenizer.decode(list(body.token_ids), skip_special_tokens=False))
         ids = [*self._tokenizer.encode(self.text).ids, self._tokenizer.token_to_id(EOS)]
         begin, limit = len(body.output_ids), body.sampling.max_tokens
@@ -197,7 +199,7 @@ def test_thinking_is_switched_off_by_three_parameters(client, writer):
 @pytest.mark.parametrize(
     ("fields", "param", "word"),
     [
-        ({"tool_choice": "required"}, "tool_choice", "auto"),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice", "response_format"),
         (
             {"extra_body": {"chat_template_kwargs": {"enable_thinkng": 1}}},
             "chat_template_kwargs.enable_thinkng",
@@ -214,6 +216,17 @@ def test_what_cannot_be_done_is_refused_by_name(client, fields, param, word):
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, **fields)
     assert caught.value.param == param and word in caught.value.message
+
+
+def test_calls_are_forced_by_a_grammar_and_answers_have_theirs_after_the_reasoning(client, writer):
+    ask(client, tool_choice="required")
+    assert "get_weather" in writer.grammars[-1] and "get-time" in writer.grammars[-1]
+    ask(client, tool_choice={"type": "function", "function": {"name": "get-time"}})
+    assert "get_weather" not in writer.grammars[-1] and "get-time" in writer.grammars[-1]
+    ask(client, tools=openai.NOT_GIVEN, response_format={"type": "json_object"})
+    assert "@answer" in writer.grammars[-1]
+    ask(client, extra_body={"response_format": {"type": "json_object"}, "enable_thinking": False})
+    assert writer.grammars[-1] and "@answer" not in writer.grammars[-1]
 
 
 def test_a_model_without_a_known_form_refuses_tools(tmp_path):

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from splitserve.common.errors import ConfigError
+from splitserve.protocol.constraint import Constraint
 from splitserve.protocol.wire_numbers import TokenId
 
 MAX_BIASED_TOKENS = 1024
@@ -32,6 +33,9 @@ class FeatureParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     tuples and keys of dicts are token ids.
     """
 
+    constraint: Annotated[
+        Constraint | None, Meta(description="grammar of the output, in response_format or structured_outputs")
+    ] = None
     logit_bias: Annotated[
         dict[TokenId, Bias], Meta(max_length=MAX_BIASED_TOKENS, description="numbers to add to logits, by token id")
     ] = {}
@@ -98,8 +102,9 @@ class SamplingFeature:
     needs_last_token: bool = False  # a draw needs the token before it on the host: no step is launched ahead
 
 
-# In the order in which they apply, which is that of the logits processors of transformers.
+# In the order in which they apply: the grammar, then that of the logits processors of transformers.
 SAMPLING_FEATURES: Mapping[str, SamplingFeature] = {
+    "grammar": SamplingFeature("grammar", "Grammar", ("constraint",), needs_last_token=True),
     "logit_bias": SamplingFeature("logit_bias", "LogitBias", ("logit_bias",)),
     "penalties": SamplingFeature(
         "penalties", "Penalties", ("repetition_penalty", "presence_penalty", "frequency_penalty")
