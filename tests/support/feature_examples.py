@@ -3,7 +3,9 @@
 import random
 from typing import Any
 
+import torch
 from msgspec import inspect
+from torch import Tensor
 
 from splitserve.protocol.request import SamplingParams
 from splitserve.protocol.sampling_features import SAMPLING_FEATURES, FeatureParams
@@ -39,3 +41,9 @@ def example_params(features: list[str], chance: random.Random, vocab_size: int, 
     return SamplingParams(
         **({"max_tokens": 100, "seed": chance.getrandbits(32), "stop_token_ids": STOPS} | values | others)
     )
+
+
+def raw_logits(seed: int, position: int, vocab_size: int) -> Tensor:
+    """Logits [vocab] of a model that knows a request's seed and the position alone."""
+    generator = torch.Generator().manual_seed(seed * 1000 + position)
+    return 2 * torch.randn(vocab_size, generator=generator)
