@@ -224,7 +224,7 @@ def _range(least: Any, most: Any, unit: str = "") -> str:
 
 
 def api_page() -> str:
-    document = openapi_document("MODEL", wants_key=True)
+    document = openapi_document(("MODEL",), wants_key=True)
     schemas: dict[str, Schema] = document["components"]["schemas"]
     operations = [
         (path, method, item[method]) for path, item in document["paths"].items() for method in METHODS if method in item

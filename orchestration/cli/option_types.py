@@ -91,5 +91,10 @@ def name_or_path(text: str) -> str:
     return absolute_path(text) if text.endswith(".json") else text
 
 
+def source(text: str) -> str:
+    """Return ``auto`` and ``none`` as they are, anything else as the path of a directory from the root."""
+    return text if text in ("", "auto", "none") else os.path.abspath(text)
+
+
 COUNT = whole_number(0, 4096)
 """Number of workers."""

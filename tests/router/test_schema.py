@@ -128,7 +128,7 @@ def test_packed_or_not_the_answer_is_the_same(prompt, rest, monkeypatch):
         ({"prompt": [True]}, "prompt"),
         ({"prompt": {"a": 1}}, "prompt"),
         ({"prompt": ["a"] * 1025}, "prompt"),
-        ({"model": None}, "model"),
+        ({"model": 5}, "model"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": "5"}, "max_tokens"),
         ({"max_tokens": 1.0}, "max_tokens"),

@@ -152,6 +152,33 @@ def test_a_stop_string_completed_by_the_last_flush_counts(tokenizer):
     assert piece.text == "" and piece.finish_reason is FinishReason.STOP
 
 
+def test_what_ended_a_choice_is_shown_on_request(tokenizer):
+    ids = tokenizer.encode("The quick brown fox").ids
+    for packed in ([ids], [[token_id] for token_id in ids]):
+        choice = Choice(Detokenizer(tokenizer), ["k b"], include_stop=True)
+        assert "".join(choice.push(some, None).text for some in packed if not choice.finish_reason) == "The quick b"
+    end = tokenizer.token_to_id(EOS)
+    ended, cut = [*ids, end], (FinishReason.STOP, FinishReason.LENGTH)
+
+    def special() -> Detokenizer:
+        return Detokenizer(tokenizer, skip_special_tokens=False)
+
+    assert Choice(Detokenizer(tokenizer), [], include_stop=True).push(ended, cut[0]).text == "The quick brown fox"
+    assert Choice(special(), [], include_stop=True).push(ended, cut[0]).text == f"The quick brown fox{EOS}"
+    assert Choice(special(), []).push(ended, cut[0]).text == "The quick brown fox"
+    assert Choice(special(), []).push([end, *ids], cut[1]).text == f"{EOS}The quick brown fox"
+
+
+def test_stop_strings_have_no_effect_before_min_tokens(tokenizer):
+    ids = tokenizer.encode("ab ab ab ab").ids
+    for min_tokens in range(len(ids) + 1):
+        choice = Choice(Detokenizer(tokenizer), ["b"], min_tokens=min_tokens)
+        piece = choice.push(ids, FinishReason.LENGTH)
+        before = tokenizer.decode(ids[:min_tokens])
+        assert piece.text.startswith(before) and len(piece.token_ids) >= min_tokens
+        assert "b" not in piece.text.removeprefix(before)
+
+
 def test_chat_template_and_end_tokens(model_dir, tokenizer):
     model = ModelTokenizer(model_dir)
     prompt = render_chat(model, [{"role": "user", "content": "hé"}])

@@ -4,8 +4,10 @@ import random
 from pathlib import Path
 from typing import Any
 
+import torch
 from msgspec import inspect
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 
 from splitserve.protocol.constraint import Constraint
 from splitserve.protocol.request import SamplingParams
@@ -58,3 +60,9 @@ def write_vocabulary(model_dir: Path, vocab_size: int) -> Path:
     tokenizer.add_special_tokens(["<end>", "<pad>"])
     tokenizer.save(str(model_dir / "tokenizer.json"))
     return model_dir
+
+
+def raw_logits(seed: int, position: int, vocab_size: int) -> Tensor:
+    """Logits [vocab] of a model that knows a request's seed and the position alone."""
+    generator = torch.Generator().manual_seed(seed * 1000 + position)
+    return 2 * torch.randn(vocab_size, generator=generator)

@@ -27,6 +27,8 @@ BESIDE_OTHERS = {
     "orchestration/test_launcher",
     "router/test_local_origin",
     "router/test_membership_connections",
+    "models/sampling/test_add_a_sampling_feature",
+    "models/sampling/test_distributions",
     "models/test_mixed_steps",
     "models/test_precision",
     "models/test_reading",
@@ -72,6 +74,10 @@ BESIDE_OTHERS = {
     "router/test_core",
     "router/test_returning_workers",
     "router/test_text",
+    "models/sampling/test_features",
+    "router/test_request_state",
+    "router/test_schema",
+    "kvconnector/test_gated_copies",
 }
 """Modules that keep to about one core, and whose processes leave nothing that others could take for their own: no UCX
 in the process of the tests, no LMCache. They run in any order, beside the two lanes, and give way to them."""

@@ -12,6 +12,8 @@ from splitserve.protocol.request import Role
 from splitserve.protocol.settings import Setting, problems_of
 
 __all__ = [
+    "AUTO",
+    "NONE",
     "SECRETS",
     "Confidential",
     "CorePlacement",
@@ -26,6 +28,9 @@ __all__ = [
 
 
 SECRETS = ("secret", "api_key")
+
+AUTO = "auto"
+NONE = "none"
 
 Duration: TypeAlias = Annotated[float, Meta(gt=0, le=MAX_SECONDS)]
 Delay: TypeAlias = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
@@ -267,3 +272,33 @@ class RouterConfig(Confidential, frozen=True, kw_only=True):
     http: HttpLimits = HttpLimits()
     secret: str = ""
     api_key: str = ""
+    aliases: Annotated[
+        list[str],
+        Meta(description="Further ids that clients may use for the model."),
+        Setting(place="model.aliases"),
+    ] = []
+    generation_config: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="Source of sampling defaults, where a request sets none: auto for the model's "
+            "generation_config.json, none for temperature 1 and no truncation, or a directory with that file.",
+        ),
+        Setting(
+            flags=("--generation-config",),
+            metavar="auto|none|DIR",
+            form="source",
+            group=ENDPOINT,
+            place="router.generation_config",
+        ),
+    ] = AUTO
+    chat_template: Annotated[
+        str,
+        Meta(description="File with a chat template (Jinja) that replaces the model's; empty: the model's."),
+        Setting(flags=("--chat-template",), metavar="FILE", form="path", group=ENDPOINT, place="router.chat_template"),
+    ] = ""
+    allowed_origins: Annotated[
+        list[str],
+        Meta(description="Origins of web pages that may call the endpoint (CORS), like https://app.example.com; or *."),
+        Setting(flags=("--allowed-origins",), metavar="ORIGIN", group=ENDPOINT, place="router.allowed_origins"),
+    ] = []
