@@ -16,8 +16,8 @@ from splitserve.router.http.schema import (
     StreamOptions,
     TextPart,
 )
-from splitserve.router.http.structured_output import JsonSchemaFormat, ResponseFormat, StructuredOutputs
 from splitserve.router.http.token_prompt import take_token_ids
+from splitserve.router.text.structured_output import JsonSchemaFormat, ResponseFormat, StructuredOutputs
 
 MAX_ISSUES = 100  # each issue costs time and memory: a body with more is refused without details
 _MANY_VALUES = 1024

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from splitserve.protocol.constraint import Constraint
+from splitserve.protocol.sampling_features import Constraint
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.schema import GenerationRequest
-from splitserve.router.http.structured_output import refused, requested_grammar
 from splitserve.router.text.grammar_checker import CheckerBusyError, GrammarChecker
 from splitserve.router.text.grammars import GrammarError
+from splitserve.router.text.structured_output import refused, requested_grammar
 
 
 class Constraints:
