@@ -281,7 +281,7 @@ def _accepted(values: Sequence[Any]) -> str:
 
 def _is_part_of_request(name: str, schemas: dict[str, Schema]) -> bool:
     """Return whether a request's schema refers to ``name``, directly or through a message."""
-    requests = [schema for other, schema in schemas.items() if other.endswith(("Request", "Message"))]
+    requests = [schema for other, schema in schemas.items() if other.endswith(("Request", "Message", "Format"))]
     return any(re.search(rf'/{name}"', json.dumps(schema)) for schema in requests)
 
 

@@ -7,8 +7,8 @@ from threading import Lock
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from splitserve.common.errors import SplitserveError
-from splitserve.common.grammar_tokenizer import load_grammar_tokenizer
-from splitserve.protocol.constraint import GRAMMAR_LIMITS, Constraint
+from splitserve.common.grammars import GRAMMAR_LIMITS, load_grammar_tokenizer
+from splitserve.protocol.sampling_features import Constraint
 
 MAX_GRAMMARS = 64
 

@@ -6,7 +6,7 @@ from llguidance import LLMatcher
 
 from splitserve.common.errors import SplitserveError
 from splitserve.models.constraints.grammars import ConstraintError, Grammars, problem_of
-from splitserve.protocol.constraint import Constraint
+from splitserve.protocol.sampling_features import Constraint
 
 
 class Progress:

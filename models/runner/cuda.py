@@ -29,8 +29,8 @@ from splitserve.kernels.api import AttentionPlan, DecodePlan, PagedBatch
 from splitserve.models.decoder import DecoderModel, ForwardBatch
 from splitserve.models.layers.step import BeforeLayer
 from splitserve.models.runner.graph_sizes import MAX_MIXED_CHUNKS, MixedSize, batch_sizes
-from splitserve.models.runner.runner import ModelRunner, NonFiniteLogitsError
-from splitserve.protocol.step import Draw, LaunchingRunner, SampleSpec, ScheduledChunk, StepOutput, StepPlan
+from splitserve.models.runner.runner import ModelRunner, step_output
+from splitserve.protocol.step import LaunchingRunner, SampleSpec, ScheduledChunk, StepOutput, StepPlan
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -65,15 +65,7 @@ class PendingStep:
     def wait(self) -> StepOutput:
         """Block until the step has completed. Raises :class:`NonFiniteLogitsError`, or the device's own error."""
         self.done.synchronize()
-        draws: list[Draw | None] = [None] * self.num_chunks
-        drawn = self.drawn.tolist()
-        if failed := tuple(index for index, token in zip(self.sampled, drawn, strict=True) if token < 0):
-            raise NonFiniteLogitsError(failed)
-        for index, token in zip(self.sampled, drawn, strict=True):
-            draws[index] = Draw((token,))
-        for row, error in self.errors.items():
-            draws[self.sampled[row]] = Draw((0,), error=error)
-        return StepOutput(draws)
+        return step_output(self.num_chunks, self.sampled, self.drawn.tolist(), self.errors)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@
 later split into launch and wait can build the next step while this one runs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -88,17 +88,10 @@ class ModelRunner:
         sampled = [index for index, chunk in enumerate(plan.chunks) if chunk.sample is not None]
         self.sampler.prepare(plan)
         logits = self.model.forward(self._batch(plan.chunks), self._kv_layers, self._attention)
-        draws: list[Draw | None] = [None] * len(plan.chunks)
         if logits is None:
-            return StepOutput(draws)
+            return StepOutput([None] * len(plan.chunks))
         drawn = self.sampler.draw(logits, plan.chunks).tolist()
-        if failed := tuple(index for index, token in zip(sampled, drawn, strict=True) if token < 0):
-            raise NonFiniteLogitsError(failed)
-        for index, token in zip(sampled, drawn, strict=True):
-            draws[index] = Draw((token,))
-        for row, error in self.sampler.errors.items():
-            draws[sampled[row]] = Draw((0,), error=error)
-        return StepOutput(draws)
+        return step_output(len(plan.chunks), sampled, drawn, self.sampler.errors)
 
     def _batch(self, chunks: Sequence[ScheduledChunk]) -> ForwardBatch:
         token_ids: list[int] = []
@@ -124,3 +117,16 @@ class ModelRunner:
             sample_rows=torch.tensor(sample_rows, dtype=torch.int64, device=self.model.device),
             attention_plan=self._attention.plan(paged),
         )
+
+
+def step_output(num_chunks: int, sampled: Sequence[int], drawn: Sequence[int], errors: Mapping[int, str]) -> StepOutput:
+    """Return a step's results: ``drawn`` and ``errors`` are those of the chunks ``sampled``, by row. Raises
+    :class:`NonFiniteLogitsError`."""
+    draws: list[Draw | None] = [None] * num_chunks
+    if failed := tuple(index for index, token in zip(sampled, drawn, strict=True) if token < 0):
+        raise NonFiniteLogitsError(failed)
+    for index, token in zip(sampled, drawn, strict=True):
+        draws[index] = Draw((token,))
+    for row, error in errors.items():
+        draws[sampled[row]] = Draw((0,), error=error)
+    return StepOutput(draws)

@@ -11,6 +11,7 @@ from splitserve.router.http.api_error import MAX_PARAM_CHARS, ApiError
 from splitserve.router.http.bodies.shape import check_shape, check_values
 from splitserve.router.http.bodies.token_prompt import take_token_ids
 from splitserve.router.http.bodies.wording import describe_fault, shown
+from splitserve.router.http.chat_fields import NESTED, check_messages, check_tools
 from splitserve.router.http.schema import (
     NEUTRAL_ONLY,
     ChatCompletionRequest,
@@ -18,8 +19,7 @@ from splitserve.router.http.schema import (
     GenerationRequest,
     StreamOptions,
 )
-from splitserve.router.http.structured_output import JsonSchemaFormat, ResponseFormat, StructuredOutputs
-from splitserve.router.text.chat_fields import NESTED, check_messages, check_tools
+from splitserve.router.text.structured_output import JsonSchemaFormat, ResponseFormat, StructuredOutputs
 
 MAX_ISSUES = 100  # each issue costs time and memory: a body with more is refused without details
 _MANY_VALUES = 1024

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from splitserve.protocol.token_ids import TokenIds
+from splitserve.router.http.chat_fields import MAX_TOOLS, ChatMessage, Tool, ToolChoice
 from splitserve.router.http.sampling_fields import with_sampling_fields
-from splitserve.router.http.structured_output import ResponseFormat, StructuredOutputs
-from splitserve.router.text.chat_fields import MAX_TOOLS, ChatMessage, Tool, ToolChoice
+from splitserve.router.text.structured_output import ResponseFormat, StructuredOutputs
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024

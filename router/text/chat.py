@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from splitserve.router.http.api_error import ApiError
+from splitserve.router.http.chat_fields import CalledTool, ChatMessage, NamedTool
 from splitserve.router.http.schema import ChatCompletionRequest
 from splitserve.router.output.catalog import ResponseFormat
 from splitserve.router.output.forced import ForcedCalls, Reasoning, SchemaText
-from splitserve.router.text.chat_fields import CalledTool, ChatMessage, NamedTool
 
 if TYPE_CHECKING:
     from splitserve.router.output.splitter import Splitter

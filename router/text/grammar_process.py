@@ -20,8 +20,7 @@ import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from splitserve.common.errors import CheckpointError
-from splitserve.common.grammar_tokenizer import load_grammar_tokenizer
-from splitserve.protocol.constraint import GRAMMAR_LIMITS
+from splitserve.common.grammars import GRAMMAR_LIMITS, load_grammar_tokenizer
 
 MAX_MEMORY_BYTES = 4 << 30  # of address space: a large vocabulary takes a tenth of it
 STACK_BYTES = 1 << 20  # less than a worker's threads have: a grammar that overflows a stack does it here

@@ -11,7 +11,7 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
 from splitserve.common.errors import SplitserveError
-from splitserve.protocol.constraint import MAX_GRAMMAR_CHARS
+from splitserve.protocol.sampling_features import MAX_GRAMMAR_CHARS
 
 JsonSchema = Mapping[str, Any] | bool
 

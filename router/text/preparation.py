@@ -7,8 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from splitserve.protocol.constraint import Constraint
 from splitserve.protocol.request import SamplingParams
+from splitserve.protocol.sampling_features import Constraint
 from splitserve.protocol.token_ids import TokenIds, highest
 from splitserve.router.http.answers import Prompt
 from splitserve.router.http.api_error import ApiError

@@ -8,9 +8,8 @@ import time
 import pytest
 from llguidance import LLMatcher
 
-from splitserve.common.grammar_tokenizer import load_grammar_tokenizer
+from splitserve.common.grammars import load_grammar_tokenizer
 from splitserve.router.http.api_error import ApiError
-from splitserve.router.http.structured_output import ResponseFormat, StructuredOutputs, refused, requested_grammar
 from splitserve.router.text.grammar_checker import GrammarChecker
 from splitserve.router.text.grammars import (
     GrammarError,
@@ -20,6 +19,7 @@ from splitserve.router.text.grammars import (
     regex_grammar,
     schema_text,
 )
+from splitserve.router.text.structured_output import ResponseFormat, StructuredOutputs, refused, requested_grammar
 from splitserve.router.text.tokenizer import ModelTokenizer
 
 

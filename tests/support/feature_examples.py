@@ -9,9 +9,8 @@ from msgspec import inspect
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from splitserve.protocol.constraint import Constraint
 from splitserve.protocol.request import SamplingParams
-from splitserve.protocol.sampling_features import SAMPLING_FEATURES, FeatureParams
+from splitserve.protocol.sampling_features import SAMPLING_FEATURES, Constraint, FeatureParams
 
 STOPS = tuple(range(0, 40, 4))
 _TYPES = {field.name: field.type for field in inspect.type_info(FeatureParams).fields}  # type: ignore[attr-defined]

@@ -6,7 +6,7 @@ declarations here; :mod:`splitserve.models.sampling` applies the features.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -14,7 +14,6 @@ import msgspec
 from msgspec import Meta
 
 from splitserve.common.errors import ConfigError
-from splitserve.protocol.constraint import Constraint
 from splitserve.protocol.wire_numbers import TokenId
 
 MAX_BIASED_TOKENS = 1024
@@ -24,6 +23,34 @@ MAX_BAD_WORD_TOKENS = 32
 
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 BadWord = Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)]
+
+
+MAX_GRAMMAR_CHARS = 1 << 17
+MAX_BEGIN_TOKENS = 64
+MAX_END_TOKENS = 256
+
+
+class Constraint(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A grammar, and the part of the output that it applies to."""
+
+    grammar: Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARS)]  # in Lark's syntax, or in llguidance's JSON
+    # Ids that end the text, all of the model's: allowed where the grammar may end, and nothing else is after its end.
+    end_token_ids: Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=MAX_END_TOKENS)]
+    # The grammar begins after the first occurrence of these output tokens, such as </think>; at once if empty.
+    begins_after: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_BEGIN_TOKENS)] = ()
+
+    def begin(self, output_ids: Sequence[int], num_searched: int = 0) -> int | None:
+        """Return the index of the first output token that the grammar applies to; None if it doesn't begin yet.
+
+        ``num_searched``: tokens known not to complete the tokens that it begins after.
+        """
+        marker = self.begins_after
+        if not marker:
+            return 0
+        for end in range(max(len(marker), num_searched + 1), len(output_ids) + 1):
+            if output_ids[end - 1] == marker[-1] and tuple(output_ids[end - len(marker) : end]) == marker:
+                return end
+        return None
 
 
 class FeatureParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):

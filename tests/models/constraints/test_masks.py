@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from byte_vocabulary import token_bytes
+from splitserve.common.grammars import GRAMMAR_LIMITS
 from splitserve.models.constraints.grammars import ConstraintError, Grammars
 from splitserve.models.constraints.masks import FORBIDDEN, MaskMaker, apply_masks, masked
 from splitserve.models.constraints.progress import Progress
 from splitserve.models.demo.tokenizer import QWEN_TOKENS, train_tokenizer
-from splitserve.protocol.constraint import GRAMMAR_LIMITS, Constraint
+from splitserve.protocol.sampling_features import Constraint
 
 VOCAB_SIZE = 520  # more than the tokenizer's, as padded embeddings have it
 

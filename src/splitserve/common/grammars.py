@@ -1,12 +1,24 @@
-"""The vocabulary of a model directory as llguidance needs it, on the router and on workers."""
+"""Grammars through llguidance, alike on the router and on workers: the bounds of all, a model's vocabulary."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from llguidance import LLTokenizer
 
 from splitserve.common.errors import CheckpointError
 from splitserve.common.model_files import MAX_TOKENIZER_BYTES, check_file
+
+GRAMMAR_LIMITS: dict[str, Any] = {
+    "max_items_in_row": 1200,  # 10 ms a token in the most ambiguous grammars; 300 optional properties of an object
+    "initial_lexer_fuel": 1_000_000,  # 20 ms
+    "step_lexer_fuel": 100_000,  # 7 ms, once for each new state of the lexer
+    "step_max_items": 50_000,  # 3 ms
+    "max_lexer_states": 50_000,  # 1 to 2 KB each
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
+"""Arguments of llguidance.LLParserLimits: what the router has compiled, a worker can compile."""
 
 
 def load_grammar_tokenizer(model_dir: Path, end_token_ids: Sequence[int], vocab_size: int | None = None) -> LLTokenizer:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from splitserve.protocol.constraint import MAX_GRAMMAR_CHARS
+from splitserve.protocol.sampling_features import MAX_GRAMMAR_CHARS
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.bodies.shape import check_shape
 from splitserve.router.text.grammars import (
