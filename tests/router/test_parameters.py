@@ -5,7 +5,7 @@ The cases follow from the schema that clients see; a new parameter is tested onc
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,7 +16,13 @@ from splitserve.router.http.schema import NEUTRAL_ONLY, ChatCompletionRequest, C
 
 MESSAGES = [{"role": "user", "content": "a"}]
 MODELS = {CompletionRequest: {"prompt": "a"}, ChatCompletionRequest: {"messages": MESSAGES}}
-BESIDE: dict[str, dict[str, Any]] = {"stream_options": {"stream": True}}
+TOOL = {"type": "function", "function": {"name": "f"}}
+ELEMENTS: dict[str, Callable[[int], Any]] = {
+    "tools": lambda number: {"type": "function", "function": {"name": f"f{number}"}},
+    "messages": lambda _: MESSAGES[0],
+}
+"""The elements, by number, of lists whose elements are objects."""
+BESIDE: dict[str, dict[str, Any]] = {"stream_options": {"stream": True}, "tool_choice": {"tools": [TOOL]}}
 """Parameters without which another one makes no sense."""
 SAMPLES: dict[str, list[Any]] = {
     "string": ["text", ""],
@@ -49,7 +55,7 @@ def resolve(node: dict[str, Any], definitions: dict[str, Any]) -> list[dict[str,
     return [each for member in members for each in resolve(member, definitions)] if members else [node]
 
 
-def bound_cases(node: dict[str, Any], definitions: dict[str, Any]) -> Iterator[tuple[Any, bool]]:
+def bound_cases(name: str, node: dict[str, Any], definitions: dict[str, Any]) -> Iterator[tuple[Any, bool]]:
     """Values at and beyond the bounds of one form of a parameter."""
     kind = node.get("type")
     step = 1 if kind == "integer" else 1e-6
@@ -70,9 +76,10 @@ def bound_cases(node: dict[str, Any], definitions: dict[str, Any]) -> Iterator[t
         if node.get("enum"):
             yield "no such choice", False
     if kind == "array" and "maxItems" in node:
-        item = element_of(node, definitions)
-        yield [item] * node["maxItems"], True
-        yield [item] * (node["maxItems"] + 1), False
+        element = ELEMENTS.get(name) or (lambda _: element_of(node, definitions))
+        items = [element(number) for number in range(node["maxItems"] + 1)]
+        yield items[:-1], True
+        yield items, False
 
 
 def element_of(node: dict[str, Any], definitions: dict[str, Any]) -> Any:
@@ -87,7 +94,7 @@ def element_of(node: dict[str, Any], definitions: dict[str, Any]) -> Any:
                 return "x"
             case "array":
                 return [element_of(item, definitions)]
-    return MESSAGES[0]
+    raise AssertionError(f"no example of an element of {node}: add one to ELEMENTS")
 
 
 def fits(value: Any, nodes: list[dict[str, Any]]) -> bool | None:
@@ -116,7 +123,7 @@ def cases() -> Iterator[Case]:
         for name, node in schema["properties"].items():
             nodes = resolve(node, definitions)
             for form in nodes:
-                yield from (Case(model, name, value, ok) for value, ok in bound_cases(form, definitions))
+                yield from (Case(model, name, value, ok) for value, ok in bound_cases(name, form, definitions))
             for value in (value for values in SAMPLES.values() for value in values):
                 if (allowed := fits(value, nodes)) is not None:
                     yield Case(model, name, value, allowed)
