@@ -6,16 +6,17 @@ from splitserve.engine.block_manager import BlockManager
 from splitserve.engine.scheduling import Planned
 from splitserve.engine.sequence import Sequence
 from splitserve.engine.stage import Stage
+from splitserve.protocol.counters import WorkerCounters
 
 
 class DecodeScheduler:
-    """Running sequences, oldest first. When blocks run out, the newest is preempted and later recomputed."""
+    """Running sequences, oldest first. When blocks run out, the newest is preempted, counted and later recomputed."""
 
-    def __init__(self, blocks: BlockManager) -> None:
+    def __init__(self, blocks: BlockManager, counters: WorkerCounters) -> None:
         self._blocks = blocks
+        self.counters = counters
         self._preempted: list[Sequence] = []
         self.running: dict[Sequence, None] = {}  # an ordered set, oldest first
-        self.num_preemptions = 0
 
     def add(self, sequences: Iterable[Sequence]) -> None:
         """Add sequences with KV for all known tokens but the last, or with the step launched that computes it."""
@@ -66,4 +67,4 @@ class DecodeScheduler:
         del self.running[sequence]
         self._blocks.give_back(sequence)
         self._preempted.append(sequence)
-        self.num_preemptions += 1
+        self.counters.preemptions += 1

@@ -56,7 +56,7 @@ class PrefillScheduler:
         return taken
 
     def begin_loads(self, num_running: int = 0) -> None:
-        """Let KV come up from the tiers for the first ones that wait, from the moment they are here. They keep their
+        """Onboard KV from the tiers for the first ones that wait, from the moment they are here. They keep their
         turn, and hold their blocks meanwhile: as long as there's room for all before them, too.
         """
         ahead = num_running

@@ -13,19 +13,23 @@ from pathlib import Path
 
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
 from splitserve.common.errors import ConfigError
 from splitserve.common.security import is_loopback
 from splitserve.protocol.config import RouterConfig
 from splitserve.router.admin.metrics import RouterMetrics
+from splitserve.router.http.access.cross_origin import ANY_ORIGIN
 from splitserve.router.http.app import Api, create_app
-from splitserve.router.http.body import BodyReader
+from splitserve.router.http.bodies.reader import BodyReader
 from splitserve.router.http.connections import Connections, HttpConfig
+from splitserve.router.http.served_model import ServedModel
 from splitserve.router.requests.dispatcher import Dispatcher
 from splitserve.router.text.constraints import Constraints
 from splitserve.router.text.grammar_checker import GrammarChecker
 from splitserve.router.text.preparation import Preparation
 from splitserve.router.text.renderer import Renderer
+from splitserve.router.text.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from splitserve.router.text.tokenizer import ModelTokenizer
 
 log = logging.getLogger(__name__)
@@ -40,20 +44,22 @@ def run_router(config: RouterConfig, progress: Progress) -> None:
     """Serve until SIGTERM or SIGINT. Must run on the main thread of its process.
 
     Calls ``progress("membership", {"endpoint": ...})`` when workers can register and ``progress("listening",
-    {"url": ...})`` when HTTP is accepted. Raises :class:`ConfigError` for settings that can't work, a taken port among
-    them, and :class:`CheckpointError` for a model directory without a usable tokenizer.
+    {"url": ...})`` when HTTP is accepted; then ``progress("sampling", {"defaults": ..., "source": ...})`` if the
+    checkpoint has sampling defaults. Raises :class:`ConfigError` for settings that can't work, a taken port among them,
+    and :class:`CheckpointError` for a model directory without a usable tokenizer.
     """
     if not config.api_key and not is_loopback(config.host):
         log.warning(
-            "anybody who reaches %s can use the endpoint: set SPLITSERVE_API_KEY or --api-key-file, unless a proxy in "
-            "front of it asks for credentials",
+            "any client that reaches %s can use the endpoint: set SPLITSERVE_API_KEY or --api-key-file, unless a proxy "
+            "in front of it asks for credentials",
             config.host,
         )
     _allow_many_files()
     with _listen(config.host, config.port) as listener:
-        tokenizer = ModelTokenizer(Path(config.model))
+        tokenizer = ModelTokenizer(Path(config.model), config.chat_template)
+        defaults = read_sampling_defaults(config.generation_config, Path(config.model))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(config, progress, listener, tokenizer))
+            runner.run(_serve(config, progress, listener, tokenizer, defaults))
 
 
 def _allow_many_files() -> None:
@@ -63,33 +69,40 @@ def _allow_many_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-async def _serve(config: RouterConfig, progress: Progress, listener: socket.socket, tokenizer: ModelTokenizer) -> None:
+async def _serve(
+    config: RouterConfig,
+    progress: Progress,
+    listener: socket.socket,
+    tokenizer: ModelTokenizer,
+    defaults: SamplingDefaults,
+) -> None:
+    local_only = is_loopback(config.host) and not config.api_key
+    if local_only and ANY_ORIGIN in config.allowed_origins:
+        raise ConfigError(
+            "--allowed-origins '*' lets every web page that a user of this machine visits use the endpoint: name the "
+            "origins, or set an API key (--api-key-file)"
+        )
+    names = tuple(dict.fromkeys((config.served_model_name, *config.aliases)))
     metrics = RouterMetrics()
     dispatcher = Dispatcher(config, metrics)
     renderer = Renderer(tokenizer.chat_template)
     checker = GrammarChecker(Path(config.model), tokenizer.eos_token_ids)
-    preparation = Preparation(tokenizer, renderer, Constraints(checker, tokenizer.eos_token_ids))
+    preparation = Preparation(tokenizer, renderer, Constraints(checker, tokenizer.eos_token_ids), defaults)
     bodies = BodyReader(config.max_body_mib << 20)
     try:
         await renderer.start()
         progress("membership", {"endpoint": dispatcher.fleet.endpoint})
-        api = Api(config.served_model_name, dispatcher, preparation, metrics, bodies)
-        local_only = is_loopback(config.host) and not config.api_key
-        app = create_app(api, metrics, config.api_key, local_only=local_only)
+        api = Api(ServedModel(names, defaults), dispatcher, preparation, metrics, bodies)
+        app = create_app(api, metrics, config.api_key, local_only=local_only, allowed_origins=config.allowed_origins)
+
+        def announce() -> None:
+            progress("listening", {"url": _url(listener)})
+            if defaults.values:
+                progress("sampling", {"defaults": defaults.describe(), "source": defaults.source})
+
         server = _HttpServer(
-            HttpConfig(
-                app,
-                Connections(config.http, config.max_requests_in_flight, metrics),
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                backlog=_BACKLOG,
-                timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
-            ),
-            on_started=lambda: progress("listening", {"url": _url(listener)}),
+            _http_config(app, Connections(config.http, config.max_requests_in_flight, metrics)),
+            on_started=announce,
         )
 
         def stop() -> None:
@@ -110,6 +123,21 @@ async def _serve(config: RouterConfig, progress: Progress, listener: socket.sock
         preparation.close()
         renderer.close()
         checker.close()
+
+
+def _http_config(app: ASGIApp, connections: Connections) -> HttpConfig:
+    return HttpConfig(
+        app,
+        connections,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=_BACKLOG,
+        timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+    )
 
 
 class _HttpServer(uvicorn.Server):

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from splitserve.orchestration.cli.main import BENCHES, TUNE, build_parser
-from splitserve.orchestration.cli.option_types import bytes_option
 from splitserve.orchestration.spec.document import json_schema, schema_text
 from splitserve.orchestration.spec.settings_page import settings_page
 from splitserve.orchestration.spec.sizes import format_bytes
@@ -121,7 +120,7 @@ def _default(action: argparse.Action) -> str:
         return ""
     if action.default is True:
         return "on"
-    if action.type is bytes_option and isinstance(action.default, int) and action.default:
+    if action.metavar == "SIZE" and isinstance(action.default, int) and action.default:
         return format_bytes(action.default)
     return f"`{action.default}`"
 
@@ -185,8 +184,8 @@ def _type_of(value: Schema) -> str:
     if kind == "array":
         return f"list of {_type_of(value.get('items', {}))}" + _bounds(value)
     if kind == "object":
-        others = value.get("additionalProperties")
-        return f"map to {_type_of(others)}" if isinstance(others, dict) else "map"
+        values = value.get("additionalProperties")
+        return "map to " + _type_of(values) if isinstance(values, dict) else "map"
     words = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true or false"}
     return words.get(str(kind), "null" if kind == "null" else "any value") + _bounds(value)
 
@@ -225,7 +224,7 @@ def _range(least: Any, most: Any, unit: str = "") -> str:
 
 
 def api_page() -> str:
-    document = openapi_document("MODEL", wants_key=True)
+    document = openapi_document(("MODEL",), wants_key=True)
     schemas: dict[str, Schema] = document["components"]["schemas"]
     operations = [
         (path, method, item[method]) for path, item in document["paths"].items() for method in METHODS if method in item

@@ -32,6 +32,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Lanes(config, log)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let the two long lanes of pytest-xdist go first; in one process there are none."""
+    if hasattr(item.config, "workerinput"):
+        from lanes import give_way
+
+        give_way(item)
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Note the versions that run, commit and PyTorch among them, as properties of the JUnit file if there is one."""
     for plugin in session.config.pluginmanager.get_plugins():
@@ -78,7 +86,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def chat_tokens(tiny_qwen3: Path) -> list[list[list[int]]]:
-    """Of the chats in test_tiers_end_to_end, by user and turn, from a worker with room for all of them."""
+    """Tokens of the chats of tier_chats, by user and turn, from a worker with room for all of them."""
     from small_clusters import cluster
     from tier_chats import chat
 
@@ -99,7 +107,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where the commands of a test keep what they know of running clusters, which end with it."""
+    """The state folder of a test's commands; clusters that still run end with the test."""
     root = tmp_path / "state"
     monkeypatch.setenv("SPLITSERVE_STATE_DIR", str(root))
     yield root

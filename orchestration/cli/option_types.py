@@ -5,8 +5,11 @@ import math
 import os
 from collections.abc import Callable
 
+from msgspec import Meta
+
 from splitserve.common.errors import ConfigError
 from splitserve.orchestration.spec.sizes import parse_bytes
+from splitserve.protocol.settings import is_within, range_words
 
 
 def bytes_option(text: str) -> int:
@@ -23,6 +26,18 @@ def positive_bytes(text: str) -> int:
     if num_bytes < 1:
         raise argparse.ArgumentTypeError(f"must be more than 0 bytes, got {text!r}")
     return num_bytes
+
+
+def size_option(meta: Meta) -> Callable[[str], int]:
+    """Return a parser of sizes within the range of ``meta``."""
+
+    def parse(text: str) -> int:
+        num_bytes = bytes_option(text)
+        if not is_within(meta, num_bytes):
+            raise argparse.ArgumentTypeError(f"must be {range_words(meta)} bytes, got {text!r}")
+        return num_bytes
+
+    return parse
 
 
 def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
@@ -71,6 +86,10 @@ def absolute_path(text: str) -> str:
     return os.path.abspath(text) if text else ""
 
 
-PORT = whole_number(0, 2**16 - 1)
+def source(text: str) -> str:
+    """Return ``auto`` and ``none`` as they are, anything else as the path of a directory from the root."""
+    return text if text in ("", "auto", "none") else os.path.abspath(text)
+
+
 COUNT = whole_number(0, 4096)
 """Number of workers."""

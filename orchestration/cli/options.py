@@ -3,6 +3,8 @@ declarations (:mod:`splitserve.orchestration.spec.settings`); names follow vLLM.
 """
 
 import argparse
+import logging
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,8 +14,17 @@ import msgspec
 
 from splitserve.common.errors import ConfigError
 from splitserve.common.logs import LOG_LEVELS
-from splitserve.orchestration.cli.option_types import COUNT, bytes_option, finite_number, whole_number
-from splitserve.orchestration.spec.cluster_spec import ClusterSpec, SpecError
+from splitserve.orchestration.cli.option_types import (
+    COUNT,
+    absolute_path,
+    address,
+    bytes_option,
+    finite_number,
+    size_option,
+    source,
+    whole_number,
+)
+from splitserve.orchestration.spec.cluster_spec import API_KEY_VARIABLE, ClusterSpec, SpecError
 from splitserve.orchestration.spec.conversion import convert_spec
 from splitserve.orchestration.spec.settings import SpecSetting, spec_settings
 from splitserve.orchestration.spec.shorthand import put, simple_spec
@@ -29,9 +40,11 @@ from splitserve.protocol.engine_config import (
 )
 from splitserve.protocol.request import Role
 
-_SETTINGS = [each for each in spec_settings() if each.setting.flags]
+_log = logging.getLogger(__name__)
+
+_SETTINGS = [each for each in spec_settings() if each.setting.flags and each.setting.command == "serve"]
 _FLAGS = {
-    "model.path": "PATH",
+    "model.path": "MODEL",
     "pools": "--prefill, --decode, --mixed",
     "name": "--name",
     **{each.place: each.setting.flags[0] for each in _SETTINGS},
@@ -50,26 +63,31 @@ def _add_settings(parser: argparse.ArgumentParser, titles: Sequence[str]) -> Non
                 _add_setting(group, each)
 
 
-def _add_setting(group: argparse._ArgumentGroup, each: SpecSetting) -> None:
+def _add_setting(group: argparse._ActionsContainer, each: SpecSetting) -> None:
     setting = each.setting
     details: dict[str, Any] = {"default": each.default, "help": setting.help or _as_help(each.description)}
+    metavar = setting.metavar or None
     if each.field:
         details["dest"] = each.field
     if setting.const is not None:
         details |= {"action": "store_const", "const": setting.const}
     elif isinstance(each.default, bool):
         details["action"] = argparse.BooleanOptionalAction if each.default else "store_true"
+    elif setting.further or isinstance(each.default, list):
+        details |= {"action": "extend", "nargs": "+", "metavar": metavar, "default": []}
     elif setting.choices:
         details["choices"] = setting.choices
     else:
-        details |= {"type": setting.parse or _parser_of(each), "metavar": setting.metavar or None}
+        details |= {"type": _parser_of(each), "metavar": metavar}
     group.add_argument(*setting.flags, **details)
 
 
 def _parser_of(each: SpecSetting) -> Callable[[str], Any]:
     """Return the parser of an option's argument. The engine's config checks the ranges of its settings."""
-    if each.field.endswith("_bytes"):
-        return bytes_option
+    if each.setting.form == "size":
+        return bytes_option if each.field else size_option(each.meta)
+    if each.setting.form:
+        return {"address": address, "path": absolute_path, "source": source}[each.setting.form]
     if isinstance(each.default, float):
         return finite_number
     if isinstance(each.default, int) and not each.field:
@@ -82,6 +100,13 @@ def _as_help(description: str) -> str:
     """Return a description in the style of argparse's own help texts: in lower case, without a full stop."""
     is_word = description[1:2].islower() or description[1:2] == " "
     return (description[:1].lower() if is_word else description[:1]) + description[1:].removesuffix(".")
+
+
+def add_options_of(command: str, parser: argparse.ArgumentParser) -> None:
+    """Add the options of a command that has settings of its own."""
+    for each in spec_settings():
+        if each.setting.flags and each.setting.command == command:
+            _add_setting(parser, each)
 
 
 def _add_pool_options(parser: argparse.ArgumentParser) -> None:
@@ -104,9 +129,9 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Help with defaults, except trivial ones (none, empty, off); amounts of memory have units."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is None or action.default is False or action.default == "" or action.const is not None:
+        if action.default in (None, False, "", []) or action.const is not None:
             return action.help
-        if action.type is bytes_option and action.default:
+        if action.metavar == "SIZE" and action.default:
             default = action.default if isinstance(action.default, str) else format_bytes(action.default)
             return f"{action.help} (default: {default})"
         return super()._get_help_string(action)
@@ -118,11 +143,23 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 def add_spec_option(parser: argparse.ArgumentParser) -> None:
     """Add ``MODEL`` and its options, or ``--spec FILE`` instead of all of them."""
-    parser.add_argument("model", nargs="?", metavar="PATH", help="directory with config.json, *.safetensors, ...")
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="directory with config.json, *.safetensors, ...; or a model id of the Hugging Face Hub, like "
+        "Qwen/Qwen3-0.6B",
+    )
     parser.add_argument("--spec", default="", metavar="FILE", help="cluster spec (YAML), instead of the options below")
     parser.add_argument("--name", default="", help="of the cluster; empty: the spec's, which is 'default' by default")
     _add_pool_options(parser)
     _add_settings(parser, OPTION_GROUPS)
+    parser.add_argument(
+        "--api-key",
+        default="",
+        metavar="KEY",
+        help="the key itself, which every user of this machine sees in the list of processes; better: --api-key-file",
+    )
     parser.set_defaults(spec_parser=parser)
 
 
@@ -133,14 +170,32 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def cluster_spec(options: argparse.Namespace) -> ClusterSpec:
-    """Return the spec that the options describe, or the one in the file that they name. Raises :class:`ConfigError`."""
+    """Return the spec that the options describe, or the one in the file that they name. Raises :class:`ConfigError`.
+
+    A key given as an option is in this process's environment afterwards, where the processes of a cluster here find it.
+    """
+    spec = _given_spec(options)
+    if options.api_key:
+        if spec.secrets.api_key is not None:
+            raise ConfigError("--api-key: there is a reference to a key already (--api-key-file, or secrets.api_key)")
+        _log.warning(
+            "every user of this machine can see the --api-key in the list of processes: prefer --api-key-file, or "
+            "%s in the environment",
+            API_KEY_VARIABLE,
+        )
+        os.environ[API_KEY_VARIABLE] = options.api_key
+    return spec
+
+
+def _given_spec(options: argparse.Namespace) -> ClusterSpec:
     if options.spec:
         from splitserve.orchestration.spec.document import read_spec
 
         _refuse_other_options(options)
         return _called(options.name, read_spec(options.spec))
     if not options.model:
-        raise ConfigError("what is to be served? Give the path of a checkpoint, or --spec FILE")
+        after = "; it goes before options that take several values" if options.served_model_name else ""
+        raise ConfigError(f"what is to be served? Give the path of a checkpoint, or --spec FILE{after}")
     with errors_in_options(options):
         return _called(options.name, _spec_of_options(options))
 
@@ -150,6 +205,10 @@ def _spec_of_options(options: argparse.Namespace) -> ClusterSpec:
     engine: dict[str, Any] = {}
     for each in _SETTINGS:
         value = getattr(options, each.field or each.setting.flags[0].removeprefix("--").replace("-", "_"))
+        if each.setting.further:
+            value, further = (value[0], value[1:]) if value else ("", [])
+            if further:
+                put(parts, each.setting.further, further)
         if each.field:
             engine[each.field] = value
         elif value != each.default:
@@ -184,7 +243,7 @@ def _named(problems: Iterable[tuple[str, str]]) -> ConfigError:
 
 def flag_of(place: str) -> str:
     """Return the option that sets ``place`` of a spec, or that field of an engine's config; else ``place`` itself."""
-    anywhere = re.sub(r"\[\d+\]", "[]", place)
+    anywhere = re.sub(r"\[\d+\]", "[]", place).removesuffix("[]")
     return _FLAGS.get(anywhere) or _FLAGS.get(anywhere.removeprefix("pools[].")) or place
 
 
@@ -199,5 +258,5 @@ def _refuse_other_options(options: argparse.Namespace) -> None:
         for action in group._group_actions:
             given = getattr(options, action.dest, action.default) != action.default
             if given and (group.title in OPTION_GROUPS or action.dest == "model"):
-                flag = action.option_strings[0] if action.option_strings else "PATH"
+                flag = action.option_strings[0] if action.option_strings else "MODEL"
                 raise ConfigError(f"{flag} doesn't go with --spec: put it into {options.spec}, or leave --spec away")

@@ -7,12 +7,10 @@ import msgspec
 
 from splitserve.common.errors import ConfigError
 from splitserve.common.logs import LOG_LEVELS, set_up_logging
-from splitserve.orchestration.cli.option_types import PORT, positive_bytes, whole_number
-from splitserve.orchestration.cli.options import HelpFormatter
+from splitserve.orchestration.cli.options import HelpFormatter, add_options_of
 from splitserve.protocol.config import LMCacheConfig
 
 DEFAULT_PORT = 5555  # LMCache's own
-_DEFAULTS = LMCacheConfig(port=DEFAULT_PORT)
 
 
 def add_lmcache_command(commands: Any) -> None:
@@ -23,25 +21,8 @@ def add_lmcache_command(commands: Any) -> None:
         "or hangs. A cluster spec with a part `lmcache` does the same by itself.",
         formatter_class=HelpFormatter,
     )
-    parser.add_argument("--memory", type=positive_bytes, default=_DEFAULTS.memory_bytes, metavar="SIZE", help="shared")
-    parser.add_argument(
-        "--chunk-tokens",
-        type=whole_number(1, 65536),
-        default=_DEFAULTS.chunk_tokens,
-        metavar="N",
-        help="length of the chunks in which KV is kept",
-    )
-    parser.add_argument("--port", type=PORT, default=DEFAULT_PORT, help="port at 127.0.0.1; 0 takes a free one")
-    parser.add_argument(
-        "--backend",
-        action="append",
-        default=[],
-        metavar="JSON",
-        help='value of LMCache\'s --l2-adapter, like {"type": "fs", "base_path": "/var/cache/lmcache"}; repeatable',
-    )
-    parser.add_argument(
-        "--environment", default="", metavar="DIR", help="virtual environment of LMCache; empty: beside our own"
-    )
+    add_options_of("lmcache", parser)
+    parser.set_defaults(port=DEFAULT_PORT)
     parser.add_argument("--install", action="store_true", help="create that environment and exit")
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="info")
     parser.set_defaults(run=_run)

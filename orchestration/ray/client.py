@@ -51,6 +51,11 @@ def connect(address: str, *, with_code: bool = False) -> None:
         return
     _check_that_somebody_listens(address)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if _lacks_its_token(address):  # first: ray.init tries again for 20 s before it fails
+        raise ConfigError(
+            f"the Ray cluster at {address} requires a token, and none or another one is set here: set "
+            "RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file with the cluster's token"
+        )
     # Ray's messages about its nodes would come between the lines (or the JSON) of a command.
     ray._private.worker.print_to_stdstream = _ignore
     try:
@@ -63,11 +68,6 @@ def connect(address: str, *, with_code: bool = False) -> None:
             configure_logging=False,
         )
     except (ConnectionError, RuntimeError, ValueError, OSError, ray.exceptions.AuthenticationError) as error:
-        if _lacks_its_token(address):
-            raise ConfigError(
-                f"the Ray cluster at {address} requires a token, and none or another one is set here: set "
-                "RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file with the cluster's token"
-            ) from error
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"no Ray cluster answers at {address}: {reason}") from error
 

@@ -56,6 +56,7 @@ class Controller:
         set_up_logging(LAUNCHER, given.log_level)
         logging.getLogger().addHandler(_file_handler(self._log_file))
         self._steps: list[Step] = []
+        self._has_failed = False  # set before the failure is announced: no loop answers requests from then on
         self._changed = threading.Condition()
         self._host = RayHost(
             spec.name,
@@ -77,7 +78,7 @@ class Controller:
     def ask(self, request: bytes) -> bytes:
         """Answer a request (see :mod:`splitserve.orchestration.control.requests`)."""
         try:
-            if not self._thread.is_alive():
+            if self._has_failed or not self._thread.is_alive():
                 return encode(Refused("the cluster has ended"))
             return encode(self._cluster.ask(decode_request(request)))
         except WireError as error:
@@ -127,13 +128,17 @@ class Controller:
             cluster.watch()
         except SplitserveError as error:
             _log.error("%s", error)
-            self._step("", "failed", message=str(error))
+            self._fail(str(error))
         except Exception as error:
             _log.exception("the cluster's launcher failed")
-            self._step("", "failed", message=f"{type(error).__name__}: {error}")
+            self._fail(f"{type(error).__name__}: {error}")
         finally:
             cluster.stop()
             self._step("", "ended")
+
+    def _fail(self, message: str) -> None:
+        self._has_failed = True
+        self._step("", "failed", message=message)
 
     def _note(self, progress: ChildProgress) -> None:
         self._step(progress.name, progress.stage, **progress.detail)

@@ -11,35 +11,49 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from splitserve.common.errors import CheckpointError, ConfigError
-from splitserve.orchestration.cli.option_types import absolute_path, address
+from splitserve.common.errors import ConfigError
+from splitserve.orchestration.spec.model_source import is_model_id
 from splitserve.orchestration.spec.sizes import parse_bytes
-from splitserve.protocol.config import LMCacheConfig, ProtocolConfig, RouterConfig
+from splitserve.protocol.config import HttpLimits, LMCacheConfig, ProtocolConfig, RouterConfig
 from splitserve.protocol.engine_config import ENDPOINT, WORKERS, Device, Dtype, EngineConfig, LoadFormat
-from splitserve.protocol.placement_policies import PLACEMENT_POLICIES, POLICIES_IN_WORDS
 from splitserve.protocol.request import Role
-from splitserve.protocol.settings import Setting, description_of, hints_of, setting_of
+from splitserve.protocol.settings import Setting, description_of, hints_of, meta_of, setting_of
 
 Name: TypeAlias = Annotated[str, Meta(pattern="^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
+ModelName: TypeAlias = Annotated[str, Meta(min_length=1)]
 Positive: TypeAlias = Annotated[int, Meta(ge=1)]
 NotNegative: TypeAlias = Annotated[int, Meta(ge=0)]
 
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in msgspec.structs.fields(EngineConfig)}
 _ROUTER: dict[str, Any] = {field.name: field.default for field in msgspec.structs.fields(RouterConfig)}
 _LMCACHE: dict[str, Any] = {field.name: field.default for field in msgspec.structs.fields(LMCacheConfig)}
-MAX_BODY_MIB = 64
 _GIVEN_BACK_BYTES_PER_SECOND = 4 << 30  # 8 GiB of small pages took 1.3 s
 API_KEY_VARIABLE = "SPLITSERVE_API_KEY"
 SECRET_VARIABLE = "SPLITSERVE_SECRET"  # noqa: S105 - a variable's name
 
 _ENGINE_HINTS = hints_of(EngineConfig)
-PLACES = {field: place for field, hint in _ENGINE_HINTS.items() if (place := setting_of(hint).place)}
-"""Locations of those fields of :class:`EngineConfig` that aren't below ``engine``; ``pools[]`` stands for each pool."""
+_ROUTER_HINTS = hints_of(RouterConfig)
+_LMCACHE_HINTS = hints_of(LMCacheConfig)
+
+
+def places_of(config: type[Struct]) -> dict[str, str]:
+    """Return the locations of those fields of ``config`` that name one; ``pools[]`` stands for each pool."""
+    return {field: place for field, hint in hints_of(config).items() if (place := setting_of(hint).place)}
+
+
+PLACES = places_of(EngineConfig)
+"""Locations of those fields of :class:`EngineConfig` that aren't below ``engine``."""
+ROUTER_PLACES = places_of(RouterConfig)
 
 
 def _engine(field: str) -> Meta:
     """Return the description of a field of :class:`EngineConfig`, for the part of the document where it is set."""
     return description_of(_ENGINE_HINTS[field])
+
+
+def _router(field: str) -> Meta:
+    """Return the description and range of a field of :class:`RouterConfig`."""
+    return meta_of(_ROUTER_HINTS[field])
 
 
 def _settings(name: str, config: type[Struct]) -> Any:
@@ -55,6 +69,7 @@ def _settings(name: str, config: type[Struct]) -> Any:
 
 EngineSettings: Any = _settings("EngineSettings", EngineConfig)
 ProtocolSettings: Any = _settings("ProtocolSettings", ProtocolConfig)
+HttpSettings: Any = _settings("HttpSettings", HttpLimits)
 
 
 class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -65,7 +80,13 @@ class ModelSpec(Part, frozen=True, kw_only=True):
     """The one model that the cluster serves."""
 
     path: Annotated[str, Meta(min_length=1), _engine("model")]
+    revision: Annotated[
+        str,
+        Meta(description="Branch, tag or commit of a model of the Hub; empty: its main branch."),
+        Setting(flags=("--revision",), metavar="REVISION", group=ENDPOINT),
+    ] = ""
     served_name: Annotated[str, _engine("served_model_name")] = ""
+    aliases: Annotated[list[ModelName], _router("aliases")] = []
     load_format: Annotated[LoadFormat, _engine("load_format")] = "auto"
     max_model_len: Annotated[int, _engine("max_model_len")] = 0
     seed: Annotated[int, _engine("seed")] = 0
@@ -84,20 +105,11 @@ class LMCacheSpec(Part, frozen=True, kw_only=True):
     """An LMCache server on each machine, whose memory its workers share; the cluster starts it, or it runs already."""
 
     endpoint: Annotated[str, _engine("lmcache_endpoint")] = ""
-    memory: Annotated[int | str, Meta(description="Shared memory of the server: bytes, or like 16GiB.")] = _LMCACHE[
-        "memory_bytes"
-    ]
-    chunk_tokens: Annotated[int, Meta(ge=1, description="Tokens of each piece of KV that is kept.")] = _LMCACHE[
-        "chunk_tokens"
-    ]
-    port: Annotated[int, Meta(ge=0, le=2**16 - 1, description="Port at the loopback address; 0 takes a free one.")] = 0
-    backends: Annotated[
-        list[dict[str, Any]],
-        Meta(description="Objects that LMCache's --l2-adapter takes, like {type: fs, base_path: /var/cache/lmcache}."),
-    ] = []
-    environment: Annotated[
-        str, Meta(description="Directory of the virtual environment with LMCache; empty: beside our own.")
-    ] = ""
+    memory: Annotated[int | str, description_of(_LMCACHE_HINTS["memory_bytes"])] = _LMCACHE["memory_bytes"]
+    chunk_tokens: Annotated[int, meta_of(_LMCACHE_HINTS["chunk_tokens"])] = _LMCACHE["chunk_tokens"]
+    port: Annotated[int, meta_of(_LMCACHE_HINTS["port"])] = _LMCACHE["port"]
+    backends: Annotated[list[dict[str, Any]], meta_of(_LMCACHE_HINTS["backends"])] = []
+    environment: Annotated[str, meta_of(_LMCACHE_HINTS["environment"])] = _LMCACHE["environment"]
 
 
 class NodeSpec(Part, frozen=True, kw_only=True):
@@ -147,33 +159,14 @@ class PoolSpec(Part, frozen=True, kw_only=True):
 class RouterSpec(Part, frozen=True, kw_only=True):
     """The HTTP endpoint and the placement of requests."""
 
-    host: Annotated[
-        str,
-        Meta(min_length=1, description="Address that the endpoint binds."),
-        Setting(flags=("--host",), parse=address, group=ENDPOINT),
-    ] = _ROUTER["host"]
-    port: Annotated[
-        int,
-        Meta(ge=0, le=2**16 - 1, description="Port that the endpoint binds; 0 takes a free one."),
-        Setting(flags=("--port",), group=ENDPOINT),
-    ] = _ROUTER["port"]
-    policy: Annotated[
-        str,
-        Meta(description=f"How requests are placed; {POLICIES_IN_WORDS}."),
-        Setting(flags=("--policy",), choices=tuple(PLACEMENT_POLICIES), group=ENDPOINT),
-    ] = _ROUTER["policy"]
-    max_requests_in_flight: Annotated[int, Meta(ge=1, description="Requests in flight; clients get 429 beyond.")] = (
-        _ROUTER["max_requests_in_flight"]
-    )
-    max_body_mib: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=MAX_BODY_MIB,
-            description="Largest body of a request (413 beyond); parsing one MiB can hold all streams for 10 ms.",
-        ),
-        Setting(flags=("--max-body-mib",), metavar="MIB", group=ENDPOINT),
-    ] = _ROUTER["max_body_mib"]
+    host: Annotated[str, _router("host")] = _ROUTER["host"]
+    port: Annotated[int, _router("port")] = _ROUTER["port"]
+    policy: Annotated[str, _router("policy")] = _ROUTER["policy"]
+    max_requests_in_flight: Annotated[int, _router("max_requests_in_flight")] = _ROUTER["max_requests_in_flight"]
+    max_body_mib: Annotated[int, _router("max_body_mib")] = _ROUTER["max_body_mib"]
+    generation_config: Annotated[str, _router("generation_config")] = _ROUTER["generation_config"]
+    chat_template: Annotated[str, _router("chat_template")] = _ROUTER["chat_template"]
+    allowed_origins: Annotated[list[str], _router("allowed_origins")] = []
     nodes: NodeSpec = NodeSpec()
 
 
@@ -212,8 +205,8 @@ class ConnectorSpec(Part, frozen=True, kw_only=True):
 class ObjectivesSpec(Part, frozen=True, kw_only=True):
     """Objectives for the latency of answers. The router counts the requests that met them."""
 
-    ttft_ms: Annotated[float, Meta(ge=0, description="Time to first token; 0: none.")] = 0.0
-    tpot_ms: Annotated[float, Meta(ge=0, description="Mean time per output token after the first; 0: none.")] = 0.0
+    ttft_ms: Annotated[float, _router("ttft_objective_ms")] = _ROUTER["ttft_objective_ms"]
+    tpot_ms: Annotated[float, _router("tpot_objective_ms")] = _ROUTER["tpot_objective_ms"]
 
 
 class SecretRef(Part, frozen=True, kw_only=True):
@@ -232,7 +225,7 @@ class SecretsSpec(Part, frozen=True, kw_only=True):
         Setting(
             flags=("--secret-file",),
             metavar="PATH",
-            parse=absolute_path,
+            form="path",
             group=WORKERS,
             place="secrets.shared.file",
             help="file with the secret that protects messages between processes, needed off loopback; "
@@ -245,7 +238,7 @@ class SecretsSpec(Part, frozen=True, kw_only=True):
         Setting(
             flags=("--api-key-file",),
             metavar="PATH",
-            parse=absolute_path,
+            form="path",
             group=ENDPOINT,
             place="secrets.api_key.file",
             help="file with the key that /v1 and /admin require as 'Authorization: Bearer KEY'; "
@@ -274,6 +267,7 @@ class ClusterSpec(Part, frozen=True, kw_only=True):
     pools: Annotated[list[PoolSpec], Meta(min_length=1)]
     engine: Annotated[EngineSettings, Meta(description="For all pools; a pool's own win.")] = EngineSettings()
     router: RouterSpec = RouterSpec()
+    http: Annotated[HttpSettings, Meta(description="Bounds of HTTP connections.")] = HttpSettings()
     network: NetworkSpec = NetworkSpec()
     connector: ConnectorSpec = ConnectorSpec()
     lmcache: Annotated[LMCacheSpec | None, Meta(description="KV that workers share; absent: none.")] = None
@@ -290,8 +284,9 @@ class ClusterSpec(Part, frozen=True, kw_only=True):
 
     @property
     def served_model_name(self) -> str:
-        """Return the model id that clients send: the configured one, else the directory's name."""
-        return self.model.served_name or Path(self.model.path).resolve().name
+        """Return the model id that clients send: the configured one, else the Hub's, else the directory's name."""
+        path = self.model.path
+        return self.model.served_name or (path if is_model_id(path) else Path(path).resolve().name)
 
     def pool(self, name: str) -> PoolSpec:
         """Return the pool of that name. An unknown name raises :class:`ConfigError`, which lists the pools."""
@@ -302,6 +297,13 @@ class ClusterSpec(Part, frozen=True, kw_only=True):
 
     def protocol_config(self) -> ProtocolConfig:
         return ProtocolConfig(**set_fields(self.protocol))
+
+    def http_limits(self) -> HttpLimits:
+        return HttpLimits(**set_fields(self.http))
+
+    def router_settings(self) -> dict[str, Any]:
+        """Return the values of those fields of :class:`RouterConfig` that are settings."""
+        return {field: value_at(self, self.pools[0], place) for field, place in ROUTER_PLACES.items()}
 
     def engine_config(self, pool: PoolSpec) -> EngineConfig:
         """Return the engine's settings in ``pool``, without those that differ between its workers."""
@@ -356,21 +358,6 @@ class SpecError(ConfigError):
         super().__init__("; ".join(f"{place}: {text}" if place else text for place, text in problems))
         self.problems = problems
         self.repaired = repaired
-
-
-def check_model_directory(model: str) -> None:
-    """Raise :class:`CheckpointError` unless ``model`` is a directory with a Hugging Face ``config.json``."""
-    folder = Path(model)
-    if not folder.exists():
-        raise CheckpointError(
-            f"no such directory: {model}. Give the path of a Hugging Face checkpoint on disk; "
-            "`splitserve demo-model DIR` writes a small one"
-        )
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(
-            f"{model} is not a Hugging Face checkpoint: it has no config.json "
-            "(it needs that, *.safetensors and tokenizer.json)"
-        )
 
 
 def set_fields(settings: Struct) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Contradictions within a cluster spec: pure checks of a whole document; each problem has its location."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -20,15 +21,19 @@ from splitserve.orchestration.spec.cluster_spec import (
     num_bytes_of,
     set_fields,
 )
-from splitserve.protocol.config import protocol_problems
+from splitserve.protocol.config import LMCacheConfig, protocol_problems
 from splitserve.protocol.engine_config import SettingsError
 from splitserve.protocol.placement_policies import PLACEMENT_POLICIES
 from splitserve.protocol.request import Role
+from splitserve.protocol.settings import problem_of, problems_of
 
 # Variables that a process gets from its launcher; a document that sets them would contradict it.
 MANAGED_VARIABLES = frozenset(
     {SECRET_VARIABLE, API_KEY_VARIABLE, "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "UCX_TLS", "UCX_NET_DEVICES"}
 )
+
+
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s@*]+")
 
 
 def contradictions(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
@@ -46,9 +51,13 @@ def contradictions(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
     yield from ((f"lmcache{place}", text) for place, text in _lmcache_problems(spec))
     if spec.router.policy not in PLACEMENT_POLICIES:
         yield "router.policy", f"is {spec.router.policy!r}; choose one of {', '.join(PLACEMENT_POLICIES)}"
+    for index, origin in enumerate(spec.router.allowed_origins):
+        if not _ORIGIN.fullmatch(origin):
+            yield f"router.allowed_origins[{index}]", f"must be like https://app.example.com, or *, got {origin!r}"
     if spec.connector.transports and not {"tcp", "all"} & set(spec.connector.transports):
         yield "connector.transports", "add tcp: UCX needs it to set connections up"
     yield from ((f"protocol.{field}", text) for field, text in protocol_problems(spec.protocol_config()))
+    yield from ((f"http.{field}", text) for field, text in problems_of(spec.http_limits()))
     for name in SecretsSpec.__struct_fields__:
         reference: SecretRef | None = getattr(spec.secrets, name)
         if reference is not None and bool(reference.env) == bool(reference.file):
@@ -64,8 +73,8 @@ def _lmcache_problems(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
     if lmcache.endpoint and "://" not in lmcache.endpoint:
         yield ".endpoint", f"{lmcache.endpoint!r} is no address; write it like tcp://127.0.0.1:5555"
     try:
-        if num_bytes_of(lmcache.memory) < 1 << 20:
-            yield ".memory", f"{lmcache.memory} is less than 1 MiB"
+        if problem := problem_of(LMCacheConfig, "memory_bytes", num_bytes_of(lmcache.memory)):
+            yield ".memory", problem
     except ConfigError as error:
         yield ".memory", str(error)
     for number, backend in enumerate(lmcache.backends):

@@ -91,22 +91,19 @@ ANYWHERE = CorePlacement()
 
 def router_config(spec: ClusterSpec, secrets: Secrets, host: str, ports: RouterPorts = ANY_PORTS) -> RouterConfig:
     """Return the router's config; ``host`` is the address on which membership listens."""
+    settings = spec.router_settings()
+    settings["port"] = ports.http or settings["port"]
     return RouterConfig(
         model=spec.model.path,
         served_model_name=spec.served_model_name,
-        host=spec.router.host,
-        port=ports.http or spec.router.port,
-        policy=spec.router.policy,
-        max_requests_in_flight=spec.router.max_requests_in_flight,
-        max_body_mib=spec.router.max_body_mib,
         on_awake_cores=any(spec.engine_config(pool).keep_cores_awake for pool in spec.pools),
         membership_host=host,
         membership_port=ports.membership,
-        ttft_objective_seconds=spec.objectives.ttft_ms / 1e3,
-        tpot_objective_seconds=spec.objectives.tpot_ms / 1e3,
         secret=secrets.secret,
         api_key=secrets.api_key,
         protocol=spec.protocol_config(),
+        http=spec.http_limits(),
+        **settings,
     )
 
 

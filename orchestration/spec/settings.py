@@ -8,12 +8,17 @@ from typing import Any
 import msgspec
 from msgspec import Meta, structs
 
-from splitserve.orchestration.spec.cluster_spec import PLACES, ClusterSpec, PoolSpec
-from splitserve.protocol.config import EngineConfig, ProtocolConfig
+from splitserve.orchestration.spec.cluster_spec import PLACES, ClusterSpec, PoolSpec, places_of
+from splitserve.protocol.config import EngineConfig, HttpLimits, LMCacheConfig, ProtocolConfig, RouterConfig
 from splitserve.protocol.settings import Setting, hints_of, meta_of, setting_of
 
-_FIELDS = {place: field for field, place in PLACES.items()}
-_CONFIGS: dict[str, type[msgspec.Struct]] = {"engine": EngineConfig, "protocol": ProtocolConfig}
+_DECLARED: dict[str, tuple[type[msgspec.Struct], str]] = {
+    place: (config, field)
+    for config in (EngineConfig, RouterConfig, LMCacheConfig)
+    for field, place in places_of(config).items()
+}
+"""Fields of configs by location: their declarations are also those of the document's settings there."""
+_CONFIGS: dict[str, type[msgspec.Struct]] = {"engine": EngineConfig, "protocol": ProtocolConfig, "http": HttpLimits}
 """Parts whose fields are those of a config: defaults and ranges are declared there."""
 
 
@@ -62,12 +67,13 @@ def _settings_in(struct: type[msgspec.Struct], outer: str) -> Iterator[SpecSetti
 
 
 def _setting(place: str, hint: Any, field: structs.FieldInfo) -> SpecSetting:
-    engine_field = _FIELDS.get(place, "")
     default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
-    if engine_field:
-        declared = hints_of(EngineConfig)[engine_field]
-        return SpecSetting(place, engine_field, hint, meta_of(declared), setting_of(declared), default)
-    return SpecSetting(place, "", hint, meta_of(hint), setting_of(hint), default)
+    if place not in _DECLARED:
+        return SpecSetting(place, "", hint, meta_of(hint), setting_of(hint), default)
+    config, name = _DECLARED[place]
+    declared = hints_of(config)[name]
+    engine_field = name if config is EngineConfig else ""
+    return SpecSetting(place, engine_field, hint, meta_of(declared), setting_of(declared), default)
 
 
 def _settings_of_config(config: type[msgspec.Struct], outer: str) -> Iterator[SpecSetting]:

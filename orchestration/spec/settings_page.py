@@ -20,9 +20,9 @@ _HEAD = """<!-- made by `python scripts/reference_pages.py`, not by hand -->
 # Settings
 
 Settings of a cluster by their location in its spec (`splitserve serve --spec FILE`), with the options of
-`splitserve serve` and `splitserve up` that set the same. `pools[]` stands for each pool. What is below `engine` holds
-for all pools; a pool's own `engine` wins. `splitserve spec schema` prints a JSON schema for editors,
-`splitserve spec show PATH ...` the spec that options stand for.
+`splitserve serve` and `splitserve up`, or of the command that is named, that set the same. `pools[]` stands for each
+pool. What is below `engine` holds for all pools; a pool's own `engine` wins. `splitserve spec schema` prints a JSON
+schema for editors, `splitserve spec show PATH ...` the spec that options stand for.
 """
 _TYPES = {str: "text", int: "whole number", float: "number", bool: "true or false"}
 
@@ -39,7 +39,8 @@ def _table(part: str, settings: list[SpecSetting]) -> Iterator[str]:
     yield f"## {part}\n"
     yield "| setting | option | values | default | meaning |\n|---|---|---|---|---|"
     for each in settings:
-        flags = ", ".join(f"`{flag}`" for flag in each.setting.flags)
+        prefix = "" if each.setting.command == "serve" else f"{each.setting.command} "
+        flags = ", ".join(f"`{prefix}{flag}`" for flag in each.setting.flags)
         yield f"| `{each.place}` | {flags} | {_values(each)} | {_default(each)} | {each.description} |"
     yield ""
 

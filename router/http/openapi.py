@@ -4,6 +4,7 @@ Request bodies come from the models of :mod:`splitserve.router.http.schema`, and
 with neutral values only. Limits that depend on the workers (context length, vocabulary) aren't in it.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from splitserve import __version__
@@ -31,7 +32,7 @@ _ERRORS = {
 }
 
 
-def openapi_document(model_id: str, *, wants_key: bool) -> Json:
+def openapi_document(names: Sequence[str], *, wants_key: bool) -> Json:
     """Return the whole document, as a value for JSON."""
     keyed = (401,) if wants_key else ()
     generation_errors = (400, *keyed, 404, 408, 413, 415, 429, 502, 503, 504)
@@ -41,7 +42,7 @@ def openapi_document(model_id: str, *, wants_key: bool) -> Json:
         "/v1/models": {"get": _operation("The model served", _json(_ref("ModelList")), keyed)},
         "/v1/models/{model_id}": {
             "get": _operation("The model served", _json(_ref("Model")), (*keyed, 404))
-            | {"parameters": [{"name": "model_id", "in": "path", "required": True, "schema": {"const": model_id}}]}
+            | {"parameters": [{"name": "model_id", "in": "path", "required": True, "schema": {"enum": list(names)}}]}
         },
         "/health": {"get": _operation("Whether the router runs", _json(_status("ok")))},
         "/ready": {"get": _ready()},
@@ -52,7 +53,7 @@ def openapi_document(model_id: str, *, wants_key: bool) -> Json:
         "openapi": "3.1.0",
         "info": {"title": "Splitserve", "version": __version__},
         "paths": paths,
-        "components": {"schemas": _schemas(model_id)},
+        "components": {"schemas": _schemas(names)},
     }
     if wants_key:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -83,7 +84,7 @@ def _ready() -> Json:
     return operation
 
 
-def _schemas(model_id: str) -> Json:
+def _schemas(names: Sequence[str]) -> Json:
     reasons = [reason.value for reason in FinishReason]
     choice = {"index": _COUNT, "logprobs": {"type": "null"}, "finish_reason": {"enum": reasons}}
     message = _object({"role": {"const": "assistant"}, "content": _STRING, "refusal": {"type": "null"}})
@@ -91,7 +92,7 @@ def _schemas(model_id: str) -> Json:
     usage = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), _COUNT)
     error: Json = {"message": _STRING, "type": _STRING}
     error |= {name: {"type": ["string", "null"]} for name in ("param", "code")}
-    return _requests(model_id) | {
+    return _requests(names) | {
         "Error": _object({"error": _object(error)}),
         "Event": {
             "type": "object",
@@ -99,37 +100,44 @@ def _schemas(model_id: str) -> Json:
             "properties": {"data": _STRING | {"description": "A chunk or an error as JSON; [DONE] ends the stream"}},
         },
         "Model": _object(
-            {"id": {"const": model_id}, "object": {"const": "model"}, "created": _INTEGER, "owned_by": _STRING}
+            {
+                "id": {"enum": list(names)},
+                "object": {"const": "model"},
+                "created": _INTEGER,
+                "owned_by": _STRING,
+                "root": {"const": names[0]},
+                "sampling_defaults": {"type": "object", "additionalProperties": {"type": "number"}},
+            }
         ),
         "ModelList": _object({"object": {"const": "list"}, "data": {"type": "array", "items": _ref("Model")}}),
         "Usage": _object(usage | {"prompt_tokens_details": details}),
-        "Completion": _answer("text_completion", model_id, choice | {"text": _STRING}),
-        "ChatCompletion": _answer("chat.completion", model_id, choice | {"message": message}),
+        "Completion": _answer("text_completion", names, choice | {"text": _STRING}),
+        "ChatCompletion": _answer("chat.completion", names, choice | {"message": message}),
     }
 
 
-def _answer(kind: str, model_id: str, choice: Json) -> Json:
+def _answer(kind: str, names: Sequence[str], choice: Json) -> Json:
     """Return the schema of an answer; ``return_route`` adds ``splitserve``, ``return_token_ids`` adds ``token_ids``."""
     entry = _object(choice, token_ids={"type": "array", "items": _COUNT})
     fields = {
         "id": _STRING,
         "object": {"const": kind},
         "created": _INTEGER,
-        "model": {"const": model_id},
+        "model": {"enum": list(names)},
         "choices": {"type": "array", "items": entry, "minItems": 1},
         "usage": _ref("Usage"),
     }
     return _object(fields, splitserve={"type": "object"})
 
 
-def _requests(model_id: str) -> Json:
+def _requests(names: Sequence[str]) -> Json:
     """Return the schemas of both bodies and of their parts."""
     models: tuple[type[GenerationRequest], ...] = (CompletionRequest, ChatCompletionRequest)
     schemas: Json = {}
     for model in models:
         schema = model.model_json_schema(ref_template=_REFERENCE)
         schemas |= schema.pop("$defs", {})
-        schema["properties"]["model"] = {"const": model_id}
+        schema["properties"]["model"] = {"enum": [*names, None]}
         for field, neutral in NEUTRAL_ONLY.items():
             schema["properties"].setdefault(
                 field, {"enum": [None, *neutral], "description": "Not supported yet: neutral values only"}

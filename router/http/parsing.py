@@ -1,12 +1,16 @@
 """Parsing of requests' bodies, with errors that name the first field at fault."""
 
+import difflib
+import json
 from typing import Any, TypeVar
 
 import pydantic
 
 from splitserve.protocol.token_ids import TokenIds
-from splitserve.router.http.api_error import ApiError
-from splitserve.router.http.body_shape import check_shape, check_values
+from splitserve.router.http.api_error import MAX_PARAM_CHARS, ApiError
+from splitserve.router.http.bodies.shape import check_shape, check_values
+from splitserve.router.http.bodies.token_prompt import take_token_ids
+from splitserve.router.http.bodies.wording import describe_fault, shown
 from splitserve.router.http.schema import (
     NEUTRAL_ONLY,
     ChatCompletionRequest,
@@ -16,7 +20,6 @@ from splitserve.router.http.schema import (
     StreamOptions,
     TextPart,
 )
-from splitserve.router.http.token_prompt import take_token_ids
 from splitserve.router.text.structured_output import JsonSchemaFormat, ResponseFormat, StructuredOutputs
 
 MAX_ISSUES = 100  # each issue costs time and memory: a body with more is refused without details
@@ -73,17 +76,27 @@ def _retry_without_neutral(model: type[RequestModel], body: bytes, error: pydant
     extras = {str(issue["loc"][0]): issue["input"] for issue in issues if _is_extra(issue)}
     for name, value in extras.items():
         if name not in NEUTRAL_ONLY:
-            raise ApiError(400, f"unknown parameter: {name}", param=name, code="unknown_parameter")
+            raise ApiError(
+                400, f"unknown parameter: {name}{_suggest(name, model)}", param=name, code="unknown_parameter"
+            )
         if not _is_neutral(value, NEUTRAL_ONLY[name]):
-            raise ApiError(400, f"{name} is not supported yet", param=name, code="unsupported_parameter")
+            allowed = " or ".join(json.dumps(neutral) for neutral in (*NEUTRAL_ONLY[name], None))
+            message = f"{name} is not supported yet: leave it out, or send {allowed}, got {shown(value)}"
+            raise ApiError(400, message, param=name, code="unsupported_parameter")
     if not extras:
-        raise _as_api_error(issues)
+        raise _as_api_error(model, issues)
     fields = _ANY_FIELDS.validate_json(body)
     kept = {name: value for name, value in fields.items() if name not in extras}
     try:
         return model.model_validate(kept)
     except pydantic.ValidationError as second:
-        raise _as_api_error(second.errors(include_url=False)) from None
+        raise _as_api_error(model, second.errors(include_url=False)) from None
+
+
+def _suggest(name: str, model: type[pydantic.BaseModel]) -> str:
+    """Return the closest known parameter, if one is close."""
+    close = difflib.get_close_matches(name[:MAX_PARAM_CHARS], [*model.model_fields, *NEUTRAL_ONLY], n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _is_extra(issue: Any) -> bool:
@@ -95,17 +108,17 @@ def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
     return value is None or any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral)
 
 
-def _as_api_error(issues: list[Any]) -> ApiError:
+def _as_api_error(model: type[pydantic.BaseModel], issues: list[Any]) -> ApiError:
     issue = _most_telling(issues)
     loc = issue["loc"]
     if issue["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {issue['ctx']['error']}", code="invalid_json")
     if not loc:
-        return ApiError(400, f"the body must be a JSON object: {issue['msg']}", code="invalid_json")
+        return ApiError(400, f"the body must be a JSON object, got {shown(issue['input'])}", code="invalid_json")
     field = _field_path(issue)
     # Elements of a plain list have no name of their own: ``param`` names the list.
     param = field if "." in field else str(loc[0])
-    return ApiError(400, f"{field}: {issue['msg']}", param=param, code="invalid_value")
+    return ApiError(400, describe_fault(model, issue, field), param=param, code="invalid_value")
 
 
 def _field_path(issue: Any) -> str:

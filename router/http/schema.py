@@ -20,6 +20,7 @@ MAX_BAD_WORD_CHARS = 64
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 2048
 MAX_PARTS = 1024
+MAX_HINT_CHARS = 4096
 
 # Unsupported parameters of OpenAI's API, or of other servers with that API, with their neutral values besides null.
 NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
@@ -39,20 +40,13 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "length_penalty": (1,),
     "logprobs": (False,),
-    "metadata": ({},),
     "modalities": (["text"],),
     "moderation": (),
     "n": (1,),
     "parallel_tool_calls": (True, False),
-    "prediction": (),
     "priority": (0,),
-    "prompt_cache_key": (),
-    "prompt_cache_options": (),
-    "prompt_cache_retention": (),
     "prompt_logprobs": (),
     "reasoning_effort": (),
-    "safety_identifier": (),
-    "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
     "suffix": ("",),
@@ -60,7 +54,6 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "top_logprobs": (0,),
     "use_beam_search": (False,),
-    "verbosity": (),
     "web_search_options": (),
 }
 
@@ -90,13 +83,30 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 TokenId = Annotated[int, Field(ge=0)]
 
 
-class GenerationRequest(_SamplingFields):
+HintText = Annotated[str, Field(max_length=MAX_HINT_CHARS)]
+
+
+class Hints(_Strict):
+    """Parameters that change no answer here: accounting, names of caches, wishes about effort and price."""
+
+    metadata: dict[str, Any] | None = None
+    prediction: dict[str, Any] | None = None
+    prompt_cache_key: HintText | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: HintText | None = None
+    safety_identifier: HintText | None = None
+    service_tier: HintText | None = None
+    user: HintText | None = None
+    verbosity: HintText | None = None
+
+
+class GenerationRequest(Hints, _SamplingFields):
     """Fields of both endpoints' bodies. None stands for the endpoint's default.
 
     Parameters of sampling features are inherited; one that clients write in another form is declared here anew.
     """
 
-    model: str
+    model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -110,7 +120,6 @@ class GenerationRequest(_SamplingFields):
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
     return_token_ids: bool | None = None
     return_route: bool | None = None
     response_format: ResponseFormat | None = None

@@ -43,6 +43,7 @@ _LOG_INTERVAL_SECONDS = 1.0
 _STRANGER_LOG_INTERVAL_SECONDS = 30.0
 _SOCKETS_PER_WORKER = 4  # its link, both ends of the link's monitor, its KV events
 _OTHER_SOCKETS = 16
+_MAX_PATIENCE_SECONDS = 30.0  # ZMQ gives up a handshake after as long
 
 
 class RateLimitedLog:
@@ -174,14 +175,15 @@ class Fleet:
 
     def _on_register(self, identity: bytes, sender: Party, body: Register) -> None:
         registration = self.membership.register(sender, body.info, self._loop.time(), identity, body.token)
-        refusal = registration.refusal
+        refusal, for_good = registration.refusal, registration.for_good
         if refusal is None and registration.must_dial:
-            refusal = self._dial(sender)
+            # Sockets may be short for a while only: the worker asks again, and ends when that doesn't help.
+            refusal, for_good = self._dial(sender), False
         if refusal is not None:
             self.turned_away.refuse(body.info, refusal, self._loop.time())
             self._metrics.workers_refused.inc()
             self._refusal_log.write(self._loop.time(), f"refused worker {sender}: {refusal}")
-            answer = RegisterRefused(refusal, registration.for_good)
+            answer = RegisterRefused(refusal, for_good)
             self._socket.send([identity, encode(Envelope(self.party, sender, answer))])
             return
         self.turned_away.forgive(sender.engine_id)
@@ -194,7 +196,7 @@ class Fleet:
         before = self.membership.heartbeat(sender, body.load, self._loop.time(), body.links, clock_offset_seconds)
         if before is WorkerState.LOST:
             log.info("worker %s is heard again", sender)
-            self._dial(sender)
+            self._redial(sender)
 
     def _on_stranger(self, address: str) -> None:
         """Record a connection without the shared secret: usually a worker with another one, which can't report it."""
@@ -207,8 +209,17 @@ class Fleet:
 
     # ---- links ----
 
-    def _dial(self, worker: Party) -> str | None:
-        """Open the worker's link; return None, or the reason in words why it can't be opened."""
+    def _redial(self, worker: Party, patience_seconds: float = 0.0) -> None:
+        """Open the link of a worker that is registered. If that fails, the worker is forgotten until it registers."""
+        refusal = self._dial(worker, patience_seconds)
+        if refusal is not None:
+            log.warning("worker %s must register again: %s", worker, refusal)
+
+    def _dial(self, worker: Party, patience_seconds: float = 0.0) -> str | None:
+        """Open the worker's link; return None, or the reason in words why it can't be opened.
+
+        ``patience_seconds``: time after which a link that isn't up is dialled anew; 0: as for a first one.
+        """
         record = self.membership.get(worker)
         assert record is not None
         try:
@@ -220,6 +231,7 @@ class Fleet:
                 on_frames=self._on_link_frames,
                 on_up=self._on_link_up,
                 on_down=self._on_link_down,
+                patience_seconds=min(patience_seconds or self._dead_after_seconds, _MAX_PATIENCE_SECONDS),
             )
         except ConfigError as error:
             self.membership.forget(worker)  # it may register again once its endpoint can be dialled
@@ -227,18 +239,22 @@ class Fleet:
         return None
 
     def _dial_anew(self, now: float) -> None:
-        """Replace links that don't come up: else a registered worker could stay unready for ever."""
+        """Replace links whose handshake doesn't end: else a registered worker could stay unready for ever.
+
+        Each next one has twice the time: a handshake on a machine under load may take longer than the first ones have.
+        """
         for record in self.membership.records():
             link, party = self._links.get(record.info.party), record.info.party
             if record.state is not WorkerState.CONNECTING:
                 continue
-            if link is not None and now - link.dialled_at <= self._dead_after_seconds:
+            patience_seconds = self._dead_after_seconds if link is None else link.patience_seconds
+            if link is not None and now - link.dialled_at <= patience_seconds:
                 continue
             log.warning("worker %s: no link to %s yet; dialling anew", party, record.info.endpoint)
             if link is not None:
                 del self._links[party]
                 link.close()
-            self._dial(party)
+            self._redial(party, 2 * patience_seconds)
 
     def _on_link_up(self, link: WorkerLink) -> None:
         self.membership.link_up(link.party)

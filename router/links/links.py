@@ -145,8 +145,8 @@ class WorkerLink:
     """The connection over which one worker incarnation receives requests and sends tokens.
 
     ``on_up`` is called once, when the worker has answered the connection's handshake, ``on_down`` once, when the
-    connection breaks; a link that is down is never used again. Raises :class:`ConfigError` for an endpoint that can't
-    be dialled.
+    connection breaks; a link that is down is never used again. ``patience_seconds``: time that the handshake has
+    before the owner replaces the link. Raises :class:`ConfigError` for an endpoint that can't be dialled.
     """
 
     def __init__(
@@ -159,10 +159,12 @@ class WorkerLink:
         on_frames: Callable[[Party, list[bytes]], None],
         on_up: Callable[["WorkerLink"], None],
         on_down: Callable[["WorkerLink"], None],
+        patience_seconds: float,
     ) -> None:
         self.info = info
         self.party = info.party
         self.dialled_at = asyncio.get_running_loop().time()
+        self.patience_seconds = patience_seconds
         self._router = router
         self._on_up = on_up
         self._on_down = on_down

@@ -131,7 +131,7 @@ class Membership:
             return Registration(refusal="this incarnation has left, or a newer one took its place")
         known = self._records.get(sender.engine_id)
         if known is None and len(self._records) >= MAX_WORKERS:
-            return Registration(refusal=f"there are {MAX_WORKERS} workers already")
+            return Registration(refusal=f"there are {MAX_WORKERS} workers already", for_good=False)
         if (mismatch := self._mismatch(info)) is not None:
             return Registration(refusal=mismatch)
         if known is not None and (holder := _holder(known, sender, connection, token)) is not None:

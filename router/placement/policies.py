@@ -25,7 +25,7 @@ class WorkerView:
     moment; ``load`` is the last heartbeat, up to a second old. ``prefill_tokens`` counts prompt tokens whose first
     output token is still to come, ``context_tokens`` the prompt tokens of the requests that decode there.
     ``num_placed`` counts all requests ever placed. ``prefix_match_tokens`` is how much of *this* request's prompt needs
-    no computing there, as far as the router knows, less where it has to come up from a tier.
+    no computing there, as far as the router knows, less where it has to be onboarded from a tier.
     """
 
     party: Party
@@ -86,7 +86,7 @@ class Local:
 
 @dataclass(frozen=True, slots=True)
 class NoWorker:
-    """Nobody can take the request now; ``reason`` is for the client."""
+    """No worker can take the request now; ``reason`` is for the client."""
 
     reason: str
 

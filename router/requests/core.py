@@ -27,6 +27,7 @@ from splitserve.protocol.messages.requests import (
     TokenDelta,
 )
 from splitserve.protocol.request import Party, RequestKey
+from splitserve.protocol.token_ids import TOKEN_ID_BYTES
 from splitserve.router.links.membership import Membership
 from splitserve.router.placement.placer import SHUTTING_DOWN, Placer
 from splitserve.router.placement.policies import NoWorker, policy_by_name
@@ -83,11 +84,11 @@ class RouterCore:
         # Wait of new requests; a request whose worker was lost waits until its deadline.
         wait_seconds = min(protocol.no_worker_wait_seconds, MAX_SHARE_OF_DEADLINE_WAITED * self.deadline_seconds)
         self.waiting_room: WaitingRoom[Newcomer] = WaitingRoom(
-            protocol.max_requests_waiting, wait_seconds, self._outbox, self._serve
+            protocol.max_requests_waiting, protocol.max_waiting_mib << 20, wait_seconds, self._outbox, self._serve
         )
         self._orphans = Orphans(protocol.tombstone_seconds)
         attempts = Attempts(self.placer, membership, self._outbox, chosen, self.deadline_seconds)
-        objectives = Objectives(config.ttft_objective_seconds, config.tpot_objective_seconds)
+        objectives = Objectives(config.ttft_objective_ms / 1e3, config.tpot_objective_ms / 1e3)
         self._settlement = Settlement(membership, objectives, self._outbox)
         self.requests = RequestTable(attempts, self._settlement, membership, self._outbox, self.deadline_seconds)
         self._handlers: dict[type, Callable[[Any, float], None]] = {
@@ -111,11 +112,12 @@ class RouterCore:
     # ---- clients ----
 
     def _on_ask_limits(self, event: AskLimits, now: float) -> None:
-        self.waiting_room.arrive(event.question_id, Question(), event.arrived_at, now)
+        self.waiting_room.arrive(event.question_id, Question(), event.num_bytes, event.arrived_at, now)
 
     def _on_submit(self, event: Submit, now: float) -> None:
         request = event.request
-        self.waiting_room.arrive(request.request_id, request, request.arrived_at, now)
+        num_bytes = TOKEN_ID_BYTES * len(request.token_ids)
+        self.waiting_room.arrive(request.request_id, request, num_bytes, request.arrived_at, now)
 
     def _serve(self, newcomer_id: str, newcomer: Newcomer, now: float) -> NoWorker | None:
         """Answer a question or begin a request, or return why no worker can."""

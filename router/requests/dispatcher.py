@@ -119,14 +119,14 @@ class Dispatcher:
         """Return the placement that a request of this shape would get now."""
         return self.core.placer.place(shape, time.monotonic())
 
-    async def limits(self, arrived_at: float, watch_client: WatchClient) -> Limits:
-        """Return the bounds of prompts, once a request could be placed.
+    async def limits(self, arrived_at: float, num_bytes: int, watch_client: WatchClient) -> Limits:
+        """Return the bounds of prompts, once a request could be placed. ``num_bytes``: size of the request's body.
 
         Raises :class:`ApiError` 503 if no worker comes in time, and :class:`ClientGoneError`.
         """
         self._num_questions += 1
         question_id = f"question-{self._num_questions}"
-        limits = await self._ask(question_id, AskLimits(question_id, arrived_at), watch_client)
+        limits = await self._ask(question_id, AskLimits(question_id, arrived_at, num_bytes), watch_client)
         assert isinstance(limits, Limits), "a question about limits is answered by limits"
         return limits
 

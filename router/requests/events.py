@@ -32,6 +32,7 @@ class AskLimits(msgspec.Struct, frozen=True, gc=False):
 
     question_id: str
     arrived_at: float
+    num_bytes: int = 0  # size of the body from which the prompt will be prepared
 
 
 class Submit(msgspec.Struct, frozen=True):

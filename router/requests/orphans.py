@@ -1,4 +1,4 @@
-"""Attempts that a lost worker may still compute; they are aborted if its link comes up again. Pure."""
+"""Attempts that a lost worker may still compute; they are aborted if it is linked again. Pure."""
 
 from splitserve.common.bounded import ExpiringMap
 from splitserve.protocol.request import Party, RequestKey
@@ -12,7 +12,9 @@ class Orphans:
         self._keys: ExpiringMap[Party, list[RequestKey]] = ExpiringMap(max_size=MAX_WORKERS, ttl_seconds=ttl_seconds)
 
     def add(self, worker: Party, key: RequestKey, now: float) -> None:
-        self._keys.put(worker, [*(self._keys.get(worker, now) or ()), key], now)
+        keys = self._keys.get(worker, now) or []
+        keys.append(key)
+        self._keys.put(worker, keys, now)
 
     def take(self, worker: Party, now: float) -> list[RequestKey]:
         """Return the orphans of a worker that is back, and forget them."""

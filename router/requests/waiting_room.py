@@ -1,5 +1,5 @@
-"""The queue of newcomers (requests, and questions about limits) that no worker can serve yet, bounded in number and in
-time. Pure."""
+"""The queue of newcomers (requests, and questions about limits) that no worker can serve yet, bounded in number, memory
+and time. Pure."""
 
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -18,21 +18,25 @@ T = TypeVar("T")
 class WaitingRoom(Generic[T]):
     """A queue of at most ``max_waiting`` newcomers, each for ``wait_seconds`` from its arrival, in order of arrival.
 
-    ``serve`` serves a newcomer, or returns the reason why no worker can.
+    Together they keep at most ``max_bytes`` of bodies and prompts; a single newcomer may keep more. ``serve`` serves a
+    newcomer, or returns the reason why no worker can.
     """
 
     def __init__(
         self,
         max_waiting: int,
+        max_bytes: int,
         wait_seconds: float,
         outbox: Outbox,
         serve: Callable[[str, T, float], NoWorker | None],
     ) -> None:
         self._max_waiting = max_waiting
+        self._max_bytes = max_bytes
         self._wait_seconds = wait_seconds
         self._outbox = outbox
         self._serve = serve
-        self._waiting: dict[str, T] = {}
+        self._waiting: dict[str, tuple[T, int]] = {}  # by id: a newcomer, and the bytes that it keeps
+        self._num_bytes = 0
         self._is_closed = False
 
     def __len__(self) -> int:
@@ -40,10 +44,10 @@ class WaitingRoom(Generic[T]):
 
     def in_line(self) -> list[tuple[str, T]]:
         """Return the waiting newcomers with their ids."""
-        return list(self._waiting.items())
+        return [(newcomer_id, newcomer) for newcomer_id, (newcomer, _) in self._waiting.items()]
 
-    def arrive(self, newcomer_id: str, newcomer: T, arrived_at: float, now: float) -> None:
-        """Serve a newcomer now, let it wait, or refuse it."""
+    def arrive(self, newcomer_id: str, newcomer: T, num_bytes: int, arrived_at: float, now: float) -> None:
+        """Serve a newcomer now, let it wait, or refuse it. ``num_bytes``: memory that it keeps while it waits."""
         lacking = self._serve(newcomer_id, newcomer, now)
         if lacking is None:
             return
@@ -51,10 +55,13 @@ class WaitingRoom(Generic[T]):
         if len(self._waiting) >= self._max_waiting:
             reason = f"{lacking.reason}, and {len(self._waiting)} requests wait for one already"
             self._outbox.put(Refuse(newcomer_id, reason))
+        elif self._waiting and self._num_bytes + num_bytes > self._max_bytes:
+            self._outbox.put(Refuse(newcomer_id, f"{lacking.reason}, and large requests wait for one already"))
         elif self._is_closed or wait_until <= now:
             self._outbox.put(Refuse(newcomer_id, lacking.reason))
         else:
-            self._waiting[newcomer_id] = newcomer
+            self._waiting[newcomer_id] = newcomer, num_bytes
+            self._num_bytes += num_bytes
             self._outbox.put(SetTimer(Timer(TimerKind.WAIT, newcomer_id), wait_until))
 
     def serve_all(self, now: float) -> None:
@@ -65,14 +72,14 @@ class WaitingRoom(Generic[T]):
 
     def leave(self, newcomer_id: str) -> bool:
         """Remove a newcomer; return False if it wasn't waiting."""
-        if self._waiting.pop(newcomer_id, None) is None:
+        if self._pop(newcomer_id) is None:
             return False
         self._outbox.put(CancelTimer(Timer(TimerKind.WAIT, newcomer_id)))
         return True
 
     def on_timer(self, newcomer_id: str, now: float) -> None:
         """Serve a newcomer that has waited long enough, or refuse it."""
-        newcomer = self._waiting.pop(newcomer_id, None)
+        newcomer = self._pop(newcomer_id)
         lacking = None if newcomer is None else self._serve(newcomer_id, newcomer, now)
         if lacking is not None:
             self._outbox.put(Refuse(newcomer_id, lacking.reason))
@@ -84,7 +91,14 @@ class WaitingRoom(Generic[T]):
             self.leave(newcomer_id)
             self._outbox.put(Refuse(newcomer_id, reason))
 
+    def _pop(self, newcomer_id: str) -> T | None:
+        newcomer, num_bytes = self._waiting.pop(newcomer_id, (None, 0))
+        self._num_bytes -= num_bytes
+        return newcomer
+
     def check_invariants(self) -> None:
+        kept = sum(num_bytes for _, num_bytes in self._waiting.values())
+        assert self._num_bytes == kept, f"{self._num_bytes} bytes are counted where {kept} are kept"
         assert len(self._waiting) <= self._max_waiting, f"{len(self._waiting)} wait where {self._max_waiting} may"
 
 

@@ -5,7 +5,7 @@ import secrets
 from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from splitserve.protocol.request import SamplingParams
 from splitserve.protocol.sampling_features import Constraint
@@ -19,6 +19,7 @@ from splitserve.router.text.choice import Choice
 from splitserve.router.text.constraints import Constraints
 from splitserve.router.text.feature_values import feature_values
 from splitserve.router.text.renderer import Renderer, RendererBusyError
+from splitserve.router.text.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from splitserve.router.text.tokenizer import ModelTokenizer
 
 # Tokenising so few characters costs no more than a hop to the pool and back.
@@ -38,7 +39,14 @@ Result = TypeVar("Result")
 class Preparation:
     """Preparation of prompts for one model. Methods raise :class:`ApiError` 400 that names the field at fault."""
 
-    def __init__(self, tokenizer: ModelTokenizer, renderer: Renderer, constraints: Constraints) -> None:
+    def __init__(
+        self,
+        tokenizer: ModelTokenizer,
+        renderer: Renderer,
+        constraints: Constraints,
+        defaults: SamplingDefaults = NO_DEFAULTS,
+    ) -> None:
+        self._defaults = defaults
         self._tokenizer = tokenizer
         self._renderer = renderer
         self._constraints = constraints
@@ -113,7 +121,7 @@ class Preparation:
             num_tokens = len(self._tokenizer.encode(text[begin : begin + PIECE_CHARS], add_special_tokens=False))
             room -= max(0, num_tokens - CUT_WORD_TOKENS)
             if room < 0:
-                message = f"{param} has far more tokens than the context length of {max_model_len} allows"
+                message = f"{param} has far more tokens than fit: {_context_words(max_model_len)}"
                 raise ApiError(400, message, param=param, code="context_length_exceeded")
 
     async def _run(self, work: Callable[[], Result], num_chars: int) -> Result:
@@ -133,16 +141,17 @@ class Preparation:
         stop_token_ids = request.stop_token_ids or []
         _check_vocabulary(stop_token_ids, vocab_size, "stop_token_ids")
         eos_token_ids = () if request.ignore_eos else self._tokenizer.eos_token_ids
+        features = feature_values(request, self._tokenizer, max_tokens=max_tokens, vocab_size=vocab_size)
         sampling = SamplingParams(
             max_tokens=max_tokens,
-            temperature=1.0 if request.temperature is None else request.temperature,
-            top_k=max(0, request.top_k or 0),
-            top_p=1.0 if request.top_p is None else request.top_p,
+            temperature=self._or_default("temperature", request.temperature),
+            top_k=max(0, self._or_default("top_k", request.top_k)),
+            top_p=self._or_default("top_p", request.top_p),
             # OpenAI's seeds are signed; two's complement keeps different ones different.
             seed=secrets.randbits(63) if request.seed is None else request.seed % 2**64,
             stop_token_ids=tuple(dict.fromkeys((*eos_token_ids, *stop_token_ids))),
             constraint=constraint,
-            **feature_values(request, self._tokenizer, max_tokens=max_tokens, vocab_size=vocab_size),
+            **(self._defaults.features | features),
         )
         choice = Choice(
             self._tokenizer.detokenizer(skip_special_tokens=request.skip_special_tokens is not False),
@@ -151,6 +160,9 @@ class Preparation:
             min_tokens=sampling.min_tokens,
         )
         return Prompt(token_ids, sampling, choice)
+
+    def _or_default(self, name: str, value: Any) -> Any:
+        return self._defaults.of(name) if value is None else value
 
 
 def check_not_empty(request: CompletionRequest) -> None:
@@ -175,7 +187,7 @@ def _room(num_prompt_tokens: int, max_model_len: int, param: str) -> int:
     if num_prompt_tokens >= max_model_len:
         message = (
             f"{param} has {num_prompt_tokens} tokens, which leaves no room for an output token: "
-            f"the context length is {max_model_len}"
+            f"{_context_words(max_model_len)}"
         )
         raise ApiError(400, message, param=param, code="context_length_exceeded")
     return max_model_len - num_prompt_tokens
@@ -186,7 +198,12 @@ def _max_tokens(wanted: int | None, param: str, num_prompt_tokens: int, max_mode
     if wanted is not None and num_prompt_tokens + wanted > max_model_len:
         message = (
             f"{num_prompt_tokens} prompt tokens and {param} {wanted} make {num_prompt_tokens + wanted}; "
-            f"the context length is {max_model_len}"
+            f"{_context_words(max_model_len)}"
         )
         raise ApiError(400, message, param=param, code="context_length_exceeded")
     return wanted
+
+
+def _context_words(max_model_len: int) -> str:
+    """Return the limit in OpenAI's words, by which clients recognise it and choose another model."""
+    return f"this model's maximum context length is {max_model_len} tokens"

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from splitserve.protocol.sampling_features import MAX_GRAMMAR_CHARS
 from splitserve.router.http.api_error import ApiError
-from splitserve.router.http.body_shape import check_shape
+from splitserve.router.http.bodies.shape import check_shape
 from splitserve.router.text.grammars import (
     GrammarError,
     choice_grammar,

@@ -1,4 +1,4 @@
-"""What keeping cores awake does, as the bench tells it."""
+"""The effect of keeping cores awake, as the bench reports it."""
 
 import json
 import os

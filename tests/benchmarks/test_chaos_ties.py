@@ -29,7 +29,7 @@ def cases(tiny_qwen3: Path) -> list[Case]:
 
 @pytest.fixture(scope="module")
 def answers(tiny_qwen3: Path, cases: list[Case]) -> list[Answer]:
-    """What a worker gives, in float32."""
+    """Return a worker's answers in float32."""
     engine = EngineConfig(
         model=str(tiny_qwen3), dtype="float32", device="cpu", kv_memory_bytes=32 << 20, max_num_seqs=16, threads=1
     )
@@ -110,7 +110,7 @@ def test_ends_are_judged(cases: list[Case], answers: list[Answer], referee: Refe
 
 
 def test_on_a_cpu_no_difference_is_accepted(cases: list[Case], answers: list[Answer], referee: Referee) -> None:
-    """Of the same outcome a GPU's run accepts what the referee does, of the quiet run and of the storm."""
+    """A GPU's run accepts differences that the referee accepts, in the quiet run and in the storm."""
     tie, wrong = replace(answers[0], text="rounded"), changed(answers[1], 3, 5)
     expected = Expected(cases, {answer.case: answer for answer in answers}, [tie, wrong], [0.1])
     outcome = Outcome(expected, answers=[*answers, tie])

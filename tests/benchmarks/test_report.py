@@ -1,4 +1,4 @@
-"""Where results go, and what a result says of the code that it was measured with."""
+"""Results: their files, and the description of the code that they were measured with."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Who may speak: side channels under a shared secret, the endpoint under an API key, refusals in words."""
+"""Access: side channels under a shared secret, the endpoint under an API key, and the words of rejections."""
 
 import json
 import re
@@ -202,7 +202,7 @@ def test_a_worker_without_the_secret_stays_outside(router: RouterProcess) -> Non
 
 def test_an_open_endpoint_is_warned_of(model_dir: Path) -> None:
     process = RouterProcess(model_dir, host="0.0.0.0")
-    assert "anybody who reaches 0.0.0.0 can use the endpoint" in process.stop()[2]
+    assert "any client that reaches 0.0.0.0 can use the endpoint" in process.stop()[2]
 
 
 # ---- refusals in words ----

@@ -50,7 +50,7 @@ def dealer(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, security: S
 
 
 def throw_messages(endpoint: str, me: Party, count: int, seed: int, secret: str = "") -> None:
-    """From several connections that come and go: single frames, frames too many, none but empty ones, huge ones."""
+    """Send from several connections that come and go: single, surplus, empty and huge frames."""
     rng = random.Random(seed)
     fuzzer = MessageFuzzer(rng, me, deadline_seconds=2.0)
     with zmq.Context() as context, closing(SocketSecurity(context, secret)) as security:
@@ -75,7 +75,7 @@ def throw_messages(endpoint: str, me: Party, count: int, seed: int, secret: str 
 
 
 def throw_bytes(endpoint: str, count: int, seed: int) -> None:
-    """On bare TCP: what isn't ZMTP, or stops in the middle of it."""
+    """Send bytes over bare TCP that are not ZMTP, or that stop in the middle of it."""
     rng = random.Random(seed)
     host, port = endpoint.removeprefix("tcp://").split(":")
     for _ in range(count):

@@ -100,7 +100,7 @@ def test_chats_go_on_after_a_worker_is_replaced(tiny_qwen3: Path, chat_tokens: l
 
 
 def kill_keeper(made: Watched) -> None:
-    """What watches LMCache's server is a process of ours, and dies as others do: the server dies with it."""
+    """Kill the process that watches LMCache's server: the server dies with it."""
     server, number = made.servers[-1], len(made.servers)
     os.kill(made.cluster.pids[LMCACHE], signal.SIGKILL)
     wait_until(lambda: not is_alive(server), "the server outlives the one that watches it")

@@ -107,7 +107,7 @@ def wait_until_used(cluster: LocalCluster, model: Path, expected: list[list[int]
 
 
 def layout_of(model: Path) -> LayoutRecord:
-    """Of a worker of two ranks."""
+    """Return the layout of a worker of two ranks."""
     version = weights_version(str(model), "auto")
     return LayoutRecord(model.name, version, "float32", BLOCK_SIZE, 2, 2, 32, tensor_parallel_size=2)
 

@@ -15,8 +15,7 @@ from splitserve.engine.steps.executor import (
     StepFailure,
     StepResult,
 )
-from splitserve.engine.steps.launch_pace import FEWEST, MARGIN_SECONDS, LaunchPace
-from splitserve.engine.steps.step_times import MIN_LIKE_STEPS, MIN_STEPS, StepTimes, describe
+from splitserve.engine.steps.launch_pace import LaunchPace
 from splitserve.protocol.step import MAX_STEPS_UNDER_WAY, SampleSpec, ScheduledChunk, StepOutput, StepPlan
 from waiting import PATIENCE_SECONDS
 
@@ -71,7 +70,7 @@ class GatedRunner:
 
 
 class Driver:
-    """What the engine loop does with an executor."""
+    """The engine loop's part for an executor."""
 
     def __init__(self) -> None:
         self.runner = GatedRunner()
@@ -264,12 +263,6 @@ def test_after_the_device_is_lost_every_failure_is_its() -> None:
     assert much_later.cause is first and much_later.device_lost
 
 
-def batch(num_decodes: int, *prefills: tuple[int, int]) -> StepPlan:
-    """``prefills``: tokens, start."""
-    decodes = [ScheduledChunk([1], 9, [0], GREEDY)] * num_decodes
-    return StepPlan([*decodes, *(ScheduledChunk([1] * count, start, [0], None) for count, start in prefills)])
-
-
 class SetPace(LaunchPace):
     """Says what it is told to, and remembers what it hears."""
 
@@ -339,85 +332,3 @@ class TestLateLaunch:
         driver.release(4)
         assert driver.result().step == 4
         assert len(pace.launches) == 1, "of the last one, beside the one behind"
-
-
-class TestLaunchPace:
-    def test_nothing_is_waited_for_before_enough_is_known(self) -> None:
-        pace = LaunchPace()
-        for _ in range(FEWEST):
-            assert pace.seconds_to_wait(batch(16)) == 0.0
-            pace.note_step(batch(16), 0.005)
-        assert pace.seconds_to_wait(batch(16)) == 0.0
-        for _ in range(FEWEST):
-            pace.note_launch(0.001)
-        assert pace.seconds_to_wait(batch(16)) == pytest.approx(0.004 - MARGIN_SECONDS)
-        assert pace.seconds_to_wait(batch(64)) == 0.0
-
-    def test_steps_with_prompts_are_followed_at_once(self) -> None:
-        pace = self.settled()
-        mixed = batch(16, (320, 512))
-        for _ in range(FEWEST):
-            pace.note_step(mixed, 0.5)
-        assert pace.seconds_to_wait(mixed) == 0.0
-        assert pace.seconds_to_wait(batch(16)) == pytest.approx(0.004 - MARGIN_SECONDS)
-
-    def test_the_shortest_step_and_the_slow_launches_count(self) -> None:
-        pace = self.settled()
-        pace.note_step(batch(17), 0.0045)
-        for _ in range(8):
-            pace.note_launch(0.002)
-        assert pace.seconds_to_wait(batch(16)) == pytest.approx(0.0045 - 0.002 - MARGIN_SECONDS)
-
-    def test_launches_that_take_longer_than_a_step_are_begun_at_once(self) -> None:
-        pace = self.settled()
-        for _ in range(10):
-            pace.note_launch(0.006)
-        assert pace.seconds_to_wait(batch(16)) == 0.0
-
-    @staticmethod
-    def settled() -> LaunchPace:
-        pace = LaunchPace()
-        for _ in range(100):
-            pace.note_step(batch(16), 0.005)
-            pace.note_launch(0.001)
-        return pace
-
-
-class TestStepTimes:
-    def settled(self, seconds: float = 0.005) -> StepTimes:
-        times = StepTimes()
-        for _ in range(MIN_STEPS):
-            assert times.note(batch(16), seconds) is None
-        return times
-
-    def test_a_stall_is_told_with_its_shape(self) -> None:
-        warning = self.settled().note(batch(16), 1.02)
-        assert warning == "a step took 1.02 s, where steps of its size take 5.0 ms: 16 decode tokens"
-
-    def test_the_first_step_of_a_size_may_take_longer_but_not_for_ever(self) -> None:
-        times = self.settled()
-        mixed = batch(16, (320, 512))
-        assert times.note(mixed, 0.4) is None
-        warning = times.note(mixed, 1.02)
-        assert warning is not None and warning.endswith("16 decode tokens, prefill chunks of 320 tokens after 512")
-
-    def test_sizes_have_their_own_times(self) -> None:
-        """On a CPU a large prefill takes a hundred times as long as a decode step, and that is no stall."""
-        times = self.settled(0.16)
-        for _ in range(2 * MIN_LIKE_STEPS):
-            assert times.note(batch(0, (512, 0)), 3.5) is None
-        assert times.note(batch(0, (512, 0)), 3.5 * 19) is None
-        assert times.note(batch(0, (512, 0)), 3.5 * 21) is not None
-
-    def test_nothing_is_slow_before_there_is_something_to_compare_with(self) -> None:
-        times = StepTimes()
-        assert [times.note(batch(1), 30.0) for _ in range(MIN_STEPS)] == [None] * MIN_STEPS
-
-    def test_short_steps_are_never_slow(self) -> None:
-        assert self.settled(0.0001).note(batch(16), 0.49) is None
-
-    def test_description(self) -> None:
-        assert describe(batch(2, (64, 0), (3, 128))) == (
-            "2 decode tokens, prefill chunks of 64 tokens after 0, 3 tokens after 128"
-        )
-        assert describe(batch(0, (1, 0))) == "prefill chunks of 1 tokens after 0"

@@ -141,7 +141,7 @@ class TestMixedSteps:
                 if arrival == step:
                     scheduler.add(sequence)
             before = list(engine.under_way[-1]) if engine.under_way else []
-            num_preemptions = scheduler.decodes.num_preemptions
+            num_preemptions = scheduler.decodes.counters.preemptions
             planned = engine.launch()
             decoding = [entry for entry in planned if entry.sequence in scheduler.decodes.running]
             prefilling = planned[len(decoding) :]
@@ -149,7 +149,7 @@ class TestMixedSteps:
             left = min(budget - len(decoding), beside if decoding else budget)
             self.check_bounds(decoding, prefilling, left)
             self.check_edges(prefilling, left)
-            if scheduler.decodes.num_preemptions == num_preemptions and blocks.pool.num_available:
+            if scheduler.decodes.counters.preemptions == num_preemptions and blocks.pool.num_available:
                 self.check_nobody_left_out(before, planned)
             blocks.pool.check_invariants()
             if len(engine.under_way) == depth or (engine.under_way and (not planned or data.draw(st.booleans()))):

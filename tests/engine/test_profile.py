@@ -142,9 +142,9 @@ class TestRecorder:
     def test_one_at_a_time(self, profiler: StepProfiler, woken: threading.Semaphore) -> None:
         runner = ProfiledRunner(Adding(), profiler)
         assert profiler.begin(2, 60.0) == ""
-        assert profiler.begin(1, 60.0) == "another profile is under way"
+        assert profiler.begin(1, 60.0) == "another profile is being recorded"
         runner.run(PLAN)
-        assert profiler.begin(1, 60.0) == "another profile is under way"
+        assert profiler.begin(1, 60.0) == "another profile is being recorded"
         runner.run(PLAN)
         assert woken.acquire(timeout=PATIENCE_SECONDS)
         assert profiler.begin(1, 60.0) == ""

@@ -197,7 +197,7 @@ class TestDecode:
         old = self.start(blocks, scheduler, "old", 8)
         new = self.start(blocks, scheduler, "new", 8)
         plan(scheduler, 4)  # old takes the fifth block, nothing is left for new
-        assert scheduler.decodes.num_preemptions == 1
+        assert scheduler.decodes.counters.preemptions == 1
         assert list(scheduler.decodes.running) == [old] and list(scheduler.prompts.waiting) == [new]
         assert (new.block_ids, new.num_computed) == ([], 0)
         assert len(new.token_ids) == 9, "what was drawn stays"

@@ -118,7 +118,10 @@ def assert_right(actual: Tensor, shape: AttentionShape, case: tuple[Tensor, Tens
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What no part of a step wrote is NaN, so that reading it shows. Few programs: they take long to interpret."""
+    """Fill memory that no part of a step writes with NaN, so that a read of it shows.
+
+    There are few programs, because they take long to interpret.
+    """
     if not ON_GPU:
         monkeypatch.setattr(triton_plans, "PROGRAMS_PER_DEVICE", 16)
     make = triton_plans.chunk_workspace
@@ -200,7 +203,7 @@ def test_the_workspace_is_bounded() -> None:
 
 @pytest.mark.usefixtures("poisoned")
 def test_parts_of_a_context_in_fp8() -> None:
-    """What the same kernels make of the same numbers, converted before."""
+    """The result is that of the same kernels on numbers that were converted before."""
     shape = attention_shape(2, 1, 32, 16, torch.bfloat16 if ON_GPU else torch.float32, DEVICE)
     query, layer, batch = paged_case(shape, [(30, 1000)])
     narrow = torch.zeros((layer.shape[0], 2, *layer.shape[1:]), device=DEVICE).to(FP8)

@@ -1,4 +1,4 @@
-"""What a source puts together for readers: slots, tickets, leases; nonsense, and what it costs."""
+"""Blocks that a source gathers for readers: slots, tickets, leases, and hostile requests."""
 
 from dataclasses import astuple
 from pathlib import Path

@@ -37,7 +37,7 @@ class Subscriber:
         self.batch: KVEventBatch | None = None
 
     def numbers(self) -> dict[str, int] | None:
-        """Of blocks in each tier by what has come so far; None before the first snapshot."""
+        """Return the number of blocks in each tier after the events so far; None before the first snapshot."""
         while self.socket.poll(50):
             topic, data = self.socket.recv_multipart()
             assert topic == b"kv"

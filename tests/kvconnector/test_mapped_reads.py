@@ -286,7 +286,7 @@ def read_of(remote: Sequence[int]) -> ReadCommand:
 
 
 def test_adjacent_blocks_are_left_to_copy_engines() -> None:
-    """Which copy them at once; a kernel takes as long for all blocks."""
+    """Copy engines copy them at once; a kernel takes as long for all blocks."""
     peer, forth, back = _Peer(1, 1), read_of(range(64)), read_of(range(63, -1, -1))
     engines, kernel = LinkCost(1e-5, 1e-5, 380e9), LinkCost(1e-5, 0.0, 350e9)
     peer.learn(shape(is_whole=False, is_mapped=True), ReadCost(POSTED, COPY, None, engines, kernel))

@@ -329,7 +329,7 @@ def test_an_idle_connected_pair_does_not_spin(source: Source, reader: Reader) ->
 
 
 def is_idle_for_a_while(source: Source) -> bool:
-    """Whether neither side used more than a tenth of a core; what others do here may cost this process a little."""
+    """Return whether neither side used more than a tenth of a core, with some room for a busy machine."""
     before = time.process_time(), cpu_seconds(source)
     time.sleep(1.0)
     return max(time.process_time() - before[0], cpu_seconds(source) - before[1]) < 0.1

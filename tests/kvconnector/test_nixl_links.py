@@ -153,7 +153,7 @@ def test_a_slow_link_is_shouted_about(source: Source, caplog: pytest.LogCaptureF
     ],
 )
 def test_what_is_said_of_a_link_between_gpus(is_slow: bool, uses_ipc: bool, is_near: bool, said: str) -> None:
-    """On one machine a fast network isn't fast enough."""
+    """A fast network is not fast enough between GPUs of one machine."""
     why = link_problem(is_slow, uses_ipc, is_near=is_near)
     assert why.startswith(said) and bool(why) == bool(said)
 
@@ -228,7 +228,7 @@ def finish(transfer: Transfer) -> None:
 
 
 def test_nothing_keeps_a_destroyed_agent_alive(source: Source) -> None:
-    """What is under way ends with the agent alone; and NIXL's handles hold on to it."""
+    """Transfers in flight end with the agent only, and NIXL's handles would keep it alive."""
     memory, agent = make_memory(), Agent("destroyed")
     (rank,) = source.welcome.ranks
     agent.register(MemoryKind.DRAM, memory.region().blocks_address, memory.num_blocks * memory.block_bytes)

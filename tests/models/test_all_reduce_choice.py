@@ -1,4 +1,4 @@
-"""Which way of adding up serves which size."""
+"""The choice of an all-reduce by size."""
 
 import pytest
 import torch

@@ -281,7 +281,7 @@ def test_streams_go_on_beside_an_endless_template(tmp_path: Path):
 
 
 def test_a_process_in_an_endless_template_ends_itself():
-    """In case its router is gone."""
+    """The limit holds even if its router is gone."""
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:

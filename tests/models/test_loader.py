@@ -161,7 +161,7 @@ def test_auto_dtype_is_the_checkpoints_where_the_cpu_is_quick_in_it(tiny_qwen3: 
 
 
 def test_weights_version_names_scales_in_the_middle_of_large_files(tmp_path: Path) -> None:
-    """Of FP8 KV, say: all that a new calibration changes."""
+    """Scales of FP8 KV are all that a new calibration changes."""
     versions = []
     for scale in (0.02, 0.25):
         (tmp_path / "config.json").write_text("{}")

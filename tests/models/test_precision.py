@@ -140,7 +140,7 @@ def exact_logits(path: Path) -> Tensor:
 
 @cache
 def plain_error(path: Path, dtype: torch.dtype) -> float:
-    """Of plain PyTorch in ``dtype`` on the same device."""
+    """Return the error of plain PyTorch in ``dtype`` on the same device."""
     return rms(forced_logits(path, plain_kernels(DEVICE, dtype), dtype, DEVICE, ModelRunner) - exact_logits(path))
 
 

@@ -1,4 +1,4 @@
-"""What users see of mistakes: errors first, suggestions, every fault of a spec at once, nothing left behind."""
+"""Mistakes of users: errors first, suggestions, every fault of a spec at once, nothing left behind."""
 
 import os
 import shutil
@@ -73,7 +73,7 @@ def run(*arguments: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
         (["serve", "m", "--kv-memory", "9" * 400], "is more than the 1152921504606846976 bytes allowed"),
         (["demo-model", ""], "argument DIR: must be a path, got ''"),
         (["demo-model", "d", "--max-shard-size", "0"], "--max-shard-size: must be more than 0 bytes, got '0'"),
-        (["lmcache", "--memory", "0"], "--memory: must be more than 0 bytes, got '0'"),
+        (["lmcache", "--memory", "0"], "--memory: must be between 1048576 and 1152921504606846976 bytes, got '0'"),
         (["scale", "decode", "x"], "argument N: must be a whole number between 0 and 4096, got 'x'"),
         (["bench", "kernel"], "argument BENCH: there is no 'kernel'; did you mean kernels?"),
         (["bench", "serve", "--modle", "m"], "there is no option --modle; did you mean --model?"),

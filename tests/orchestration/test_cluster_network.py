@@ -1,4 +1,4 @@
-"""How the processes of a cluster find each other: over IPv6, by an interface's name, started in any order."""
+"""Processes of a cluster find each other: over IPv6, by an interface's name, started in any order."""
 
 import random
 import re

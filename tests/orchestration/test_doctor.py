@@ -77,7 +77,7 @@ def doctor(*arguments: str, environment: Mapping[str, str] | None = None) -> tup
 
 
 class Names(set[str]):
-    """Of problems. What is said of them shows where an assertion about them fails."""
+    """Names of problems, with their texts for assertions that fail."""
 
     def __init__(self, found: dict[str, Any]) -> None:
         super().__init__(found["problems"])
@@ -92,7 +92,7 @@ class Names(set[str]):
 
 
 def names(status: int, found: dict[str, Any]) -> Names:
-    """Of the problems; the exit status and the advice are checked on the way."""
+    """Return the names of the problems, after a check of exit status and advice."""
     assert status == (1 if found["problems"] else 0) and found["healthy"] == (not found["problems"])
     assert all(problem["advice"] for check in found["checks"] for problem in check["problems"])
     return Names(found)
@@ -267,7 +267,7 @@ def test_missing_weights(running: Running, tmp_path: Path) -> None:
 
 
 def test_low_memlock_of_this_shell(running: Running) -> None:
-    """What is started from here would have it, too."""
+    """Processes that are started from here would have the same limit."""
     limited = (
         f"ulimit -S -l 64 && exec {sys.executable}"
         " -m splitserve.orchestration.cli.main doctor --json --no-probe --port 0"

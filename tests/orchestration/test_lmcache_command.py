@@ -73,7 +73,7 @@ def test_none() -> None:
     [
         ("{endpoint: 'tcp://127.0.0.1:7', memory: 2GiB}", "lmcache: endpoint is that of a server that runs already"),
         ("{endpoint: '127.0.0.1:7'}", "lmcache.endpoint: '127.0.0.1:7' is no address"),
-        ("{memory: 7}", "lmcache.memory: 7 is less than 1 MiB"),
+        ("{memory: 7}", "lmcache.memory: must be between 1048576 and 1152921504606846976, got 7"),
         ("{memory: much}", "lmcache.memory"),
         ("{backends: [{base_path: /x}]}", r"lmcache.backends\[0\]: has no type"),
         ("{chunk_tokens: 0}", "lmcache.chunk_tokens"),

@@ -1,4 +1,4 @@
-"""Which LMCache servers there shall be, as workers come, move, die and leave."""
+"""LMCache servers that a cluster needs, as workers start, move, die and leave."""
 
 from splitserve.orchestration.lmcache.keeper import LMCacheKeeper, is_lmcache, lmcache_on
 

@@ -1,4 +1,4 @@
-"""Where workers are placed on Ray, without Ray."""
+"""Placement of workers on Ray's nodes, without Ray."""
 
 from collections import Counter
 

@@ -1,7 +1,6 @@
-"""What a cluster's workers do under scaling, drains, upgrades and deaths: the supervisor under virtual time."""
+"""A cluster's workers under scaling, drains, upgrades and deaths: the supervisor under virtual time."""
 
 import random
-from collections.abc import Iterable
 
 import msgspec
 import pytest
@@ -11,102 +10,11 @@ from hypothesis import strategies as st
 from splitserve.common.errors import ConfigError
 from splitserve.orchestration.cluster.restarts import MAX_QUICK_DEATHS, StartTimes
 from splitserve.orchestration.cluster.rolling_upgrade import UpgradeState
-from splitserve.orchestration.cluster.roster import KILL_GRACE_SECONDS, Action, Drain, Kill, Phase, Start
-from splitserve.orchestration.cluster.supervision import Snapshot, Supervisor
-from splitserve.orchestration.spec.cluster_spec import ClusterSpec, DevicesSpec, ObjectivesSpec, PoolSpec
+from splitserve.orchestration.cluster.roster import KILL_GRACE_SECONDS, Phase
+from splitserve.orchestration.spec.cluster_spec import DevicesSpec, ObjectivesSpec
 from splitserve.orchestration.spec.shorthand import simple_spec
 from splitserve.protocol.config import EngineConfig
-
-ENGINE = EngineConfig(model="some/model")
-
-
-def spec_of(prefill: int = 2, decode: int = 2, mixed: int = 0) -> ClusterSpec:
-    return simple_spec(ENGINE, num_prefill=prefill, num_decode=decode, num_mixed=mixed)
-
-
-def changed(spec: ClusterSpec) -> ClusterSpec:
-    """The next revision: other threads in each pool."""
-    pools = [msgspec.structs.replace(pool, threads=pool.threads + 1) for pool in spec.pools]
-    return msgspec.structs.replace(spec, pools=pools)
-
-
-class Machine:
-    """Carries out actions under a clock of its own. Processes do nothing by themselves: the test says what they do."""
-
-    def __init__(self, spec: ClusterSpec, *, room: int | None = None, restart: bool = True) -> None:
-        self.now = 0.0
-        self.room = room
-        self.running: dict[str, ClusterSpec] = {}
-        self.asked: set[str] = set()
-        self.log: list[str] = []
-        self.supervisor = Supervisor(spec, restart=restart, has_room=self.has_room, chosen=random.Random(0))
-        self.supervisor.want_all(self.now)
-        self.go_on()
-
-    def lose_supervisor(self) -> None:
-        """Another one goes on with what was remembered, and hears again of those that are ready."""
-        before = self.supervisor
-        data = msgspec.json.encode(before.snapshot())
-        self.supervisor = Supervisor(before.spec, has_room=self.has_room, chosen=random.Random(1))
-        self.supervisor.restore(msgspec.json.decode(data, type=Snapshot), self.running, self.now)
-        self.perform(self.supervisor.poll(self.now))
-        for name in sorted(before.names(Phase.READY) | before.names(Phase.LEAVING)):
-            self.perform(self.supervisor.on_ready(name, self.now))
-        self.supervisor.check_invariants()
-
-    def has_room(self, _pool: PoolSpec) -> bool:
-        starting = [name for name in self.supervisor.workers if name not in self.running]
-        return self.room is None or len(self.running) + len(starting) < self.room
-
-    def perform(self, actions: Iterable[Action]) -> None:
-        for action in actions:
-            match action:
-                case Start(worker):
-                    assert worker.name not in self.running
-                    assert self.room is None or len(self.running) < self.room
-                    self.running[worker.name] = worker.spec
-                    self.log.append(f"+{worker.name}")
-                    self.supervisor.on_started(worker.name)
-                case Drain(name):
-                    assert name in self.running
-                    self.asked.add(name)
-                    self.log.append(f"-{name}")
-                case Kill(name):
-                    self.exit(name, -9)
-
-    def go_on(self) -> None:
-        self.perform(self.supervisor.poll(self.now))
-        self.supervisor.check_invariants()
-
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
-        self.go_on()
-
-    def ready(self, *names: str) -> None:
-        for name in names or sorted(self.supervisor.names(Phase.STARTING)):
-            self.perform(self.supervisor.on_ready(name, self.now))
-            self.go_on()
-
-    def exit(self, name: str, returncode: int = 0) -> None:
-        self.running.pop(name)
-        self.asked.discard(name)
-        self.perform(self.supervisor.on_exit(name, returncode, f"status {returncode}", self.now))
-        self.go_on()
-
-    def leave(self) -> None:
-        """Those that were asked to go do so."""
-        for name in sorted(self.asked):
-            self.exit(name)
-
-    @property
-    def names(self) -> list[str]:
-        return sorted(self.running)
-
-
-def serving(**numbers: int) -> Machine:
-    machine = Machine(spec_of(**numbers))
-    machine.ready()
-    return machine
+from supervised_machine import ENGINE, Machine, changed, serving, spec_of
 
 
 def test_all_workers_start_and_get_ready() -> None:
@@ -235,116 +143,6 @@ def test_what_cannot_be_is_refused(operation, message: str) -> None:
 
 
 # ---- upgrades ----
-
-
-def test_an_upgrade_with_room_starts_each_successor_first() -> None:
-    machine = serving(prefill=1, decode=2)
-    machine.log.clear()
-    target = changed(machine.supervisor.spec)
-    machine.perform(machine.supervisor.begin_upgrade(target, machine.now))
-    for _ in range(10):
-        machine.go_on()
-        machine.ready()
-        machine.leave()
-    assert machine.log == ["+prefill-1", "-prefill-0", "+decode-2", "-decode-0", "+decode-0", "-decode-1"]
-    upgrade = machine.supervisor.upgrade
-    assert upgrade is not None and upgrade.state is UpgradeState.DONE and upgrade.num_replaced == 3
-    assert all(spec == target for spec in machine.running.values())
-
-
-def test_an_upgrade_without_room_lets_each_one_leave_first() -> None:
-    machine = Machine(spec_of(2, 2), room=4)
-    machine.ready()
-    machine.log.clear()
-    target = changed(machine.supervisor.spec)
-    machine.perform(machine.supervisor.begin_upgrade(target, machine.now))
-    for _ in range(10):
-        machine.go_on()
-        machine.leave()
-        machine.ready()
-    turns = ["prefill-0", "prefill-1", "decode-0", "decode-1"]
-    assert machine.log == [f"{sign}{name}" for name in turns for sign in "-+"]
-    assert all(spec == target for spec in machine.running.values())
-    assert machine.supervisor.upgrade is not None and machine.supervisor.upgrade.state is UpgradeState.DONE
-
-
-def test_the_only_worker_of_a_pool_needs_room_for_its_successor() -> None:
-    machine = Machine(spec_of(2, 1), room=3)
-    machine.ready()
-    with pytest.raises(
-        ConfigError, match=r"no room for a successor beside the only worker of pool decode.*--allow-gap"
-    ):
-        machine.supervisor.begin_upgrade(changed(machine.supervisor.spec), machine.now)
-    assert machine.supervisor.revision == 1
-    machine.perform(machine.supervisor.begin_upgrade(changed(machine.supervisor.spec), machine.now, allow_gap=True))
-    for _ in range(10):
-        machine.leave()
-        machine.ready()
-    assert machine.supervisor.upgrade is not None and machine.supervisor.upgrade.state is UpgradeState.DONE
-
-
-@pytest.mark.parametrize("room", [None, 4])
-def test_a_successor_that_fails_ends_the_upgrade_and_the_others_stay(room: int | None) -> None:
-    machine = Machine(spec_of(2, 2), room=room)
-    machine.ready()
-    before = machine.supervisor.spec
-    machine.perform(machine.supervisor.begin_upgrade(changed(before), machine.now))
-    machine.go_on()
-    machine.leave()
-    (successor,) = machine.supervisor.names(Phase.STARTING)
-    machine.exit(successor, 2)
-    upgrade = machine.supervisor.upgrade
-    assert upgrade is not None and upgrade.state is UpgradeState.FAILED and upgrade.problem == f"{successor}: status 2"
-    machine.wait(60)
-    machine.ready()
-    assert machine.names == ["decode-0", "decode-1", "prefill-0", "prefill-1"]
-    assert all(spec == before for spec in machine.running.values()) and machine.supervisor.spec == before
-    machine.perform(machine.supervisor.scale("decode", 3, machine.now))  # no upgrade in the way
-
-
-def test_a_worker_that_dies_during_an_upgrade_comes_back_as_it_was() -> None:
-    machine = serving()
-    before = machine.supervisor.spec
-    machine.perform(machine.supervisor.begin_upgrade(changed(before), machine.now))
-    machine.go_on()
-    machine.exit("decode-1", -9)
-    assert machine.running["decode-1"] == before
-    with pytest.raises(ConfigError, match="an upgrade is in progress"):
-        machine.supervisor.scale("decode", 3, machine.now)
-
-
-@pytest.mark.parametrize("room", [None, 4])
-def test_an_upgrade_goes_on_after_its_supervisor_was_lost(room: int | None) -> None:
-    machine = Machine(spec_of(2, 2), room=room)
-    machine.ready()
-    target = changed(machine.supervisor.spec)
-    machine.perform(machine.supervisor.begin_upgrade(target, machine.now))
-    for _ in range(10):
-        machine.go_on()
-        machine.lose_supervisor()
-        machine.leave()
-        machine.lose_supervisor()
-        machine.ready()
-    assert machine.supervisor.upgrade is not None and machine.supervisor.upgrade.state is UpgradeState.DONE
-    assert machine.supervisor.upgrade.num_replaced == 4
-    assert all(spec == target for spec in machine.running.values())
-
-
-def test_an_old_worker_that_died_needs_no_goodbye() -> None:
-    machine = serving()
-    machine.perform(machine.supervisor.begin_upgrade(changed(machine.supervisor.spec), machine.now))
-    machine.go_on()
-    machine.exit("prefill-0", -9)
-    machine.exit("prefill-0", -9)
-    assert machine.supervisor.workers["prefill-0"].phase is Phase.WAITING
-    machine.ready("prefill-2")
-    assert "-prefill-0" not in machine.log
-    for _ in range(10):
-        machine.wait(60)
-        machine.ready()
-        machine.leave()
-    assert machine.supervisor.upgrade is not None and machine.supervisor.upgrade.state is UpgradeState.DONE
-    assert len(machine.names) == 4
 
 
 @settings(max_examples=300)

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+import splitserve.router.server
+from waiting import PATIENCE_SECONDS
+
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "splitserve"
 LINKED = {"router", "prefill", "decode", "kvconnector", "kernels", "models", "orchestration", "benchmarks"}
 SHARED = {path.name for path in SOURCE.glob("[!_]*/") if not path.is_symlink()}
-
 pytestmark = pytest.mark.skipif(not (ROOT / "router").is_dir(), reason="not a checkout")
 
 
@@ -74,3 +76,14 @@ def test_no_torch_in_the_router_and_the_launcher(module: str) -> None:
     program = f"import {module}, sys; print(*{{'torch', 'transformers', 'nixl_cu13'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+def test_the_router_needs_no_torch():
+    folder = Path(splitserve.router.server.__file__).parent
+    paths = (path.relative_to(folder).with_suffix("") for path in folder.glob("**/[!_]*.py"))
+    modules = sorted(f"splitserve.router.{'.'.join(path.parts)}" for path in paths)
+    code = f"import sys, {', '.join(modules)}; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS
+    )
+    assert done.stdout.split() == ["False", "False"] and len(modules) > 10

@@ -58,7 +58,7 @@ def seen() -> Transitions:
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.__name__)
 def test_transitions(machine: type[Enum], seen: Transitions) -> None:
-    """What the page allows and what production code does under faults is the same: no more, and no less."""
+    """The page allows exactly the transitions that production code makes under faults."""
     written = {(row["state"].strip("`"), to) for row in states_of(machine) for to in names(row["next"])}
     assert written == seen[machine.__name__]
 

@@ -1,6 +1,7 @@
 """The router's core by itself: events in, effects out, no event loop."""
 
 import random
+from array import array
 from typing import Any
 
 import pytest
@@ -230,6 +231,24 @@ class TestNewcomers:
         core.submit("third")
         core.join(MIXED)
         assert [begun.request_id for begun in core.of(Begun)] == ["third"]
+
+    def test_bodies_and_prompts_that_wait_take_bounded_memory(self) -> None:
+        core, mib = Core(max_waiting_mib=1), 1 << 20
+        core.handle(AskLimits("larger than all", core.now, num_bytes=3 * mib))
+        assert [type(effect) for effect in core.effects] == [SetTimer], "a single one may be larger"
+        refused = Refuse("q", "no worker is ready, and large requests wait for one already")
+        assert core.handle(AskLimits("q", core.now, num_bytes=1)) == [refused]
+        core.handle(Cancel("larger than all"))
+        core.handle(AskLimits("half", core.now, num_bytes=mib // 2))
+        prompt = array("i", [1]) * (mib // 8)
+        for request_id in ("the other half", "q"):
+            sampling = SamplingParams(max_tokens=1)
+            core.handle(Submit(ActiveRequest.new(request_id, prompt, sampling, core.now)))
+        assert core.effects == [refused]
+        core.fire(TimerKind.WAIT, "half")
+        assert core.effects == [Refuse("half", "no worker is ready")]
+        core.handle(AskLimits("another", core.now, num_bytes=mib // 2))
+        assert [type(effect) for effect in core.effects] == [SetTimer]
 
 
 def test_clients_end_their_requests() -> None:

@@ -1,28 +1,16 @@
 """The router process from outside: the openai package, curl, plain HTTP; workers are scripted, sockets are real."""
 
-import asyncio
 import json
 import shutil
 import subprocess
-import sys
-from pathlib import Path
 
 import openai
 import pytest
 
-import splitserve.router.server
 from router_harness import EOS, RouterProcess, Workers, write_model_dir
 from splitserve.benchmarks.router.worker_script import default_script
-from splitserve.protocol.config import ProtocolConfig
-from splitserve.protocol.messages.requests import DecodeRequest, LocalRequest, PrefillRequest
+from splitserve.protocol.messages.requests import DecodeRequest, PrefillRequest
 from splitserve.protocol.request import Role
-from splitserve.router.http.schema import CompletionRequest
-from splitserve.router.placement.placer import Limits
-from splitserve.router.text.constraints import Constraints
-from splitserve.router.text.grammar_checker import GrammarChecker
-from splitserve.router.text.preparation import Preparation
-from splitserve.router.text.renderer import Renderer
-from splitserve.router.text.tokenizer import ModelTokenizer
 from waiting import PATIENCE_SECONDS, wait_until
 
 PAIR = {"mode": "disaggregated", "prefill": "p0", "decode": "d0", "attempts": 1, "cached_tokens": 0}
@@ -301,20 +289,10 @@ def test_hopelessly_long_texts_are_refused_by_their_beginning(router):
     ):
         status, _, answer = router.post(path, **fields)
         assert (status, answer["error"]["param"]) == (400, param)
-        assert answer["error"]["message"] == f"{param} has far more tokens than the context length of 256 allows"
-
-
-def test_long_texts_of_few_tokens_are_not_refused(tmp_path):
-    word = "x" * 100
-    tokenizer = write_model_dir(tmp_path)
-    tokenizer.add_tokens([word])
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    constraints = Constraints(GrammarChecker(tmp_path, [1]), [1])
-    preparation = Preparation(ModelTokenizer(tmp_path), Renderer(None), constraints)
-    request = CompletionRequest(model="tiny", prompt=word * 500)
-    prompts = asyncio.run(preparation.completion(request, Limits(1024, 1024, 1000)))
-    preparation.close()
-    assert list(prompts[0].token_ids) == [tokenizer.token_to_id(word)] * 500
+        assert (
+            answer["error"]["message"]
+            == f"{param} has far more tokens than fit: this model's maximum context length is 256 tokens"
+        )
 
 
 # ---- bad input ----
@@ -414,58 +392,3 @@ def test_curl(router):
     command += ["-H", "Content-Type: application/json"]
     text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS).stdout
     assert sse(text)[0]["choices"][0]["delta"]["role"] == "assistant"
-
-
-def test_mixed_workers_get_local_requests(model):
-    router = RouterProcess(model[0], protocol=ProtocolConfig(no_worker_wait_seconds=0.2))
-    workers = Workers(router.membership)
-    try:
-        assert router.request("GET", "/ready")[::2] == (503, {"status": "not ready", "reason": "no worker is ready"})
-        status, headers, answer = router.post("/v1/completions", prompt="a")
-        assert status == 503 and "retry-after" in headers and answer["error"]["code"] == "no_worker"
-        worker = workers.start("m0", Role.MIXED)
-        wait_until(lambda: router.request("GET", "/ready")[0] == 200)
-        status, _, answer = router.post("/v1/completions", prompt=[5, 6], max_tokens=3, return_route=True)
-        assert status == 200 and answer["splitserve"]["mode"] == "local" and answer["splitserve"]["decode"] == "m0"
-        assert isinstance(worker.requests[0], LocalRequest)
-        name = 'splitserve_requests_finished_total{actual="local",intended="local",reason="ok"}'
-        assert router.metric(name) == 1
-    finally:
-        workers.close()
-        status, out, _ = router.stop()
-    assert status == 0
-    assert json.loads(out)[1]["torch"] == "False"
-
-
-def test_workers_with_different_contexts_serve_together(model):
-    router = RouterProcess(model[0])
-    workers = Workers(router.membership)
-    try:
-        workers.start("p0", Role.PREFILL, max_model_len=150)
-        small, large = (workers.start(f"d{size}", Role.DECODE, max_model_len=size) for size in (100, 200))
-        wait_until(lambda: router.metric('splitserve_worker_ready{role="prefill",worker="p0"}') == 1)
-        wait_until(lambda: router.metric('splitserve_worker_ready{role="decode",worker="d100"}') == 1)
-        wait_until(lambda: router.metric('splitserve_worker_ready{role="decode",worker="d200"}') == 1)
-        messages = [{"role": "user", "content": "x"}]
-        for _ in range(2):
-            _, _, answer = router.post("/v1/chat/completions", messages=messages, ignore_eos=True)
-            assert answer["usage"]["total_tokens"] == 100
-        assert len(small.requests) == len(large.requests) == 1
-        _, _, answer = router.post("/v1/completions", prompt=[5] * 20, max_tokens=130)
-        assert answer["usage"]["total_tokens"] == 150
-        status, _, answer = router.post("/v1/completions", prompt=[5] * 20, max_tokens=131)
-        assert status == 400 and "150" in answer["error"]["message"]
-    finally:
-        workers.close()
-        router.stop()
-
-
-def test_the_router_needs_no_torch():
-    folder = Path(splitserve.router.server.__file__).parent
-    paths = (path.relative_to(folder).with_suffix("") for path in folder.glob("**/[!_]*.py"))
-    modules = sorted(f"splitserve.router.{'.'.join(path.parts)}" for path in paths)
-    code = f"import sys, {', '.join(modules)}; print('torch' in sys.modules, 'transformers' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS
-    )
-    assert done.stdout.split() == ["False", "False"] and len(modules) > 10

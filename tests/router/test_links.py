@@ -1,4 +1,4 @@
-"""How KV travels is known to whoever looks: in hand-over reports, in heartbeats, in metrics."""
+"""The links of KV are visible in hand-over reports, heartbeats and metrics."""
 
 import pytest
 

@@ -90,6 +90,16 @@ def test_a_lost_worker_is_spoken_for_by_its_own_connection_alone() -> None:
     assert record is not None and record.state is WorkerState.CONNECTING
 
 
+def test_a_worker_beyond_the_bound_is_refused_for_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("splitserve.router.links.membership.MAX_WORKERS", 1)
+    members, _ = registered()
+    other = msgspec.structs.replace(info(), party=Party("other", 1))
+    refused = members.register(other.party, other, 1.0, b"two")
+    assert refused.refusal == "there are 1 workers already" and not refused.for_good
+    members.leave(info().party)
+    assert members.register(other.party, other, 2.0, b"two").refusal is None
+
+
 # ---- a router process, and a stranger who knows all that can be known of a worker ----
 
 

@@ -35,7 +35,7 @@ def test_only_objectives_that_there_are_count() -> None:
 @pytest.fixture
 def router(tmp_path: Path) -> Iterator[RouterProcess]:
     write_model_dir(tmp_path)
-    process = RouterProcess(tmp_path, ttft_objective_seconds=30.0, tpot_objective_seconds=1e-9)
+    process = RouterProcess(tmp_path, ttft_objective_ms=30_000.0, tpot_objective_ms=1e-6)
     yield process
     process.stop()
 

@@ -1,8 +1,10 @@
 """Workers that come back: one of a name serves, whatever is remembered of it, and ended links leave nothing behind."""
 
 import asyncio
+import logging
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -58,6 +60,19 @@ class Heartbeats:
             await asyncio.sleep(DEAD_AFTER_SECONDS / 10)
 
 
+@contextmanager
+def messages_of(name: str) -> Iterator[list[str]]:
+    """Collect the messages that a logger gets."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger(name).removeHandler(handler)
+
+
 def serving(router: LiveRouter) -> list[Party]:
     return [view.party for view in router.fleet.membership.snapshot(0.0).workers]
 
@@ -95,12 +110,64 @@ async def the_successor_comes_first(router: LiveRouter) -> None:
             assert serving(router) == [successor.party]
 
 
+def no_link(*_arguments: Any, **_options: Any) -> None:
+    raise ConfigError("too many open files")
+
+
+async def it_cannot_be_dialled_for_a_while(router: LiveRouter) -> None:
+    """As when sockets are short: it is refused for now, asks again, and is taken."""
+    worker = WorkerByHand(router.fleet.endpoint, Party("w", 1))
+    router.by_hand.append(worker)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("splitserve.router.links.fleet.WorkerLink", no_link)
+        for _ in range(2):
+            refused = await answer_to(router, worker)
+            assert refused == RegisterRefused("too many open files", for_good=False)
+    assert isinstance(await answer_to(router, worker), Registered)
+    await router.until_ready(worker.party)
+
+
+async def its_handshake_takes_longer_than_a_link_has(router: LiveRouter) -> None:
+    """As on a machine under load: each next link has more time, until one is up."""
+    worker = WorkerByHand(router.fleet.endpoint, Party("w", 1))
+    router.by_hand.append(worker)
+    host, port = worker.endpoint.removeprefix("tcp://").split(":")
+    num_dialled, writers = 0, list[asyncio.StreamWriter]()
+
+    async def relay_slowly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Pass on everything, but the worker's first bytes late."""
+        nonlocal num_dialled
+        num_dialled += 1
+        worker_reader, worker_writer = await asyncio.open_connection(host, int(port))
+        writers.extend((writer, worker_writer))
+
+        async def pass_on(source: asyncio.StreamReader, sink: asyncio.StreamWriter, delay_seconds: float) -> None:
+            while data := await source.read(1 << 16):
+                await asyncio.sleep(delay_seconds)
+                delay_seconds = 0.0
+                sink.write(data)
+            sink.close()
+            with suppress(OSError):
+                await sink.wait_closed()
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(pass_on(reader, worker_writer, 0.0))
+            group.create_task(pass_on(worker_reader, writer, 2.5 * DEAD_AFTER_SECONDS))
+
+    relay = await asyncio.start_server(relay_slowly, "127.0.0.1", 0)
+    worker.endpoint = f"tcp://127.0.0.1:{relay.sockets[0].getsockname()[1]}"
+    assert isinstance(await answer_to(router, worker), Registered)
+    async with Heartbeats(worker):
+        await router.until_ready(worker.party)
+    assert num_dialled >= 3
+    relay.close()
+    for each in writers:
+        each.close()
+    await asyncio.gather(*(each.wait_closed() for each in writers), return_exceptions=True)
+
+
 async def its_link_cannot_be_dialled_anew(router: LiveRouter) -> None:
     """As when sockets are short: it is forgotten, with its link, and may register again."""
-
-    def no_link(*_arguments: Any, **_options: Any) -> None:
-        raise ConfigError("too many open files")
-
     worker = WorkerByHand(router.fleet.endpoint, Party("w", 1))
     router.by_hand.append(worker)
     endpoint = worker.endpoint
@@ -110,14 +177,25 @@ async def its_link_cannot_be_dialled_anew(router: LiveRouter) -> None:
         assert router.state(worker.party) is WorkerState.CONNECTING
         patch.setattr("splitserve.router.links.fleet.WorkerLink", no_link)
         async with Heartbeats(worker):
-            await until(lambda: router.state(worker.party) is None, "the second dial")
+            with messages_of("splitserve.router.links.fleet") as lines:
+                await until(lambda: router.state(worker.party) is None, "the second dial")
+        assert [line for line in lines if "too many open files" in line] == [
+            f"worker {worker.party} must register again: too many open files"
+        ]
     worker.endpoint = endpoint
     assert isinstance(await answer_to(router, worker), Registered)
     await router.until_ready(worker.party)
 
 
 @pytest.mark.parametrize(
-    "scenario", [the_cut_off_one_comes_first, the_successor_comes_first, its_link_cannot_be_dialled_anew]
+    "scenario",
+    [
+        the_cut_off_one_comes_first,
+        the_successor_comes_first,
+        it_cannot_be_dialled_for_a_while,
+        its_handshake_takes_longer_than_a_link_has,
+        its_link_cannot_be_dialled_anew,
+    ],
 )
 def test_a_worker_that_returns(scenario: Callable[[LiveRouter], Coroutine[Any, Any, None]]) -> None:
     async def play() -> None:

@@ -106,7 +106,7 @@ def outcome(body):
     ],
 )
 def test_packed_or_not_the_answer_is_the_same(prompt, rest, monkeypatch):
-    """What is wrong with a body is said in the same words, wherever in it the prompt stands."""
+    """Errors of a body have the same words, wherever in it the prompt is."""
     bodies = [f'{{"model": "m", "prompt": {prompt}{rest}}}', f'{{"prompt": {prompt}, "model": "m"{rest}}}']
     outcomes = [outcome(body.encode()) for body in bodies]
     monkeypatch.setattr("splitserve.router.http.parsing.take_token_ids", lambda _: None)
@@ -126,7 +126,7 @@ def test_packed_or_not_the_answer_is_the_same(prompt, rest, monkeypatch):
         ({"prompt": [True]}, "prompt"),
         ({"prompt": {"a": 1}}, "prompt"),
         ({"prompt": ["a"] * 1025}, "prompt"),
-        ({"model": None}, "model"),
+        ({"model": 5}, "model"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": "5"}, "max_tokens"),
         ({"max_tokens": 1.0}, "max_tokens"),

@@ -141,7 +141,7 @@ def test_any_mix_of_faults(seed: int, shape: Shape, faults: Faults) -> None:
 
 
 def test_random_schedules() -> None:
-    """What ``scripts/long-tests schedules`` does by the million."""
+    """``scripts/long-tests schedules`` does the same a million times."""
     for seed in range(250):
         run_schedule(random_schedule(seed))
 

@@ -99,7 +99,7 @@ def test_the_schedules_do_load_from_the_shared_tier() -> None:
 
 
 def test_the_schedules_do_read_from_other_workers_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From their devices, and from slots of their host tiers."""
+    """Reads come from their devices and from slots of their host tiers."""
     held: list[HeldPrefix] = []
     original = BlockManager.hold_prefix
 

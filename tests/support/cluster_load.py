@@ -1,4 +1,4 @@
-"""Load on clusters that change under it: streams that never pause, each with known tokens. Not a test module."""
+"""Load on clusters that change under it: streams of requests with known tokens. Not a test module."""
 
 import asyncio
 import json
@@ -16,6 +16,9 @@ from serving import complete_all, transformers_greedy
 
 MAX_TOKENS = 24
 REQUEST_SECONDS = 60.0
+PAUSE_SECONDS = 0.1
+"""Pause of a stream between two requests: a request takes longer, so that some are always in flight, but workers that
+start meanwhile find the cores free for a part of the time."""
 PROMPTS = [[300 + (7 * index + 3 * i) % 900 for i in range(20 + 13 * index)] for index in range(6)]
 
 
@@ -26,7 +29,7 @@ def bodies(model: str) -> list[dict[str, Any]]:
 
 
 def right_tokens(url: str, model: str, checkpoint: Path) -> list[list[int]]:
-    """What the cluster answers each request when it's asked one at a time, compared with transformers."""
+    """Return the cluster's answers to single requests, compared with transformers."""
     answers = complete_all(url, bodies(model), at_once=False)
     token_ids = [answer["choices"][0]["token_ids"] for answer in answers]
     for reference, ours in zip(transformers_greedy(checkpoint, PROMPTS, MAX_TOKENS), token_ids, strict=True):
@@ -36,7 +39,7 @@ def right_tokens(url: str, model: str, checkpoint: Path) -> list[list[int]]:
 
 @dataclass
 class Load:
-    """What came of it. ``problems`` holds every request that didn't get exactly its tokens."""
+    """The outcome of a load. ``problems`` holds every request that didn't get exactly its tokens."""
 
     num_done: int = 0
     problems: list[str] = field(default_factory=list)
@@ -82,7 +85,7 @@ async def _run(
             load.num_done += 1
             if problem:
                 load.problems.append(problem)
-                await asyncio.sleep(0.1)
+            await asyncio.sleep(PAUSE_SECONDS)
 
     async with aiohttp.ClientSession(timeout=timeout) as session:
         await asyncio.gather(*(stream(session, seed) for seed in range(streams)))

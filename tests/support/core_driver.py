@@ -107,7 +107,7 @@ class Worker:
         return self.tick()
 
     def end_copies(self) -> list[Effect]:
-        """Those under way, and those that start then."""
+        """End the copies in flight, and those that start because of it."""
         effects: list[Effect] = []
         while self.copies:
             effects += self.end_copy()

@@ -13,13 +13,16 @@ _LEFT_OUT = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__", "results")
 
 
 class FollowedGuide:
-    """A page of docs/guides/ and a copy of the checkout. ``touched``: files of the checkout that were changed."""
+    """A page of docs/guides/ and a copy of the checkout. ``touched``: files of the checkout that were changed.
+
+    Programs in the copy use one thread: tiny operations gain nothing from more.
+    """
 
     def __init__(self, page: str, folder: Path) -> None:
         self.text = (ROOT / "docs" / "guides" / page).read_text()
         self.checkout = folder / "checkout"
         self.touched: set[str] = set()
-        self.environment = {**os.environ, "PYTHONPATH": str(self.checkout / "src")}
+        self.environment = {**os.environ, "PYTHONPATH": str(self.checkout / "src"), "OMP_NUM_THREADS": "1"}
         shutil.copytree(ROOT, self.checkout, symlinks=True, ignore=_LEFT_OUT)
 
     def blocks(self, language: str) -> list[str]:
@@ -58,3 +61,10 @@ class FollowedGuide:
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
+
+    def tests_passed(self, command: str, *options: str) -> list[tuple[str, str]]:
+        """Run a page's ``python -m pytest ...`` in the copy; all must pass. Return their names and parameters."""
+        program, *arguments = command.split()
+        assert program == "python", command
+        plain = ("-n", "0", "-v", "-p", "no:cacheprovider", "-p", "no:schemathesis")  # a plugin that loads for a second
+        return re.findall(r"::(\w+)(?:\[(.*)\])? PASSED", self.python(*arguments, *plain, *options))

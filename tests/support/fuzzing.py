@@ -159,7 +159,7 @@ class MessageFuzzer:
         return WorkerInfo(party, rng.choice(list(Role)), self._endpoint, 1, LAYOUT, *sizes)
 
     def _hashes(self) -> list[bytes]:
-        """Of blocks that may be here, or of none."""
+        """Return hashes of blocks that may be cached here, or of none."""
         if self.rng.random() < 0.2:
             return [self.rng.randbytes(16) for _ in range(self.rng.choice([1, 2000]))]
         hashes: list[bytes] = []

@@ -15,7 +15,7 @@ STREAM = 77
 
 
 class HostDriver:
-    """What of libcuda copies, within host memory, at once; batches where ``batches``, which fail where ``fails``."""
+    """The copies of libcuda, done within host memory at once; batches where ``batches``, which fail where ``fails``."""
 
     def __init__(self, *, batches: bool, fails: bool = False) -> None:
         self.calls: list[str] = []

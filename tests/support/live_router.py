@@ -112,7 +112,7 @@ class WorkerByHand:
         return made
 
     def tell(self, body: Body) -> None:
-        """To the router's membership."""
+        """Send a message to the router's membership."""
         self._membership.send(encode(Envelope(self.party, None, body)))
 
     def register(self) -> None:
@@ -122,11 +122,11 @@ class WorkerByHand:
         self.tell(Heartbeat(WorkerLoad()))
 
     def answers(self) -> list[Body]:
-        """What membership has answered since the last look."""
+        """Return the answers of membership since the last call."""
         return [decode(payload).body for payload in _waiting(self._membership)]
 
     def received(self) -> list[Body]:
-        """What the router has sent over the link since the last look."""
+        """Return the messages that the router sent over the link since the last call."""
         return [decode(payload).body for payload in _waiting(self._requests)]
 
     def stop_listening(self) -> None:

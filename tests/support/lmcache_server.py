@@ -74,7 +74,7 @@ class ProbedServer:
         self._answer()
 
     def holds(self) -> dict[str, int]:
-        """What it holds for its clients."""
+        """Return the numbers of objects that it holds for its clients."""
         assert self.process.stdin is not None
         self.process.stdin.write(b"\n")
         self.process.stdin.flush()
@@ -90,7 +90,7 @@ class ProbedServer:
         return answer
 
     def is_quiet(self, seconds: float = PATIENCE_SECONDS) -> bool:
-        """Whether it soon holds nothing but chunks."""
+        """Return whether it soon holds nothing but chunks."""
         deadline = time.monotonic() + seconds
         names = ("sessions", "prefetches", "read_locked", "write_locked", "staging_object")
         while time.monotonic() < deadline:
@@ -135,7 +135,7 @@ class Side:
         self.store.open(self.states.append)
 
     def wait(self, is_available: bool) -> None:
-        """For the next thing that is told of the server."""
+        """Wait for the next state of the server."""
         wait_until(lambda: self.states and self.states[-1].is_available == is_available, lambda: self.states)
 
     def copy(self, token_ids: list[int], block_ids: range, first_block: int = 0, *, is_load: bool) -> ChainCopy:
@@ -144,16 +144,16 @@ class Side:
         return ChainCopy(1, "lmcache", is_load, token_ids, first_block, list(block_ids), hashes[first_block:])
 
     def put(self, token_ids: list[int]) -> int:
-        """From the first blocks."""
+        """Store the content of the first blocks."""
         return self.store.store_chain(self.copy(token_ids, range(len(token_ids) // 16), is_load=False))
 
     def get(self, token_ids: list[int], first_block: int = 0) -> int:
-        """Into the last blocks."""
+        """Load content into the last blocks."""
         num_blocks = len(token_ids) // 16 - first_block
         return self.store.load_chain(self.copy(token_ids, range(64 - num_blocks, 64), first_block, is_load=True))
 
     def content(self, num_blocks: int) -> torch.Tensor:
-        """Of the last blocks."""
+        """Return the content of the last blocks."""
         return self.memory.blocks[64 - num_blocks :]
 
     def __enter__(self) -> "Side":

@@ -16,7 +16,7 @@ CHANGED = "count as verified, but their generations changed"
 
 @dataclass(frozen=True)
 class Finding:
-    """What a planted bug was found by, and how fast."""
+    """The check that found a planted bug, and its cost."""
 
     text: str
     num_schedules: int

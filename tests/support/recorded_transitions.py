@@ -1,4 +1,4 @@
-"""Which states production state machines really go through: recorded while the simulator runs them under faults."""
+"""Transitions of production state machines, recorded while the simulator runs them under faults."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
@@ -42,7 +42,7 @@ SCHEDULES: ListLike[Schedule] = (
 
 
 def record_transitions() -> Transitions:
-    """Of every machine, as (state before, state after)."""
+    """Return each machine's transitions, as (state before, state after)."""
     seen: Transitions = {machine.__name__: set() for machine in MACHINES}
     with mock.patch.multiple(BlockPool, **{name: recording(getattr(BlockPool, name), seen) for name in POOL_METHODS}):
         for owner, attribute in OWNERS:

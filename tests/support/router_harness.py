@@ -1,4 +1,4 @@
-"""What the router's tests share: a small tokenizer on disk, a router process, scripted workers in threads."""
+"""Parts of the router's tests: a small tokenizer on disk, a router process, scripted workers in threads."""
 
 import http.client
 import json

@@ -1,4 +1,4 @@
-"""What a router does when attempts fail and workers come and go, seen by its workers. Not a test module.
+"""A router's answers to failed attempts and to workers that come and go, seen by its workers. Not a test module.
 
 Each scenario is a coroutine on a router of its own; the words of its checks say which one failed.
 """

@@ -11,6 +11,7 @@ from splitserve.engine.sequence import Sequence
 from splitserve.kvconnector.blocks.pool import BlockPool
 from splitserve.kvconnector.tiers.tiers import Tiers
 from splitserve.prefill.scheduler import PrefillScheduler
+from splitserve.protocol.counters import WorkerCounters
 from splitserve.protocol.request import Party, RequestKey, SamplingParams
 
 BLOCK_SIZE = 4
@@ -36,7 +37,7 @@ def make_sequence(name: str, tokens: int | list[int], *, max_tokens: int = 100, 
 
 
 def complete(blocks: BlockManager, planned: list[Planned]) -> None:
-    """What the core does with a step's results, but for drawing tokens."""
+    """Complete a step as the core does, but draw no tokens."""
     for sequence, chunk in planned:
         sequence.num_computed += len(chunk.token_ids)
         blocks.publish_computed(sequence)
@@ -58,7 +59,7 @@ def make_decode(
 ) -> tuple[BlockManager, StepScheduler]:
     blocks = make_blocks(num_blocks)
     budget = StepBudget(1000, max_num_seqs, max_num_prefill_tokens)
-    return blocks, StepScheduler(PrefillScheduler(blocks, budget), DecodeScheduler(blocks), budget)
+    return blocks, StepScheduler(PrefillScheduler(blocks, budget), DecodeScheduler(blocks, WorkerCounters()), budget)
 
 
 def plan(scheduler: StepScheduler, num_tokens: int) -> list[Planned]:

@@ -62,7 +62,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def run_schedule(schedule: Schedule) -> Simulator:
-    """From start to quiet, with all checks. A failure carries the command that replays it."""
+    """Run a schedule from start to quiet, with all checks. A failure carries the command that replays it."""
     sim = prepare(schedule)
     try:
         run_to_the_end(sim, schedule)

@@ -1,4 +1,4 @@
-"""What the end-to-end tests share: a client for many requests at once, reference tokens, worker metrics."""
+"""Parts of the end-to-end tests: a client for many requests at once, reference tokens, worker metrics."""
 
 import asyncio
 import json
@@ -43,7 +43,7 @@ class Reference:
 
 
 def transformers_greedy(model_path: Path, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Reference]:
-    """What ``generate`` gives for each prompt alone, in float32, past end-of-sequence tokens."""
+    """Return the tokens of ``generate`` for each prompt alone, in float32, past end-of-sequence tokens."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
     references = []
     for prompt in prompts:
@@ -122,7 +122,7 @@ def worker_metrics(url: str) -> dict[str, dict[str, float]]:
 
 
 def num_heartbeats(url: str) -> dict[tuple[str, int], int]:
-    """What the router has heard of each incarnation that it doesn't think dead."""
+    """Return the number of heartbeats from each incarnation that the router counts as alive."""
     with urllib.request.urlopen(f"{url}/admin/workers") as response:
         report = msgspec.json.decode(response.read(), type=ClusterReport)
     workers = [worker for worker in report.workers if worker.state != "lost"]

@@ -1,4 +1,4 @@
-"""Which tiers a worker has, by its config; and where the host tier's memory came to lie."""
+"""A worker's tiers by its config, and the NUMA node of the host tier's memory."""
 
 import errno
 import mmap

@@ -131,7 +131,7 @@ def test_a_killed_rank_is_named_while_idle_and_in_a_step(tiny_qwen3: Path) -> No
 
 
 def test_the_first_error_is_shown_not_what_it_led_to(tiny_qwen3: Path) -> None:
-    """Of four ranks one is killed within a step: the three others lose their connections, and say so first."""
+    """One of four ranks is killed within a step: the three others lose their connections, and report that first."""
     with team(tiny_qwen3, 4) as running:
         os.kill(running.ranks.pids[1], signal.SIGSTOP)
         threading.Timer(0.3, os.kill, (running.ranks.pids[1], signal.SIGKILL)).start()

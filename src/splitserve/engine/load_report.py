@@ -25,7 +25,6 @@ def load_of(state: EngineState, scheduler: StepScheduler, parts: ListLike[Part])
         blocks_cached=pool.count(BlockState.CACHED),
         blocks_referenced=pool.count(BlockState.REFERENCED),
         blocks_quarantined=pool.count(BlockState.QUARANTINED),
-        preemptions=scheduler.decodes.num_preemptions,
         tier_blocks=tiers.num_blocks,
         tiers=tiers.report(state.block_bytes),
         requests_tracked=len(state.sequences) + sum(part.num_live for part in parts),

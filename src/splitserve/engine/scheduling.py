@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 from splitserve.engine.block_manager import Shortage
 from splitserve.engine.sequence import Sequence
 from splitserve.engine.stage import Stage
+from splitserve.protocol.counters import WorkerCounters
 from splitserve.protocol.step import ScheduledChunk
 
 
@@ -48,7 +49,7 @@ class PromptPolicy(Protocol):
         """Forget, and return, the sequences that decode here next: a launched step draws their first token."""
 
     def begin_loads(self, num_running: int) -> None:
-        """Let KV of the first ones that wait come up from the tiers."""
+        """Onboard KV of the first ones that wait from the tiers."""
 
     def shortage(self, budget: int, num_running: int) -> Shortage:
         """Return what the first one that waits lacks, if nothing but blocks keeps it from beginning."""
@@ -58,10 +59,10 @@ class PromptPolicy(Protocol):
 
 
 class DecodePolicy(Protocol):
-    """Sequences that draw a token in each step."""
+    """Sequences that draw a token in each step. It counts preemptions in ``counters``."""
 
     running: dict[Sequence, None]
-    num_preemptions: int
+    counters: WorkerCounters
 
     def add(self, sequences: Iterable[Sequence]) -> None:
         """Add sequences with KV for all known tokens but the last, or with the step launched that computes it."""
@@ -122,7 +123,7 @@ class StepScheduler:
         return bool(waiting) and waiting[0].was_admitted and not waiting[0].block_ids
 
     def begin_loads(self) -> None:
-        """Let KV of the first ones that wait come up from the tiers."""
+        """Onboard KV of the first ones that wait from the tiers."""
         self.prompts.begin_loads(self.num_running)
 
     def shortage(self) -> Shortage:

@@ -53,7 +53,7 @@ class Sequence:
     num_cached_tokens: int = 0  # prefix hit at the first admission, for usage
     was_admitted: bool = False  # held room for all its tokens at some time, perhaps no longer
     skips_tiers: bool = False  # a load took too long: computes what the pool doesn't have
-    load: BlockLoad | None = None  # its blocks that are coming up from a tier
+    load: BlockLoad | None = None  # its blocks that are being onboarded
     launched: LaunchedChunks = field(default_factory=LaunchedChunks)  # its part of the steps in flight
     features: FeatureStates | None = field(init=False)  # of its sampling features on the runner; None: it has none
 
@@ -124,7 +124,7 @@ class Sequence:
         )
 
     def num_after_load(self, block_size: int) -> int:
-        """Return the number of known tokens that neither are computed nor come up from a tier: at least one."""
+        """Return the number of known tokens that are neither computed nor being onboarded: at least one."""
         loading = 0 if self.load is None else len(self.load.block_ids) * block_size
         return self.num_remaining - loading
 

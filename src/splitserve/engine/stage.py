@@ -8,7 +8,7 @@ class Stage(Enum):
     UNGRANTED = "ungranted"  # waits for the grant of its decode worker
     UNADMITTED = "unadmitted"  # waits for room for KV that comes from a peer
     PULLING = "pulling"  # holds room for its KV; tiers and the peer fill it
-    QUEUED = "queued"  # waits for its turn to compute; may hold blocks that come up from a tier
+    QUEUED = "queued"  # waits for its turn to compute; may hold blocks that are being onboarded
     PREFILLING = "prefilling"  # known tokens are being computed
     DECODING = "decoding"  # draws a token in each step
     OFFERED = "offered"  # computed; holds its blocks until decode has read them

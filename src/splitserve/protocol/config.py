@@ -6,11 +6,14 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from splitserve.protocol.engine_config import MAX_SECONDS, EngineConfig
+from splitserve.protocol.engine_config import ENDPOINT, MAX_MEMORY_BYTES, MAX_SECONDS, EngineConfig
+from splitserve.protocol.placement_policies import PLACEMENT_POLICIES, POLICIES_IN_WORDS
 from splitserve.protocol.request import Role
-from splitserve.protocol.settings import problems_of
+from splitserve.protocol.settings import Setting, problems_of
 
 __all__ = [
+    "AUTO",
+    "NONE",
     "SECRETS",
     "Confidential",
     "CorePlacement",
@@ -26,9 +29,13 @@ __all__ = [
 
 SECRETS = ("secret", "api_key")
 
+AUTO = "auto"
+NONE = "none"
+
 Duration: TypeAlias = Annotated[float, Meta(gt=0, le=MAX_SECONDS)]
 Delay: TypeAlias = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
 Bound: TypeAlias = Annotated[int, Meta(gt=0)]
+Port: TypeAlias = Annotated[int, Meta(ge=0, le=2**16 - 1)]
 
 
 class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +75,9 @@ class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_parked: Annotated[Bound, Meta(description="Early messages that a worker keeps for later.")] = 1024
     max_requests: Annotated[Bound, Meta(description="Requests that a worker takes at once.")] = 4096
     max_requests_waiting: Annotated[Bound, Meta(description="New requests that wait in the router for a worker.")] = 256
+    max_waiting_mib: Annotated[
+        Bound, Meta(description="Bodies of requests that wait so, in MiB; a single one may be larger.")
+    ] = 64
     max_peers: Annotated[Bound, Meta(description="Peers of a worker.")] = 256
     max_reads_in_flight_per_request: Annotated[
         Bound, Meta(description="Reads of one request that are posted at once.")
@@ -122,54 +132,158 @@ class WorkerConfig(Confidential, frozen=True, kw_only=True):
 
 
 class LMCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """An LMCache server on this machine, which listens at the loopback address. A port 0 takes a free one.
+    """An LMCache server on this machine, which listens at the loopback address and keeps KV in chunks."""
 
-    ``memory_bytes`` of shared memory hold KV, in chunks of ``chunk_tokens``. ``backends`` are JSON objects, as its
-    option ``--l2-adapter`` takes them: where it keeps what doesn't fit. ``environment``: the directory of the virtual
-    environment that has LMCache in it, "" for the one beside our own.
-    """
-
-    memory_bytes: int = 4 << 30
-    chunk_tokens: int = 256
-    port: int = 0
-    backends: tuple[str, ...] = ()
-    environment: str = ""
+    memory_bytes: Annotated[
+        int,
+        Meta(ge=1 << 20, le=MAX_MEMORY_BYTES, description="Shared memory of the server: bytes, or like 16GiB."),
+        Setting(flags=("--memory",), command="lmcache", metavar="SIZE", form="size", place="lmcache.memory"),
+    ] = 4 << 30
+    chunk_tokens: Annotated[
+        int,
+        Meta(ge=1, le=65536, description="Tokens of each piece of KV that is kept."),
+        Setting(flags=("--chunk-tokens",), command="lmcache", metavar="N", place="lmcache.chunk_tokens"),
+    ] = 256
+    port: Annotated[
+        Port,
+        Meta(description="Port at the loopback address; 0 takes a free one."),
+        Setting(flags=("--port",), command="lmcache", place="lmcache.port"),
+    ] = 0
+    backends: Annotated[
+        tuple[str, ...],  # JSON objects
+        Meta(description="Objects that LMCache's --l2-adapter takes, like {type: fs, base_path: /var/cache/lmcache}."),
+        Setting(
+            flags=("--backend",),
+            command="lmcache",
+            metavar="JSON",
+            place="lmcache.backends",
+            help='value of LMCache\'s --l2-adapter, like {"type": "fs", "base_path": "/var/cache/lmcache"}; repeatable',
+        ),
+    ] = ()
+    environment: Annotated[
+        str,
+        Meta(description="Directory of the virtual environment with LMCache; empty: beside our own."),
+        Setting(flags=("--environment",), command="lmcache", metavar="DIR", place="lmcache.environment"),
+    ] = ""
 
 
 class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of the router's HTTP connections (:mod:`splitserve.router.http.connections`)."""
 
-    max_header_bytes: int = 64 * 1024  # of a request line with its headers, and of the trailers after a body
-    max_headers: int = 256  # likewise
-    header_seconds: float = 20.0  # from a request's first byte, or a new connection, to the end of its headers
-    keep_alive_seconds: int = 75  # between requests
-    linger_seconds: float = 2.0  # for a client to read why it was refused
-    max_pipelined: int = 16  # requests that wait on one connection for the answer to another one
-    max_connections: int = 0  # 0: 8192, or twice as many as requests in flight, if that is more
+    max_header_bytes: Annotated[
+        int,
+        Meta(
+            ge=1024,
+            le=16 << 20,
+            description="Bytes of a request line with its headers, and of the trailers after a body (431 beyond).",
+        ),
+    ] = 64 * 1024
+    max_headers: Annotated[
+        int, Meta(ge=1, le=65536, description="Headers of a request, and trailers after a body (431 beyond).")
+    ] = 256
+    header_seconds: Annotated[
+        Duration,
+        Meta(description="Time from a request's first byte, or a new connection, to the end of its headers (408)."),
+    ] = 20.0
+    keep_alive_seconds: Annotated[
+        int, Meta(ge=1, le=int(MAX_SECONDS), description="Time that a connection may be idle between requests.")
+    ] = 75
+    linger_seconds: Annotated[
+        Delay, Meta(description="Time that a refused client has to read the reason before its connection is closed.")
+    ] = 2.0
+    max_pipelined: Annotated[
+        int, Meta(ge=1, le=4096, description="Requests that wait on one connection for the answer to another one.")
+    ] = 16
+    max_connections: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1 << 20,
+            description="Connections at once; 0: 8192, or twice as many as requests in flight, if that is more.",
+        ),
+    ] = 0
 
 
 class RouterConfig(Confidential, frozen=True, kw_only=True):
-    """The router process. A port 0 takes a free one. ``max_requests_in_flight`` bounds the admitted requests (429
-    beyond), ``max_body_mib`` a request's body (413): parsing one MiB of text can hold the event loop for 10 ms.
+    """The router process.
 
-    Objectives are times that an answer should take, 0 for none: the router counts the requests that met them.
     ``on_awake_cores`` keeps it on half of its machine's cores, as ``keep_cores_awake`` keeps workers there.
     ``secret`` protects its side channels; ``api_key`` is the key that /v1 requires of clients, "" for none.
     """
 
     model: str
     served_model_name: str
-    host: str = "127.0.0.1"
-    port: int = 8000
+    host: Annotated[
+        str,
+        Meta(min_length=1, description="Address that the endpoint binds."),
+        Setting(flags=("--host",), form="address", group=ENDPOINT, place="router.host"),
+    ] = "127.0.0.1"
+    port: Annotated[
+        Port,
+        Meta(description="Port that the endpoint binds; 0 takes a free one."),
+        Setting(flags=("--port",), group=ENDPOINT, place="router.port"),
+    ] = 8000
     membership_host: str = "127.0.0.1"
-    membership_port: int = 0
-    policy: str = "least-loaded"
-    max_requests_in_flight: int = 1024
-    max_body_mib: int = 4
-    ttft_objective_seconds: float = 0.0
-    tpot_objective_seconds: float = 0.0
+    membership_port: Port = 0
+    policy: Annotated[
+        str,
+        Meta(description=f"How requests are placed; {POLICIES_IN_WORDS}."),
+        Setting(flags=("--policy",), choices=tuple(PLACEMENT_POLICIES), group=ENDPOINT, place="router.policy"),
+    ] = "least-loaded"
+    max_requests_in_flight: Annotated[
+        int,
+        Meta(ge=1, description="Requests in flight; clients get 429 beyond."),
+        Setting(place="router.max_requests_in_flight"),
+    ] = 1024
+    max_body_mib: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="Largest body of a request (413 beyond); parsing one MiB can hold all streams for 10 ms.",
+        ),
+        Setting(flags=("--max-body-mib",), metavar="MIB", group=ENDPOINT, place="router.max_body_mib"),
+    ] = 4
+    ttft_objective_ms: Annotated[
+        float, Meta(ge=0, description="Time to first token; 0: none."), Setting(place="objectives.ttft_ms")
+    ] = 0.0
+    tpot_objective_ms: Annotated[
+        float,
+        Meta(ge=0, description="Mean time per output token after the first; 0: none."),
+        Setting(place="objectives.tpot_ms"),
+    ] = 0.0
     on_awake_cores: bool = False
     protocol: ProtocolConfig = ProtocolConfig()
     http: HttpLimits = HttpLimits()
     secret: str = ""
     api_key: str = ""
+    aliases: Annotated[
+        list[str],
+        Meta(description="Further ids that clients may use for the model."),
+        Setting(place="model.aliases"),
+    ] = []
+    generation_config: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="Source of sampling defaults, where a request sets none: auto for the model's "
+            "generation_config.json, none for temperature 1 and no truncation, or a directory with that file.",
+        ),
+        Setting(
+            flags=("--generation-config",),
+            metavar="auto|none|DIR",
+            form="source",
+            group=ENDPOINT,
+            place="router.generation_config",
+        ),
+    ] = AUTO
+    chat_template: Annotated[
+        str,
+        Meta(description="File with a chat template (Jinja) that replaces the model's; empty: the model's."),
+        Setting(flags=("--chat-template",), metavar="FILE", form="path", group=ENDPOINT, place="router.chat_template"),
+    ] = ""
+    allowed_origins: Annotated[
+        list[str],
+        Meta(description="Origins of web pages that may call the endpoint (CORS), like https://app.example.com; or *."),
+        Setting(flags=("--allowed-origins",), metavar="ORIGIN", group=ENDPOINT, place="router.allowed_origins"),
+    ] = []

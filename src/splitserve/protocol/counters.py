@@ -50,6 +50,7 @@ class WorkerCounters(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prompt_tokens: Annotated[Count, Counter("Prompt tokens computed, those of repeated attempts included")] = 0
     output_tokens: Annotated[Count, Counter("Output tokens drawn")] = 0
     prefix_hit_tokens: Annotated[Count, Counter("Prompt tokens found in the prefix cache, not computed")] = 0
+    preemptions: Annotated[Count, Counter("Running sequences put back into the queue for lack of KV blocks")] = 0
     handovers: Annotated[Count, Counter("Hand-overs completed, as decode counts them")] = 0
     handover_bytes: Annotated[Count, Counter("KV bytes read in completed hand-overs")] = 0
     handover_failures: Annotated[Count, Counter("Hand-overs that ended without decode having all blocks")] = 0
@@ -117,7 +118,6 @@ class WorkerLoad(WorkerCounters, frozen=True, kw_only=True):  # type: ignore[mis
     blocks_referenced: Annotated[Count, Gauge("KV blocks in use")] = 0
     blocks_quarantined: Annotated[Count, Gauge("KV blocks withheld until what may write to them has ended")] = 0
     reads_in_flight: Annotated[Count, Gauge("Reads of a peer's KV in flight")] = 0
-    preemptions: Annotated[Count, Counter("Running sequences put back into the queue for lack of KV blocks")] = 0
     undeliverable_messages: Annotated[Count, Counter("Messages dropped: their receiver did not take them")] = 0
     malformed_messages: Annotated[Count, Counter("Messages dropped: they could not be decoded")] = 0
     resident_bytes: Annotated[Count, Gauge("Resident memory of the worker's processes")] = 0

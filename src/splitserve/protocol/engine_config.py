@@ -87,12 +87,25 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     model: Annotated[
-        str, Meta(description="Directory of a Hugging Face checkpoint, on every machine."), Setting(place="model.path")
+        str,
+        Meta(
+            description="Directory of a Hugging Face checkpoint, on every machine; or a model id of the Hugging Face "
+            "Hub, like Qwen/Qwen3-0.6B, which each machine downloads to its own cache."
+        ),
+        Setting(place="model.path"),
     ]
     served_model_name: Annotated[
         str,
-        Meta(description="Id that clients use for the model; empty: the directory's name."),
-        Setting(flags=("--served-model-name",), metavar="ID", group=ENDPOINT, place="model.served_name"),
+        Meta(description="Id that clients use for the model; empty: the model id, or the directory's name."),
+        Setting(
+            flags=("--served-model-name",),
+            metavar="ID",
+            group=ENDPOINT,
+            place="model.served_name",
+            further="model.aliases",
+            help="ids that clients use for the model, the first of them in answers to requests without one; none: the "
+            "model id, or the directory's name",
+        ),
     ] = ""
     dtype: Annotated[
         str,
@@ -210,6 +223,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             flags=("--kv-memory", "--kv-cache-memory-bytes"),
             metavar="SIZE",
+            form="size",
             group=KV_MEMORY,
             place="pools[].memory.kv",
         ),
@@ -261,7 +275,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     host_kv_memory_bytes: Annotated[
         NumBytes,
         Meta(description="Host memory of each worker for more KV, like 16GiB, pinned on a GPU worker; 0: none."),
-        Setting(flags=("--host-kv-memory",), metavar="SIZE", group=KV_TIERS, place="pools[].memory.host"),
+        Setting(flags=("--host-kv-memory",), metavar="SIZE", form="size", group=KV_TIERS, place="pools[].memory.host"),
     ] = 0
     disk_kv_dir: Annotated[
         str,
@@ -273,7 +287,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     disk_kv_bytes: Annotated[
         NumBytes,
         Meta(description="Largest size of each worker's KV in disk_kv_dir, like 64GiB."),
-        Setting(flags=("--disk-kv-size",), metavar="SIZE", group=KV_TIERS, place="pools[].memory.disk"),
+        Setting(flags=("--disk-kv-size",), metavar="SIZE", form="size", group=KV_TIERS, place="pools[].memory.disk"),
     ] = 16 << 30
     disk_kv_backend: Annotated[
         str,

@@ -8,11 +8,11 @@ are made from these.
 import math
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -22,13 +22,17 @@ from msgspec import Meta
 class Setting:
     """The form in which users give a setting."""
 
-    flags: tuple[str, ...] = ()  # options of `splitserve serve`, the main one first; none: only in a cluster spec
+    flags: tuple[str, ...] = ()  # options of ``command``, the main one first; none: only in a cluster spec
+    command: str = "serve"  # the command of `splitserve` with those options
     metavar: str = ""
     group: str = ""  # heading under which --help lists it
     choices: tuple[str, ...] = ()
     const: Any = None  # the value that an option without an argument stands for
-    parse: Callable[[str], Any] | None = None  # the option's argument as a value; None: by the field's type
+    form: Literal["", "size", "address", "path", "source"] = (
+        ""  # form of the option's argument; "": by the field's type
+    )
     place: str = ""  # location in the cluster spec, where it isn't that of the field itself
+    further: str = ""  # location in the cluster spec of further values, of an option that takes several
     help: str = ""  # of the option, where the description doesn't fit
 
 
@@ -50,7 +54,7 @@ def setting_of(hint: Any) -> Setting:
 def meta_of(hint: Any) -> Meta:
     """Return the description and range of a field, of all its annotations together."""
     found = [each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Meta)]
-    names = ("ge", "gt", "le", "description")
+    names = ("ge", "gt", "le", "min_length", "description")
     return Meta(**{name: value for name in names for each in found if (value := getattr(each, name)) is not None})
 
 
@@ -77,23 +81,31 @@ def choices_of(hint: Any) -> list[Any]:
 def description_of(hint: Any) -> Meta:
     """Return :func:`meta_of` for a reader that leaves the range to :func:`problems_of`, which has better words."""
     meta = meta_of(hint)
-    bounds = {"minimum": meta.ge, "exclusiveMinimum": meta.gt, "maximum": meta.le}
+    bounds = {"minimum": meta.ge, "exclusiveMinimum": meta.gt, "maximum": meta.le, "minLength": meta.min_length}
     schema = {name: bound for name, bound in bounds.items() if bound is not None}
     return Meta(description=meta.description, extra_json_schema=schema or None)
 
 
 def problems_of(settings: msgspec.Struct) -> Iterator[tuple[str, str]]:
     """Yield the fields of ``settings`` whose value is no choice or out of range, each with its problem in words."""
-    for field, hint in hints_of(type(settings)).items():
-        value = getattr(settings, field)
-        choices = setting_of(hint).choices
-        if choices and value not in choices:
-            yield field, f"is {value!r}; choose one of {', '.join(choices)}"
-        elif isinstance(value, int | float) and not _is_within(meta_of(hint), value):
-            yield field, f"must be {range_words(meta_of(hint))}, got {value}"
+    for field in settings.__struct_fields__:
+        if problem := problem_of(type(settings), field, getattr(settings, field)):
+            yield field, problem
 
 
-def _is_within(meta: Meta, value: float) -> bool:
+def problem_of(struct: type[msgspec.Struct], field: str, value: Any) -> str:
+    """Return why ``value`` is no choice or out of range for a field of ``struct``, in words; "" if it is neither."""
+    hint = hints_of(struct)[field]
+    choices = setting_of(hint).choices
+    if choices and value not in choices:
+        return f"is {value!r}; choose one of {', '.join(choices)}"
+    if isinstance(value, int | float) and not is_within(meta_of(hint), value):
+        return f"must be {range_words(meta_of(hint))}, got {value}"
+    return ""
+
+
+def is_within(meta: Meta, value: float) -> bool:
+    """Return whether ``value`` is finite and in the range of ``meta``."""
     is_low = (meta.ge is not None and value < meta.ge) or (meta.gt is not None and value <= meta.gt)
     return math.isfinite(value) and not is_low and (meta.le is None or value <= meta.le)
 

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 else:
     TokenIds = array  # can't be subscripted before Python 3.12
 
+TOKEN_ID_BYTES = 4
+
 
 def from_bytes(data: bytes) -> TokenIds:
     """Raises ValueError for bytes that aren't whole token ids. No bound is checked."""

@@ -66,7 +66,7 @@ def build_core(
         vocab_size=bounds.vocab_size,
     )
     budget = step_budget(config)
-    scheduler = StepScheduler(PrefillScheduler(blocks, budget), DecodeScheduler(blocks), budget)
+    scheduler = StepScheduler(PrefillScheduler(blocks, budget), DecodeScheduler(blocks, state.counters), budget)
     requests = Requests(state, scheduler)
     source = SourcePart(requests, connector.served(), memory.leading_digests)
     return EngineCore(requests, [source, SinkPart(requests, connector.name)])

@@ -113,7 +113,7 @@ class StepProfiler:
     def begin(self, num_steps: int, timeout_seconds: float) -> str:
         with self._lock:
             if self._state is not ProfilerState.IDLE:
-                return "another profile is under way"
+                return "another profile is being recorded"
             self._deadline = time.monotonic() + timeout_seconds
             self._wanted_steps = num_steps
             self._state = ProfilerState.ARMED

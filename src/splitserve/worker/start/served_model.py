@@ -31,8 +31,7 @@ from splitserve.models.weights.shard import local_config
 from splitserve.protocol.config import EngineConfig
 from splitserve.protocol.memory_records import LayoutRecord
 from splitserve.worker.start.clock import StartClock
-from splitserve.worker.start.gpu_memory import free_kv_bytes
-from splitserve.worker.start.memory_plan import MemoryPlan, plan_kv_memory
+from splitserve.worker.start.memory_plan import MemoryPlan, free_kv_bytes, plan_kv_memory
 from splitserve.worker.start.preload import AttentionPreload
 from splitserve.worker.start.warm_up import StepLimits, warm_up
 

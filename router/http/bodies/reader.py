@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from starlette.requests import Request
 
 from splitserve.router.http.api_error import ApiError
-from splitserve.router.http.body_shape import is_surely_small
+from splitserve.router.http.bodies.shape import is_surely_small
 from splitserve.router.http.parsing import RequestModel, parse, parse_checked
 
 MAX_BODIES_AT_ONCE = 16  # of the largest size
@@ -27,12 +27,16 @@ class BodyReader:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def parse(self, request: Request, model: type[RequestModel]) -> RequestModel:
-        """Return the body as ``model``. Raises :class:`ApiError` as :meth:`read` does, and 400 that names the fault."""
+    async def parse(self, request: Request, model: type[RequestModel]) -> tuple[RequestModel, int]:
+        """Return the body as ``model``, and its size in bytes.
+
+        Raises :class:`ApiError` as :meth:`read` does, and 400 that names the fault.
+        """
         async with self.read(request) as body:
             if is_surely_small(body):
-                return parse(model, body)
-            return await asyncio.get_running_loop().run_in_executor(self._pool, parse_checked, model, body)
+                return parse(model, body), len(body)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._pool, parse_checked, model, body), len(body)
 
     @asynccontextmanager
     async def read(self, request: Request, max_bytes: int = 0) -> AsyncIterator[bytes]:

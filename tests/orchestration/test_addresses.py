@@ -1,0 +1,61 @@
+"""Addresses by which the processes of a cluster reach each other."""
+
+import socket
+from typing import NamedTuple
+
+import pytest
+
+from splitserve.common.errors import ConfigError
+from splitserve.orchestration.hosts.addresses import interface_address, own_address, reachable_url
+from splitserve.orchestration.spec.cluster_spec import NetworkSpec
+
+
+class Entry(NamedTuple):
+    family: int
+    address: str
+
+
+INTERFACES = {
+    "lo": [Entry(socket.AF_INET, "127.0.0.1"), Entry(socket.AF_INET6, "::1")],
+    "eth0": [
+        Entry(socket.AF_INET6, "fe80::1%eth0"),
+        Entry(socket.AF_INET, "10.1.2.3"),
+        Entry(socket.AF_INET6, "2001:db8::7"),
+    ],
+    "ib0": [Entry(-1, "00:11"), Entry(socket.AF_INET6, "fe80::2%ib0")],
+}
+
+
+@pytest.mark.parametrize(
+    ("interface", "ip_version", "address"),
+    [("lo", 4, "127.0.0.1"), ("lo", 6, "::1"), ("eth0", 4, "10.1.2.3"), ("eth0", 6, "2001:db8::7")],
+)
+def test_addresses_of_interfaces(interface: str, ip_version: int, address: str) -> None:
+    assert interface_address(interface, ip_version, INTERFACES) == address
+
+
+def test_interfaces_without_an_address_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no network interface 'eth7' here; there are eth0, ib0, lo"):
+        interface_address("eth7", 4, INTERFACES)
+    with pytest.raises(ConfigError, match=r"'ib0' has no usable IPv6 address \(it has fe80::2%ib0\)"):
+        interface_address("ib0", 6, INTERFACES)
+
+
+def test_the_address_of_this_machine() -> None:
+    assert own_address(NetworkSpec(), "192.0.2.1") == "192.0.2.1"
+    assert own_address(NetworkSpec(host="10.0.0.1"), "192.0.2.1") == "10.0.0.1"
+    assert own_address(NetworkSpec(interface="lo"), "192.0.2.1") == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("url", "reachable"),
+    [
+        ("http://127.0.0.1:8000", "http://127.0.0.1:8000"),
+        ("http://0.0.0.0:8000", "http://10.1.2.3:8000"),
+        ("http://[::]:8000", "http://10.1.2.3:8000"),
+        ("http://[::1]:8000", "http://[::1]:8000"),
+    ],
+)
+def test_a_url_that_others_can_use(url: str, reachable: str) -> None:
+    assert reachable_url(url, "10.1.2.3") == reachable
+    assert reachable_url("http://[::]:1", "2001:db8::7") == "http://[2001:db8::7]:1"

@@ -1,0 +1,118 @@
+"""Rolling upgrades of a cluster's workers: the supervisor under virtual time."""
+
+import pytest
+
+from splitserve.common.errors import ConfigError
+from splitserve.orchestration.cluster.rolling_upgrade import UpgradeState
+from splitserve.orchestration.cluster.roster import Phase
+from supervised_machine import Machine, changed, serving, spec_of
+
+
+def test_an_upgrade_with_room_starts_each_successor_first() -> None:
+    machine = serving(prefill=1, decode=2)
+    machine.log.clear()
+    target = changed(machine.supervisor.spec)
+    machine.perform(machine.supervisor.begin_upgrade(target, machine.now))
+    for _ in range(10):
+        machine.go_on()
+        machine.ready()
+        machine.leave()
+    assert machine.log == ["+prefill-1", "-prefill-0", "+decode-2", "-decode-0", "+decode-0", "-decode-1"]
+    upgrade = machine.supervisor.upgrade
+    assert upgrade is not None and upgrade.state is UpgradeState.DONE and upgrade.num_replaced == 3
+    assert all(spec == target for spec in machine.running.values())
+
+
+def test_an_upgrade_without_room_lets_each_one_leave_first() -> None:
+    machine = Machine(spec_of(2, 2), room=4)
+    machine.ready()
+    machine.log.clear()
+    target = changed(machine.supervisor.spec)
+    machine.perform(machine.supervisor.begin_upgrade(target, machine.now))
+    for _ in range(10):
+        machine.go_on()
+        machine.leave()
+        machine.ready()
+    turns = ["prefill-0", "prefill-1", "decode-0", "decode-1"]
+    assert machine.log == [f"{sign}{name}" for name in turns for sign in "-+"]
+    assert all(spec == target for spec in machine.running.values())
+    assert machine.supervisor.upgrade is not None and machine.supervisor.upgrade.state is UpgradeState.DONE
+
+
+def test_the_only_worker_of_a_pool_needs_room_for_its_successor() -> None:
+    machine = Machine(spec_of(2, 1), room=3)
+    machine.ready()
+    with pytest.raises(
+        ConfigError, match=r"no room for a successor beside the only worker of pool decode.*--allow-gap"
+    ):
+        machine.supervisor.begin_upgrade(changed(machine.supervisor.spec), machine.now)
+    assert machine.supervisor.revision == 1
+    machine.perform(machine.supervisor.begin_upgrade(changed(machine.supervisor.spec), machine.now, allow_gap=True))
+    for _ in range(10):
+        machine.leave()
+        machine.ready()
+    assert machine.supervisor.upgrade is not None and machine.supervisor.upgrade.state is UpgradeState.DONE
+
+
+@pytest.mark.parametrize("room", [None, 4])
+def test_a_successor_that_fails_ends_the_upgrade_and_the_others_stay(room: int | None) -> None:
+    machine = Machine(spec_of(2, 2), room=room)
+    machine.ready()
+    before = machine.supervisor.spec
+    machine.perform(machine.supervisor.begin_upgrade(changed(before), machine.now))
+    machine.go_on()
+    machine.leave()
+    (successor,) = machine.supervisor.names(Phase.STARTING)
+    machine.exit(successor, 2)
+    upgrade = machine.supervisor.upgrade
+    assert upgrade is not None and upgrade.state is UpgradeState.FAILED and upgrade.problem == f"{successor}: status 2"
+    machine.wait(60)
+    machine.ready()
+    assert machine.names == ["decode-0", "decode-1", "prefill-0", "prefill-1"]
+    assert all(spec == before for spec in machine.running.values()) and machine.supervisor.spec == before
+    machine.perform(machine.supervisor.scale("decode", 3, machine.now))  # no upgrade in the way
+
+
+def test_a_worker_that_dies_during_an_upgrade_comes_back_as_it_was() -> None:
+    machine = serving()
+    before = machine.supervisor.spec
+    machine.perform(machine.supervisor.begin_upgrade(changed(before), machine.now))
+    machine.go_on()
+    machine.exit("decode-1", -9)
+    assert machine.running["decode-1"] == before
+    with pytest.raises(ConfigError, match="an upgrade is in progress"):
+        machine.supervisor.scale("decode", 3, machine.now)
+
+
+@pytest.mark.parametrize("room", [None, 4])
+def test_an_upgrade_goes_on_after_its_supervisor_was_lost(room: int | None) -> None:
+    machine = Machine(spec_of(2, 2), room=room)
+    machine.ready()
+    target = changed(machine.supervisor.spec)
+    machine.perform(machine.supervisor.begin_upgrade(target, machine.now))
+    for _ in range(10):
+        machine.go_on()
+        machine.lose_supervisor()
+        machine.leave()
+        machine.lose_supervisor()
+        machine.ready()
+    assert machine.supervisor.upgrade is not None and machine.supervisor.upgrade.state is UpgradeState.DONE
+    assert machine.supervisor.upgrade.num_replaced == 4
+    assert all(spec == target for spec in machine.running.values())
+
+
+def test_an_old_worker_that_died_needs_no_goodbye() -> None:
+    machine = serving()
+    machine.perform(machine.supervisor.begin_upgrade(changed(machine.supervisor.spec), machine.now))
+    machine.go_on()
+    machine.exit("prefill-0", -9)
+    machine.exit("prefill-0", -9)
+    assert machine.supervisor.workers["prefill-0"].phase is Phase.WAITING
+    machine.ready("prefill-2")
+    assert "-prefill-0" not in machine.log
+    for _ in range(10):
+        machine.wait(60)
+        machine.ready()
+        machine.leave()
+    assert machine.supervisor.upgrade is not None and machine.supervisor.upgrade.state is UpgradeState.DONE
+    assert len(machine.names) == 4
