@@ -54,8 +54,8 @@ def example_params(features: list[str], chance: random.Random, vocab_size: int, 
 
 @cache
 def vocabulary(vocab_size: int) -> Path:
-    """Return a directory, kept until the process ends, with a tokenizer.json of letters and pairs of them, special tokens
-    last."""
+    """Return a directory, kept until the process ends, whose tokenizer.json has letters, pairs of them, and two special
+    tokens."""
     directory = TemporaryDirectory()
     atexit.register(directory.cleanup)
     letters = "abcdefgh"
