@@ -98,7 +98,7 @@ def _ms_per_step(model_dir: Path, options: argparse.Namespace, params: SamplingP
         seconds += time.process_time() - began if step >= _WARM_UP_STEPS else 0.0
         for output, token_id in zip(outputs, drawn.tolist(), strict=True):
             output.append(token_id)
-    return 1e3 * seconds / options.steps
+    return 1e3 * seconds / int(options.steps)
 
 
 def _chunk(number: int, output: list[int], params: SamplingParams) -> ScheduledChunk:
@@ -110,7 +110,8 @@ def _chunk(number: int, output: list[int], params: SamplingParams) -> ScheduledC
     return ScheduledChunk([output[-1] if output else _PROMPT[-1]], position - 1, [0], spec)
 
 
-def _likeliest(logits: Tensor, _batch: SamplingBatch) -> Tensor:
+def _likeliest(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    del batch
     return logits.argmax(dim=-1)
 
 
