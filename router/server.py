@@ -24,6 +24,7 @@ from splitserve.router.http.app import Api, create_app
 from splitserve.router.http.bodies.reader import BodyReader
 from splitserve.router.http.connections import Connections, HttpConfig
 from splitserve.router.http.served_model import ServedModel
+from splitserve.router.output.catalog import ResponseFormat, choose_format
 from splitserve.router.requests.dispatcher import Dispatcher
 from splitserve.router.text.constraints import Constraints
 from splitserve.router.text.grammar_checker import GrammarChecker
@@ -58,8 +59,11 @@ def run_router(config: RouterConfig, progress: Progress) -> None:
     with _listen(config.host, config.port) as listener:
         tokenizer = ModelTokenizer(Path(config.model), config.chat_template)
         defaults = read_sampling_defaults(config.generation_config, Path(config.model))
+        response_format = _response_format(config, tokenizer)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(config, progress, listener, tokenizer, defaults))
+            runner.run(
+                _serve(config, progress, listener, tokenizer, defaults=defaults, response_format=response_format)
+            )
 
 
 def _allow_many_files() -> None:
@@ -69,12 +73,25 @@ def _allow_many_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+def _response_format(config: RouterConfig, tokenizer: ModelTokenizer) -> ResponseFormat | None:
+    """Return the form of the model's output, and log it. Raises as :func:`choose_format` does."""
+    source = tokenizer.chat_template.source if tokenizer.chat_template is not None else None
+    found = choose_format(config.response_template, source, tokenizer.response_template, config.model)
+    if found is not None:
+        log.info("reasoning and tool calls are read by the response template %s", found.where)
+    elif source is not None:
+        log.info("no response template fits this model: answers are content only (--response-template sets one)")
+    return found
+
+
 async def _serve(
     config: RouterConfig,
     progress: Progress,
     listener: socket.socket,
     tokenizer: ModelTokenizer,
+    *,
     defaults: SamplingDefaults,
+    response_format: ResponseFormat | None,
 ) -> None:
     local_only = is_loopback(config.host) and not config.api_key
     if local_only and ANY_ORIGIN in config.allowed_origins:
@@ -87,7 +104,8 @@ async def _serve(
     dispatcher = Dispatcher(config, metrics)
     renderer = Renderer(tokenizer.chat_template)
     checker = GrammarChecker(Path(config.model), tokenizer.eos_token_ids)
-    preparation = Preparation(tokenizer, renderer, Constraints(checker, tokenizer.eos_token_ids), defaults)
+    constraints = Constraints(checker, tokenizer.eos_token_ids)
+    preparation = Preparation(tokenizer, renderer, constraints, defaults, response_format)
     bodies = BodyReader(config.max_body_mib << 20)
     try:
         await renderer.start()

@@ -185,7 +185,7 @@ def _type_of(value: Schema) -> str:
         return f"list of {_type_of(value.get('items', {}))}" + _bounds(value)
     if kind == "object":
         values = value.get("additionalProperties")
-        return "map to " + _type_of(values) if isinstance(values, dict) else "map"
+        return f"map to {_type_of(values)}" if isinstance(values, dict) and values else "map"
     words = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true or false"}
     return words.get(str(kind), "null" if kind == "null" else "any value") + _bounds(value)
 

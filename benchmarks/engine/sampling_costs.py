@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     options = _parser().parse_args(arguments)
     torch.set_num_threads(1)
-    rows = []
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as directory:
         write_vocabulary(Path(directory), options.vocab_size)
         end_token_ids = (options.vocab_size - 2, options.vocab_size - 1)

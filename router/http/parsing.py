@@ -11,14 +11,13 @@ from splitserve.router.http.api_error import MAX_PARAM_CHARS, ApiError
 from splitserve.router.http.bodies.shape import check_shape, check_values
 from splitserve.router.http.bodies.token_prompt import take_token_ids
 from splitserve.router.http.bodies.wording import describe_fault, shown
+from splitserve.router.http.chat_fields import NESTED, check_messages, check_tools
 from splitserve.router.http.schema import (
     NEUTRAL_ONLY,
     ChatCompletionRequest,
-    ChatMessage,
     CompletionRequest,
     GenerationRequest,
     StreamOptions,
-    TextPart,
 )
 from splitserve.router.text.structured_output import JsonSchemaFormat, ResponseFormat, StructuredOutputs
 
@@ -139,7 +138,7 @@ def _most_telling(issues: list[Any]) -> Any:
     return next((issue for issue in same_field if not issue["type"].endswith("_type")), same_field[0])
 
 
-_NESTED = (StreamOptions, TextPart, ChatMessage, ResponseFormat, JsonSchemaFormat, StructuredOutputs)
+_NESTED = (StreamOptions, ResponseFormat, JsonSchemaFormat, StructuredOutputs, *NESTED)
 _NESTED_NAMES = frozenset(field.alias or name for each in _NESTED for name, field in each.model_fields.items())
 
 
@@ -151,3 +150,5 @@ def _check_combinations(request: GenerationRequest) -> None:
         if None not in both and both[0] != both[1]:
             message = "max_tokens and max_completion_tokens differ: give one of them"
             raise ApiError(400, message, param="max_completion_tokens")
+        check_messages(request.messages)
+        check_tools(request.tools or (), request.tool_choice)

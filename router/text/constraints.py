@@ -1,12 +1,13 @@
 """Constraints of requests: the grammar that a body asks for, checked before any other work is done for it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from splitserve.protocol.sampling_features import Constraint
 from splitserve.router.http.api_error import ApiError
-from splitserve.router.http.schema import GenerationRequest
+from splitserve.router.http.schema import ChatCompletionRequest, GenerationRequest
+from splitserve.router.text.chat import ChatForm
 from splitserve.router.text.grammar_checker import CheckerBusyError, GrammarChecker
-from splitserve.router.text.grammars import GrammarError
+from splitserve.router.text.grammars import GrammarError, schema_text
 from splitserve.router.text.structured_output import refused, requested_grammar
 
 
@@ -22,6 +23,24 @@ class Constraints:
         names the field, 503 if the grammar can't be checked now."""
         requested = requested_grammar(request.response_format, request.structured_outputs)
         return None if requested is None else await self.checked(*requested)
+
+    async def of_chat(
+        self, request: ChatCompletionRequest, form: ChatForm, prompt: str, token_ids: Mapping[str, int]
+    ) -> Constraint | None:
+        """Return the constraint of a chat: calls that ``tool_choice`` forces, or the answer's form; reasoning before
+        either stays free. ``token_ids``: the vocabulary's added tokens. Raises :class:`ApiError` as :meth:`of` does.
+        """
+        requested = requested_grammar(request.response_format, request.structured_outputs)
+        try:
+            forced = form.forced_grammar(request, token_ids, prompt, schema_text)
+        except GrammarError as error:
+            raise refused("tools", error) from None
+        if forced is not None and requested is not None:
+            message = f"{requested[1]} and tool_choice both constrain the answer: give one of them"
+            raise ApiError(400, message, param="tool_choice", code="invalid_value")
+        if requested is not None:
+            return await self.checked(form.after_reasoning(requested[0], prompt, token_ids), requested[1])
+        return None if forced is None else await self.checked(forced, "tools")
 
     async def checked(self, grammar: str, field: str, begins_after: Sequence[int] = ()) -> Constraint:
         """Return the constraint by ``grammar``, which the body's ``field`` asks for, from the first occurrence of the

@@ -5,7 +5,7 @@ import secrets
 from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from splitserve.protocol.request import SamplingParams
 from splitserve.protocol.sampling_features import Constraint
@@ -13,7 +13,9 @@ from splitserve.protocol.token_ids import TokenIds, highest
 from splitserve.router.http.answers import Prompt
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from splitserve.router.output.catalog import ResponseFormat
 from splitserve.router.placement.placer import Limits
+from splitserve.router.text.chat import ChatForm
 from splitserve.router.text.chat_template import ChatTemplateError
 from splitserve.router.text.choice import Choice
 from splitserve.router.text.constraints import Constraints
@@ -21,6 +23,9 @@ from splitserve.router.text.feature_values import feature_values
 from splitserve.router.text.renderer import Renderer, RendererBusyError
 from splitserve.router.text.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from splitserve.router.text.tokenizer import ModelTokenizer
+
+if TYPE_CHECKING:
+    from splitserve.router.output.splitter import Splitter
 
 # Tokenising so few characters costs no more than a hop to the pool and back.
 MAX_INLINE_CHARS = 512
@@ -45,11 +50,13 @@ class Preparation:
         renderer: Renderer,
         constraints: Constraints,
         defaults: SamplingDefaults = NO_DEFAULTS,
+        response_format: ResponseFormat | None = None,
     ) -> None:
         self._defaults = defaults
         self._tokenizer = tokenizer
         self._renderer = renderer
         self._constraints = constraints
+        self._response_format = response_format
         self._pool = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
 
     def close(self) -> None:
@@ -75,9 +82,10 @@ class Preparation:
         return prompts
 
     async def chat(self, request: ChatCompletionRequest, limits: Limits) -> list[Prompt]:
-        constraint = await self._constraints.of(request)
+        form = ChatForm(self._response_format, self._renderer.variables)
+        tools = form.tools(request)
         try:
-            text = await self._renderer.render([message.for_template() for message in request.messages])
+            text = await self._renderer.render(form.messages(request), tools, form.variables(request))
         except ChatTemplateError as error:
             raise ApiError(400, str(error), param="messages", code="chat_template_failed") from None
         except RendererBusyError as error:
@@ -94,7 +102,12 @@ class Preparation:
         param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         wanted = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         max_tokens = _max_tokens(wanted, param, len(token_ids), limits.max_model_len)
-        return [self._prompt(request, token_ids, max_tokens or room, limits.vocab_size, constraint=constraint)]
+        constraint = await self._constraints.of_chat(request, form, text, self._tokenizer.added_ids)
+        splitter = form.splitter(request, text, tools)
+        prompt = self._prompt(
+            request, token_ids, max_tokens or room, limits.vocab_size, constraint=constraint, splitter=splitter
+        )
+        return [prompt]
 
     async def _prompt_ids(self, prompt: str | list[int] | TokenIds, limits: Limits, num_chars: int) -> TokenIds:
         """Return one prompt's token ids; ``num_chars`` counts the characters of all prompts of the request."""
@@ -137,6 +150,7 @@ class Preparation:
         vocab_size: int,
         *,
         constraint: Constraint | None,
+        splitter: "Splitter | None" = None,
     ) -> Prompt:
         stop_token_ids = request.stop_token_ids or []
         _check_vocabulary(stop_token_ids, vocab_size, "stop_token_ids")
@@ -153,11 +167,15 @@ class Preparation:
             constraint=constraint,
             **(self._defaults.features | features),
         )
+        skips_special = request.skip_special_tokens is not False
         choice = Choice(
-            self._tokenizer.detokenizer(skip_special_tokens=request.skip_special_tokens is not False),
+            # A splitter reads special tokens, and hides them.
+            self._tokenizer.detokenizer(skip_special_tokens=skips_special and splitter is None),
             request.stop_strings,
             include_stop=bool(request.include_stop_str_in_output),
             min_tokens=sampling.min_tokens,
+            splitter=splitter,
+            special_texts=self._tokenizer.special_texts if skips_special else None,
         )
         return Prompt(token_ids, sampling, choice)
 
