@@ -23,7 +23,9 @@ from splitserve.router.http.access.cross_origin import ANY_ORIGIN
 from splitserve.router.http.app import Api, create_app
 from splitserve.router.http.bodies.reader import BodyReader
 from splitserve.router.http.connections import Connections, HttpConfig
+from splitserve.router.http.endpoints.all import endpoints
 from splitserve.router.http.served_model import ServedModel
+from splitserve.router.http.serving import Serving
 from splitserve.router.requests.dispatcher import Dispatcher
 from splitserve.router.text.preparation import Preparation
 from splitserve.router.text.renderer import Renderer
@@ -89,8 +91,15 @@ async def _serve(
     try:
         await renderer.start()
         progress("membership", {"endpoint": dispatcher.fleet.endpoint})
-        api = Api(ServedModel(names, defaults), dispatcher, preparation, metrics, bodies)
-        app = create_app(api, metrics, config.api_key, local_only=local_only, allowed_origins=config.allowed_origins)
+        serving = Serving(ServedModel(names, defaults), dispatcher, preparation, bodies)
+        app = create_app(
+            Api(serving, metrics),
+            metrics,
+            config.api_key,
+            local_only=local_only,
+            allowed_origins=config.allowed_origins,
+            more_posts=endpoints(serving),
+        )
 
         def announce() -> None:
             progress("listening", {"url": _url(listener)})

@@ -74,7 +74,6 @@ BESIDE_OTHERS = {
     "router/test_core",
     "router/test_returning_workers",
     "router/test_text",
-    "models/sampling/test_add_a_sampling_feature",
     "models/sampling/test_features",
     "router/test_request_state",
     "router/test_schema",
