@@ -23,6 +23,7 @@ from splitserve.router.http.api_error import ApiError, error_of_failure
 from splitserve.router.http.formats import Format, Usage, send_json
 from splitserve.router.http.inbox import Inbox
 from splitserve.router.http.keep_alive import KEEP_ALIVE, Pulse
+from splitserve.router.output.parts import Part
 from splitserve.router.requests.active_request import NO_CONTEXT, ActiveRequest, RequestContext
 from splitserve.router.requests.dispatcher import ClientGoneError, Dispatcher
 from splitserve.router.requests.outcome import route
@@ -144,6 +145,7 @@ class GenerationResponse(Response):
         await self._submit()
         texts: list[list[str]] = [[] for _ in self._prompts]
         token_ids: list[list[int]] = [[] for _ in self._prompts]
+        parts: list[list[Part] | None] = [None for _ in self._prompts]
         while self._num_open:
             pieces, error = await self._next_pieces()
             if error is not None:
@@ -151,9 +153,11 @@ class GenerationResponse(Response):
             for index, piece in pieces:
                 texts[index].append(piece.text)
                 token_ids[index].extend(piece.token_ids)
+                if piece.parts is not None:
+                    parts[index] = [*(parts[index] or ()), *piece.parts]
         choices = [
-            Piece("".join(text), ids, prompt.choice.finish_reason)
-            for text, ids, prompt in zip(texts, token_ids, self._prompts, strict=True)
+            Piece("".join(text), ids, prompt.choice.finish_reason, of_message, prompt.choice.has_calls)
+            for text, ids, of_message, prompt in zip(texts, token_ids, parts, self._prompts, strict=True)
         ]
         body = self._format.answer(choices, self._usage(), self._route(self._requests[0]))
         await send_json(send, 200, body)

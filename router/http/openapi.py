@@ -13,6 +13,7 @@ from splitserve.router.http.access.api_key import KEYED_PATHS
 from splitserve.router.http.endpoints.generate import GenerateRequest
 from splitserve.router.http.endpoints.tokens import DetokenizeRequest, TokenizeRequest
 from splitserve.router.http.schema import ChatCompletionRequest, CompletionRequest, ModelBody
+from splitserve.router.output.chat_json import TOOL_CALLS
 
 Json = dict[str, Any]
 
@@ -99,7 +100,14 @@ def _ready() -> Json:
 def _schemas(names: Sequence[str]) -> Json:
     reasons = [reason.value for reason in FinishReason]
     choice = {"index": _COUNT, "logprobs": {"type": "null"}, "finish_reason": {"enum": reasons}}
-    message = _object({"role": {"const": "assistant"}, "content": _STRING, "refusal": {"type": "null"}})
+    chat_choice = choice | {"finish_reason": {"enum": [*reasons, TOOL_CALLS]}}
+    function = _object({"name": _STRING, "arguments": _STRING})
+    call = _object({"id": _STRING, "type": {"const": "function"}, "function": function})
+    message = _object(
+        {"role": {"const": "assistant"}, "content": {"type": ["string", "null"]}, "refusal": {"type": "null"}},
+        reasoning_content=_STRING,
+        tool_calls={"type": "array", "items": call, "minItems": 1},
+    )
     details = _object({"cached_tokens": _COUNT})
     ids: Json = {"type": "array", "items": _COUNT}
     usage = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), _COUNT)
@@ -125,7 +133,7 @@ def _schemas(names: Sequence[str]) -> Json:
         "ModelList": _object({"object": {"const": "list"}, "data": {"type": "array", "items": _ref("Model")}}),
         "Usage": _object(usage | {"prompt_tokens_details": details}),
         "Completion": _answer("text_completion", names, choice | {"text": _STRING}),
-        "ChatCompletion": _answer("chat.completion", names, choice | {"message": message}),
+        "ChatCompletion": _answer("chat.completion", names, chat_choice | {"message": message}),
         "Generate": _object(
             {
                 "id": _STRING,

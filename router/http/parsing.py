@@ -11,14 +11,14 @@ from splitserve.router.http.api_error import MAX_PARAM_CHARS, ApiError
 from splitserve.router.http.bodies.shape import check_shape, check_values
 from splitserve.router.http.bodies.token_prompt import take_token_ids
 from splitserve.router.http.bodies.wording import describe_fault, shown
+from splitserve.router.http.chat_fields import NESTED, check_messages, check_tools
 from splitserve.router.http.schema import (
     ChatCompletionRequest,
-    ChatMessage,
     GenerationRequest,
     ModelBody,
     StreamOptions,
-    TextPart,
 )
+from splitserve.router.text.structured_output import JsonSchemaFormat, ResponseFormat, StructuredOutputs
 
 MAX_ISSUES = 100  # each issue costs time and memory: a body with more is refused without details
 _MANY_VALUES = 1024
@@ -138,7 +138,8 @@ def _most_telling(issues: list[Any]) -> Any:
     return next((issue for issue in same_field if not issue["type"].endswith("_type")), same_field[0])
 
 
-_NESTED_NAMES = frozenset(name for nested in (StreamOptions, TextPart, ChatMessage) for name in nested.model_fields)
+_NESTED = (StreamOptions, ResponseFormat, JsonSchemaFormat, StructuredOutputs, *NESTED)
+_NESTED_NAMES = frozenset(field.alias or name for each in _NESTED for name, field in each.model_fields.items())
 
 
 def _check_combinations(request: GenerationRequest) -> None:
@@ -149,3 +150,5 @@ def _check_combinations(request: GenerationRequest) -> None:
         if None not in both and both[0] != both[1]:
             message = "max_tokens and max_completion_tokens differ: give one of them"
             raise ApiError(400, message, param="max_completion_tokens")
+        check_messages(request.messages)
+        check_tools(request.tools or (), request.tool_choice)

@@ -5,20 +5,27 @@ import secrets
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from splitserve.protocol.request import SamplingParams
+from splitserve.protocol.sampling_features import Constraint
 from splitserve.protocol.token_ids import TokenIds, highest
 from splitserve.router.http.answers import Prompt
 from splitserve.router.http.api_error import ApiError
-from splitserve.router.http.schema import ChatCompletionRequest, ChatMessage, CompletionRequest, GenerationRequest
+from splitserve.router.http.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from splitserve.router.output.catalog import ResponseFormat
 from splitserve.router.placement.placer import Limits
+from splitserve.router.text.chat import ChatForm
 from splitserve.router.text.chat_template import ChatTemplateError
 from splitserve.router.text.choice import Choice
+from splitserve.router.text.constraints import Constraints
 from splitserve.router.text.feature_values import feature_values
 from splitserve.router.text.renderer import Renderer, RendererBusyError
 from splitserve.router.text.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from splitserve.router.text.tokenizer import ModelTokenizer
+
+if TYPE_CHECKING:
+    from splitserve.router.output.splitter import Splitter
 
 # Tokenising so few characters costs no more than a hop to the pool and back.
 MAX_INLINE_CHARS = 512
@@ -37,10 +44,19 @@ Result = TypeVar("Result")
 class Preparation:
     """Preparation of prompts for one model. Methods raise :class:`ApiError` 400 that names the field at fault."""
 
-    def __init__(self, tokenizer: ModelTokenizer, renderer: Renderer, defaults: SamplingDefaults = NO_DEFAULTS) -> None:
+    def __init__(
+        self,
+        tokenizer: ModelTokenizer,
+        renderer: Renderer,
+        constraints: Constraints,
+        defaults: SamplingDefaults = NO_DEFAULTS,
+        response_format: ResponseFormat | None = None,
+    ) -> None:
         self._defaults = defaults
         self._tokenizer = tokenizer
         self._renderer = renderer
+        self._constraints = constraints
+        self._response_format = response_format
         self._pool = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
 
     def close(self) -> None:
@@ -48,6 +64,7 @@ class Preparation:
 
     async def completion(self, request: CompletionRequest, limits: Limits, *, param: str = "prompt") -> list[Prompt]:
         """Return the prompts of a body, whose field ``param`` has them."""
+        constraint = await self._constraints.of(request)
         prompts = []
         num_chars = sum(len(prompt) for prompt in request.prompts())  # many short prompts take as long as a long one
         for prompt in request.prompts():
@@ -55,12 +72,20 @@ class Preparation:
             room = _room(len(token_ids), limits.max_model_len, param)
             max_tokens = _max_tokens(request.max_tokens, "max_tokens", len(token_ids), limits.max_model_len)
             prompts.append(
-                self._prompt(request, token_ids, max_tokens or min(DEFAULT_COMPLETION_TOKENS, room), limits.vocab_size)
+                self._prompt(
+                    request,
+                    token_ids,
+                    max_tokens or min(DEFAULT_COMPLETION_TOKENS, room),
+                    limits.vocab_size,
+                    constraint=constraint,
+                )
             )
         return prompts
 
     async def chat(self, request: ChatCompletionRequest, limits: Limits) -> list[Prompt]:
-        text = await self.chat_text(request.messages)
+        form = ChatForm(self._response_format, self._renderer.variables)
+        tools = form.tools(request)
+        text = await self.chat_text(request)
 
         def encode() -> TokenIds:
             return self._encode(text, limits.max_model_len, "messages", add_special_tokens=False)
@@ -73,12 +98,18 @@ class Preparation:
         param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         wanted = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         max_tokens = _max_tokens(wanted, param, len(token_ids), limits.max_model_len)
-        return [self._prompt(request, token_ids, max_tokens or room, limits.vocab_size)]
+        constraint = await self._constraints.of_chat(request, form, text, self._tokenizer.added_ids)
+        splitter = form.splitter(request, text, tools)
+        prompt = self._prompt(
+            request, token_ids, max_tokens or room, limits.vocab_size, constraint=constraint, splitter=splitter
+        )
+        return [prompt]
 
-    async def chat_text(self, messages: Sequence[ChatMessage]) -> str:
+    async def chat_text(self, request: ChatCompletionRequest) -> str:
         """Return the prompt's text of a conversation. Raises :class:`ApiError` 400 or 503."""
+        form = ChatForm(self._response_format, self._renderer.variables)
         try:
-            return await self._renderer.render([message.for_template() for message in messages])
+            return await self._renderer.render(form.messages(request), form.tools(request), form.variables(request))
         except ChatTemplateError as error:
             raise ApiError(400, str(error), param="messages", code="chat_template_failed") from None
         except RendererBusyError as error:
@@ -139,7 +170,16 @@ class Preparation:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    def _prompt(self, request: GenerationRequest, token_ids: TokenIds, max_tokens: int, vocab_size: int) -> Prompt:
+    def _prompt(
+        self,
+        request: GenerationRequest,
+        token_ids: TokenIds,
+        max_tokens: int,
+        vocab_size: int,
+        *,
+        constraint: Constraint | None,
+        splitter: "Splitter | None" = None,
+    ) -> Prompt:
         stop_token_ids = request.stop_token_ids or []
         check_vocabulary(stop_token_ids, vocab_size, "stop_token_ids")
         eos_token_ids = () if request.ignore_eos else self._tokenizer.eos_token_ids
@@ -152,13 +192,18 @@ class Preparation:
             # OpenAI's seeds are signed; two's complement keeps different ones different.
             seed=secrets.randbits(63) if request.seed is None else request.seed % 2**64,
             stop_token_ids=tuple(dict.fromkeys((*eos_token_ids, *stop_token_ids))),
+            constraint=constraint,
             **(self._defaults.features | features),
         )
+        skips_special = request.skip_special_tokens is not False
         choice = Choice(
-            self._tokenizer.detokenizer(skip_special_tokens=request.skip_special_tokens is not False),
+            # A splitter reads special tokens, and hides them.
+            self._tokenizer.detokenizer(skip_special_tokens=skips_special and splitter is None),
             request.stop_strings,
             include_stop=bool(request.include_stop_str_in_output),
             min_tokens=sampling.min_tokens,
+            splitter=splitter,
+            special_texts=self._tokenizer.special_texts if skips_special else None,
         )
         return Prompt(token_ids, sampling, choice)
 

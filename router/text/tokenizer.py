@@ -44,6 +44,11 @@ class ModelTokenizer:
             self.chat_template: TemplateSource | None = _template_in(Path(chat_template), self._special_tokens)
         else:
             self.chat_template = _chat_template(model_dir, config, self._special_tokens)
+        own = config.get("response_template")
+        self.response_template: dict[str, Any] | None = own if isinstance(own, dict) else None
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_texts = {token_id: token.content for token_id, token in added.items() if token.special}
+        self.added_ids = {token.content: token_id for token_id, token in added.items()}
         self.eos_token_ids = self._find_eos_token_ids(model_dir)
 
     def encode(self, text: str, add_special_tokens: bool) -> Encoding:

@@ -61,7 +61,7 @@ def test_messages_to_the_tokens_of_the_chat(router):
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
         ("/tokenize", {"prompt": 5}, "prompt"),
-        ("/tokenize", {"prompt": "a", "tools": [{}]}, "tools"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools[0].type"),
         ("/tokenize", {"prompt": "a", "max_tokens": 5}, "max_tokens"),
         ("/tokenize", {"prompt": "a " * 300_000}, "prompt"),
         ("/detokenize", {}, "tokens"),

@@ -16,6 +16,7 @@ BESIDE_OTHERS = {
     "orchestration/test_control",
     "project/test_deploy",
     "router/test_fuzz_http",
+    "router/test_response_templates",
     "project/test_gpu_tests",
     "simulation/test_cache_groups",
     "simulation/test_host_offers",

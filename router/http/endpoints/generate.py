@@ -58,11 +58,11 @@ class TokensFormat(Format):
             "weights_version": self.weights_version,
         }
 
-    def _delta(self, text: str) -> dict[str, Any]:
-        raise NotImplementedError(f"answers have no text, such as {text[:1]!r}")
+    def _delta(self, piece: Piece) -> dict[str, Any]:
+        return self._content(piece)
 
-    def _message(self, text: str) -> dict[str, Any]:
-        raise NotImplementedError(f"answers have no text, such as {text[:1]!r}")
+    def _message(self, piece: Piece) -> dict[str, Any]:
+        return self._content(piece)
 
 
 class Generate:

@@ -8,7 +8,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from splitserve.router.http.api_error import ApiError
-from splitserve.router.http.schema import MAX_MESSAGES, ChatMessage, ModelBody, TokenId
+from splitserve.router.http.chat_fields import MAX_TOOLS, ChatMessage, Tool
+from splitserve.router.http.schema import MAX_MESSAGES, ChatCompletionRequest, ModelBody, TokenId
 from splitserve.router.http.serving import Serving
 from splitserve.router.text.preparation import check_vocabulary
 
@@ -18,9 +19,7 @@ MAX_TOKENS = 1 << 18  # of a text or a list: more would hold the interpreter for
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
-    "tools": ([],),
 }
 """Parameters of vLLM's endpoint that aren't supported, with their neutral values besides null."""
 
@@ -31,6 +30,8 @@ class TokenizeRequest(ModelBody):
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = _NEUTRAL
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -56,7 +57,10 @@ class Tokens:
         if body.messages is None:
             text, has_special = body.prompt or "", body.add_special_tokens is not False
         else:
-            text, has_special = await preparation.chat_text(body.messages), bool(body.add_special_tokens)
+            chat = ChatCompletionRequest(
+                messages=body.messages, tools=body.tools, chat_template_kwargs=body.chat_template_kwargs
+            )
+            text, has_special = await preparation.chat_text(chat), bool(body.add_special_tokens)
         token_ids = await preparation.tokens_of(text, add_special_tokens=has_special, most=MAX_TOKENS)
         strings = preparation.strings_of(token_ids) if body.return_token_strs else None
         return JSONResponse(

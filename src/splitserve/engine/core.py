@@ -132,7 +132,7 @@ class EngineCore:
     def _commit(self, step: list[Planned], output: StepOutput, now: float) -> None:
         self.state.counters.steps += 1
         prefilling = Stage.PREFILLING
-        for (sequence, chunk), token_id in zip(step, output.token_ids, strict=True):
+        for (sequence, chunk), draw in zip(step, output.draws, strict=True):
             sequence.on_completed(chunk)
             if sequence.has_ended:
                 self._give_back_untouched(sequence)
@@ -145,8 +145,10 @@ class EngineCore:
             self.state.blocks.publish_computed(sequence)
             if sequence.stage is prefilling:
                 self._requests.owner(sequence).on_computed(sequence, now)
-            if token_id is not None:
-                self._on_token(sequence, token_id, now)
+            if draw is not None and draw.error:
+                self._requests.fail(sequence, FailureCode.INVALID, draw.error, now)
+            elif draw is not None:
+                self._on_token(sequence, draw.token_id, now)
         self.state.flush_deltas()
 
     def _fail(self, step: list[Planned], error: str, now: float) -> None:

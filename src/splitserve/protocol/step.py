@@ -112,6 +112,7 @@ class Draw(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] | None = None  # of each token; None: not asked for
+    error: str = ""  # why the request can't draw a token, and fails; "": it can
 
     @property
     def token_id(self) -> int:
