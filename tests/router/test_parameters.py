@@ -5,7 +5,7 @@ The cases follow from the schema that clients see; a new parameter is tested onc
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,12 +16,7 @@ from splitserve.router.http.schema import NEUTRAL_ONLY, ChatCompletionRequest, C
 
 MESSAGES = [{"role": "user", "content": "a"}]
 MODELS = {CompletionRequest: {"prompt": "a"}, ChatCompletionRequest: {"messages": MESSAGES}}
-TOOL = {"type": "function", "function": {"name": "f"}}
-ELEMENTS: dict[str, Callable[[int], Any]] = {
-    "tools": lambda number: {"type": "function", "function": {"name": f"f{number}"}},
-    "messages": lambda _: MESSAGES[0],
-}
-"""The elements, by number, of lists whose elements are objects."""
+TOOL = {"type": "function", "function": {"name": "x"}}
 BESIDE: dict[str, dict[str, Any]] = {"stream_options": {"stream": True}, "tool_choice": {"tools": [TOOL]}}
 """Parameters without which another one makes no sense."""
 SAMPLES: dict[str, list[Any]] = {
@@ -55,7 +50,7 @@ def resolve(node: dict[str, Any], definitions: dict[str, Any]) -> list[dict[str,
     return [each for member in members for each in resolve(member, definitions)] if members else [node]
 
 
-def bound_cases(name: str, node: dict[str, Any], definitions: dict[str, Any]) -> Iterator[tuple[Any, bool]]:
+def bound_cases(node: dict[str, Any], definitions: dict[str, Any]) -> Iterator[tuple[Any, bool]]:
     """Values at and beyond the bounds of one form of a parameter."""
     kind = node.get("type")
     step = 1 if kind == "integer" else 1e-6
@@ -76,25 +71,43 @@ def bound_cases(name: str, node: dict[str, Any], definitions: dict[str, Any]) ->
         if node.get("enum"):
             yield "no such choice", False
     if kind == "array" and "maxItems" in node:
-        element = ELEMENTS.get(name) or (lambda _: element_of(node, definitions))
-        items = [element(number) for number in range(node["maxItems"] + 1)]
+        items = [distinct(element_of(node, definitions), number) for number in range(node["maxItems"] + 1)]
         yield items[:-1], True
         yield items, False
 
 
+def distinct(element: Any, number: int) -> Any:
+    """A tool with a name of its own; anything else as it is."""
+    is_tool = isinstance(element, dict) and "function" in element
+    return element | {"function": element["function"] | {"name": f"f{number}"}} if is_tool else with_content(element)
+
+
+def with_content(element: Any) -> Any:
+    """A message with content, which only some may leave out."""
+    return {"role": "user", "content": "a"} if isinstance(element, dict) and "role" in element else element
+
+
 def element_of(node: dict[str, Any], definitions: dict[str, Any]) -> Any:
     """An element that a list of this form takes."""
-    for item in resolve(node.get("items", {}), definitions):
-        if "const" in item or "enum" in item:
-            return item.get("const", item.get("enum", [None])[0])
-        match item.get("type"):
-            case "integer" | "number":
-                return item.get("minimum", 1)
-            case "string":
-                return "x"
-            case "array":
-                return [element_of(item, definitions)]
-    raise AssertionError(f"no example of an element of {node}: add one to ELEMENTS")
+    return sample_of(node.get("items", {}), definitions)
+
+
+def sample_of(node: dict[str, Any], definitions: dict[str, Any]) -> Any:
+    """A value of this form, with the required fields of objects only."""
+    form = resolve(node, definitions)[0]
+    if "const" in form or "enum" in form:
+        return form.get("const", form.get("enum", [None])[-1])
+    match form.get("type"):
+        case "integer" | "number":
+            return form.get("minimum", 1)
+        case "string":
+            return "x"
+        case "array":
+            return [element_of(form, definitions)]
+        case "object":
+            required = form.get("required", ())
+            return {name: sample_of(form["properties"][name], definitions) for name in required}
+    return 1
 
 
 def fits(value: Any, nodes: list[dict[str, Any]]) -> bool | None:
@@ -123,7 +136,7 @@ def cases() -> Iterator[Case]:
         for name, node in schema["properties"].items():
             nodes = resolve(node, definitions)
             for form in nodes:
-                yield from (Case(model, name, value, ok) for value, ok in bound_cases(name, form, definitions))
+                yield from (Case(model, name, value, ok) for value, ok in bound_cases(form, definitions))
             for value in (value for values in SAMPLES.values() for value in values):
                 if (allowed := fits(value, nodes)) is not None:
                     yield Case(model, name, value, allowed)
