@@ -11,6 +11,8 @@ from splitserve import __version__
 from splitserve.protocol.request import FinishReason
 from splitserve.router.http.access.api_key import KEYED_PATHS
 from splitserve.router.http.endpoints.generate import GenerateRequest
+from splitserve.router.http.endpoints.messages_body import CountRequest, MessagesRequest
+from splitserve.router.http.endpoints.responses_body import ResponsesRequest
 from splitserve.router.http.endpoints.tokens import DetokenizeRequest, TokenizeRequest
 from splitserve.router.http.schema import ChatCompletionRequest, CompletionRequest, ModelBody
 from splitserve.router.output.chat_json import TOOL_CALLS
@@ -44,6 +46,9 @@ def openapi_document(names: Sequence[str], *, wants_key: bool) -> Json:
         "/v1/completions": {"post": _generation("Continue prompts", "Completion", generation_errors)},
         "/v1/chat/completions": {"post": _generation("Answer a chat", "ChatCompletion", generation_errors)},
         "/v1/generate": {"post": _generation("Continue a prompt of token ids", "Generate", generation_errors)},
+        "/v1/responses": {"post": _generation("Answer a conversation of items", "Responses", generation_errors)},
+        "/v1/messages": {"post": _generation("Answer a conversation of blocks", "Messages", generation_errors)},
+        "/v1/messages/count_tokens": {"post": _body("The tokens of such a conversation", "Count", generation_errors)},
         "/tokenize": {"post": _body("Text or messages to token ids", "Tokenize", generation_errors)},
         "/detokenize": {"post": _body("Token ids to text", "Detokenize", generation_errors)},
         "/v1/models": {"get": _operation("The model served", _json(_ref("ModelList")), keyed)},
@@ -156,6 +161,9 @@ def _schemas(names: Sequence[str]) -> Json:
             }
         ),
         "Detokenize": _object({"prompt": _STRING}),
+        "Responses": {"type": "object", "description": "OpenAI's response object"},
+        "Messages": {"type": "object", "description": "Anthropic's message object"},
+        "Count": _object({"input_tokens": _COUNT}),
     }
 
 
@@ -181,6 +189,9 @@ def _requests(names: Sequence[str]) -> Json:
         GenerateRequest,
         TokenizeRequest,
         DetokenizeRequest,
+        ResponsesRequest,
+        MessagesRequest,
+        CountRequest,
     )
     schemas: Json = {}
     for model in models:
