@@ -10,6 +10,8 @@ from splitserve.kernels.reference import sampling
 from splitserve.kernels.triton.sampling import _numbers
 from splitserve.kernels.triton.thresholds import keep_thresholds
 
+pytestmark = pytest.mark.on_gpu
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FILTERS = [*itertools.product((0, 1, 40, 8000, 10**6), (1.0, 0.95, 0.3)), (3, 1e-9)]
 
