@@ -14,6 +14,7 @@ from splitserve.router.http.endpoints.generate import GenerateRequest
 from splitserve.router.http.endpoints.messages_body import CountRequest, MessagesRequest
 from splitserve.router.http.endpoints.responses_body import ResponsesRequest
 from splitserve.router.http.endpoints.tokens import DetokenizeRequest, TokenizeRequest
+from splitserve.router.http.meanings import MEANINGS
 from splitserve.router.http.schema import ChatCompletionRequest, CompletionRequest, ModelBody
 from splitserve.router.output.chat_json import TOOL_CALLS
 
@@ -187,9 +188,7 @@ def _of_other_endpoints(names: Sequence[str]) -> Json:
         "Detokenize": _object({"prompt": _STRING}),
         "Responses": {"type": "object", "description": "OpenAI's response object"},
         "Messages": {"type": "object", "description": "Anthropic's message object"},
-        "MessagesError": _object(
-            {"type": {"const": "error"}, "error": _object({"type": _STRING, "message": _STRING})}
-        ),
+        "MessagesError": _object({"type": {"const": "error"}, "error": _object({"type": _STRING, "message": _STRING})}),
         "Count": _object({"input_tokens": _COUNT}),
     }
 
@@ -225,6 +224,9 @@ def _requests(names: Sequence[str]) -> Json:
         schema = model.model_json_schema(ref_template=_REFERENCE)
         schemas |= schema.pop("$defs", {})
         schema["properties"]["model"] = {"enum": [*names, None]}
+        for field, value in schema["properties"].items():
+            declared = [form["description"] for form in value.get("anyOf", ()) if "description" in form]
+            value.setdefault("description", MEANINGS.get(field) or "".join(declared))
         for field, neutral in model.neutral.items():
             schema["properties"].setdefault(
                 field, {"enum": [None, *neutral], "description": "Not supported yet: neutral values only"}
