@@ -268,8 +268,8 @@ def _request_sections(schemas: dict[str, Schema]) -> Iterator[str]:
                 neutral[field] = value
                 continue
             needed = "yes" if field in schema.get("required", []) else ""
-            rows.append((f"`{field}`", _type_of(_without_null(value)), needed))
-        yield f"## {name}\n\n" + table(("field", "type", "required"), rows)
+            rows.append((f"`{field}`", _type_of(_without_null(value)), needed, sentence(value.get("description", ""))))
+        yield f"## {name}\n\n" + table(("field", "type", "required", "meaning"), rows)
     values = [(f"`{field}`", _accepted(value["enum"])) for field, value in sorted(neutral.items())]
     text = "Null, too, is accepted for each of them."
     yield f"## Parameters that take neutral values only\n\n{text}\n\n" + table(("field", "accepted"), values)
