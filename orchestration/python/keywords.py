@@ -117,4 +117,5 @@ def _errors_in_keywords(known: Mapping[str, argparse.Action]) -> Iterator[None]:
     try:
         yield
     except (ConfigError, CheckpointError) as error:
-        raise type(error)(re.sub(r"--([a-z][a-z0-9-]*)", keyword, _OPTION_WITH_VALUE.sub(r"\1=", str(error)))) from None
+        text = re.sub(r"^MODEL\b", "model", _OPTION_WITH_VALUE.sub(r"\1=", str(error)), flags=re.MULTILINE)
+        raise type(error)(re.sub(r"--([a-z][a-z0-9-]*)", keyword, text)) from None
