@@ -23,8 +23,13 @@ from splitserve.router.http.access.cross_origin import ANY_ORIGIN
 from splitserve.router.http.app import Api, create_app
 from splitserve.router.http.bodies.reader import BodyReader
 from splitserve.router.http.connections import Connections, HttpConfig
+from splitserve.router.http.endpoints.all import endpoints
 from splitserve.router.http.served_model import ServedModel
+from splitserve.router.http.serving import Serving
+from splitserve.router.output.catalog import ResponseFormat, choose_format
 from splitserve.router.requests.dispatcher import Dispatcher
+from splitserve.router.text.constraints import Constraints
+from splitserve.router.text.grammar_checker import GrammarChecker
 from splitserve.router.text.preparation import Preparation
 from splitserve.router.text.renderer import Renderer
 from splitserve.router.text.sampling_defaults import SamplingDefaults, read_sampling_defaults
@@ -56,8 +61,11 @@ def run_router(config: RouterConfig, progress: Progress) -> None:
     with _listen(config.host, config.port) as listener:
         tokenizer = ModelTokenizer(Path(config.model), config.chat_template)
         defaults = read_sampling_defaults(config.generation_config, Path(config.model))
+        response_format = _response_format(config, tokenizer)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(config, progress, listener, tokenizer, defaults))
+            runner.run(
+                _serve(config, progress, listener, tokenizer, defaults=defaults, response_format=response_format)
+            )
 
 
 def _allow_many_files() -> None:
@@ -67,30 +75,48 @@ def _allow_many_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+def _response_format(config: RouterConfig, tokenizer: ModelTokenizer) -> ResponseFormat | None:
+    """Return the form of the model's output, and log it. Raises as :func:`choose_format` does."""
+    source = tokenizer.chat_template.source if tokenizer.chat_template is not None else None
+    found = choose_format(config.response_template, source, tokenizer.response_template, config.model)
+    if found is not None:
+        log.info("reasoning and tool calls are read by the response template %s", found.where)
+    elif source is not None:
+        log.info("no response template fits this model: answers are content only (--response-template sets one)")
+    return found
+
+
 async def _serve(
     config: RouterConfig,
     progress: Progress,
     listener: socket.socket,
     tokenizer: ModelTokenizer,
+    *,
     defaults: SamplingDefaults,
+    response_format: ResponseFormat | None,
 ) -> None:
     local_only = is_loopback(config.host) and not config.api_key
-    if local_only and ANY_ORIGIN in config.allowed_origins:
-        raise ConfigError(
-            "--allowed-origins '*' lets every web page that a user of this machine visits use the endpoint: name the "
-            "origins, or set an API key (--api-key-file)"
-        )
+    _check_origins(config, local_only=local_only)
     names = tuple(dict.fromkeys((config.served_model_name, *config.aliases)))
     metrics = RouterMetrics()
     dispatcher = Dispatcher(config, metrics)
     renderer = Renderer(tokenizer.chat_template)
-    preparation = Preparation(tokenizer, renderer, defaults)
+    checker = GrammarChecker(Path(config.model), tokenizer.eos_token_ids)
+    constraints = Constraints(checker, tokenizer.eos_token_ids)
+    preparation = Preparation(tokenizer, renderer, constraints, defaults, response_format)
     bodies = BodyReader(config.max_body_mib << 20)
     try:
         await renderer.start()
         progress("membership", {"endpoint": dispatcher.fleet.endpoint})
-        api = Api(ServedModel(names, defaults), dispatcher, preparation, metrics, bodies)
-        app = create_app(api, metrics, config.api_key, local_only=local_only, allowed_origins=config.allowed_origins)
+        serving = Serving(ServedModel(names, defaults), dispatcher, preparation, bodies)
+        app = create_app(
+            Api(serving, metrics),
+            metrics,
+            config.api_key,
+            local_only=local_only,
+            allowed_origins=config.allowed_origins,
+            more_posts=endpoints(serving),
+        )
 
         def announce() -> None:
             progress("listening", {"url": _url(listener)})
@@ -119,6 +145,15 @@ async def _serve(
         bodies.close()
         preparation.close()
         renderer.close()
+        checker.close()
+
+
+def _check_origins(config: RouterConfig, *, local_only: bool) -> None:
+    if local_only and ANY_ORIGIN in config.allowed_origins:
+        raise ConfigError(
+            "--allowed-origins '*' lets every web page that a user of this machine visits use the endpoint: name the "
+            "origins, or set an API key (--api-key-file)"
+        )
 
 
 def _http_config(app: ASGIApp, connections: Connections) -> HttpConfig:

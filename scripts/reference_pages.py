@@ -188,7 +188,7 @@ def _type_of(value: Schema) -> str:
         return f"list of {_type_of(value.get('items', {}))}" + _bounds(value)
     if kind == "object":
         values = value.get("additionalProperties")
-        return "map to " + _type_of(values) if isinstance(values, dict) else "map"
+        return f"map to {_type_of(values)}" if isinstance(values, dict) and values else "map"
     words = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true or false"}
     return words.get(str(kind), "null" if kind == "null" else "any value") + _bounds(value)
 
@@ -284,7 +284,7 @@ def _accepted(values: Sequence[Any]) -> str:
 
 def _is_part_of_request(name: str, schemas: dict[str, Schema]) -> bool:
     """Return whether a request's schema refers to ``name``, directly or through a message."""
-    requests = [schema for other, schema in schemas.items() if other.endswith(("Request", "Message"))]
+    requests = [schema for other, schema in schemas.items() if other.endswith(("Request", "Message", "Format"))]
     return any(re.search(rf'/{name}"', json.dumps(schema)) for schema in requests)
 
 

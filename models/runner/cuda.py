@@ -15,8 +15,9 @@ layers at a time. Graphs of prefill alone are cut at these groups, and replayed 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -28,8 +29,8 @@ from splitserve.kernels.api import AttentionPlan, DecodePlan, PagedBatch
 from splitserve.models.decoder import DecoderModel, ForwardBatch
 from splitserve.models.layers.step import BeforeLayer
 from splitserve.models.runner.graph_sizes import MAX_MIXED_CHUNKS, MixedSize, batch_sizes
-from splitserve.models.runner.runner import ModelRunner, NonFiniteLogitsError
-from splitserve.protocol.step import Draw, LaunchingRunner, SampleSpec, ScheduledChunk, StepOutput, StepPlan
+from splitserve.models.runner.runner import ModelRunner, step_output
+from splitserve.protocol.step import LaunchingRunner, SampleSpec, ScheduledChunk, StepOutput, StepPlan
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -59,17 +60,12 @@ class PendingStep:
     sampled: tuple[int, ...]  # [R] indices of the chunks that draw
     drawn: Tensor  # int64 [R], pinned; valid once ``done`` has happened
     done: torch.cuda.Event
+    errors: Mapping[int, str]  # by row of the drawn tokens
 
     def wait(self) -> StepOutput:
         """Block until the step has completed. Raises :class:`NonFiniteLogitsError`, or the device's own error."""
         self.done.synchronize()
-        draws: list[Draw | None] = [None] * self.num_chunks
-        drawn = self.drawn.tolist()
-        if failed := tuple(index for index, token in zip(self.sampled, drawn, strict=True) if token < 0):
-            raise NonFiniteLogitsError(failed)
-        for index, token in zip(self.sampled, drawn, strict=True):
-            draws[index] = Draw((token,))
-        return StepOutput(draws)
+        return step_output(self.num_chunks, self.sampled, self.drawn.tolist(), self.errors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +102,9 @@ class CudaRunner(ModelRunner):
         max_num_seqs: int,
         max_model_len: int,
         gates: Gates | None = None,
+        model_dir: Path | None = None,
     ) -> None:
-        super().__init__(model, kv_cache)
+        super().__init__(model, kv_cache, model_dir=model_dir)
         self._gates = gates
         self._max_num_seqs = max_num_seqs
         self._max_blocks = -(-max_model_len // self.block_size)
@@ -153,7 +150,8 @@ class CudaRunner(ModelRunner):
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
         self._row_of_chunk = {chunk: row for row, chunk in enumerate(sampled)}
-        return PendingStep(len(plan.chunks), sampled, host, done)
+        errors = {} if logits is None else self.sampler.errors
+        return PendingStep(len(plan.chunks), sampled, host, done, errors)
 
     def _logits(self, chunks: Sequence[ScheduledChunk]) -> Tensor | None:
         """Return float logits [R, vocab] of the chunks that draw, or None if there are none."""

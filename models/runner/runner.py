@@ -4,7 +4,8 @@
 later split into launch and wait can build the next step while this one runs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -33,10 +34,10 @@ class ModelRunner:
 
     ``kv_cache``: contiguous ``[num_blocks, num_layers, num_kv_heads, 2 (K/V), block_size, head_dim]``, on the model's
     device and of its dtype, or float8_e4m3fn where the model's attention reads that. It belongs to the caller; the
-    runner writes only the slots of scheduled tokens.
+    runner writes only the slots of scheduled tokens. ``model_dir``: the checkpoint's, for structured output.
     """
 
-    def __init__(self, model: DecoderModel, kv_cache: Tensor) -> None:
+    def __init__(self, model: DecoderModel, kv_cache: Tensor, *, model_dir: Path | None = None) -> None:
         config = model.config
         block_size = kv_cache.shape[4] if kv_cache.dim() == 6 else 0
         expected = (config.num_layers, config.num_kv_heads, 2, block_size, config.head_dim)
@@ -63,7 +64,7 @@ class ModelRunner:
             device=model.device,
         )
         self._attention = model.kernels.make_attention(self._shape)
-        self.sampler = Sampler(model.kernels.sample, config.vocab_size, model.device)
+        self.sampler = Sampler(model.kernels.sample, config.vocab_size, model.device, model_dir)
 
     @property
     def launcher(self) -> LaunchingRunner | None:
@@ -87,15 +88,10 @@ class ModelRunner:
         sampled = [index for index, chunk in enumerate(plan.chunks) if chunk.sample is not None]
         self.sampler.prepare(plan)
         logits = self.model.forward(self._batch(plan.chunks), self._kv_layers, self._attention)
-        draws: list[Draw | None] = [None] * len(plan.chunks)
         if logits is None:
-            return StepOutput(draws)
+            return StepOutput([None] * len(plan.chunks))
         drawn = self.sampler.draw(logits, plan.chunks).tolist()
-        if failed := tuple(index for index, token in zip(sampled, drawn, strict=True) if token < 0):
-            raise NonFiniteLogitsError(failed)
-        for index, token in zip(sampled, drawn, strict=True):
-            draws[index] = Draw((token,))
-        return StepOutput(draws)
+        return step_output(len(plan.chunks), sampled, drawn, self.sampler.errors)
 
     def _batch(self, chunks: Sequence[ScheduledChunk]) -> ForwardBatch:
         token_ids: list[int] = []
@@ -121,3 +117,16 @@ class ModelRunner:
             sample_rows=torch.tensor(sample_rows, dtype=torch.int64, device=self.model.device),
             attention_plan=self._attention.plan(paged),
         )
+
+
+def step_output(num_chunks: int, sampled: Sequence[int], drawn: Sequence[int], errors: Mapping[int, str]) -> StepOutput:
+    """Return a step's results: ``drawn`` and ``errors`` are those of the chunks ``sampled``, by row. Raises
+    :class:`NonFiniteLogitsError`."""
+    draws: list[Draw | None] = [None] * num_chunks
+    if failed := tuple(index for index, token in zip(sampled, drawn, strict=True) if token < 0):
+        raise NonFiniteLogitsError(failed)
+    for index, token in zip(sampled, drawn, strict=True):
+        draws[index] = Draw((token,))
+    for row, error in errors.items():
+        draws[sampled[row]] = Draw((0,), error=error)
+    return StepOutput(draws)

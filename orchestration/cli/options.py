@@ -20,6 +20,7 @@ from splitserve.orchestration.cli.option_types import (
     address,
     bytes_option,
     finite_number,
+    name_or_path,
     size_option,
     source,
     whole_number,
@@ -87,7 +88,8 @@ def _parser_of(each: SpecSetting) -> Callable[[str], Any]:
     if each.setting.form == "size":
         return bytes_option if each.field else size_option(each.meta)
     if each.setting.form:
-        return {"address": address, "path": absolute_path, "source": source}[each.setting.form]
+        parsers = {"address": address, "path": absolute_path, "source": source, "name or path": name_or_path}
+        return parsers[each.setting.form]
     if isinstance(each.default, float):
         return finite_number
     if isinstance(each.default, int) and not each.field:

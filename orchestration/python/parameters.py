@@ -1,7 +1,7 @@
 """Parameters of requests as keyword arguments. Made by `python scripts/reference_pages.py`, not by hand."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 
 class Parameters(TypedDict, total=False):
@@ -34,7 +34,11 @@ class Parameters(TypedDict, total=False):
     ignore_eos: bool | None
     include_stop_str_in_output: bool | None
     skip_special_tokens: bool | None
+    cache_salt: str | None
+    priority: int | None
     return_route: bool | None
+    response_format: Mapping[str, Any] | None
+    structured_outputs: Mapping[str, Any] | None
 
 
 class CompletionParameters(Parameters, total=False):
@@ -45,3 +49,9 @@ class ChatParameters(Parameters, total=False):
     """Parameters of `LLM.chat`."""
 
     max_completion_tokens: int | None
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: Literal["none", "auto", "required"] | Mapping[str, Any] | None
+    parallel_tool_calls: bool | None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None
+    enable_thinking: bool | None
+    chat_template_kwargs: Mapping[str, Any] | None

@@ -35,6 +35,8 @@ class Settings(TypedDict, total=False):
     policy: Literal["least-loaded"]
     # largest body of a request (413 beyond); parsing one MiB can hold all streams for 10 ms
     max_body_mib: int
+    # form of the model's reasoning and tool calls: auto, none, the name of a known form, or a file of JSON
+    response_template: str
     # source of sampling defaults, where a request sets none: auto for the model's generation_config.json, none for
     # temperature 1 and no truncation, or a directory with that file
     generation_config: str

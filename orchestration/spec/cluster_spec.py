@@ -164,6 +164,7 @@ class RouterSpec(Part, frozen=True, kw_only=True):
     policy: Annotated[str, _router("policy")] = _ROUTER["policy"]
     max_requests_in_flight: Annotated[int, _router("max_requests_in_flight")] = _ROUTER["max_requests_in_flight"]
     max_body_mib: Annotated[int, _router("max_body_mib")] = _ROUTER["max_body_mib"]
+    response_template: Annotated[str, _router("response_template")] = _ROUTER["response_template"]
     generation_config: Annotated[str, _router("generation_config")] = _ROUTER["generation_config"]
     chat_template: Annotated[str, _router("chat_template")] = _ROUTER["chat_template"]
     allowed_origins: Annotated[list[str], _router("allowed_origins")] = []

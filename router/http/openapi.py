@@ -9,7 +9,11 @@ from typing import Any
 
 from splitserve import __version__
 from splitserve.protocol.request import FinishReason
-from splitserve.router.http.schema import NEUTRAL_ONLY, ChatCompletionRequest, CompletionRequest, GenerationRequest
+from splitserve.router.http.access.api_key import KEYED_PATHS
+from splitserve.router.http.endpoints.generate import GenerateRequest
+from splitserve.router.http.endpoints.tokens import DetokenizeRequest, TokenizeRequest
+from splitserve.router.http.schema import ChatCompletionRequest, CompletionRequest, ModelBody
+from splitserve.router.output.chat_json import TOOL_CALLS
 
 Json = dict[str, Any]
 
@@ -39,6 +43,9 @@ def openapi_document(names: Sequence[str], *, wants_key: bool) -> Json:
     paths: Json = {
         "/v1/completions": {"post": _generation("Continue prompts", "Completion", generation_errors)},
         "/v1/chat/completions": {"post": _generation("Answer a chat", "ChatCompletion", generation_errors)},
+        "/v1/generate": {"post": _generation("Continue a prompt of token ids", "Generate", generation_errors)},
+        "/tokenize": {"post": _body("Text or messages to token ids", "Tokenize", generation_errors)},
+        "/detokenize": {"post": _body("Token ids to text", "Detokenize", generation_errors)},
         "/v1/models": {"get": _operation("The model served", _json(_ref("ModelList")), keyed)},
         "/v1/models/{model_id}": {
             "get": _operation("The model served", _json(_ref("Model")), (*keyed, 404))
@@ -59,7 +66,7 @@ def openapi_document(names: Sequence[str], *, wants_key: bool) -> Json:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         for path, item in paths.items():
             for operation in item.values():
-                operation["security"] = [{"key": []}] if path.startswith("/v1/") else []
+                operation["security"] = [{"key": []}] if path.startswith(KEYED_PATHS) else []
     return document
 
 
@@ -68,6 +75,12 @@ def _generation(summary: str, kind: str, errors: tuple[int, ...]) -> Json:
     content = _json(_ref(kind)) | {"text/event-stream": {"itemSchema": _ref("Event")}}
     body = {"required": True, "content": _json(_ref(f"{kind}Request"))}
     return _operation(summary, content, errors) | {"requestBody": body}
+
+
+def _body(summary: str, kind: str, errors: tuple[int, ...]) -> Json:
+    """Return an endpoint that answers a body with a whole object."""
+    body = {"required": True, "content": _json(_ref(f"{kind}Request"))}
+    return _operation(summary, _json(_ref(kind)), errors) | {"requestBody": body}
 
 
 def _operation(summary: str, content: Json, errors: tuple[int, ...] = ()) -> Json:
@@ -87,8 +100,16 @@ def _ready() -> Json:
 def _schemas(names: Sequence[str]) -> Json:
     reasons = [reason.value for reason in FinishReason]
     choice = {"index": _COUNT, "logprobs": {"type": "null"}, "finish_reason": {"enum": reasons}}
-    message = _object({"role": {"const": "assistant"}, "content": _STRING, "refusal": {"type": "null"}})
+    chat_choice = choice | {"finish_reason": {"enum": [*reasons, TOOL_CALLS]}}
+    function = _object({"name": _STRING, "arguments": _STRING})
+    call = _object({"id": _STRING, "type": {"const": "function"}, "function": function})
+    message = _object(
+        {"role": {"const": "assistant"}, "content": {"type": ["string", "null"]}, "refusal": {"type": "null"}},
+        reasoning_content=_STRING,
+        tool_calls={"type": "array", "items": call, "minItems": 1},
+    )
     details = _object({"cached_tokens": _COUNT})
+    ids: Json = {"type": "array", "items": _COUNT}
     usage = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), _COUNT)
     error: Json = {"message": _STRING, "type": _STRING}
     error |= {name: {"type": ["string", "null"]} for name in ("param", "code")}
@@ -112,7 +133,29 @@ def _schemas(names: Sequence[str]) -> Json:
         "ModelList": _object({"object": {"const": "list"}, "data": {"type": "array", "items": _ref("Model")}}),
         "Usage": _object(usage | {"prompt_tokens_details": details}),
         "Completion": _answer("text_completion", names, choice | {"text": _STRING}),
-        "ChatCompletion": _answer("chat.completion", names, choice | {"message": message}),
+        "ChatCompletion": _answer("chat.completion", names, chat_choice | {"message": message}),
+        "Generate": _object(
+            {
+                "id": _STRING,
+                "object": {"const": "generation"},
+                "created": _INTEGER,
+                "model": {"enum": list(names)},
+                "token_ids": ids,
+                "finish_reason": {"enum": reasons},
+                "weights_version": _STRING,
+                "usage": _ref("Usage"),
+            },
+            splitserve={"type": "object"},
+        ),
+        "Tokenize": _object(
+            {
+                "count": _COUNT,
+                "max_model_len": _COUNT,
+                "tokens": ids,
+                "token_strs": {"anyOf": [{"type": "array", "items": _STRING}, {"type": "null"}]},
+            }
+        ),
+        "Detokenize": _object({"prompt": _STRING}),
     }
 
 
@@ -132,13 +175,19 @@ def _answer(kind: str, names: Sequence[str], choice: Json) -> Json:
 
 def _requests(names: Sequence[str]) -> Json:
     """Return the schemas of both bodies and of their parts."""
-    models: tuple[type[GenerationRequest], ...] = (CompletionRequest, ChatCompletionRequest)
+    models: tuple[type[ModelBody], ...] = (
+        CompletionRequest,
+        ChatCompletionRequest,
+        GenerateRequest,
+        TokenizeRequest,
+        DetokenizeRequest,
+    )
     schemas: Json = {}
     for model in models:
         schema = model.model_json_schema(ref_template=_REFERENCE)
         schemas |= schema.pop("$defs", {})
         schema["properties"]["model"] = {"enum": [*names, None]}
-        for field, neutral in NEUTRAL_ONLY.items():
+        for field, neutral in model.neutral.items():
             schema["properties"].setdefault(
                 field, {"enum": [None, *neutral], "description": "Not supported yet: neutral values only"}
             )

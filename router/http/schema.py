@@ -4,12 +4,15 @@ An unsupported parameter is refused by name if its value would change the result
 that clients often send. Unknown fields are refused, too: nothing is silently ignored.
 """
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
+from splitserve.protocol.messages.requests import MAX_CACHE_SALT_CHARS
 from splitserve.protocol.token_ids import TokenIds
+from splitserve.router.http.chat_fields import MAX_TOOLS, ChatMessage, Tool, ToolChoice
 from splitserve.router.http.sampling_fields import with_sampling_fields
+from splitserve.router.text.structured_output import ResponseFormat, StructuredOutputs
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
@@ -18,7 +21,7 @@ MAX_BAD_WORD_STRINGS = 128
 MAX_BAD_WORD_CHARS = 64
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 2048
-MAX_PARTS = 1024
+MAX_TEMPLATE_VARIABLES = 64
 MAX_HINT_CHARS = 4096
 
 # Unsupported parameters of OpenAI's API, or of other servers with that API, with their neutral values besides null.
@@ -27,7 +30,6 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
@@ -42,17 +44,10 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "moderation": (),
     "n": (1,),
-    "parallel_tool_calls": (True, False),
-    "priority": (0,),
     "prompt_logprobs": (),
-    "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
-    "structured_outputs": (),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "top_logprobs": (0,),
     "use_beam_search": (False,),
     "web_search_options": (),
@@ -66,11 +61,12 @@ class _Strict(BaseModel):
 if TYPE_CHECKING:
     _SamplingFields = _Strict
 else:
-    _SamplingFields = with_sampling_fields("_SamplingFields", _Strict)
+    _SamplingFields = with_sampling_fields("_SamplingFields", _Strict, left_out=("constraint",))
 
 
 class StreamOptions(_Strict):
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # usage in each chunk, not in the last one alone
     include_obfuscation: Literal[False] | None = None
 
 
@@ -101,13 +97,23 @@ class Hints(_Strict):
     verbosity: HintText | None = None
 
 
-class GenerationRequest(Hints, _SamplingFields):
+class ModelBody(_Strict):
+    """Base of all bodies."""
+
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = NEUTRAL_ONLY
+    """Parameters that are refused by name unless they have one of these values."""
+    packed: ClassVar[str] = ""
+    """Field that may be a long list of token ids, which is read at C speed; "" for none."""
+
+    model: str | None = None
+
+
+class GenerationRequest(Hints, ModelBody, _SamplingFields):
     """Fields of both endpoints' bodies. None stands for the endpoint's default.
 
     Parameters of sampling features are inherited; one that clients write in another form is declared here anew.
     """
 
-    model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -121,8 +127,12 @@ class GenerationRequest(Hints, _SamplingFields):
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, Field(max_length=MAX_CACHE_SALT_CHARS)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     return_token_ids: bool | None = None
     return_route: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def stop_strings(self) -> list[str]:
@@ -130,7 +140,12 @@ class GenerationRequest(Hints, _SamplingFields):
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        options = self.stream_options
+        return options is not None and (options.include_usage or options.continuous_usage_stats)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
 
 def _prompt_kind(value: Any) -> str:
@@ -155,6 +170,7 @@ Prompt = Annotated[
 
 
 class CompletionRequest(GenerationRequest):
+    packed = "prompt"
     prompt: Prompt
 
     def prompts(self) -> list[str] | list[list[int]] | list[TokenIds]:
@@ -167,30 +183,12 @@ class CompletionRequest(GenerationRequest):
         return prompt  # type: ignore[return-value]
 
 
-class TextPart(_Strict):
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(_Strict):
-    """One message. A client may send the fields after ``name`` back from an answer; they must be empty."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)]
-    name: str | None = None
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-
-    def for_template(self) -> dict[str, str]:
-        """Return the message for chat templates: text parts joined by newlines, the developer role as "system"."""
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        message = {"role": "system" if self.role == "developer" else self.role, "content": content}
-        return message if self.name is None else message | {"name": self.name}
-
-
 class ChatCompletionRequest(GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    enable_thinking: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)] | None = None

@@ -27,6 +27,7 @@ from splitserve.protocol.messages.handover import (
     Offer,
     OfferAck,
     OfferedBlock,
+    OfferedSpan,
     PeerHello,
     PeerRefused,
     PeerWelcome,
@@ -116,11 +117,11 @@ EXAMPLES: list[Body] = [
     PeerWelcome(
         LAYOUT,
         "nixl",
-        2**47 + 4096,
+        [2**47 + 4096],
         [
             RankMemory(
                 bytes(range(256)),
-                MemoryRegion(MemoryKind.VRAM, 1, 2**47, 64, 4096),
+                [MemoryRegion(MemoryKind.VRAM, 1, 2**47, 64, 4096)],
                 GatherMemory(MemoryRegion(MemoryKind.VRAM, 1, 2**46, 8, 1 << 20), 2**45),
                 HostTierMemory(MemoryRegion(MemoryKind.DRAM, 0, 2**44, 64, 1 << 20), 2**43),
                 [MappableMemory(bytes(range(64)), 1 << 21), MappableMemory(bytes(64), 0)],
@@ -130,8 +131,14 @@ EXAMPLES: list[Body] = [
     PeerRefused("other dtype"),
     Grant(KEY, 100, 32, 10.0),
     PrefixGrant(KEY, 2, [b"h" * 16, b"i" * 16], 10.0),
-    Offer(KEY, 2, [OfferedBlock(7, 2**64 - 1), OfferedBlock(8, 0)], 60, True, [5]),
-    OfferAck(KEY, 4, False),
+    Offer(
+        KEY,
+        [OfferedSpan(0, 2, [OfferedBlock(7, 2**64 - 1), OfferedBlock(8, 0)]), OfferedSpan(1, 3, [OfferedBlock(1, 5)])],
+        60,
+        True,
+        [5],
+    ),
+    OfferAck(KEY, [4, 4], False),
     Release(KEY, True),
     Withdrawn(KEY, "aborted"),
     RegisterRefused("another vocabulary"),

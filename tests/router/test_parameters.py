@@ -16,7 +16,8 @@ from splitserve.router.http.schema import NEUTRAL_ONLY, ChatCompletionRequest, C
 
 MESSAGES = [{"role": "user", "content": "a"}]
 MODELS = {CompletionRequest: {"prompt": "a"}, ChatCompletionRequest: {"messages": MESSAGES}}
-BESIDE: dict[str, dict[str, Any]] = {"stream_options": {"stream": True}}
+TOOL = {"type": "function", "function": {"name": "x"}}
+BESIDE: dict[str, dict[str, Any]] = {"stream_options": {"stream": True}, "tool_choice": {"tools": [TOOL]}}
 """Parameters without which another one makes no sense."""
 SAMPLES: dict[str, list[Any]] = {
     "string": ["text", ""],
@@ -70,24 +71,43 @@ def bound_cases(node: dict[str, Any], definitions: dict[str, Any]) -> Iterator[t
         if node.get("enum"):
             yield "no such choice", False
     if kind == "array" and "maxItems" in node:
-        item = element_of(node, definitions)
-        yield [item] * node["maxItems"], True
-        yield [item] * (node["maxItems"] + 1), False
+        items = [distinct(element_of(node, definitions), number) for number in range(node["maxItems"] + 1)]
+        yield items[:-1], True
+        yield items, False
+
+
+def distinct(element: Any, number: int) -> Any:
+    """A tool with a name of its own; anything else as it is."""
+    is_tool = isinstance(element, dict) and "function" in element
+    return element | {"function": element["function"] | {"name": f"f{number}"}} if is_tool else with_content(element)
+
+
+def with_content(element: Any) -> Any:
+    """A message with content, which only some may leave out."""
+    return {"role": "user", "content": "a"} if isinstance(element, dict) and "role" in element else element
 
 
 def element_of(node: dict[str, Any], definitions: dict[str, Any]) -> Any:
     """An element that a list of this form takes."""
-    for item in resolve(node.get("items", {}), definitions):
-        if "const" in item or "enum" in item:
-            return item.get("const", item.get("enum", [None])[0])
-        match item.get("type"):
-            case "integer" | "number":
-                return item.get("minimum", 1)
-            case "string":
-                return "x"
-            case "array":
-                return [element_of(item, definitions)]
-    return MESSAGES[0]
+    return sample_of(node.get("items", {}), definitions)
+
+
+def sample_of(node: dict[str, Any], definitions: dict[str, Any]) -> Any:
+    """A value of this form, with the required fields of objects only."""
+    form = resolve(node, definitions)[0]
+    if "const" in form or "enum" in form:
+        return form.get("const", form.get("enum", [None])[-1])
+    match form.get("type"):
+        case "integer" | "number":
+            return form.get("minimum", 1)
+        case "string":
+            return "x"
+        case "array":
+            return [element_of(form, definitions)]
+        case "object":
+            required = form.get("required", ())
+            return {name: sample_of(form["properties"][name], definitions) for name in required}
+    return 1
 
 
 def fits(value: Any, nodes: list[dict[str, Any]]) -> bool | None:

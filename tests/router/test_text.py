@@ -14,7 +14,9 @@ from splitserve.router.http.schema import CompletionRequest
 from splitserve.router.placement.placer import Limits
 from splitserve.router.text.chat_template import ChatTemplate, ChatTemplateError
 from splitserve.router.text.choice import Choice
+from splitserve.router.text.constraints import Constraints
 from splitserve.router.text.detokenizer import Detokenizer, StopStrings
+from splitserve.router.text.grammar_checker import GrammarChecker
 from splitserve.router.text.preparation import Preparation
 from splitserve.router.text.renderer import Renderer
 from splitserve.router.text.tokenizer import ModelTokenizer
@@ -246,7 +248,8 @@ def test_long_texts_of_few_tokens_are_not_refused(tmp_path):
     tokenizer = write_model_dir(tmp_path)
     tokenizer.add_tokens([word])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    preparation = Preparation(ModelTokenizer(tmp_path), Renderer(None))
+    constraints = Constraints(GrammarChecker(tmp_path, [1]), [1])
+    preparation = Preparation(ModelTokenizer(tmp_path), Renderer(None), constraints)
     request = CompletionRequest(model="tiny", prompt=word * 500)
     prompts = asyncio.run(preparation.completion(request, Limits(1024, 1024, 1000)))
     preparation.close()

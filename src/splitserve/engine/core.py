@@ -132,7 +132,7 @@ class EngineCore:
     def _commit(self, step: list[Planned], output: StepOutput, now: float) -> None:
         self.state.counters.steps += 1
         prefilling = Stage.PREFILLING
-        for (sequence, chunk), token_id in zip(step, output.token_ids, strict=True):
+        for (sequence, chunk), draw in zip(step, output.draws, strict=True):
             sequence.on_completed(chunk)
             if sequence.has_ended:
                 self._give_back_untouched(sequence)
@@ -145,8 +145,10 @@ class EngineCore:
             self.state.blocks.publish_computed(sequence)
             if sequence.stage is prefilling:
                 self._requests.owner(sequence).on_computed(sequence, now)
-            if token_id is not None:
-                self._on_token(sequence, token_id, now)
+            if draw is not None and draw.error:
+                self._requests.fail(sequence, FailureCode.INVALID, draw.error, now)
+            elif draw is not None:
+                self._on_token(sequence, draw.token_id, now)
         self.state.flush_deltas()
 
     def _fail(self, step: list[Planned], error: str, now: float) -> None:
@@ -248,8 +250,9 @@ class EngineCore:
         Every reference to a block, or to a slot that peers read, is explained by a sequence that lives here, by a copy
         to a tier, or by a peer that reads it; see :meth:`BlockPool.check_invariants`.
         """
-        pool, tiers = self.state.blocks.pool, self.state.blocks.tiers
-        pool.check_invariants()
+        blocks, tiers = self.state.blocks, self.state.blocks.tiers
+        for pool in blocks.pools:
+            pool.check_invariants()
         tiers.check_invariants()
         holders = {
             *self.state.sequences.values(),
@@ -258,7 +261,10 @@ class EngineCore:
         }
         held = [b for s in holders for b in s.block_ids]
         explained = len(held) + tiers.num_references() + sum(part.num_references for part in self.parts)
-        assert pool.total_references() == explained, "blocks have references without a holder"
+        assert blocks.pool.total_references() == explained, "blocks have references without a holder"
+        for index, group in enumerate(blocks.others):
+            num_held = sum(len(s.other_tables[index].block_ids) for s in holders if s.other_tables)
+            assert group.pool.total_references() == num_held, f"blocks of group {index + 1} have no holder"
         slots = sum(len(s.host_slots) for s in holders) + sum(part.num_slots for part in self.parts)
         assert tiers.num_held_slots == slots, "slots of the host tier are held without a holder"
         for part in self.parts:

@@ -253,6 +253,21 @@ class RouterConfig(Confidential, frozen=True, kw_only=True):
         Setting(place="objectives.tpot_ms"),
     ] = 0.0
     on_awake_cores: bool = False
+    response_template: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="Form of the model's reasoning and tool calls: auto, none, the name of a known form, or a file "
+            "of JSON.",
+        ),
+        Setting(
+            flags=("--response-template",),
+            metavar="NAME|FILE",
+            form="name or path",
+            group=ENDPOINT,
+            place="router.response_template",
+        ),
+    ] = "auto"
     protocol: ProtocolConfig = ProtocolConfig()
     http: HttpLimits = HttpLimits()
     secret: str = ""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from feature_examples import STOPS, example_params, raw_logits
+from feature_examples import STOPS, example_params, raw_logits, vocabulary
 from splitserve.kernels.reference.sampling import sample
 from splitserve.models.sampling.sampler import Sampler
 from splitserve.protocol.request import SamplingParams
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def new_sampler() -> Sampler:
-    return Sampler(sample, VOCAB, CPU)
+    return Sampler(sample, VOCAB, CPU, vocabulary(VOCAB))
 
 
 class Drawn:
