@@ -46,6 +46,7 @@ BESIDE_OTHERS = {
     "router/test_worker_mixes",
     "router/test_last_worker",
     "simulation/test_simulation",
+    "simulation/test_storm",
     "protocol/test_specification",
     "simulation/test_tiers",
     "kernels/test_triton_chunks",
