@@ -6,6 +6,7 @@ metrics, and from the OpenAPI document.
 """
 
 import argparse
+import importlib
 import json
 import re
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from splitserve.models.families.registry import FAMILIES
 from splitserve.orchestration.cli.main import BENCHES, TUNE, build_parser
 from splitserve.orchestration.spec.document import json_schema, schema_text
 from splitserve.orchestration.spec.settings_page import settings_page
@@ -294,6 +296,29 @@ def _without_null(value: Schema) -> Schema:
     return left[0] if len(left) == 1 else {**value, "anyOf": left}
 
 
+# ---- models ----
+
+
+def models_page() -> str:
+    """List the supported architectures with the first sentence of their families' modules."""
+    rows = [(f"`{name}`", _family_text(module)) for name, module in sorted(FAMILIES.items())]
+    parts = [
+        NOTE,
+        "# Models",
+        "A checkpoint is served if `architectures` in its config.json names one of these. Fields of config.json that "
+        "are unknown for the architecture, and tensors that are missing, surplus or misshapen, are refused by name. "
+        "[Add a model family](../guides/add-a-model-family.md) shows how to add one.",
+        table(("architecture", "family"), rows),
+        "Soft caps of scores and sliding windows run on CPUs and, with `--attention-backend reference`, on GPUs.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _family_text(module: str) -> str:
+    text = importlib.import_module(f"splitserve.models.families.{module}").__doc__ or ""
+    return sentence(" ".join(text.split()))
+
+
 def pages() -> dict[Path, str]:
     """All pages, as they should be."""
     texts = {
@@ -303,6 +328,7 @@ def pages() -> dict[Path, str]:
         "settings.md": settings_page(),
         "http-api.md": api_page(),
         "metrics.md": metrics_page(),
+        "models.md": models_page(),
     }
     return {FOLDER / name: text for name, text in texts.items()}
 

@@ -61,6 +61,7 @@ class RaggedPrefill:
             causal=True,
             q_data_type=shape.dtype,
             kv_data_type=shape.dtype,
+            **score_options(shape),
         )
         tiles = [
             (block, start + offset, min(shape.block_size, context - offset))
@@ -84,3 +85,8 @@ def pinned_buffers(wrapper: Any) -> Iterator[Tensor]:
     first = wrapper._pin_memory_int_workspace_buffer
     buffers = [first, *(torch.empty_like(first, pin_memory=True) for _ in range(_NUM_PINNED - 1))]
     return itertools.cycle(buffers)
+
+
+def score_options(shape: AttentionShape) -> dict[str, float]:
+    """Return the arguments of a plan for scores that aren't scaled by 1 / sqrt(head_dim)."""
+    return {} if shape.scale is None else {"sm_scale": shape.scale}

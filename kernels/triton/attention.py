@@ -41,7 +41,7 @@ class TritonPagedAttention:
         if reason := unsupported_reason(shape):
             raise ValueError(reason)
         self._shape = shape
-        self._scale = 1.0 / math.sqrt(shape.head_dim)
+        self._scale = shape.score_scale
         self._overlapped = overlapped(shape.device)
         self._chunk_workspace = chunk_workspace(shape)
 
@@ -140,6 +140,8 @@ def unsupported_reason(shape: AttentionShape) -> str | None:
         return f"{shape.num_heads} query heads can't share {shape.num_kv_heads} key/value heads"
     if shape.head_dim > 256:
         return f"head_dim {shape.head_dim} is larger than 256"
+    if shape.window is not None or shape.soft_cap is not None:
+        return "sliding windows and soft caps of scores need the reference attention"
     return None
 
 

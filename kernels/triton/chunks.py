@@ -32,7 +32,7 @@ def run_chunks(shape: AttentionShape, query: Tensor, kv_layer: Tensor, out: Tens
         workspace.partial,
         workspace.partial_lse,
         out,
-        math.log2(math.e) / math.sqrt(shape.head_dim),
+        math.log2(math.e) * shape.score_scale,
         num_items,
         BLOCK_STRIDE=kv_layer.stride(0),
         NUM_HEADS=shape.num_heads,
