@@ -309,7 +309,7 @@ def models_page() -> str:
         "are unknown for the architecture, and tensors that are missing, surplus or misshapen, are refused by name. "
         "[Add a model family](../guides/add-a-model-family.md) shows how to add one.",
         table(("architecture", "family"), rows),
-        "Soft caps of scores and sliding windows run on CPUs and, with `--attention-backend reference`, on GPUs.",
+        "Keys and values of sliding layers are kept for the whole context, as those of other layers.",
     ]
     return "\n\n".join(parts) + "\n"
 

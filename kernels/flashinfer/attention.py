@@ -200,6 +200,4 @@ def unsupported_reason(shape: AttentionShape) -> str | None:
         return f"FlashInfer attention has no kernel for head_dim {shape.head_dim}; use the triton backend"
     if shape.num_heads % shape.num_kv_heads:
         return f"{shape.num_heads} query heads can't share {shape.num_kv_heads} key/value heads"
-    if shape.window is not None or shape.soft_cap is not None:
-        return "sliding windows and soft caps of scores need the reference attention"
     return None

@@ -88,5 +88,12 @@ def pinned_buffers(wrapper: Any) -> Iterator[Tensor]:
 
 
 def score_options(shape: AttentionShape) -> dict[str, float]:
-    """Return the arguments of a plan for scores that aren't scaled by 1 / sqrt(head_dim)."""
-    return {} if shape.scale is None else {"sm_scale": shape.scale}
+    """Return a plan's arguments about scores, where they differ from FlashInfer's defaults."""
+    options: dict[str, float] = {}
+    if shape.scale is not None:
+        options["sm_scale"] = shape.scale
+    if shape.soft_cap is not None:
+        options["logits_soft_cap"] = shape.soft_cap
+    if shape.window is not None:
+        options["window_left"] = shape.window - 1  # tokens before the query's own
+    return options

@@ -17,7 +17,7 @@ from splitserve.kernels.fp8.kv import FP8, DequantisingAttention
 from splitserve.kernels.reference import operations as reference
 from splitserve.kernels.reference.attention import ReferencePagedAttention
 from splitserve.kernels.registry import select_kernels
-from splitserve.models.config import load_model_config
+from splitserve.models.config import ModelConfig, load_model_config
 from splitserve.models.declared import declare
 from splitserve.models.families.registry import FAMILIES
 from splitserve.models.parallel.ranks import Alone, Collectives
@@ -95,7 +95,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "SeedOssForCausalLM": {"attention_out_bias": True, "mlp_bias": True},
     "SmolLM3ForCausalLM": {"no_rope_layers": [1, 0, 1]},
 }
-LENGTHS = (5, 33, 70)
+LENGTHS = (5, 33, 70, 1, 7, 8, 9, 15, 16, 17, 19, 20, 21)  # around the sizes of blocks and windows
 PROMPTS = [random.Random(length).choices(range(VOCAB_SIZE), k=length) for length in LENGTHS]
 
 
@@ -114,8 +114,10 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
                 parameter.add_(
                     (BIAS if name.endswith(".bias") and "norm" not in name else NOISE) * torch.randn_like(parameter)
                 )
+        logits = model(torch.tensor([PROMPTS[1]])).logits[0, -1]
     path = tmp_path_factory.mktemp("families") / request.param
     model.save_pretrained(path)
+    save_file({"logits": logits.contiguous()}, path.parent / f"{request.param}.logits")
     return path, [reference_tokens(model, prompt) for prompt in PROMPTS]
 
 
@@ -130,10 +132,12 @@ def reference_tokens(model: Any, prompt: list[int]) -> list[int]:
     return tokens
 
 
-def make_runner(path: Path, group: Collectives | None = None, **options: Any) -> ModelRunner:
-    model = load_model(path, load_model_config(path), dtype=torch.float32, device=CPU, group=group, **options)
-    config, dtype = model.config, options.get("kv_dtype", torch.float32)
-    shape = (NUM_BLOCKS, config.num_layers, config.num_kv_heads, 2, BLOCK_SIZE, config.head_dim)
+def make_runner(
+    path: Path, group: Collectives | None = None, *, config: ModelConfig | None = None, **options: Any
+) -> ModelRunner:
+    model = load_model(path, config or load_model_config(path), dtype=torch.float32, device=CPU, group=group, **options)
+    local, dtype = model.config, options.get("kv_dtype", torch.float32)
+    shape = (NUM_BLOCKS, local.num_layers, local.num_kv_heads, 2, BLOCK_SIZE, local.head_dim)
     return ModelRunner(model, torch.full(shape, math.nan).to(dtype))
 
 
@@ -156,6 +160,62 @@ def test_greedy_tokens_are_those_of_transformers(family: tuple[Path, list[list[i
     path, expected = family
     runner = make_runner(path)
     assert [greedy(runner, prompt, budget) for prompt in PROMPTS] == expected
+
+
+def test_logits_are_those_of_transformers(family: tuple[Path, list[list[int]]]) -> None:
+    """Scales and soft caps of logits change no greedy token."""
+    path, _ = family
+    runner = make_runner(path)
+    chunk = ScheduledChunk(PROMPTS[1], 0, range(NUM_BLOCKS), SampleSpec(0.0, 0, 1.0, 0, 0, len(PROMPTS[1])))
+    with torch.inference_mode():
+        logits = runner.model.forward(runner._batch([chunk]), runner._kv_layers, runner._attention)
+    assert logits is not None
+    expected = load_file(path.parent / f"{path.name}.logits")["logits"]
+    torch.testing.assert_close(logits[0], expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+
+
+# What each of these changes is a mistake that could be made; each must change the tokens of some prompt.
+MISTAKES: list[tuple[str, dict[str, Any]]] = [
+    ("ArceeForCausalLM", {"activation": "silu"}),
+    ("ArceeForCausalLM", {"rope_scaling": None}),
+    ("Cohere2ForCausalLM", {"rotates_neighbours": False}),
+    ("Cohere2ForCausalLM", {"unrotated_layers": ()}),
+    ("Cohere2ForCausalLM", {"window": 7}),
+    ("Cohere2ForCausalLM", {"window": 9}),
+    ("Gemma2ForCausalLM", {"activation": "silu"}),
+    ("Gemma2ForCausalLM", {"attention_scale": None}),
+    ("Gemma2ForCausalLM", {"attention_soft_cap": None}),
+    ("Gemma2ForCausalLM", {"embedding_scale": 1.0}),
+    ("Gemma2ForCausalLM", {"window": 7}),
+    ("Gemma2ForCausalLM", {"window": 9}),
+    ("Gemma2ForCausalLM", {"sliding_layers": (1,)}),
+    ("Gemma3ForCausalLM", {"sliding_rope": None}),
+    ("Gemma3ForCausalLM", {"rope_scaling": None}),
+    ("Glm4ForCausalLM", {"rotary_dim": None}),
+    ("Glm4ForCausalLM", {"rotates_neighbours": False}),
+    ("GraniteForCausalLM", {"attention_scale": None}),
+    ("GraniteForCausalLM", {"embedding_scale": 1.0}),
+    ("GraniteForCausalLM", {"residual_scale": 1.0}),
+    ("Ministral3ForCausalLM", {"query_beta": 0.0}),
+    ("Ministral3ForCausalLM", {"rope_scaling": None}),
+    ("Ministral3ForCausalLM", {"window": 21}),
+    ("MistralForCausalLM", {"window": 16}),
+    ("NemotronForCausalLM", {"rotary_dim": None}),
+    ("Olmo3ForCausalLM", {"sliding_rope": None}),
+    ("Phi3ForCausalLM", {"rope_scaling": None}),
+    ("Phi3ForCausalLM", {"rotary_dim": 8, "rope_scaling": None}),
+    ("Qwen2ForCausalLM", {"sliding_layers": (0, 1, 2)}),
+    ("SmolLM3ForCausalLM", {"unrotated_layers": ()}),
+]
+
+
+def test_every_feature_changes_the_tokens(family: tuple[Path, list[list[int]]]) -> None:
+    path, expected = family
+    config = load_model_config(path)
+    for architecture, change in MISTAKES:
+        if architecture == path.name:
+            runner = make_runner(path, config=replace(config, **change))
+            assert any(greedy(runner, PROMPTS[index], 512) != expected[index] for index in (2, 1, 0)), change
 
 
 class Ranks:
@@ -195,14 +255,14 @@ def test_two_ranks_draw_the_same_tokens(family: tuple[Path, list[list[int]]]) ->
 
     def run(rank: int) -> None:
         runner = make_runner(path, Rank(rank, ranks))
-        tokens[rank] = [greedy(runner, prompt, 512) for prompt in PROMPTS]
+        tokens[rank] = [greedy(runner, prompt, 512) for prompt in PROMPTS[:3]]
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert tokens == {0: expected, 1: expected}
+    assert tokens == {0: expected[:3], 1: expected[:3]}
 
 
 def test_every_weight_changes_the_tokens(family: tuple[Path, list[list[int]]], tmp_path: Path) -> None:
