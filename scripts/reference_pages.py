@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from splitserve.models.families.registry import FAMILIES
+from splitserve.models.families.registry import FAMILIES, TEXT_OF
 from splitserve.orchestration.cli.main import BENCHES, TUNE, build_parser
 from splitserve.orchestration.spec.document import json_schema, schema_text
 from splitserve.orchestration.spec.settings_page import settings_page
@@ -302,6 +302,7 @@ def _without_null(value: Schema) -> Schema:
 def models_page() -> str:
     """List the supported architectures with the first sentence of their families' modules."""
     rows = [(f"`{name}`", _family_text(module)) for name, module in sorted(FAMILIES.items())]
+    rows += [(f"`{name}`", f"The text model alone, as `{text}`.") for name, text in sorted(TEXT_OF.items())]
     parts = [
         NOTE,
         "# Models",

@@ -24,5 +24,7 @@ FAMILIES: Mapping[str, str] = {
 }
 """Modules of this folder by the names that ``architectures`` of a config.json has for them."""
 
-TEXT_OF: Mapping[str, str] = {}
+TEXT_OF: Mapping[str, str] = {
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+}
 """Architectures with other parts, vision for one, and the one of their text model, which is what is served."""

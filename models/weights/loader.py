@@ -29,7 +29,7 @@ from splitserve.models.layers.decoder import HEAD_NAME, Decoder, Progress
 from splitserve.models.layers.layer import Order
 from splitserve.models.layers.weight import Stack, Weight
 from splitserve.models.parallel.ranks import Alone, Collectives, RowParallelLinear, VocabParallelHead
-from splitserve.models.weights.checkpoint import TensorRecord, read_records
+from splitserve.models.weights.checkpoint import TensorRecord, read_records, text_records
 from splitserve.models.weights.fp8_scales import FP8, ScaleReader
 from splitserve.models.weights.kv_scales import KVScales, read_kv_scales, scaled_fp8_rows, scaled_rows
 from splitserve.models.weights.reading import (
@@ -82,6 +82,8 @@ def load_model(
     if kernels is None:
         kernels = select_kernels(device, dtype, head_dim=config.head_dim)
     records = None if load_format == "dummy" else read_records(Path(path))
+    if records is not None and config.text_of is not None:
+        records = text_records(records)
     decoder = declare(config)
     reader = _make_reader(records, config, decoder, dtype, device, is_part=group.shard.size > 1)
     pack_fp8, description = select_fp8(

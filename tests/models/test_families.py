@@ -32,6 +32,7 @@ CPU = torch.device("cpu")
 BLOCK_SIZE = 16
 NUM_BLOCKS = 8
 NUM_NEW_TOKENS = 24
+NUM_AT_EDGES = 4  # after prompts whose length is the point
 VOCAB_SIZE = 500
 SIZES = {
     "hidden_size": 128,
@@ -125,7 +126,7 @@ def reference_tokens(model: Any, prompt: list[int]) -> list[int]:
     output = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-        max_new_tokens=NUM_NEW_TOKENS,
+        max_new_tokens=NUM_NEW_TOKENS if len(prompt) in LENGTHS[:3] else NUM_AT_EDGES,
         do_sample=False,
     )
     tokens: list[int] = output[0, len(prompt) :].tolist()
@@ -159,7 +160,9 @@ def greedy(runner: ModelRunner, prompt: list[int], budget: int, count: int = NUM
 def test_greedy_tokens_are_those_of_transformers(family: tuple[Path, list[list[int]]], budget: int) -> None:
     path, expected = family
     runner = make_runner(path)
-    assert [greedy(runner, prompt, budget) for prompt in PROMPTS] == expected
+    assert [greedy(runner, prompt, budget) for prompt in PROMPTS[:3]] == expected[:3]
+    if budget == 512:
+        assert [greedy(runner, prompt, budget, NUM_AT_EDGES) for prompt in PROMPTS[3:]] == expected[3:]
 
 
 def test_logits_are_those_of_transformers(family: tuple[Path, list[list[int]]]) -> None:
@@ -216,6 +219,24 @@ def test_every_feature_changes_the_tokens(family: tuple[Path, list[list[int]]]) 
         if architecture == path.name:
             runner = make_runner(path, config=replace(config, **change))
             assert any(greedy(runner, PROMPTS[index], 512) != expected[index] for index in (2, 1, 0)), change
+
+
+def test_the_text_model_of_a_checkpoint_with_other_parts_is_served(tmp_path: Path) -> None:
+    import transformers
+
+    text = {**SIZES, **OWN_SIZES["Gemma3ForCausalLM"], "tie_word_embeddings": True}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14}, mm_tokens_per_image=1
+    )
+    config.eos_token_id = config.boi_token_index = config.eoi_token_index = None
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
+    model.save_pretrained(tmp_path)
+    served = load_model_config(tmp_path)
+    assert (served.architecture, served.text_of) == ("gemma3", "Gemma3ForConditionalGeneration")
+    assert greedy(make_runner(tmp_path), PROMPTS[1], 512) == reference_tokens(model, PROMPTS[1])
 
 
 class Ranks:
