@@ -23,7 +23,9 @@ from splitserve.router.http.access.cross_origin import ANY_ORIGIN
 from splitserve.router.http.app import Api, create_app
 from splitserve.router.http.bodies.reader import BodyReader
 from splitserve.router.http.connections import Connections, HttpConfig
+from splitserve.router.http.endpoints.all import endpoints
 from splitserve.router.http.served_model import ServedModel
+from splitserve.router.http.serving import Serving
 from splitserve.router.output.catalog import ResponseFormat, choose_format
 from splitserve.router.requests.dispatcher import Dispatcher
 from splitserve.router.text.constraints import Constraints
@@ -94,11 +96,7 @@ async def _serve(
     response_format: ResponseFormat | None,
 ) -> None:
     local_only = is_loopback(config.host) and not config.api_key
-    if local_only and ANY_ORIGIN in config.allowed_origins:
-        raise ConfigError(
-            "--allowed-origins '*' lets every web page that a user of this machine visits use the endpoint: name the "
-            "origins, or set an API key (--api-key-file)"
-        )
+    _check_origins(config, local_only=local_only)
     names = tuple(dict.fromkeys((config.served_model_name, *config.aliases)))
     metrics = RouterMetrics()
     dispatcher = Dispatcher(config, metrics)
@@ -110,8 +108,15 @@ async def _serve(
     try:
         await renderer.start()
         progress("membership", {"endpoint": dispatcher.fleet.endpoint})
-        api = Api(ServedModel(names, defaults), dispatcher, preparation, metrics, bodies)
-        app = create_app(api, metrics, config.api_key, local_only=local_only, allowed_origins=config.allowed_origins)
+        serving = Serving(ServedModel(names, defaults), dispatcher, preparation, bodies)
+        app = create_app(
+            Api(serving, metrics),
+            metrics,
+            config.api_key,
+            local_only=local_only,
+            allowed_origins=config.allowed_origins,
+            more_posts=endpoints(serving),
+        )
 
         def announce() -> None:
             progress("listening", {"url": _url(listener)})
@@ -141,6 +146,14 @@ async def _serve(
         preparation.close()
         renderer.close()
         checker.close()
+
+
+def _check_origins(config: RouterConfig, *, local_only: bool) -> None:
+    if local_only and ANY_ORIGIN in config.allowed_origins:
+        raise ConfigError(
+            "--allowed-origins '*' lets every web page that a user of this machine visits use the endpoint: name the "
+            "origins, or set an API key (--api-key-file)"
+        )
 
 
 def _http_config(app: ASGIApp, connections: Connections) -> HttpConfig:

@@ -13,6 +13,8 @@ FORBIDDEN = -1e30
 
 _BITS = 32
 
+Float32Array = npt.NDArray[np.float32]
+
 
 class MaskMaker:
     """Maker of masks for the steps of one runner."""
@@ -35,12 +37,13 @@ class MaskMaker:
 
 
 def apply_masks(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-    """Set the logits [R, vocab] of tokens that ``bits`` [n, words] doesn't allow in ``rows`` (int64 [n]) to
+    """Set the logits, float32 [R, vocab], of tokens that ``bits`` [n, words] doesn't allow in ``rows`` (int64 [n]) to
     :data:`FORBIDDEN`, in place. All are on one device; a GPU isn't waited for."""
     if logits.device.type == "cpu":
+        values = logits.numpy()
         unpacked = np.unpackbits(bits.numpy().view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
         for row, allowed in zip(rows.tolist(), unpacked.view(np.bool_), strict=True):
-            _apply_on_host(logits[row], allowed)
+            _apply_on_host(values[row], allowed)
     else:
         logits[rows] = masked(logits[rows], bits)
 
@@ -52,12 +55,12 @@ def masked(logits: Tensor, bits: Tensor) -> Tensor:
     return logits.masked_fill(~allowed, FORBIDDEN)
 
 
-def _apply_on_host(row: Tensor, allowed: npt.NDArray[np.bool_]) -> None:
+def _apply_on_host(row: Float32Array, allowed: npt.NDArray[np.bool_]) -> None:
     """Apply one mask [vocab] to one row of logits. The shorter list, of what is allowed or of what isn't, is copied."""
     if 2 * int(np.count_nonzero(allowed)) > allowed.size:
-        row[torch.from_numpy(np.flatnonzero(~allowed))] = FORBIDDEN
+        row[np.flatnonzero(~allowed)] = FORBIDDEN
         return
-    ids = torch.from_numpy(np.flatnonzero(allowed))
+    ids = np.flatnonzero(allowed)
     kept = row[ids]
-    row.fill_(FORBIDDEN)
+    row.fill(FORBIDDEN)
     row[ids] = kept

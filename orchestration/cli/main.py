@@ -76,6 +76,7 @@ BENCHES = {
         "resident memory of each process under many requests of random lengths",
     ),
     "tier-soak": ("splitserve.benchmarks.kv.tier_soak", "requests on far too small or damaged tiers: correct tokens"),
+    "sampling": ("splitserve.benchmarks.engine.sampling_costs", "what sampling features add to a step, on this CPU"),
     "engine-cpu": ("splitserve.benchmarks.engine.engine_vs_transformers", "the engine on CPU against transformers"),
 }
 TUNE = ("splitserve.benchmarks.kernels.tune", "find the fastest launch parameters of kernels on this GPU")

@@ -1,7 +1,7 @@
 """The HTTP interface: OpenAI's endpoints, health, readiness, metrics. Every error has OpenAI's shape."""
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -20,18 +20,14 @@ from splitserve.router.http.access.api_key import RequireKey
 from splitserve.router.http.access.content_type import check_json
 from splitserve.router.http.access.cross_origin import allow_origins
 from splitserve.router.http.access.local_origin import RequireLocal
-from splitserve.router.http.answers import GenerationResponse, Prompt
+from splitserve.router.http.access.request_id import GiveRequestIds, request_id_of
 from splitserve.router.http.api_error import ApiError
-from splitserve.router.http.bodies.reader import BodyReader
 from splitserve.router.http.formats import ChatFormat, CompletionFormat, Format
 from splitserve.router.http.openapi import openapi_document
-from splitserve.router.http.parsing import RequestModel
 from splitserve.router.http.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
-from splitserve.router.http.served_model import ServedModel
-from splitserve.router.placement.placer import Limits
+from splitserve.router.http.serving import Serving
 from splitserve.router.placement.policies import Disaggregated, NoWorker, RequestShape
-from splitserve.router.requests.dispatcher import ClientGoneError, Dispatcher
-from splitserve.router.text.preparation import Preparation, check_not_empty
+from splitserve.router.text.preparation import check_not_empty
 
 _CLOSED_TRANSPORT = "the handler is closed"  # uvloop's message between a connection's reset and its report of the reset
 
@@ -41,45 +37,46 @@ Handler: TypeAlias = Callable[[Request], Coroutine[Any, Any, Response]]
 class Api:
     """The endpoints' handlers, for one model."""
 
-    def __init__(
-        self,
-        model: ServedModel,
-        dispatcher: Dispatcher,
-        preparation: Preparation,
-        metrics: RouterMetrics,
-        bodies: BodyReader,
-    ) -> None:
-        self.served_model = model
-        self._dispatcher = dispatcher
-        self._preparation = preparation
+    def __init__(self, serving: Serving, metrics: RouterMetrics) -> None:
+        self._serving = serving
+        self.served_model = serving.model
+        self._dispatcher = serving.dispatcher
         self._metrics = metrics
-        self._bodies = bodies
+        self._bodies = serving.bodies
 
     async def completions(self, request: Request) -> Response:
         arrived_at = asyncio.get_running_loop().time()
-        body, num_bytes = await self._read(request, CompletionRequest)
+        body, num_bytes = await self._serving.read(request, CompletionRequest)
         check_not_empty(body)
-        limits = await self._limits(request, arrived_at, num_bytes)
-        count = len(body.prompts())
-        self._dispatcher.admit(count, "prompt")
-        try:
-            prompts = await self._preparation.completion(body, limits)
-            return self._answer(CompletionFormat, body, prompts, arrived_at)
-        except BaseException:
-            self._dispatcher.release(count)
-            raise
+        return await self._serving.generate(
+            request,
+            body,
+            num_bytes,
+            self._format(CompletionFormat, body, request),
+            lambda limits: self._serving.preparation.completion(body, limits),
+            arrived_at=arrived_at,
+            count=len(body.prompts()),
+        )
 
     async def chat_completions(self, request: Request) -> Response:
         arrived_at = asyncio.get_running_loop().time()
-        body, num_bytes = await self._read(request, ChatCompletionRequest)
-        limits = await self._limits(request, arrived_at, num_bytes)
-        self._dispatcher.admit(1)
-        try:
-            prompts = await self._preparation.chat(body, limits)
-            return self._answer(ChatFormat, body, prompts, arrived_at)
-        except BaseException:
-            self._dispatcher.release(1)
-            raise
+        body, num_bytes = await self._serving.read(request, ChatCompletionRequest)
+        return await self._serving.generate(
+            request,
+            body,
+            num_bytes,
+            self._format(ChatFormat, body, request),
+            lambda limits: self._serving.preparation.chat(body, limits),
+            arrived_at=arrived_at,
+        )
+
+    def _format(self, kind: type[Format], body: GenerationRequest, request: Request) -> Format:
+        return kind(
+            self.served_model.name(body.model),
+            include_usage=body.include_usage,
+            return_token_ids=bool(body.return_token_ids),
+            request_id=request_id_of(request),
+        )
 
     async def models(self, _request: Request) -> Response:
         return JSONResponse({"object": "list", "data": self.served_model.cards()})
@@ -121,53 +118,6 @@ class Api:
             raise ApiError(503, "no worker is ready: try again", code="no_worker")
         return JSONResponse({"workers": reports})
 
-    async def _read(self, request: Request, model: type[RequestModel]) -> tuple[RequestModel, int]:
-        """Return the request's body and its size in bytes."""
-        check_json(request)
-        body, num_bytes = await self._bodies.parse(request, model)
-        self.served_model.name(body.model)
-        return body, num_bytes
-
-    async def _limits(self, request: Request, arrived_at: float, num_bytes: int) -> Limits:
-        """Return the limits of the current workers, or wait shortly for workers. Raises :class:`ApiError` 503."""
-        watchers: list[asyncio.Task[None]] = []
-
-        def watch_client() -> asyncio.Task[None]:
-            watchers.append(asyncio.create_task(_until_disconnected(request)))
-            return watchers[-1]
-
-        try:
-            return await self._dispatcher.limits(arrived_at, num_bytes, watch_client)
-        except ClientGoneError:
-            raise ClientDisconnect from None
-        finally:
-            for watcher in watchers:
-                watcher.cancel()
-
-    def _answer(
-        self, kind: type[Format], body: GenerationRequest, prompts: list[Prompt], arrived_at: float
-    ) -> GenerationResponse:
-        answer_format = kind(
-            self.served_model.name(body.model),
-            include_usage=body.include_usage,
-            return_token_ids=bool(body.return_token_ids),
-        )
-        return GenerationResponse(
-            self._dispatcher,
-            prompts,
-            answer_format,
-            arrived_at=arrived_at,
-            stream=bool(body.stream),
-            include_usage=body.include_usage,
-            return_route=bool(body.return_route),
-        )
-
-
-async def _until_disconnected(request: Request) -> None:
-    """Wait until the client disconnects; the request's body must have been read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
 
 def create_app(
     api: Api,
@@ -176,11 +126,13 @@ def create_app(
     *,
     local_only: bool = False,
     allowed_origins: Collection[str] = (),
+    more_posts: Sequence[tuple[str, Handler]] = (),
 ) -> ASGIApp:
     """Return the ASGI application: routes, errors in OpenAI's shape, request counts.
 
     ``api_key`` protects /v1 and /admin. With ``local_only``, Host must name a loopback host, and Origin one as well or
-    one of ``allowed_origins``, whose pages may read the answers.
+    one of ``allowed_origins``, whose pages may read the answers. ``more_posts``: paths of further endpoints, and their
+    handlers.
     """
     document = msgspec.json.encode(openapi_document(api.served_model.names, wants_key=bool(api_key)))
 
@@ -191,6 +143,7 @@ def create_app(
         ("/v1/completions", api.completions),
         ("/v1/chat/completions", api.chat_completions),
         ("/admin/profile", api.profile),
+        *more_posts,
     ]
     gets: list[tuple[str, Handler]] = [
         ("/v1/models", api.models),
@@ -215,7 +168,8 @@ def create_app(
     paths = frozenset(path for path, _ in posts + gets)
     guarded: ASGIApp = RequireKey(app, api_key) if api_key else app
     shared = allow_origins(guarded, allowed_origins)
-    return CountRequests(RequireLocal(shared, allowed_origins) if local_only else shared, metrics, paths)
+    local = RequireLocal(shared, allowed_origins) if local_only else shared
+    return GiveRequestIds(CountRequests(local, metrics, paths))
 
 
 async def _on_api_error(_request: Request, error: Exception) -> Response:

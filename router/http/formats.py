@@ -11,6 +11,7 @@ import msgspec
 from starlette.types import Send
 
 from splitserve.protocol.request import FinishReason
+from splitserve.router.http.api_error import ApiError
 from splitserve.router.output.chat_json import TOOL_CALLS, delta_of, message_of
 from splitserve.router.text.choice import Piece
 
@@ -53,15 +54,33 @@ class Format(ABC):
     whole_kind: str
     chunk_kind: str
 
-    def __init__(self, model: str, *, include_usage: bool, return_token_ids: bool) -> None:
+    def __init__(
+        self, model: str, *, include_usage: bool = False, return_token_ids: bool = False, request_id: str = ""
+    ) -> None:
         self._head = {
-            "id": f"{self.id_prefix}-{secrets.token_hex(12)}",
+            "id": f"{self.id_prefix}-{request_id or secrets.token_hex(12)}",
             "object": self.chunk_kind,
             "created": int(time.time()),
             "model": model,
         }
         self._include_usage = include_usage
         self._return_token_ids = return_token_ids
+
+    def begin(self, usage: Usage) -> bytes:  # noqa: ARG002
+        """Return the events that begin a stream; ``usage`` has the prompt's tokens only."""
+        return b""
+
+    def end(self, usage: Usage) -> bytes:
+        """Return the events that end a stream after its last chunk."""
+        return (self.usage_chunk(usage) if self._include_usage else b"") + DONE_EVENT
+
+    def failure(self, error: ApiError) -> bytes:
+        """Return the events that end a stream that fails after its first byte."""
+        return sse_event(error.body()) + DONE_EVENT
+
+    def error_body(self, error: ApiError) -> bytes:
+        """Return the body of the answer to a request that fails before its first byte."""
+        return error.encode()
 
     def opening(self, index: int) -> bytes:  # noqa: ARG002
         """Return the events that precede a choice's first chunk."""
@@ -93,7 +112,7 @@ class Format(ABC):
     def _event(self, choices: list[dict[str, Any]], extra: dict[str, Any]) -> bytes:
         content = {**self._head, "choices": choices, **extra}
         if self._include_usage:
-            content["usage"] = None
+            content.setdefault("usage", None)
         return sse_event(content)
 
     def _reason(self, piece: Piece) -> str | None:

@@ -9,7 +9,13 @@ from typing import Any
 
 from splitserve import __version__
 from splitserve.protocol.request import FinishReason
-from splitserve.router.http.schema import NEUTRAL_ONLY, ChatCompletionRequest, CompletionRequest, GenerationRequest
+from splitserve.router.http.access.api_key import KEYED_PATHS
+from splitserve.router.http.endpoints.generate import GenerateRequest
+from splitserve.router.http.endpoints.messages_body import CountRequest, MessagesRequest
+from splitserve.router.http.endpoints.responses_body import ResponsesRequest
+from splitserve.router.http.endpoints.tokens import DetokenizeRequest, TokenizeRequest
+from splitserve.router.http.meanings import MEANINGS
+from splitserve.router.http.schema import ChatCompletionRequest, CompletionRequest, ModelBody
 from splitserve.router.output.chat_json import TOOL_CALLS
 
 Json = dict[str, Any]
@@ -40,6 +46,18 @@ def openapi_document(names: Sequence[str], *, wants_key: bool) -> Json:
     paths: Json = {
         "/v1/completions": {"post": _generation("Continue prompts", "Completion", generation_errors)},
         "/v1/chat/completions": {"post": _generation("Answer a chat", "ChatCompletion", generation_errors)},
+        "/v1/generate": {"post": _generation("Continue a prompt of token ids", "Generate", generation_errors)},
+        "/v1/responses": {"post": _generation("Answer a conversation of items", "Responses", generation_errors)},
+        "/v1/messages": {
+            "post": _with_anthropics_errors(
+                _generation("Answer a conversation of blocks", "Messages", generation_errors)
+            )
+        },
+        "/v1/messages/count_tokens": {
+            "post": _with_anthropics_errors(_body("Count a conversation's tokens", "Count", generation_errors))
+        },
+        "/tokenize": {"post": _body("Text or messages to token ids", "Tokenize", generation_errors)},
+        "/detokenize": {"post": _body("Token ids to text", "Detokenize", generation_errors)},
         "/v1/models": {"get": _operation("The model served", _json(_ref("ModelList")), keyed)},
         "/v1/models/{model_id}": {
             "get": _operation("The model served", _json(_ref("Model")), (*keyed, 404))
@@ -60,7 +78,7 @@ def openapi_document(names: Sequence[str], *, wants_key: bool) -> Json:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         for path, item in paths.items():
             for operation in item.values():
-                operation["security"] = [{"key": []}] if path.startswith("/v1/") else []
+                operation["security"] = [{"key": []}] if path.startswith(KEYED_PATHS) else []
     return document
 
 
@@ -71,11 +89,25 @@ def _generation(summary: str, kind: str, errors: tuple[int, ...]) -> Json:
     return _operation(summary, content, errors) | {"requestBody": body}
 
 
+def _body(summary: str, kind: str, errors: tuple[int, ...]) -> Json:
+    """Return an endpoint that answers a body with a whole object."""
+    body = {"required": True, "content": _json(_ref(f"{kind}Request"))}
+    return _operation(summary, _json(_ref(kind)), errors) | {"requestBody": body}
+
+
 def _operation(summary: str, content: Json, errors: tuple[int, ...] = ()) -> Json:
     responses: Json = {"200": {"description": summary, "content": content}}
     for status in errors:
         responses[str(status)] = {"description": _ERRORS[status], "content": _json(_ref("Error"))}
     return {"summary": summary, "responses": responses}
+
+
+def _with_anthropics_errors(operation: Json) -> Json:
+    """Return the operation with errors in Anthropic's shape, except that of a missing key, which precedes all else."""
+    for status, response in operation["responses"].items():
+        if int(status) >= 400 and status != "401":
+            response["content"] = _json(_ref("MessagesError"))
+    return operation
 
 
 def _ready() -> Json:
@@ -86,6 +118,10 @@ def _ready() -> Json:
 
 
 def _schemas(names: Sequence[str]) -> Json:
+    return _requests(names) | _of_chats(names) | _of_other_endpoints(names)
+
+
+def _of_chats(names: Sequence[str]) -> Json:
     reasons = [reason.value for reason in FinishReason]
     choice = {"index": _COUNT, "logprobs": {"type": "null"}, "finish_reason": {"enum": reasons}}
     chat_choice = choice | {"finish_reason": {"enum": [*reasons, TOOL_CALLS]}}
@@ -100,7 +136,7 @@ def _schemas(names: Sequence[str]) -> Json:
     usage = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), _COUNT)
     error: Json = {"message": _STRING, "type": _STRING}
     error |= {name: {"type": ["string", "null"]} for name in ("param", "code")}
-    return _requests(names) | {
+    return {
         "Error": _object({"error": _object(error)}),
         "Event": {
             "type": "object",
@@ -124,6 +160,39 @@ def _schemas(names: Sequence[str]) -> Json:
     }
 
 
+def _of_other_endpoints(names: Sequence[str]) -> Json:
+    reasons = [reason.value for reason in FinishReason]
+    ids: Json = {"type": "array", "items": _COUNT}
+    return {
+        "Generate": _object(
+            {
+                "id": _STRING,
+                "object": {"const": "generation"},
+                "created": _INTEGER,
+                "model": {"enum": list(names)},
+                "token_ids": ids,
+                "finish_reason": {"enum": reasons},
+                "weights_version": _STRING,
+                "usage": _ref("Usage"),
+            },
+            splitserve={"type": "object"},
+        ),
+        "Tokenize": _object(
+            {
+                "count": _COUNT,
+                "max_model_len": _COUNT,
+                "tokens": ids,
+                "token_strs": {"anyOf": [{"type": "array", "items": _STRING}, {"type": "null"}]},
+            }
+        ),
+        "Detokenize": _object({"prompt": _STRING}),
+        "Responses": {"type": "object", "description": "OpenAI's response object"},
+        "Messages": {"type": "object", "description": "Anthropic's message object"},
+        "MessagesError": _object({"type": {"const": "error"}, "error": _object({"type": _STRING, "message": _STRING})}),
+        "Count": _object({"input_tokens": _COUNT}),
+    }
+
+
 def _answer(kind: str, names: Sequence[str], choice: Json) -> Json:
     """Return the schema of an answer; ``return_route`` adds ``splitserve``, ``return_token_ids`` adds ``token_ids``."""
     entry = _object(choice, token_ids={"type": "array", "items": _COUNT})
@@ -140,13 +209,25 @@ def _answer(kind: str, names: Sequence[str], choice: Json) -> Json:
 
 def _requests(names: Sequence[str]) -> Json:
     """Return the schemas of both bodies and of their parts."""
-    models: tuple[type[GenerationRequest], ...] = (CompletionRequest, ChatCompletionRequest)
+    models: tuple[type[ModelBody], ...] = (
+        CompletionRequest,
+        ChatCompletionRequest,
+        GenerateRequest,
+        TokenizeRequest,
+        DetokenizeRequest,
+        ResponsesRequest,
+        MessagesRequest,
+        CountRequest,
+    )
     schemas: Json = {}
     for model in models:
         schema = model.model_json_schema(ref_template=_REFERENCE)
         schemas |= schema.pop("$defs", {})
         schema["properties"]["model"] = {"enum": [*names, None]}
-        for field, neutral in NEUTRAL_ONLY.items():
+        for field, value in schema["properties"].items():
+            declared = [form["description"] for form in value.get("anyOf", ()) if "description" in form]
+            value.setdefault("description", MEANINGS.get(field) or "".join(declared))
+        for field, neutral in model.neutral.items():
             schema["properties"].setdefault(
                 field, {"enum": [None, *neutral], "description": "Not supported yet: neutral values only"}
             )

@@ -4,10 +4,11 @@ An unsupported parameter is refused by name if its value would change the result
 that clients often send. Unknown fields are refused, too: nothing is silently ignored.
 """
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
+from splitserve.protocol.messages.requests import MAX_CACHE_SALT_CHARS
 from splitserve.protocol.token_ids import TokenIds
 from splitserve.router.http.chat_fields import MAX_TOOLS, ChatMessage, Tool, ToolChoice
 from splitserve.router.http.sampling_fields import with_sampling_fields
@@ -43,8 +44,6 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "moderation": (),
     "n": (1,),
-    "prediction": (),
-    "priority": (0,),
     "prompt_logprobs": (),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
@@ -67,6 +66,7 @@ else:
 
 class StreamOptions(_Strict):
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # usage in each chunk, not in the last one alone
     include_obfuscation: Literal[False] | None = None
 
 
@@ -97,13 +97,23 @@ class Hints(_Strict):
     verbosity: HintText | None = None
 
 
-class GenerationRequest(Hints, _SamplingFields):
+class ModelBody(_Strict):
+    """Base of all bodies."""
+
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = NEUTRAL_ONLY
+    """Parameters that are refused by name unless they have one of these values."""
+    packed: ClassVar[str] = ""
+    """Field that may be a long list of token ids, which is read at C speed; "" for none."""
+
+    model: str | None = None
+
+
+class GenerationRequest(Hints, ModelBody, _SamplingFields):
     """Fields of both endpoints' bodies. None stands for the endpoint's default.
 
     Parameters of sampling features are inherited; one that clients write in another form is declared here anew.
     """
 
-    model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -117,6 +127,8 @@ class GenerationRequest(Hints, _SamplingFields):
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, Field(max_length=MAX_CACHE_SALT_CHARS)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     return_token_ids: bool | None = None
     return_route: bool | None = None
     response_format: ResponseFormat | None = None
@@ -128,7 +140,12 @@ class GenerationRequest(Hints, _SamplingFields):
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        options = self.stream_options
+        return options is not None and (options.include_usage or options.continuous_usage_stats)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
 
 def _prompt_kind(value: Any) -> str:
@@ -153,6 +170,7 @@ Prompt = Annotated[
 
 
 class CompletionRequest(GenerationRequest):
+    packed = "prompt"
     prompt: Prompt
 
     def prompts(self) -> list[str] | list[list[int]] | list[TokenIds]:

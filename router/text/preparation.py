@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -62,13 +62,14 @@ class Preparation:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def completion(self, request: CompletionRequest, limits: Limits) -> list[Prompt]:
+    async def completion(self, request: CompletionRequest, limits: Limits, *, param: str = "prompt") -> list[Prompt]:
+        """Return the prompts of a body, whose field ``param`` has them."""
         constraint = await self._constraints.of(request)
         prompts = []
         num_chars = sum(len(prompt) for prompt in request.prompts())  # many short prompts take as long as a long one
         for prompt in request.prompts():
-            token_ids = await self._prompt_ids(prompt, limits, num_chars)
-            room = _room(len(token_ids), limits.max_model_len, "prompt")
+            token_ids = await self._prompt_ids(prompt, limits, num_chars, param)
+            room = _room(len(token_ids), limits.max_model_len, param)
             max_tokens = _max_tokens(request.max_tokens, "max_tokens", len(token_ids), limits.max_model_len)
             prompts.append(
                 self._prompt(
@@ -84,12 +85,7 @@ class Preparation:
     async def chat(self, request: ChatCompletionRequest, limits: Limits) -> list[Prompt]:
         form = ChatForm(self._response_format, self._renderer.variables)
         tools = form.tools(request)
-        try:
-            text = await self._renderer.render(form.messages(request), tools, form.variables(request))
-        except ChatTemplateError as error:
-            raise ApiError(400, str(error), param="messages", code="chat_template_failed") from None
-        except RendererBusyError as error:
-            raise ApiError(503, str(error), code="overloaded") from None
+        text = await self.chat_text(request)
 
         def encode() -> TokenIds:
             return self._encode(text, limits.max_model_len, "messages", add_special_tokens=False)
@@ -109,10 +105,42 @@ class Preparation:
         )
         return [prompt]
 
-    async def _prompt_ids(self, prompt: str | list[int] | TokenIds, limits: Limits, num_chars: int) -> TokenIds:
+    async def chat_text(self, request: ChatCompletionRequest) -> str:
+        """Return the prompt's text of a conversation. Raises :class:`ApiError` 400 or 503."""
+        form = ChatForm(self._response_format, self._renderer.variables)
+        try:
+            return await self._renderer.render(form.messages(request), form.tools(request), form.variables(request))
+        except ChatTemplateError as error:
+            raise ApiError(400, str(error), param="messages", code="chat_template_failed") from None
+        except RendererBusyError as error:
+            raise ApiError(503, str(error), code="overloaded") from None
+
+    async def tokens_of(self, text: str, *, add_special_tokens: bool, most: int) -> list[int]:
+        """Return the tokens of ``text``. Raises :class:`ApiError` 400 for more than ``most``."""
+
+        def encode() -> list[int]:
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            if len(encoding) > most:
+                message = f"prompt has {len(encoding)} tokens; at most {most} are returned: send it in parts"
+                raise ApiError(400, message, param="prompt", code="too_many_tokens")
+            return list(encoding.ids)
+
+        return await self._run(encode, len(text))
+
+    async def text_of(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+        return await self._run(lambda: self._tokenizer.decode(token_ids), len(token_ids))
+
+    def strings_of(self, token_ids: Sequence[int]) -> list[str]:
+        """Return each token's own string, as the vocabulary has it."""
+        return [self._tokenizer.string_of(token_id) for token_id in token_ids]
+
+    async def _prompt_ids(
+        self, prompt: str | list[int] | TokenIds, limits: Limits, num_chars: int, param: str
+    ) -> TokenIds:
         """Return one prompt's token ids; ``num_chars`` counts the characters of all prompts of the request."""
         if not isinstance(prompt, str):
-            _check_vocabulary(prompt, limits.vocab_size, "prompt")
+            check_vocabulary(prompt, limits.vocab_size, param)
             return array("i", prompt)
         return await self._run(
             lambda: self._encode(prompt, limits.max_model_len, "prompt", add_special_tokens=True), num_chars
@@ -153,7 +181,7 @@ class Preparation:
         splitter: "Splitter | None" = None,
     ) -> Prompt:
         stop_token_ids = request.stop_token_ids or []
-        _check_vocabulary(stop_token_ids, vocab_size, "stop_token_ids")
+        check_vocabulary(stop_token_ids, vocab_size, "stop_token_ids")
         eos_token_ids = () if request.ignore_eos else self._tokenizer.eos_token_ids
         features = feature_values(request, self._tokenizer, max_tokens=max_tokens, vocab_size=vocab_size)
         sampling = SamplingParams(
@@ -189,7 +217,8 @@ def check_not_empty(request: CompletionRequest) -> None:
         raise ApiError(400, "prompt is empty: give at least one token", param="prompt", code="empty_prompt")
 
 
-def _check_vocabulary(token_ids: list[int] | TokenIds, vocab_size: int, param: str) -> None:
+def check_vocabulary(token_ids: list[int] | TokenIds, vocab_size: int, param: str) -> None:
+    """Raise :class:`ApiError` 400 unless the vocabulary has all of the tokens."""
     if not token_ids:
         return
     worst = max(token_ids) if isinstance(token_ids, list) else highest(token_ids)

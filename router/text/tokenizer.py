@@ -5,7 +5,7 @@ bounds (:mod:`splitserve.common.model_files`). Safe to use from several threads.
 the text and releases the GIL for most of it, so long texts belong in a thread pool.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,14 @@ class ModelTokenizer:
         ``add_special_tokens`` the post-processor adds its special tokens (a BOS, if any)."""
         # Only the batch call releases the GIL; "fast" leaves out offsets, which aren't needed here.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+    def string_of(self, token_id: int) -> str:
+        """Return the token as the vocabulary has it; "" for an id without a token."""
+        return self._tokenizer.id_to_token(token_id) or ""
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
         return Detokenizer(self._tokenizer, skip_special_tokens=skip_special_tokens)

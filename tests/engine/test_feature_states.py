@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from core_driver import DECODE, Worker, sent
-from feature_examples import example_params, raw_logits
+from feature_examples import example_params, raw_logits, vocabulary
 from splitserve.engine.effects import Effect
 from splitserve.kernels.reference.sampling import sample
 from splitserve.models.sampling.feature import BANNED, Feature, Rows
@@ -37,7 +37,7 @@ SamplerMaker = Callable[[], Sampler]
 
 
 def new_sampler() -> Sampler:
-    return Sampler(sample, VOCAB, torch.device("cpu"))
+    return Sampler(sample, VOCAB, torch.device("cpu"), vocabulary(VOCAB))
 
 
 def run(sampler: Sampler, plan: StepPlan) -> StepOutput:

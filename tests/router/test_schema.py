@@ -111,7 +111,7 @@ def test_packed_or_not_the_answer_is_the_same(prompt, rest, monkeypatch):
     """Errors of a body have the same words, wherever in it the prompt is."""
     bodies = [f'{{"model": "m", "prompt": {prompt}{rest}}}', f'{{"prompt": {prompt}, "model": "m"{rest}}}']
     outcomes = [outcome(body.encode()) for body in bodies]
-    monkeypatch.setattr("splitserve.router.http.parsing.take_token_ids", lambda _: None)
+    monkeypatch.setattr("splitserve.router.http.parsing.take_token_ids", lambda _body, _field: None)
     assert outcomes == [outcome(body.encode()) for body in bodies]
 
 

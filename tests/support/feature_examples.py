@@ -1,7 +1,10 @@
 """Examples of every declared sampling parameter, drawn from its declaration. Not a test module."""
 
+import atexit
 import random
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -13,7 +16,7 @@ from splitserve.protocol.request import SamplingParams
 from splitserve.protocol.sampling_features import SAMPLING_FEATURES, Constraint, FeatureParams
 
 STOPS = tuple(range(0, 40, 4))
-_TYPES = {field.name: field.type for field in inspect.type_info(FeatureParams).fields}  # type: ignore[attr-defined]
+TYPES = {field.name: field.type for field in inspect.type_info(FeatureParams).fields}  # type: ignore[attr-defined]
 
 
 def example_value(kind: inspect.Type, chance: random.Random, vocab_size: int) -> Any:
@@ -43,22 +46,26 @@ def example_value(kind: inspect.Type, chance: random.Random, vocab_size: int) ->
 def example_params(features: list[str], chance: random.Random, vocab_size: int, **others: Any) -> SamplingParams:
     """Return parameters with which each of the features is wanted."""
     names = [name for feature in features for name in SAMPLING_FEATURES[feature].params]
-    values = {name: example_value(_TYPES[name], chance, vocab_size) for name in names}
+    values = {name: example_value(TYPES[name], chance, vocab_size) for name in names}
     return SamplingParams(
         **({"max_tokens": 100, "seed": chance.getrandbits(32), "stop_token_ids": STOPS} | values | others)
     )
 
 
-def write_vocabulary(model_dir: Path, vocab_size: int) -> Path:
-    """Write a tokenizer.json of letters and pairs of them, two special tokens last; return its directory."""
+@cache
+def vocabulary(vocab_size: int) -> Path:
+    """Return a directory, kept until the process ends, whose tokenizer.json has letters, pairs of them, and two special
+    tokens."""
+    directory = TemporaryDirectory()
+    atexit.register(directory.cleanup)
     letters = "abcdefgh"
     texts = [*letters, *(one + other for one in letters for other in letters)][: vocab_size - 2]
     tokenizer = Tokenizer(models.BPE(vocab={text: number for number, text in enumerate(texts)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<end>", "<pad>"])
-    tokenizer.save(str(model_dir / "tokenizer.json"))
-    return model_dir
+    tokenizer.save(str(Path(directory.name) / "tokenizer.json"))
+    return Path(directory.name)
 
 
 def raw_logits(seed: int, position: int, vocab_size: int) -> Tensor:

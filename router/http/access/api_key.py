@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from splitserve.router.http.api_error import ApiError
 
-_KEYED_PATHS = ("/v1/", "/admin/")
+KEYED_PATHS = ("/v1/", "/admin/", "/tokenize", "/detokenize")
 
 
 class RequireKey:
@@ -20,7 +20,7 @@ class RequireKey:
         self._digest = hashlib.sha256(api_key.encode()).digest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_free = scope["type"] != "http" or not scope["path"].startswith(_KEYED_PATHS)
+        is_free = scope["type"] != "http" or not scope["path"].startswith(KEYED_PATHS)
         if is_free or self._is_allowed(scope["headers"]):
             await self._app(scope, receive, send)
             return
@@ -28,7 +28,11 @@ class RequireKey:
         await Response(error.encode(), 401, {"www-authenticate": "Bearer"}, "application/json")(scope, receive, send)
 
     def _is_allowed(self, headers: list[tuple[bytes, bytes]]) -> bool:
-        given = [value for name, value in headers if name == b"authorization"]
-        scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        given = [value for name, value in headers if name in (b"authorization", b"x-api-key")]
+        names = [name for name, _ in headers if name in (b"authorization", b"x-api-key")]
+        if names == [b"x-api-key"]:  # as Anthropic's clients send it
+            scheme, key = b"bearer", given[0]
+        else:
+            scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
         # Digests have equal lengths, so that the comparison's time is independent of the key.
         return scheme.lower() == b"bearer" and hmac.compare_digest(hashlib.sha256(key.strip()).digest(), self._digest)

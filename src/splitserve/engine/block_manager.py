@@ -10,8 +10,9 @@ from splitserve.engine.sequence import Sequence
 from splitserve.kvconnector.blocks.pool import BlockPool
 from splitserve.kvconnector.layout.shape import num_blocks_for
 from splitserve.kvconnector.tiers.tiers import Tiers
-from splitserve.protocol.block_hash import extend_hashes
+from splitserve.protocol.block_hash import extend_hashes, salted_root
 from splitserve.protocol.kv_event_batch import DEVICE, KVEvent
+from splitserve.protocol.token_ids import TokenIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +88,10 @@ class BlockManager:
         if not sequence.was_admitted:
             sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
             sequence.was_admitted = True
-        self.tiers.on_reused(cached, hashes[: len(cached)], sequence.token_ids)
+        self.tiers.on_reused(cached, hashes[: len(cached)], self._shareable_ids(sequence))
         if not sequence.skips_tiers:
             rest = hashes[len(cached) :]
-            sequence.load = self.tiers.begin_load(sequence, rest, fresh, sequence.token_ids, len(cached))
+            sequence.load = self.tiers.begin_load(sequence, rest, fresh, self._shareable_ids(sequence), len(cached))
         return True
 
     def _reserve_others(
@@ -123,7 +124,7 @@ class BlockManager:
             return False
         hashes = self._reusable_hashes(sequence)
         num_cached = len(self.pool.match(hashes))
-        return self.tiers.may_find(num_cached, hashes[num_cached:])
+        return self.tiers.may_find(num_cached, hashes[num_cached:], with_shared=not sequence.cache_salt)
 
     def finish_load(self, sequence: Sequence) -> None:
         """The sequence's load is over: what landed needs no computing."""
@@ -191,8 +192,18 @@ class BlockManager:
 
     def _reusable_hashes(self, sequence: Sequence) -> list[bytes]:
         """Return the hashes of the full blocks of all known tokens but the last."""
-        extend_hashes(sequence.block_hashes, self.root_hash, sequence.token_ids, self.block_size)
+        self._extend_hashes(sequence)
         return sequence.block_hashes[: (len(sequence.token_ids) - 1) // self.block_size]
+
+    def _extend_hashes(self, sequence: Sequence) -> None:
+        root = salted_root(self.root_hash, sequence.cache_salt)
+        extend_hashes(sequence.block_hashes, root, sequence.token_ids, self.block_size)
+
+    @staticmethod
+    def _shareable_ids(sequence: Sequence) -> TokenIds | tuple[()]:
+        """Return the tokens that name the sequence's chunks in the shared tier; none for a salted one, which keeps out
+        of it: that tier's names don't cover the salt."""
+        return () if sequence.cache_salt else sequence.token_ids
 
     def contents(self) -> list[KVEvent]:
         """Return events that rebuild, from an empty state, the blocks that can be found now in each tier."""
@@ -224,14 +235,15 @@ class BlockManager:
         """Let others find the full blocks that are complete by now."""
         num_full = sequence.num_computed // self.block_size
         if num_full > sequence.num_published:
-            extend_hashes(sequence.block_hashes, self.root_hash, sequence.token_ids, self.block_size)
+            self._extend_hashes(sequence)
             worth: list[bool] = []
             for index in range(sequence.num_published, num_full):
                 block_id, block_hash = sequence.block_ids[index], sequence.block_hashes[index]
                 self.pool.publish(block_id, block_hash)
                 is_prompt = (index + 1) * self.block_size <= sequence.num_prompt_tokens
                 worth.append(self.tiers.on_complete(block_id, block_hash, is_prompt=is_prompt))
-            self.tiers.shared.propose(sequence.token_ids, sequence.block_hashes, sequence.num_published, worth)
+            if not sequence.cache_salt:
+                self.tiers.shared.propose(sequence.token_ids, sequence.block_hashes, sequence.num_published, worth)
             sequence.num_published = num_full
         if self.others:
             self._follow(sequence, num_full)

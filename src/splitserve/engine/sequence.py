@@ -44,6 +44,7 @@ class Sequence:
     choice: int = 0  # the output's number among those of the request
     max_length: int = 2**31  # bound of prompt and output, by the worker's memory and model
     end_length: int = field(init=False)  # the same bound with ``sampling.max_tokens`` in it
+    cache_salt: str = ""  # its blocks are shared with sequences of the same salt only
     decodes_here: bool = True  # False: after the first token a decode worker takes over
     stage: Stage = Stage.NEW  # its place in the worker; changed by :meth:`enter` alone
     block_ids: list[int] = field(

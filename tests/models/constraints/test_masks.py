@@ -177,11 +177,10 @@ def test_compiled_grammars_are_kept_within_a_bound(tmp_path, tokenizer, ends):
         assert few.num_compiled <= 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_masks_on_the_host_equal_those_of_tensor_operations(dtype):
+def test_masks_on_the_host_equal_those_of_tensor_operations():
     generator = torch.Generator().manual_seed(0)
     vocab_size = 1000
-    logits = torch.randn((5, vocab_size), generator=generator).to(dtype)
+    logits = torch.randn((5, vocab_size), generator=generator)
     rows = torch.tensor([3, 0, 4])
     bits = torch.zeros((3, 32), dtype=torch.int32)
     bits[0] = torch.randint(-(2**31), 2**31 - 1, (32,), generator=generator, dtype=torch.int64).int()

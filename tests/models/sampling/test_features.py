@@ -1,16 +1,12 @@
 """Sampling features, all that are registered: pure functions of (request, output ids), in any batch, at any time."""
 
-import atexit
 import random
-from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 from torch import Tensor
 
-from feature_examples import STOPS, example_params, raw_logits, write_vocabulary
+from feature_examples import STOPS, example_params, raw_logits, vocabulary
 from splitserve.kernels.reference.sampling import sample
 from splitserve.models.sampling.sampler import Sampler
 from splitserve.protocol.request import SamplingParams
@@ -32,16 +28,8 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@cache
-def model_dir() -> Path:
-    """The directory of a tokenizer, kept until the process ends."""
-    directory = TemporaryDirectory()
-    atexit.register(directory.cleanup)
-    return write_vocabulary(Path(directory.name), VOCAB)
-
-
 def new_sampler() -> Sampler:
-    return Sampler(sample, VOCAB, CPU, model_dir())
+    return Sampler(sample, VOCAB, CPU, vocabulary(VOCAB))
 
 
 class Drawn:
