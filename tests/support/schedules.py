@@ -55,6 +55,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     shape: Shape = Shape()
     protocol: dict[str, float] = {}
     num_requests: int = 8
+    max_choices: int = 1  # of a prompt
 
     @property
     def command(self) -> str:
@@ -78,11 +79,13 @@ def prepare(schedule: Schedule) -> Simulator:
     has_tiers = schedule.shape.tier_slots or schedule.shape.shared_chunk
     # With tiers there are several, so that some leave the device and come back.
     shared = [[sim.random.randrange(VOCAB) for _ in range(12)] for _ in range(5 if has_tiers else 1)]
+    choices = random.Random(schedule.seed)
     for index in range(schedule.num_requests):
         prefix = shared[index % len(shared)][: sim.random.choice([0, 0, 4, 8, 12])]
         prompt = prefix + [sim.random.randrange(VOCAB) for _ in range(sim.random.choice([1, 3, 4, 5, 17, 30]))]
         max_tokens = sim.random.choice([1, 2, 6, 20])
-        sim.at(sim.random.uniform(0.0, 0.5), lambda i=index, p=prompt, m=max_tokens: sim.router.submit(f"r{i}", p, m))
+        more = (prompt, max_tokens, choices.randint(1, schedule.max_choices))
+        sim.at(sim.random.uniform(0.0, 0.5), lambda i=index, m=more: sim.router.submit(f"r{i}", *m))
     return sim
 
 
@@ -137,6 +140,7 @@ def random_schedule(seed: int) -> Schedule:
         shape=chosen.choice(SHAPES),
         protocol=protocol,
         num_requests=chosen.choice([4, 8, 8, 16]),
+        max_choices=chosen.choice([1, 1, 4]),
     )
 
 

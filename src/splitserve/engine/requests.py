@@ -43,6 +43,7 @@ class Requests:
             sampling=request.sampling,
             deadline=now + min(request.deadline_seconds, state.protocol.request_deadline_seconds),
             max_length=state.max_model_len,
+            siblings={key: n for n, key in enumerate(request.siblings, 1) if key not in state.tombstones},
             decodes_here=decodes_here,
             cache_salt=request.cache_salt,
         )
@@ -65,13 +66,26 @@ class Requests:
         return None if problem is None else (FailureCode.INVALID, problem)
 
     def on_abort(self, abort: Abort, sender: Party, now: float) -> None:
-        """End a request; remember the end of one whose messages are still to come."""
+        """End a request; remember the end of one whose messages are still to come. A request goes on without output
+        while siblings wait for its prompt's KV."""
         del sender
         sequence = self.state.sequences.get(abort.key)
         if sequence is None:
             self.state.bury(abort.key, "aborted", now, attempt_over=True)
-        elif not sequence.has_ended:
+            sequence = next((each for each in self.state.sequences.values() if abort.key in each.siblings), None)
+            if sequence is not None:
+                del sequence.siblings[abort.key]
+        else:
+            sequence.was_aborted = True
+        if sequence is not None and sequence.was_aborted and not (sequence.siblings or sequence.has_ended):
             self.end(sequence, "aborted", now)
+
+    def fork(self, sequence: Sequence) -> None:
+        """Let the siblings of a sequence begin, whose prompt's KV is complete and published. They find its full blocks
+        in the prefix index, and compute the tokens after them."""
+        for fork in reversed(sequence.fork()):
+            self.state.sequences[fork.key] = fork
+            self.scheduler.add(fork, first=True)
 
     def end(self, sequence: Sequence, reason: str, now: float, *, attempt_over: bool = True) -> None:
         """End a request on this worker; ``attempt_over``: on every worker."""

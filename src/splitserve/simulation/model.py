@@ -47,6 +47,11 @@ def next_kv(kv: list[int], token: int, head: int) -> int:
     return mix(kv[-1] if kv else 0, token, head)
 
 
+def draw_key(seed: int, choice: int) -> int:
+    """Return the number that keys the draws of one choice."""
+    return seed + (choice << 64)
+
+
 def expected_output(prompt: list[int], sampling: SamplingParams) -> list[int]:
     """Return the tokens that a single undisturbed worker draws."""
     heads: list[list[int]] = [[] for _ in range(NUM_HEADS)]
@@ -56,7 +61,8 @@ def expected_output(prompt: list[int], sampling: SamplingParams) -> list[int]:
         for head, kv in enumerate(heads):
             for token in tokens[len(kv) :]:
                 kv.append(next_kv(kv, token, head))
-        output.append(mix(*(number for kv in heads for number in kv), sampling.seed, len(tokens)) % VOCAB)
+        key = draw_key(sampling.seed, sampling.choice)
+        output.append(mix(*(number for kv in heads for number in kv), key, len(tokens)) % VOCAB)
         tokens.append(output[-1])
         if sampling.finish_reason(output[-1], len(output)):
             return output

@@ -22,7 +22,7 @@ from splitserve.protocol.messages.envelope import Envelope
 from splitserve.protocol.messages.handover import Grant, Withdrawn
 from splitserve.protocol.request import Party, RequestKey, Role
 from splitserve.protocol.step import UNKNOWN_TOKEN, ScheduledChunk, StepOutput, StepPlan
-from splitserve.simulation.model import BLOCK_SIZE, NUM_HEADS, VOCAB, layout_of, mix, next_kv, tail_kv
+from splitserve.simulation.model import BLOCK_SIZE, NUM_HEADS, VOCAB, draw_key, layout_of, mix, next_kv, tail_kv
 from splitserve.simulation.worker.connector import SimConnector
 from splitserve.simulation.worker.parts import sink_of
 from splitserve.simulation.worker.reader import SimReader
@@ -345,7 +345,9 @@ class SimWorker:
                 if self.window:
                     for head, numbers in enumerate(heads):
                         self.check_tail_content(chunk, head, numbers)
-                drawn[index] = mix(*kv, chunk.sample.seed, chunk.sample.position, *rounding) % VOCAB
+                drawn[index] = (
+                    mix(*kv, draw_key(chunk.sample.seed, chunk.sample.choice), chunk.sample.position, *rounding) % VOCAB
+                )
 
     def kv(self, block_ids: Sequence[int], head: int, end: int) -> list[int]:
         """Return one head's KV of the positions before ``end``."""
