@@ -70,9 +70,10 @@ class SinkPart(Part):
             self._scheduler.add(sequence)
 
     def on_withdrawn(self, withdrawn: Withdrawn, sender: Party, now: float) -> None:
-        """End the request, or only the hand-over."""
+        """End the request, or only the hand-over: siblings that wait for the prompt's KV may go on elsewhere."""
         sequence = self._state.sequences.get(withdrawn.key)
-        if withdrawn.attempt_over and sequence is not None and self.sink.pulls(sequence, sender):
+        is_over = withdrawn.attempt_over and sequence is not None and not sequence.siblings
+        if is_over and sequence is not None and self.sink.pulls(sequence, sender):
             self._requests.end(sequence, withdrawn.reason, now)
         else:
             self.sink.on_withdrawn(withdrawn, sender, now)

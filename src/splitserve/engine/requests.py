@@ -8,7 +8,7 @@ from splitserve.engine.scheduling import StepScheduler
 from splitserve.engine.sequence import Sequence
 from splitserve.engine.stage import Stage
 from splitserve.engine.state import DRAINING_REASON, EngineState
-from splitserve.protocol.messages.requests import Abort, FailureCode
+from splitserve.protocol.messages.requests import Abort, FailureCode, RequestFailed
 from splitserve.protocol.request import Party
 
 NO_PART = Part()
@@ -32,6 +32,7 @@ class Requests:
         state = self.state
         if request.key in state.tombstones or request.key in state.sequences:
             state.counters.stale_messages += 1
+            self._fail_siblings(request, sender)
             return None
         token_ids = request.token_ids[:]
         token_ids.extend(request.output_ids)
@@ -54,6 +55,14 @@ class Requests:
             return None
         state.sequences[request.key] = sequence
         return sequence
+
+    def _fail_siblings(self, request: Any, sender: Party) -> None:
+        """Report the siblings of a request that isn't computed since its end came first: the router continues them."""
+        state = self.state
+        for key in request.siblings if request.key in state.tombstones else ():
+            if key not in state.tombstones and key not in state.sequences:
+                failed = RequestFailed(key, FailureCode.OVERLOADED, f"{request.key} had ended before it came")
+                state.outbox.send(sender, failed)
 
     def _refusal(self, sequence: Sequence) -> tuple[FailureCode, str] | None:
         """Return the reason for which a request can't run here, or None."""
