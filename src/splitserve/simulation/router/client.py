@@ -148,8 +148,7 @@ class SimClient:
             return
         state = self.request.state
         is_complete = state.phase is Phase.FINISHED and not self.has_left
-        was_deceived = self.request_id in self._sim.liar.deceived
-        if self._sim.faults.rounding or was_deceived:
+        if self._sim.faults.rounding or self._was_deceived:
             is_long = len(self.output) == self.sampling.max_tokens
             assert not is_complete or is_long, f"{self.request_id}: too short"
         else:
@@ -159,9 +158,15 @@ class SimClient:
         if state.failure is not None:
             assert self._may_fail(state.failure), f"{self.request_id} failed without need: {state.failure.message}"
 
+    @property
+    def _was_deceived(self) -> bool:
+        """Whether a lie was told about it, or about the first choice, whose KV it shares."""
+        deceived = self._sim.liar.deceived
+        return self.request_id in deceived or (self.first is not None and self.first.request_id in deceived)
+
     def _may_fail(self, failure: Failure) -> bool:
         if self.was_helpless or self._sim.faults.step_error > 0:
             return True
         if failure.reason is FailureReason.CONTRADICTION:
-            return self.request_id in self._sim.liar.deceived
+            return self._was_deceived
         return self.was_unsent and failure.reason is not FailureReason.DEADLINE

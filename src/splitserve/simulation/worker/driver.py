@@ -345,9 +345,8 @@ class SimWorker:
                 if self.window:
                     for head, numbers in enumerate(heads):
                         self.check_tail_content(chunk, head, numbers)
-                drawn[index] = (
-                    mix(*kv, draw_key(chunk.sample.seed, chunk.sample.choice), chunk.sample.position, *rounding) % VOCAB
-                )
+                spec = chunk.sample
+                drawn[index] = mix(*kv, draw_key(spec.seed, spec.choice), spec.position, *rounding) % VOCAB
 
     def kv(self, block_ids: Sequence[int], head: int, end: int) -> list[int]:
         """Return one head's KV of the positions before ``end``."""
