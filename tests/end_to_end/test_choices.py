@@ -1,7 +1,5 @@
 """Several choices of a prompt on real clusters: the same tokens everywhere, one prefill and one hand-over for all."""
 
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,11 +7,9 @@ from typing import Any
 import openai
 import pytest
 
-from serving import PATIENT, complete_all, wait_until_quiet
+from serving import complete_all, wait_until_quiet
 from small_clusters import BLOCK_SIZE, body, cluster
 from splitserve.orchestration.cluster.launcher import LocalCluster
-from splitserve.orchestration.spec.shorthand import simple_spec
-from splitserve.protocol.config import EngineConfig
 
 PROMPT = [300 + 7 * number for number in range(5 * BLOCK_SIZE + 5)]
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "presence_penalty": 0.5}
@@ -39,46 +35,8 @@ def test_choices_are_the_same_wherever_they_run(disaggregated: LocalCluster, tin
     assert len({tuple(tokens) for tokens in sampled}) == 4, "each choice has draws of its own"
     assert sampled[:1] == choices_of(url, body(tiny_qwen3, PROMPT, **SAMPLED)), "the first is that of a single request"
     assert sampled[:3] == choices_of(url, body(tiny_qwen3, PROMPT, n=3, **SAMPLED))
-    two_mixed = simple_spec(
-        EngineConfig(model=str(tiny_qwen3), dtype="float32", block_size=BLOCK_SIZE, kv_memory_bytes=64 << 20),
-        port=0,
-        protocol=PATIENT,
-        num_mixed=2,
-    )
-    with LocalCluster(two_mixed, log_level="warning") as mixed:
+    with cluster(tiny_qwen3, "mixed") as mixed:
         assert choices_of(mixed.url, body(tiny_qwen3, PROMPT, n=4, **SAMPLED)) == sampled
-        longer = body(tiny_qwen3, PROMPT, n=3, max_tokens=150, **SAMPLED)
-        expected = choices_of(mixed.url, longer)
-        assert streamed_while_a_worker_dies(mixed, longer) == expected
-
-
-def streamed_while_a_worker_dies(running: LocalCluster, request: dict[str, Any]) -> list[list[int]]:
-    """Return the tokens of a stream whose worker is killed once it has begun."""
-    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
-    known = {name: request[name] for name in ("model", "prompt", "max_tokens", "temperature", "top_p", "seed", "n")}
-    more = {name: value for name, value in request.items() if name not in known}
-    tokens: list[list[int]] = [[] for _ in range(request["n"])]
-    victims: list[str] = []
-    attempts = []
-    for chunk in client.completions.create(**known, stream=True, extra_body=more):
-        (choice,) = chunk.choices
-        tokens[choice.index] += choice.token_ids
-        if not victims and all(tokens):
-            victims += busy_workers(running)
-            for name in victims:
-                os.kill(running.pids[name], signal.SIGKILL)
-        if choice.finish_reason is not None:
-            attempts.append(chunk.splitserve["attempts"])
-    assert len(victims) == 1 and attempts == [2, 2, 2], (victims, attempts)
-    return tokens
-
-
-def busy_workers(running: LocalCluster) -> list[str]:
-    """Return the workers that the router has requests in flight on."""
-    http = openai.OpenAI(base_url=running.url, api_key="none")
-    report = http.get("/admin/workers", cast_to=object)
-    workers = report["workers"]  # type: ignore[index]
-    return [worker["engine_id"] for worker in workers if worker["num_requests"]]
 
 
 def test_eight_choices_cost_one_prefill_and_one_handover(disaggregated: LocalCluster, tiny_qwen3: Path) -> None:

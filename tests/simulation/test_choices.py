@@ -44,7 +44,9 @@ def test_choices_end_well_under_aborts_and_deaths(seed: int, faults: Faults, win
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=30)
 def test_choices_end_well_in_random_schedules(seed: int) -> None:
-    run_schedule(msgspec.structs.replace(random_schedule(seed), max_choices=4))
+    schedule = random_schedule(seed)
+    faults = msgspec.structs.replace(schedule.faults, lies=0.0)
+    run_schedule(msgspec.structs.replace(schedule, faults=faults, max_choices=4))
 
 
 # ---- planted bugs ----
@@ -56,18 +58,6 @@ def all_choices_draw_alike(patch: pytest.MonkeyPatch) -> None:
     def fork(self: Sequence) -> list[Sequence]:
         self.siblings = dict.fromkeys(self.siblings, 0)
         return original(self)
-
-    patch.setattr(Sequence, "fork", fork)
-
-
-def choices_begin_with_the_first_token(patch: pytest.MonkeyPatch) -> None:
-    original = Sequence.fork
-
-    def fork(self: Sequence) -> list[Sequence]:
-        forks = original(self)
-        for each in forks:
-            each.token_ids.append(7)
-        return forks
 
     patch.setattr(Sequence, "fork", fork)
 
@@ -110,7 +100,6 @@ def schedules(**options: Any) -> Iterator[Schedule]:
     ("plant", "faults", "words"),
     [
         (all_choices_draw_alike, Faults(), WRONG_TOKENS),
-        (choices_begin_with_the_first_token, Faults(), WRONG_TOKENS),
         (siblings_end_with_the_first_choice, ABORTS, UNANSWERED),
         (siblings_fail_unnoticed, BAD_READS, UNANSWERED),
         (siblings_uncounted, Faults(), "but its attempts add up to"),

@@ -134,13 +134,15 @@ def random_schedule(seed: int) -> Schedule:
         unsent=sometimes(0.0, 0.2) if chosen.random() < 0.3 else 0.0,
     )
     protocol = chosen.choice([{}, {}, SHORT_LEASES, EXPIRING_LEASES, IMPATIENT_READS, LONG_WAITS, FEW_MAY_WAIT])
+    shape = chosen.choice(SHAPES)
     return Schedule(
         seed=seed,
         faults=faults,
-        shape=chosen.choice(SHAPES),
+        shape=shape,
         protocol=protocol,
         num_requests=chosen.choice([4, 8, 8, 16]),
-        max_choices=chosen.choice([1, 1, 4]),
+        # Lies about prefixes in tiers can't all be detected where several requests have the same prompt.
+        max_choices=1 if faults.lies and shape.tier_slots else chosen.choice([1, 1, 4]),
     )
 
 
