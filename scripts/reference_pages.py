@@ -1,4 +1,5 @@
-"""Writes the pages of docs/reference/ that follow from the code: CLI, spec, settings, HTTP API, metrics.
+"""Writes the pages of docs/reference/ that follow from the code: CLI, spec, settings, HTTP API, metrics; and the
+modules with the types of the Python interface's keyword arguments.
 
 ``python scripts/reference_pages.py`` writes them anew; with ``--check`` the exit status tells whether they are up to
 date. Figures and texts come from argparse, from the schema of cluster specs, from the declarations of settings and
@@ -6,6 +7,7 @@ metrics, and from the OpenAPI document.
 """
 
 import argparse
+import importlib
 import json
 import re
 import sys
@@ -13,7 +15,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from splitserve.models.families.registry import FAMILIES, TEXT_OF
 from splitserve.orchestration.cli.main import BENCHES, TUNE, build_parser
+from splitserve.orchestration.python.declarations import parameters_module, settings_module
 from splitserve.orchestration.spec.document import json_schema, schema_text
 from splitserve.orchestration.spec.settings_page import settings_page
 from splitserve.orchestration.spec.sizes import format_bytes
@@ -21,6 +25,7 @@ from splitserve.router.admin.metrics_page import metrics_page
 from splitserve.router.http.openapi import openapi_document
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
+KEYWORDS = FOLDER.parents[1] / "orchestration" / "python"
 COMMAND = "python scripts/reference_pages.py"
 NOTE = f"<!-- made by `{COMMAND}`, not by hand -->"
 SHARED_GROUPS = ("workers", "endpoint", "engine", "KV memory", "KV beyond a worker's own memory")
@@ -268,8 +273,8 @@ def _request_sections(schemas: dict[str, Schema]) -> Iterator[str]:
                 neutral[field] = value
                 continue
             needed = "yes" if field in schema.get("required", []) else ""
-            rows.append((f"`{field}`", _type_of(_without_null(value)), needed))
-        yield f"## {name}\n\n" + table(("field", "type", "required"), rows)
+            rows.append((f"`{field}`", _type_of(_without_null(value)), needed, sentence(value.get("description", ""))))
+        yield f"## {name}\n\n" + table(("field", "type", "required", "meaning"), rows)
     values = [(f"`{field}`", _accepted(value["enum"])) for field, value in sorted(neutral.items())]
     text = "Null, too, is accepted for each of them."
     yield f"## Parameters that take neutral values only\n\n{text}\n\n" + table(("field", "accepted"), values)
@@ -294,8 +299,33 @@ def _without_null(value: Schema) -> Schema:
     return left[0] if len(left) == 1 else {**value, "anyOf": left}
 
 
+# ---- models ----
+
+
+def models_page() -> str:
+    """List the supported architectures with the first sentence of their families' modules."""
+    rows = [(f"`{name}`", _family_text(module)) for name, module in sorted(FAMILIES.items())]
+    rows += [(f"`{name}`", f"The text model alone, as `{text}`.") for name, text in sorted(TEXT_OF.items())]
+    parts = [
+        NOTE,
+        "# Models",
+        "A checkpoint is served if `architectures` in its config.json names one of these. Fields of config.json that "
+        "are unknown for the architecture, and tensors that are missing, surplus or misshapen, are refused by name. "
+        "[Add a model family](../guides/add-a-model-family.md) shows how to add one.",
+        table(("architecture", "family"), rows),
+        "Keys and values of sliding layers are kept for the whole context, as those of other layers.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _family_text(module: str) -> str:
+    text = importlib.import_module(f"splitserve.models.families.{module}").__doc__ or ""
+    return sentence(" ".join(text.split()))
+
+
 def pages() -> dict[Path, str]:
-    """All pages, as they should be."""
+    """All pages and modules, as they should be."""
+    schemas: dict[str, Schema] = openapi_document(("MODEL",), wants_key=True)["components"]["schemas"]
     texts = {
         "cli.md": cli_page(),
         "cluster-spec.md": spec_page(),
@@ -303,8 +333,12 @@ def pages() -> dict[Path, str]:
         "settings.md": settings_page(),
         "http-api.md": api_page(),
         "metrics.md": metrics_page(),
+        "models.md": models_page(),
     }
-    return {FOLDER / name: text for name, text in texts.items()}
+    modules = {"settings.py": settings_module(), "parameters.py": parameters_module(schemas)}
+    return {FOLDER / name: text for name, text in texts.items()} | {
+        KEYWORDS / name: text for name, text in modules.items()
+    }
 
 
 def main(argv: Sequence[str]) -> int:

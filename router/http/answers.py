@@ -162,8 +162,10 @@ class GenerationResponse(Response):
                 if piece.parts is not None:
                     parts[index] = [*(parts[index] or ()), *piece.parts]
         choices = [
-            Piece("".join(text), ids, prompt.choice.finish_reason, of_message, prompt.choice.has_calls)
-            for text, ids, of_message, prompt in zip(texts, token_ids, parts, self._prompts, strict=True)
+            Piece("".join(text), ids, choice.finish_reason, of_message, choice.has_calls, choice.stop_string)
+            for text, ids, of_message, choice in zip(
+                texts, token_ids, parts, (prompt.choice for prompt in self._prompts), strict=True
+            )
         ]
         body = self._format.answer(choices, self._usage(), self._route(self._requests[0]))
         await send_json(send, 200, body)
@@ -198,7 +200,7 @@ class GenerationResponse(Response):
             events = b"".join([self._events(index, piece, opened) for index, piece in pieces])
             if not events and error is None:
                 events = self._comment(started=started)
-            if events and not started:
+            if not started and (events or error is not None or not self._num_open):
                 await send(_STREAM_START)
                 started = True
                 events = self._format.begin(self._usage()) + events

@@ -259,7 +259,7 @@ class BlockManager:
     def publish_verified(self, sequence: Sequence, ends: ListLike[int]) -> None:
         """Let others find the full blocks that a peer has handed over: in each group those before the number in
         ``ends``."""
-        extend_hashes(sequence.block_hashes, self.root_hash, sequence.token_ids, self.block_size)
+        self._extend_hashes(sequence)
         num_full = len(sequence.token_ids) // self.block_size
         for number in range(sequence.num_published, min(ends[0], num_full)):
             self.pool.publish(sequence.block_ids[number], sequence.block_hashes[number])

@@ -142,9 +142,12 @@ class SimRouter:
 
     # ---- clients and workers ----
 
-    def submit(self, request_id: str, prompt: list[int], max_tokens: int, num_choices: int = 1) -> None:
-        """Start a client with one prompt; each of its choices may be left early, as the faults say."""
-        sampling = SamplingParams(max_tokens=max_tokens, seed=self.sim.random.getrandbits(32))
+    def submit(self, request_id: str, prompt: list[int], wanted: int | SamplingParams, num_choices: int = 1) -> None:
+        """Start a client with one prompt; each of its choices may be left early, as the faults say. ``wanted``: the
+        request's parameters, or only its number of tokens."""
+        sampling = wanted
+        if isinstance(sampling, int):
+            sampling = SamplingParams(max_tokens=sampling, seed=self.sim.random.getrandbits(32))
         client = self.clients[request_id] = SimClient(self, request_id, prompt, sampling)
         if self.sim.random.random() < self.sim.faults.abort:
             client.leave_some_time()
