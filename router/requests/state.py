@@ -75,9 +75,8 @@ class FailedAttempt:
 class Update(msgspec.Struct, frozen=True, gc=False):
     """Result of one transition, for the caller to carry out."""
 
-    token_ids: Sequence[int] = ()  # the next output tokens of ``choice``
-    choice: int = 0
-    finish_reason: FinishReason | None = None  # set if the choice has ended with these tokens
+    token_ids: Sequence[int] = ()  # the next output tokens
+    finish_reason: FinishReason | None = None  # set if the output has ended with these tokens
     failure: Failure | None = None
     ended: bool = False  # the whole request has ended
     aborts: tuple[Party, ...] = ()  # workers that may still compute the request
@@ -94,7 +93,7 @@ class _Contradiction(Exception):
 
 @dataclass(slots=True)
 class TokenSequence:
-    """Output tokens of one choice, ordered by position. Tokens after a gap are held, at most ``MAX_HELD_TOKENS``."""
+    """Output tokens of a request, ordered by position. Tokens after a gap are held, at most ``MAX_HELD_TOKENS``."""
 
     max_tokens: int
     output_ids: list[int] = field(default_factory=list)
@@ -162,10 +161,10 @@ class TokenSequence:
 class RequestState:
     """The state machine. ``begin`` places an attempt; the other methods are events of the attempt."""
 
-    def __init__(self, request_id: str, max_tokens: int, num_choices: int = 1) -> None:
+    def __init__(self, request_id: str, max_tokens: int) -> None:
         self.request_id = request_id
         self.phase = Phase.WAITING
-        self.sequences = [TokenSequence(max_tokens) for _ in range(num_choices)]
+        self.output = TokenSequence(max_tokens)
         self.placement: Placed | None = None
         self.num_attempts = 0
         self.key = RequestKey(request_id)  # of the current attempt
@@ -187,12 +186,10 @@ class RequestState:
         """Start the next attempt on ``placement``; return the workers of the last attempt that must be aborted."""
         assert not self.ended, f"{self.request_id} has ended"
         abandoned = tuple(self._at_work)
-        for sequence in self.sequences:
-            if not sequence.complete:
-                sequence.drop_held()
+        self.output.drop_held()
         if not self.num_attempts:
             self.was_disaggregated = isinstance(placement, Disaggregated)
-        self._num_delivered_before = sum(len(sequence.output_ids) for sequence in self.sequences)
+        self._num_delivered_before = len(self.output.output_ids)
         self.placement = placement
         self.key = RequestKey(self.request_id, self.num_attempts)
         self.num_attempts += 1
@@ -205,27 +202,24 @@ class RequestState:
 
     def on_delta(self, sender: Party, delta: TokenDelta) -> Update | None:
         """Take in new tokens from a worker. Returns None if the message is stale and was dropped."""
-        if not self._is_current(sender, delta.key) or not 0 <= delta.choice < len(self.sequences):
+        if not self._is_current(sender, delta.key):
             return None
         self._note_progress(sender, delta)
-        sequence = self.sequences[delta.choice]
-        was_complete = sequence.complete
+        output = self.output
         try:
-            new_ids = sequence.accept(delta.position, delta.token_ids, delta.finish_reason)
+            new_ids = output.accept(delta.position, delta.token_ids, delta.finish_reason)
         except _Contradiction as error:
             # Either worker may be wrong, and may not have stopped either: abort both.
             self._at_work = list(self.placement.parties) if self.placement is not None else []
             text = f"worker {sender.engine_id} sent {error}"
             return self.fail(Failure(FailureReason.CONTRADICTION, text))
-        if sequence.end is not None and all(each.end is not None for each in self.sequences):
+        if output.end is not None:
             self._forget(sender)
         if new_ids and self.phase is Phase.WAITING:
             self.phase = Phase.STREAMING
-        if not sequence.complete or was_complete:
-            return Update(token_ids=new_ids, choice=delta.choice) if new_ids else NOTHING
-        ended = all(each.complete for each in self.sequences)
-        aborts = self._end(Phase.FINISHED) if ended else ()
-        return Update(new_ids, delta.choice, sequence.finish_reason, ended=ended, aborts=aborts)
+        if not output.complete:
+            return Update(token_ids=new_ids) if new_ids else NOTHING
+        return Update(new_ids, output.finish_reason, ended=True, aborts=self._end(Phase.FINISHED))
 
     def on_request_failed(self, sender: Party, message: RequestFailed) -> Update | None:
         """Handle a worker's report of failure. Returns None if the message is stale and was dropped."""
@@ -241,7 +235,7 @@ class RequestState:
         return self._without(worker, Failure(FailureReason.WORKER_LOST, f"worker {worker.engine_id} {why}"), worker)
 
     def finish_at_stop_string(self) -> Update:
-        """Finish the request, since a choice's text reached a stop string; its workers may still compute tokens."""
+        """Finish the request, since its text reached a stop string; its workers may still compute tokens."""
         return NOTHING if self.ended else Update(ended=True, aborts=self._end(Phase.FINISHED))
 
     def cancel(self) -> Update:
@@ -255,14 +249,14 @@ class RequestState:
         return Update(failure=failure, ended=True, aborts=self._end(Phase.FAILED))
 
     def check_invariants(self) -> None:
-        for sequence in self.sequences:
-            sequence.check_invariants()
+        self.output.check_invariants()
         parties = self.placement.parties if self.placement is not None else ()
         assert not (self.ended and self._at_work), "workers are at work on a request that has ended"
         assert (self.phase is Phase.FAILED) == (self.failure is not None), "a failure without a reason, or the reverse"
         assert set(self._at_work) <= set(parties), "a worker is at work that has no part in the attempt"
-        has_tokens = any(sequence.output_ids for sequence in self.sequences)
-        assert not (self.phase is Phase.WAITING and has_tokens), "a request with tokens waits for its first one"
+        assert not (self.phase is Phase.WAITING and self.output.output_ids), (
+            "a request with tokens waits for its first one"
+        )
 
     def _is_current(self, sender: Party, key: RequestKey) -> bool:
         if self.ended or self.placement is None:
@@ -303,12 +297,12 @@ class RequestState:
     @property
     def num_attempt_tokens(self) -> int:
         """Number of output tokens that the current attempt has delivered."""
-        return sum(len(sequence.output_ids) for sequence in self.sequences) - self._num_delivered_before
+        return len(self.output.output_ids) - self._num_delivered_before
 
     @property
     def delivered_ids(self) -> list[int]:
         """Output tokens that the client has or will have; the next attempt starts after them."""
-        return list(self.sequences[0].output_ids)
+        return list(self.output.output_ids)
 
     def _forget(self, worker: Party) -> None:
         if worker in self._at_work:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from msgspec.structs import replace
+
 from splitserve.protocol.request import SamplingParams
 from splitserve.protocol.sampling_features import Constraint
 from splitserve.protocol.token_ids import TokenIds, highest
@@ -71,14 +73,12 @@ class Preparation:
             token_ids = await self._prompt_ids(prompt, limits, num_chars, param)
             room = _room(len(token_ids), limits.max_model_len, param)
             max_tokens = _max_tokens(request.max_tokens, "max_tokens", len(token_ids), limits.max_model_len)
-            prompts.append(
-                self._prompt(
-                    request,
-                    token_ids,
-                    max_tokens or min(DEFAULT_COMPLETION_TOKENS, room),
-                    limits.vocab_size,
-                    constraint=constraint,
-                )
+            prompts += self._choices(
+                request,
+                token_ids,
+                max_tokens or min(DEFAULT_COMPLETION_TOKENS, room),
+                limits.vocab_size,
+                constraint=constraint,
             )
         return prompts
 
@@ -99,11 +99,14 @@ class Preparation:
         wanted = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         max_tokens = _max_tokens(wanted, param, len(token_ids), limits.max_model_len)
         constraint = await self._constraints.of_chat(request, form, text, self._tokenizer.added_ids)
-        splitter = form.splitter(request, text, tools)
-        prompt = self._prompt(
-            request, token_ids, max_tokens or room, limits.vocab_size, constraint=constraint, splitter=splitter
+        return self._choices(
+            request,
+            token_ids,
+            max_tokens or room,
+            limits.vocab_size,
+            constraint=constraint,
+            splitter=lambda: form.splitter(request, text, tools),
         )
-        return [prompt]
 
     async def chat_text(self, request: ChatCompletionRequest) -> str:
         """Return the prompt's text of a conversation. Raises :class:`ApiError` 400 or 503."""
@@ -170,7 +173,7 @@ class Preparation:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    def _prompt(
+    def _choices(
         self,
         request: GenerationRequest,
         token_ids: TokenIds,
@@ -178,8 +181,9 @@ class Preparation:
         vocab_size: int,
         *,
         constraint: Constraint | None,
-        splitter: "Splitter | None" = None,
-    ) -> Prompt:
+        splitter: Callable[[], "Splitter | None"] = lambda: None,
+    ) -> list[Prompt]:
+        """Return the choices of a prompt, which share its seed."""
         stop_token_ids = request.stop_token_ids or []
         check_vocabulary(stop_token_ids, vocab_size, "stop_token_ids")
         eos_token_ids = () if request.ignore_eos else self._tokenizer.eos_token_ids
@@ -195,17 +199,23 @@ class Preparation:
             constraint=constraint,
             **(self._defaults.features | features),
         )
+        return [
+            Prompt(token_ids, replace(sampling, choice=number), choice, request.num_choices)
+            for number in range(request.num_choices)
+            for choice in [self._choice(request, sampling.min_tokens, splitter())]
+        ]
+
+    def _choice(self, request: GenerationRequest, min_tokens: int, splitter: "Splitter | None") -> Choice:
         skips_special = request.skip_special_tokens is not False
-        choice = Choice(
+        return Choice(
             # A splitter reads special tokens, and hides them.
             self._tokenizer.detokenizer(skip_special_tokens=skips_special and splitter is None),
             request.stop_strings,
             include_stop=bool(request.include_stop_str_in_output),
-            min_tokens=sampling.min_tokens,
+            min_tokens=min_tokens,
             splitter=splitter,
             special_texts=self._tokenizer.special_texts if skips_special else None,
         )
-        return Prompt(token_ids, sampling, choice)
 
     def _or_default(self, name: str, value: Any) -> Any:
         return self._defaults.of(name) if value is None else value

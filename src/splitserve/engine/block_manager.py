@@ -94,6 +94,14 @@ class BlockManager:
             sequence.load = self.tiers.begin_load(sequence, rest, fresh, self._shareable_ids(sequence), len(cached))
         return True
 
+    def fork_headroom(self, sequence: Sequence) -> int:
+        """Return the blocks for the sequences that fork from this one, one each, as far as the memory can ever hold
+        them beside it."""
+        if not sequence.num_forks:
+            return 0
+        num_needed = num_blocks_for(len(sequence.token_ids) + 1, self.block_size)
+        return max(0, min(sequence.num_forks, min(pool.num_blocks for pool in self.pools) - num_needed))
+
     def _reserve_others(
         self, sequence: Sequence, hashes: ListLike[bytes], num_cached: int, headroom: int, *, pulls: bool
     ) -> bool:

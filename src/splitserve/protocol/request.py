@@ -7,6 +7,9 @@ import msgspec
 from splitserve.common.errors import ConfigError
 from splitserve.protocol.sampling_features import FeatureParams
 
+MAX_CHOICES = 16
+"""The largest number of outputs of one prompt."""
+
 
 class RequestKey(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Identity of one attempt at one request. A retry is the same request with the next attempt number."""
@@ -45,7 +48,8 @@ class SamplingParams(FeatureParams, frozen=True, omit_defaults=True, forbid_unkn
     Parameters of sampling features are inherited.
 
     ``temperature`` 0 is greedy. ``top_k`` 0 keeps every token. ``seed`` is always set by the router, so that
-    every worker draws the same token for the same (seed, choice, position).
+    every worker draws the same token for the same (seed, choice, position); ``choice`` is the output's number among
+    those of its prompt.
     ``stop_token_ids`` holds the end-of-sequence ids too, unless the client asked for ``ignore_eos``.
     """
 
@@ -55,6 +59,7 @@ class SamplingParams(FeatureParams, frozen=True, omit_defaults=True, forbid_unkn
     top_p: float = 1.0
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    choice: int = 0
 
     def __post_init__(self) -> None:
         FeatureParams.__post_init__(self)
@@ -68,6 +73,8 @@ class SamplingParams(FeatureParams, frozen=True, omit_defaults=True, forbid_unkn
             raise ConfigError(f"top_p is {self.top_p}; it must be in (0, 1]")
         if not 0 <= self.seed < 2**64:
             raise ConfigError(f"seed is {self.seed}; it must fit 64 unsigned bits")
+        if not 0 <= self.choice < MAX_CHOICES:
+            raise ConfigError(f"choice is {self.choice}; it must be between 0 and {MAX_CHOICES - 1}")
 
     def finish_reason(self, token_id: int, num_output_tokens: int) -> FinishReason | None:
         """Return the reason to end with ``token_id`` as the ``num_output_tokens``-th output token, or None."""
