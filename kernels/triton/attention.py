@@ -221,7 +221,7 @@ def _decode_kernel(
         keys = tl.load(keys_at, mask=mask, other=0.0).to(query.dtype)  # they may be in FP8
         values = tl.load(keys_at + BLOCK_SIZE * HEAD_DIM, mask=mask, other=0.0).to(query.dtype)
         scores = tl.dot(query, keys.T, input_precision=PRECISION) * scale_log2
-        if SOFT_CAP:
+        if SOFT_CAP > 0:
             scores = soft_capped(scores, SOFT_CAP)
         scores = tl.where(is_token[None, :], scores, float("-inf"))
         if WINDOW:

@@ -141,7 +141,7 @@ def _chunk_kernel(
         keys = tl.load(keys_at, mask=mask, other=0.0).to(query.dtype)  # they may be in FP8
         values = tl.load(keys_at + BLOCK_SIZE * HEAD_DIM, mask=mask, other=0.0).to(query.dtype)
         scores = tl.dot(query, keys.T, input_precision=PRECISION) * scale_log2
-        if SOFT_CAP:
+        if SOFT_CAP > 0:
             scores = soft_capped(scores, SOFT_CAP)
         scores = tl.where(token[None, :] <= (start + row)[:, None], scores, float("-inf"))
         if WINDOW:
