@@ -23,6 +23,7 @@ from splitserve.protocol.messages.requests import (
     TokenDelta,
 )
 from splitserve.protocol.request import Party
+from splitserve.protocol.step import Draw
 
 
 class SinkPart(Part):
@@ -91,7 +92,7 @@ class SinkPart(Part):
 
     # ---- hand-overs ----
 
-    def _on_ready(self, sequence: Sequence, first_token: int, report: HandoverReport) -> None:
+    def _on_ready(self, sequence: Sequence, first_token: Draw, report: HandoverReport) -> None:
         """Let a sequence decode: its KV is verified, and its first token came with it.
 
         A peer's host tier has full blocks only: what follows them is computed here.
@@ -100,11 +101,12 @@ class SinkPart(Part):
         delta = TokenDelta(
             key=sequence.key,
             position=sequence.num_output_tokens,
-            token_ids=[first_token],
+            token_ids=[first_token.token_id],
             num_cached_tokens=sequence.num_cached_tokens,
             handover=report,
+            logprobs=first_token.logprobs,
         )
-        sequence.token_ids.append(first_token)
+        sequence.token_ids.append(first_token.token_id)
         self._state.add_delta(sequence, delta)
         if sequence.num_remaining == 1:
             self._scheduler.start_decoding(sequence)

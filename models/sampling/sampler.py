@@ -14,6 +14,7 @@ from torch import Tensor
 
 from splitserve.kernels.api import Sample, SamplingBatch
 from splitserve.models.sampling.feature import Draw, Feature, Rows
+from splitserve.models.sampling.logprobs import RawDraws
 from splitserve.protocol.request import SamplingParams
 from splitserve.protocol.sampling_features import SAMPLING_FEATURES, wanted_features
 from splitserve.protocol.step import FeatureStart, SampleSpec, ScheduledChunk, StepPlan
@@ -35,10 +36,13 @@ class Sampler:
     Call :meth:`prepare` for each plan in the order of the steps, then :meth:`draw` unless no chunk draws.
     """
 
-    def __init__(self, sample: Sample, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, sample: Sample, vocab_size: int, device: torch.device, *, is_lead: bool = True) -> None:
+        """``is_lead``: this rank's log-probabilities count."""
         self._sample = sample
         self._vocab_size = vocab_size
         self._device = device
+        self._is_lead = is_lead
+        self.raw: RawDraws | None = None  # of the last draw; None if it wanted no log-probabilities
         self._features: dict[str, Feature] = {}  # those that any request wanted so far, in no order
         self._states: dict[int, _States] = {}  # by their ids
         self._free_slots: list[int] = []  # a heap of slots below len(_states) + len(_free_slots)
@@ -66,6 +70,7 @@ class Sampler:
         ``logits`` [R, vocab], which may be changed, are raw up to the call of :meth:`_apply`.
         """
         specs = [chunk.sample for chunk in chunks if chunk.sample is not None]
+        self.raw = RawDraws.of(logits, specs) if self._is_lead else None
         wanted = self._rows(specs)
         if wanted:
             logits = logits.float()

@@ -27,6 +27,8 @@ from splitserve.router.requests.active_request import ActiveRequest
 from splitserve.router.requests.dispatcher import ClientGoneError, Dispatcher
 from splitserve.router.requests.outcome import route
 from splitserve.router.requests.state import NOTHING, Update
+from splitserve.router.scores.choice_scores import ChoiceScores
+from splitserve.router.scores.forms import joined
 from splitserve.router.text.choice import Choice, Piece
 
 
@@ -37,6 +39,12 @@ class Prompt:
     token_ids: TokenIds
     sampling: SamplingParams
     choice: Choice
+    scores: ChoiceScores | None = None  # None: neither log-probabilities nor the prompt's echo are wanted
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Number of output tokens that the client has got."""
+        return 0 if self.scores is not None and self.scores.hides_output else self.choice.num_tokens
 
 
 READ_GRACE_SECONDS = 5.0
@@ -125,10 +133,14 @@ class GenerationResponse(Response):
         return pieces, None
 
     def _push(self, index: int, update: Update) -> Piece | None:
-        choice = self._prompts[index].choice
+        choice, scores = self._prompts[index].choice, self._prompts[index].scores
+        if scores is not None:
+            scores.note(update)
         if choice.finish_reason is not None or not (update.token_ids or update.finish_reason):
             return None
         piece = choice.push(update.token_ids, update.finish_reason)
+        if scores is not None:
+            piece = scores.add(piece, update.logprobs)
         if piece.finish_reason is not None:
             self._num_open -= 1
             self._dispatcher.finish_at_stop_string(self._requests[index])
@@ -140,6 +152,8 @@ class GenerationResponse(Response):
         await self._submit()
         texts: list[list[str]] = [[] for _ in self._prompts]
         token_ids: list[list[int]] = [[] for _ in self._prompts]
+        logprobs: list[list[dict[str, Any] | None]] = [[] for _ in self._prompts]
+        of_prompts: list[list[Any] | None] = [None for _ in self._prompts]
         while self._num_open:
             pieces, error = await self._next_pieces()
             if error is not None:
@@ -147,9 +161,13 @@ class GenerationResponse(Response):
             for index, piece in pieces:
                 texts[index].append(piece.text)
                 token_ids[index].extend(piece.token_ids)
+                logprobs[index].append(piece.logprobs)
+                of_prompts[index] = of_prompts[index] or piece.prompt_logprobs
         choices = [
-            Piece("".join(text), ids, prompt.choice.finish_reason)
-            for text, ids, prompt in zip(texts, token_ids, self._prompts, strict=True)
+            Piece("".join(text), ids, prompt.choice.finish_reason, joined(scores), of_prompt)
+            for text, ids, scores, of_prompt, prompt in zip(
+                texts, token_ids, logprobs, of_prompts, self._prompts, strict=True
+            )
         ]
         body = self._format.answer(choices, self._usage(), self._route(self._requests[0]))
         await send_json(send, 200, body)
@@ -209,7 +227,7 @@ class GenerationResponse(Response):
     def _usage(self) -> Usage:
         return Usage(
             prompt_tokens=sum(len(prompt.token_ids) for prompt in self._prompts),
-            completion_tokens=sum(prompt.choice.num_tokens for prompt in self._prompts),
+            completion_tokens=sum(prompt.num_output_tokens for prompt in self._prompts),
             cached_tokens=sum(request.state.num_cached_tokens for request in self._requests),
         )
 

@@ -71,7 +71,7 @@ class Format(ABC):
         choice = self._choice(index, piece.finish_reason) | self._delta(piece.text)
         if self._return_token_ids:
             choice["token_ids"] = list(piece.token_ids)
-        return self._event([choice], extra)
+        return self._event([choice | _scores(piece)], extra)
 
     def usage_chunk(self, usage: Usage) -> bytes:
         return sse_event({**self._head, "choices": [], "usage": usage.as_json()})
@@ -83,7 +83,7 @@ class Format(ABC):
             entry = self._choice(index, piece.finish_reason) | self._message(piece.text)
             if self._return_token_ids:
                 entry["token_ids"] = list(piece.token_ids)
-            entries.append(entry)
+            entries.append(entry | _scores(piece))
         head = {**self._head, "object": self.whole_kind}
         return _encoder.encode({**head, "choices": entries, "usage": usage.as_json(), **extra})
 
@@ -103,6 +103,12 @@ class Format(ABC):
     @abstractmethod
     def _message(self, text: str) -> dict[str, Any]:
         """Return the JSON of a choice's whole text."""
+
+
+def _scores(piece: Piece) -> dict[str, Any]:
+    """Return the log-probabilities among the fields of a choice; none if they aren't wanted."""
+    found: dict[str, Any] = {} if piece.logprobs is None else {"logprobs": piece.logprobs}
+    return found if piece.prompt_logprobs is None else found | {"prompt_logprobs": piece.prompt_logprobs}
 
 
 class CompletionFormat(Format):

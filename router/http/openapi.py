@@ -85,7 +85,7 @@ def _ready() -> Json:
 
 def _schemas(model_id: str) -> Json:
     reasons = [reason.value for reason in FinishReason]
-    choice = {"index": _COUNT, "logprobs": {"type": "null"}, "finish_reason": {"enum": reasons}}
+    choice = {"index": _COUNT, "logprobs": {"type": ["object", "null"]}, "finish_reason": {"enum": reasons}}
     message = _object({"role": {"const": "assistant"}, "content": _STRING, "refusal": {"type": "null"}})
     details = _object({"cached_tokens": _COUNT})
     usage = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), _COUNT)
@@ -109,8 +109,9 @@ def _schemas(model_id: str) -> Json:
 
 
 def _answer(kind: str, model_id: str, choice: Json) -> Json:
-    """Return the schema of an answer; ``return_route`` adds ``splitserve``, ``return_token_ids`` adds ``token_ids``."""
-    entry = _object(choice, token_ids={"type": "array", "items": _COUNT})
+    """Return the schema of an answer. ``return_route`` adds ``splitserve``, ``return_token_ids`` adds ``token_ids``."""
+    scores: Json = {"type": "array", "items": {"type": ["object", "null"]}}
+    entry = _object(choice, token_ids={"type": "array", "items": _COUNT}, prompt_logprobs=scores)
     fields = {
         "id": _STRING,
         "object": {"const": kind},

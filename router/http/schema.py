@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
+from splitserve.protocol.messages.logprobs import MAX_TOP_LOGPROBS
 from splitserve.protocol.token_ids import TokenIds
 from splitserve.router.http.sampling_fields import with_sampling_fields
+from splitserve.router.scores.wanted import WantedScores
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
@@ -29,7 +31,6 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
-    "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
     "guided_choice": (),
@@ -37,7 +38,6 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "length_penalty": (1,),
-    "logprobs": (False,),
     "metadata": ({},),
     "modalities": (["text"],),
     "moderation": (),
@@ -48,7 +48,6 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "prompt_cache_key": (),
     "prompt_cache_options": (),
     "prompt_cache_retention": (),
-    "prompt_logprobs": (),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "safety_identifier": (),
@@ -59,7 +58,6 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
     "use_beam_search": (False,),
     "verbosity": (),
     "web_search_options": (),
@@ -89,6 +87,7 @@ Stop = Annotated[
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 TokenId = Annotated[int, Field(ge=0)]
+NumTop = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
 class GenerationRequest(_SamplingFields):
@@ -98,7 +97,8 @@ class GenerationRequest(_SamplingFields):
     """
 
     model: str
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    prompt_logprobs: NumTop | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
@@ -114,6 +114,11 @@ class GenerationRequest(_SamplingFields):
     user: str | None = None
     return_token_ids: bool | None = None
     return_route: bool | None = None
+
+    @property
+    def wanted_scores(self) -> WantedScores:
+        """The log-probabilities and the echo that the body asks for."""
+        raise NotImplementedError
 
     @property
     def stop_strings(self) -> list[str]:
@@ -147,6 +152,16 @@ Prompt = Annotated[
 
 class CompletionRequest(GenerationRequest):
     prompt: Prompt
+    logprobs: NumTop | None = None
+    top_logprobs: Literal[0] | None = None
+    echo: bool | None = None
+
+    @property
+    def wanted_scores(self) -> WantedScores:
+        """See :class:`GenerationRequest`."""
+        return WantedScores(
+            self.logprobs, self.prompt_logprobs, echo=bool(self.echo), hides_output=self.max_tokens == 0
+        )
 
     def prompts(self) -> list[str] | list[list[int]] | list[TokenIds]:
         """One entry per choice; packed if it's a single prompt of token ids."""
@@ -184,4 +199,14 @@ class ChatMessage(_Strict):
 
 class ChatCompletionRequest(GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumTop | None = None
+    echo: Literal[False] | None = None
+
+    @property
+    def wanted_scores(self) -> WantedScores:
+        """See :class:`GenerationRequest`."""
+        num_top = (self.top_logprobs or 0) if self.logprobs else None
+        wanted = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return WantedScores(num_top, self.prompt_logprobs, hides_output=wanted == 0)

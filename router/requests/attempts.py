@@ -2,6 +2,8 @@
 
 import random
 
+import msgspec
+
 from splitserve.protocol.messages.envelope import Body
 from splitserve.protocol.messages.requests import DecodeRequest, LocalRequest, PrefillRequest
 from splitserve.protocol.request import Party
@@ -73,14 +75,17 @@ class Attempts:
 
     def messages(self, request: ActiveRequest, placement: Placed, now: float) -> list[tuple[Party, Body]]:
         """Return an attempt's messages. Decode comes first: it reserves room while prefill's message travels."""
-        key, prompt, sampling = request.state.key, request.token_ids, request.sampling
+        key, prompt, sampling = request.state.key, request.token_ids, request.attempt_sampling()
         delivered = request.state.delivered_ids
         left_seconds = max(MIN_DEADLINE_SECONDS, self._deadline_seconds - (now - request.arrived_at))
         if not isinstance(placement, Disaggregated):
             prefix = self._placer.prefix_helper(request.hashes, placement.worker, now)
             return [(placement.worker, LocalRequest(key, prompt, sampling, left_seconds, delivered, prefix))]
         prefill, decode = self._placer.peer(placement.prefill), self._placer.peer(placement.decode)
+        decode_sampling = sampling
+        if sampling.prompt_logprobs is not None:
+            decode_sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         return [
-            (placement.decode, DecodeRequest(key, prompt, sampling, prefill, left_seconds, delivered)),
+            (placement.decode, DecodeRequest(key, prompt, decode_sampling, prefill, left_seconds, delivered)),
             (placement.prefill, PrefillRequest(key, prompt, sampling, decode, left_seconds, delivered)),
         ]

@@ -1,6 +1,7 @@
 """The visible output of one prompt: text, token ids, and why it ended. No I/O."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -14,6 +15,8 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     text: str
     token_ids: Sequence[int]  # part of the output even where they add no text yet
     finish_reason: FinishReason | None
+    logprobs: dict[str, Any] | None = None  # as the endpoint has them; None: not wanted
+    prompt_logprobs: list[Any] | None = None  # the extension of that name, in a choice's first piece
 
 
 class Choice:

@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -13,6 +13,8 @@ from splitserve.router.http.answers import Prompt
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from splitserve.router.placement.placer import Limits
+from splitserve.router.scores.choice_scores import ChoiceScores
+from splitserve.router.scores.forms import ChatLogprobs, CompletionLogprobs, LogprobsForm
 from splitserve.router.text.chat_template import ChatTemplateError
 from splitserve.router.text.choice import Choice
 from splitserve.router.text.feature_values import feature_values
@@ -29,6 +31,7 @@ PIECE_CHARS = 1 << 16
 CUT_WORD_TOKENS = 512  # upper bound of the extra tokens of a word that is cut in two
 DEFAULT_COMPLETION_TOKENS = 16
 _TOKENIZER_THREADS = 2
+MAX_PROMPT_SCORES = 1 << 20  # in one answer: each takes the router up to a hundred bytes of JSON
 
 Result = TypeVar("Result")
 
@@ -51,9 +54,11 @@ class Preparation:
             token_ids = await self._prompt_ids(prompt, limits, num_chars)
             room = _room(len(token_ids), limits.max_model_len, "prompt")
             max_tokens = _max_tokens(request.max_tokens, "max_tokens", len(token_ids), limits.max_model_len)
-            prompts.append(
-                self._prompt(request, token_ids, max_tokens or min(DEFAULT_COMPLETION_TOKENS, room), limits.vocab_size)
-            )
+            if max_tokens is None:
+                max_tokens = min(DEFAULT_COMPLETION_TOKENS, room)
+            text = prompt if isinstance(prompt, str) else None
+            prompts.append(self._prompt(request, token_ids, max_tokens, limits.vocab_size, text))
+        _check_num_scores(request, prompts)
         return prompts
 
     async def chat(self, request: ChatCompletionRequest, limits: Limits) -> list[Prompt]:
@@ -75,7 +80,9 @@ class Preparation:
         param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         wanted = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         max_tokens = _max_tokens(wanted, param, len(token_ids), limits.max_model_len)
-        return [self._prompt(request, token_ids, max_tokens or room, limits.vocab_size)]
+        prompts = [self._prompt(request, token_ids, room if max_tokens is None else max_tokens, limits.vocab_size)]
+        _check_num_scores(request, prompts)
+        return prompts
 
     async def _prompt_ids(self, prompt: str | list[int] | TokenIds, limits: Limits, num_chars: int) -> TokenIds:
         """Return one prompt's token ids; ``num_chars`` counts the characters of all prompts of the request."""
@@ -110,12 +117,29 @@ class Preparation:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    def _prompt(self, request: GenerationRequest, token_ids: TokenIds, max_tokens: int, vocab_size: int) -> Prompt:
+    def _prompt(
+        self,
+        request: GenerationRequest,
+        token_ids: TokenIds,
+        max_tokens: int,
+        vocab_size: int,
+        text: str | None = None,
+    ) -> Prompt:
+        """Return one prompt, ready to run; ``text``: of a prompt that came as a string."""
         stop_token_ids = request.stop_token_ids or []
         _check_vocabulary(stop_token_ids, vocab_size, "stop_token_ids")
         eos_token_ids = () if request.ignore_eos else self._tokenizer.eos_token_ids
+        wanted = request.wanted_scores
+        of_prompt = wanted.of_prompt
+        if of_prompt is None and wanted.hides_output:
+            of_prompt, scored_from = 0, len(token_ids)
+        else:
+            scored_from = 1
         sampling = SamplingParams(
-            max_tokens=max_tokens,
+            max_tokens=max(1, max_tokens),  # a worker's request ends with a token, be it shown or not
+            logprobs=None if wanted.hides_output else wanted.logprobs,
+            prompt_logprobs=of_prompt,
+            prompt_logprobs_start=scored_from,
             temperature=1.0 if request.temperature is None else request.temperature,
             top_k=max(0, request.top_k or 0),
             top_p=1.0 if request.top_p is None else request.top_p,
@@ -130,7 +154,21 @@ class Preparation:
             include_stop=bool(request.include_stop_str_in_output),
             min_tokens=sampling.min_tokens,
         )
-        return Prompt(token_ids, sampling, choice)
+        if wanted.is_neutral:
+            return Prompt(token_ids, sampling, choice)
+        scores = self._scores(request, token_ids, text)
+        return Prompt(token_ids, sampling, choice, scores)
+
+    def _scores(self, request: GenerationRequest, token_ids: TokenIds, text: str | None) -> ChoiceScores:
+        """Return what adds log-probabilities and the echo to a choice."""
+        texts, skips_special = self._tokenizer.texts, request.skip_special_tokens is not False
+        form: LogprobsForm = ChatLogprobs(texts)
+        if isinstance(request, CompletionRequest):
+            form = CompletionLogprobs(texts, self._tokenizer.detokenizer(skip_special_tokens=skips_special))
+        if text is None and request.wanted_scores.echo:
+            echoed = self._tokenizer.detokenizer(skip_special_tokens=skips_special)
+            text = echoed.push(token_ids) + echoed.flush()
+        return ChoiceScores(request.wanted_scores, token_ids, text or "", form, texts)
 
 
 def check_not_empty(request: CompletionRequest) -> None:
@@ -170,3 +208,18 @@ def _max_tokens(wanted: int | None, param: str, num_prompt_tokens: int, max_mode
         )
         raise ApiError(400, message, param=param, code="context_length_exceeded")
     return wanted
+
+
+def _check_num_scores(request: GenerationRequest, prompts: Sequence[Prompt]) -> None:
+    """Raise :class:`ApiError` 400 if an answer would hold more log-probabilities of prompts than the router keeps."""
+    num_top = request.wanted_scores.of_prompt
+    if num_top is None:
+        return
+    count = sum(len(prompt.token_ids) for prompt in prompts) * (1 + num_top)
+    if count > MAX_PROMPT_SCORES:
+        message = (
+            f"the prompts' tokens have {count} log-probabilities with {num_top} alternatives each; at most "
+            f"{MAX_PROMPT_SCORES} fit into one answer: ask for fewer alternatives, or send shorter or fewer prompts"
+        )
+        param = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
+        raise ApiError(400, message, param=param, code="invalid_value")

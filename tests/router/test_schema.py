@@ -162,9 +162,6 @@ def test_bad_values_name_their_field(fields, param):
     [
         ("n", 2, 1),
         ("best_of", 3, 1),
-        ("echo", True, False),
-        ("logprobs", 0, None),
-        ("logprobs", 5, None),
         ("suffix", "x", ""),
         ("response_format", {"type": "json_object"}, {"type": "text"}),
         ("tools", [{"type": "function"}], []),

@@ -155,9 +155,14 @@ class BlockManager:
         return self._reusable_hashes(sequence)[sequence.num_computed // self.block_size :]
 
     def _reusable_hashes(self, sequence: Sequence) -> list[bytes]:
-        """Return the hashes of the full blocks of all known tokens but the last."""
+        """Return the hashes of the full blocks of all known tokens but the last, and but those whose logits are needed
+        for log-probabilities of the prompt."""
         extend_hashes(sequence.block_hashes, self.root_hash, sequence.token_ids, self.block_size)
-        return sequence.block_hashes[: (len(sequence.token_ids) - 1) // self.block_size]
+        num_reusable = len(sequence.token_ids) - 1
+        scores = sequence.prompt_logprobs
+        if scores is not None and (limit := scores.max_reused_tokens) is not None:
+            num_reusable = min(num_reusable, limit)
+        return sequence.block_hashes[: num_reusable // self.block_size]
 
     def contents(self) -> list[KVEvent]:
         """Return events that rebuild, from an empty state, the blocks that can be found now in each tier."""

@@ -22,7 +22,7 @@ from splitserve.protocol.messages.envelope import Envelope
 from splitserve.protocol.messages.membership import PeerLink
 from splitserve.protocol.messages.requests import Abort, FailureCode, TokenDelta
 from splitserve.protocol.request import FinishReason
-from splitserve.protocol.step import MAX_STEPS_UNDER_WAY, ScheduledChunk, StepOutput, StepPlan
+from splitserve.protocol.step import MAX_STEPS_UNDER_WAY, Draw, ScheduledChunk, StepOutput, StepPlan
 
 
 class EngineCore:
@@ -132,7 +132,7 @@ class EngineCore:
     def _commit(self, step: list[Planned], output: StepOutput, now: float) -> None:
         self.state.counters.steps += 1
         prefilling = Stage.PREFILLING
-        for (sequence, chunk), token_id in zip(step, output.token_ids, strict=True):
+        for index, ((sequence, chunk), draw) in enumerate(zip(step, output.draws, strict=True)):
             sequence.on_completed(chunk)
             if sequence.has_ended:
                 self._give_back_untouched(sequence)
@@ -145,8 +145,11 @@ class EngineCore:
             self.state.blocks.publish_computed(sequence)
             if sequence.stage is prefilling:
                 self._requests.owner(sequence).on_computed(sequence, now)
-            if token_id is not None:
-                self._on_token(sequence, token_id, now)
+            if chunk.scored is not None:
+                sequence.note_scored(chunk)
+                self.state.send_prompt_logprobs(sequence, chunk, output.scores[index])
+            if draw is not None:
+                self._on_token(sequence, draw, now)
         self.state.flush_deltas()
 
     def _fail(self, step: list[Planned], error: str, now: float) -> None:
@@ -162,15 +165,21 @@ class EngineCore:
         if sequence.stage is Stage.RELEASED and not sequence.is_touched:
             self.state.blocks.give_back(sequence)
 
-    def _on_token(self, sequence: Sequence, token_id: int, now: float) -> None:
+    def _on_token(self, sequence: Sequence, draw: Draw, now: float) -> None:
         """Deliver a token, and end the request, hand it on, or let it draw the next one."""
-        position = sequence.num_output_tokens
+        token_id, position = draw.token_id, sequence.num_output_tokens
         finish_reason = sequence.sampling.finish_reason(token_id, position + 1)
         if finish_reason is None and not sequence.may_go_on:
             finish_reason = FinishReason.LENGTH
         self.state.counters.output_tokens += 1
         delta = TokenDelta(
-            sequence.key, position, [token_id], sequence.choice, finish_reason, sequence.num_cached_tokens
+            sequence.key,
+            position,
+            [token_id],
+            sequence.choice,
+            finish_reason,
+            sequence.num_cached_tokens,
+            logprobs=draw.logprobs,
         )
         self.state.add_delta(sequence, delta)
         if finish_reason is not None:
@@ -180,7 +189,7 @@ class EngineCore:
             self.scheduler.start_decoding(sequence)
         else:
             self.scheduler.remove(sequence)
-            self._requests.owner(sequence).on_token(sequence, token_id, now)
+            self._requests.owner(sequence).on_token(sequence, draw, now)
 
     def _count_prompt_tokens(self, sequence: Sequence, chunk: ScheduledChunk) -> None:
         counters = self.state.counters

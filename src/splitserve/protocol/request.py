@@ -5,7 +5,9 @@ from enum import StrEnum
 import msgspec
 
 from splitserve.common.errors import ConfigError
+from splitserve.protocol.messages.logprobs import NumTop
 from splitserve.protocol.sampling_features import FeatureParams
+from splitserve.protocol.wire_numbers import Count
 
 
 class RequestKey(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -47,6 +49,8 @@ class SamplingParams(FeatureParams, frozen=True, omit_defaults=True, forbid_unkn
     ``temperature`` 0 is greedy. ``top_k`` 0 keeps every token. ``seed`` is always set by the router, so that
     every worker draws the same token for the same (seed, choice, position).
     ``stop_token_ids`` holds the end-of-sequence ids too, unless the client asked for ``ignore_eos``.
+    ``logprobs`` and ``prompt_logprobs`` are the numbers of alternatives in the log-probabilities of output and prompt;
+    None: not wanted. The prompt's begin with its token number ``prompt_logprobs_start``: the router has the others.
     """
 
     max_tokens: int
@@ -55,6 +59,9 @@ class SamplingParams(FeatureParams, frozen=True, omit_defaults=True, forbid_unkn
     top_p: float = 1.0
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    logprobs: NumTop | None = None
+    prompt_logprobs: NumTop | None = None
+    prompt_logprobs_start: Count = 1
 
     def __post_init__(self) -> None:
         FeatureParams.__post_init__(self)

@@ -5,6 +5,7 @@ from enum import Enum
 
 from splitserve.protocol.config import ProtocolConfig
 from splitserve.protocol.messages.handover import Grant, Offer, OfferAck, OfferedBlock
+from splitserve.protocol.messages.logprobs import Logprobs
 from splitserve.protocol.request import Party
 
 
@@ -40,6 +41,7 @@ class SourceHandover:
         self._last_acknowledged = False
         self._revision = 0
         self._first_tokens: list[int] = []
+        self._first_logprobs: list[Logprobs] = []
         self._lease_seconds = grant.lease_seconds
         self.lease_expires_at = now + grant.lease_seconds
         self._offer_due_at = now
@@ -63,12 +65,20 @@ class SourceHandover:
         self.state = SourceState.OFFERING
         self._offer_due_at = now
 
-    def offer_last(self, blocks: Sequence[OfferedBlock], num_tokens: int, first_tokens: list[int], now: float) -> None:
+    def offer_last(
+        self,
+        blocks: Sequence[OfferedBlock],
+        num_tokens: int,
+        first_tokens: list[int],
+        now: float,
+        first_logprobs: Sequence[Logprobs] = (),
+    ) -> None:
         """The rest of the prompt, which may end inside a block, with the first token of each choice."""
         assert self.state in (SourceState.GRANTED, SourceState.OFFERING), self.state
         self._blocks += blocks
         self._num_tokens = num_tokens
         self._first_tokens = first_tokens
+        self._first_logprobs = list(first_logprobs)
         self.all_offered_at = now
         self.state = SourceState.OFFERED
         self._offer_due_at = now
@@ -128,6 +138,7 @@ class SourceHandover:
             num_tokens=self._num_tokens,
             last=self.state is SourceState.OFFERED,
             first_tokens=self._first_tokens,
+            first_logprobs=self._first_logprobs,
             revision=self._revision,
         )
 
