@@ -62,7 +62,8 @@ class SinkPart(Part):
         sequence = self._requests.accept(request, sender, now, decodes_here=True)
         if sequence is None:
             return
-        is_alone = self._state.layout.tensor_parallel_size == 1  # slots of a host tier are read whole
+        # Slots of a host tier are read whole, and a prefix of several groups can't be read.
+        is_alone = self._state.layout.tensor_parallel_size == 1 and not self._state.blocks.others
         if request.prefix is not None and request.prefix.party != self._state.me and is_alone:
             self.sink.add(sequence, request.prefix, now, is_prefix=True)
             self.admit(now)

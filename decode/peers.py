@@ -1,5 +1,6 @@
 """The prefill workers that a decode worker pulls from: greeting, matching layouts, connecting. No I/O."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -27,7 +28,7 @@ class Peer:
     state: PeerState
     hello_due_at: float
     give_up_at: float
-    num_blocks: int = 0
+    num_blocks: Sequence[int] = ()  # by group, as far as they can be read
     has_host_tier: bool = False
     failure: str = ""
     link: Link | None = None

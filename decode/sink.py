@@ -12,7 +12,7 @@ from splitserve.engine.stage import Stage
 from splitserve.engine.state import EngineState
 from splitserve.kvconnector.blocks.pool import BlockState
 from splitserve.protocol.handover.reads import ReadResult
-from splitserve.protocol.handover.sink import Pull, SinkHandover, SinkState
+from splitserve.protocol.handover.sink import Pull, PullSpan, SinkHandover, SinkState
 from splitserve.protocol.messages.handover import MAX_HASHES, Offer, Release, Withdrawn
 from splitserve.protocol.messages.requests import HandoverReport, PeerRef
 from splitserve.protocol.request import Party, RequestKey
@@ -40,6 +40,7 @@ class QuarantinedRead:
     """A read whose request is over, but which may still write to its blocks."""
 
     peer: Party
+    group: int  # of the blocks
     local_blocks: ListLike[int]
     deadline: float
 
@@ -106,7 +107,7 @@ class SinkSide:
         quarantined = self._quarantined_reads.pop(result.read_id, None)
         if quarantined is not None:
             self._peers.on_read_ended(quarantined.peer, result.error)
-            self._state.blocks.pool.lift_quarantine(quarantined.local_blocks)
+            self._state.blocks.pools[quarantined.group].lift_quarantine(quarantined.local_blocks)
             return
         if result.error is None:
             self._state.counters.count_read(result.path)
@@ -140,7 +141,8 @@ class SinkSide:
         while self._waiting and slots > 0:
             incoming = self._waiting[0]
             sequence = incoming.sequence
-            if not self._state.blocks.reserve(sequence, headroom=headroom):
+            pulls = not incoming.is_prefix and incoming.first_token is None
+            if not self._state.blocks.reserve(sequence, headroom=headroom, pulls=pulls):
                 return
             self._waiting.popleft()
             sequence.enter(Stage.PULLING)
@@ -201,15 +203,16 @@ class SinkSide:
         }
         assert in_flight == self._reads, "the reads in flight aren't those of the hand-overs"
         for read_id, read in self._quarantined_reads.items():
-            states = {self._state.blocks.pool.state(block_id) for block_id in read.local_blocks}
+            pool = self._state.blocks.pools[read.group]
+            states = {pool.state(block_id) for block_id in read.local_blocks}
             assert states <= {BlockState.QUARANTINED}, f"read {read_id} is in flight to blocks that aren't quarantined"
 
     # ---- inside ----
 
     @property
     def _reads_host_tiers(self) -> bool:
-        """Slots are read whole."""
-        return self._state.layout.tensor_parallel_size == 1
+        """Slots are read whole, and hold blocks of the only group."""
+        return self._state.layout.tensor_parallel_size == 1 and not self._state.blocks.others
 
     def _grant(self, incoming: Incoming, now: float) -> None:
         sequence, block_size = incoming.sequence, self._state.blocks.block_size
@@ -223,12 +226,16 @@ class SinkSide:
                 return
             local_blocks = local_blocks[: len(hashes)]
             num_tokens = (first_block + len(hashes)) * block_size
+        block_bytes = self._state.group_block_bytes
+        others = zip(sequence.other_tables, block_bytes[1:], strict=True)
         pull = Pull(
             num_prompt_tokens=num_tokens,
             num_cached_tokens=sequence.num_computed,
-            local_blocks=local_blocks,
             block_size=block_size,
-            block_bytes=self._state.block_bytes,
+            spans=[
+                PullSpan(first_block, local_blocks, block_bytes[0]),
+                *(PullSpan(table.first_number, table.block_ids, num_bytes) for table, num_bytes in others),
+            ],
             hashes=hashes,
             reads_host_tier=self._reads_host_tiers,
         )
@@ -293,7 +300,10 @@ class SinkSide:
     def _keep_verified(self, sequence: Sequence, handover: SinkHandover) -> None:
         verified_blocks = handover.first_block + handover.num_verified_blocks
         sequence.num_computed = min(verified_blocks * self._state.blocks.block_size, len(sequence.token_ids))
-        self._state.blocks.publish_computed(sequence)
+        if self._state.blocks.others:
+            self._state.blocks.publish_verified(sequence, handover.verified_ends)
+        else:
+            self._state.blocks.publish_computed(sequence)
 
     def _complete(self, incoming: Incoming, handover: SinkHandover, now: float) -> None:
         del self._incoming[handover.key]
@@ -310,7 +320,7 @@ class SinkSide:
             prefill=incoming.peer.engine_id,
             transport=self._peers.transport(incoming.peer),
             blocks=statistics.num_blocks,
-            bytes=statistics.num_blocks * self._state.block_bytes * self._state.layout.tensor_parallel_size,
+            bytes=statistics.num_bytes * self._state.layout.tensor_parallel_size,
             cached_tokens=handover.first_block * self._state.blocks.block_size,
             reads=statistics.num_reads,
             seconds=now - (statistics.first_read_at or now),
@@ -353,11 +363,9 @@ class SinkSide:
         assert handover is not None
         mismatch = bool(handover.mismatches)
         self._state.outbox.send(incoming.peer, Release(key=handover.key, complete=complete, mismatch=mismatch))
-        held: set[int] = set()
         for read_id, read in handover.reads_in_flight.items():
             del self._reads[read_id]
-            self._quarantined_reads[read_id] = QuarantinedRead(incoming.peer, read.local_blocks, read.deadline)
-            self._state.blocks.pool.quarantine(read.local_blocks)
-            held.update(read.local_blocks)
-        sequence.block_ids = [block_id for block_id in sequence.block_ids if block_id not in held]
+            quarantined = QuarantinedRead(incoming.peer, read.group, read.local_blocks, read.deadline)
+            self._quarantined_reads[read_id] = quarantined
+            self._state.blocks.quarantine(sequence, read.group, read.local_blocks)
         self._state.blocks.give_back(sequence)

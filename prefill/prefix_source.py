@@ -41,7 +41,7 @@ class PrefixSource:
         num_tokens = (grant.first_block + len(held.places)) * block_size
         whole = Grant(grant.key, num_tokens, grant.first_block * block_size, grant.lease_seconds)
         handover = SourceHandover(whole, sender, block_size, protocol, now)
-        handover.offer_last([OfferedBlock(*place) for place in held.places], num_tokens, [], now)
+        handover.offer_last([[OfferedBlock(*place) for place in held.places]], num_tokens, [], now)
         self._held[grant.key, sender] = handover, held
 
     def on_ack(self, ack: OfferAck, sender: Party) -> bool:

@@ -11,6 +11,7 @@ from splitserve.engine.sequence import Sequence
 from splitserve.engine.stage import Stage
 from splitserve.engine.state import DRAINING_REASON, Tombstone
 from splitserve.kvconnector.blocks.digest import LeadingDigests, no_digests
+from splitserve.kvconnector.layout.shape import num_blocks_for
 from splitserve.kvconnector.transfer.connector import ServedMemory
 from splitserve.prefill.host_offers import HostOffers
 from splitserve.prefill.prefix_source import PrefixSource
@@ -47,9 +48,11 @@ class SourcePart(Part):
         self._parked_grants: ExpiringMap[RequestKey, tuple[Grant, Party]] = ExpiringMap(
             max_size=state.protocol.max_parked, ttl_seconds=state.protocol.lease_seconds
         )
-        why_not = (
-            "" if leading_digests is no_digests else "with --verify-kv prefixes are computed, not read from others"
-        )
+        why_not = ""
+        if state.blocks.others:
+            why_not = f"prefixes of a cache of {len(state.blocks.pools)} groups are computed, not read from others"
+        elif leading_digests is not no_digests:
+            why_not = "with --verify-kv prefixes are computed, not read from others"
         self.prefixes = PrefixSource(state, why_not)
         # A copy may be of another computation of the same tokens, and its bytes differ from those of the digest.
         self._host_offers = HostOffers(state, is_on=leading_digests is no_digests)
@@ -82,7 +85,7 @@ class SourcePart(Part):
             PeerWelcome(
                 layout=self._state.layout,
                 connector=self._served.connector,
-                generations_address=self._served.generations_address,
+                generations_addresses=list(self._served.generations_addresses),
                 ranks=list(self._served.ranks),
             ),
         )
@@ -183,7 +186,7 @@ class SourcePart(Part):
         withdrawn = Withdrawn(key=sequence.key, reason=reason, attempt_over=attempt_over)
         self._state.outbox.send(handover.peer, withdrawn)
         handover.withdraw(reason, attempt_over=attempt_over)
-        if handover.num_offered_blocks > handover.first_block:
+        if handover.has_offered:
             self._state.tombstones.put(sequence.key, Tombstone(reason, attempt_over), now)
         else:
             del self._handovers[sequence.key]
@@ -270,7 +273,8 @@ class SourcePart(Part):
             self._state.fail(sequence, FailureCode.HANDOVER, reason)
             self._requests.forget(sequence, reason, now)
             return
-        self._handovers[sequence.key] = SourceHandover(grant, peer, block_size, self._state.protocol, now)
+        tails = self._state.blocks.tails(num_tokens)
+        self._handovers[sequence.key] = SourceHandover(grant, peer, block_size, self._state.protocol, now, tails=tails)
         self._scheduler.add(sequence)
         self._serve(True)
 
@@ -289,29 +293,38 @@ class SourcePart(Part):
 
     def _offer(self, sequence: Sequence, handover: SourceHandover, now: float) -> None:
         """Offer what is computed, as far as its digests are known; :meth:`poll` tries again with the rest."""
-        block_size = self._state.blocks.block_size
-        first_token = self._first_tokens.get(sequence.key)
+        block_size, key = self._state.blocks.block_size, sequence.key
+        first_token = self._first_tokens.get(key)
         if first_token is None:
             end = min(sequence.num_computed, len(sequence.token_ids) - 1) // block_size
         else:
-            end = len(sequence.block_ids)
-        new = sequence.block_ids[handover.num_offered_blocks : end]
-        digests = self._leading_digests(new)
-        pool = self._state.blocks.pool
-        blocks = [
-            OfferedBlock(block_id, pool.generation(block_id), digest)
-            for block_id, digest in zip(new, digests, strict=False)
-        ]
-        if len(digests) == len(new):
-            self._undigested.discard(sequence.key)
-        else:
-            self._undigested.add(sequence.key)
-        if first_token is not None and len(digests) == len(new):
+            end = num_blocks_for(sequence.num_computed, block_size)
+        blocks, is_whole = self._digested(sequence, handover, end)
+        (self._undigested.discard if is_whole else self._undigested.add)(key)
+        if first_token is not None and is_whole:
             logprobs = () if first_token.logprobs is None else (first_token.logprobs,)
             handover.offer_last(blocks, sequence.num_computed, [first_token.token_id], now, logprobs)
-            del self._first_tokens[sequence.key]
-        elif blocks:
-            handover.offer(blocks, (handover.num_offered_blocks + len(blocks)) * block_size, now)
+            del self._first_tokens[key]
+        elif any(blocks):
+            handover.offer(blocks, (handover.num_offered_blocks() + len(blocks[0])) * block_size, now)
+
+    def _digested(
+        self, sequence: Sequence, handover: SourceHandover, end: int
+    ) -> tuple[list[list[OfferedBlock]], bool]:
+        """Return each group's blocks before number ``end`` that are to be offered, as far as their digests are known;
+        and whether those are all. No group is offered further than the first one."""
+        spans: list[list[OfferedBlock]] = []
+        is_whole = True
+        blocks = self._state.blocks
+        for group, (table, pool) in enumerate(zip(blocks.tables(sequence), blocks.pools, strict=True)):
+            start = handover.num_offered_blocks(group)
+            new = table.between(start, end)
+            digests = self._leading_digests(new, group)
+            is_whole = is_whole and len(digests) == len(new)
+            spans.append([OfferedBlock(i, pool.generation(i), digest) for i, digest in zip(new, digests, strict=False)])
+            if group == 0:
+                end = min(end, start + len(digests))
+        return spans, is_whole
 
     def _stop_offering(self, key: RequestKey) -> None:
         self._undigested.discard(key)

@@ -13,17 +13,26 @@ from pathlib import Path
 
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
 from splitserve.common.errors import ConfigError
 from splitserve.common.security import is_loopback
 from splitserve.protocol.config import RouterConfig
 from splitserve.router.admin.metrics import RouterMetrics
+from splitserve.router.http.access.cross_origin import ANY_ORIGIN
 from splitserve.router.http.app import Api, create_app
-from splitserve.router.http.body import BodyReader
+from splitserve.router.http.bodies.reader import BodyReader
 from splitserve.router.http.connections import Connections, HttpConfig
+from splitserve.router.http.endpoints.all import endpoints
+from splitserve.router.http.served_model import ServedModel
+from splitserve.router.http.serving import Serving
+from splitserve.router.output.catalog import ResponseFormat, choose_format
 from splitserve.router.requests.dispatcher import Dispatcher
+from splitserve.router.text.constraints import Constraints
+from splitserve.router.text.grammar_checker import GrammarChecker
 from splitserve.router.text.preparation import Preparation
 from splitserve.router.text.renderer import Renderer
+from splitserve.router.text.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from splitserve.router.text.tokenizer import ModelTokenizer
 
 log = logging.getLogger(__name__)
@@ -38,8 +47,9 @@ def run_router(config: RouterConfig, progress: Progress) -> None:
     """Serve until SIGTERM or SIGINT. Must run on the main thread of its process.
 
     Calls ``progress("membership", {"endpoint": ...})`` when workers can register and ``progress("listening",
-    {"url": ...})`` when HTTP is accepted. Raises :class:`ConfigError` for settings that can't work, a taken port among
-    them, and :class:`CheckpointError` for a model directory without a usable tokenizer.
+    {"url": ...})`` when HTTP is accepted; then ``progress("sampling", {"defaults": ..., "source": ...})`` if the
+    checkpoint has sampling defaults. Raises :class:`ConfigError` for settings that can't work, a taken port among them,
+    and :class:`CheckpointError` for a model directory without a usable tokenizer.
     """
     if not config.api_key and not is_loopback(config.host):
         log.warning(
@@ -49,9 +59,13 @@ def run_router(config: RouterConfig, progress: Progress) -> None:
         )
     _allow_many_files()
     with _listen(config.host, config.port) as listener:
-        tokenizer = ModelTokenizer(Path(config.model))
+        tokenizer = ModelTokenizer(Path(config.model), config.chat_template)
+        defaults = read_sampling_defaults(config.generation_config, Path(config.model))
+        response_format = _response_format(config, tokenizer)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(config, progress, listener, tokenizer))
+            runner.run(
+                _serve(config, progress, listener, tokenizer, defaults=defaults, response_format=response_format)
+            )
 
 
 def _allow_many_files() -> None:
@@ -61,32 +75,57 @@ def _allow_many_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-async def _serve(config: RouterConfig, progress: Progress, listener: socket.socket, tokenizer: ModelTokenizer) -> None:
+def _response_format(config: RouterConfig, tokenizer: ModelTokenizer) -> ResponseFormat | None:
+    """Return the form of the model's output, and log it. Raises as :func:`choose_format` does."""
+    source = tokenizer.chat_template.source if tokenizer.chat_template is not None else None
+    found = choose_format(config.response_template, source, tokenizer.response_template, config.model)
+    if found is not None:
+        log.info("reasoning and tool calls are read by the response template %s", found.where)
+    elif source is not None:
+        log.info("no response template fits this model: answers are content only (--response-template sets one)")
+    return found
+
+
+async def _serve(
+    config: RouterConfig,
+    progress: Progress,
+    listener: socket.socket,
+    tokenizer: ModelTokenizer,
+    *,
+    defaults: SamplingDefaults,
+    response_format: ResponseFormat | None,
+) -> None:
+    local_only = is_loopback(config.host) and not config.api_key
+    _check_origins(config, local_only=local_only)
+    names = tuple(dict.fromkeys((config.served_model_name, *config.aliases)))
     metrics = RouterMetrics()
     dispatcher = Dispatcher(config, metrics)
     renderer = Renderer(tokenizer.chat_template)
-    preparation = Preparation(tokenizer, renderer)
+    checker = GrammarChecker(Path(config.model), tokenizer.eos_token_ids)
+    constraints = Constraints(checker, tokenizer.eos_token_ids)
+    preparation = Preparation(tokenizer, renderer, constraints, defaults, response_format)
     bodies = BodyReader(config.max_body_mib << 20)
     try:
         await renderer.start()
         progress("membership", {"endpoint": dispatcher.fleet.endpoint})
-        api = Api(config.served_model_name, dispatcher, preparation, metrics, bodies)
-        local_only = is_loopback(config.host) and not config.api_key
-        app = create_app(api, metrics, config.api_key, local_only=local_only)
+        serving = Serving(ServedModel(names, defaults), dispatcher, preparation, bodies)
+        app = create_app(
+            Api(serving, metrics),
+            metrics,
+            config.api_key,
+            local_only=local_only,
+            allowed_origins=config.allowed_origins,
+            more_posts=endpoints(serving),
+        )
+
+        def announce() -> None:
+            progress("listening", {"url": _url(listener)})
+            if defaults.values:
+                progress("sampling", {"defaults": defaults.describe(), "source": defaults.source})
+
         server = _HttpServer(
-            HttpConfig(
-                app,
-                Connections(config.http, config.max_requests_in_flight, metrics),
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                backlog=_BACKLOG,
-                timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
-            ),
-            on_started=lambda: progress("listening", {"url": _url(listener)}),
+            _http_config(app, Connections(config.http, config.max_requests_in_flight, metrics)),
+            on_started=announce,
         )
 
         def stop() -> None:
@@ -106,6 +145,30 @@ async def _serve(config: RouterConfig, progress: Progress, listener: socket.sock
         bodies.close()
         preparation.close()
         renderer.close()
+        checker.close()
+
+
+def _check_origins(config: RouterConfig, *, local_only: bool) -> None:
+    if local_only and ANY_ORIGIN in config.allowed_origins:
+        raise ConfigError(
+            "--allowed-origins '*' lets every web page that a user of this machine visits use the endpoint: name the "
+            "origins, or set an API key (--api-key-file)"
+        )
+
+
+def _http_config(app: ASGIApp, connections: Connections) -> HttpConfig:
+    return HttpConfig(
+        app,
+        connections,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=_BACKLOG,
+        timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+    )
 
 
 class _HttpServer(uvicorn.Server):

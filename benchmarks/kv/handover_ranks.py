@@ -257,7 +257,7 @@ def two_workers(sources: Sequence[RankPlace], sinks: Sequence[RankPlace], serve_
         answers = [_receive(pipe, START_TIMEOUT_SECONDS) for pipe in pipes]
         served = answers[: len(sources)]
         ranks: list[RankMemory] = [memory for each in served for memory in each.ranks]
-        welcome = PeerWelcome(sources[0].layout, served[0].connector, served[0].generations_address, ranks)
+        welcome = PeerWelcome(sources[0].layout, served[0].connector, list(served[0].generations_addresses), ranks)
         yield Sinks(pipes[len(sources) :], welcome)
     finally:
         for pipe in pipes:

@@ -1,9 +1,8 @@
 """Sampling as Triton kernels: the same draws as :mod:`splitserve.kernels.reference.sampling`, without host
 synchronisation.
 
-Three kernels: thresholds of rows with top-k or top-p (by bisection over the order of float32 bit patterns, so that
-nothing is sorted), the best token of each part of the vocabulary, the best of the parts. The Gumbel noise is the
-reference's, in float64, from the same Philox words.
+Thresholds of rows with top-k or top-p (:mod:`.thresholds`), then two kernels: the best token of each part of the
+vocabulary, and the best of the parts. The Gumbel noise is the reference's, in float64, from the same Philox words.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -15,9 +14,9 @@ from torch import Tensor
 
 from splitserve.kernels.api import SamplingBatch
 from splitserve.kernels.triton.launch import overlapped, wait
+from splitserve.kernels.triton.thresholds import keep_thresholds
 
 _PART = 2048  # token ids per program
-_THRESHOLD_BLOCK = 4096
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -32,20 +31,17 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     )
     numbers = _numbers(batch, device) if is_random else torch.empty((6, 0), dtype=torch.int64, device=device)
     heats = numbers[4:].view(torch.float64)
-    thresholds = torch.empty(num_rows if is_filtered else 0, dtype=torch.float32, device=device)
     options = overlapped(device)
     if is_filtered:
-        _threshold_kernel[(num_rows,)](
+        thresholds = keep_thresholds(
             logits,
             numbers,
             heats,
-            thresholds,
-            logits.stride(0),
-            num_rows,
-            VOCAB_SIZE=vocab_size,
-            BLOCK=_THRESHOLD_BLOCK,
-            **options,
+            has_top_k=any(0 < top_k < vocab_size for top_k in batch.top_ks),
+            has_top_p=any(top_p < 1.0 for top_p in batch.top_ps),
         )
+    else:
+        thresholds = torch.empty(0, dtype=torch.float32, device=device)
     num_parts = triton.cdiv(vocab_size, _PART)
     best = torch.empty((num_rows, num_parts), dtype=torch.float64, device=device)
     ids = torch.empty((num_rows, num_parts), dtype=torch.int64, device=device)
@@ -85,75 +81,6 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
-
-
-@triton.jit
-def _order(x):
-    """Map float32 to int64 with the same order."""
-    bits = x.to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _threshold_kernel(
-    logits_ptr,
-    numbers_ptr,
-    heats_ptr,
-    thresholds_ptr,
-    row_stride,
-    num_rows,
-    VOCAB_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
-):
-    wait(OVERLAPPED)
-    row = tl.program_id(0).to(tl.int64)
-    top_k = tl.load(numbers_ptr + 3 * num_rows + row)
-    heat = tl.load(heats_ptr + row).to(tl.float32)
-    top_p = tl.load(heats_ptr + num_rows + row)
-    columns = tl.arange(0, BLOCK)
-    base = logits_ptr + row * row_stride
-    lowest = tl.full((), -2147483648, tl.int64)
-    kept = lowest  # tokens of at least this order are kept
-    if (heat > 0.0) & (top_k > 0) & (top_k < VOCAB_SIZE):
-        above = tl.full((), 2147483647, tl.int64)
-        for _ in range(32):  # invariant: at least k tokens are of order `kept` or more, fewer of more than `above`
-            middle = (kept + above + 1) >> 1
-            count = tl.zeros((), tl.int64)
-            for first in range(0, VOCAB_SIZE, BLOCK):
-                inside = first + columns < VOCAB_SIZE
-                x = tl.load(base + first + columns, mask=inside, other=float("-inf")).to(tl.float32)
-                count += tl.sum((inside & (_order(x) >= middle)).to(tl.int64))
-            is_enough = count >= top_k
-            kept = tl.where(is_enough, middle, kept)
-            above = tl.where(is_enough, above, middle - 1)
-    if (heat > 0.0) & (top_p < 1.0):
-        largest = tl.full((), float("-inf"), tl.float32)
-        for first in range(0, VOCAB_SIZE, BLOCK):
-            inside = first + columns < VOCAB_SIZE
-            x = tl.load(base + first + columns, mask=inside, other=float("-inf")).to(tl.float32)
-            largest = tl.maximum(largest, tl.max(x))
-        total = tl.zeros((), tl.float64)
-        for first in range(0, VOCAB_SIZE, BLOCK):
-            inside = first + columns < VOCAB_SIZE
-            x = tl.load(base + first + columns, mask=inside, other=float("-inf")).to(tl.float32)
-            weight = tl.where(inside & (_order(x) >= kept), tl.exp((x - largest) / heat), 0.0)
-            total += tl.sum(weight).to(tl.float64)
-        above = tl.full((), 2147483647, tl.int64)
-        for _ in range(32):
-            middle = (kept + above + 1) >> 1
-            mass = tl.zeros((), tl.float64)
-            for first in range(0, VOCAB_SIZE, BLOCK):
-                inside = first + columns < VOCAB_SIZE
-                x = tl.load(base + first + columns, mask=inside, other=float("-inf")).to(tl.float32)
-                weight = tl.where(inside & (_order(x) >= middle), tl.exp((x - largest) / heat), 0.0)
-                mass += tl.sum(weight).to(tl.float64)
-            is_enough = mass >= top_p * total
-            kept = tl.where(is_enough, middle, kept)
-            above = tl.where(is_enough, above, middle - 1)
-    bits = kept.to(tl.int32)
-    threshold = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    tl.store(thresholds_ptr + row, tl.where(kept == lowest, float("-inf"), threshold))
 
 
 @triton.jit(do_not_specialize=["num_rows"])

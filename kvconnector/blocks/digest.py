@@ -21,27 +21,32 @@ logger = logging.getLogger(__name__)
 DIGEST_BYTES = 16
 DIGEST_THREADS = 2
 
-DigestBlocks: TypeAlias = Callable[[Sequence[int]], list[bytes]]
-"""Function that returns the digest of each given block of this worker, by block id. Called from several threads."""
+DigestBlocks: TypeAlias = Callable[[Sequence[int], int], list[bytes]]
+"""Function that returns the digest of each given block of a group of this worker, by block id. Called from several
+threads."""
 
-LeadingDigests: TypeAlias = Callable[[Sequence[int]], list[bytes]]
-"""Function that returns the digests of the leading blocks, as many as are known by now; the others follow later."""
+LeadingDigests: TypeAlias = Callable[[Sequence[int], int], list[bytes]]
+"""Function that returns the digests of the leading blocks of a group, as many as are known by now; the others follow
+later."""
 
 
-def no_digests(block_ids: Sequence[int]) -> list[bytes]:
+def no_digests(block_ids: Sequence[int], group: int = 0) -> list[bytes]:
     """Return an empty digest for each block: verification is off, and empty digests match everything."""
+    del group
     return [b""] * len(block_ids)
 
 
 def digests_of(memory: KVMemory) -> DigestBlocks:
     """Return a function that computes BLAKE2b of each block's bytes, copying them to the host first if they are on a
     GPU."""
-    host_bytes = _on_host if memory.device.type == "cpu" else _Staging(memory)
+    on_host = [
+        _on_host if memory.device.type == "cpu" else _Staging(memory.device, g.block_bytes) for g in memory.groups
+    ]
 
-    def digest_blocks(block_ids: Sequence[int]) -> list[bytes]:
+    def digest_blocks(block_ids: Sequence[int], group: int = 0) -> list[bytes]:
+        blocks, host_bytes = memory.groups[group].bytes, on_host[group]
         return [
-            hashlib.blake2b(host_bytes(memory.bytes[block_id]), digest_size=DIGEST_BYTES).digest()
-            for block_id in block_ids
+            hashlib.blake2b(host_bytes(blocks[block_id]), digest_size=DIGEST_BYTES).digest() for block_id in block_ids
         ]
 
     return digest_blocks
@@ -55,9 +60,9 @@ class _Staging:
     """Copier of a GPU's blocks through pinned memory: a buffer per thread, one stream separate from the steps'
     stream."""
 
-    def __init__(self, memory: KVMemory) -> None:
-        self._block_bytes = memory.block_bytes
-        self._stream = torch.cuda.Stream(memory.device)  # type: ignore[no-untyped-call]
+    def __init__(self, device: torch.device, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._of_thread = threading.local()
 
     def __call__(self, block: torch.Tensor) -> Any:
@@ -73,6 +78,10 @@ class _Staging:
         return buffer.numpy().data
 
 
+_Place: TypeAlias = tuple[int, int]
+"""Group and id of a block."""
+
+
 class FirstDigests:
     """:data:`LeadingDigests` of each content as it was when it was first requested, computed on separate threads.
 
@@ -84,38 +93,40 @@ class FirstDigests:
         self._memory = memory
         self._wake = wake
         self._digest_blocks = digests_of(memory)
-        self._known: dict[int, tuple[int, bytes]] = {}  # by block: a generation and the digest of that content
-        self._asked: dict[int, int] = {}  # by block: the generation that was requested last
-        self._questions: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        self._known: dict[_Place, tuple[int, bytes]] = {}  # a generation and the digest of that content
+        self._asked: dict[_Place, int] = {}  # the generation that was requested last
+        self._questions: queue.SimpleQueue[tuple[_Place, int]] = queue.SimpleQueue()
         for index in range(DIGEST_THREADS):
             threading.Thread(target=self._answer, name=f"digest-{index}", daemon=True).start()
 
-    def __call__(self, block_ids: Sequence[int]) -> list[bytes]:
+    def __call__(self, block_ids: Sequence[int], group: int = 0) -> list[bytes]:
         """Return the known digests and request the missing ones. Called by the engine loop's thread only."""
         leading: list[bytes] = []
         all_known = True
         for block_id in block_ids:
-            generation = int(self._memory.generations[block_id])
-            known = self._known.get(block_id)
+            place = group, block_id
+            generation = int(self._memory.groups[group].generations[block_id])
+            known = self._known.get(place)
             if known is not None and known[0] == generation:
                 if all_known:
                     leading.append(known[1])
                 continue
             all_known = False
-            if self._asked.get(block_id) != generation:
-                self._asked[block_id] = generation
-                self._questions.put((block_id, generation))
+            if self._asked.get(place) != generation:
+                self._asked[place] = generation
+                self._questions.put((place, generation))
         return leading
 
     def _answer(self) -> None:
         while True:
-            block_id, generation = self._questions.get()
+            place, generation = self._questions.get()
+            group, block_id = place
             try:
-                [digest] = self._digest_blocks([block_id])
+                [digest] = self._digest_blocks([block_id], group)
             except Exception:
                 logger.exception("cannot compute the digest of block %d; it will never be offered", block_id)
                 continue
-            self._known[block_id] = (
+            self._known[place] = (
                 generation,
                 digest,
             )  # the content may be gone by now; then no call asks for this generation

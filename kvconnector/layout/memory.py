@@ -4,6 +4,7 @@ import ctypes
 import logging
 import mmap
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -24,26 +25,19 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 TORCH_DTYPES = {name: getattr(torch, name) for name in DTYPE_BYTES}
 
 
-class KVMemory:
-    """Blocks and their generations.
+class GroupMemory:
+    """Blocks of one group of the cache, and their generations.
 
-    ``bytes``: uint8 ``[num_blocks, block_bytes]`` on ``device``, all that transfers use; ``blocks``: the kernels'
-    view of the same memory, ``[num_blocks, layer, kv_head, 2, token, head_dim]``; ``generations``: uint64
-    ``[num_blocks]``, always on the host.
-
-    CPU memory asks for huge pages: a peer's copy walks the pages, and with 4 KiB pages the walk costs as much as the
-    copy. A separate thread allocates its pages, because the first touch of a gigabyte takes seconds on a virtual
-    machine; a page that is needed sooner is allocated when it is touched. Raises :class:`ConfigError` at once for more
-    memory than the machine has available.
+    ``bytes``: uint8 ``[num_blocks, block_bytes]`` on ``device``; ``generations``: uint64 ``[num_blocks]``, always on
+    the host. Raises :class:`ConfigError` for more memory than there is.
     """
 
-    def __init__(self, layout: LayoutRecord, num_blocks: int, device: torch.device | None = None) -> None:
+    def __init__(self, block_bytes: int, num_blocks: int, device: torch.device | None) -> None:
         if num_blocks < 1:
-            raise ConfigError(f"KV memory is smaller than one block of {layout.block_bytes} bytes; raise --kv-memory")
-        self.layout = layout
+            raise ConfigError(f"KV memory is smaller than one block of {block_bytes} bytes; raise --kv-memory")
         self.num_blocks = num_blocks
-        self.block_bytes = layout.block_bytes
-        num_bytes = num_blocks * self.block_bytes
+        self.block_bytes = block_bytes
+        num_bytes = num_blocks * block_bytes
         try:
             if device is None or device.type == "cpu":
                 flat = _populated_later(num_bytes)
@@ -52,15 +46,10 @@ class KVMemory:
                 flat.zero_()
         except (OSError, torch.OutOfMemoryError) as error:
             raise ConfigError(f"cannot allocate {_gib(num_bytes)} of KV memory; lower --kv-memory") from error
-        self.bytes = flat.view(num_blocks, self.block_bytes)
-        self.blocks = flat.view(TORCH_DTYPES[layout.dtype]).view(num_blocks, *layout.block_shape)
+        self.bytes = flat.view(num_blocks, block_bytes)
         self.generations: npt.NDArray[np.uint64] = np.frombuffer(
             anonymous_memory(num_blocks * 8), dtype=np.uint64, count=num_blocks
         )
-
-    @property
-    def device(self) -> torch.device:
-        return self.bytes.device
 
     @property
     def kind(self) -> MemoryKind:
@@ -70,7 +59,7 @@ class KVMemory:
         """Return the location of the blocks, for peers that read them."""
         return MemoryRegion(
             kind=self.kind,
-            device_id=self.device.index or 0,
+            device_id=self.bytes.device.index or 0,
             blocks_address=self.bytes.data_ptr(),
             num_blocks=self.num_blocks,
             block_bytes=self.block_bytes,
@@ -79,6 +68,63 @@ class KVMemory:
     @property
     def generations_address(self) -> int:
         return int(self.generations.ctypes.data)
+
+
+class KVMemory:
+    """Blocks and their generations: an allocation for each group of the cache, in ``groups``.
+
+    The other attributes are the first group's. ``bytes``: uint8 ``[num_blocks, block_bytes]`` on ``device``, all that
+    transfers use; ``generations``: uint64 ``[num_blocks]``, always on the host.
+
+    ``num_blocks``: of the only group, or of each. CPU memory asks for huge pages: a peer's copy walks the pages, and
+    with 4 KiB pages the walk costs as much as the copy. A separate thread allocates its pages, because the first touch
+    of a gigabyte takes seconds on a virtual machine; a page that is needed sooner is allocated when it is touched.
+    Raises :class:`ConfigError` at once for more memory than the machine has available.
+    """
+
+    def __init__(
+        self, layout: LayoutRecord, num_blocks: int | Sequence[int], device: torch.device | None = None
+    ) -> None:
+        self.layout = layout
+        numbers = [num_blocks] if isinstance(num_blocks, int) else list(num_blocks)
+        cache = layout.cache
+        if len(numbers) != len(cache.groups):
+            raise ValueError(f"numbers of blocks {numbers} for a cache of {len(cache.groups)} groups")
+        self.groups = [GroupMemory(cache.blocks(i).block_bytes, count, device) for i, count in enumerate(numbers)]
+        self.num_blocks, self.block_bytes = self.groups[0].num_blocks, self.groups[0].block_bytes
+        self.bytes, self.generations = self.groups[0].bytes, self.groups[0].generations
+
+    def kernel_view(self, group: int = 0) -> torch.Tensor:
+        """Return the kernels' view of a group whose only field is keys and values: ``[num_blocks, layer, kv_head, 2,
+        token, head_dim]``, layers numbered within the group."""
+        layout = self.layout
+        cached = layout.cache.groups[group]
+        assert len(cached.fields) == 1, f"group {group} has {len(cached.fields)} fields, not keys and values alone"
+        shape = (cached.num_layers, *layout.block_shape[1:])
+        memory = self.groups[group]
+        return memory.bytes.view(TORCH_DTYPES[layout.dtype]).view(memory.num_blocks, *shape)
+
+    @property
+    def blocks(self) -> torch.Tensor:
+        """The kernels' view of the first group."""
+        return self.kernel_view()
+
+    @property
+    def device(self) -> torch.device:
+        return self.bytes.device
+
+    @property
+    def kind(self) -> MemoryKind:
+        return self.groups[0].kind
+
+    def region(self) -> MemoryRegion:
+        """Return the location of the first group's blocks."""
+        return self.groups[0].region()
+
+    @property
+    def generations_addresses(self) -> list[int]:
+        """The address of each group's generations."""
+        return [group.generations_address for group in self.groups]
 
 
 def words_of(blocks: torch.Tensor, layout: BlockLayout, field: int = 0) -> torch.Tensor:

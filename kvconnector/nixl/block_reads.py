@@ -60,6 +60,9 @@ class BlockReads:
 
     def read(self, read: Read, local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> Iterator[Pending]:
         """Read blocks of the peer's device."""
+        if read.command.group:
+            yield from self._access.others[read.command.group - 1].read(local_blocks, remote_blocks)
+            return
         if read.path.is_through_mapping:
             assert self._access.mapped is not None
             data = self._access.mapped.read(local_blocks, remote_blocks, read.path)

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+import msgspec
+
 from splitserve.kvconnector.blocks.digest import DigestBlocks, no_digests
 from splitserve.kvconnector.cuda.memory import check_ipc_capable
 from splitserve.kvconnector.layout.memory import KVMemory
@@ -120,7 +122,7 @@ class NixlConnector:
             thread.start()
 
     def served(self) -> ServedMemory:
-        return ServedMemory(self.name, self._memory.generations_address, [self._server.served])
+        return ServedMemory(self.name, self._memory.generations_addresses, [self._server.served])
 
     def connect(self, peer: Party, welcome: PeerWelcome) -> None:
         self._num_attempts += 1
@@ -167,11 +169,14 @@ class NixlConnector:
     def _parts(self, command: ReadCommand) -> list[ReadCommand]:
         """Split a large read into even parts, one per thread; keep a small one whole."""
         count = len(command.local_blocks)
-        if count < len(self._threads) or count * self._memory.block_bytes <= self._settings.split_bytes:
+        num_bytes = count * self._memory.groups[command.group].block_bytes
+        if count < len(self._threads) or num_bytes <= self._settings.split_bytes:
             return [command]
         bounds = [count * index // len(self._threads) for index in range(len(self._threads) + 1)]
         return [
-            ReadCommand(command.read_id, command.peer, command.local_blocks[low:high], command.remote_blocks[low:high])
+            msgspec.structs.replace(
+                command, local_blocks=command.local_blocks[low:high], remote_blocks=command.remote_blocks[low:high]
+            )
             for low, high in itertools.pairwise(bounds)
         ]
 

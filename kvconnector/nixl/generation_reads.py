@@ -1,6 +1,8 @@
-"""Reads of generations: of the peer's blocks, and of its host tier's slots, whose ids follow the blocks' ids."""
+"""Reads of generations: of each group of the peer's blocks, and of its host tier's slots, whose ids follow the ids of
+the first group's blocks."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -18,33 +20,40 @@ class GenerationReads:
     def __init__(self, agent: Agent, welcome: PeerWelcome) -> None:
         self._agent = agent
         self._welcome = welcome
-        self._num_peer_blocks = welcome.ranks[0].region.num_blocks
-        self.scratch = np.zeros((READS_AT_ONCE, num_readable_blocks(welcome)), dtype=np.uint64)
+        self._num_peer_blocks = [region.num_blocks for region in welcome.ranks[0].regions]
+        numbers = num_readable_blocks(welcome)
+        self._offsets = list(accumulate(numbers, initial=0))  # of each group's ids in a row
+        self.scratch = np.zeros((READS_AT_ONCE, sum(numbers)), dtype=np.uint64)
         self.free_rows = list(range(READS_AT_ONCE))
         self._rows = [row.data for row in self.scratch]
         agent.register(MemoryKind.DRAM, int(self.scratch.ctypes.data), self.scratch.nbytes)
 
-    def landed(self, ids: Sequence[int], scratch_row: int) -> list[int]:
+    def landed(self, ids: Sequence[int], scratch_row: int, group: int = 0) -> list[int]:
         """Return the generations as last read into a row."""
-        row = self._rows[scratch_row]
-        return [row[block_id] for block_id in ids]
+        row, offset = self._rows[scratch_row], self._offsets[group]
+        return [row[offset + block_id] for block_id in ids]
 
-    def make(self, remote_name: str, ids: Sequence[int], scratch_row: int) -> list[Transfer]:
-        """Make reads of the spans of generations that cover some blocks and slots; they are not yet posted."""
-        blocks = [block_id for block_id in ids if block_id < self._num_peer_blocks]
-        slots = [block_id for block_id in ids if block_id >= self._num_peer_blocks]
+    def make(self, remote_name: str, ids: Sequence[int], scratch_row: int, group: int = 0) -> list[Transfer]:
+        """Make reads of the spans of a group's generations that cover some blocks and slots; they are not yet
+        posted."""
+        num_blocks, address = self._num_peer_blocks[group], self._welcome.generations_addresses[group]
+        blocks = [block_id for block_id in ids if block_id < num_blocks]
+        slots = [block_id for block_id in ids if block_id >= num_blocks]
         checks = []
         if blocks:
-            checks.append(self._make_one(remote_name, blocks, scratch_row, self._welcome.generations_address))
+            checks.append(self._make_one(remote_name, blocks, scratch_row, address, self._offsets[group]))
         host = self._welcome.ranks[0].host
         if slots and host is not None:
-            address_of_0 = host.generations_address - self._num_peer_blocks * 8
-            checks.append(self._make_one(remote_name, slots, scratch_row, address_of_0))
+            address_of_0 = host.generations_address - num_blocks * 8
+            checks.append(self._make_one(remote_name, slots, scratch_row, address_of_0, 0))
         return checks
 
-    def _make_one(self, remote_name: str, ids: Sequence[int], scratch_row: int, address_of_0: int) -> Transfer:
+    def _make_one(
+        self, remote_name: str, ids: Sequence[int], scratch_row: int, address_of_0: int, offset: int
+    ) -> Transfer:
         first, last = min(ids), max(ids)
         num_bytes = (last - first + 1) * 8
-        local = np.array([[self.scratch[scratch_row].ctypes.data + first * 8, num_bytes, 0]], dtype=np.uint64)
+        place = self.scratch[scratch_row].ctypes.data + (offset + first) * 8
+        local = np.array([[place, num_bytes, 0]], dtype=np.uint64)
         remote = np.array([[address_of_0 + first * 8, num_bytes, 0]], dtype=np.uint64)
         return self._agent.make_read(remote_name, MemoryKind.DRAM, local, remote)

@@ -13,6 +13,7 @@ from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.nixl.agent import HERE, Agent, PreparedList, Transfer
 from splitserve.kvconnector.nixl.gather import GatherReader
 from splitserve.kvconnector.nixl.generation_reads import GenerationReads
+from splitserve.kvconnector.nixl.group_access import GroupAccess
 from splitserve.kvconnector.nixl.mapped_reads import MappedReader
 from splitserve.kvconnector.nixl.slots import HostSlotReader
 from splitserve.kvconnector.transfer.device_copies import Pending
@@ -22,6 +23,7 @@ from splitserve.kvconnector.transfer.read_settings import ReadSettings
 from splitserve.kvconnector.transfer.staging import Staging
 from splitserve.kvconnector.transfer.welcome_check import check_welcome
 from splitserve.protocol.cache_layout import HeadSpan
+from splitserve.protocol.handover.reads import ReadPath
 from splitserve.protocol.memory_records import MemoryRegion, RankMemory
 from splitserve.protocol.messages.handover import PeerWelcome
 
@@ -53,7 +55,13 @@ class PeerAccess:
         self.agent = Agent(name)
         self._register(memory.region())
         self.generations = GenerationReads(self.agent, welcome)
-        self.remote_names = {rank: self._add_remote(rank) for rank in {0, *(span.rank for span in self.spans)}}
+        self.is_simple = memory.layout.cache.is_simple
+        groups = range(1, len(memory.groups))
+        self.others = [GroupAccess(self.agent, memory, local.rank, welcome, group) for group in groups]
+        ranks = {0, *(span.rank for span in self.spans), *itertools.chain(*(other.ranks for other in self.others))}
+        self.remote_names = {rank: self._add_remote(rank) for rank in ranks}
+        for other in self.others:
+            other.prepare(self.remote_names)
         self.remote_blocks = {span.rank: self._prepare_remote(span.rank) for span in self.spans}
         self.local_blocks: PreparedList | None = None  # None: heads are split differently
         self.slots: PreparedList | None = None  # of the staging area
@@ -64,11 +72,21 @@ class PeerAccess:
         self._mappings = {span.rank: self._map(welcome.ranks[span.rank]) for span in self.spans}
         try:
             self.mapped = self._make_mapped()
-            if self.mapped is None and not self.is_whole:
+            if self.mapped is None and not self.is_whole and self.is_simple:
                 self._prepare_staging()
         except Exception:
             self._unmap()
             raise
+
+    def holds_alike(self, group: int) -> bool:
+        """Return whether both sides hold whole blocks of a group alike."""
+        return self.others[group - 1].is_whole if group else self.is_whole
+
+    def only_path(self, group: int) -> ReadPath | None:
+        """Return the path of a group's reads where there is no choice."""
+        if self.is_simple:
+            return None
+        return ReadPath.DIRECT if self.holds_alike(group) else ReadPath.LAYERS
 
     # ---- preparing ----
 
@@ -192,9 +210,9 @@ class PeerAccess:
         for check in self.make_checks(ids, scratch_row):
             yield check.post()
 
-    def make_checks(self, ids: Sequence[int], scratch_row: int) -> list[Transfer]:
-        """Make reads of generations of blocks and slots, not yet posted."""
-        return self.generations.make(self.remote_names[0], ids, scratch_row)
+    def make_checks(self, ids: Sequence[int], scratch_row: int, group: int = 0) -> list[Transfer]:
+        """Make reads of generations of a group's blocks and slots, not yet posted."""
+        return self.generations.make(self.remote_names[0], ids, scratch_row, group)
 
     # ---- the end ----
 

@@ -48,7 +48,7 @@ class PeerReader:
 
     def read(self, command: ReadCommand, path: ReadPath) -> None:
         """Queue a read, to be posted by the next :meth:`poll` with enough room."""
-        self.waiting.append((command, path))
+        self.waiting.append((command, self.access.only_path(command.group) or path))
 
     def _can_not(self, path: ReadPath) -> bool:
         if path.is_through_mapping:
@@ -113,9 +113,9 @@ class PeerReader:
         generations: Sequence[int] = ()
         digests: Sequence[bytes] = ()
         if error is None:
-            if self.access.is_whole:  # a block assembled from several has other bytes than they have
-                digests = self.access.local.digest_blocks(command.local_blocks)
-            generations = self.access.generations.landed(command.remote_blocks, read.scratch_row)
+            if self.access.holds_alike(command.group):  # a block assembled from several has other bytes than they have
+                digests = self.access.local.digest_blocks(command.local_blocks, command.group)
+            generations = self.access.generations.landed(command.remote_blocks, read.scratch_row, command.group)
         self.access.generations.free_rows.append(read.scratch_row)
         seconds = time.monotonic() - read.started_at
         return ReadResult(command.read_id, error, generations, seconds, digests, read.path)
@@ -125,7 +125,7 @@ class PeerReader:
     def _steps(self, read: Read) -> Generator[Pending, None, None]:
         command = read.command
         local, remote = command.local_blocks, command.remote_blocks
-        if max(remote, default=0) >= self.access.num_peer_blocks:
+        if not command.group and max(remote, default=0) >= self.access.num_peer_blocks:
             yield from self._data.read_slots(local, remote)
             on_device = [pair for pair in zip(local, remote, strict=True) if pair[1] < self.access.num_peer_blocks]
             local, remote = [pair[0] for pair in on_device], [pair[1] for pair in on_device]
@@ -133,9 +133,10 @@ class PeerReader:
         try:
             for pending in self._data.read(read, local, remote) if remote else ():
                 if not checks:  # created while the data is in flight, posted when it has landed
-                    checks = self.access.make_checks(command.remote_blocks, read.scratch_row)
+                    checks = self.access.make_checks(command.remote_blocks, read.scratch_row, command.group)
                 yield pending
-            for check in checks or self.access.make_checks(command.remote_blocks, read.scratch_row):
+            checks = checks or self.access.make_checks(command.remote_blocks, read.scratch_row, command.group)
+            for check in checks:
                 yield check.post()
         finally:
             for check in checks:

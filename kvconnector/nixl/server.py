@@ -3,10 +3,10 @@
 from splitserve.kvconnector.cuda.memory import export, make_context_current
 from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.nixl.agent import Agent
-from splitserve.kvconnector.transfer.gather import GatherSource
+from splitserve.kvconnector.transfer.gather import GatherSource, NoGathers
 from splitserve.kvconnector.transfer.owner_thread import OwnerThread
 from splitserve.kvconnector.transfer.read_settings import ReadSettings
-from splitserve.protocol.memory_records import HostTierMemory, MemoryKind, RankMemory
+from splitserve.protocol.memory_records import GatherMemory, HostTierMemory, MappableMemory, MemoryKind, RankMemory
 
 
 class NixlServer(OwnerThread):
@@ -17,22 +17,26 @@ class NixlServer(OwnerThread):
         self.active = False
         self._gather_poll_seconds = settings.poll_seconds
         self._device = memory.device
-        self._region = memory.region()
         self._agent = Agent(f"serve/{name}")
-        num_bytes = self._region.num_bytes
-        self._agent.register(self._region.kind, self._region.blocks_address, num_bytes, self._region.device_id)
-        self._agent.register(MemoryKind.DRAM, memory.generations_address, memory.num_blocks * 8)
-        self._gather = GatherSource(memory, settings.gather_slots, settings.gather_slot_bytes)
-        gather = self._gather.region()
-        num_bytes = gather.slots.num_bytes
-        self._agent.register(gather.slots.kind, gather.slots.blocks_address, num_bytes, gather.slots.device_id)
-        self._agent.register(MemoryKind.DRAM, gather.tickets_address, gather.slots.num_blocks * 8)
+        regions = [group.region() for group in memory.groups]
+        for group, region in zip(memory.groups, regions, strict=True):
+            self._agent.register(region.kind, region.blocks_address, region.num_bytes, region.device_id)
+            self._agent.register(MemoryKind.DRAM, group.generations_address, group.num_blocks * 8)
+        self._gather: GatherSource | NoGathers = NoGathers()
+        gather: GatherMemory | None = None
+        mappable: list[MappableMemory] = []
+        if memory.layout.cache.is_simple:
+            self._gather = GatherSource(memory, settings.gather_slots, settings.gather_slot_bytes)
+            gather = self._gather.region()
+            num_bytes = gather.slots.num_bytes
+            self._agent.register(gather.slots.kind, gather.slots.blocks_address, num_bytes, gather.slots.device_id)
+            self._agent.register(MemoryKind.DRAM, gather.tickets_address, gather.slots.num_blocks * 8)
+            mappable = export(memory.bytes, self._gather.memory)
         if host is not None:
             num_bytes = host.slots.num_bytes
             self._agent.register(MemoryKind.DRAM, host.slots.blocks_address, num_bytes)
             self._agent.register(MemoryKind.DRAM, host.generations_address, host.slots.num_blocks * 8)
-        mappable = export(memory.bytes, self._gather.memory)
-        self.served = RankMemory(self._agent.metadata(), self._region, gather, host, mappable)
+        self.served = RankMemory(self._agent.metadata(), regions, gather, host, mappable)
 
     @property
     def is_busy(self) -> bool:

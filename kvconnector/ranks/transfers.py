@@ -108,7 +108,7 @@ class RankedConnector:
             thread.start()
 
     def served(self) -> ServedMemory:
-        return ServedMemory(self.name, self._local.served().generations_address, self._memories)
+        return ServedMemory(self.name, self._local.served().generations_addresses, self._memories)
 
     def connect(self, peer: Party, welcome: PeerWelcome) -> None:
         self._connecting[peer] = ConnectionJoin(1 + len(self._channels))

@@ -57,7 +57,7 @@ class TierLoads:
         work, sources = self._work, self._sources(hashes)
         num_blocks = len(sources)
         count_lookups([tier.counts for tier in work.tiers], [tier.counts for tier in sources], len(hashes))
-        num_shared = work.shared.num_wanted(first_block + num_blocks, first_block + len(hashes))
+        num_shared = work.shared.num_wanted(first_block + num_blocks, first_block + len(hashes)) if token_ids else 0
         if not num_blocks + num_shared:
             return None
         load = BlockLoad(owner, list(block_ids[: num_blocks + num_shared]), [False] * (num_blocks + num_shared))
@@ -87,11 +87,11 @@ class TierLoads:
         self._by_copy[copy.copy_id] = load
         self._work.copies.start(copy)
 
-    def may_find(self, first_block: int, hashes: Sequence[bytes]) -> bool:
+    def may_find(self, first_block: int, hashes: Sequence[bytes], *, with_shared: bool = True) -> bool:
         """Return whether :meth:`begin` would begin a load for these blocks of a sequence."""
         if self._sources(hashes[:1]):
             return True
-        return self._work.shared.num_wanted(first_block, first_block + len(hashes)) > 0
+        return with_shared and self._work.shared.num_wanted(first_block, first_block + len(hashes)) > 0
 
     def _sources(self, hashes: Sequence[bytes]) -> list[Tier]:
         """Return, for each leading block found in some tier, the first tier that holds it."""

@@ -68,7 +68,8 @@ class Tiers:
         return is_worth
 
     def on_reused(self, block_ids: Sequence[int], hashes: Sequence[bytes], token_ids: Sequence[int] = ()) -> None:
-        """Record that a request with these tokens found its first blocks on the device."""
+        """Record that a request found its first blocks on the device. ``token_ids`` are its tokens, by which the shared
+        tier names them; none for a request that keeps out of it."""
         if not self.is_on:
             return
         for tier in self.tiers:
@@ -77,7 +78,8 @@ class Tiers:
         for block_id, block_hash, is_worth in zip(block_ids, hashes, worth, strict=True):
             if is_worth:
                 self._stores.propose(block_id, block_hash)
-        self.shared.propose(token_ids, hashes, 0, worth)
+        if token_ids:
+            self.shared.propose(token_ids, hashes, 0, worth)
 
     def start_stores(self) -> None:
         """Begin waiting stores, as far as the bounds allow. Candidates whose blocks were reused meanwhile are
@@ -98,13 +100,14 @@ class Tiers:
         refers.
 
         The shared tier may be asked for more: ``hashes`` are those of the blocks ``first_block`` and following of a
-        sequence with ``token_ids``. Return None if there is nothing to wait for.
+        sequence with ``token_ids``, none for one that keeps out of that tier. Return None if there is nothing to wait
+        for.
         """
         return self._loads.begin(owner, hashes, block_ids, token_ids, first_block)
 
-    def may_find(self, first_block: int, hashes: Sequence[bytes]) -> bool:
+    def may_find(self, first_block: int, hashes: Sequence[bytes], *, with_shared: bool = True) -> bool:
         """Return whether :meth:`begin_load` would begin a load for these blocks of a sequence."""
-        return self._loads.may_find(first_block, hashes)
+        return self._loads.may_find(first_block, hashes, with_shared=with_shared)
 
     def abandon(self, load: BlockLoad) -> list[int]:
         """Abandon a load. Blocks that a copy may still write to are quarantined until it ends, and returned: their

@@ -38,7 +38,7 @@ class ServedMemory:
     """Memory that peers may read, as they need to know it; sent in :class:`PeerWelcome`."""
 
     connector: str
-    generations_address: int
+    generations_addresses: Sequence[int]  # by group of the cache
     ranks: Sequence[RankMemory]  # in the order of their heads
 
 

@@ -162,3 +162,21 @@ class GatherSource:
         slot.ticket, slot.expires_at = request.ticket, now + LEASE_SECONDS
         flat = self._flat[index * self._slot_bytes :][: self._slot_bytes]
         slot.copy = self._copies.gather(request.block_ids, request.first_head, request.num_heads, flat)
+
+
+class NoGathers:
+    """The source of a cache whose blocks aren't gathered: it has no slots, and drops what it is sent."""
+
+    is_wanted = False
+
+    def prepare(self) -> None:
+        """Do nothing."""
+
+    def hear(self, message: bytes) -> None:
+        """Drop a message."""
+
+    def poll(self) -> None:
+        """Do nothing."""
+
+    def wait(self) -> None:
+        """Return at once."""

@@ -36,8 +36,8 @@ class InprocConnector:
         registry.memories[self._token] = memory
 
     def served(self) -> ServedMemory:
-        rank = RankMemory(self._token, self._memory.region())
-        return ServedMemory(self.name, self._memory.generations_address, [rank])
+        rank = RankMemory(self._token, [group.region() for group in self._memory.groups])
+        return ServedMemory(self.name, self._memory.generations_addresses, [rank])
 
     def connect(self, peer: Party, welcome: PeerWelcome) -> None:
         memory = self._registry.memories.get(welcome.ranks[0].metadata)
@@ -53,10 +53,11 @@ class InprocConnector:
         if remote is None:
             self._emit(ReadResult(command.read_id, f"{command.peer} isn't connected"))
             return
+        mine, theirs = self._memory.groups[command.group], remote.groups[command.group]
         with self._lock:
             for local_id, remote_id in zip(command.local_blocks, command.remote_blocks, strict=True):
-                self._memory.bytes[local_id].copy_(remote.bytes[remote_id])
-            generations = [int(remote.generations[block_id]) for block_id in command.remote_blocks]
+                mine.bytes[local_id].copy_(theirs.bytes[remote_id])
+            generations = [int(theirs.generations[block_id]) for block_id in command.remote_blocks]
         self._emit(ReadResult(command.read_id, None, generations))
 
     def serve(self, active: bool) -> None:

@@ -14,10 +14,13 @@ from splitserve.protocol.messages.handover import PeerWelcome
 Rows = npt.NDArray[np.uint64]
 
 
-def num_readable_blocks(welcome: PeerWelcome) -> int:
-    """Return the number of a peer's device blocks plus its host tier's slots, which are numbered after the blocks."""
+def num_readable_blocks(welcome: PeerWelcome) -> list[int]:
+    """Return, by group, the number of a peer's device blocks; that of the first one plus its host tier's slots, which
+    are numbered after the blocks."""
     host = welcome.ranks[0].host
-    return welcome.ranks[0].region.num_blocks + (0 if host is None else host.slots.num_blocks)
+    numbers = [region.num_blocks for region in welcome.ranks[0].regions]
+    numbers[0] += 0 if host is None else host.slots.num_blocks
+    return numbers
 
 
 def rows_of_blocks(region: MemoryRegion, block_ids: npt.NDArray[np.int32], rows: ByteRows) -> Rows:

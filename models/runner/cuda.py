@@ -15,8 +15,9 @@ layers at a time. Graphs of prefill alone are cut at these groups, and replayed 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -60,11 +61,12 @@ class PendingStep:
     numbers: Tensor  # int64, pinned: a token for each draw, then the scores; valid once ``done`` has happened
     scores: StepScores | None
     done: torch.cuda.Event
+    errors: Mapping[int, str]  # by row of the drawn tokens
 
     def wait(self) -> StepOutput:
         """Block until the step has completed. Raises :class:`NonFiniteLogitsError`, or the device's own error."""
         self.done.synchronize()
-        return output_of(self.plan, self.numbers.numpy(), self.scores)
+        return output_of(self.plan, self.numbers.numpy(), self.scores, self.errors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +103,9 @@ class CudaRunner(ModelRunner):
         max_num_seqs: int,
         max_model_len: int,
         gates: Gates | None = None,
+        model_dir: Path | None = None,
     ) -> None:
-        super().__init__(model, kv_cache)
+        super().__init__(model, kv_cache, model_dir=model_dir)
         self._gates = gates
         self._max_num_seqs = max_num_seqs
         self._max_blocks = -(-max_model_len // self.block_size)
@@ -151,7 +154,8 @@ class CudaRunner(ModelRunner):
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
         self._row_of_chunk = {chunk: row for row, chunk in enumerate(sampled)}
-        return PendingStep(plan, host, scores, done)
+        errors = {} if logits is None else self.sampler.errors
+        return PendingStep(plan, host, scores, done, errors)
 
     def _logits(self, chunks: Sequence[ScheduledChunk], prompts: PromptRows | None) -> Tensor | None:
         """Return float logits [R, vocab] of the chunks that draw, or None if there are none. Graphs score no prompt."""

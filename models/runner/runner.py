@@ -4,7 +4,8 @@
 later split into launch and wait can build the next step while this one runs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
@@ -18,6 +19,7 @@ from splitserve.kernels.fp8.kv import FP8
 from splitserve.models.decoder import DecoderModel, ForwardBatch
 from splitserve.models.sampling.logprobs import PromptRows, StepScores
 from splitserve.models.sampling.sampler import Sampler
+from splitserve.protocol.messages.logprobs import Logprobs
 from splitserve.protocol.step import Draw, LaunchingRunner, ScheduledChunk, StepOutput, StepPlan
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
@@ -39,10 +41,10 @@ class ModelRunner:
 
     ``kv_cache``: contiguous ``[num_blocks, num_layers, num_kv_heads, 2 (K/V), block_size, head_dim]``, on the model's
     device and of its dtype, or float8_e4m3fn where the model's attention reads that. It belongs to the caller; the
-    runner writes only the slots of scheduled tokens.
+    runner writes only the slots of scheduled tokens. ``model_dir``: the checkpoint's, for structured output.
     """
 
-    def __init__(self, model: DecoderModel, kv_cache: Tensor) -> None:
+    def __init__(self, model: DecoderModel, kv_cache: Tensor, *, model_dir: Path | None = None) -> None:
         config = model.config
         block_size = kv_cache.shape[4] if kv_cache.dim() == 6 else 0
         expected = (config.num_layers, config.num_kv_heads, 2, block_size, config.head_dim)
@@ -69,7 +71,7 @@ class ModelRunner:
             device=model.device,
         )
         self._attention = model.kernels.make_attention(self._shape)
-        self.sampler = Sampler(model.kernels.sample, config.vocab_size, model.device, is_lead=model.is_lead)
+        self.sampler = Sampler(model.kernels.sample, config.vocab_size, model.device, model_dir, is_lead=model.is_lead)
 
     @property
     def launcher(self) -> LaunchingRunner | None:
@@ -95,7 +97,7 @@ class ModelRunner:
         logits = self.model.forward(self._batch(plan.chunks, prompts), self._kv_layers, self._attention)
         drawn = None if logits is None else self.sampler.draw(logits, plan.chunks)
         numbers, scores = self._results(drawn, prompts)
-        return output_of(plan, numbers.numpy(), scores)
+        return output_of(plan, numbers.numpy(), scores, {} if drawn is None else self.sampler.errors)
 
     def _results(self, drawn: Tensor | None, prompts: PromptRows | None) -> tuple[Tensor, StepScores | None]:
         """Return the step's results as one int64 tensor for :func:`output_of`, and what follows the drawn tokens."""
@@ -132,25 +134,26 @@ class ModelRunner:
         )
 
 
-def output_of(plan: StepPlan, numbers: Int64Array, scores: StepScores | None) -> StepOutput:
+def output_of(plan: StepPlan, numbers: Int64Array, scores: StepScores | None, errors: Mapping[int, str]) -> StepOutput:
     """Return a step's output from the numbers that came from the device: a token for each draw, then ``scores``.
 
-    Raises :class:`NonFiniteLogitsError`.
+    ``errors``: of draws, by row. Raises :class:`NonFiniteLogitsError`.
     """
     sampled = [index for index, chunk in enumerate(plan.chunks) if chunk.sample is not None]
     drawn = numbers[: len(sampled)].tolist()
     if failed := tuple(index for index, token in zip(sampled, drawn, strict=True) if token < 0):
         raise NonFiniteLogitsError(failed)
+    of_draws: Mapping[int, Logprobs] = {}
+    of_prompts: Mapping[int, Logprobs] = {}
+    if scores is not None:
+        of_draws, of_prompts = scores.read(numbers[len(sampled) :])
+        if failed := tuple(index for index, logprobs in of_prompts.items() if not logprobs.is_finite()):
+            raise NonFiniteLogitsError(failed)
     draws: list[Draw | None] = [None] * len(plan.chunks)
-    if scores is None:
-        for index, token in zip(sampled, drawn, strict=True):
-            draws[index] = Draw((token,))
-        return StepOutput(draws)
-    of_draws, of_prompts = scores.read(numbers[len(sampled) :])
-    if failed := tuple(index for index, logprobs in of_prompts.items() if not logprobs.is_finite()):
-        raise NonFiniteLogitsError(failed)
     for row, (index, token) in enumerate(zip(sampled, drawn, strict=True)):
         draws[index] = Draw((token,), of_draws.get(row))
+    for row, error in errors.items():
+        draws[sampled[row]] = Draw((0,), error=error)
     return StepOutput(draws, of_prompts)
 
 

@@ -7,6 +7,7 @@ tokens that only the device knows so far. Nothing in ``apply`` and ``advance`` m
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +47,7 @@ class Rows:
     def __init__(self, draws: Sequence[Draw], device: torch.device) -> None:
         self.draws = draws
         self.device = device
+        self.errors: dict[int, str] = {}  # by row of the logits: why its request can't draw a token and fails
         numbers = to_device(torch.tensor([[draw.row for draw in draws], [draw.slot for draw in draws]]), device)
         self.rows, self.slots = numbers[0], numbers[1]
 
@@ -68,6 +70,9 @@ class Feature:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self.device = device
+
+    def open_model(self, model_dir: Path) -> None:
+        """Note where the checkpoint's files are, for a feature that needs them. Called once, before all else."""
 
     def begin(self, slot: int, start: FeatureStart) -> None:
         """Make the slot's state from a request and its ids; what the slot held before is void."""

@@ -8,6 +8,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -36,13 +37,24 @@ class Sampler:
     Call :meth:`prepare` for each plan in the order of the steps, then :meth:`draw` unless no chunk draws.
     """
 
-    def __init__(self, sample: Sample, vocab_size: int, device: torch.device, *, is_lead: bool = True) -> None:
-        """``is_lead``: this rank's log-probabilities count."""
+    def __init__(
+        self,
+        sample: Sample,
+        vocab_size: int,
+        device: torch.device,
+        model_dir: Path | None = None,
+        *,
+        is_lead: bool = True,
+    ) -> None:
+        """``model_dir``: the checkpoint's, for features that need its files. ``is_lead``: this rank's log-probabilities
+        count."""
         self._sample = sample
         self._vocab_size = vocab_size
         self._device = device
+        self._model_dir = model_dir
         self._is_lead = is_lead
         self.raw: RawDraws | None = None  # of the last draw; None if it wanted no log-probabilities
+        self.errors: dict[int, str] = {}  # of the last draw, by row: why the request can't draw a token
         self._features: dict[str, Feature] = {}  # those that any request wanted so far, in no order
         self._states: dict[int, _States] = {}  # by their ids
         self._free_slots: list[int] = []  # a heap of slots below len(_states) + len(_free_slots)
@@ -76,6 +88,7 @@ class Sampler:
             logits = logits.float()
             for name, rows in wanted.items():
                 self._features[name].apply(logits, rows)
+        self.errors = {row: error for rows in wanted.values() for row, error in rows.errors.items()}
         drawn = self._sample(logits, _sampling_batch(specs))
         for name, rows in wanted.items():
             self._features[name].advance(rows, drawn[rows.rows].clamp(min=0))
@@ -100,6 +113,8 @@ class Sampler:
             module = import_module(f"splitserve.models.sampling.features.{declared.module}")
             feature = getattr(module, declared.class_name)(self._vocab_size, self._device)
             assert isinstance(feature, Feature), f"{declared.class_name} isn't a Feature"
+            if self._model_dir is not None:
+                feature.open_model(self._model_dir)
             self._features[name] = feature
         return feature
 

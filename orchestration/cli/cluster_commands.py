@@ -19,6 +19,7 @@ from splitserve.orchestration.cli.options import (
 )
 from splitserve.orchestration.cluster.rolling_upgrade import UpgradeState
 from splitserve.orchestration.spec.cluster_spec import ClusterSpec
+from splitserve.orchestration.spec.model_source import is_model_id
 
 EXIT_FAILED = 1
 DEFAULT_NAME = "default"
@@ -89,7 +90,9 @@ def _up(options: argparse.Namespace) -> int:
     from splitserve.orchestration.spec.start_checks import check_start
 
     set_up_logging("up", options.log_level)
-    spec = _at_home_anywhere(cluster_spec(options))
+    if options.api_key and options.ray:
+        raise ConfigError("--api-key stays on this machine: give --api-key-file, a file on the router's node")
+    spec = _at_home_anywhere(cluster_spec(options), on_ray=options.ray)
     folder = StateFolder(spec.name)
     if options.ray in ("", "local"):  # a cluster on other machines can't be checked from here
         with errors_in_options(options):
@@ -105,8 +108,15 @@ def _up(options: argparse.Namespace) -> int:
     return 0
 
 
-def _at_home_anywhere(spec: ClusterSpec) -> ClusterSpec:
-    """Return ``spec`` with an absolute model path: the cluster may outlive this working directory."""
+def _at_home_anywhere(spec: ClusterSpec, *, on_ray: str) -> ClusterSpec:
+    """Return ``spec`` with an absolute model path: the cluster may outlive this working directory.
+
+    A model id stands for a directory of this machine's cache, or for one on each node of a Ray cluster.
+    """
+    from splitserve.orchestration.spec.hub import pinned, with_local_model
+
+    if is_model_id(spec.model.path):
+        return pinned(spec) if on_ray else with_local_model(spec)
     model = msgspec.structs.replace(spec.model, path=os.path.abspath(spec.model.path))
     return msgspec.structs.replace(spec, model=model)
 
@@ -174,15 +184,17 @@ def _drain(options: argparse.Namespace) -> int:
 
 
 def _upgrade(options: argparse.Namespace) -> int:
-    from splitserve.orchestration.cli.client import follow, status_of
+    from splitserve.orchestration.cli.client import LocalClient, follow, status_of
     from splitserve.orchestration.control.requests import UpgradeCluster, accepted
 
-    spec = None
+    spec: ClusterSpec | None = None
     if options.spec:
         from splitserve.orchestration.spec.document import read_spec
 
-        spec = _at_home_anywhere(read_spec(options.spec))
+        spec = read_spec(options.spec)
     client = _client(options)
+    if spec is not None:
+        spec = _at_home_anywhere(spec, on_ray="" if isinstance(client, LocalClient) else "ray")
     client.bring_code()
     counts = status_of(client).counts  # before there are successors
     accepted(client.ask(UpgradeCluster(None if spec is None else msgspec.to_builtins(spec), options.allow_gap)))

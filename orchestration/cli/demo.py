@@ -19,7 +19,8 @@ from urllib.parse import urlsplit
 from splitserve.common.errors import SplitserveError
 from splitserve.orchestration.cli.display import print_progress
 from splitserve.orchestration.cluster.launcher import LocalCluster
-from splitserve.orchestration.spec.cluster_spec import check_model_directory
+from splitserve.orchestration.spec.hub import download
+from splitserve.orchestration.spec.model_source import check_model_directory, is_model_id
 from splitserve.orchestration.spec.shorthand import simple_spec
 from splitserve.orchestration.spec.sizes import format_bytes
 from splitserve.protocol.config import EngineConfig
@@ -52,6 +53,8 @@ def run_demo(model: str, prompt: str, max_tokens: int, log_level: str) -> int:
     with tempfile.TemporaryDirectory(prefix="splitserve-demo-") as scratch:
         if not model:
             model = _build_model(Path(scratch) / "demo-model")
+        if is_model_id(model):
+            model = download(model)
         check_model_directory(model)
         engine = EngineConfig(model=model, kv_memory_bytes=_KV_MEMORY_BYTES)
         spec = simple_spec(engine, num_prefill=1, num_decode=1, port=0)

@@ -32,6 +32,8 @@ def _describe(stage: str, detail: dict[str, str]) -> str | None:
             return f"weights    {size}{dtype}{float(seconds):.1f} s"
         case "listening", {"url": url}:
             return f"listening  {url}"
+        case "sampling", {"defaults": defaults, "source": source}:
+            return f"sampling   {defaults} by default ({source})"
         case "kv_memory", {"blocks": blocks, "bytes": size, "tokens": tokens}:
             return f"KV memory  {int(blocks):,} blocks, {int(tokens):,} tokens, {format_bytes(float(size))}"
         case "kv_tier", {"name": name, "holds": holds}:

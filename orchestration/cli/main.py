@@ -76,6 +76,7 @@ BENCHES = {
         "resident memory of each process under many requests of random lengths",
     ),
     "tier-soak": ("splitserve.benchmarks.kv.tier_soak", "requests on far too small or damaged tiers: correct tokens"),
+    "sampling": ("splitserve.benchmarks.engine.sampling_costs", "what sampling features add to a step, on this CPU"),
     "engine-cpu": ("splitserve.benchmarks.engine.engine_vs_transformers", "the engine on CPU against transformers"),
 }
 TUNE = ("splitserve.benchmarks.kernels.tune", "find the fastest launch parameters of kernels on this GPU")
@@ -179,7 +180,7 @@ def _add_doctor(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
         help="find the problems of this machine or of a running cluster, and their remedies",
-        description="Check this machine, serving PATH on it, or --against a running cluster; "
+        description="Check this machine, serving MODEL on it, or --against a running cluster; "
         "then send a request through the real path. Exit status: 0 no problem, 1 problems, 2 the check "
         "couldn't run.",
         formatter_class=HelpFormatter,
@@ -244,10 +245,11 @@ def _spec_schema(_options: argparse.Namespace) -> int:
 
 def _serve(options: argparse.Namespace) -> int:
     from splitserve.orchestration.cli.serve import serve
+    from splitserve.orchestration.spec.hub import with_local_model
     from splitserve.orchestration.spec.start_checks import check_start
 
     set_up_logging("launcher", options.log_level)
-    spec = cluster_spec(options)
+    spec = with_local_model(cluster_spec(options))
     with errors_in_options(options):
         check_start(spec)
     return serve(spec, options.log_level, restart=options.restart)
@@ -257,7 +259,7 @@ def _doctor(options: argparse.Namespace) -> int:
     if options.transport and not (options.probe or options.against):
         raise ConfigError("--transport needs the probe or --against: remove --transport or --no-probe")
     if options.against and (options.model or options.spec):
-        raise ConfigError("--against checks a running cluster: remove PATH and --spec")
+        raise ConfigError("--against checks a running cluster: remove MODEL and --spec")
     if not options.json:  # before anything that takes time: imports, PyTorch, a cluster that is asked
         print(f"splitserve {__version__}: looking at {options.against or 'this machine'}", flush=True)
     from splitserve.orchestration.doctor.command import run_doctor

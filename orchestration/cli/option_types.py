@@ -86,5 +86,15 @@ def absolute_path(text: str) -> str:
     return os.path.abspath(text) if text else ""
 
 
+def name_or_path(text: str) -> str:
+    """Return a path of JSON from the root, and any other text as it is."""
+    return absolute_path(text) if text.endswith(".json") else text
+
+
+def source(text: str) -> str:
+    """Return ``auto`` and ``none`` as they are, anything else as the path of a directory from the root."""
+    return text if text in ("", "auto", "none") else os.path.abspath(text)
+
+
 COUNT = whole_number(0, 4096)
 """Number of workers."""

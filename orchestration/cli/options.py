@@ -3,6 +3,8 @@ declarations (:mod:`splitserve.orchestration.spec.settings`); names follow vLLM.
 """
 
 import argparse
+import logging
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,10 +20,12 @@ from splitserve.orchestration.cli.option_types import (
     address,
     bytes_option,
     finite_number,
+    name_or_path,
     size_option,
+    source,
     whole_number,
 )
-from splitserve.orchestration.spec.cluster_spec import ClusterSpec, SpecError
+from splitserve.orchestration.spec.cluster_spec import API_KEY_VARIABLE, ClusterSpec, SpecError
 from splitserve.orchestration.spec.conversion import convert_spec
 from splitserve.orchestration.spec.settings import SpecSetting, spec_settings
 from splitserve.orchestration.spec.shorthand import put, simple_spec
@@ -37,9 +41,11 @@ from splitserve.protocol.engine_config import (
 )
 from splitserve.protocol.request import Role
 
+_log = logging.getLogger(__name__)
+
 _SETTINGS = [each for each in spec_settings() if each.setting.flags and each.setting.command == "serve"]
 _FLAGS = {
-    "model.path": "PATH",
+    "model.path": "MODEL",
     "pools": "--prefill, --decode, --mixed",
     "name": "--name",
     **{each.place: each.setting.flags[0] for each in _SETTINGS},
@@ -68,8 +74,8 @@ def _add_setting(group: argparse._ActionsContainer, each: SpecSetting) -> None:
         details |= {"action": "store_const", "const": setting.const}
     elif isinstance(each.default, bool):
         details["action"] = argparse.BooleanOptionalAction if each.default else "store_true"
-    elif isinstance(each.default, list):
-        details |= {"action": "append", "metavar": metavar}
+    elif setting.further or isinstance(each.default, list):
+        details |= {"action": "extend", "nargs": "+", "metavar": metavar, "default": []}
     elif setting.choices:
         details["choices"] = setting.choices
     else:
@@ -82,7 +88,8 @@ def _parser_of(each: SpecSetting) -> Callable[[str], Any]:
     if each.setting.form == "size":
         return bytes_option if each.field else size_option(each.meta)
     if each.setting.form:
-        return {"address": address, "path": absolute_path}[each.setting.form]
+        parsers = {"address": address, "path": absolute_path, "source": source, "name or path": name_or_path}
+        return parsers[each.setting.form]
     if isinstance(each.default, float):
         return finite_number
     if isinstance(each.default, int) and not each.field:
@@ -124,7 +131,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Help with defaults, except trivial ones (none, empty, off); amounts of memory have units."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is None or action.default is False or action.default == "" or action.const is not None:
+        if action.default in (None, False, "", []) or action.const is not None:
             return action.help
         if action.metavar == "SIZE" and action.default:
             default = action.default if isinstance(action.default, str) else format_bytes(action.default)
@@ -138,11 +145,23 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 def add_spec_option(parser: argparse.ArgumentParser) -> None:
     """Add ``MODEL`` and its options, or ``--spec FILE`` instead of all of them."""
-    parser.add_argument("model", nargs="?", metavar="PATH", help="directory with config.json, *.safetensors, ...")
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="directory with config.json, *.safetensors, ...; or a model id of the Hugging Face Hub, like "
+        "Qwen/Qwen3-0.6B",
+    )
     parser.add_argument("--spec", default="", metavar="FILE", help="cluster spec (YAML), instead of the options below")
     parser.add_argument("--name", default="", help="of the cluster; empty: the spec's, which is 'default' by default")
     _add_pool_options(parser)
     _add_settings(parser, OPTION_GROUPS)
+    parser.add_argument(
+        "--api-key",
+        default="",
+        metavar="KEY",
+        help="the key itself, which every user of this machine sees in the list of processes; better: --api-key-file",
+    )
     parser.set_defaults(spec_parser=parser)
 
 
@@ -153,14 +172,32 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def cluster_spec(options: argparse.Namespace) -> ClusterSpec:
-    """Return the spec that the options describe, or the one in the file that they name. Raises :class:`ConfigError`."""
+    """Return the spec that the options describe, or the one in the file that they name. Raises :class:`ConfigError`.
+
+    A key given as an option is in this process's environment afterwards, where the processes of a cluster here find it.
+    """
+    spec = _given_spec(options)
+    if options.api_key:
+        if spec.secrets.api_key is not None:
+            raise ConfigError("--api-key: there is a reference to a key already (--api-key-file, or secrets.api_key)")
+        _log.warning(
+            "every user of this machine can see the --api-key in the list of processes: prefer --api-key-file, or "
+            "%s in the environment",
+            API_KEY_VARIABLE,
+        )
+        os.environ[API_KEY_VARIABLE] = options.api_key
+    return spec
+
+
+def _given_spec(options: argparse.Namespace) -> ClusterSpec:
     if options.spec:
         from splitserve.orchestration.spec.document import read_spec
 
         _refuse_other_options(options)
         return _called(options.name, read_spec(options.spec))
     if not options.model:
-        raise ConfigError("what is to be served? Give the path of a checkpoint, or --spec FILE")
+        after = "; it goes before options that take several values" if options.served_model_name else ""
+        raise ConfigError(f"what is to be served? Give the path of a checkpoint, or --spec FILE{after}")
     with errors_in_options(options):
         return _called(options.name, _spec_of_options(options))
 
@@ -170,6 +207,10 @@ def _spec_of_options(options: argparse.Namespace) -> ClusterSpec:
     engine: dict[str, Any] = {}
     for each in _SETTINGS:
         value = getattr(options, each.field or each.setting.flags[0].removeprefix("--").replace("-", "_"))
+        if each.setting.further:
+            value, further = (value[0], value[1:]) if value else ("", [])
+            if further:
+                put(parts, each.setting.further, further)
         if each.field:
             engine[each.field] = value
         elif value != each.default:
@@ -204,7 +245,7 @@ def _named(problems: Iterable[tuple[str, str]]) -> ConfigError:
 
 def flag_of(place: str) -> str:
     """Return the option that sets ``place`` of a spec, or that field of an engine's config; else ``place`` itself."""
-    anywhere = re.sub(r"\[\d+\]", "[]", place)
+    anywhere = re.sub(r"\[\d+\]", "[]", place).removesuffix("[]")
     return _FLAGS.get(anywhere) or _FLAGS.get(anywhere.removeprefix("pools[].")) or place
 
 
@@ -219,5 +260,5 @@ def _refuse_other_options(options: argparse.Namespace) -> None:
         for action in group._group_actions:
             given = getattr(options, action.dest, action.default) != action.default
             if given and (group.title in OPTION_GROUPS or action.dest == "model"):
-                flag = action.option_strings[0] if action.option_strings else "PATH"
+                flag = action.option_strings[0] if action.option_strings else "MODEL"
                 raise ConfigError(f"{flag} doesn't go with --spec: put it into {options.spec}, or leave --spec away")

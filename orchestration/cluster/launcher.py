@@ -13,12 +13,16 @@ from splitserve.orchestration.cluster.launch_errors import LaunchError, LaunchIn
 from splitserve.orchestration.cluster.router_keeper import probe_ready
 from splitserve.orchestration.hosts.local import ENTRIES, Entries, LocalHost
 from splitserve.orchestration.spec.cluster_spec import ClusterSpec
+from splitserve.orchestration.spec.hub import with_local_model
 
 __all__ = ["Entries", "LaunchError", "LaunchInterruptedError", "LocalCluster", "probe_ready", "stop_on_signals"]
 
 
 class LocalCluster(Cluster):
-    """Cluster on this machine. ``environment`` is added to the children's own; see :class:`.LocalHost`."""
+    """Cluster on this machine. ``environment`` is added to the children's own; see :class:`.LocalHost`.
+
+    A model id of the Hub is downloaded where this machine's cache lacks it; raises :class:`CheckpointError`.
+    """
 
     def __init__(
         self,
@@ -39,7 +43,7 @@ class LocalCluster(Cluster):
             environment=environment,
             log_folder=log_folder,
         )
-        super().__init__(spec, host, show=show, restart=restart, restart_router=restart)
+        super().__init__(with_local_model(spec), host, show=show, restart=restart, restart_router=restart)
 
 
 @contextmanager

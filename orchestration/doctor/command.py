@@ -2,7 +2,7 @@
 request through the real path.
 
     splitserve doctor                        this machine, with a small cluster of its own for the probe
-    splitserve doctor PATH [options]         likewise, and the start of `splitserve serve PATH [options]`
+    splitserve doctor MODEL [options]        likewise, and the start of `splitserve serve MODEL [options]`
     splitserve doctor --against URL          a running cluster
 
 Exit status: 0 no problem, 1 problems, 2 the doctor couldn't look (wrong options, wrong key, no Splitserve endpoint).
@@ -45,6 +45,7 @@ from splitserve.orchestration.doctor.report import Check, Diagnosis, Problem, ch
 from splitserve.orchestration.doctor.transport_checks import check_transports
 from splitserve.orchestration.spec.cluster_spec import API_KEY_VARIABLE, SECRET_VARIABLE, ClusterSpec, PoolSpec
 from splitserve.orchestration.spec.expansion import read_secret, resolve_secrets
+from splitserve.orchestration.spec.hub import with_local_model
 from splitserve.orchestration.spec.shorthand import simple_spec
 from splitserve.protocol.config import EngineConfig, ProtocolConfig
 
@@ -189,7 +190,7 @@ def _wanted_spec(options: argparse.Namespace) -> ClusterSpec | None:
         return None
     if not options.spec and not (options.prefill or options.decode or options.mixed):
         options.prefill = options.decode = 1
-    return cluster_spec(options)
+    return with_local_model(cluster_spec(options))
 
 
 def _probe_here(spec: ClusterSpec | None, transport: str, diagnosis: Diagnosis) -> Iterator[Check]:

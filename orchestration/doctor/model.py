@@ -9,7 +9,7 @@ from splitserve.models.config import load_model_config
 from splitserve.models.declared import stored_weights
 from splitserve.models.weights.checkpoint import read_records, weight_files, weights_version
 from splitserve.orchestration.doctor.report import Check, Problem, check, few
-from splitserve.orchestration.spec.cluster_spec import check_model_directory
+from splitserve.orchestration.spec.model_source import check_model_directory
 
 DUMMY = "dummy"
 
@@ -28,7 +28,7 @@ def look_at_model(path: str, load_format: str = "auto", served_versions: Collect
             return check("model files", text)
     except CheckpointError as error:
         advice = (
-            "download the checkpoint again (config.json, every *.safetensors file, tokenizer.json), or correct PATH"
+            "download the checkpoint again (config.json, every *.safetensors file, tokenizer.json), or correct MODEL"
         )
         return check("model files", path, [Problem("missing_weights", str(error), advice)])
     advice = "put the old files back, or start the cluster again: a restarted worker would be rejected"

@@ -32,7 +32,7 @@ from splitserve.orchestration.hosts.topology import read_topology
 from splitserve.orchestration.lmcache.keeper import is_lmcache
 from splitserve.orchestration.lmcache.on_ray import endpoint_on, port_on
 from splitserve.orchestration.ray.names import ADDRESS_VARIABLE, CLUSTER_VARIABLE, HEAD_SECRET, HEAD_VARIABLE
-from splitserve.orchestration.spec.cluster_spec import ClusterSpec, PoolSpec, check_model_directory
+from splitserve.orchestration.spec.cluster_spec import ClusterSpec, PoolSpec
 from splitserve.orchestration.spec.conversion import convert_spec
 from splitserve.orchestration.spec.expansion import (
     RouterPorts,
@@ -43,6 +43,8 @@ from splitserve.orchestration.spec.expansion import (
     worker_config,
     worker_environment,
 )
+from splitserve.orchestration.spec.hub import with_local_model
+from splitserve.orchestration.spec.model_source import check_model_directory
 
 POLL_SECONDS = 5.0
 END_SECONDS = 3.0
@@ -118,8 +120,8 @@ class Agent:
 
     def _start(self) -> None:
         order = self._order
-        spec = convert_spec(order.spec)
         remove_abandoned()
+        spec = with_local_model(convert_spec(order.spec))
         check_model_directory(spec.model.path)
         secrets = _secrets(spec)
         address = own_address(spec.network, _node_address())

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from splitserve.common.errors import CheckpointError, ConfigError
+from splitserve.common.errors import ConfigError
+from splitserve.orchestration.spec.model_source import is_model_id
 from splitserve.orchestration.spec.sizes import parse_bytes
 from splitserve.protocol.config import HttpLimits, LMCacheConfig, ProtocolConfig, RouterConfig
 from splitserve.protocol.engine_config import ENDPOINT, WORKERS, Device, Dtype, EngineConfig, LoadFormat
@@ -19,6 +20,7 @@ from splitserve.protocol.request import Role
 from splitserve.protocol.settings import Setting, description_of, hints_of, meta_of, setting_of
 
 Name: TypeAlias = Annotated[str, Meta(pattern="^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
+ModelName: TypeAlias = Annotated[str, Meta(min_length=1)]
 Positive: TypeAlias = Annotated[int, Meta(ge=1)]
 NotNegative: TypeAlias = Annotated[int, Meta(ge=0)]
 
@@ -78,7 +80,13 @@ class ModelSpec(Part, frozen=True, kw_only=True):
     """The one model that the cluster serves."""
 
     path: Annotated[str, Meta(min_length=1), _engine("model")]
+    revision: Annotated[
+        str,
+        Meta(description="Branch, tag or commit of a model of the Hub; empty: its main branch."),
+        Setting(flags=("--revision",), metavar="REVISION", group=ENDPOINT),
+    ] = ""
     served_name: Annotated[str, _engine("served_model_name")] = ""
+    aliases: Annotated[list[ModelName], _router("aliases")] = []
     load_format: Annotated[LoadFormat, _engine("load_format")] = "auto"
     max_model_len: Annotated[int, _engine("max_model_len")] = 0
     seed: Annotated[int, _engine("seed")] = 0
@@ -156,6 +164,10 @@ class RouterSpec(Part, frozen=True, kw_only=True):
     policy: Annotated[str, _router("policy")] = _ROUTER["policy"]
     max_requests_in_flight: Annotated[int, _router("max_requests_in_flight")] = _ROUTER["max_requests_in_flight"]
     max_body_mib: Annotated[int, _router("max_body_mib")] = _ROUTER["max_body_mib"]
+    response_template: Annotated[str, _router("response_template")] = _ROUTER["response_template"]
+    generation_config: Annotated[str, _router("generation_config")] = _ROUTER["generation_config"]
+    chat_template: Annotated[str, _router("chat_template")] = _ROUTER["chat_template"]
+    allowed_origins: Annotated[list[str], _router("allowed_origins")] = []
     nodes: NodeSpec = NodeSpec()
 
 
@@ -273,8 +285,9 @@ class ClusterSpec(Part, frozen=True, kw_only=True):
 
     @property
     def served_model_name(self) -> str:
-        """Return the model id that clients send: the configured one, else the directory's name."""
-        return self.model.served_name or Path(self.model.path).resolve().name
+        """Return the model id that clients send: the configured one, else the Hub's, else the directory's name."""
+        path = self.model.path
+        return self.model.served_name or (path if is_model_id(path) else Path(path).resolve().name)
 
     def pool(self, name: str) -> PoolSpec:
         """Return the pool of that name. An unknown name raises :class:`ConfigError`, which lists the pools."""
@@ -346,21 +359,6 @@ class SpecError(ConfigError):
         super().__init__("; ".join(f"{place}: {text}" if place else text for place, text in problems))
         self.problems = problems
         self.repaired = repaired
-
-
-def check_model_directory(model: str) -> None:
-    """Raise :class:`CheckpointError` unless ``model`` is a directory with a Hugging Face ``config.json``."""
-    folder = Path(model)
-    if not folder.exists():
-        raise CheckpointError(
-            f"no such directory: {model}. Give the path of a Hugging Face checkpoint on disk; "
-            "`splitserve demo-model DIR` writes a small one"
-        )
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(
-            f"{model} is not a Hugging Face checkpoint: it has no config.json "
-            "(it needs that, *.safetensors and tokenizer.json)"
-        )
 
 
 def set_fields(settings: Struct) -> dict[str, Any]:

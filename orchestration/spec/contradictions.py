@@ -1,5 +1,6 @@
 """Contradictions within a cluster spec: pure checks of a whole document; each problem has its location."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -32,6 +33,9 @@ MANAGED_VARIABLES = frozenset(
 )
 
 
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s@*]+")
+
+
 def contradictions(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
     """Yield each contradiction: its location in the document, and a message."""
     names = [pool.name for pool in spec.pools]
@@ -47,6 +51,9 @@ def contradictions(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
     yield from ((f"lmcache{place}", text) for place, text in _lmcache_problems(spec))
     if spec.router.policy not in PLACEMENT_POLICIES:
         yield "router.policy", f"is {spec.router.policy!r}; choose one of {', '.join(PLACEMENT_POLICIES)}"
+    for index, origin in enumerate(spec.router.allowed_origins):
+        if not _ORIGIN.fullmatch(origin):
+            yield f"router.allowed_origins[{index}]", f"must be like https://app.example.com, or *, got {origin!r}"
     if spec.connector.transports and not {"tcp", "all"} & set(spec.connector.transports):
         yield "connector.transports", "add tcp: UCX needs it to set connections up"
     yield from ((f"protocol.{field}", text) for field, text in protocol_problems(spec.protocol_config()))

@@ -56,7 +56,7 @@ def simple_spec(
     }
     document = to_builtins(document)  # constructors check no bounds
     for field, place in PLACES.items():
-        if place.partition(".")[0] not in ("pools[]", *parts) and (value := getattr(engine, field)) != _ENGINE[field]:
+        if (value := getattr(engine, field)) != _ENGINE.get(field) and _is_free(document, place):
             put(document, place, value)
     return convert_spec(document)
 
@@ -76,6 +76,13 @@ def put(document: dict[str, Any], place: str, value: Any) -> None:
     for each in outer:
         document = document.setdefault(each, {})
     document[name] = value
+
+
+def _is_free(document: dict[str, Any], place: str) -> bool:
+    """Return whether ``place``, outside of the pools, is left to the engine's settings."""
+    part, *names = place.split(".")
+    given = document.get(part, {})
+    return part != "pools[]" and isinstance(given, dict) and names[0] not in given
 
 
 def _settings_of(kind: Any, config: Struct) -> Any:

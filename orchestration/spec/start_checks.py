@@ -14,6 +14,7 @@ import psutil
 
 from splitserve.common.cores import usable_cpus
 from splitserve.common.errors import CheckpointError, ConfigError
+from splitserve.common.model_files import GENERATION_CONFIG
 from splitserve.common.security import check_exposure
 from splitserve.models.config import ModelConfig, load_model_config
 from splitserve.models.declared import check_tensor_parallel_size
@@ -21,17 +22,12 @@ from splitserve.models.weights.checkpoint import weight_files
 from splitserve.models.weights.sizes import activation_bytes, kv_token_bytes, logits_bytes
 from splitserve.orchestration.hosts.addresses import LOOPBACK, own_address
 from splitserve.orchestration.hosts.gpus import Gpu, check_enough_gpus, has_driver
-from splitserve.orchestration.spec.cluster_spec import (
-    ClusterSpec,
-    PoolSpec,
-    SecretRef,
-    SpecError,
-    check_model_directory,
-    set_fields,
-)
+from splitserve.orchestration.spec.cluster_spec import ClusterSpec, PoolSpec, SecretRef, SpecError, set_fields
 from splitserve.orchestration.spec.contradictions import place_of
 from splitserve.orchestration.spec.expansion import read_secret, resolve_shared_secret
+from splitserve.orchestration.spec.model_source import check_model_directory, is_model_id
 from splitserve.orchestration.spec.sizes import format_bytes
+from splitserve.protocol.config import AUTO, NONE
 from splitserve.protocol.engine_config import DEVICE_DEFAULTS, machine_problems
 
 Problem: TypeAlias = tuple[str, str]
@@ -72,6 +68,10 @@ def file_problems(spec: ClusterSpec) -> list[Problem]:
 
 
 def _model_problems(spec: ClusterSpec) -> Iterator[Problem]:
+    if is_model_id(spec.model.path):
+        return  # checked once it is downloaded
+    if spec.model.revision:
+        yield "model.revision", f"is of a model of the Hub, but {spec.model.path} is a directory; leave it out"
     directory = Path(spec.model.path)
     try:
         check_model_directory(spec.model.path)
@@ -143,9 +143,20 @@ def _directory_problems(spec: ClusterSpec) -> Iterator[Problem]:
             directory = settings.get(field, "")
             if directory and not _can_be_written(Path(directory)):
                 yield place_of(spec, pool, f"pools[{index}]", field), f"can't write to {directory}"
+    yield from _router_file_problems(spec)
     environment = spec.lmcache.environment if spec.lmcache is not None else ""
     if environment and not Path(environment).is_dir():
         yield "lmcache.environment", f"no such directory: {environment}"
+
+
+def _router_file_problems(spec: ClusterSpec) -> Iterator[Problem]:
+    router = spec.router
+    if router.generation_config not in (AUTO, NONE):
+        file = Path(router.generation_config) / GENERATION_CONFIG
+        if not file.is_file():
+            yield "router.generation_config", f"must be auto, none or a directory with {file.name}: {file} is missing"
+    if router.chat_template and not Path(router.chat_template).is_file():
+        yield "router.chat_template", f"there is no file {router.chat_template}"
 
 
 def _can_be_written(directory: Path) -> bool:

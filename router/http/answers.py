@@ -11,7 +11,7 @@ the stream has begun, or while a request waits for a worker that replaces a lost
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.responses import Response
@@ -20,10 +20,11 @@ from starlette.types import Receive, Scope, Send
 from splitserve.protocol.request import SamplingParams
 from splitserve.protocol.token_ids import TokenIds
 from splitserve.router.http.api_error import ApiError, error_of_failure
-from splitserve.router.http.formats import DONE_EVENT, Format, Usage, send_json, sse_event
+from splitserve.router.http.formats import Format, Usage, send_json
 from splitserve.router.http.inbox import Inbox
 from splitserve.router.http.keep_alive import KEEP_ALIVE, Pulse
-from splitserve.router.requests.active_request import ActiveRequest
+from splitserve.router.output.parts import Part
+from splitserve.router.requests.active_request import NO_CONTEXT, ActiveRequest, RequestContext
 from splitserve.router.requests.dispatcher import ClientGoneError, Dispatcher
 from splitserve.router.requests.outcome import route
 from splitserve.router.requests.state import NOTHING, Update
@@ -64,8 +65,9 @@ class GenerationResponse(Response):
         *,
         arrived_at: float,
         stream: bool,
-        include_usage: bool,
-        return_route: bool,
+        return_route: bool = False,
+        continuous_usage: bool = False,
+        context: RequestContext = NO_CONTEXT,
     ) -> None:
         super().__init__()
         self._dispatcher = dispatcher
@@ -73,11 +75,13 @@ class GenerationResponse(Response):
         self._format = answer_format
         self._arrived_at = arrived_at
         self._stream = stream
-        self._include_usage = include_usage
         self._return_route = return_route
+        self._continuous_usage = continuous_usage
+        self._context = context
         self._inbox = Inbox()
         self._requests: list[ActiveRequest] = []
         self._num_open = len(prompts)
+        self._num_streamed = 0  # tokens of chunks with usage
         self._gone = False
         self._is_silent = False  # a comment is due
 
@@ -93,7 +97,7 @@ class GenerationResponse(Response):
         except TimeoutError:  # the server closes the connection of an answer that isn't complete
             log.warning("a client doesn't read its answer: given up")
         except ApiError as error:
-            await send_json(send, error.status, error.encode(), error.headers())
+            await send_json(send, error.status, self._format.error_body(error), error.headers())
         finally:
             watcher.cancel()
             for request in self._requests:
@@ -115,6 +119,7 @@ class GenerationResponse(Response):
                 self._inbox,
                 self._arrived_at,
                 watch_client=lambda: self._watcher,
+                context=self._context,
             )
             self._requests.append(request)
 
@@ -154,6 +159,7 @@ class GenerationResponse(Response):
         token_ids: list[list[int]] = [[] for _ in self._prompts]
         logprobs: list[list[dict[str, Any] | None]] = [[] for _ in self._prompts]
         of_prompts: list[list[Any] | None] = [None for _ in self._prompts]
+        parts: list[list[Part] | None] = [None for _ in self._prompts]
         while self._num_open:
             pieces, error = await self._next_pieces()
             if error is not None:
@@ -163,11 +169,19 @@ class GenerationResponse(Response):
                 token_ids[index].extend(piece.token_ids)
                 logprobs[index].append(piece.logprobs)
                 of_prompts[index] = of_prompts[index] or piece.prompt_logprobs
+                if piece.parts is not None:
+                    parts[index] = [*(parts[index] or ()), *piece.parts]
         choices = [
-            Piece("".join(text), ids, prompt.choice.finish_reason, joined(scores), of_prompt)
-            for text, ids, scores, of_prompt, prompt in zip(
-                texts, token_ids, logprobs, of_prompts, self._prompts, strict=True
+            Piece(
+                "".join(texts[index]),
+                token_ids[index],
+                prompt.choice.finish_reason,
+                parts[index],
+                prompt.choice.has_calls,
+                joined(logprobs[index]),
+                of_prompts[index],
             )
+            for index, prompt in enumerate(self._prompts)
         ]
         body = self._format.answer(choices, self._usage(), self._route(self._requests[0]))
         await send_json(send, 200, body)
@@ -205,19 +219,20 @@ class GenerationResponse(Response):
             if events and not started:
                 await send(_STREAM_START)
                 started = True
+                events = self._format.begin(self._usage()) + events
             if error is not None or not self._num_open:
                 break
             if events:
                 await send({"type": "http.response.body", "body": events, "more_body": True})
                 pulse.note_sent()
-        if error is not None:
-            events += sse_event(error.body())
-        elif self._include_usage:
-            events += self._format.usage_chunk(self._usage())
-        await send({"type": "http.response.body", "body": events + DONE_EVENT, "more_body": False})
+        events += self._format.end(self._usage()) if error is None else self._format.failure(error)
+        await send({"type": "http.response.body", "body": events, "more_body": False})
 
     def _events(self, index: int, piece: Piece, opened: set[int]) -> bytes:
         extra = {} if piece.finish_reason is None else self._route(self._requests[index])
+        if self._continuous_usage:
+            self._num_streamed += len(piece.token_ids)
+            extra["usage"] = replace(self._usage(), completion_tokens=self._num_streamed).as_json()
         chunk = self._format.chunk(index, piece, extra)
         if index in opened:
             return chunk

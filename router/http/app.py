@@ -1,10 +1,7 @@
 """The HTTP interface: OpenAI's endpoints, health, readiness, metrics. Every error has OpenAI's shape."""
 
 import asyncio
-import hashlib
-import hmac
-import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -19,21 +16,19 @@ from splitserve import __version__
 from splitserve.router.admin.cluster_report import cluster_report
 from splitserve.router.admin.metrics import RouterMetrics
 from splitserve.router.admin.profiles import MAX_PROFILE_BODY_BYTES, parse_profile_request
-from splitserve.router.http.answers import GenerationResponse, Prompt
+from splitserve.router.http.access.api_key import RequireKey
+from splitserve.router.http.access.content_type import check_json
+from splitserve.router.http.access.cross_origin import allow_origins
+from splitserve.router.http.access.local_origin import RequireLocal
+from splitserve.router.http.access.request_id import GiveRequestIds, request_id_of
 from splitserve.router.http.api_error import ApiError
-from splitserve.router.http.body import BodyReader
-from splitserve.router.http.content_type import check_json
 from splitserve.router.http.formats import ChatFormat, CompletionFormat, Format
-from splitserve.router.http.local_origin import RequireLocal
 from splitserve.router.http.openapi import openapi_document
-from splitserve.router.http.parsing import RequestModel
 from splitserve.router.http.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
-from splitserve.router.placement.placer import Limits
+from splitserve.router.http.serving import Serving
 from splitserve.router.placement.policies import Disaggregated, NoWorker, RequestShape
-from splitserve.router.requests.dispatcher import ClientGoneError, Dispatcher
-from splitserve.router.text.preparation import Preparation, check_not_empty
+from splitserve.router.text.preparation import check_not_empty
 
-_KEYED_PATHS = ("/v1/", "/admin/")
 _CLOSED_TRANSPORT = "the handler is closed"  # uvloop's message between a connection's reset and its report of the reset
 
 Handler: TypeAlias = Callable[[Request], Coroutine[Any, Any, Response]]
@@ -42,53 +37,52 @@ Handler: TypeAlias = Callable[[Request], Coroutine[Any, Any, Response]]
 class Api:
     """The endpoints' handlers, for one model."""
 
-    def __init__(
-        self,
-        model_id: str,
-        dispatcher: Dispatcher,
-        preparation: Preparation,
-        metrics: RouterMetrics,
-        bodies: BodyReader,
-    ) -> None:
-        self.model_id = model_id
-        self._dispatcher = dispatcher
-        self._preparation = preparation
+    def __init__(self, serving: Serving, metrics: RouterMetrics) -> None:
+        self._serving = serving
+        self.served_model = serving.model
+        self._dispatcher = serving.dispatcher
         self._metrics = metrics
-        self._created = int(time.time())
-        self._bodies = bodies
+        self._bodies = serving.bodies
 
     async def completions(self, request: Request) -> Response:
         arrived_at = asyncio.get_running_loop().time()
-        body, num_bytes = await self._read(request, CompletionRequest)
+        body, num_bytes = await self._serving.read(request, CompletionRequest)
         check_not_empty(body)
-        limits = await self._limits(request, arrived_at, num_bytes)
-        count = len(body.prompts())
-        self._dispatcher.admit(count, "prompt")
-        try:
-            prompts = await self._preparation.completion(body, limits)
-            return self._answer(CompletionFormat, body, prompts, arrived_at)
-        except BaseException:
-            self._dispatcher.release(count)
-            raise
+        return await self._serving.generate(
+            request,
+            body,
+            num_bytes,
+            self._format(CompletionFormat, body, request),
+            lambda limits: self._serving.preparation.completion(body, limits),
+            arrived_at=arrived_at,
+            count=len(body.prompts()),
+        )
 
     async def chat_completions(self, request: Request) -> Response:
         arrived_at = asyncio.get_running_loop().time()
-        body, num_bytes = await self._read(request, ChatCompletionRequest)
-        limits = await self._limits(request, arrived_at, num_bytes)
-        self._dispatcher.admit(1)
-        try:
-            prompts = await self._preparation.chat(body, limits)
-            return self._answer(ChatFormat, body, prompts, arrived_at)
-        except BaseException:
-            self._dispatcher.release(1)
-            raise
+        body, num_bytes = await self._serving.read(request, ChatCompletionRequest)
+        return await self._serving.generate(
+            request,
+            body,
+            num_bytes,
+            self._format(ChatFormat, body, request),
+            lambda limits: self._serving.preparation.chat(body, limits),
+            arrived_at=arrived_at,
+        )
+
+    def _format(self, kind: type[Format], body: GenerationRequest, request: Request) -> Format:
+        return kind(
+            self.served_model.name(body.model),
+            include_usage=body.include_usage,
+            return_token_ids=bool(body.return_token_ids),
+            request_id=request_id_of(request),
+        )
 
     async def models(self, _request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model_card()]})
+        return JSONResponse({"object": "list", "data": self.served_model.cards()})
 
     async def model(self, request: Request) -> Response:
-        self._check_model(request.path_params["model_id"])
-        return JSONResponse(self._model_card())
+        return JSONResponse(self.served_model.card(self.served_model.name(request.path_params["model_id"])))
 
     async def health(self, _request: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -124,66 +118,23 @@ class Api:
             raise ApiError(503, "no worker is ready: try again", code="no_worker")
         return JSONResponse({"workers": reports})
 
-    async def _read(self, request: Request, model: type[RequestModel]) -> tuple[RequestModel, int]:
-        """Return the request's body and its size in bytes."""
-        check_json(request)
-        body, num_bytes = await self._bodies.parse(request, model)
-        self._check_model(body.model)
-        return body, num_bytes
 
-    async def _limits(self, request: Request, arrived_at: float, num_bytes: int) -> Limits:
-        """Return the limits of the current workers, or wait shortly for workers. Raises :class:`ApiError` 503."""
-        watchers: list[asyncio.Task[None]] = []
-
-        def watch_client() -> asyncio.Task[None]:
-            watchers.append(asyncio.create_task(_until_disconnected(request)))
-            return watchers[-1]
-
-        try:
-            return await self._dispatcher.limits(arrived_at, num_bytes, watch_client)
-        except ClientGoneError:
-            raise ClientDisconnect from None
-        finally:
-            for watcher in watchers:
-                watcher.cancel()
-
-    def _answer(
-        self, kind: type[Format], body: GenerationRequest, prompts: list[Prompt], arrived_at: float
-    ) -> GenerationResponse:
-        answer_format = kind(
-            self.model_id, include_usage=body.include_usage, return_token_ids=bool(body.return_token_ids)
-        )
-        return GenerationResponse(
-            self._dispatcher,
-            prompts,
-            answer_format,
-            arrived_at=arrived_at,
-            stream=bool(body.stream),
-            include_usage=body.include_usage,
-            return_route=bool(body.return_route),
-        )
-
-    def _check_model(self, model_id: str) -> None:
-        if model_id != self.model_id:
-            message = f"the model {model_id!r} does not exist; this server serves {self.model_id!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-
-    def _model_card(self) -> dict[str, Any]:
-        return {"id": self.model_id, "object": "model", "created": self._created, "owned_by": "splitserve"}
-
-
-async def _until_disconnected(request: Request) -> None:
-    """Wait until the client disconnects; the request's body must have been read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-def create_app(api: Api, metrics: RouterMetrics, api_key: str = "", *, local_only: bool = False) -> ASGIApp:
+def create_app(
+    api: Api,
+    metrics: RouterMetrics,
+    api_key: str = "",
+    *,
+    local_only: bool = False,
+    allowed_origins: Collection[str] = (),
+    more_posts: Sequence[tuple[str, Handler]] = (),
+) -> ASGIApp:
     """Return the ASGI application: routes, errors in OpenAI's shape, request counts.
 
-    ``api_key`` protects /v1 and /admin. With ``local_only``, Host and Origin of requests must name a loopback host.
+    ``api_key`` protects /v1 and /admin. With ``local_only``, Host must name a loopback host, and Origin one as well or
+    one of ``allowed_origins``, whose pages may read the answers. ``more_posts``: paths of further endpoints, and their
+    handlers.
     """
-    document = msgspec.json.encode(openapi_document(api.model_id, wants_key=bool(api_key)))
+    document = msgspec.json.encode(openapi_document(api.served_model.names, wants_key=bool(api_key)))
 
     async def openapi(_request: Request) -> Response:
         return Response(document, media_type="application/json")
@@ -192,6 +143,7 @@ def create_app(api: Api, metrics: RouterMetrics, api_key: str = "", *, local_onl
         ("/v1/completions", api.completions),
         ("/v1/chat/completions", api.chat_completions),
         ("/admin/profile", api.profile),
+        *more_posts,
     ]
     gets: list[tuple[str, Handler]] = [
         ("/v1/models", api.models),
@@ -215,7 +167,9 @@ def create_app(api: Api, metrics: RouterMetrics, api_key: str = "", *, local_onl
     app = FastAPI(title="Splitserve", version=__version__, openapi_url=None, routes=routes, exception_handlers=on_error)
     paths = frozenset(path for path, _ in posts + gets)
     guarded: ASGIApp = RequireKey(app, api_key) if api_key else app
-    return CountRequests(RequireLocal(guarded) if local_only else guarded, metrics, paths)
+    shared = allow_origins(guarded, allowed_origins)
+    local = RequireLocal(shared, allowed_origins) if local_only else shared
+    return GiveRequestIds(CountRequests(local, metrics, paths))
 
 
 async def _on_api_error(_request: Request, error: Exception) -> Response:
@@ -240,29 +194,6 @@ async def _on_client_disconnect(_request: Request, _error: Exception) -> Respons
 async def _on_unexpected(request: Request, _error: Exception) -> Response:
     """Answer 500 for a bug of ours; the server logs the traceback."""
     return await _on_api_error(request, ApiError(500, "internal error", code="internal_error"))
-
-
-class RequireKey:
-    """ASGI middleware that answers 401 under /v1 and /admin unless the request carries the API key. It checks the key
-    before it reads the body."""
-
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
-        self._app = app
-        self._digest = hashlib.sha256(api_key.encode()).digest()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_free = scope["type"] != "http" or not scope["path"].startswith(_KEYED_PATHS)
-        if is_free or self._is_allowed(scope["headers"]):
-            await self._app(scope, receive, send)
-            return
-        error = ApiError(401, "incorrect or missing API key: send 'Authorization: Bearer KEY'", code="invalid_api_key")
-        await Response(error.encode(), 401, {"www-authenticate": "Bearer"}, "application/json")(scope, receive, send)
-
-    def _is_allowed(self, headers: list[tuple[bytes, bytes]]) -> bool:
-        given = [value for name, value in headers if name == b"authorization"]
-        scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
-        # Digests have equal lengths, so that the comparison's time is independent of the key.
-        return scheme.lower() == b"bearer" and hmac.compare_digest(hashlib.sha256(key.strip()).digest(), self._digest)
 
 
 class CountRequests:

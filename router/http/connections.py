@@ -27,7 +27,7 @@ from uvicorn.server import ServerState
 from splitserve.protocol.config import HttpLimits
 from splitserve.router.admin.metrics import RouterMetrics
 from splitserve.router.http.api_error import ApiError
-from splitserve.router.http.body import BODY_SECONDS
+from splitserve.router.http.bodies.reader import BODY_SECONDS
 
 log = logging.getLogger(__name__)
 

@@ -11,6 +11,8 @@ import msgspec
 from starlette.types import Send
 
 from splitserve.protocol.request import FinishReason
+from splitserve.router.http.api_error import ApiError
+from splitserve.router.output.chat_json import TOOL_CALLS, delta_of, message_of
 from splitserve.router.text.choice import Piece
 
 _encoder = msgspec.json.Encoder()
@@ -52,9 +54,11 @@ class Format(ABC):
     whole_kind: str
     chunk_kind: str
 
-    def __init__(self, model: str, *, include_usage: bool, return_token_ids: bool) -> None:
+    def __init__(
+        self, model: str, *, include_usage: bool = False, return_token_ids: bool = False, request_id: str = ""
+    ) -> None:
         self._head = {
-            "id": f"{self.id_prefix}-{secrets.token_hex(12)}",
+            "id": f"{self.id_prefix}-{request_id or secrets.token_hex(12)}",
             "object": self.chunk_kind,
             "created": int(time.time()),
             "model": model,
@@ -62,16 +66,34 @@ class Format(ABC):
         self._include_usage = include_usage
         self._return_token_ids = return_token_ids
 
+    def begin(self, usage: Usage) -> bytes:  # noqa: ARG002
+        """Return the events that begin a stream; ``usage`` has the prompt's tokens only."""
+        return b""
+
+    def end(self, usage: Usage) -> bytes:
+        """Return the events that end a stream after its last chunk."""
+        return (self.usage_chunk(usage) if self._include_usage else b"") + DONE_EVENT
+
+    def failure(self, error: ApiError) -> bytes:
+        """Return the events that end a stream that fails after its first byte."""
+        return sse_event(error.body()) + DONE_EVENT
+
+    def error_body(self, error: ApiError) -> bytes:
+        """Return the body of the answer to a request that fails before its first byte."""
+        return error.encode()
+
     def opening(self, index: int) -> bytes:  # noqa: ARG002
         """Return the events that precede a choice's first chunk."""
         return b""
 
     def chunk(self, index: int, piece: Piece, extra: dict[str, Any]) -> bytes:
         """Return the event of one piece of one choice; ``extra`` is merged into the object."""
-        choice = self._choice(index, piece.finish_reason) | self._delta(piece.text)
+        if piece.parts is not None and not (piece.parts or piece.finish_reason or self._return_token_ids):
+            return b""  # the text so far belongs to no part yet
+        choice = self._choice(index, self._reason(piece)) | self._delta(piece)
         if self._return_token_ids:
             choice["token_ids"] = list(piece.token_ids)
-        return self._event([choice | _scores(piece)], extra)
+        return self._event([choice | scores_of(piece)], extra)
 
     def usage_chunk(self, usage: Usage) -> bytes:
         return sse_event({**self._head, "choices": [], "usage": usage.as_json()})
@@ -80,32 +102,35 @@ class Format(ABC):
         """Return the whole answer; ``choices`` are whole outputs."""
         entries = []
         for index, piece in enumerate(choices):
-            entry = self._choice(index, piece.finish_reason) | self._message(piece.text)
+            entry = self._choice(index, self._reason(piece)) | self._message(piece)
             if self._return_token_ids:
                 entry["token_ids"] = list(piece.token_ids)
-            entries.append(entry | _scores(piece))
+            entries.append(entry | scores_of(piece))
         head = {**self._head, "object": self.whole_kind}
         return _encoder.encode({**head, "choices": entries, "usage": usage.as_json(), **extra})
 
     def _event(self, choices: list[dict[str, Any]], extra: dict[str, Any]) -> bytes:
         content = {**self._head, "choices": choices, **extra}
         if self._include_usage:
-            content["usage"] = None
+            content.setdefault("usage", None)
         return sse_event(content)
 
-    def _choice(self, index: int, finish_reason: FinishReason | None) -> dict[str, Any]:
+    def _reason(self, piece: Piece) -> str | None:
+        return piece.finish_reason
+
+    def _choice(self, index: int, finish_reason: str | None) -> dict[str, Any]:
         return {"index": index, "logprobs": None, "finish_reason": finish_reason}
 
     @abstractmethod
-    def _delta(self, text: str) -> dict[str, Any]:
+    def _delta(self, piece: Piece) -> dict[str, Any]:
         """Return the JSON of a choice's new text in a chunk."""
 
     @abstractmethod
-    def _message(self, text: str) -> dict[str, Any]:
+    def _message(self, piece: Piece) -> dict[str, Any]:
         """Return the JSON of a choice's whole text."""
 
 
-def _scores(piece: Piece) -> dict[str, Any]:
+def scores_of(piece: Piece) -> dict[str, Any]:
     """Return the log-probabilities among the fields of a choice; none if they aren't wanted."""
     found: dict[str, Any] = {} if piece.logprobs is None else {"logprobs": piece.logprobs}
     return found if piece.prompt_logprobs is None else found | {"prompt_logprobs": piece.prompt_logprobs}
@@ -116,11 +141,11 @@ class CompletionFormat(Format):
     whole_kind = "text_completion"
     chunk_kind = "text_completion"
 
-    def _delta(self, text: str) -> dict[str, Any]:
-        return {"text": text}
+    def _delta(self, piece: Piece) -> dict[str, Any]:
+        return {"text": piece.text}
 
-    def _message(self, text: str) -> dict[str, Any]:
-        return {"text": text}
+    def _message(self, piece: Piece) -> dict[str, Any]:
+        return {"text": piece.text}
 
 
 class ChatFormat(Format):
@@ -132,8 +157,15 @@ class ChatFormat(Format):
         choice = self._choice(index, None) | {"delta": {"role": "assistant", "content": ""}}
         return self._event([choice], {})
 
-    def _delta(self, text: str) -> dict[str, Any]:
-        return {"delta": {"content": text} if text else {}}
+    def _reason(self, piece: Piece) -> str | None:
+        return TOOL_CALLS if piece.has_calls and piece.finish_reason is FinishReason.STOP else piece.finish_reason
 
-    def _message(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def _delta(self, piece: Piece) -> dict[str, Any]:
+        if piece.parts is None:
+            return {"delta": {"content": piece.text} if piece.text else {}}
+        return {"delta": delta_of(piece.parts)}
+
+    def _message(self, piece: Piece) -> dict[str, Any]:
+        if piece.parts is None:
+            return {"message": {"role": "assistant", "content": piece.text, "refusal": None}}
+        return {"message": message_of(piece.parts)}

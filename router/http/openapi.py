@@ -4,11 +4,16 @@ Request bodies come from the models of :mod:`splitserve.router.http.schema`, and
 with neutral values only. Limits that depend on the workers (context length, vocabulary) aren't in it.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from splitserve import __version__
 from splitserve.protocol.request import FinishReason
-from splitserve.router.http.schema import NEUTRAL_ONLY, ChatCompletionRequest, CompletionRequest, GenerationRequest
+from splitserve.router.http.access.api_key import KEYED_PATHS
+from splitserve.router.http.endpoints.generate import GenerateRequest
+from splitserve.router.http.endpoints.tokens import DetokenizeRequest, TokenizeRequest
+from splitserve.router.http.schema import ChatCompletionRequest, CompletionRequest, ModelBody
+from splitserve.router.output.chat_json import TOOL_CALLS
 
 Json = dict[str, Any]
 
@@ -31,17 +36,20 @@ _ERRORS = {
 }
 
 
-def openapi_document(model_id: str, *, wants_key: bool) -> Json:
+def openapi_document(names: Sequence[str], *, wants_key: bool) -> Json:
     """Return the whole document, as a value for JSON."""
     keyed = (401,) if wants_key else ()
     generation_errors = (400, *keyed, 404, 408, 413, 415, 429, 502, 503, 504)
     paths: Json = {
         "/v1/completions": {"post": _generation("Continue prompts", "Completion", generation_errors)},
         "/v1/chat/completions": {"post": _generation("Answer a chat", "ChatCompletion", generation_errors)},
+        "/v1/generate": {"post": _generation("Continue a prompt of token ids", "Generate", generation_errors)},
+        "/tokenize": {"post": _body("Text or messages to token ids", "Tokenize", generation_errors)},
+        "/detokenize": {"post": _body("Token ids to text", "Detokenize", generation_errors)},
         "/v1/models": {"get": _operation("The model served", _json(_ref("ModelList")), keyed)},
         "/v1/models/{model_id}": {
             "get": _operation("The model served", _json(_ref("Model")), (*keyed, 404))
-            | {"parameters": [{"name": "model_id", "in": "path", "required": True, "schema": {"const": model_id}}]}
+            | {"parameters": [{"name": "model_id", "in": "path", "required": True, "schema": {"enum": list(names)}}]}
         },
         "/health": {"get": _operation("Whether the router runs", _json(_status("ok")))},
         "/ready": {"get": _ready()},
@@ -52,13 +60,13 @@ def openapi_document(model_id: str, *, wants_key: bool) -> Json:
         "openapi": "3.1.0",
         "info": {"title": "Splitserve", "version": __version__},
         "paths": paths,
-        "components": {"schemas": _schemas(model_id)},
+        "components": {"schemas": _schemas(names)},
     }
     if wants_key:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         for path, item in paths.items():
             for operation in item.values():
-                operation["security"] = [{"key": []}] if path.startswith("/v1/") else []
+                operation["security"] = [{"key": []}] if path.startswith(KEYED_PATHS) else []
     return document
 
 
@@ -67,6 +75,12 @@ def _generation(summary: str, kind: str, errors: tuple[int, ...]) -> Json:
     content = _json(_ref(kind)) | {"text/event-stream": {"itemSchema": _ref("Event")}}
     body = {"required": True, "content": _json(_ref(f"{kind}Request"))}
     return _operation(summary, content, errors) | {"requestBody": body}
+
+
+def _body(summary: str, kind: str, errors: tuple[int, ...]) -> Json:
+    """Return an endpoint that answers a body with a whole object."""
+    body = {"required": True, "content": _json(_ref(f"{kind}Request"))}
+    return _operation(summary, _json(_ref(kind)), errors) | {"requestBody": body}
 
 
 def _operation(summary: str, content: Json, errors: tuple[int, ...] = ()) -> Json:
@@ -83,15 +97,23 @@ def _ready() -> Json:
     return operation
 
 
-def _schemas(model_id: str) -> Json:
+def _schemas(names: Sequence[str]) -> Json:
     reasons = [reason.value for reason in FinishReason]
     choice = {"index": _COUNT, "logprobs": {"type": ["object", "null"]}, "finish_reason": {"enum": reasons}}
-    message = _object({"role": {"const": "assistant"}, "content": _STRING, "refusal": {"type": "null"}})
+    chat_choice = choice | {"finish_reason": {"enum": [*reasons, TOOL_CALLS]}}
+    function = _object({"name": _STRING, "arguments": _STRING})
+    call = _object({"id": _STRING, "type": {"const": "function"}, "function": function})
+    message = _object(
+        {"role": {"const": "assistant"}, "content": {"type": ["string", "null"]}, "refusal": {"type": "null"}},
+        reasoning_content=_STRING,
+        tool_calls={"type": "array", "items": call, "minItems": 1},
+    )
     details = _object({"cached_tokens": _COUNT})
+    ids: Json = {"type": "array", "items": _COUNT}
     usage = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), _COUNT)
     error: Json = {"message": _STRING, "type": _STRING}
     error |= {name: {"type": ["string", "null"]} for name in ("param", "code")}
-    return _requests(model_id) | {
+    return _requests(names) | {
         "Error": _object({"error": _object(error)}),
         "Event": {
             "type": "object",
@@ -99,16 +121,45 @@ def _schemas(model_id: str) -> Json:
             "properties": {"data": _STRING | {"description": "A chunk or an error as JSON; [DONE] ends the stream"}},
         },
         "Model": _object(
-            {"id": {"const": model_id}, "object": {"const": "model"}, "created": _INTEGER, "owned_by": _STRING}
+            {
+                "id": {"enum": list(names)},
+                "object": {"const": "model"},
+                "created": _INTEGER,
+                "owned_by": _STRING,
+                "root": {"const": names[0]},
+                "sampling_defaults": {"type": "object", "additionalProperties": {"type": "number"}},
+            }
         ),
         "ModelList": _object({"object": {"const": "list"}, "data": {"type": "array", "items": _ref("Model")}}),
         "Usage": _object(usage | {"prompt_tokens_details": details}),
-        "Completion": _answer("text_completion", model_id, choice | {"text": _STRING}),
-        "ChatCompletion": _answer("chat.completion", model_id, choice | {"message": message}),
+        "Completion": _answer("text_completion", names, choice | {"text": _STRING}),
+        "ChatCompletion": _answer("chat.completion", names, chat_choice | {"message": message}),
+        "Generate": _object(
+            {
+                "id": _STRING,
+                "object": {"const": "generation"},
+                "created": _INTEGER,
+                "model": {"enum": list(names)},
+                "token_ids": ids,
+                "finish_reason": {"enum": reasons},
+                "weights_version": _STRING,
+                "usage": _ref("Usage"),
+            },
+            splitserve={"type": "object"},
+        ),
+        "Tokenize": _object(
+            {
+                "count": _COUNT,
+                "max_model_len": _COUNT,
+                "tokens": ids,
+                "token_strs": {"anyOf": [{"type": "array", "items": _STRING}, {"type": "null"}]},
+            }
+        ),
+        "Detokenize": _object({"prompt": _STRING}),
     }
 
 
-def _answer(kind: str, model_id: str, choice: Json) -> Json:
+def _answer(kind: str, names: Sequence[str], choice: Json) -> Json:
     """Return the schema of an answer. ``return_route`` adds ``splitserve``, ``return_token_ids`` adds ``token_ids``."""
     scores: Json = {"type": "array", "items": {"type": ["object", "null"]}}
     entry = _object(choice, token_ids={"type": "array", "items": _COUNT}, prompt_logprobs=scores)
@@ -116,22 +167,28 @@ def _answer(kind: str, model_id: str, choice: Json) -> Json:
         "id": _STRING,
         "object": {"const": kind},
         "created": _INTEGER,
-        "model": {"const": model_id},
+        "model": {"enum": list(names)},
         "choices": {"type": "array", "items": entry, "minItems": 1},
         "usage": _ref("Usage"),
     }
     return _object(fields, splitserve={"type": "object"})
 
 
-def _requests(model_id: str) -> Json:
+def _requests(names: Sequence[str]) -> Json:
     """Return the schemas of both bodies and of their parts."""
-    models: tuple[type[GenerationRequest], ...] = (CompletionRequest, ChatCompletionRequest)
+    models: tuple[type[ModelBody], ...] = (
+        CompletionRequest,
+        ChatCompletionRequest,
+        GenerateRequest,
+        TokenizeRequest,
+        DetokenizeRequest,
+    )
     schemas: Json = {}
     for model in models:
         schema = model.model_json_schema(ref_template=_REFERENCE)
         schemas |= schema.pop("$defs", {})
-        schema["properties"]["model"] = {"const": model_id}
-        for field, neutral in NEUTRAL_ONLY.items():
+        schema["properties"]["model"] = {"enum": [*names, None]}
+        for field, neutral in model.neutral.items():
             schema["properties"].setdefault(
                 field, {"enum": [None, *neutral], "description": "Not supported yet: neutral values only"}
             )

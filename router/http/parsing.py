@@ -1,27 +1,29 @@
 """Parsing of requests' bodies, with errors that name the first field at fault."""
 
+import difflib
+import json
 from typing import Any, TypeVar
 
 import pydantic
 
 from splitserve.protocol.token_ids import TokenIds
-from splitserve.router.http.api_error import ApiError
-from splitserve.router.http.body_shape import check_shape, check_values
+from splitserve.router.http.api_error import MAX_PARAM_CHARS, ApiError
+from splitserve.router.http.bodies.shape import check_shape, check_values
+from splitserve.router.http.bodies.token_prompt import take_token_ids
+from splitserve.router.http.bodies.wording import describe_fault, shown
+from splitserve.router.http.chat_fields import NESTED, check_messages, check_tools
 from splitserve.router.http.schema import (
-    NEUTRAL_ONLY,
     ChatCompletionRequest,
-    ChatMessage,
-    CompletionRequest,
     GenerationRequest,
+    ModelBody,
     StreamOptions,
-    TextPart,
 )
-from splitserve.router.http.token_prompt import take_token_ids
+from splitserve.router.text.structured_output import JsonSchemaFormat, ResponseFormat, StructuredOutputs
 
 MAX_ISSUES = 100  # each issue costs time and memory: a body with more is refused without details
 _MANY_VALUES = 1024
 _ANY_FIELDS = pydantic.TypeAdapter(dict[str, Any])
-RequestModel = TypeVar("RequestModel", bound=GenerationRequest)
+RequestModel = TypeVar("RequestModel", bound=ModelBody)
 
 
 def parse(model: type[RequestModel], body: bytes) -> RequestModel:
@@ -44,13 +46,13 @@ def parse_checked(model: type[RequestModel], body: bytes) -> RequestModel:
 
 def _take_prompt(model: type[RequestModel], body: bytes) -> tuple[TokenIds | None, bytes]:
     """Return the prompt, if it is one list of token ids, and the body with a placeholder for it."""
-    taken = take_token_ids(body) if model is CompletionRequest else None
+    taken = take_token_ids(body, model.packed) if model.packed else None
     return (None, body) if taken is None else taken
 
 
 def _with_prompt(request: RequestModel, token_ids: TokenIds | None) -> RequestModel:
     if token_ids is not None:
-        request.prompt = token_ids  # type: ignore[attr-defined]
+        setattr(request, request.packed, token_ids)
     return request
 
 
@@ -59,7 +61,8 @@ def _parse_whole(model: type[RequestModel], body: bytes) -> RequestModel:
         request = model.model_validate_json(body)
     except pydantic.ValidationError as error:
         request = _retry_without_neutral(model, body, error)
-    _check_combinations(request)
+    if isinstance(request, GenerationRequest):
+        _check_combinations(request)
     return request
 
 
@@ -71,18 +74,28 @@ def _retry_without_neutral(model: type[RequestModel], body: bytes, error: pydant
     issues = error.errors(include_url=False)
     extras = {str(issue["loc"][0]): issue["input"] for issue in issues if _is_extra(issue)}
     for name, value in extras.items():
-        if name not in NEUTRAL_ONLY:
-            raise ApiError(400, f"unknown parameter: {name}", param=name, code="unknown_parameter")
-        if not _is_neutral(value, NEUTRAL_ONLY[name]):
-            raise ApiError(400, f"{name} is not supported yet", param=name, code="unsupported_parameter")
+        if name not in model.neutral:
+            raise ApiError(
+                400, f"unknown parameter: {name}{_suggest(name, model)}", param=name, code="unknown_parameter"
+            )
+        if not _is_neutral(value, model.neutral[name]):
+            allowed = " or ".join(json.dumps(neutral) for neutral in (*model.neutral[name], None))
+            message = f"{name} is not supported yet: leave it out, or send {allowed}, got {shown(value)}"
+            raise ApiError(400, message, param=name, code="unsupported_parameter")
     if not extras:
-        raise _as_api_error(issues)
+        raise _as_api_error(model, issues)
     fields = _ANY_FIELDS.validate_json(body)
     kept = {name: value for name, value in fields.items() if name not in extras}
     try:
         return model.model_validate(kept)
     except pydantic.ValidationError as second:
-        raise _as_api_error(second.errors(include_url=False)) from None
+        raise _as_api_error(model, second.errors(include_url=False)) from None
+
+
+def _suggest(name: str, model: type[ModelBody]) -> str:
+    """Return the closest known parameter, if one is close."""
+    close = difflib.get_close_matches(name[:MAX_PARAM_CHARS], [*model.model_fields, *model.neutral], n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _is_extra(issue: Any) -> bool:
@@ -94,17 +107,17 @@ def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
     return value is None or any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral)
 
 
-def _as_api_error(issues: list[Any]) -> ApiError:
+def _as_api_error(model: type[pydantic.BaseModel], issues: list[Any]) -> ApiError:
     issue = _most_telling(issues)
     loc = issue["loc"]
     if issue["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {issue['ctx']['error']}", code="invalid_json")
     if not loc:
-        return ApiError(400, f"the body must be a JSON object: {issue['msg']}", code="invalid_json")
+        return ApiError(400, f"the body must be a JSON object, got {shown(issue['input'])}", code="invalid_json")
     field = _field_path(issue)
     # Elements of a plain list have no name of their own: ``param`` names the list.
     param = field if "." in field else str(loc[0])
-    return ApiError(400, f"{field}: {issue['msg']}", param=param, code="invalid_value")
+    return ApiError(400, describe_fault(model, issue, field), param=param, code="invalid_value")
 
 
 def _field_path(issue: Any) -> str:
@@ -125,7 +138,8 @@ def _most_telling(issues: list[Any]) -> Any:
     return next((issue for issue in same_field if not issue["type"].endswith("_type")), same_field[0])
 
 
-_NESTED_NAMES = frozenset(name for nested in (StreamOptions, TextPart, ChatMessage) for name in nested.model_fields)
+_NESTED = (StreamOptions, ResponseFormat, JsonSchemaFormat, StructuredOutputs, *NESTED)
+_NESTED_NAMES = frozenset(field.alias or name for each in _NESTED for name, field in each.model_fields.items())
 
 
 def _check_combinations(request: GenerationRequest) -> None:
@@ -137,6 +151,8 @@ def _check_combinations(request: GenerationRequest) -> None:
         if None not in both and both[0] != both[1]:
             message = "max_tokens and max_completion_tokens differ: give one of them"
             raise ApiError(400, message, param="max_completion_tokens")
+        check_messages(request.messages)
+        check_tools(request.tools or (), request.tool_choice)
 
 
 def _check_scores(request: GenerationRequest) -> None:

@@ -4,14 +4,17 @@ An unsupported parameter is refused by name if its value would change the result
 that clients often send. Unknown fields are refused, too: nothing is silently ignored.
 """
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from splitserve.protocol.messages.logprobs import MAX_TOP_LOGPROBS
+from splitserve.protocol.messages.requests import MAX_CACHE_SALT_CHARS
 from splitserve.protocol.token_ids import TokenIds
+from splitserve.router.http.chat_fields import MAX_TOOLS, ChatMessage, Tool, ToolChoice
 from splitserve.router.http.sampling_fields import with_sampling_fields
 from splitserve.router.scores.wanted import WantedScores
+from splitserve.router.text.structured_output import ResponseFormat, StructuredOutputs
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
@@ -20,7 +23,8 @@ MAX_BAD_WORD_STRINGS = 128
 MAX_BAD_WORD_CHARS = 64
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 2048
-MAX_PARTS = 1024
+MAX_TEMPLATE_VARIABLES = 64
+MAX_HINT_CHARS = 4096
 
 # Unsupported parameters of OpenAI's API, or of other servers with that API, with their neutral values besides null.
 NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
@@ -28,7 +32,6 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
     "function_call": ("none",),
@@ -38,28 +41,13 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "length_penalty": (1,),
-    "metadata": ({},),
     "modalities": (["text"],),
     "moderation": (),
     "n": (1,),
-    "parallel_tool_calls": (True, False),
-    "prediction": (),
-    "priority": (0,),
-    "prompt_cache_key": (),
-    "prompt_cache_options": (),
-    "prompt_cache_retention": (),
-    "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
-    "safety_identifier": (),
-    "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
-    "structured_outputs": (),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "use_beam_search": (False,),
-    "verbosity": (),
     "web_search_options": (),
 }
 
@@ -71,11 +59,12 @@ class _Strict(BaseModel):
 if TYPE_CHECKING:
     _SamplingFields = _Strict
 else:
-    _SamplingFields = with_sampling_fields("_SamplingFields", _Strict)
+    _SamplingFields = with_sampling_fields("_SamplingFields", _Strict, left_out=("constraint",))
 
 
 class StreamOptions(_Strict):
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # usage in each chunk, not in the last one alone
     include_obfuscation: Literal[False] | None = None
 
 
@@ -90,13 +79,40 @@ TokenId = Annotated[int, Field(ge=0)]
 NumTop = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
-class GenerationRequest(_SamplingFields):
+HintText = Annotated[str, Field(max_length=MAX_HINT_CHARS)]
+
+
+class Hints(_Strict):
+    """Parameters that change no answer here: accounting, names of caches, wishes about effort and price."""
+
+    metadata: dict[str, Any] | None = None
+    prediction: dict[str, Any] | None = None
+    prompt_cache_key: HintText | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: HintText | None = None
+    safety_identifier: HintText | None = None
+    service_tier: HintText | None = None
+    user: HintText | None = None
+    verbosity: HintText | None = None
+
+
+class ModelBody(_Strict):
+    """Base of all bodies."""
+
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = NEUTRAL_ONLY
+    """Parameters that are refused by name unless they have one of these values."""
+    packed: ClassVar[str] = ""
+    """Field that may be a long list of token ids, which is read at C speed; "" for none."""
+
+    model: str | None = None
+
+
+class GenerationRequest(Hints, ModelBody, _SamplingFields):
     """Fields of both endpoints' bodies. None stands for the endpoint's default.
 
     Parameters of sampling features are inherited; one that clients write in another form is declared here anew.
     """
 
-    model: str
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     prompt_logprobs: NumTop | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -111,9 +127,12 @@ class GenerationRequest(_SamplingFields):
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
+    cache_salt: Annotated[str, Field(max_length=MAX_CACHE_SALT_CHARS)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     return_token_ids: bool | None = None
     return_route: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def wanted_scores(self) -> WantedScores:
@@ -126,7 +145,12 @@ class GenerationRequest(_SamplingFields):
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        options = self.stream_options
+        return options is not None and (options.include_usage or options.continuous_usage_stats)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
 
 def _prompt_kind(value: Any) -> str:
@@ -151,6 +175,7 @@ Prompt = Annotated[
 
 
 class CompletionRequest(GenerationRequest):
+    packed = "prompt"
     prompt: Prompt
     logprobs: NumTop | None = None
     top_logprobs: Literal[0] | None = None
@@ -173,33 +198,15 @@ class CompletionRequest(GenerationRequest):
         return prompt  # type: ignore[return-value]
 
 
-class TextPart(_Strict):
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(_Strict):
-    """One message. A client may send the fields after ``name`` back from an answer; they must be empty."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)]
-    name: str | None = None
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-
-    def for_template(self) -> dict[str, str]:
-        """Return the message for chat templates: text parts joined by newlines, the developer role as "system"."""
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        message = {"role": "system" if self.role == "developer" else self.role, "content": content}
-        return message if self.name is None else message | {"name": self.name}
-
-
 class ChatCompletionRequest(GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    enable_thinking: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)] | None = None
     logprobs: bool | None = None
     top_logprobs: NumTop | None = None
     echo: Literal[False] | None = None

@@ -7,7 +7,7 @@ The view is a hint: a block may be evicted before a request needs it; its KV is 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from splitserve.protocol.block_hash import extend_hashes
+from splitserve.protocol.block_hash import extend_hashes, salted_root
 from splitserve.protocol.kv_event_batch import DEVICE, KVEventBatch
 from splitserve.protocol.request import Party
 
@@ -54,17 +54,18 @@ class _Holding:
 
 class PromptHashes:
     """Hashes of a prompt's full blocks, computed once per block size and root. The last token's block is left out,
-    since it is always computed."""
+    since it is always computed. ``cache_salt``: that of the request."""
 
-    def __init__(self, token_ids: Sequence[int]) -> None:
+    def __init__(self, token_ids: Sequence[int], cache_salt: str = "") -> None:
         self._token_ids = token_ids
+        self._cache_salt = cache_salt
         self._chains: dict[tuple[bytes, int], list[bytes]] = {}
 
     def chain(self, root_hash: bytes, block_size: int) -> Sequence[bytes]:
         chain = self._chains.get((root_hash, block_size))
         if chain is None:
             chain = self._chains[root_hash, block_size] = []
-            extend_hashes(chain, root_hash, self._token_ids[:-1], block_size)
+            extend_hashes(chain, salted_root(root_hash, self._cache_salt), self._token_ids[:-1], block_size)
         return chain
 
 

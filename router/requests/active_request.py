@@ -13,6 +13,19 @@ from splitserve.router.requests.state import RequestState
 from splitserve.router.requests.token_sequence import PromptScores
 
 
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """Properties of a request beside its prompt and its sampling."""
+
+    client_id: str = ""  # the client's own name for it, which the request's id begins with
+    cache_salt: str = ""  # its KV is shared with requests of the same salt only
+    priority: int = 0  # lower is sooner; carried for policies, none of which reads it yet
+    session: str = ""  # the conversation that it belongs to, likewise
+
+
+NO_CONTEXT = RequestContext()
+
+
 @dataclass(slots=True, eq=False)
 class ActiveRequest:
     """A request, changed by the core only; its driver may read it, even after the end. Times: the core's clock."""
@@ -22,6 +35,7 @@ class ActiveRequest:
     arrived_at: float
     state: RequestState
     hashes: PromptHashes
+    context: RequestContext = NO_CONTEXT
     charge: Charge | None = None  # of the current attempt
     attempt_began_at: float = 0.0
     first_token_at: float = 0.0  # 0.0: no token came yet
@@ -31,14 +45,22 @@ class ActiveRequest:
     is_fallback: bool = False  # the first attempt is local only because there was no pair
 
     @classmethod
-    def new(cls, request_id: str, token_ids: TokenIds, sampling: SamplingParams, arrived_at: float) -> "ActiveRequest":
+    def new(
+        cls,
+        request_id: str,
+        token_ids: TokenIds,
+        sampling: SamplingParams,
+        arrived_at: float,
+        context: RequestContext = NO_CONTEXT,
+    ) -> "ActiveRequest":
         scores = None
         if sampling.prompt_logprobs is not None:
             first = sampling.prompt_logprobs_start
             scores = PromptScores(max(0, len(token_ids) - first), first)
         wants_logprobs = sampling.logprobs is not None
         state = RequestState(request_id, sampling.max_tokens, wants_logprobs=wants_logprobs, prompt_scores=scores)
-        return cls(token_ids, sampling, arrived_at, state, PromptHashes(token_ids))
+        hashes = PromptHashes(token_ids, context.cache_salt)
+        return cls(token_ids, sampling, arrived_at, state, hashes, context)
 
     @property
     def request_id(self) -> str:

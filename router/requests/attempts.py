@@ -77,15 +77,16 @@ class Attempts:
         """Return an attempt's messages. Decode comes first: it reserves room while prefill's message travels."""
         key, prompt, sampling = request.state.key, request.token_ids, request.attempt_sampling()
         delivered = request.state.delivered_ids
+        carried = request.context.cache_salt, request.context.priority
         left_seconds = max(MIN_DEADLINE_SECONDS, self._deadline_seconds - (now - request.arrived_at))
         if not isinstance(placement, Disaggregated):
             prefix = self._placer.prefix_helper(request.hashes, placement.worker, now)
-            return [(placement.worker, LocalRequest(key, prompt, sampling, left_seconds, delivered, prefix))]
+            return [(placement.worker, LocalRequest(key, prompt, sampling, left_seconds, delivered, prefix, *carried))]
         prefill, decode = self._placer.peer(placement.prefill), self._placer.peer(placement.decode)
-        decode_sampling = sampling
+        to_decode = sampling
         if sampling.prompt_logprobs is not None:
-            decode_sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+            to_decode = msgspec.structs.replace(sampling, prompt_logprobs=None)
         return [
-            (placement.decode, DecodeRequest(key, prompt, decode_sampling, prefill, left_seconds, delivered)),
-            (placement.prefill, PrefillRequest(key, prompt, sampling, decode, left_seconds, delivered)),
+            (placement.decode, DecodeRequest(key, prompt, to_decode, prefill, left_seconds, delivered, *carried)),
+            (placement.prefill, PrefillRequest(key, prompt, sampling, decode, left_seconds, delivered, *carried)),
         ]

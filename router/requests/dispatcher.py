@@ -26,7 +26,7 @@ from splitserve.router.http.inbox import Inbox
 from splitserve.router.links.fleet import Fleet
 from splitserve.router.placement.placer import Limits
 from splitserve.router.placement.policies import Placement, RequestShape
-from splitserve.router.requests.active_request import ActiveRequest
+from splitserve.router.requests.active_request import NO_CONTEXT, ActiveRequest, RequestContext
 from splitserve.router.requests.core import RouterCore
 from splitserve.router.requests.effects import (
     Begun,
@@ -139,14 +139,15 @@ class Dispatcher:
         arrived_at: float,
         *,
         watch_client: WatchClient,
+        context: RequestContext = NO_CONTEXT,
     ) -> ActiveRequest:
         """Begin a request once a worker can take it; its updates come to ``inbox`` under ``index``.
 
         Raises :class:`ApiError` 503 if no worker comes in time, and :class:`ClientGoneError`.
         """
-        request_id = secrets.token_hex(12)
+        request_id = f"{context.client_id}-{secrets.token_hex(4)}" if context.client_id else secrets.token_hex(12)
         self._inboxes[request_id] = (inbox, index)
-        request = ActiveRequest.new(request_id, token_ids, sampling, arrived_at)
+        request = ActiveRequest.new(request_id, token_ids, sampling, arrived_at, context)
         try:
             await self._ask(request_id, Submit(request), watch_client)
         except BaseException:

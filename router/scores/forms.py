@@ -98,6 +98,21 @@ class ChatLogprobs(LogprobsForm):
         return {"token": self._texts.shown(token_id), "logprob": value, "bytes": self._texts.content(token_id)}
 
 
+class TokenIdLogprobs(LogprobsForm):
+    """The form of ``/v1/generate``: pairs of a token's id and its log-probability."""
+
+    def of(self, token_ids: Sequence[int], logprobs: Logprobs) -> Json:
+        del token_ids
+        rows = logprobs.rows()
+        return {
+            "token_logprobs": [values[0] for values, _ in rows],
+            "top_logprobs": [list(zip(top_ids, values[1:], strict=True)) for values, top_ids in rows],
+        }
+
+    def of_prompt(self, token_ids: Sequence[int], logprobs: Logprobs | None) -> Json:
+        raise NotImplementedError("a prompt of token ids isn't echoed")
+
+
 def prompt_logprobs(token_ids: Sequence[int], logprobs: Logprobs | None, texts: TokenTexts) -> list[Json | None]:
     """Return the extension ``prompt_logprobs``: by position, the token's own and its alternatives' by token id.
 

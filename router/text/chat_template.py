@@ -9,6 +9,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -28,16 +29,28 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str], max_chars: int) -> None:
         self._special_tokens = special_tokens
         self._max_chars = max_chars
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(source)
+            self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
         except Exception as error:  # compiling evaluates constant expressions, which may raise anything
             raise ChatTemplateError(f"can't be compiled: {_described(error)}") from error
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the prompt of a conversation, up to the beginning of the assistant's answer."""
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the prompt of a conversation, up to the beginning of the assistant's answer.
+
+        ``variables`` are further ones of the template; those that every template has can't be among them.
+        """
+        given = {"documents": None, **(variables or {}), **self._special_tokens}
+        given |= {"messages": messages, "tools": tools, "add_generation_prompt": True}
         pieces, num_chars = [], 0
         try:
-            for piece in self._template.generate(messages=messages, add_generation_prompt=True, **self._special_tokens):
+            for piece in self._template.generate(**given):
                 num_chars += len(piece)
                 if num_chars > self._max_chars:
                     break

@@ -18,7 +18,7 @@ def feature_values(
         message = f"min_tokens is {values['min_tokens']}; it must be at most max_tokens, which is {max_tokens}"
         raise ApiError(400, message, param="min_tokens", code="invalid_value")
     if request.bad_words:
-        values["bad_words"] = _bad_words(request.bad_words, tokenizer)
+        values["bad_words"] = bad_word_ids(request.bad_words, tokenizer)
     for name, token_ids in FeatureParams(**values).token_ids():
         highest = max(token_ids)
         if highest >= vocab_size:
@@ -27,7 +27,7 @@ def feature_values(
     return values
 
 
-def _bad_words(words: list[str], tokenizer: ModelTokenizer) -> tuple[tuple[int, ...], ...]:
+def bad_word_ids(words: list[str], tokenizer: ModelTokenizer) -> tuple[tuple[int, ...], ...]:
     """Return the words' tokens, at the beginning of a text and after a space."""
     sequences: dict[tuple[int, ...], None] = {}
     for word in words:

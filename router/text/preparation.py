@@ -5,21 +5,29 @@ import secrets
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from splitserve.protocol.request import SamplingParams
+from splitserve.protocol.sampling_features import Constraint
 from splitserve.protocol.token_ids import TokenIds, highest
 from splitserve.router.http.answers import Prompt
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from splitserve.router.output.catalog import ResponseFormat
 from splitserve.router.placement.placer import Limits
 from splitserve.router.scores.choice_scores import ChoiceScores
-from splitserve.router.scores.forms import ChatLogprobs, CompletionLogprobs, LogprobsForm
+from splitserve.router.scores.forms import ChatLogprobs, CompletionLogprobs, LogprobsForm, TokenIdLogprobs
+from splitserve.router.text.chat import ChatForm
 from splitserve.router.text.chat_template import ChatTemplateError
 from splitserve.router.text.choice import Choice
+from splitserve.router.text.constraints import Constraints
 from splitserve.router.text.feature_values import feature_values
 from splitserve.router.text.renderer import Renderer, RendererBusyError
+from splitserve.router.text.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from splitserve.router.text.tokenizer import ModelTokenizer
+
+if TYPE_CHECKING:
+    from splitserve.router.output.splitter import Splitter
 
 # Tokenising so few characters costs no more than a hop to the pool and back.
 MAX_INLINE_CHARS = 512
@@ -39,35 +47,46 @@ Result = TypeVar("Result")
 class Preparation:
     """Preparation of prompts for one model. Methods raise :class:`ApiError` 400 that names the field at fault."""
 
-    def __init__(self, tokenizer: ModelTokenizer, renderer: Renderer) -> None:
+    def __init__(
+        self,
+        tokenizer: ModelTokenizer,
+        renderer: Renderer,
+        constraints: Constraints,
+        defaults: SamplingDefaults = NO_DEFAULTS,
+        response_format: ResponseFormat | None = None,
+    ) -> None:
+        self._defaults = defaults
         self._tokenizer = tokenizer
         self._renderer = renderer
+        self._constraints = constraints
+        self._response_format = response_format
         self._pool = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def completion(self, request: CompletionRequest, limits: Limits) -> list[Prompt]:
+    async def completion(self, request: CompletionRequest, limits: Limits, *, param: str = "prompt") -> list[Prompt]:
+        """Return the prompts of a body, whose field ``param`` has them."""
+        constraint = await self._constraints.of(request)
         prompts = []
         num_chars = sum(len(prompt) for prompt in request.prompts())  # many short prompts take as long as a long one
         for prompt in request.prompts():
-            token_ids = await self._prompt_ids(prompt, limits, num_chars)
-            room = _room(len(token_ids), limits.max_model_len, "prompt")
+            token_ids = await self._prompt_ids(prompt, limits, num_chars, param)
+            room = _room(len(token_ids), limits.max_model_len, param)
             max_tokens = _max_tokens(request.max_tokens, "max_tokens", len(token_ids), limits.max_model_len)
             if max_tokens is None:
                 max_tokens = min(DEFAULT_COMPLETION_TOKENS, room)
             text = prompt if isinstance(prompt, str) else None
-            prompts.append(self._prompt(request, token_ids, max_tokens, limits.vocab_size, text))
+            prompts.append(
+                self._prompt(request, token_ids, max_tokens, limits.vocab_size, constraint=constraint, text=text)
+            )
         _check_num_scores(request, prompts)
         return prompts
 
     async def chat(self, request: ChatCompletionRequest, limits: Limits) -> list[Prompt]:
-        try:
-            text = await self._renderer.render([message.for_template() for message in request.messages])
-        except ChatTemplateError as error:
-            raise ApiError(400, str(error), param="messages", code="chat_template_failed") from None
-        except RendererBusyError as error:
-            raise ApiError(503, str(error), code="overloaded") from None
+        form = ChatForm(self._response_format, self._renderer.variables)
+        tools = form.tools(request)
+        text = await self.chat_text(request)
 
         def encode() -> TokenIds:
             return self._encode(text, limits.max_model_len, "messages", add_special_tokens=False)
@@ -80,14 +99,55 @@ class Preparation:
         param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         wanted = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         max_tokens = _max_tokens(wanted, param, len(token_ids), limits.max_model_len)
-        prompts = [self._prompt(request, token_ids, room if max_tokens is None else max_tokens, limits.vocab_size)]
-        _check_num_scores(request, prompts)
-        return prompts
+        constraint = await self._constraints.of_chat(request, form, text, self._tokenizer.added_ids)
+        splitter = form.splitter(request, text, tools)
+        prompt = self._prompt(
+            request,
+            token_ids,
+            room if max_tokens is None else max_tokens,
+            limits.vocab_size,
+            constraint=constraint,
+            splitter=splitter,
+        )
+        _check_num_scores(request, [prompt])
+        return [prompt]
 
-    async def _prompt_ids(self, prompt: str | list[int] | TokenIds, limits: Limits, num_chars: int) -> TokenIds:
+    async def chat_text(self, request: ChatCompletionRequest) -> str:
+        """Return the prompt's text of a conversation. Raises :class:`ApiError` 400 or 503."""
+        form = ChatForm(self._response_format, self._renderer.variables)
+        try:
+            return await self._renderer.render(form.messages(request), form.tools(request), form.variables(request))
+        except ChatTemplateError as error:
+            raise ApiError(400, str(error), param="messages", code="chat_template_failed") from None
+        except RendererBusyError as error:
+            raise ApiError(503, str(error), code="overloaded") from None
+
+    async def tokens_of(self, text: str, *, add_special_tokens: bool, most: int) -> list[int]:
+        """Return the tokens of ``text``. Raises :class:`ApiError` 400 for more than ``most``."""
+
+        def encode() -> list[int]:
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            if len(encoding) > most:
+                message = f"prompt has {len(encoding)} tokens; at most {most} are returned: send it in parts"
+                raise ApiError(400, message, param="prompt", code="too_many_tokens")
+            return list(encoding.ids)
+
+        return await self._run(encode, len(text))
+
+    async def text_of(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+        return await self._run(lambda: self._tokenizer.decode(token_ids), len(token_ids))
+
+    def strings_of(self, token_ids: Sequence[int]) -> list[str]:
+        """Return each token's own string, as the vocabulary has it."""
+        return [self._tokenizer.string_of(token_id) for token_id in token_ids]
+
+    async def _prompt_ids(
+        self, prompt: str | list[int] | TokenIds, limits: Limits, num_chars: int, param: str
+    ) -> TokenIds:
         """Return one prompt's token ids; ``num_chars`` counts the characters of all prompts of the request."""
         if not isinstance(prompt, str):
-            _check_vocabulary(prompt, limits.vocab_size, "prompt")
+            check_vocabulary(prompt, limits.vocab_size, param)
             return array("i", prompt)
         return await self._run(
             lambda: self._encode(prompt, limits.max_model_len, "prompt", add_special_tokens=True), num_chars
@@ -109,7 +169,7 @@ class Preparation:
             num_tokens = len(self._tokenizer.encode(text[begin : begin + PIECE_CHARS], add_special_tokens=False))
             room -= max(0, num_tokens - CUT_WORD_TOKENS)
             if room < 0:
-                message = f"{param} has far more tokens than the context length of {max_model_len} allows"
+                message = f"{param} has far more tokens than fit: {_context_words(max_model_len)}"
                 raise ApiError(400, message, param=param, code="context_length_exceeded")
 
     async def _run(self, work: Callable[[], Result], num_chars: int) -> Result:
@@ -123,38 +183,40 @@ class Preparation:
         token_ids: TokenIds,
         max_tokens: int,
         vocab_size: int,
+        *,
+        constraint: Constraint | None,
+        splitter: "Splitter | None" = None,
         text: str | None = None,
     ) -> Prompt:
         """Return one prompt, ready to run; ``text``: of a prompt that came as a string."""
         stop_token_ids = request.stop_token_ids or []
-        _check_vocabulary(stop_token_ids, vocab_size, "stop_token_ids")
+        check_vocabulary(stop_token_ids, vocab_size, "stop_token_ids")
         eos_token_ids = () if request.ignore_eos else self._tokenizer.eos_token_ids
-        wanted = request.wanted_scores
-        of_prompt = wanted.of_prompt
-        if of_prompt is None and wanted.hides_output:
-            of_prompt, scored_from = 0, len(token_ids)
-        else:
-            scored_from = 1
+        max_tokens = max(1, max_tokens)  # a worker's request ends with a token, be it shown or not
+        features = feature_values(request, self._tokenizer, max_tokens=max_tokens, vocab_size=vocab_size)
         sampling = SamplingParams(
-            max_tokens=max(1, max_tokens),  # a worker's request ends with a token, be it shown or not
-            logprobs=None if wanted.hides_output else wanted.logprobs,
-            prompt_logprobs=of_prompt,
-            prompt_logprobs_start=scored_from,
-            temperature=1.0 if request.temperature is None else request.temperature,
-            top_k=max(0, request.top_k or 0),
-            top_p=1.0 if request.top_p is None else request.top_p,
+            max_tokens=max_tokens,
+            **request.wanted_scores.params(len(token_ids)),
+            temperature=self._or_default("temperature", request.temperature),
+            top_k=max(0, self._or_default("top_k", request.top_k)),
+            top_p=self._or_default("top_p", request.top_p),
             # OpenAI's seeds are signed; two's complement keeps different ones different.
             seed=secrets.randbits(63) if request.seed is None else request.seed % 2**64,
             stop_token_ids=tuple(dict.fromkeys((*eos_token_ids, *stop_token_ids))),
-            **feature_values(request, self._tokenizer, max_tokens=max_tokens, vocab_size=vocab_size),
+            constraint=constraint,
+            **(self._defaults.features | features),
         )
+        skips_special = request.skip_special_tokens is not False
         choice = Choice(
-            self._tokenizer.detokenizer(skip_special_tokens=request.skip_special_tokens is not False),
+            # A splitter reads special tokens, and hides them.
+            self._tokenizer.detokenizer(skip_special_tokens=skips_special and splitter is None),
             request.stop_strings,
             include_stop=bool(request.include_stop_str_in_output),
             min_tokens=sampling.min_tokens,
+            splitter=splitter,
+            special_texts=self._tokenizer.special_texts if skips_special else None,
         )
-        if wanted.is_neutral:
+        if request.wanted_scores.is_neutral:
             return Prompt(token_ids, sampling, choice)
         scores = self._scores(request, token_ids, text)
         return Prompt(token_ids, sampling, choice, scores)
@@ -163,12 +225,17 @@ class Preparation:
         """Return what adds log-probabilities and the echo to a choice."""
         texts, skips_special = self._tokenizer.texts, request.skip_special_tokens is not False
         form: LogprobsForm = ChatLogprobs(texts)
-        if isinstance(request, CompletionRequest):
+        if request.wanted_scores.as_ids:
+            form = TokenIdLogprobs(texts)
+        elif isinstance(request, CompletionRequest):
             form = CompletionLogprobs(texts, self._tokenizer.detokenizer(skip_special_tokens=skips_special))
         if text is None and request.wanted_scores.echo:
             echoed = self._tokenizer.detokenizer(skip_special_tokens=skips_special)
             text = echoed.push(token_ids) + echoed.flush()
         return ChoiceScores(request.wanted_scores, token_ids, text or "", form, texts)
+
+    def _or_default(self, name: str, value: Any) -> Any:
+        return self._defaults.of(name) if value is None else value
 
 
 def check_not_empty(request: CompletionRequest) -> None:
@@ -177,7 +244,8 @@ def check_not_empty(request: CompletionRequest) -> None:
         raise ApiError(400, "prompt is empty: give at least one token", param="prompt", code="empty_prompt")
 
 
-def _check_vocabulary(token_ids: list[int] | TokenIds, vocab_size: int, param: str) -> None:
+def check_vocabulary(token_ids: list[int] | TokenIds, vocab_size: int, param: str) -> None:
+    """Raise :class:`ApiError` 400 unless the vocabulary has all of the tokens."""
     if not token_ids:
         return
     worst = max(token_ids) if isinstance(token_ids, list) else highest(token_ids)
@@ -193,7 +261,7 @@ def _room(num_prompt_tokens: int, max_model_len: int, param: str) -> int:
     if num_prompt_tokens >= max_model_len:
         message = (
             f"{param} has {num_prompt_tokens} tokens, which leaves no room for an output token: "
-            f"the context length is {max_model_len}"
+            f"{_context_words(max_model_len)}"
         )
         raise ApiError(400, message, param=param, code="context_length_exceeded")
     return max_model_len - num_prompt_tokens
@@ -204,7 +272,7 @@ def _max_tokens(wanted: int | None, param: str, num_prompt_tokens: int, max_mode
     if wanted is not None and num_prompt_tokens + wanted > max_model_len:
         message = (
             f"{num_prompt_tokens} prompt tokens and {param} {wanted} make {num_prompt_tokens + wanted}; "
-            f"the context length is {max_model_len}"
+            f"{_context_words(max_model_len)}"
         )
         raise ApiError(400, message, param=param, code="context_length_exceeded")
     return wanted
@@ -223,3 +291,8 @@ def _check_num_scores(request: GenerationRequest, prompts: Sequence[Prompt]) -> 
         )
         param = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
         raise ApiError(400, message, param=param, code="invalid_value")
+
+
+def _context_words(max_model_len: int) -> str:
+    """Return the limit in OpenAI's words, by which clients recognise it and choose another model."""
+    return f"this model's maximum context length is {max_model_len} tokens"

@@ -10,13 +10,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from splitserve.common.errors import CheckpointError, SplitserveError
 from splitserve.router.text import template_process
 from splitserve.router.text.chat_template import ChatTemplateError
-from splitserve.router.text.template_process import LENGTH, Reply, Setup, framed
+from splitserve.router.text.template_process import LENGTH, Rendering, Reply, Setup, framed
 
 NUM_PROCESSES = 2
 RENDER_SECONDS = 2.0  # thousands of times the usual duration
@@ -59,6 +60,7 @@ class Renderer:
         self._children: set[_Child] = set()
         self._idle: asyncio.LifoQueue[_Child] = asyncio.LifoQueue()
         self._restarts: set[asyncio.Task[None]] = set()
+        self.variables: frozenset[str] = frozenset()  # those that the template reads, once it is compiled
 
     async def start(self) -> None:
         """Start the processes; raises :class:`CheckpointError` for a template that can't be compiled."""
@@ -67,21 +69,27 @@ class Renderer:
         children = [await self._spawn(self._template) for _ in range(NUM_PROCESSES)]
         try:
             async with asyncio.timeout(START_SECONDS):
-                await asyncio.gather(*(child.ready for child in children))
+                replies = await asyncio.gather(*(child.ready for child in children))
         except TimeoutError:
             message = f"{self._template.where} wasn't ready to be rendered within {START_SECONDS:g} s"
             raise CheckpointError(message) from None
         except ChatTemplateError as error:
             raise CheckpointError(f"{self._template.where} {error}") from error
+        self.variables = frozenset(replies[0].text.split())
 
-    async def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """Return the prompt of a conversation, to be encoded without special tokens.
 
         Raises :class:`ChatTemplateError`, and :class:`RendererBusyError` if all processes stay busy too long.
         """
         if self._template is None:
             raise ChatTemplateError("this model has no chat template: use /v1/completions")
-        request = framed(messages)
+        request = framed(Rendering(list(messages), None if tools is None else list(tools), dict(variables or {})))
         return await (await self._take()).render(request)
 
     def close(self) -> None:

@@ -2,7 +2,8 @@
 :mod:`.renderer` starts it.
 
 Standard input is a socket. Each message in either direction is msgpack preceded by four bytes of length. The first is a
-:class:`Setup`, answered by a :class:`Reply` without text; then come lists of chat messages, each answered by a Reply.
+:class:`Setup`, answered by a :class:`Reply` with the names of the template's variables, a line each; then comes one
+:class:`Rendering` after the other, each answered by a Reply.
 The process ends when the socket is closed, or by an alarm when a rendering takes far too long.
 """
 
@@ -31,6 +32,14 @@ class Setup(msgspec.Struct, frozen=True):
     seconds: float  # a longer rendering ends this process
 
 
+class Rendering(msgspec.Struct, frozen=True, array_like=True):
+    """A conversation to render."""
+
+    messages: list[Any]
+    tools: list[Any] | None = None
+    variables: dict[str, Any] = {}
+
+
 class Reply(msgspec.Struct, frozen=True, array_like=True):
     """Answer to a Setup or to a rendering."""
 
@@ -56,7 +65,7 @@ def main() -> None:
     except ChatTemplateError as error:
         connection.sendall(_failure(error))
         return
-    connection.sendall(framed(Reply()))
+    connection.sendall(framed(Reply("\n".join(sorted(template.variables)))))
     gc.freeze()
     while message := _receive(connection):
         connection.sendall(_render(template, message, setup.seconds))
@@ -71,10 +80,10 @@ def _compile(setup: Setup) -> ChatTemplate:
 
 def _render(template: ChatTemplate, message: bytes, seconds: float) -> bytes:
     """Return the framed :class:`Reply`. The alarm's default action ends the process: no exception would stop jinja2."""
-    messages = msgspec.msgpack.decode(message, type=list[dict[str, str]])
+    wanted = msgspec.msgpack.decode(message, type=Rendering)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        return framed(Reply(template.render(messages)))
+        return framed(Reply(template.render(wanted.messages, wanted.tools, wanted.variables)))
     except ChatTemplateError as error:
         return _failure(error)
     except UnicodeEncodeError:

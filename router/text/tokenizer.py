@@ -5,14 +5,15 @@ bounds (:mod:`splitserve.common.model_files`). Safe to use from several threads.
 the text and releases the GIL for most of it, so long texts belong in a thread pool.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Encoding, Tokenizer
 
-from splitserve.common.errors import CheckpointError
+from splitserve.common.errors import CheckpointError, ConfigError
 from splitserve.common.model_files import (
+    GENERATION_CONFIG,
     MAX_CONFIG_BYTES,
     MAX_TEMPLATE_BYTES,
     MAX_TOKENIZER_BYTES,
@@ -31,14 +32,25 @@ _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad
 
 
 class ModelTokenizer:
-    """Tokenizer, end tokens and chat template of a model directory. Unusable files raise :class:`CheckpointError`."""
+    """Tokenizer, end tokens and chat template of a model directory. Unusable files raise :class:`CheckpointError`.
 
-    def __init__(self, model_dir: Path) -> None:
+    ``chat_template``: path of a file that replaces the model's template, "" for none.
+    """
+
+    def __init__(self, model_dir: Path, chat_template: str = "") -> None:
         self._tokenizer = _load_tokenizer(model_dir / "tokenizer.json")
         config = _read_json(model_dir / "tokenizer_config.json", MAX_TOKENIZER_CONFIG_BYTES)
         self.texts = TokenTexts(self._tokenizer)
         self._special_tokens = _special_tokens(config)
-        self.chat_template = _chat_template(model_dir, config, self._special_tokens)
+        if chat_template:
+            self.chat_template: TemplateSource | None = _template_in(Path(chat_template), self._special_tokens)
+        else:
+            self.chat_template = _chat_template(model_dir, config, self._special_tokens)
+        own = config.get("response_template")
+        self.response_template: dict[str, Any] | None = own if isinstance(own, dict) else None
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_texts = {token_id: token.content for token_id, token in added.items() if token.special}
+        self.added_ids = {token.content: token_id for token_id, token in added.items()}
         self.eos_token_ids = self._find_eos_token_ids(model_dir)
 
     def encode(self, text: str, add_special_tokens: bool) -> Encoding:
@@ -47,13 +59,21 @@ class ModelTokenizer:
         # Only the batch call releases the GIL; "fast" leaves out offsets, which aren't needed here.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+    def string_of(self, token_id: int) -> str:
+        """Return the token as the vocabulary has it; "" for an id without a token."""
+        return self._tokenizer.id_to_token(token_id) or ""
+
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
         return Detokenizer(self._tokenizer, skip_special_tokens=skip_special_tokens)
 
     def _find_eos_token_ids(self, model_dir: Path) -> tuple[int, ...]:
         """Return the ids that end a sequence: of generation_config.json, else config.json, else the tokenizer's EOS."""
         config = _read_json(model_dir / "config.json", MAX_CONFIG_BYTES)
-        generation = _read_json(model_dir / "generation_config.json", MAX_CONFIG_BYTES)
+        generation = _read_json(model_dir / GENERATION_CONFIG, MAX_CONFIG_BYTES)
         text_config = config.get("text_config")
         text_config = text_config if isinstance(text_config, dict) else {}
         vocab_size = config.get("vocab_size", text_config.get("vocab_size"))
@@ -97,6 +117,14 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(content, str):
             tokens[name] = content
     return tokens
+
+
+def _template_in(path: Path, special_tokens: Mapping[str, str]) -> TemplateSource:
+    try:
+        source = read_text(path, MAX_TEMPLATE_BYTES)
+    except FileNotFoundError:
+        raise ConfigError(f"--chat-template: there is no file {path}") from None
+    return TemplateSource(source, special_tokens, f"the chat template in {path}")
 
 
 def _chat_template(

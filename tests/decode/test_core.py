@@ -15,6 +15,7 @@ from splitserve.protocol.messages.handover import (
     Grant,
     Offer,
     OfferedBlock,
+    OfferedSpan,
     PeerHello,
     PeerRefused,
     PeerWelcome,
@@ -44,7 +45,7 @@ class TestDecode:
 
     def offer(self, key: RequestKey = KEY, *, last: bool = True) -> Offer:
         blocks = [OfferedBlock(block_id, 100 + block_id) for block_id in range(3 if last else 2)]
-        return Offer(key, 0, blocks, 10 if last else 8, last, [3] if last else [])
+        return Offer(key, [OfferedSpan(0, 0, blocks)], 10 if last else 8, last, [3] if last else [])
 
     def begin_read(self, decode: Worker, key: RequestKey = KEY, *, last: bool = True) -> ReadCommand:
         decode.hear(ROUTER, decode_request(key))
@@ -104,7 +105,7 @@ class TestDecode:
         decode.hear(ROUTER, decode_request())
         digests = [bytes([block_id] * 16) for block_id in range(3)]
         blocks = [OfferedBlock(block_id, 100, digest) for block_id, digest in enumerate(digests)]
-        (start,) = of(decode.hear(PREFILL, Offer(KEY, 0, blocks, 10, True, [3])), StartRead)
+        (start,) = of(decode.hear(PREFILL, Offer(KEY, [OfferedSpan(0, 0, blocks)], 10, True, [3])), StartRead)
         assert isinstance(start, StartRead)
         landed = [digests[0], b"?" * 16, digests[2]]
         effects = decode.event(ReadResult(start.command.read_id, None, [100] * 3, 0.0, landed))
@@ -259,7 +260,7 @@ class TestDecode:
         renewed: list[Effect] = []
         while decode.now < 60.5:
             renewed += decode.wait(1.0)
-            renewed += decode.hear(PREFILL, Offer(KEY, 2, [], 8))
+            renewed += decode.hear(PREFILL, Offer(KEY, [OfferedSpan(0, 2, [])], 8))
         assert len(sent(renewed, RequestFailed)) == 1
         assert Release(KEY, False) in sent(renewed, Release)
         decode.assert_idle()

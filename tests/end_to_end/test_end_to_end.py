@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from feature_references import feature_requests
 from serving import Reference, complete_all, storm, transformers_greedy, wait_until_quiet, worker_metrics
 from small_clusters import BLOCK_SIZE, MAX_TOKENS, SHAPES, body, cluster
 from splitserve.orchestration.cluster.launcher import LocalCluster
@@ -95,11 +96,27 @@ def test_drawn_tokens_depend_on_the_seed_alone(
     assert all(each == tokens for each in drawn.values()), "not by where it runs"
 
 
+@pytest.mark.parametrize("running", EACH[:2], indirect=True, ids="-".join, scope="module")
+def test_sampling_features_draw_the_tokens_of_transformers(running: tuple[LocalCluster, Path]) -> None:
+    started, model = running
+    wanted = feature_requests(model, make_prompts())
+    bodies = [body(model, each.prompt, **each.options) for each in wanted]
+    answers = complete_all(started.url, bodies, at_once=True)
+    plain = complete_all(started.url, [body(model, each.prompt) for each in wanted], at_once=True)
+    for each, answer, without in zip(wanted, answers, plain, strict=True):
+        tokens = answer["choices"][0]["token_ids"]
+        assert each.reference.agrees(tokens), (each.options, tokens)
+        assert tokens != without["choices"][0]["token_ids"], f"{each.options} has no effect here"
+
+
 @pytest.mark.parametrize("running", EACH[1:2], indirect=True, ids="-".join, scope="module")
 def test_preemption_changes_no_token(running: tuple[LocalCluster, Path]) -> None:
     """A pool too small for all sequences at once: some are preempted and recomputed."""
     plenty, model = running
-    bodies = [body(model, prompt[:60], max_tokens=80) for prompt in make_prompts()]
+    features = [{}, {"repetition_penalty": 1.5, "frequency_penalty": 0.5}, {"bad_words": ["e", "a"], "min_p": 0.1}]
+    bodies = [
+        body(model, prompt[:60], max_tokens=80, **features[index % 3]) for index, prompt in enumerate(make_prompts())
+    ]
     with cluster(model, "1P1D", kv_memory_bytes=30 * 65536, max_model_len=256) as small:
         expected, answers = (complete_all(each.url, bodies, at_once=True) for each in (plenty, small))
         assert wait_until_quiet(small.url)["decode-0"]["preemptions_total"] > 0

@@ -122,7 +122,9 @@ class Source:
         self.process.start()
         assert pipe.poll(120.0), "the source doesn't start"
         served: ServedMemory = pipe.recv()
-        self.welcome = PeerWelcome(self.layout, served.connector, served.generations_address, list(served.ranks))
+        self.welcome = PeerWelcome(
+            self.layout, served.connector, list(served.generations_addresses), list(served.ranks)
+        )
         self._pipe = pipe
 
     def kill(self) -> None:

@@ -14,7 +14,7 @@ from splitserve.engine.effects import Connect, StartRead
 from splitserve.kvconnector.transfer.connector import PeerConnected
 from splitserve.protocol.handover.reads import ReadResult
 from splitserve.protocol.memory_records import RankMemory
-from splitserve.protocol.messages.handover import Offer, OfferedBlock, PeerWelcome, Release
+from splitserve.protocol.messages.handover import Offer, OfferedBlock, OfferedSpan, PeerWelcome, Release
 from splitserve.protocol.messages.requests import DecodeRequest, LocalRequest, PeerRef, StepTokens
 from splitserve.protocol.request import FinishReason, Party, RequestKey, Role, SamplingParams
 from splitserve.simulation.model import LAYOUT, PROTOCOL
@@ -46,10 +46,10 @@ def serves_decode(fuzzed: FuzzedWorker) -> None:
     prompt = [7, *PROMPT[1:]]
     request = DecodeRequest(key, prompt, SamplingParams(max_tokens=3), PeerRef(NEWCOMER, "tcp://127.0.0.1:9"), 60.0)
     worker.hear(ROUTER, request)
-    effects = worker.hear(NEWCOMER, PeerWelcome(LAYOUT, "sim", 1 << 20, [RankMemory(b"x", REGION)]))
+    effects = worker.hear(NEWCOMER, PeerWelcome(LAYOUT, "sim", [1 << 20], [RankMemory(b"x", [REGION])]))
     assert of(effects, Connect)
     worker.event(PeerConnected(NEWCOMER, None))
-    offer = Offer(key, 0, [OfferedBlock(index, 50 + index) for index in range(3)], 10, True, [3])
+    offer = Offer(key, [OfferedSpan(0, 0, [OfferedBlock(index, 50 + index) for index in range(3)])], 10, True, [3])
     effects = worker.hear(NEWCOMER, offer)
     (read,) = of(effects, StartRead)
     effects = worker.event(ReadResult(read.command.read_id, None, [50, 51, 52]))

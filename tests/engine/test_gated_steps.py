@@ -230,7 +230,7 @@ def test_decode_hears_of_blocks_when_they_are_good() -> None:
     assert not sent(worker.commit(plan), Offer)
     effects = worker.end_copy()
     [offer] = sent(effects, Offer)
-    assert isinstance(offer, Offer) and offer.last and len(offer.blocks) == 3
+    assert isinstance(offer, Offer) and offer.last and len(offer.spans[0].blocks) == 3
     assert tokens(effects) == [(KEY, 3, 8)]
     worker.wait(PROTOCOL.lease_seconds + 1.0)
 

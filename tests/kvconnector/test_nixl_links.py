@@ -52,8 +52,8 @@ LIES = {
     "unregistered": ({"blocks_address": 4096}, "aren't in the memory that it registered"),
     "beyond the address space": ({"blocks_address": 2**64 - 8}, "can't be"),
     "on a GPU": ({"kind": MemoryKind.VRAM}, "are in a GPU's memory, ours in host memory"),
-    "negative address": ({"generations_address": -8}, "can't be"),
-    "unregistered generations": ({"generations_address": 4096}, "NOT_FOUND"),
+    "negative address": ({"generations_addresses": [-8]}, "can't be"),
+    "unregistered generations": ({"generations_addresses": [4096]}, "NOT_FOUND"),
 }
 
 

@@ -234,7 +234,7 @@ def test_ranks_that_contradict_each_other_are_refused(
     if "ranks" in change:
         ranks.pop()
     elif "num_blocks" in change:
-        ranks[1] = msgspec.structs.replace(ranks[1], region=msgspec.structs.replace(ranks[1].region, num_blocks=2))
+        ranks[1] = msgspec.structs.replace(ranks[1], regions=[msgspec.structs.replace(ranks[1].region, num_blocks=2)])
     else:
         ranks[1] = msgspec.structs.replace(ranks[1], metadata=b"?")
     error = reader.connect(msgspec.structs.replace(welcome, ranks=ranks)).error

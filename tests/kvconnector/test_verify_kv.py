@@ -17,9 +17,9 @@ from splitserve.orchestration.cluster.launcher import Entries, LocalCluster
 from splitserve.orchestration.spec.shorthand import simple_spec
 from splitserve.protocol.config import EngineConfig
 from splitserve.protocol.handover.reads import ReadResult
-from splitserve.protocol.handover.sink import Pull, SinkHandover, SinkState
+from splitserve.protocol.handover.sink import Pull, PullSpan, SinkHandover, SinkState
 from splitserve.protocol.memory_records import LayoutRecord
-from splitserve.protocol.messages.handover import Offer, OfferAck, OfferedBlock, Release
+from splitserve.protocol.messages.handover import Offer, OfferAck, OfferedBlock, OfferedSpan, Release
 from splitserve.protocol.messages.requests import Abort, StepTokens
 from splitserve.protocol.request import Role
 from splitserve.simulation.model import BLOCK_SIZE, LAYOUT, PROTOCOL, ROUTER
@@ -72,7 +72,7 @@ def test_who_asks_for_digests_is_not_held_up(monkeypatch: pytest.MonkeyPatch) ->
     go_on = threading.Event()
 
     def slowly(memory: KVMemory) -> DigestBlocks:
-        return lambda block_ids: [
+        return lambda block_ids, group=0: [
             bytes([block_id]) for block_id in block_ids if block_id == 1 or go_on.wait(PATIENCE_SECONDS)
         ]
 
@@ -103,7 +103,8 @@ class SlowDigests:
     def __init__(self) -> None:
         self.num_known = 0
 
-    def __call__(self, block_ids: Sequence[int]) -> list[bytes]:
+    def __call__(self, block_ids: Sequence[int], group: int = 0) -> list[bytes]:
+        assert group == 0
         return [bytes([7] * DIGEST_BYTES)] * min(self.num_known, len(block_ids))
 
 
@@ -118,12 +119,21 @@ def test_blocks_are_offered_as_their_digests_become_known() -> None:
     assert sent(effects, StepTokens), "the first token doesn't wait for them"
     digests.num_known = 1
     (offer,) = sent(prefill.tick(), Offer)
-    assert isinstance(offer, Offer) and (len(offer.blocks), offer.num_tokens, offer.last) == (1, BLOCK_SIZE, False)
-    prefill.hear(DECODE, OfferAck(KEY, 1, False))
+    assert isinstance(offer, Offer) and (len(offer.spans[0].blocks), offer.num_tokens, offer.last) == (
+        1,
+        BLOCK_SIZE,
+        False,
+    )
+    prefill.hear(DECODE, OfferAck(KEY, [1], False))
     digests.num_known = 2
     (offer,) = sent(prefill.tick(), Offer)
     assert isinstance(offer, Offer) and offer.last
-    assert (offer.first_block, len(offer.blocks), offer.num_tokens, len(offer.first_tokens)) == (1, 2, len(PROMPT), 1)
+    assert (offer.spans[0].first_block, len(offer.spans[0].blocks), offer.num_tokens, len(offer.first_tokens)) == (
+        1,
+        2,
+        len(PROMPT),
+        1,
+    )
     prefill.hear(DECODE, Release(KEY, True))
     prefill.assert_idle()
 
@@ -144,10 +154,10 @@ def test_a_request_that_ends_while_its_digests_are_made(end: Abort | Release) ->
 
 def offered_handover(digests: list[bytes]) -> tuple[SinkHandover, int]:
     """A hand-over with one read of all blocks under way; and the read's id."""
-    pull = Pull(len(PROMPT), num_cached_tokens=0, local_blocks=[5, 6, 7], block_size=BLOCK_SIZE, block_bytes=64)
+    pull = Pull(len(PROMPT), 0, BLOCK_SIZE, [PullSpan(0, [5, 6, 7], 64)])
     handover = SinkHandover(KEY, PREFILL, pull, PROTOCOL, 0.0)
     blocks = [OfferedBlock(block_id, 100, digest) for block_id, digest in enumerate(digests)]
-    handover.on_offer(Offer(KEY, 0, blocks, len(PROMPT), True, [1]), 10, 0.0)
+    handover.on_offer(Offer(KEY, [OfferedSpan(0, 0, blocks)], len(PROMPT), True, [1]), [10], 0.0)
     (read,) = handover.poll(0.0, can_read=True, next_read_id=1).reads
     return handover, read.read_id
 

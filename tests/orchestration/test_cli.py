@@ -18,8 +18,10 @@ from splitserve.orchestration.cli.demo import ChatResult, DemoError, check_disag
 from splitserve.orchestration.cli.display import describe_progress
 from splitserve.orchestration.cli.options import add_engine_options, cluster_spec
 from splitserve.orchestration.cluster.host import ChildProgress
-from splitserve.orchestration.spec.cluster_spec import ClusterSpec, check_model_directory
-from splitserve.orchestration.spec.expansion import Secrets, router_config, worker_config, worker_names
+from splitserve.orchestration.spec.cluster_spec import API_KEY_VARIABLE, ClusterSpec
+from splitserve.orchestration.spec.document import to_yaml
+from splitserve.orchestration.spec.expansion import Secrets, resolve_secrets, router_config, worker_config, worker_names
+from splitserve.orchestration.spec.model_source import check_model_directory
 from splitserve.orchestration.spec.sizes import format_bytes, parse_bytes
 from splitserve.protocol.config import EngineConfig
 from splitserve.protocol.request import Role
@@ -29,7 +31,7 @@ USER_BENCHES = {"serve", "isolation", "handover"}
 
 
 def spec_of(*arguments: str) -> ClusterSpec:
-    return cluster_spec(cli.build_parser().parse_args(["serve", "dir/my-model", *arguments]))
+    return cluster_spec(cli.build_parser().parse_args(["serve", "/dir/my-model", *arguments]))
 
 
 # ---- options ----
@@ -37,7 +39,7 @@ def spec_of(*arguments: str) -> ClusterSpec:
 
 def test_defaults_are_those_of_the_config() -> None:
     spec = spec_of("--mixed", "1")
-    config = EngineConfig(model="dir/my-model", served_model_name="my-model")
+    config = EngineConfig(model="/dir/my-model", served_model_name="my-model")
     assert spec.engine_config(spec.pools[0]) == config
     assert spec.served_model_name == "my-model"
     assert (spec.router.host, spec.router.port, spec.router.policy) == ("127.0.0.1", 8000, "least-loaded")
@@ -60,7 +62,7 @@ def test_options_reach_the_configs_of_all_processes() -> None:
     worker = worker_config(spec, pools["decode-0"], "decode-0", Secrets(), threads=3, **where)
     assert (worker.engine_id, worker.role, worker.membership) == ("decode-0", Role.DECODE, "tcp://127.0.0.1:5")
     assert worker.engine == EngineConfig(
-        model="dir/my-model",
+        model="/dir/my-model",
         served_model_name="m",
         dtype="bfloat16",
         load_format="dummy",
@@ -75,7 +77,7 @@ def test_options_reach_the_configs_of_all_processes() -> None:
         seed=7,
     )
     router = router_config(spec, Secrets(), "127.0.0.1")
-    assert (router.model, router.served_model_name, router.port) == ("dir/my-model", "m", 0)
+    assert (router.model, router.served_model_name, router.port) == ("/dir/my-model", "m", 0)
 
 
 def test_vllm_names_are_aliases() -> None:
@@ -367,3 +369,32 @@ def test_demo_reports_where_things_ran() -> None:
 def test_demo_fails_unless_really_disaggregated(route: dict[str, object]) -> None:
     with pytest.raises(DemoError, match=r"disaggregated|no KV block"):
         check_disaggregated(demo_result(**route))
+
+
+# ---- the API key ----
+
+
+def test_a_key_on_the_command_line_reaches_the_processes_with_a_warning(monkeypatch, caplog, tmp_path) -> None:
+    monkeypatch.setenv(API_KEY_VARIABLE, "")  # so that the variable is as it was after the test
+    spec = spec_of("--mixed", "1", "--api-key", "sk-1")
+    assert resolve_secrets(spec).api_key == "sk-1" and "sk-1" not in to_yaml(spec)
+    assert "list of processes" in caplog.text and "sk-1" not in caplog.text
+    monkeypatch.setenv(API_KEY_VARIABLE, "")
+    with pytest.raises(ConfigError, match="--api-key: there is a reference to a key already"):
+        spec_of("--mixed", "1", "--api-key", "sk-1", "--api-key-file", str(tmp_path / "key"))
+    assert not os.environ[API_KEY_VARIABLE]
+
+
+def test_options_of_the_served_model_reach_the_router(tmp_path) -> None:
+    spec = spec_of(
+        *("--mixed", "1", "--served-model-name", "a", "b", "--served-model-name", "c", "--generation-config", "none"),
+        *("--chat-template", str(tmp_path / "t.jinja"), "--allowed-origins", "https://a.example", "http://b:8080"),
+    )
+    router = router_config(spec, Secrets(), "127.0.0.1")
+    assert (router.served_model_name, router.aliases) == ("a", ["b", "c"])
+    assert (router.generation_config, router.chat_template) == ("none", str(tmp_path / "t.jinja"))
+    assert router.allowed_origins == ["https://a.example", "http://b:8080"]
+    with pytest.raises(ConfigError, match=r"--allowed-origins: must be like https://app\.example\.com"):
+        spec_of("--mixed", "1", "--allowed-origins", "app.example.com/page")
+    with pytest.raises(ConfigError, match="it goes before options that take several values"):
+        cluster_spec(cli.build_parser().parse_args(["serve", "--mixed", "1", "--served-model-name", "a", "/dir"]))

@@ -32,7 +32,7 @@ class TestPrefill:
         plan = prefill.plan()
         assert plan is not None
         (offer,) = sent(prefill.commit(plan), Offer)
-        assert isinstance(offer, Offer) and (len(offer.blocks), offer.num_tokens) == (2, 8)
+        assert isinstance(offer, Offer) and (len(offer.spans[0].blocks), offer.num_tokens) == (2, 8)
 
     def start(self, prefill: Worker, **options: int) -> StepPlan:
         prefill.hear(DECODE, grant())

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from both_sides import CONFIG, NUM_PEER_BLOCKS, BothSides, blocks, make_sink, poll, verified
+from both_sides import CONFIG, NUM_PEER_BLOCKS, PEER_BLOCKS, BothSides, blocks, make_sink, poll, verified
 from core_driver import DECODE, KEY, PREFILL, SAMPLING, Worker, decode_request, sent
 from splitserve.engine.effects import Effect
 from splitserve.kvconnector.blocks.pool import GENERATION_MASK
 from splitserve.protocol.handover.reads import ReadCommand, ReadResult
 from splitserve.protocol.handover.sink import SinkHandover, SinkState
 from splitserve.protocol.handover.source import SourceHandover, SourceState
-from splitserve.protocol.messages.handover import Grant, Offer, OfferAck, OfferedBlock, Release
+from splitserve.protocol.messages.handover import Grant, Offer, OfferAck, OfferedBlock, OfferedSpan, Release
 from splitserve.protocol.messages.requests import Abort, PeerRef, PrefillRequest, StepTokens
 from splitserve.protocol.request import RequestKey, Role
 from splitserve.simulation.model import BLOCK_SIZE, LAYOUT, PROTOCOL, ROUTER
@@ -71,7 +71,7 @@ def test_blocks_on_offer_make_room_for_the_next_prompt() -> None:
     prefill = Prefill()
     prefill.begin(KEY, prompt(0))
     [*_, first] = prefill.offers(prefill.run())
-    prefill.hear(OfferAck(KEY, 6, True))
+    prefill.hear(OfferAck(KEY, [6], True))
     prefill.begin(OTHER, prompt(30))
     assert not is_prefilled(prefill.run(), OTHER), "decode has time to read them first"
     assert prefill.worker.core.next_deadline() <= prefill.worker.now + PATIENCE
@@ -80,11 +80,11 @@ def test_blocks_on_offer_make_room_for_the_next_prompt() -> None:
     assert is_prefilled(effects, OTHER)
     assert prefill.num_moved == 4, "two blocks were free, and six are needed"
     revised = next(offer for offer in prefill.offers(effects) if offer.revision == 1)
-    assert (revised.first_block, revised.last, revised.num_tokens) == (1, True, LONG)
-    assert all(block.block_id >= 8 and block.generation == 8 for block in revised.blocks[:-1]), (
+    assert (revised.spans[0].first_block, revised.last, revised.num_tokens) == (1, True, LONG)
+    assert all(block.block_id >= 8 and block.generation == 8 for block in revised.spans[0].blocks[:-1]), (
         "slots, stored into once"
     )
-    assert revised.blocks[-1] == first.blocks[-1], "the one that isn't full has no copy"
+    assert revised.spans[0].blocks[-1] == first.spans[0].blocks[-1], "the one that isn't full has no copy"
     for key in (KEY, OTHER):
         prefill.hear(Release(key, True))
     prefill.worker.assert_idle()
@@ -107,7 +107,7 @@ def test_slots_on_offer_stay_until_the_end_and_no_longer(end: Callable[[Prefill]
     effects = prefill.run()
     assert is_prefilled(effects, OTHER) and tiers.num_held_slots == prefill.num_moved == 2
     [revised] = [offer for offer in prefill.offers(effects) if offer.revision == 1][:1]
-    slots = [block for block in revised.blocks if block.block_id >= 8]
+    slots = [block for block in revised.spans[0].blocks if block.block_id >= 8]
     index = tiers.tiers[0].index
     for start in (1, 2, 3):  # more than the tier holds goes down
         prefill.begin(RequestKey(f"r{start}"), prompt(10 * start + 5, 14))
@@ -130,7 +130,7 @@ def test_slots_on_offer_stay_until_the_end_and_no_longer(end: Callable[[Prefill]
     ids=["no tier", "the reader can't", "too few copies", "digests"],
 )
 def test_without_copies_that_can_be_read_nothing_changes(num_slots: int, reads_host_tier: bool, digests: bool) -> None:
-    options = {"leading_digests": lambda block_ids: [b"d" * 16 for _ in block_ids]} if digests else {}
+    options = {"leading_digests": lambda block_ids, group: [b"d" * 16 for _ in block_ids]} if digests else {}
     prefill = Prefill(num_slots, **options)
     prefill.begin(KEY, prompt(0), reads_host_tier=reads_host_tier)
     prefill.run()
@@ -164,7 +164,7 @@ def test_blocks_that_decode_has_cached_are_not_moved() -> None:
     effects = prefill.run()
     assert is_prefilled(effects, OTHER) and prefill.num_moved == 1
     [revised] = [offer for offer in prefill.offers(effects) if offer.revision == 1][:1]
-    assert revised.first_block == 4 and revised.blocks[0].block_id >= 8
+    assert revised.spans[0].first_block == 4 and revised.spans[0].blocks[0].block_id >= 8
     for key in (KEY, OTHER):
         prefill.hear(Release(key, True))
     prefill.worker.assert_idle()
@@ -172,17 +172,17 @@ def test_blocks_that_decode_has_cached_are_not_moved() -> None:
 
 def test_a_revised_offer_is_sent_until_it_is_acknowledged_itself() -> None:
     source = SourceHandover(Grant(KEY, 16, 0, 100.0, True), DECODE, BLOCK_SIZE, CONFIG, now=0.0)
-    source.offer_last(blocks(1, 2, 3, 4), 16, [7], 0.0)
-    source.acknowledge(OfferAck(KEY, 4, True))
+    source.offer_last([blocks(1, 2, 3, 4)], 16, [7], 0.0)
+    source.acknowledge(OfferAck(KEY, [4], True))
     source.move({2: OfferedBlock(70, 5)}, 1.0)
     source.move({1: OfferedBlock(71, 6)}, 1.0)
     for revision in (0, 1, 3):
-        source.acknowledge(OfferAck(KEY, 4, True, revision))
+        source.acknowledge(OfferAck(KEY, [4], True, revision))
     offer = source.poll(1.0)
     assert offer is not None
-    assert (offer.first_block, offer.revision, offer.last, offer.first_tokens) == (1, 2, True, [7])
-    assert offer.blocks == [OfferedBlock(71, 6), OfferedBlock(70, 5), *blocks(4)]
-    source.acknowledge(OfferAck(KEY, 4, True, 2))
+    assert (offer.spans[0].first_block, offer.revision, offer.last, offer.first_tokens) == (1, 2, True, [7])
+    assert offer.spans[0].blocks == [OfferedBlock(71, 6), OfferedBlock(70, 5), *blocks(4)]
+    source.acknowledge(OfferAck(KEY, [4], True, 2))
     assert source.next_deadline() == source.lease_expires_at
 
 
@@ -200,8 +200,8 @@ def test_decode_says_whether_it_can_read_slots(num_ranks: int) -> None:
 def sink_with_read(num_blocks: int = 3) -> tuple[SinkHandover, ReadCommand]:
     """All blocks are offered, and the read of all of them is under way."""
     sink = make_sink(num_blocks * BLOCK_SIZE, reads_host_tier=True)
-    first = Offer(KEY, 0, blocks(*range(1, 1 + num_blocks)), num_blocks * BLOCK_SIZE, True, [7])
-    sink.on_offer(first, NUM_PEER_BLOCKS, 0.0, has_host_tier=True)
+    first = Offer(KEY, [OfferedSpan(0, 0, blocks(*range(1, 1 + num_blocks)))], num_blocks * BLOCK_SIZE, True, [7])
+    sink.on_offer(first, PEER_BLOCKS, 0.0, has_host_tier=True)
     [read] = poll(sink, 0.0)[1]
     return sink, read
 
@@ -209,7 +209,7 @@ def sink_with_read(num_blocks: int = 3) -> tuple[SinkHandover, ReadCommand]:
 def revised(*moved: int, num_blocks: int = 3, revision: int = 1, first: int = 0) -> Offer:
     """Block number n is in slot 90 + n now, if it has moved."""
     places = [OfferedBlock(90 + n, 5) if n in moved else OfferedBlock(1 + n, 1001 + n) for n in range(num_blocks)]
-    return Offer(KEY, first, places[first:], num_blocks * BLOCK_SIZE, True, [7], revision)
+    return Offer(KEY, [OfferedSpan(0, first, places[first:])], num_blocks * BLOCK_SIZE, True, [7], revision)
 
 
 def changed(read: ReadCommand, *positions: int) -> ReadResult:
@@ -221,9 +221,9 @@ def changed(read: ReadCommand, *positions: int) -> ReadResult:
 def test_a_read_of_blocks_that_moved_is_repeated_from_their_new_places(offer_comes_first: bool) -> None:
     sink, read = sink_with_read()
     if offer_comes_first:
-        sink.on_offer(revised(1, 2), NUM_PEER_BLOCKS, 0.1, has_host_tier=True)
+        sink.on_offer(revised(1, 2), PEER_BLOCKS, 0.1, has_host_tier=True)
         messages, reads = poll(sink, 0.1)
-        assert OfferAck(sink.key, 3, True, 1) in messages
+        assert OfferAck(sink.key, [3], True, 1) in messages
         assert reads == [], "the first one may still write to the same blocks"
         sink.on_read_result(changed(read, 1), 0.2)
     else:
@@ -231,7 +231,7 @@ def test_a_read_of_blocks_that_moved_is_repeated_from_their_new_places(offer_com
         messages, reads = poll(sink, 0.1)
         assert any(isinstance(message, Grant) for message in messages), "it asks for the current offer"
         assert reads == [] and sink.state is SinkState.READING
-        sink.on_offer(revised(1, 2), NUM_PEER_BLOCKS, 0.2, has_host_tier=True)
+        sink.on_offer(revised(1, 2), PEER_BLOCKS, 0.2, has_host_tier=True)
     assert sink.num_verified_blocks == 0
     [again] = poll(sink, 0.2)[1]
     assert (list(again.local_blocks), list(again.remote_blocks)) == ([50, 51, 52], [1, 91, 92])
@@ -242,25 +242,25 @@ def test_a_read_of_blocks_that_moved_is_repeated_from_their_new_places(offer_com
 
 def test_a_read_that_was_faster_than_the_next_content_counts() -> None:
     sink, read = sink_with_read()
-    sink.on_offer(revised(0, 1, 2), NUM_PEER_BLOCKS, 0.1, has_host_tier=True)
+    sink.on_offer(revised(0, 1, 2), PEER_BLOCKS, 0.1, has_host_tier=True)
     sink.on_read_result(verified(read), 0.2)
     assert sink.state is SinkState.COMPLETE
 
 
 def test_another_place_of_another_block_is_no_help() -> None:
     sink, read = sink_with_read()
-    sink.on_offer(revised(1), NUM_PEER_BLOCKS, 0.1, has_host_tier=True)
+    sink.on_offer(revised(1), PEER_BLOCKS, 0.1, has_host_tier=True)
     sink.on_read_result(changed(read, 1, 2), 0.2)
     assert poll(sink, 0.2)[1] == []
-    sink.on_offer(revised(1, 2, revision=2, first=2), NUM_PEER_BLOCKS, 0.3, has_host_tier=True)
+    sink.on_offer(revised(1, 2, revision=2, first=2), PEER_BLOCKS, 0.3, has_host_tier=True)
     [again] = poll(sink, 0.3)[1]
     assert list(again.remote_blocks) == [1, 91, 92]
 
 
 def test_an_offer_that_was_overtaken_is_not_heard() -> None:
     sink, read = sink_with_read()
-    sink.on_offer(revised(0, 1), NUM_PEER_BLOCKS, 0.1, has_host_tier=True)
-    sink.on_offer(revised(revision=0), NUM_PEER_BLOCKS, 0.2, has_host_tier=True)
+    sink.on_offer(revised(0, 1), PEER_BLOCKS, 0.1, has_host_tier=True)
+    sink.on_offer(revised(revision=0), PEER_BLOCKS, 0.2, has_host_tier=True)
     sink.on_read_result(changed(read, 0), 0.3)
     [again] = poll(sink, 0.3)[1]
     assert list(again.remote_blocks) == [90, 91, 3]
@@ -269,14 +269,16 @@ def test_an_offer_that_was_overtaken_is_not_heard() -> None:
 @pytest.mark.parametrize("bad", [revised(1, revision=0), revised(1, num_blocks=2)], ids=["unnumbered", "shorter"])
 def test_offers_that_contradict_each_other_fail_the_handover(bad: Offer) -> None:
     sink, _ = sink_with_read()
-    sink.on_offer(bad, NUM_PEER_BLOCKS, 0.1, has_host_tier=True)
+    sink.on_offer(bad, PEER_BLOCKS, 0.1, has_host_tier=True)
     assert sink.state is SinkState.FAILED
 
 
 def test_a_moved_generation_fails_at_once_where_nothing_can_move() -> None:
     for reads_host_tier, has_host_tier in ((False, True), (True, False)):
         sink = make_sink(8, reads_host_tier=reads_host_tier)
-        sink.on_offer(Offer(KEY, 0, blocks(1, 2), 8, True, [7]), NUM_PEER_BLOCKS, 0.0, has_host_tier=has_host_tier)
+        sink.on_offer(
+            Offer(KEY, [OfferedSpan(0, 0, blocks(1, 2))], 8, True, [7]), PEER_BLOCKS, 0.0, has_host_tier=has_host_tier
+        )
         [read] = poll(sink, 0.0)[1]
         sink.on_read_result(changed(read, 0), 0.1)
         assert sink.state is SinkState.FAILED and sink.may_be_elsewhere
@@ -288,7 +290,7 @@ def test_without_another_place_it_fails_in_bounded_time() -> None:
     now = 1.0
     while sink.state is SinkState.READING:
         poll(sink, now)
-        sink.on_offer(revised(revision=0), NUM_PEER_BLOCKS, now, has_host_tier=True)
+        sink.on_offer(revised(revision=0), PEER_BLOCKS, now, has_host_tier=True)
         assert sink.state is not SinkState.READING or sink.next_deadline() > now
         now += 0.5
     assert now <= 1.5 + CONFIG.dead_after_seconds
@@ -310,7 +312,7 @@ class MovingBothSides(BothSides):
 
     def deliver(self, message: Grant | OfferAck | Offer) -> None:
         if isinstance(message, Offer):
-            self.sink.on_offer(message, len(self.generations), self.now, has_host_tier=True)
+            self.sink.on_offer(message, [len(self.generations)], self.now, has_host_tier=True)
         else:
             super().deliver(message)
 

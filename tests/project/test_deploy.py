@@ -144,7 +144,7 @@ def test_a_gpu_for_each_worker_of_compose(compose: dict[str, Any]) -> None:
 
 
 def check_probe(path: str) -> None:
-    assert "get" in openapi_document("m", wants_key=True)["paths"][path]
+    assert "get" in openapi_document(("m",), wants_key=True)["paths"][path]
 
 
 # ---- Kubernetes ----

@@ -82,7 +82,8 @@ def test_the_router_needs_no_torch():
     folder = Path(splitserve.router.server.__file__).parent
     paths = (path.relative_to(folder).with_suffix("") for path in folder.glob("**/[!_]*.py"))
     modules = sorted(f"splitserve.router.{'.'.join(path.parts)}" for path in paths)
-    code = f"import sys, {', '.join(modules)}; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    code = "import sys, splitserve.router.server; print('transformers' in sys.modules); "
+    code += f"import {', '.join(modules)}; print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS
     )

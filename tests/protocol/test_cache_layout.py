@@ -1,10 +1,9 @@
 """Cache layouts: every byte of a block belongs to a head of a layer and field, and ranks find theirs in a peer's."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from splitserve.protocol.cache_layout import (
     BlockLayout,
@@ -30,7 +29,8 @@ def groups(draw: st.DrawFn) -> CacheGroup:
         fields.append(Field(f"field {number}", "any", heads, draw(st.integers(1, 5)), sharding))
     kind = draw(st.sampled_from(GroupKind))
     layers = draw(st.sets(st.integers(0, 9), min_size=1, max_size=4))
-    return CacheGroup(kind, tuple(sorted(layers)), 0 if kind is GroupKind.STATE else 16, tuple(fields))
+    window = 20 if kind is GroupKind.WINDOW else 0
+    return CacheGroup(kind, tuple(sorted(layers)), 0 if kind is GroupKind.STATE else 16, tuple(fields), window)
 
 
 @st.composite
@@ -117,8 +117,9 @@ def test_two_fields_lie_one_after_the_other() -> None:
     assert half.block_bytes == 2 * 2 * (100 + 10)
     assert half.rows(1, 1) == ByteRows(100, 200, 2, 100)
     assert half.rows(0, 2, 1) == ByteRows(400, 20, 2, 20)
-    assert not CacheLayout((group,)).is_simple and not CacheLayout((replace(group, kind=GroupKind.FULL),)).is_simple
-    assert CacheLayout((replace(group, kind=GroupKind.FULL, fields=group.fields[:1]),)).is_simple
+    full = replace(group, kind=GroupKind.FULL, block_tokens=16)
+    assert not CacheLayout((full,)).is_simple and not CacheLayout((full, group)).is_simple
+    assert CacheLayout((replace(full, fields=group.fields[:1]),)).is_simple
 
 
 def test_layouts_match_whatever_the_number_of_ranks() -> None:
@@ -128,11 +129,13 @@ def test_layouts_match_whatever_the_number_of_ranks() -> None:
     for other in (
         replace(group, layers=(1,)),
         replace(group, block_tokens=32),
-        replace(group, kind=GroupKind.WINDOW),
         replace(group, fields=(replace(group.fields[0], dtype="int32"),)),
     ):
         assert not CacheLayout((group,)).matches(CacheLayout((other,)))
+    window = replace(group, kind=GroupKind.WINDOW, window=40)
     assert not CacheLayout((group,)).matches(CacheLayout((group, group)))
+    assert not CacheLayout((group, group)).matches(CacheLayout((group, window)))
+    assert not CacheLayout((group, window)).matches(CacheLayout((group, replace(window, window=41))))
 
 
 def test_nonsense_is_refused() -> None:
@@ -141,7 +144,24 @@ def test_nonsense_is_refused() -> None:
         replace(field, head_bytes=0)
     with pytest.raises(ValueError, match="layer"):
         CacheGroup(GroupKind.FULL, (), 16, (field,))
-    layout = BlockLayout(CacheGroup(GroupKind.FULL, (0,), 16, (field,)), 2)
+    full = CacheGroup(GroupKind.FULL, (0,), 16, (field,))
+    window = CacheGroup(GroupKind.WINDOW, (1,), 16, (field,), 20)
+    for kind, tokens, size in (
+        (GroupKind.WINDOW, 16, 0),
+        (GroupKind.FULL, 16, 20),
+        (GroupKind.STATE, 16, 0),
+        (GroupKind.FULL, 0, 0),
+    ):
+        with pytest.raises(ValueError, match=f"a group of kind {kind} has"):
+            CacheGroup(kind, (0,), tokens, (field,), size)
+    for groups, problem in (
+        ((), "must be full"),
+        ((window, full), "must be full"),
+        ((full, replace(window, block_tokens=32)), r"same number of tokens, got \[16, 32\]"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            CacheLayout(groups)
+    layout = BlockLayout(full, 2)
     for first, count in ((-1, 1), (0, 0), (1, 2), (2, 1)):
         with pytest.raises(ValueError, match="of 2"):
             layout.rows(first, count)

@@ -119,7 +119,7 @@ def test_an_answer_that_gets_nowhere_is_given_up(caplog):
         try:
             kind = CompletionFormat("m", include_usage=False, return_token_ids=False)
             arrived_at = asyncio.get_running_loop().time() - 10.0 - READ_GRACE_SECONDS
-            how = {"stream": True, "include_usage": False, "return_route": False}
+            how = {"stream": True, "return_route": False}
             response = GenerationResponse(dispatcher, [], kind, arrived_at=arrived_at, **how)
             await response({}, asyncio.Event().wait, send)
         finally:

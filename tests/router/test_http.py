@@ -289,7 +289,10 @@ def test_hopelessly_long_texts_are_refused_by_their_beginning(router):
     ):
         status, _, answer = router.post(path, **fields)
         assert (status, answer["error"]["param"]) == (400, param)
-        assert answer["error"]["message"] == f"{param} has far more tokens than the context length of 256 allows"
+        assert (
+            answer["error"]["message"]
+            == f"{param} has far more tokens than fit: this model's maximum context length is 256 tokens"
+        )
 
 
 # ---- bad input ----

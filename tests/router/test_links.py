@@ -7,7 +7,7 @@ from splitserve.engine.effects import StartRead
 from splitserve.kvconnector.transfer.connector import Link, PeerConnected
 from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.handover.reads import ReadPath, ReadResult
-from splitserve.protocol.messages.handover import Offer, OfferedBlock
+from splitserve.protocol.messages.handover import Offer, OfferedBlock, OfferedSpan
 from splitserve.protocol.messages.membership import PeerLink, WorkerInfo
 from splitserve.protocol.messages.requests import Introduce, PeerRef, StepTokens
 from splitserve.protocol.request import Role
@@ -35,7 +35,7 @@ def test_a_worker_tells_its_links(connected: Worker) -> None:
 
 def test_a_hand_over_says_how_its_blocks_came(connected: Worker) -> None:
     connected.hear(ROUTER, decode_request())
-    offer = Offer(KEY, 0, [OfferedBlock(block, 100 + block) for block in range(3)], 10, True, [3])
+    offer = Offer(KEY, [OfferedSpan(0, 0, [OfferedBlock(block, 100 + block) for block in range(3)])], 10, True, [3])
     (start,) = of(connected.hear(PREFILL, offer), StartRead)
     assert isinstance(start, StartRead)
     result = ReadResult(start.command.read_id, None, [100, 101, 102], path=ReadPath.STAGED)

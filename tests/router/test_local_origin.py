@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from router_harness import RouterProcess, write_model_dir
-from splitserve.router.http.local_origin import is_local, is_local_origin
+from splitserve.router.http.access.local_origin import is_local, is_local_origin
 
 Start = Callable[..., RouterProcess]
 

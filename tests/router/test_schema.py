@@ -9,6 +9,8 @@ import pytest
 from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.parsing import MAX_ISSUES, parse
 from splitserve.router.http.schema import ChatCompletionRequest, CompletionRequest
+from splitserve.router.output.catalog import choose_format
+from splitserve.router.text.chat import ChatForm
 
 
 def completion(**fields):
@@ -109,7 +111,7 @@ def test_packed_or_not_the_answer_is_the_same(prompt, rest, monkeypatch):
     """Errors of a body have the same words, wherever in it the prompt is."""
     bodies = [f'{{"model": "m", "prompt": {prompt}{rest}}}', f'{{"prompt": {prompt}, "model": "m"{rest}}}']
     outcomes = [outcome(body.encode()) for body in bodies]
-    monkeypatch.setattr("splitserve.router.http.parsing.take_token_ids", lambda _: None)
+    monkeypatch.setattr("splitserve.router.http.parsing.take_token_ids", lambda _body, _field: None)
     assert outcomes == [outcome(body.encode()) for body in bodies]
 
 
@@ -126,7 +128,7 @@ def test_packed_or_not_the_answer_is_the_same(prompt, rest, monkeypatch):
         ({"prompt": [True]}, "prompt"),
         ({"prompt": {"a": 1}}, "prompt"),
         ({"prompt": ["a"] * 1025}, "prompt"),
-        ({"model": None}, "model"),
+        ({"model": 5}, "model"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": "5"}, "max_tokens"),
         ({"max_tokens": 1.0}, "max_tokens"),
@@ -163,8 +165,6 @@ def test_bad_values_name_their_field(fields, param):
         ("n", 2, 1),
         ("best_of", 3, 1),
         ("suffix", "x", ""),
-        ("response_format", {"type": "json_object"}, {"type": "text"}),
-        ("tools", [{"type": "function"}], []),
     ],
 )
 def test_unsupported_parameters_are_refused_by_name_unless_neutral(name, value, neutral):
@@ -202,11 +202,56 @@ def test_messages():
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "eve"},
         {"role": "assistant", "content": "c", "refusal": None, "tool_calls": [], "annotations": []},
     )
-    assert [message.for_template() for message in request.messages] == [
+    assert ChatForm(None, frozenset()).messages(request) == [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "a\nb", "name": "eve"},
         {"role": "assistant", "content": "c"},
     ]
+
+
+CALL = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+ARGUMENTS = "messages[0].tool_calls[0].function.arguments"
+TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+
+
+def test_messages_of_a_tools_loop():
+    called = {"role": "assistant", "content": None, "tool_calls": [CALL | {"index": 0}], "reasoning_content": "hm"}
+    request = chat(called, {"role": "tool", "content": "5", "tool_call_id": "x"}, tools=[TOOL])
+    template_call = CALL | {"function": {"name": "f", "arguments": {}}}
+    assert ChatForm(None, frozenset()).messages(request) == [
+        {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [template_call]},
+        {"role": "tool", "content": "5", "tool_call_id": "x"},
+    ]
+    deepseek = ChatForm(choose_format("deepseek-v3", "t", None, "m"), frozenset())
+    assert deepseek.messages(request)[0] == {
+        "role": "assistant",
+        "content": None,
+        "reasoning_content": "hm",
+        "tool_calls": [CALL],
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [TOOL | {"function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
+        ({"tools": [TOOL] * 513}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "maybe"}, "tool_choice"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice.function.name",
+        ),
+        ({"reasoning_effort": "huge"}, "reasoning_effort"),
+        ({"enable_thinking": "yes"}, "enable_thinking"),
+        ({"chat_template_kwargs": {str(number): 1 for number in range(65)}}, "chat_template_kwargs"),
+    ],
+)
+def test_bad_tools_name_their_place(fields, param):
+    assert refused(lambda: chat({"role": "user", "content": "a"}, **fields)).param == param
 
 
 @pytest.mark.parametrize(
@@ -215,9 +260,15 @@ def test_messages():
         ({"role": "user"}, "messages[0].content"),
         ({"role": "user", "content": 5}, "messages[0].content"),
         ({"role": "robot", "content": "a"}, "messages[0].role"),
-        ({"role": "tool", "content": "a"}, "messages[0].role"),
+        ({"role": "tool", "content": "a"}, "messages[0].tool_call_id"),
+        ({"role": "tool", "tool_call_id": "x"}, "messages[0].content"),
+        ({"role": "user", "content": "a", "tool_call_id": "x"}, "messages[0].tool_call_id"),
+        ({"role": "user", "content": "a", "tool_calls": [CALL]}, "messages[0].tool_calls"),
+        ({"role": "assistant"}, "messages[0].content"),
+        ({"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f"}}]}, ARGUMENTS),
+        ({"role": "assistant", "tool_calls": [CALL | {"type": "robot"}]}, "messages[0].tool_calls[0].type"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content[0].type"),
-        ({"role": "assistant", "content": "a", "tool_calls": [{"id": "x"}]}, "messages[0].tool_calls"),
+        ({"role": "assistant", "content": "a", "tool_calls": [{"id": "x"}]}, "messages[0].tool_calls[0].function"),
         ({"role": "user", "content": "a", "mood": "good"}, "messages[0].mood"),
         ("hello", "messages"),
     ],

@@ -14,7 +14,9 @@ from splitserve.router.http.schema import CompletionRequest
 from splitserve.router.placement.placer import Limits
 from splitserve.router.text.chat_template import ChatTemplate, ChatTemplateError
 from splitserve.router.text.choice import Choice
+from splitserve.router.text.constraints import Constraints
 from splitserve.router.text.detokenizer import Detokenizer, StopStrings
+from splitserve.router.text.grammar_checker import GrammarChecker
 from splitserve.router.text.preparation import Preparation
 from splitserve.router.text.renderer import Renderer
 from splitserve.router.text.tokenizer import ModelTokenizer
@@ -150,6 +152,33 @@ def test_a_stop_string_completed_by_the_last_flush_counts(tokenizer):
     assert piece.text == "" and piece.finish_reason is FinishReason.STOP
 
 
+def test_what_ended_a_choice_is_shown_on_request(tokenizer):
+    ids = tokenizer.encode("The quick brown fox").ids
+    for packed in ([ids], [[token_id] for token_id in ids]):
+        choice = Choice(Detokenizer(tokenizer), ["k b"], include_stop=True)
+        assert "".join(choice.push(some, None).text for some in packed if not choice.finish_reason) == "The quick b"
+    end = tokenizer.token_to_id(EOS)
+    ended, cut = [*ids, end], (FinishReason.STOP, FinishReason.LENGTH)
+
+    def special() -> Detokenizer:
+        return Detokenizer(tokenizer, skip_special_tokens=False)
+
+    assert Choice(Detokenizer(tokenizer), [], include_stop=True).push(ended, cut[0]).text == "The quick brown fox"
+    assert Choice(special(), [], include_stop=True).push(ended, cut[0]).text == f"The quick brown fox{EOS}"
+    assert Choice(special(), []).push(ended, cut[0]).text == "The quick brown fox"
+    assert Choice(special(), []).push([end, *ids], cut[1]).text == f"{EOS}The quick brown fox"
+
+
+def test_stop_strings_have_no_effect_before_min_tokens(tokenizer):
+    ids = tokenizer.encode("ab ab ab ab").ids
+    for min_tokens in range(len(ids) + 1):
+        choice = Choice(Detokenizer(tokenizer), ["b"], min_tokens=min_tokens)
+        piece = choice.push(ids, FinishReason.LENGTH)
+        before = tokenizer.decode(ids[:min_tokens])
+        assert piece.text.startswith(before) and len(piece.token_ids) >= min_tokens
+        assert "b" not in piece.text.removeprefix(before)
+
+
 def test_chat_template_and_end_tokens(model_dir, tokenizer):
     model = ModelTokenizer(model_dir)
     prompt = render_chat(model, [{"role": "user", "content": "hé"}])
@@ -219,7 +248,8 @@ def test_long_texts_of_few_tokens_are_not_refused(tmp_path):
     tokenizer = write_model_dir(tmp_path)
     tokenizer.add_tokens([word])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    preparation = Preparation(ModelTokenizer(tmp_path), Renderer(None))
+    constraints = Constraints(GrammarChecker(tmp_path, [1]), [1])
+    preparation = Preparation(ModelTokenizer(tmp_path), Renderer(None), constraints)
     request = CompletionRequest(model="tiny", prompt=word * 500)
     prompts = asyncio.run(preparation.completion(request, Limits(1024, 1024, 1000)))
     preparation.close()

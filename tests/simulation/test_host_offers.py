@@ -118,10 +118,10 @@ def read_again_before_the_first_read_is_over(patch: pytest.MonkeyPatch) -> None:
     on_offer = SinkHandover.on_offer
 
     def hasty(self: SinkHandover, offer: Offer, *arguments: Any, **options: Any) -> None:
-        is_new = offer.revision > self._offered.revision
+        is_new = offer.revision > self._groups[0].revision
         on_offer(self, offer, *arguments, **options)
         if is_new and self.state is SinkState.READING:
-            self._offered._again.extend((read.first_index, len(read.remote)) for read in self._reads.values())
+            self._groups[0]._again.extend((read.first_index, len(read.remote)) for read in self._reads.values())
 
     patch.setattr(SinkHandover, "on_offer", hasty)
 
@@ -139,7 +139,7 @@ def overtaken_offers_are_heard(patch: pytest.MonkeyPatch) -> None:
     on_offer = SinkHandover.on_offer
 
     def hear(self: SinkHandover, offer: Offer, *arguments: Any, **options: Any) -> None:
-        known = self._offered.revision
+        known = self._groups[0].revision
         newer = msgspec.structs.replace(offer, revision=known + 1) if offer.revision < known else offer
         on_offer(self, newer, *arguments, **options)
 
@@ -149,7 +149,7 @@ def overtaken_offers_are_heard(patch: pytest.MonkeyPatch) -> None:
 def moves_are_not_told(patch: pytest.MonkeyPatch) -> None:
     def keep_quiet(self: SourceHandover, places: dict[int, OfferedBlock], now: float) -> None:
         for number, block in places.items():
-            self._blocks[number - self.first_block] = block
+            self._groups[0].blocks[number - self.first_block] = block
 
     patch.setattr(SourceHandover, "move", keep_quiet)
 

@@ -82,8 +82,8 @@ def other_tokens_believed(patch: pytest.MonkeyPatch) -> None:
 def block_numbers_unchecked(patch: pytest.MonkeyPatch) -> None:
     original = SinkHandover.on_offer
 
-    def on_offer(self: SinkHandover, offer: Offer, num_peer_blocks: int, now: float, **options: Any) -> None:
-        original(self, offer, num_peer_blocks + 1000, now, **options)
+    def on_offer(self: SinkHandover, offer: Offer, num_peer_blocks: ListLike[int], now: float, **options: Any) -> None:
+        original(self, offer, [number + 1000 for number in num_peer_blocks], now, **options)
 
     patch.setattr(SinkHandover, "on_offer", on_offer)
 

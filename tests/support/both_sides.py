@@ -4,7 +4,7 @@ import random
 
 from splitserve.protocol.config import ProtocolConfig
 from splitserve.protocol.handover.reads import ReadCommand, ReadResult
-from splitserve.protocol.handover.sink import Pull, SinkHandover
+from splitserve.protocol.handover.sink import Pull, PullSpan, SinkHandover
 from splitserve.protocol.handover.source import SourceHandover, SourceState
 from splitserve.protocol.messages.handover import Grant, Offer, OfferAck, OfferedBlock
 from splitserve.protocol.request import Party, RequestKey
@@ -22,6 +22,7 @@ CONFIG = ProtocolConfig(max_blocks_per_read=3, max_reads_in_flight_per_request=2
 
 
 NUM_PEER_BLOCKS = 100
+PEER_BLOCKS = (NUM_PEER_BLOCKS,)  # by group
 
 
 def make_sink(
@@ -36,9 +37,8 @@ def make_sink(
     pull = Pull(
         num_prompt_tokens=num_prompt_tokens,
         num_cached_tokens=num_cached_tokens,
-        local_blocks=list(range(50, 50 + num_blocks - first_block)),
         block_size=BLOCK_SIZE,
-        block_bytes=1000,
+        spans=[PullSpan(first_block, list(range(50, 50 + num_blocks - first_block)), 1000)],
         reads_host_tier=reads_host_tier,
     )
     return SinkHandover(KEY, PREFILL, pull, config, 0.0)
@@ -84,7 +84,7 @@ class BothSides:
 
     def deliver(self, message: Grant | OfferAck | Offer) -> None:
         if isinstance(message, Offer):
-            self.sink.on_offer(message, NUM_PEER_BLOCKS, self.now)
+            self.sink.on_offer(message, PEER_BLOCKS, self.now)
         elif isinstance(message, OfferAck):
             if self.source is not None:
                 self.source.acknowledge(message)
@@ -98,13 +98,13 @@ class BothSides:
         source = self.source
         if source is None or source.state not in (SourceState.GRANTED, SourceState.OFFERING):
             return
-        num_blocks = source.num_offered_blocks + self.random.randint(0, 4)
+        num_blocks = source.num_offered_blocks() + self.random.randint(0, 4)
         if num_blocks * BLOCK_SIZE < self.num_prompt_tokens:
-            if num_blocks > source.num_offered_blocks:
-                source.offer(self.offered(source.num_offered_blocks, num_blocks), num_blocks * BLOCK_SIZE, self.now)
+            if num_blocks > source.num_offered_blocks():
+                source.offer([self.offered(source.num_offered_blocks(), num_blocks)], num_blocks * BLOCK_SIZE, self.now)
         else:
-            rest = self.offered(source.num_offered_blocks, len(self.remote_ids))
-            source.offer_last(rest, self.num_prompt_tokens, [7], self.now)
+            rest = self.offered(source.num_offered_blocks(), len(self.remote_ids))
+            source.offer_last([rest], self.num_prompt_tokens, [7], self.now)
 
     def offered(self, start: int, end: int) -> list[OfferedBlock]:
         return [OfferedBlock(block_id, self.generations[block_id]) for block_id in self.remote_ids[start:end]]

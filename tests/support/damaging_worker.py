@@ -22,7 +22,7 @@ def damage_one(memories: list[KVMemory]) -> None:
 
     def offer_and_damage(self: SourcePart, sequence: Sequence, handover: SourceHandover, now: float) -> None:
         nonlocal num_complete
-        new = sequence.block_ids[handover.num_offered_blocks :]
+        new = sequence.block_ids[handover.num_offered_blocks() :]
         is_computed = sequence.key in self._first_tokens
         offer(self, sequence, handover, now)
         if is_computed and sequence.key not in self._first_tokens:  # that was the last offer

@@ -1,12 +1,19 @@
 """Examples of every declared sampling parameter, drawn from its declaration. Not a test module."""
 
+import atexit
 import random
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from msgspec import inspect
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 
 from splitserve.protocol.request import SamplingParams
-from splitserve.protocol.sampling_features import SAMPLING_FEATURES, FeatureParams
+from splitserve.protocol.sampling_features import SAMPLING_FEATURES, Constraint, FeatureParams
 
 STOPS = tuple(range(0, 40, 4))
 _TYPES = {field.name: field.type for field in inspect.type_info(FeatureParams).fields}  # type: ignore[attr-defined]
@@ -26,6 +33,10 @@ def example_value(kind: inspect.Type, chance: random.Random, vocab_size: int) ->
             return True
         case inspect.VarTupleType(item_type=item):
             return tuple(example_value(item, chance, vocab_size) for _ in range(chance.randint(1, 4)))
+        case inspect.UnionType(types=types) if Constraint in [getattr(each, "cls", None) for each in types]:
+            words = ["".join(chance.choices("abcdefg", k=chance.randint(2, 6))) for _ in range(chance.randint(2, 5))]
+            grammar = " | ".join(f'"{word}"' for word in words)
+            return Constraint(f"start: ({grammar} | /[a-h]{{9}}/)+", (vocab_size - 1, vocab_size - 2))
         case inspect.DictType(key_type=key, value_type=value):
             pairs = range(chance.randint(1, 4))
             return {example_value(key, chance, vocab_size): example_value(value, chance, vocab_size) for _ in pairs}
@@ -39,3 +50,25 @@ def example_params(features: list[str], chance: random.Random, vocab_size: int, 
     return SamplingParams(
         **({"max_tokens": 100, "seed": chance.getrandbits(32), "stop_token_ids": STOPS} | values | others)
     )
+
+
+@cache
+def vocabulary(vocab_size: int) -> Path:
+    """Return a directory, kept until the process ends, whose tokenizer.json has letters, pairs of them, and two special
+    tokens."""
+    directory = TemporaryDirectory()
+    atexit.register(directory.cleanup)
+    letters = "abcdefgh"
+    texts = [*letters, *(one + other for one in letters for other in letters)][: vocab_size - 2]
+    tokenizer = Tokenizer(models.BPE(vocab={text: number for number, text in enumerate(texts)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>", "<pad>"])
+    tokenizer.save(str(Path(directory.name) / "tokenizer.json"))
+    return Path(directory.name)
+
+
+def raw_logits(seed: int, position: int, vocab_size: int) -> Tensor:
+    """Logits [vocab] of a model that knows a request's seed and the position alone."""
+    generator = torch.Generator().manual_seed(seed * 1000 + position)
+    return 2 * torch.randn(vocab_size, generator=generator)

@@ -22,6 +22,7 @@ from splitserve.protocol.messages.handover import (
     Offer,
     OfferAck,
     OfferedBlock,
+    OfferedSpan,
     PeerHello,
     PeerRefused,
     PeerWelcome,
@@ -126,7 +127,12 @@ class MessageFuzzer:
             (1, lambda: Profile("p", rng.choice([1, 100_000]), seconds)),
             (1, lambda: Profiled("p", "no", "", 1, 1.0, 0.5, 0.0)),
             (1, lambda: PeerHello(LAYOUT)),
-            (3, lambda: PeerWelcome(LAYOUT, "sim", 1 << 20, [RankMemory(b"x", REGION, host=rng.choice([None, HOST]))])),
+            (
+                3,
+                lambda: PeerWelcome(
+                    LAYOUT, "sim", [1 << 20], [RankMemory(b"x", [REGION], host=rng.choice([None, HOST]))]
+                ),
+            ),
             (1, lambda: PeerRefused("no")),
             (
                 2,
@@ -134,7 +140,7 @@ class MessageFuzzer:
             ),
             (4, lambda: Grant(key, 10, rng.choice([0, 0, 4, 8]), 10.0, rng.random() < 0.5)),
             (9, lambda: self._offer(key)),
-            (2, lambda: OfferAck(key, rng.randrange(5), rng.random() < 0.5, rng.choice([0, 0, 0, 1]))),
+            (2, lambda: OfferAck(key, [rng.randrange(5)], rng.random() < 0.5, rng.choice([0, 0, 0, 1]))),
             (1, lambda: Release(key, rng.random() < 0.5)),
             (1, lambda: Withdrawn(key, "because", rng.random() < 0.3)),
             (1, lambda: StepTokens([TokenDelta(key, rng.randrange(5), output) for _ in range(rng.randrange(4))])),
@@ -175,19 +181,19 @@ class MessageFuzzer:
             ids = [(first + index) % NUM_BLOCKS for index in range(end - first)]
             blocks = [OfferedBlock(block_id, 1000 + block_id) for block_id in ids]
             if rng.random() < 0.2 and grant.num_prompt_tokens > 4 * (end - 1):
-                return Offer(grant.key, first, blocks[:-1], 4 * (end - 1))
+                return Offer(grant.key, [OfferedSpan(0, first, blocks[:-1])], 4 * (end - 1))
             revision = rng.choice([0, 0, 0, 1, 2])
             if revision:  # some are elsewhere
                 places = [rng.choice([block.block_id, NUM_BLOCKS + n]) for n, block in enumerate(blocks)]
                 blocks = [OfferedBlock(place, 1000 + place) for place in places]
             token = rng.randrange(VOCAB)
-            return Offer(grant.key, first, blocks, grant.num_prompt_tokens, True, [token], revision)
+            return Offer(grant.key, [OfferedSpan(0, first, blocks)], grant.num_prompt_tokens, True, [token], revision)
         first = rng.choice([0, 0, 0, 1, 2])
         count = rng.choice([0, 1, 2, 3 - first, 3 - first, 3 - first, 4])
         blocks = [OfferedBlock(first + index, 1000 + first + index) for index in range(count)]
         last = rng.random() < 0.5
         num_tokens = min((first + count) * 4, 10) if last else (first + count) * 4
-        return Offer(key, first, blocks, num_tokens, last, [rng.randrange(VOCAB)] if last else [])
+        return Offer(key, [OfferedSpan(0, first, blocks)], num_tokens, last, [rng.randrange(VOCAB)] if last else [])
 
     def _plain(self, value: Any) -> Any:
         """Dicts, lists and scalars, as on the wire."""

@@ -99,8 +99,8 @@ class Reader:
 def changed(welcome: PeerWelcome, **changes: object) -> PeerWelcome:
     """With other facts about the memory of its only rank."""
     (rank,) = welcome.ranks
-    ours = {name: value for name, value in changes.items() if name == "generations_address"}
+    ours = {name: value for name, value in changes.items() if name == "generations_addresses"}
     of_rank = {name: value for name, value in changes.items() if name == "metadata"}
     of_region = {name: value for name, value in changes.items() if name not in ours | of_rank}
     region = msgspec.structs.replace(rank.region, **of_region)
-    return msgspec.structs.replace(welcome, ranks=[msgspec.structs.replace(rank, region=region, **of_rank)], **ours)
+    return msgspec.structs.replace(welcome, ranks=[msgspec.structs.replace(rank, regions=[region], **of_rank)], **ours)

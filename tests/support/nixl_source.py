@@ -40,7 +40,7 @@ def serve_blocks(pipe: Connection, num_blocks: int) -> None:
     connector = NixlConnector(SOURCE, memory, lambda: None, host=served_host)
     connector.serve(True)
     served = connector.served()
-    pipe.send(PeerWelcome(LAYOUT, served.connector, served.generations_address, list(served.ranks)))
+    pipe.send(PeerWelcome(LAYOUT, served.connector, list(served.generations_addresses), list(served.ranks)))
     while (command := pipe.recv()) != "end":
         if command in ("serve", "rest"):
             connector.serve(command == "serve")

@@ -65,7 +65,7 @@ class RankedWorker:
 
     def welcome(self) -> PeerWelcome:
         served = self.connector.served()
-        return PeerWelcome(self.layout, served.connector, served.generations_address, list(served.ranks))
+        return PeerWelcome(self.layout, served.connector, list(served.generations_addresses), list(served.ranks))
 
     def close(self) -> None:
         self.connector.close()

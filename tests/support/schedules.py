@@ -140,6 +140,13 @@ def random_schedule(seed: int) -> Schedule:
     )
 
 
+def window_schedule(seed: int, window: int = 6) -> Schedule:
+    """Return the random schedule of the seed on workers whose caches have a full and a window group, and no tiers."""
+    schedule = random_schedule(seed)
+    shape = msgspec.structs.replace(schedule.shape, window=window, tier_slots=0, shared_chunk=0, prefill_blocks=0)
+    return msgspec.structs.replace(schedule, shape=shape)
+
+
 def failure_of(seed: int) -> tuple[int, str | None, int]:
     """The seed, how its schedule failed (None: it didn't), and how many hand-overs it had."""
     try:

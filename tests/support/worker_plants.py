@@ -160,8 +160,8 @@ def generations_of_one_rank(patch: pytest.MonkeyPatch) -> None:
 def published_before_computed(patch: pytest.MonkeyPatch) -> None:
     original = BlockManager.reserve
 
-    def reserve(self: BlockManager, sequence: Sequence, headroom: int = 0) -> bool:
-        if not original(self, sequence, headroom):
+    def reserve(self: BlockManager, sequence: Sequence, headroom: int = 0, *, pulls: bool = False) -> bool:
+        if not original(self, sequence, headroom, pulls=pulls):
             return False
         computed, sequence.num_computed = sequence.num_computed, len(sequence.token_ids)
         self.publish_computed(sequence)
@@ -247,8 +247,8 @@ def lease_by_the_other_clock(patch: pytest.MonkeyPatch) -> None:
             granted_until[self.key] = now + self._config.lease_seconds
         return actions
 
-    def begin(self: SourceHandover, *arguments: Any) -> None:
-        start(self, *arguments)
+    def begin(self: SourceHandover, *arguments: Any, **options: Any) -> None:
+        start(self, *arguments, **options)
         self.lease_expires_at = granted_until[self.key]
 
     def extend(self: SourceHandover, now: float) -> None:
@@ -264,10 +264,10 @@ def grant_not_all_or_nothing(patch: pytest.MonkeyPatch) -> None:
     """A request that waits for room keeps the blocks that are free meanwhile."""
     original = BlockManager.reserve
 
-    def reserve(self: BlockManager, sequence: Sequence, headroom: int = 0) -> bool:
+    def reserve(self: BlockManager, sequence: Sequence, headroom: int = 0, *, pulls: bool = False) -> bool:
         self.pool.release(sequence.block_ids)
         sequence.block_ids = []
-        if original(self, sequence, headroom):
+        if original(self, sequence, headroom, pulls=pulls):
             return True
         missing = -(-len(sequence.token_ids) // self.block_size) - 1
         sequence.block_ids = self.pool.allocate(min(missing, self.pool.num_available)) or []

@@ -24,4 +24,5 @@ class AllowedTokens(Feature):
     def apply(self, logits: Tensor, rows: Rows) -> None:
         """See :meth:`Feature.apply`."""
         allowed = self._allowed.values[rows.slots]
-        logits[rows.rows] = torch.where(allowed, logits[rows.rows], BANNED)
+        chosen = logits[rows.rows]
+        logits[rows.rows] = torch.where(allowed, chosen, chosen.clamp(max=BANNED))

@@ -2,6 +2,7 @@
 
 import math
 
+import torch
 from torch import Tensor
 
 from splitserve.models.sampling.feature import BANNED, Draw, Feature, Rows
@@ -14,7 +15,7 @@ class MinP(Feature):
         """See :meth:`Feature.apply`."""
         chosen = logits[rows.rows]
         floor = chosen.amax(dim=-1, keepdim=True) + rows.column(_log_share)
-        logits[rows.rows] = chosen.masked_fill_(chosen < floor, BANNED)
+        logits[rows.rows] = torch.where(chosen < floor, chosen.clamp(max=BANNED), chosen)
 
 
 def _log_share(draw: Draw) -> float:

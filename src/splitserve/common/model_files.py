@@ -12,6 +12,7 @@ from typing import Any
 
 from splitserve.common.errors import CheckpointError
 
+GENERATION_CONFIG = "generation_config.json"
 MIB = 1 << 20
 MAX_CONFIG_BYTES = 4 * MIB
 MAX_TOKENIZER_CONFIG_BYTES = 16 * MIB

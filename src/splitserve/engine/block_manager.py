@@ -5,12 +5,14 @@ from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from splitserve.engine.cache_groups import GroupPool, Table, TableRule, resume_point
 from splitserve.engine.sequence import Sequence
 from splitserve.kvconnector.blocks.pool import BlockPool
 from splitserve.kvconnector.layout.shape import num_blocks_for
 from splitserve.kvconnector.tiers.tiers import Tiers
-from splitserve.protocol.block_hash import extend_hashes
+from splitserve.protocol.block_hash import extend_hashes, salted_root
 from splitserve.protocol.kv_event_batch import DEVICE, KVEvent
+from splitserve.protocol.token_ids import TokenIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,25 +39,45 @@ class Shortage(NamedTuple):
 class BlockManager:
     """The blocks of sequences: reserve, publish, give back. ``root_hash`` starts every prefix chain.
 
-    ``tiers`` hold blocks that don't fit the pool.
+    ``tiers`` hold blocks that don't fit the pool; only a cache of one full group has any.
     """
 
-    pool: BlockPool
+    pool: BlockPool  # of the first group
     block_size: int
     root_hash: bytes
     tiers: Tiers
+    others: tuple[GroupPool, ...] = ()  # the groups after the first
 
-    def reserve(self, sequence: Sequence, headroom: int = 0) -> bool:
+    @property
+    def pools(self) -> tuple[BlockPool, ...]:
+        """The pool of each group."""
+        return (self.pool, *(group.pool for group in self.others))
+
+    def tables(self, sequence: Sequence) -> list[Table]:
+        """Return the table of each group."""
+        return [Table(TableRule(self.block_size), 0, sequence.block_ids), *sequence.other_tables]
+
+    def tails(self, num_tokens: int) -> list[int]:
+        """Return, for each group after the first, the first block that a token after ``num_tokens`` others needs."""
+        return [group.rule.first_needed(num_tokens) for group in self.others]
+
+    def reserve(self, sequence: Sequence, headroom: int = 0, *, pulls: bool = False) -> bool:
         """Hold blocks for all known tokens, or none: cached ones for the longest cached prefix, else fresh ones.
 
         The last known token is never taken from the cache, since its logits must be computed.
-        ``headroom`` blocks must remain available. Returns False, and holds nothing, if there's no room.
+        ``headroom`` blocks must remain available. Returns False, and holds nothing, if there's no room in some group.
+        ``pulls``: a peer fills the blocks, so only the first group's cached prefix counts, and of a window the tail
+        suffices. Else every group must have the cached prefix.
         """
         assert not sequence.block_ids, "the sequence holds blocks already"
         hashes = self._reusable_hashes(sequence)
         cached = self.pool.match(hashes)
+        if self.others and not pulls:
+            cached = cached[: resume_point(self.others, hashes[: len(cached)])]
         num_fresh = num_blocks_for(len(sequence.token_ids), self.block_size) - len(cached)
         if self._num_missing(cached, num_fresh, headroom) > 0:
+            return False
+        if self.others and not self._reserve_others(sequence, hashes, len(cached), headroom, pulls=pulls):
             return False
         self.pool.reference(cached)
         fresh = self.pool.allocate(num_fresh, after=cached[-1] if cached else None)
@@ -66,10 +88,24 @@ class BlockManager:
         if not sequence.was_admitted:
             sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
             sequence.was_admitted = True
-        self.tiers.on_reused(cached, hashes[: len(cached)], sequence.token_ids)
+        self.tiers.on_reused(cached, hashes[: len(cached)], self._shareable_ids(sequence))
         if not sequence.skips_tiers:
             rest = hashes[len(cached) :]
-            sequence.load = self.tiers.begin_load(sequence, rest, fresh, sequence.token_ids, len(cached))
+            sequence.load = self.tiers.begin_load(sequence, rest, fresh, self._shareable_ids(sequence), len(cached))
+        return True
+
+    def _reserve_others(
+        self, sequence: Sequence, hashes: ListLike[bytes], num_cached: int, headroom: int, *, pulls: bool
+    ) -> bool:
+        """Hold the blocks of all groups after the first, or none."""
+        num_tokens = len(sequence.token_ids)
+        holds = [
+            group.hold_to_pull(num_tokens) if pulls else group.hold_to_compute(hashes, num_cached, num_tokens)
+            for group in self.others
+        ]
+        if not all(group.has_room(hold, headroom) for group, hold in zip(self.others, holds, strict=True)):
+            return False
+        sequence.other_tables = [group.take(hold) for group, hold in zip(self.others, holds, strict=True)]
         return True
 
     def _num_missing(self, cached: ListLike[int], num_fresh: int, headroom: int) -> int:
@@ -88,7 +124,7 @@ class BlockManager:
             return False
         hashes = self._reusable_hashes(sequence)
         num_cached = len(self.pool.match(hashes))
-        return self.tiers.may_find(num_cached, hashes[num_cached:])
+        return self.tiers.may_find(num_cached, hashes[num_cached:], with_shared=not sequence.cache_salt)
 
     def finish_load(self, sequence: Sequence) -> None:
         """The sequence's load is over: what landed needs no computing."""
@@ -157,12 +193,22 @@ class BlockManager:
     def _reusable_hashes(self, sequence: Sequence) -> list[bytes]:
         """Return the hashes of the full blocks of all known tokens but the last, and but those whose logits are needed
         for log-probabilities of the prompt."""
-        extend_hashes(sequence.block_hashes, self.root_hash, sequence.token_ids, self.block_size)
+        self._extend_hashes(sequence)
         num_reusable = len(sequence.token_ids) - 1
         scores = sequence.prompt_logprobs
         if scores is not None and (limit := scores.max_reused_tokens) is not None:
             num_reusable = min(num_reusable, limit)
         return sequence.block_hashes[: num_reusable // self.block_size]
+
+    def _extend_hashes(self, sequence: Sequence) -> None:
+        root = salted_root(self.root_hash, sequence.cache_salt)
+        extend_hashes(sequence.block_hashes, root, sequence.token_ids, self.block_size)
+
+    @staticmethod
+    def _shareable_ids(sequence: Sequence) -> TokenIds | tuple[()]:
+        """Return the tokens that name the sequence's chunks in the shared tier; none for a salted one, which keeps out
+        of it: that tier's names don't cover the salt."""
+        return () if sequence.cache_salt else sequence.token_ids
 
     def contents(self) -> list[KVEvent]:
         """Return events that rebuild, from an empty state, the blocks that can be found now in each tier."""
@@ -171,39 +217,79 @@ class BlockManager:
 
     def forget_prefixes(self) -> None:
         """Nothing that was computed so far is used again."""
-        self.pool.clear_prefix_index()
+        for pool in self.pools:
+            pool.clear_prefix_index()
         self.tiers.clear()
 
     def grow(self, sequence: Sequence) -> bool:
-        """Make room for one more token. False if no block is available."""
+        """Make room for one more token. False, and nothing is held, if a group has no block available."""
         if len(sequence.block_ids) * self.block_size > sequence.num_computed + sequence.launched.num_tokens:
             return True
+        if self.others and not all(group.pool.num_available for group in self.others):
+            return False
         fresh = self.pool.allocate(1, after=sequence.block_ids[-1])
         if fresh is None:
             return False
         sequence.block_ids += fresh
+        if self.others:
+            for group, table in zip(self.others, sequence.other_tables, strict=True):
+                group.grow(table)
         return True
 
     def publish_computed(self, sequence: Sequence) -> None:
         """Let others find the full blocks that are complete by now."""
         num_full = sequence.num_computed // self.block_size
         if num_full > sequence.num_published:
-            extend_hashes(sequence.block_hashes, self.root_hash, sequence.token_ids, self.block_size)
+            self._extend_hashes(sequence)
             worth: list[bool] = []
             for index in range(sequence.num_published, num_full):
                 block_id, block_hash = sequence.block_ids[index], sequence.block_hashes[index]
                 self.pool.publish(block_id, block_hash)
                 is_prompt = (index + 1) * self.block_size <= sequence.num_prompt_tokens
                 worth.append(self.tiers.on_complete(block_id, block_hash, is_prompt=is_prompt))
-            self.tiers.shared.propose(sequence.token_ids, sequence.block_hashes, sequence.num_published, worth)
+            if not sequence.cache_salt:
+                self.tiers.shared.propose(sequence.token_ids, sequence.block_hashes, sequence.num_published, worth)
             sequence.num_published = num_full
+        if self.others:
+            self._follow(sequence, num_full)
+
+    def publish_verified(self, sequence: Sequence, ends: ListLike[int]) -> None:
+        """Let others find the full blocks that a peer has handed over: in each group those before the number in
+        ``ends``."""
+        extend_hashes(sequence.block_hashes, self.root_hash, sequence.token_ids, self.block_size)
+        num_full = len(sequence.token_ids) // self.block_size
+        for number in range(sequence.num_published, min(ends[0], num_full)):
+            self.pool.publish(sequence.block_ids[number], sequence.block_hashes[number])
+            sequence.num_published = number + 1
+        for group, table, end in zip(self.others, sequence.other_tables, ends[1:], strict=True):
+            group.publish(table, sequence.block_hashes, min(end, num_full))
+
+    def _follow(self, sequence: Sequence, num_full: int) -> None:
+        """Publish the full blocks of the groups after the first, then release those that windows have slid past. No
+        launched step has them in its tables."""
+        for group, table in zip(self.others, sequence.other_tables, strict=True):
+            group.publish(table, sequence.block_hashes, num_full)
+            group.trim(table, sequence.num_computed)
+
+    def quarantine(self, sequence: Sequence, group: int, block_ids: ListLike[int]) -> None:
+        """Take blocks of a group from a sequence that a read in flight may still write to."""
+        self.pools[group].quarantine(block_ids)
+        gone = set(block_ids)
+        if group == 0:
+            sequence.block_ids = [block_id for block_id in sequence.block_ids if block_id not in gone]
+        else:
+            table = sequence.other_tables[group - 1]
+            table.block_ids = [block_id for block_id in table.block_ids if block_id not in gone]
 
     def give_back(self, sequence: Sequence) -> None:
         """Drop the sequence's references. Nothing may touch its blocks any more."""
         assert not sequence.is_touched, f"{sequence.key} gives blocks back that a step or a load still touches"
         self.pool.release(sequence.block_ids)
+        for group, table in zip(self.others, sequence.other_tables, strict=False):
+            group.pool.release(table.block_ids)
         self.tiers.release_slots(sequence.host_slots)
         sequence.block_ids = []
+        sequence.other_tables = []
         sequence.host_slots = []
         sequence.num_computed = 0
         sequence.num_published = 0

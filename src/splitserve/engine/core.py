@@ -148,7 +148,9 @@ class EngineCore:
             if chunk.scored is not None:
                 sequence.note_scored(chunk)
                 self.state.send_prompt_logprobs(sequence, chunk, output.scores[index])
-            if draw is not None:
+            if draw is not None and draw.error:
+                self._requests.fail(sequence, FailureCode.INVALID, draw.error, now)
+            elif draw is not None:
                 self._on_token(sequence, draw, now)
         self.state.flush_deltas()
 
@@ -257,8 +259,9 @@ class EngineCore:
         Every reference to a block, or to a slot that peers read, is explained by a sequence that lives here, by a copy
         to a tier, or by a peer that reads it; see :meth:`BlockPool.check_invariants`.
         """
-        pool, tiers = self.state.blocks.pool, self.state.blocks.tiers
-        pool.check_invariants()
+        blocks, tiers = self.state.blocks, self.state.blocks.tiers
+        for pool in blocks.pools:
+            pool.check_invariants()
         tiers.check_invariants()
         holders = {
             *self.state.sequences.values(),
@@ -267,7 +270,10 @@ class EngineCore:
         }
         held = [b for s in holders for b in s.block_ids]
         explained = len(held) + tiers.num_references() + sum(part.num_references for part in self.parts)
-        assert pool.total_references() == explained, "blocks have references without a holder"
+        assert blocks.pool.total_references() == explained, "blocks have references without a holder"
+        for index, group in enumerate(blocks.others):
+            num_held = sum(len(s.other_tables[index].block_ids) for s in holders if s.other_tables)
+            assert group.pool.total_references() == num_held, f"blocks of group {index + 1} have no holder"
         slots = sum(len(s.host_slots) for s in holders) + sum(part.num_slots for part in self.parts)
         assert tiers.num_held_slots == slots, "slots of the host tier are held without a holder"
         for part in self.parts:

@@ -13,7 +13,8 @@ from splitserve.protocol.counters import WorkerLoad
 
 def load_of(state: EngineState, scheduler: StepScheduler, parts: ListLike[Part]) -> WorkerLoad:
     """Return load and counters of a worker's core."""
-    pool, tiers = state.blocks.pool, state.blocks.tiers
+    tiers = state.blocks.tiers
+    pool = min(state.blocks.pools, key=lambda pool: pool.num_available / pool.num_blocks)  # the scarcest group's
     outside = [sequence for part in parts for sequence in part.waiting]
     waiting = [*outside, *scheduler.prompts.waiting, *scheduler.prompts.active]
     load = WorkerLoad(

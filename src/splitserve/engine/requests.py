@@ -44,6 +44,7 @@ class Requests:
             deadline=now + min(request.deadline_seconds, state.protocol.request_deadline_seconds),
             max_length=state.max_model_len,
             decodes_here=decodes_here,
+            cache_salt=request.cache_salt,
         )
         refusal = self._refusal(sequence)
         if refusal is not None:

@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass, field
 
+from splitserve.engine.cache_groups import Table
 from splitserve.engine.feature_states import FeatureStates
 from splitserve.engine.prompt_scores import PromptScores
 from splitserve.engine.stage import NEXT_STAGES, Stage
 from splitserve.kvconnector.layout.shape import num_blocks_for
 from splitserve.kvconnector.tiers.loads import BlockLoad
 from splitserve.protocol.request import Party, RequestKey, SamplingParams
-from splitserve.protocol.step import MAX_STEPS_UNDER_WAY, UNKNOWN_TOKEN, SampleSpec, ScheduledChunk
+from splitserve.protocol.step import MAX_STEPS_UNDER_WAY, UNKNOWN_TOKEN, ChunkTable, SampleSpec, ScheduledChunk
 from splitserve.protocol.token_ids import TokenIds
 
 _ENDED, _RELEASED = Stage.ENDED, Stage.RELEASED  # looked up for each token, where access to an Enum's member costs
@@ -44,9 +45,13 @@ class Sequence:
     choice: int = 0  # the output's number among those of the request
     max_length: int = 2**31  # bound of prompt and output, by the worker's memory and model
     end_length: int = field(init=False)  # the same bound with ``sampling.max_tokens`` in it
+    cache_salt: str = ""  # its blocks are shared with sequences of the same salt only
     decodes_here: bool = True  # False: after the first token a decode worker takes over
     stage: Stage = Stage.NEW  # its place in the worker; changed by :meth:`enter` alone
-    block_ids: list[int] = field(default_factory=list)  # device blocks that it holds, in the order of its tokens
+    block_ids: list[int] = field(
+        default_factory=list
+    )  # blocks of the first group that it holds, from its first token on
+    other_tables: list[Table] = field(default_factory=list)  # blocks of the groups after the first
     host_slots: list[int] = field(default_factory=list)  # host-tier slots held in place of blocks that left the device
     block_hashes: list[bytes] = field(default_factory=list)  # chain of its full blocks, as far as it was needed
     num_computed: int = 0  # tokens whose KV is in the blocks
@@ -124,8 +129,13 @@ class Sequence:
             self.block_ids[: num_blocks_for(end, block_size)],
             self._sample(end) if end == len(self.token_ids) + is_unknown else None,
             previous,
-            scored=None if self.prompt_logprobs is None else self.prompt_logprobs.wanted(self.token_ids, start, end),
+            (),
+            self._other_tables(start, end) if self.other_tables else (),
+            None if self.prompt_logprobs is None else self.prompt_logprobs.wanted(self.token_ids, start, end),
         )
+
+    def _other_tables(self, start: int, end: int) -> tuple[ChunkTable, ...]:
+        return tuple([table.chunk(start, end) for table in self.other_tables])
 
     def num_after_load(self, block_size: int) -> int:
         """Return the number of known tokens that are neither computed nor being onboarded: at least one."""
@@ -191,6 +201,8 @@ class Sequence:
         """Raise AssertionError unless its fields agree with each other and with its stage."""
         self.launched.check_invariants()
         num_held = len(self.block_ids) + len(self.host_slots)
+        for table in self.other_tables:
+            assert table.end == num_held, f"{self.key} holds {num_held} blocks, but {table.end} of another group"
         name = f"{self.key}, which is {self.stage.value},"
         assert self.num_computed <= len(self.token_ids), f"{name} has KV for more tokens than it has"
         assert self.host_slots == [] or self.stage in _ON_OFFER, f"{name} holds slots of the host tier"

@@ -63,6 +63,12 @@ class EngineState:
     def block_bytes(self) -> int:
         return self.layout.block_bytes
 
+    @property
+    def group_block_bytes(self) -> list[int]:
+        """Bytes of a block of each group, on one rank."""
+        cache = self.layout.cache
+        return [cache.blocks(group).block_bytes for group in range(len(cache.groups))]
+
     def why_impossible(self, sequence: Sequence) -> str | None:
         """Return why a request can never run here, or None."""
         tokens = sequence.token_ids
@@ -71,8 +77,9 @@ class EngineState:
         if len(tokens) >= self.max_model_len:
             return f"the prompt has {len(tokens)} tokens; at most {self.max_model_len - 1} fit this worker"
         needed = num_blocks_for(len(tokens) + 1, self.blocks.block_size)
-        if needed > self.blocks.pool.num_blocks:
-            return f"the prompt needs {needed} KV blocks; this worker has {self.blocks.pool.num_blocks}"
+        available = min(pool.num_blocks for pool in self.blocks.pools)
+        if needed > available:
+            return f"the prompt needs {needed} KV blocks; this worker has {available}"
         if highest(tokens) >= self.vocab_size:
             return f"a token id is outside the vocabulary of {self.vocab_size}"
         for name, token_ids in sequence.sampling.token_ids():

@@ -15,10 +15,20 @@ DIGEST_BYTES = 16
 _INT64_BYTES = 8
 
 
-def root_hash(layout: LayoutRecord, salt: str = "") -> bytes:
-    """Hash that every chain starts from: model, weights version, KV dtype and block size, and the tenant's salt."""
-    fields = (layout.model, layout.weights_version, layout.dtype, str(layout.block_size), salt)
+def root_hash(layout: LayoutRecord) -> bytes:
+    """Hash that every chain without a salt starts from: model, weights version, KV dtype and block size."""
+    fields = (layout.model, layout.weights_version, layout.dtype, str(layout.block_size), "")
     return hashlib.blake2b("\x00".join(fields).encode(), digest_size=DIGEST_BYTES).digest()
+
+
+def salted_root(root: bytes, cache_salt: str) -> bytes:
+    """Return the hash that the chains of requests with ``cache_salt`` start from; ``root`` itself for an empty salt.
+
+    Requests share KV only with requests of the same salt: a client can't find out by its latency what others sent.
+    """
+    if not cache_salt:
+        return root
+    return hashlib.blake2b(root + b"cache salt\x00" + cache_salt.encode(), digest_size=DIGEST_BYTES).digest()
 
 
 def shard_root(layout: LayoutRecord, rank: int) -> bytes:

@@ -10,6 +10,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate
+from typing import Annotated
+
+import msgspec
+
+MAX_GROUPS = 8
+MAX_LAYERS = 1024
+MAX_FIELDS = 16
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
@@ -29,8 +36,7 @@ class Sharding(StrEnum):
     WHOLE = "whole"  # every rank has all of it
 
 
-@dataclass(frozen=True, slots=True)
-class Field:
+class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bytes of one kind that each layer of a group keeps."""
 
     name: str
@@ -60,18 +66,22 @@ class Field:
         return self.sharding is Sharding.WHOLE or larger % smaller == 0
 
 
-@dataclass(frozen=True, slots=True)
-class CacheGroup:
+class CacheGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Layers that cache the same fields for the same part of a sequence."""
 
     kind: GroupKind
-    layers: range | tuple[int, ...]  # the model's numbers, ascending
+    layers: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_LAYERS)]  # the model's numbers, ascending
     block_tokens: int  # of one block; 0: a block is a state, not tokens
-    fields: tuple[Field, ...]
+    fields: Annotated[tuple[Field, ...], msgspec.Meta(max_length=MAX_FIELDS)]
+    window: int = 0  # of a window group: the last tokens that a token attends to, itself included
 
     def __post_init__(self) -> None:
         if not self.layers or not self.fields:
             raise ValueError(f"a group of kind {self.kind} needs a layer and a field at least")
+        if (self.window > 0) != (self.kind is GroupKind.WINDOW):
+            raise ValueError(f"a group of kind {self.kind} has a window of {self.window} tokens")
+        if (self.block_tokens > 0) == (self.kind is GroupKind.STATE):
+            raise ValueError(f"a group of kind {self.kind} has blocks of {self.block_tokens} tokens")
 
     @property
     def num_layers(self) -> int:
@@ -197,6 +207,13 @@ class CacheLayout:
 
     groups: tuple[CacheGroup, ...]
     num_ranks: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.groups or self.groups[0].kind is not GroupKind.FULL:
+            raise ValueError("the first group of a cache must be full: its blocks' hashes name prefixes")
+        sizes = {group.block_tokens for group in self.groups if group.kind is not GroupKind.STATE}
+        if len(sizes) > 1:
+            raise ValueError(f"all groups must have blocks of the same number of tokens, got {sorted(sizes)}")
 
     @property
     def is_simple(self) -> bool:

@@ -12,6 +12,8 @@ from splitserve.protocol.request import Role
 from splitserve.protocol.settings import Setting, problems_of
 
 __all__ = [
+    "AUTO",
+    "NONE",
     "SECRETS",
     "Confidential",
     "CorePlacement",
@@ -26,6 +28,9 @@ __all__ = [
 
 
 SECRETS = ("secret", "api_key")
+
+AUTO = "auto"
+NONE = "none"
 
 Duration: TypeAlias = Annotated[float, Meta(gt=0, le=MAX_SECONDS)]
 Delay: TypeAlias = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
@@ -248,7 +253,52 @@ class RouterConfig(Confidential, frozen=True, kw_only=True):
         Setting(place="objectives.tpot_ms"),
     ] = 0.0
     on_awake_cores: bool = False
+    response_template: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="Form of the model's reasoning and tool calls: auto, none, the name of a known form, or a file "
+            "of JSON.",
+        ),
+        Setting(
+            flags=("--response-template",),
+            metavar="NAME|FILE",
+            form="name or path",
+            group=ENDPOINT,
+            place="router.response_template",
+        ),
+    ] = "auto"
     protocol: ProtocolConfig = ProtocolConfig()
     http: HttpLimits = HttpLimits()
     secret: str = ""
     api_key: str = ""
+    aliases: Annotated[
+        list[str],
+        Meta(description="Further ids that clients may use for the model."),
+        Setting(place="model.aliases"),
+    ] = []
+    generation_config: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="Source of sampling defaults, where a request sets none: auto for the model's "
+            "generation_config.json, none for temperature 1 and no truncation, or a directory with that file.",
+        ),
+        Setting(
+            flags=("--generation-config",),
+            metavar="auto|none|DIR",
+            form="source",
+            group=ENDPOINT,
+            place="router.generation_config",
+        ),
+    ] = AUTO
+    chat_template: Annotated[
+        str,
+        Meta(description="File with a chat template (Jinja) that replaces the model's; empty: the model's."),
+        Setting(flags=("--chat-template",), metavar="FILE", form="path", group=ENDPOINT, place="router.chat_template"),
+    ] = ""
+    allowed_origins: Annotated[
+        list[str],
+        Meta(description="Origins of web pages that may call the endpoint (CORS), like https://app.example.com; or *."),
+        Setting(flags=("--allowed-origins",), metavar="ORIGIN", group=ENDPOINT, place="router.allowed_origins"),
+    ] = []

@@ -87,12 +87,25 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     model: Annotated[
-        str, Meta(description="Directory of a Hugging Face checkpoint, on every machine."), Setting(place="model.path")
+        str,
+        Meta(
+            description="Directory of a Hugging Face checkpoint, on every machine; or a model id of the Hugging Face "
+            "Hub, like Qwen/Qwen3-0.6B, which each machine downloads to its own cache."
+        ),
+        Setting(place="model.path"),
     ]
     served_model_name: Annotated[
         str,
-        Meta(description="Id that clients use for the model; empty: the directory's name."),
-        Setting(flags=("--served-model-name",), metavar="ID", group=ENDPOINT, place="model.served_name"),
+        Meta(description="Id that clients use for the model; empty: the model id, or the directory's name."),
+        Setting(
+            flags=("--served-model-name",),
+            metavar="ID",
+            group=ENDPOINT,
+            place="model.served_name",
+            further="model.aliases",
+            help="ids that clients use for the model, the first of them in answers to requests without one; none: the "
+            "model id, or the directory's name",
+        ),
     ] = ""
     dtype: Annotated[
         str,

@@ -7,7 +7,15 @@ from typing import Annotated
 
 import msgspec
 
-from splitserve.protocol.cache_layout import DTYPE_BYTES, BlockLayout, CacheGroup, CacheLayout, Field, GroupKind
+from splitserve.protocol.cache_layout import (
+    DTYPE_BYTES,
+    MAX_GROUPS,
+    BlockLayout,
+    CacheGroup,
+    CacheLayout,
+    Field,
+    GroupKind,
+)
 from splitserve.protocol.wire_numbers import Count, Size, Unsigned
 
 BLOCK_ORDER = "layer, kv_head, 2 (K/V), token, head_dim"
@@ -18,6 +26,9 @@ class LayoutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     A block is contiguous, its dimensions in the order of ``order``. ``num_kv_heads`` counts the model's; with tensor
     parallelism every rank has blocks of its own, with :attr:`kv_heads_per_rank` of them.
+
+    ``groups`` are those of the cache; empty for one full group of all layers, with keys and values as its only field.
+    The first group is a full one.
     """
 
     model: str
@@ -29,6 +40,13 @@ class LayoutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     head_dim: Size
     tensor_parallel_size: Size = 1
     order: str = BLOCK_ORDER
+    groups: Annotated[tuple[CacheGroup, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
+
+    def __post_init__(self) -> None:
+        if self.groups and CacheLayout(self.groups).groups[0].block_tokens != self.block_size:
+            raise ValueError(
+                f"the groups' blocks have {self.groups[0].block_tokens} tokens, the layout's {self.block_size}"
+            )
 
     @property
     def kv_heads_per_rank(self) -> int:
@@ -37,8 +55,8 @@ class LayoutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
-        """``(layer, kv_head, 2, token, head_dim)`` of one rank, for the kernels' view of the memory."""
-        return self.num_layers, self.kv_heads_per_rank, 2, self.block_size, self.head_dim
+        """``(layer, kv_head, 2, token, head_dim)`` of one rank, for the kernels' view of the first group's memory."""
+        return self.block_layout.num_layers, self.kv_heads_per_rank, 2, self.block_size, self.head_dim
 
     @property
     def dimensions(self) -> tuple[str, int, int, int]:
@@ -52,12 +70,13 @@ class LayoutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def block_layout(self) -> BlockLayout:
-        """The layout of one rank's blocks."""
+        """The layout of one rank's blocks of the first group."""
         return self.cache.blocks()
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block of one rank over all layers: contiguous, so one descriptor moves it."""
+        """Bytes of one block of the first group, of one rank, over its layers: contiguous, so one descriptor moves
+        it."""
         return self.block_layout.block_bytes
 
     def mismatch(self, other: "LayoutRecord") -> str | None:
@@ -71,10 +90,12 @@ class LayoutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @lru_cache(maxsize=64)
 def _cache_of(layout: LayoutRecord) -> CacheLayout:
-    """Return one full group of all layers with one field: keys and values of a head lie beside each other."""
+    """Return the groups; without any, one full group with one field: keys and values of a head beside each other."""
+    if layout.groups:
+        return CacheLayout(layout.groups, layout.tensor_parallel_size)
     head_bytes = 2 * layout.block_size * layout.head_dim * DTYPE_BYTES[layout.dtype]
     kv = Field("kv", layout.dtype, layout.num_kv_heads, head_bytes)
-    full = CacheGroup(GroupKind.FULL, range(layout.num_layers), layout.block_size, (kv,))
+    full = CacheGroup(GroupKind.FULL, tuple(range(layout.num_layers)), layout.block_size, (kv,))
     return CacheLayout((full,), layout.tensor_parallel_size)
 
 
@@ -134,11 +155,17 @@ class HostTierMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RankMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One rank of a tensor-parallel worker, as a reader needs it. ``metadata`` is the connector's own.
 
-    ``mappable``: on a GPU, the memory of the blocks and that of the slots.
+    ``regions`` has one for each group of the cache. The rest is there for caches of one full group only. ``mappable``:
+    on a GPU, the memory of the blocks and that of the slots.
     """
 
     metadata: bytes
-    region: MemoryRegion
+    regions: Annotated[list[MemoryRegion], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)]
     gather: GatherMemory | None = None
     host: HostTierMemory | None = None
     mappable: Annotated[list[MappableMemory], msgspec.Meta(max_length=2)] = []
+
+    @property
+    def region(self) -> MemoryRegion:
+        """The blocks of the first group."""
+        return self.regions[0]

@@ -6,7 +6,7 @@ declarations here; :mod:`splitserve.models.sampling` applies the features.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -25,6 +25,34 @@ Bias = Annotated[float, Meta(ge=-100, le=100)]
 BadWord = Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)]
 
 
+MAX_GRAMMAR_CHARS = 1 << 17
+MAX_BEGIN_TOKENS = 64
+MAX_END_TOKENS = 256
+
+
+class Constraint(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A grammar, and the part of the output that it applies to."""
+
+    grammar: Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARS)]  # in Lark's syntax, or in llguidance's JSON
+    # Ids that end the text, all of the model's: allowed where the grammar may end, and nothing else is after its end.
+    end_token_ids: Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=MAX_END_TOKENS)]
+    # The grammar begins after the first occurrence of these output tokens, such as </think>; at once if empty.
+    begins_after: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_BEGIN_TOKENS)] = ()
+
+    def begin(self, output_ids: Sequence[int], num_searched: int = 0) -> int | None:
+        """Return the index of the first output token that the grammar applies to; None if it doesn't begin yet.
+
+        ``num_searched``: tokens known not to complete the tokens that it begins after.
+        """
+        marker = self.begins_after
+        if not marker:
+            return 0
+        for end in range(max(len(marker), num_searched + 1), len(output_ids) + 1):
+            if output_ids[end - 1] == marker[-1] and tuple(output_ids[end - len(marker) : end]) == marker:
+                return end
+        return None
+
+
 class FeatureParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Parameters of all sampling features. A default is neutral: with it a feature changes nothing and costs nothing.
 
@@ -32,6 +60,9 @@ class FeatureParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     tuples and keys of dicts are token ids.
     """
 
+    constraint: Annotated[
+        Constraint | None, Meta(description="grammar of the output, in response_format or structured_outputs")
+    ] = None
     logit_bias: Annotated[
         dict[TokenId, Bias], Meta(max_length=MAX_BIASED_TOKENS, description="numbers to add to logits, by token id")
     ] = {}
@@ -98,8 +129,9 @@ class SamplingFeature:
     needs_last_token: bool = False  # a draw needs the token before it on the host: no step is launched ahead
 
 
-# In the order in which they apply, which is that of the logits processors of transformers.
+# In the order in which they apply: the grammar, then that of the logits processors of transformers.
 SAMPLING_FEATURES: Mapping[str, SamplingFeature] = {
+    "grammar": SamplingFeature("grammar", "Grammar", ("constraint",), needs_last_token=True),
     "logit_bias": SamplingFeature("logit_bias", "LogitBias", ("logit_bias",)),
     "penalties": SamplingFeature(
         "penalties", "Penalties", ("repetition_penalty", "presence_penalty", "frequency_penalty")

@@ -65,11 +65,19 @@ class ScoredTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
     token_ids: Sequence[int]
 
 
+class ChunkTable(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The blocks of one group that a chunk reads or writes: those of the tokens from ``first_number`` blocks on."""
+
+    first_number: int
+    block_ids: Sequence[int]
+
+
 class ScheduledChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Part of one sequence to compute in one step: a prefill chunk, or one decode token.
 
     ``token_ids`` stand at positions ``start .. start + len(token_ids) - 1``; the KV of positions below ``start`` is
-    in ``block_ids`` already. ``block_ids`` is the block table that covers all positions up to the chunk's end.
+    in ``block_ids`` already. ``block_ids`` is the block table that covers all positions up to the chunk's end. It is
+    the first group's; :meth:`table` has that of each group.
     ``sample`` is None for a chunk that doesn't end the known tokens.
     ``previous_chunk``, if not None, is the chunk of the step planned just before this one that draws this chunk's only
     token: it isn't known yet, and ``token_ids`` holds :data:`UNKNOWN_TOKEN` instead.
@@ -83,7 +91,13 @@ class ScheduledChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     sample: SampleSpec | None
     previous_chunk: int | None = None
     gates: tuple[int, ...] = ()
+    other_tables: tuple[ChunkTable, ...] = ()  # of the groups after the first
     scored: ScoredTokens | None = None
+
+    def table(self, group: int) -> ChunkTable:
+        """Return the table of a group. Position ``p`` is in block ``p // block_size - first_number`` of it; that of a
+        window group begins with the first position that the chunk's first token attends to."""
+        return self.other_tables[group - 1] if group else ChunkTable(0, self.block_ids)
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -110,6 +124,7 @@ class Draw(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     token_ids: tuple[int, ...]
     logprobs: Logprobs | None = None  # of each token; None: not wanted
+    error: str = ""  # why the request can't draw a token, and fails; "": it can
 
     @property
     def token_id(self) -> int:

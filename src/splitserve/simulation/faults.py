@@ -49,6 +49,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_blocks: int = 24  # of each worker
     prefill_blocks: int = 0  # of each prefill worker; 0: num_blocks
     tier_slots: int = 0  # of each worker's first tier; 0: there are no tiers
+    window: int = 0  # tokens that the layers of a second group attend to; 0: there is only a full group
     shared_chunk: int = 0  # blocks per chunk of a tier that all workers share; 0: there is none
 
     def workers(self) -> list[tuple[str, Role, int]]:

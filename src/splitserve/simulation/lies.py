@@ -36,19 +36,23 @@ class Liar:
             [true_token] = offer.first_tokens
             token = (true_token + chosen.randrange(1, VOCAB + INVENTED_TOKENS)) % (VOCAB + INVENTED_TOKENS)
             return msgspec.structs.replace(offer, first_tokens=[token])
-        if not offer.blocks:
+        named = [span for span in offer.spans if span.blocks]
+        if not named:
             return offer
-        blocks = list(offer.blocks)
+        span = chosen.choice(named) if len(named) > 1 else named[0]
+        blocks = list(span.blocks)
         number = chosen.choice([len(blocks) - 1, chosen.randrange(len(blocks))])
-        blocks[number] = self._other_block(sender, blocks[number])
-        return msgspec.structs.replace(offer, blocks=blocks)
+        blocks[number] = self._other_block(sender, span.group, blocks[number])
+        spans = list(offer.spans)
+        spans[span.group] = msgspec.structs.replace(span, blocks=blocks)
+        return msgspec.structs.replace(offer, spans=spans)
 
-    def _other_block(self, sender: Party, true_block: OfferedBlock) -> OfferedBlock:
+    def _other_block(self, sender: Party, group: int, true_block: OfferedBlock) -> OfferedBlock:
         """Return a block that doesn't exist, has other content, or has lost its content."""
         chosen, source = self._sim.random, self._sim.workers[str(sender)]
         blocks, slots = range(source.num_blocks), range(source.num_blocks, source.num_readable)
         # Generations grow: a larger one never becomes the offered one. Those of blocks and slots are far apart.
-        others = [block_id for block_id in blocks if source.generation(block_id) > true_block.generation]
+        others = [block_id for block_id in blocks if source.generation(block_id, group) > true_block.generation]
         others = others if true_block.block_id in blocks else list(blocks)
         beyond = source.num_readable + chosen.randrange(3)
         wrong_ids = [chosen.choice(each) for each in (others, slots, slots, [beyond]) if each]

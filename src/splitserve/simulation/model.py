@@ -7,6 +7,9 @@ other worker has two ranks with a head each, which write and read at times of th
 
 import hashlib
 
+import msgspec
+
+from splitserve.protocol.cache_layout import CacheGroup, Field, GroupKind
 from splitserve.protocol.config import ProtocolConfig
 from splitserve.protocol.memory_records import LayoutRecord
 from splitserve.protocol.request import Party, SamplingParams
@@ -17,6 +20,21 @@ NUM_HEADS = 2
 LAYOUT = LayoutRecord("sim", "w", "float32", BLOCK_SIZE, 1, 1, 1)
 PROTOCOL = ProtocolConfig(request_deadline_seconds=60.0, max_blocks_per_read=4, tombstone_seconds=60.0)
 ROUTER = Party("router", 1)
+
+
+def layout_of(window: int) -> LayoutRecord:
+    """Return the layout of a cache with a full group, and a window group unless ``window`` is 0."""
+    if not window:
+        return LAYOUT
+    fields = (Field("kv", "float32", 1, 8 * BLOCK_SIZE),)
+    full = CacheGroup(GroupKind.FULL, (0,), BLOCK_SIZE, fields)
+    tail = CacheGroup(GroupKind.WINDOW, (1,), BLOCK_SIZE, fields, window)
+    return msgspec.structs.replace(LAYOUT, num_layers=2, groups=(full, tail))
+
+
+def tail_kv(kv: int) -> int:
+    """Return the KV that a window group has of a position, from that of the full group: a tag of the same prefix."""
+    return mix(kv, 7)
 
 
 def mix(*values: int) -> int:

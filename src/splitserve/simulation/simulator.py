@@ -44,6 +44,7 @@ class Simulator:
         self.router = SimRouter(self)
         self.liar = Liar(self)
         self.tier_slots = shape.tier_slots
+        self.window = shape.window
         self.shared = SharedServer(self.random, shape.shared_chunk)
         for name, role, num_blocks in shape.workers():
             self.start_worker(name, role, num_blocks)
@@ -193,10 +194,10 @@ class Simulator:
         """Check that every request ended as it should, and that no block, copy, request or charge is left over."""
         self.router.check_end()
         for worker in (worker for worker in self.workers.values() if worker.alive):
-            pool = worker.core.state.blocks.pool
             worker.core.tick(worker.clock)
             worker.check_peers()
-            assert pool.count(BlockState.REFERENCED) == 0, f"{worker.party}: blocks are still referenced"
-            assert pool.count(BlockState.QUARANTINED) == 0, f"{worker.party}: blocks are still quarantined"
+            for pool in worker.core.state.blocks.pools:
+                assert pool.count(BlockState.REFERENCED) == 0, f"{worker.party}: blocks are still referenced"
+                assert pool.count(BlockState.QUARANTINED) == 0, f"{worker.party}: blocks are still quarantined"
             assert worker.core.state.blocks.tiers.is_idle, f"{worker.party}: copies are still in flight"
             assert worker.core.load().requests_tracked == 0, f"{worker.party}: requests are still tracked"

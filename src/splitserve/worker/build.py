@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from splitserve.common.errors import ConfigError
 from splitserve.decode.part import SinkPart
 from splitserve.decode.scheduler import DecodeScheduler
 from splitserve.engine.block_manager import BlockManager
+from splitserve.engine.cache_groups import GroupPool, TableRule
 from splitserve.engine.core import EngineCore
 from splitserve.engine.requests import Requests
 from splitserve.engine.scheduling import StepBudget, StepScheduler
@@ -28,6 +30,9 @@ from splitserve.protocol.config import EngineConfig, WorkerConfig
 from splitserve.protocol.memory_records import LayoutRecord
 from splitserve.protocol.request import Party, Role
 
+_GENERATIONS_APART = 1 << 60
+"""Distance of two groups' first generations: an id of another group doesn't have the generation that was offered."""
+
 
 @dataclass(frozen=True, slots=True)
 class BlockMemory:
@@ -36,6 +41,7 @@ class BlockMemory:
     layout: LayoutRecord  # the same on all workers that hand KV over to each other
     generations: "np.typing.NDArray[np.uint64]"  # of the device blocks
     first_generation: int | None = None  # None: random, so that no other incarnation has had it
+    other_generations: "Sequence[np.typing.NDArray[np.uint64]]" = ()  # of the groups after the first
     leading_digests: LeadingDigests = no_digests  # digests that go with offered blocks
     tiers: Sequence[Tier] = ()  # below the device, cheapest first
     shared_tier: SharedTier = field(default_factory=lambda: NO_SHARED_TIER)  # holds other workers' blocks, too
@@ -84,15 +90,23 @@ def step_budget(config: WorkerConfig) -> StepBudget:
 
 
 def _block_manager(engine: EngineConfig, memory: BlockMemory) -> BlockManager:
-    """Return the pool of device blocks, with the tiers below it."""
+    """Return the pools of device blocks, with the tiers below them. Raises :class:`ConfigError` for tiers that can't
+    hold the cache's blocks."""
     events = KVEventLog() if engine.kv_events else KVEvents()
     has_tiers = engine.enable_prefix_caching
-    pool = BlockPool(
-        memory.generations,
-        first_generation=secrets.randbits(63) if memory.first_generation is None else memory.first_generation,
-        enable_prefix_caching=engine.enable_prefix_caching,
-        events=events,
-    )
+    cache = memory.layout.cache
+    first_generation = secrets.randbits(63) if memory.first_generation is None else memory.first_generation
+    pool, *other_pools = [
+        BlockPool(
+            generations,
+            first_generation=(first_generation + number * _GENERATIONS_APART) % 2**64,
+            enable_prefix_caching=engine.enable_prefix_caching,
+            events=events if number == 0 else None,
+        )
+        for number, generations in enumerate((memory.generations, *memory.other_generations))
+    ]
+    if not cache.is_simple and (memory.tiers or memory.shared_tier is not NO_SHARED_TIER):
+        raise ConfigError("tiers below the device hold blocks of one full group; this model's cache has another form")
     below = Tiers(
         pool,
         memory.tiers if has_tiers else (),
@@ -101,4 +115,6 @@ def _block_manager(engine: EngineConfig, memory: BlockMemory) -> BlockManager:
         events=events,
         shared=memory.shared_tier if has_tiers else NO_SHARED_TIER,
     )
-    return BlockManager(pool, memory.layout.block_size, root_hash(memory.layout), below)
+    rules = [TableRule.of(group) for group in cache.groups[1:]]
+    others = tuple(GroupPool(*pair) for pair in zip(other_pools, rules, strict=True))
+    return BlockManager(pool, memory.layout.block_size, root_hash(memory.layout), below, others)

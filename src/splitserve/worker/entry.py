@@ -179,6 +179,7 @@ def _serve(
     blocks = BlockMemory(
         memory.layout,
         memory.generations,
+        other_generations=[group.generations for group in memory.groups[1:]],
         leading_digests=FirstDigests(memory, waker.wake) if config.engine.verify_kv else no_digests,
         tiers=tiers.tiers,
         shared_tier=tiers.shared,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from feature_examples import example_params
+from feature_examples import STOPS, example_params, raw_logits, vocabulary
 from splitserve.kernels.reference.sampling import sample
 from splitserve.models.sampling.sampler import Sampler
 from splitserve.protocol.request import SamplingParams
@@ -28,14 +28,8 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def raw_logits(params: SamplingParams, position: int) -> Tensor:
-    """Logits [vocab] that depend on the sequence and the position alone."""
-    generator = torch.Generator().manual_seed(params.seed * 1000 + position)
-    return 2 * torch.randn(VOCAB, generator=generator)
-
-
 def new_sampler() -> Sampler:
-    return Sampler(sample, VOCAB, CPU)
+    return Sampler(sample, VOCAB, CPU, vocabulary(VOCAB))
 
 
 class Drawn:
@@ -61,7 +55,7 @@ def draw(
 ) -> None:
     plan = StepPlan([sequence.chunk(anew=anew, known=known) for sequence in sequences], released)
     sampler.prepare(plan)
-    logits = torch.stack([raw_logits(each.params, len(PROMPT) + len(each.output)) for each in sequences])
+    logits = torch.stack([raw_logits(each.params.seed, len(PROMPT) + len(each.output), VOCAB) for each in sequences])
     for sequence, token_id in zip(sequences, sampler.draw(logits, plan.chunks).tolist(), strict=True):
         sequence.output.append(token_id)
 
@@ -135,7 +129,7 @@ def _needs_last(sequence: Drawn) -> bool:
 def test_a_feature_changes_some_draw(name: str) -> None:
     chance = random.Random(name)
     tried = [example_params([name], chance, VOCAB, temperature=1.5) for _ in range(20)]
-    plain = [SamplingParams(max_tokens=100, seed=each.seed, temperature=1.5) for each in tried]
+    plain = [SamplingParams(100, temperature=1.5, seed=each.seed, stop_token_ids=STOPS) for each in tried]
     assert any(alone(one) != alone(other) for one, other in zip(tried, plain, strict=True))
 
 

@@ -14,6 +14,9 @@ Prefill runs a :class:`.source.SourceHandover`, decode a :class:`.sink.SinkHando
 Either side can end it earlier: Withdrawn from prefill, Release from decode, or a lease that isn't renewed. A repeated
 Grant renews the lease; prefill answers each with its current offer, so a lost message costs time, never the request.
 
+A cache of several groups has a span of blocks for each in every offer. A hand-over is complete when the blocks of every
+group are verified, and fails as a whole.
+
 Prefill may move blocks to its host tier once all are offered: the next revision of the offer names their slots. A read
 from the old locations counts only if the generations match; else the blocks are read again from the new ones.
 

@@ -1,4 +1,4 @@
-"""Decode's record of a hand-over's offered blocks: their locations, which are read, which are verified. No I/O.
+"""Decode's record of a group's offered blocks: their locations, which are read, which are verified. No I/O.
 
 A block may move while it's on offer: a later revision of the offer names another location. A read of the old location
 counts if the generation found after the data is still the one that was offered there. If not, the whole read is
@@ -15,7 +15,7 @@ from splitserve.protocol.messages.handover import OfferedBlock
 @dataclass(frozen=True, slots=True)
 class DiscardedRead:
     """A read that found other generations than were offered, at ``positions`` of it; ``first_index`` counts from the
-    hand-over's first offered block. An offer with other locations may arrive until ``deadline``."""
+    group's first offered block. An offer with other locations may arrive until ``deadline``."""
 
     first_index: int
     remote: Sequence[OfferedBlock]
@@ -24,7 +24,7 @@ class DiscardedRead:
 
 
 class OfferedBlocks:
-    """The blocks of one hand-over, by their index from its first one on; ``num_wanted`` at most."""
+    """The blocks of one group in a hand-over, by their index from its first one on; ``num_wanted`` at most."""
 
     def __init__(self, num_wanted: int) -> None:
         self.revision = 0

@@ -9,12 +9,16 @@ from splitserve.protocol.request import Party
 
 
 class ReadCommand(msgspec.Struct, frozen=True, tag=True):
-    """Copy the peer's blocks ``remote_blocks[i]`` into our ``local_blocks[i]``, then read the remote generations."""
+    """Copy the peer's blocks ``remote_blocks[i]`` into our ``local_blocks[i]``, then read the remote generations.
+
+    All of them are blocks of one group of the cache.
+    """
 
     read_id: int
     peer: Party
     local_blocks: Sequence[int]
     remote_blocks: Sequence[int]
+    group: int = 0
 
 
 class ReadPath(StrEnum):

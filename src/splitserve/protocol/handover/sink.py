@@ -23,8 +23,9 @@ class SinkState(Enum):
 
 @dataclass(slots=True)
 class ReadInFlight:
-    """A posted read that isn't terminal; ``first_index`` counts from the hand-over's first offered block."""
+    """A posted read that isn't terminal; ``first_index`` counts from its group's first offered block."""
 
+    group: int
     first_index: int
     remote: Sequence[OfferedBlock]
     local_blocks: Sequence[int]
@@ -38,6 +39,7 @@ class SinkStatistics:
     num_reads: int = 0
     num_repeated: int = 0  # of them, because blocks had moved by then
     num_blocks: int = 0
+    num_bytes: int = 0  # of those blocks, on one rank
     read_seconds: float = 0.0
     first_read_at: float | None = None
     last_offer_at: float | None = None
@@ -53,26 +55,39 @@ class SinkActions:
 
 
 @dataclass(frozen=True, slots=True)
+class PullSpan:
+    """Destinations of one group's blocks, from prompt block ``first_block`` to the prompt's end."""
+
+    first_block: int
+    local_blocks: Sequence[int]  # held by the request and written by its reads
+    block_bytes: int  # of one block on one rank
+
+
+@dataclass(frozen=True, slots=True)
 class Pull:
     """The blocks that a hand-over is to read, and their destinations."""
 
     num_prompt_tokens: int  # known to both sides
-    num_cached_tokens: int  # of whole blocks, which are here already; fewer than the prompt's
-    local_blocks: Sequence[int]  # destinations of the blocks after those, held by the request and written by its reads
+    num_cached_tokens: int  # of the first group's whole blocks, which are here already; fewer than the prompt's
     block_size: int  # tokens
-    block_bytes: int  # of one block on one rank
-    hashes: Sequence[bytes] = ()  # of the same blocks: reads what the peer has of them already, and nothing more
+    spans: Sequence[PullSpan]  # by group; the first one's begins after the cached tokens
+    hashes: Sequence[
+        bytes
+    ] = ()  # of the first group's blocks: reads what the peer has of them already, and nothing more
     reads_host_tier: bool = False  # the peer may move what it offers to its host tier, if it has one
 
     def __post_init__(self) -> None:
         assert self.num_cached_tokens % self.block_size == 0 and self.num_cached_tokens < self.num_prompt_tokens
-        assert not self.hashes or len(self.hashes) == len(self.local_blocks)
+        assert self.spans[0].first_block * self.block_size == self.num_cached_tokens
+        assert not self.hashes or len(self.hashes) == len(self.spans[0].local_blocks)
 
 
 class SinkHandover:
     """Decode's side of one request, from its grant to the last verified block.
 
-    A block counts as verified once the generation that was read *after* its data equals the one that was offered.
+    A block counts as verified once the generation that was read *after* its data equals the one that was offered. The
+    hand-over is complete when the blocks of every group are verified, and fails as a whole. Groups are read in their
+    order.
     """
 
     def __init__(self, key: RequestKey, peer: Party, pull: Pull, config: ProtocolConfig, now: float) -> None:
@@ -87,11 +102,11 @@ class SinkHandover:
         self.first_tokens: list[int] = []
         self.first_logprobs: list[Logprobs] = []
         self.statistics = SinkStatistics()
-        self.first_block = pull.num_cached_tokens // pull.block_size
+        self.first_block = pull.spans[0].first_block  # of the first group
         self._pull = pull
         self._config = config
         self._may_move = False
-        self._offered = OfferedBlocks(len(pull.local_blocks))
+        self._groups = [OfferedBlocks(len(span.local_blocks)) for span in pull.spans]
         self._last_offer_seen = False
         self._ack_due = False
         self._reads: dict[int, ReadInFlight] = {}
@@ -100,23 +115,28 @@ class SinkHandover:
 
     # ---- events ----
 
-    def on_offer(self, offer: Offer, num_peer_blocks: int, now: float, *, has_host_tier: bool = False) -> None:
+    def on_offer(
+        self, offer: Offer, num_peer_blocks: Sequence[int], now: float, *, has_host_tier: bool = False
+    ) -> None:
         """Learn of offered blocks. An offer that contradicts itself or an earlier one fails the hand-over.
 
-        ``has_host_tier``: the peer has one that may be read; its slots are among the ``num_peer_blocks``.
+        ``num_peer_blocks``: how many the peer has, by group. ``has_host_tier``: it has one that may be read; its slots
+        are among the blocks of the first group.
         """
         if self.state not in (SinkState.REQUESTED, SinkState.READING):
             return
         self._last_heard_at = now
         self._may_move = has_host_tier and self._pull.reads_host_tier and not self._pull.hashes
-        start = offer.first_block - self.first_block
-        if start > len(self._offered) or offer.revision < self._offered.revision:
-            return  # an earlier offer was lost, and will be sent again; or this one was overtaken
-        problem = self._problem_with(offer, start, num_peer_blocks)
+        problem = self._problem_with_groups(offer)
+        if not problem:
+            if self._is_early_or_late(offer):
+                return  # an earlier offer was lost, and will be sent again; or this one was overtaken
+            problem = self._problem_with(offer, num_peer_blocks)
         if problem:
             self.fail(f"prefill sent an offer that can't be right: {problem}")
             return
-        self._offered.learn(start, offer.blocks, offer.revision)
+        for span, wanted, offered in zip(offer.spans, self._pull.spans, self._groups, strict=True):
+            offered.learn(span.first_block - wanted.first_block, span.blocks, offer.revision)
         self._ack_due = True
         self.state = SinkState.READING
         if offer.last and not self._last_offer_seen:
@@ -141,7 +161,7 @@ class SinkHandover:
             return
         if any(result.digests) and not self._digests_agree(read, result.digests):
             return
-        self._offered.verify(read.first_index, len(read.remote))
+        self._groups[read.group].verify(read.first_index, len(read.remote))
         self._complete_if_all_verified(now)
 
     def fail(self, reason: str) -> None:
@@ -165,8 +185,7 @@ class SinkHandover:
             return actions
         if self._ack_due:
             self._ack_due = False
-            num_blocks = self.first_block + len(self._offered)
-            actions.messages.append(OfferAck(self.key, num_blocks, self._last_offer_seen, self._offered.revision))
+            actions.messages.append(self._make_ack())
         if now >= self._grant_due_at:
             self._grant_due_at = now + self._config.renew_interval_seconds
             actions.messages.append(self._make_grant())
@@ -179,19 +198,25 @@ class SinkHandover:
         if self.state not in (SinkState.REQUESTED, SinkState.READING):
             return float("inf")
         deadlines = [self._grant_due_at, *(read.deadline for read in self._reads.values())]
-        deadlines += [read.deadline for read in self._offered.discarded]
+        deadlines += [read.deadline for read in self._discarded()]
         if not self._last_offer_seen:
             deadlines.append(self._last_heard_at + self._config.dead_after_seconds)
         return min(deadlines)
 
     @property
     def num_verified_blocks(self) -> int:
-        """Verified prompt blocks without a gap from ``first_block`` on."""
-        return self._offered.num_verified
+        """Verified prompt blocks of the first group without a gap from ``first_block`` on."""
+        return self._groups[0].num_verified
 
-    def is_verified(self, index: int) -> bool:
-        """Return whether the block was read and verified; ``index`` counts from ``first_block``."""
-        return self._offered.is_verified(index)
+    @property
+    def verified_ends(self) -> list[int]:
+        """For each group: the prompt block before which all blocks from its first one on are verified."""
+        pairs = zip(self._pull.spans, self._groups, strict=True)
+        return [span.first_block + offered.num_verified for span, offered in pairs]
+
+    def is_verified(self, index: int, group: int = 0) -> bool:
+        """Return whether the block was read and verified; ``index`` counts from the group's first block."""
+        return self._groups[group].is_verified(index)
 
     @property
     def last_offer_seen(self) -> bool:
@@ -215,12 +240,45 @@ class SinkHandover:
         tokens = self._pull.num_prompt_tokens, self._pull.num_cached_tokens
         return Grant(self.key, *tokens, self._config.lease_seconds, self._pull.reads_host_tier)
 
-    def _problem_with(self, offer: Offer, start: int, num_peer_blocks: int) -> str | None:
-        if start < 0:
-            return f"it starts at block {offer.first_block}, before the granted one, {self.first_block}"
-        end_block = offer.first_block + len(offer.blocks)
-        if end_block > self.first_block + len(self._pull.local_blocks):
-            return f"it names {end_block} blocks of a prompt of {self._pull.num_prompt_tokens} tokens"
+    def _make_ack(self) -> OfferAck:
+        ends = [span.first_block + len(had) for span, had in zip(self._pull.spans, self._groups, strict=True)]
+        return OfferAck(self.key, ends, self._last_offer_seen, self._groups[0].revision)
+
+    def _problem_with_groups(self, offer: Offer) -> str | None:
+        groups = [span.group for span in offer.spans]
+        if groups != list(range(len(self._groups))):
+            return f"it has spans of the groups {groups}; the cache has {len(self._groups)} groups"
+        return None
+
+    def _is_early_or_late(self, offer: Offer) -> bool:
+        """Return whether the offer leaves a gap in some group, or has an older revision than a received one."""
+        starts = zip(offer.spans, self._pull.spans, self._groups, strict=True)
+        has_gap = any(span.first_block - wanted.first_block > len(had) for span, wanted, had in starts)
+        return has_gap or offer.revision < self._groups[0].revision
+
+    def _problem_with(self, offer: Offer, num_peer_blocks: Sequence[int]) -> str | None:
+        for span, wanted in zip(offer.spans, self._pull.spans, strict=True):
+            if span.first_block < wanted.first_block:
+                return f"it starts at block {span.first_block}, before the granted one, {wanted.first_block}"
+            end = span.first_block + len(span.blocks)
+            if end > wanted.first_block + len(wanted.local_blocks):
+                return f"it names {end} blocks of a prompt of {self._pull.num_prompt_tokens} tokens"
+            num_blocks = num_peer_blocks[span.group]
+            if any(not 0 <= block.block_id < num_blocks for block in span.blocks):
+                return f"it names a block outside the {num_blocks} that prefill registered"
+        problem = self._problem_with_tokens(offer)
+        if problem:
+            return problem
+        triples = zip(offer.spans, self._pull.spans, self._groups, strict=True)
+        problems = (
+            had.problem_with(span.first_block - wanted.first_block, span.blocks, offer.revision)
+            for span, wanted, had in triples
+        )
+        return next((problem for problem in problems if problem), None)
+
+    def _problem_with_tokens(self, offer: Offer) -> str | None:
+        first = offer.spans[0]
+        end_block = first.first_block + len(first.blocks)
         end_tokens = end_block * self._pull.block_size
         if offer.last and not self._pull.hashes:
             if offer.num_tokens != self._pull.num_prompt_tokens:
@@ -230,9 +288,13 @@ class SinkHandover:
             end_tokens = min(end_tokens, self._pull.num_prompt_tokens)
         if end_tokens != offer.num_tokens or offer.num_tokens > self._pull.num_prompt_tokens:
             return f"its blocks hold {end_tokens} tokens, but it says {offer.num_tokens}"
-        if any(not 0 <= block.block_id < num_peer_blocks for block in offer.blocks):
-            return f"it names a block outside the {num_peer_blocks} that prefill registered"
-        return self._offered.problem_with(start, offer.blocks, offer.revision)
+        for span, wanted in zip(offer.spans[1:], self._pull.spans[1:], strict=True):
+            end, wanted_end = span.first_block + len(span.blocks), wanted.first_block + len(wanted.local_blocks)
+            if offer.last and not self._pull.hashes and end != wanted_end:
+                return f"the last one ends at block {end} of group {span.group}, not at {wanted_end}"
+            if span.blocks and not offer.last and end > end_block:
+                return f"it names {end} blocks of group {span.group}, but {end_block} of the first"
+        return None
 
     def _discard(self, read: ReadInFlight, generations: Sequence[int], now: float) -> None:
         """Discard a read some of whose blocks were overwritten meanwhile. If the peer has moved them, its current offer
@@ -241,7 +303,7 @@ class SinkHandover:
         positions = [position for position, (block, found) in enumerate(pairs) if block.generation != found]
         discarded = DiscardedRead(read.first_index, read.remote, positions, now + self._config.dead_after_seconds)
         if self._may_move and positions:
-            self._offered.discard(discarded)
+            self._groups[read.group].discard(discarded)
             self._grant_due_at = now
         else:
             self._fail_discarded(discarded)
@@ -265,7 +327,7 @@ class SinkHandover:
         if any(now >= read.deadline for read in self._reads.values()):
             self.read_was_overdue = True
             self.fail("a read missed its deadline")
-        elif (late := next((read for read in self._offered.discarded if now >= read.deadline), None)) is not None:
+        elif (late := next((read for read in self._discarded() if now >= read.deadline), None)) is not None:
             self._fail_discarded(late)
         elif now >= self._last_heard_at + self._config.dead_after_seconds and not self._last_offer_seen:
             self.fail(f"prefill was silent for {now - self._last_heard_at:.1f} s")
@@ -274,23 +336,37 @@ class SinkHandover:
         return True
 
     def _can_post(self) -> bool:
-        return self._offered.can_post and len(self._reads) < self._config.max_reads_in_flight_per_request
+        is_some_due = any(offered.can_post for offered in self._groups)
+        return is_some_due and len(self._reads) < self._config.max_reads_in_flight_per_request
+
+    def _discarded(self) -> list[DiscardedRead]:
+        return [read for offered in self._groups for read in offered.discarded]
 
     def _post_read(self, read_id: int, now: float) -> ReadCommand:
-        first, remote = self._offered.next_range(self._config.max_blocks_per_read)
-        local = list(self._pull.local_blocks[first : first + len(remote)])
-        num_bytes = len(remote) * self._pull.block_bytes
+        group = next(number for number, offered in enumerate(self._groups) if offered.can_post)
+        span, offered = self._pull.spans[group], self._groups[group]
+        num_repeated = offered.num_repeated
+        first, remote = offered.next_range(self._config.max_blocks_per_read)
+        local = list(span.local_blocks[first : first + len(remote)])
+        num_bytes = len(remote) * span.block_bytes
         deadline = now + self._config.read_deadline_seconds + num_bytes / self._config.min_read_bytes_per_second
-        self._reads[read_id] = ReadInFlight(first, remote, local, deadline)
+        self._reads[read_id] = ReadInFlight(group, first, remote, local, deadline)
         self.statistics.num_reads += 1
-        self.statistics.num_blocks = self._offered.num_posted
-        self.statistics.num_repeated = self._offered.num_repeated
+        if offered.num_repeated > num_repeated:
+            self.statistics.num_repeated += 1
+        else:
+            self.statistics.num_blocks += len(remote)
+            self.statistics.num_bytes += num_bytes
         if self.statistics.first_read_at is None:
             self.statistics.first_read_at = now
-        return ReadCommand(read_id, self.peer, local, [block.block_id for block in remote])
+        return ReadCommand(read_id, self.peer, local, [block.block_id for block in remote], group)
 
     def _complete_if_all_verified(self, now: float) -> None:
-        num_wanted = len(self._offered) if self._pull.hashes else len(self._pull.local_blocks)
-        if self._last_offer_seen and self._offered.num_verified == num_wanted:
+        if self._last_offer_seen and all(map(self._is_group_verified, range(len(self._groups)))):
             self.state = SinkState.COMPLETE
             self.statistics.complete_at = now
+
+    def _is_group_verified(self, group: int) -> bool:
+        offered = self._groups[group]
+        num_wanted = len(offered) if self._pull.hashes else len(self._pull.spans[group].local_blocks)
+        return offered.num_verified == num_wanted

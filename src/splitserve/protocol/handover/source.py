@@ -1,10 +1,11 @@
 """Prefill's side of the hand-over protocol."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 
 from splitserve.protocol.config import ProtocolConfig
-from splitserve.protocol.messages.handover import Grant, Offer, OfferAck, OfferedBlock
+from splitserve.protocol.messages.handover import Grant, Offer, OfferAck, OfferedBlock, OfferedSpan
 from splitserve.protocol.messages.logprobs import Logprobs
 from splitserve.protocol.request import Party
 
@@ -17,13 +18,36 @@ class SourceState(Enum):
     RELEASED = "released"
 
 
+@dataclass(slots=True)
+class GroupOffers:
+    """Offered blocks of one group of the cache, from prompt block ``first_block`` on."""
+
+    first_block: int
+    num_acknowledged: int  # prompt blocks, those before the first one included
+    blocks: list[OfferedBlock] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        return self.first_block + len(self.blocks)
+
+
 class SourceHandover:
     """Prefill's side of one request, from its grant to its release.
 
-    The owner holds a reference to every offered block until ``state`` is RELEASED.
+    The owner holds a reference to every offered block until ``state`` is RELEASED. ``tails``: for each group of the
+    cache after the first, the first prompt block that decode needs.
     """
 
-    def __init__(self, grant: Grant, peer: Party, block_size: int, config: ProtocolConfig, now: float) -> None:
+    def __init__(
+        self,
+        grant: Grant,
+        peer: Party,
+        block_size: int,
+        config: ProtocolConfig,
+        now: float,
+        *,
+        tails: Sequence[int] = (),
+    ) -> None:
         self.key = grant.key
         self.peer = peer
         self.state = SourceState.GRANTED
@@ -34,10 +58,9 @@ class SourceHandover:
         self.reads_host_tier = grant.reads_host_tier
         self._config = config
         self._block_size = block_size
-        self.first_block = grant.num_cached_tokens // block_size
-        self._blocks: list[OfferedBlock] = []  # of prompt blocks first_block, first_block + 1, ...
+        self.first_block = grant.num_cached_tokens // block_size  # of the first group
+        self._groups = [GroupOffers(first, first) for first in (self.first_block, *tails)]
         self._num_tokens = grant.num_cached_tokens
-        self._num_acknowledged = self.first_block
         self._last_acknowledged = False
         self._revision = 0
         self._first_tokens: list[int] = []
@@ -47,27 +70,35 @@ class SourceHandover:
         self._offer_due_at = now
 
     @property
-    def num_offered_blocks(self) -> int:
-        """Blocks of the prompt covered so far, those that decode had cached included."""
-        return self.first_block + len(self._blocks)
+    def num_groups(self) -> int:
+        return len(self._groups)
+
+    def num_offered_blocks(self, group: int = 0) -> int:
+        """Return the prompt blocks of a group covered so far, including those before its first one."""
+        return self._groups[group].end
+
+    @property
+    def has_offered(self) -> bool:
+        return any(group.blocks for group in self._groups)
 
     def renew(self, now: float) -> None:
         """Renew the lease after a repeated grant, and send the current offer again. The lease keeps its length."""
         self.lease_expires_at = now + self._lease_seconds
         self._offer_due_at = now
 
-    def offer(self, blocks: Sequence[OfferedBlock], num_tokens: int, now: float) -> None:
-        """Offer more blocks, whose KV writes have completed; they cover the first ``num_tokens`` tokens in total."""
+    def offer(self, blocks: Sequence[Sequence[OfferedBlock]], num_tokens: int, now: float) -> None:
+        """Offer more blocks of each group, whose KV writes have completed; those of the first group cover the first
+        ``num_tokens`` tokens in total."""
         assert self.state in (SourceState.GRANTED, SourceState.OFFERING), self.state
         assert num_tokens % self._block_size == 0, "only the last offer may end inside a block"
-        self._blocks += blocks
+        self._add(blocks)
         self._num_tokens = num_tokens
         self.state = SourceState.OFFERING
         self._offer_due_at = now
 
     def offer_last(
         self,
-        blocks: Sequence[OfferedBlock],
+        blocks: Sequence[Sequence[OfferedBlock]],
         num_tokens: int,
         first_tokens: list[int],
         now: float,
@@ -75,7 +106,7 @@ class SourceHandover:
     ) -> None:
         """The rest of the prompt, which may end inside a block, with the first token of each choice."""
         assert self.state in (SourceState.GRANTED, SourceState.OFFERING), self.state
-        self._blocks += blocks
+        self._add(blocks)
         self._num_tokens = num_tokens
         self._first_tokens = first_tokens
         self._first_logprobs = list(first_logprobs)
@@ -84,23 +115,26 @@ class SourceHandover:
         self._offer_due_at = now
 
     def offered_block(self, number: int) -> OfferedBlock:
-        """Return the location of prompt block ``number``, which was offered."""
-        return self._blocks[number - self.first_block]
+        """Return the location of prompt block ``number`` of the first group, which was offered."""
+        return self._groups[0].blocks[number - self.first_block]
 
     def move(self, places: Mapping[int, OfferedBlock], now: float) -> None:
-        """Begin a new revision of the offer, in which these prompt blocks, by number, have other locations."""
+        """Begin a new revision of the offer, in which these prompt blocks of the only group, by number, have other
+        locations."""
         assert self.state is SourceState.OFFERED and places
+        (group,) = self._groups
         for number, block in places.items():
-            self._blocks[number - self.first_block] = block
-        self._num_acknowledged = min(self._num_acknowledged, *places)
+            group.blocks[number - group.first_block] = block
+        group.num_acknowledged = min(group.num_acknowledged, *places)
         self._last_acknowledged = False
         self._revision += 1
         self._offer_due_at = now
 
     def acknowledge(self, ack: OfferAck) -> None:
         """Note the offers that decode has received: they need not be sent again."""
-        if ack.num_blocks <= self.num_offered_blocks and ack.revision == self._revision:
-            self._num_acknowledged = max(self._num_acknowledged, ack.num_blocks)
+        if self._can_be(ack) and ack.revision == self._revision:
+            for group, num_blocks in zip(self._groups, ack.num_blocks, strict=True):
+                group.num_acknowledged = max(group.num_acknowledged, num_blocks)
             self._last_acknowledged |= ack.last and self.state is SourceState.OFFERED
         if not self._unacknowledged():
             self._offer_due_at = float("inf")
@@ -130,11 +164,9 @@ class SourceHandover:
         if now < self._offer_due_at or self.state is SourceState.WITHDRAWN:
             return None
         self._offer_due_at = now + self._config.offer_resend_seconds if self._unacknowledged() else float("inf")
-        start = self._num_acknowledged - self.first_block
         return Offer(
             key=self.key,
-            first_block=self._num_acknowledged,
-            blocks=self._blocks[start:],
+            spans=[self._unacknowledged_span(number) for number in range(len(self._groups))],
             num_tokens=self._num_tokens,
             last=self.state is SourceState.OFFERED,
             first_tokens=self._first_tokens,
@@ -154,4 +186,17 @@ class SourceHandover:
     def _unacknowledged(self) -> bool:
         if self.state is SourceState.OFFERED:
             return not self._last_acknowledged
-        return self._num_acknowledged < self.num_offered_blocks
+        return any(group.num_acknowledged < group.end for group in self._groups)
+
+    def _add(self, blocks: Sequence[Sequence[OfferedBlock]]) -> None:
+        for group, more in zip(self._groups, blocks, strict=True):
+            group.blocks += more
+
+    def _can_be(self, ack: OfferAck) -> bool:
+        """Return whether no group is acknowledged beyond what was offered of it."""
+        ends = [group.end for group in self._groups]
+        return len(ack.num_blocks) == len(ends) and all(map(int.__le__, ack.num_blocks, ends))
+
+    def _unacknowledged_span(self, number: int) -> OfferedSpan:
+        group = self._groups[number]
+        return OfferedSpan(number, group.num_acknowledged, group.blocks[group.num_acknowledged - group.first_block :])

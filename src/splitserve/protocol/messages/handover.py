@@ -4,6 +4,7 @@ from typing import Annotated
 
 import msgspec
 
+from splitserve.protocol.cache_layout import MAX_GROUPS
 from splitserve.protocol.memory_records import LayoutRecord, RankMemory
 from splitserve.protocol.messages.base import Message
 from splitserve.protocol.messages.logprobs import Logprobs
@@ -25,12 +26,13 @@ class PeerWelcome(Message, frozen=True):
     """The layouts match: here is what a reader needs.
 
     ``ranks`` are in the order of their heads (:meth:`BlockLayout.heads`); block ids mean the same on all of
-    them. Generations (uint64, one per block) are in rank 0's host memory, for all ranks.
+    them. Generations (uint64, one per block) are in rank 0's host memory, for all ranks. Each group of the cache has
+    block ids, a region and generations of its own.
     """
 
     layout: LayoutRecord
     connector: str
-    generations_address: Unsigned
+    generations_addresses: Annotated[list[Unsigned], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)]
     ranks: Annotated[list[RankMemory], msgspec.Meta(min_length=1, max_length=MAX_RANKS)]
 
 
@@ -40,7 +42,7 @@ class PeerRefused(Message, frozen=True):
 
 class Grant(Message, frozen=True):
     """Decode's statement that blocks for the whole prompt are reserved, and that it already holds the KV of the first
-    ``num_cached_tokens`` tokens.
+    ``num_cached_tokens`` tokens: of full groups. Of a window group it holds none, and has room for the prompt's tail.
 
     Sent again to renew the lease; prefill answers each one with its current offer, or :class:`Withdrawn`.
     ``reads_host_tier``: offers may name slots of prefill's host tier.
@@ -77,9 +79,17 @@ class OfferedBlock(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     digest: Digest = b""
 
 
+class OfferedSpan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Adjacent blocks of one cache group, from prompt block ``first_block`` on. Their ids are the group's own."""
+
+    group: Count
+    first_block: Count
+    blocks: list[OfferedBlock]
+
+
 class Offer(Message, frozen=True):
-    """Blocks of the prompt whose KV is complete, from prompt block ``first_block`` on: all that decode hasn't
-    acknowledged.
+    """Blocks of the prompt whose KV is complete: all that decode hasn't acknowledged, a span for each cache group in
+    their order. The span of a window group begins with the first block that the prompt's last token attends to.
 
     ``num_tokens`` counts the prompt's tokens that are covered up to the end of this offer; only the ``last`` one may
     end inside a block. ``first_tokens`` holds the first output token of each choice, in the last offer only,
@@ -88,8 +98,7 @@ class Offer(Message, frozen=True):
     """
 
     key: RequestKey
-    first_block: Count
-    blocks: list[OfferedBlock]
+    spans: Annotated[list[OfferedSpan], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)]
     num_tokens: Count
     last: bool = False
     first_tokens: list[TokenId] = []
@@ -98,10 +107,11 @@ class Offer(Message, frozen=True):
 
 
 class OfferAck(Message, frozen=True):
-    """Acknowledgement of the offers up to prompt block ``num_blocks`` of that revision; they need not be read yet."""
+    """Acknowledgement of the offers of that revision up to a prompt block for each group, in ``num_blocks``; they need
+    not be read yet."""
 
     key: RequestKey
-    num_blocks: Count
+    num_blocks: Annotated[list[Count], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)]
     last: bool
     revision: Count = 0
 

@@ -2,10 +2,12 @@
 
 ``token_ids`` is the prompt, on the wire as the bytes of its int32. ``output_ids`` are tokens that the client already
 has, when another attempt continues a request: they are authoritative, and their KV is computed and handed over like
-the prompt's.
+the prompt's. ``cache_salt`` isolates prefix caches: the KV of a request is shared with requests of the same salt only.
+``priority``: lower is sooner; carried for policies, none of which reads it yet.
 """
 
 from enum import StrEnum
+from typing import Annotated, TypeAlias
 
 import msgspec
 
@@ -14,6 +16,9 @@ from splitserve.protocol.messages.logprobs import Logprobs
 from splitserve.protocol.request import FinishReason, Party, RequestKey, SamplingParams
 from splitserve.protocol.token_ids import TokenIds
 from splitserve.protocol.wire_numbers import Count, Seconds, Size, TokenId
+
+MAX_CACHE_SALT_CHARS = 256
+CacheSalt: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_CACHE_SALT_CHARS)]
 
 
 class PeerRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -32,6 +37,8 @@ class PrefillRequest(Message, frozen=True):
     decode: PeerRef
     deadline_seconds: Seconds
     output_ids: list[TokenId] = []
+    cache_salt: CacheSalt = ""
+    priority: int = 0
 
 
 class DecodeRequest(Message, frozen=True):
@@ -43,6 +50,8 @@ class DecodeRequest(Message, frozen=True):
     prefill: PeerRef
     deadline_seconds: Seconds
     output_ids: list[TokenId] = []
+    cache_salt: CacheSalt = ""
+    priority: int = 0
 
 
 class LocalRequest(Message, frozen=True):
@@ -55,6 +64,8 @@ class LocalRequest(Message, frozen=True):
     deadline_seconds: Seconds
     output_ids: list[TokenId] = []
     prefix: PeerRef | None = None
+    cache_salt: CacheSalt = ""
+    priority: int = 0
 
 
 class Abort(Message, frozen=True):

@@ -13,6 +13,7 @@ from splitserve.engine.drain import Drain
 from splitserve.engine.effects import Connect, Dial, Disconnect, HangUp, Incident, Send, Serve, StartCopy, StartRead
 from splitserve.kvconnector.blocks.digest import no_digests
 from splitserve.kvconnector.blocks.pool import BlockState
+from splitserve.kvconnector.tiers.shared import NO_SHARED_TIER
 from splitserve.kvconnector.transfer.connector import PeerConnected
 from splitserve.protocol.config import EngineConfig, WorkerConfig
 from splitserve.protocol.handover.reads import ReadResult
@@ -20,8 +21,8 @@ from splitserve.protocol.handover.sink import SinkHandover
 from splitserve.protocol.messages.envelope import Envelope
 from splitserve.protocol.messages.handover import Grant, Withdrawn
 from splitserve.protocol.request import Party, RequestKey, Role
-from splitserve.protocol.step import UNKNOWN_TOKEN, StepOutput, StepPlan
-from splitserve.simulation.model import BLOCK_SIZE, LAYOUT, NUM_HEADS, VOCAB, mix, next_kv
+from splitserve.protocol.step import UNKNOWN_TOKEN, ScheduledChunk, StepOutput, StepPlan
+from splitserve.simulation.model import BLOCK_SIZE, NUM_HEADS, VOCAB, layout_of, mix, next_kv, tail_kv
 from splitserve.simulation.worker.connector import SimConnector
 from splitserve.simulation.worker.parts import sink_of
 from splitserve.simulation.worker.reader import SimReader
@@ -45,9 +46,14 @@ class SimWorker:
         self.alive = True
         self.frozen_until = 0.0
         self.clock_offset = sim.random.uniform(-sim.faults.clocks, sim.faults.clocks)
-        self.generations = np.zeros(num_blocks, dtype=np.uint64)
+        self.window = sim.window
+        layout = layout_of(sim.window)
+        self.all_generations = [np.zeros(num_blocks, dtype=np.uint64) for _ in layout.cache.groups]
+        self.generations = self.all_generations[0]
         self.num_ranks = 1 + self.party.incarnation // 2 % 2
-        self.memory = [[0] * (NUM_HEADS * BLOCK_SIZE) for _ in range(num_blocks)]  # by block: KV head by head
+        # By group and block: KV head by head.
+        self.memories = [[[0] * (NUM_HEADS * BLOCK_SIZE) for _ in range(num_blocks)] for _ in layout.cache.groups]
+        self.memory = self.memories[0]
         engine = EngineConfig(
             model="sim",
             max_num_batched_tokens=16,
@@ -62,22 +68,25 @@ class SimWorker:
             config,
             self.party,
             BlockMemory(
-                LAYOUT,
+                layout,
                 self.generations,
+                other_generations=self.all_generations[1:],
                 first_generation=sim.random.getrandbits(63),
                 leading_digests=self.leading_digests if sim.faults.damage else no_digests,
                 tiers=self.below.tiers,
-                shared_tier=self.below.shared,
+                shared_tier=NO_SHARED_TIER if sim.window else self.below.shared,
             ),
-            SimConnector(self.party, num_blocks, num_slots=sim.tier_slots),  # type: ignore[arg-type]
+            SimConnector(self.party, num_blocks, layout=layout, num_slots=sim.tier_slots),  # type: ignore[arg-type]
             ModelBounds(max_model_len=num_blocks * BLOCK_SIZE, vocab_size=VOCAB),
         )
         self.below.begin()
-        self.digests: dict[tuple[int, int], bytes | None] = {}  # by block and generation; None: not computed yet
+        self.digests: dict[
+            tuple[int, int, int], bytes | None
+        ] = {}  # by group, block and generation; None: not computed yet
         self.drain_clock = Drain(sim.protocol.drain_seconds)
         self.reader = SimReader(sim, self, self.on_connector_event)
         # Steps in flight, oldest first: touched blocks, drawn tokens, whether the step fails.
-        self.steps: deque[tuple[dict[int, int], list[int | None], bool]] = deque()
+        self.steps: deque[tuple[list[dict[int, int]], list[int | None], bool]] = deque()
         self.max_steps = 1 + self.party.incarnation % 2  # every other worker overlaps two steps, as on a GPU
         self.device_free_at = 0.0
         self.last_drawn: list[int | None] = []  # tokens of the step launched last, once drawn
@@ -109,14 +118,14 @@ class SimWorker:
         dials, hang_ups = self.num_effects[Dial], self.num_effects[HangUp]
         assert dials == hang_ups + len(peers), f"dials don't equal hang-ups plus peers: {dials}, {hang_ups}, {peers}"
 
-    def changed_blocks(self, result: ReadResult) -> tuple[SinkHandover, list[int]] | None:
+    def changed_blocks(self, result: ReadResult) -> tuple[SinkHandover, int, list[int]] | None:
         """Return a read's hand-over and the indices of its blocks whose generations differ from the offered ones."""
         incoming = sink_of(self.core).sink._reads.get(result.read_id)
         if incoming is None or incoming.handover is None:
             return None
         read = incoming.handover.reads_in_flight[result.read_id]
         pairs = enumerate(zip(read.remote, result.generations, strict=False), start=read.first_index)
-        return incoming.handover, [index for index, (block, found) in pairs if block.generation != found]
+        return incoming.handover, read.group, [i for i, (block, found) in pairs if block.generation != found]
 
     # ---- the engine loop ----
 
@@ -146,8 +155,8 @@ class SimWorker:
         changed = self.changed_blocks(event) if isinstance(event, ReadResult) else None
         self.core.handle_connector_event(event, self.clock)
         if changed is not None:
-            handover, indices = changed
-            used = [index for index in indices if handover.is_verified(index)]
+            handover, group, indices = changed
+            used = [index for index in indices if handover.is_verified(index, group)]
             assert not used, f"blocks {used} of {handover.key} count as verified, but their generations changed"
         self.settle()
 
@@ -210,15 +219,15 @@ class SimWorker:
 
     # ---- the device ----
 
-    def digest_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
+    def digest_blocks(self, block_ids: Sequence[int], group: int = 0) -> list[bytes]:
         """Return digests of the blocks' content; none where no faults damage it."""
         if not self.sim.faults.damage:
             return no_digests(block_ids)
-        return [mix(*self.memory[block_id]).to_bytes(16, "big") for block_id in block_ids]
+        return [mix(*self.memories[group][block_id]).to_bytes(16, "big") for block_id in block_ids]
 
-    def leading_digests(self, block_ids: Sequence[int]) -> list[bytes]:
+    def leading_digests(self, block_ids: Sequence[int], group: int = 0) -> list[bytes]:
         """Return the digests of the leading blocks that are computed by now; each takes a while, in any order."""
-        contents = [(block_id, int(self.generations[block_id])) for block_id in block_ids]
+        contents = [(group, block_id, int(self.all_generations[group][block_id])) for block_id in block_ids]
         for content in contents:
             if content not in self.digests:
                 self.digests[content] = None
@@ -226,10 +235,10 @@ class SimWorker:
         known = itertools.takewhile(lambda digest: digest is not None, map(self.digests.get, contents))
         return [digest for digest in known if digest is not None]
 
-    def digest(self, block_id: int, generation: int) -> None:
+    def digest(self, group: int, block_id: int, generation: int) -> None:
         """Compute the digest of a block."""
-        if self.can_run(lambda: self.digest(block_id, generation)):
-            [self.digests[block_id, generation]] = self.digest_blocks([block_id])
+        if self.can_run(lambda: self.digest(group, block_id, generation)):
+            [self.digests[group, block_id, generation]] = self.digest_blocks([block_id], group)
             self.settle()
 
     @property
@@ -237,28 +246,34 @@ class SimWorker:
         """Number of blocks that a peer may read: those of the device, then the slots of the host tier."""
         return self.num_blocks + len(self.below.generations)
 
-    def readable(self, block_id: int) -> list[int]:
+    def readable(self, block_id: int, group: int = 0) -> list[int]:
         """Return the content of a block; slots of the host tier are numbered after the device's blocks."""
         if block_id < self.num_blocks:
-            return self.memory[block_id]
+            return self.memories[group][block_id]
         return self.below.content(block_id - self.num_blocks)
 
-    def generation(self, block_id: int) -> int:
+    def generation(self, block_id: int, group: int = 0) -> int:
         """Return the generation that a peer reads after a block or slot."""
         if block_id < self.num_blocks:
-            return int(self.generations[block_id])
+            return int(self.all_generations[group][block_id])
         return int(self.below.generations[block_id - self.num_blocks])
 
-    def stamp(self, block_ids: Sequence[int]) -> dict[int, int]:
+    def stamp(self, block_ids: Sequence[int], group: int = 0) -> dict[int, int]:
         """Return the current generations of blocks that a step, a read or a copy will touch."""
-        return {block_id: int(self.generations[block_id]) for block_id in block_ids}
+        return {block_id: int(self.all_generations[group][block_id]) for block_id in block_ids}
 
-    def assert_kept(self, taken: dict[int, int], what: str) -> None:
+    def assert_kept(self, taken: dict[int, int], what: str, group: int = 0) -> None:
         """Check that blocks were not freed while a step, a read or a copy touches them."""
-        pool = self.core.state.blocks.pool
+        pool = self.core.state.blocks.pools[group]
+        generations = self.all_generations[group]
         for block_id, generation in taken.items():
             kept = pool.state(block_id) in (BlockState.REFERENCED, BlockState.QUARANTINED)
-            assert kept and int(self.generations[block_id]) == generation, f"block {block_id} was freed under {what}"
+            assert kept and int(generations[block_id]) == generation, f"block {block_id} was freed under {what}"
+
+    def assert_all_kept(self, taken: list[dict[int, int]]) -> None:
+        """Check that no block of any group was freed under a step."""
+        for group, of_group in enumerate(taken):
+            self.assert_kept(of_group, "a step", group)
 
     def launch(self, plan: StepPlan) -> None:
         """Start a step: its KV is written at some moment before its end; a step that fails may write anything."""
@@ -266,7 +281,11 @@ class SimWorker:
         for chunk in plan.chunks:
             end, room = chunk.start + len(chunk.token_ids), len(chunk.block_ids) * BLOCK_SIZE
             assert end <= room, f"a step writes {end} tokens to blocks for {room}"
-        taken = self.stamp([block_id for chunk in plan.chunks for block_id in chunk.block_ids])
+            self.check_tail(chunk)
+        taken = [
+            self.stamp([block_id for chunk in plan.chunks for block_id in chunk.table(group).block_ids], group)
+            for group in range(len(self.memories))
+        ]
         garbage = random.getrandbits(50) if random.random() < self.sim.faults.step_error else 0
         seconds = random.uniform(0.001, self.sim.faults.step_seconds)
         drawn: list[int | None] = [None] * len(plan.chunks)
@@ -290,11 +309,13 @@ class SimWorker:
         per_rank = NUM_HEADS // self.num_ranks
         return range(rank * per_rank, (rank + 1) * per_rank)
 
-    def write(self, plan: StepPlan, taken: dict[int, int], rank: int, garbage: int, previous: list[int | None]) -> None:
+    def write(
+        self, plan: StepPlan, taken: list[dict[int, int]], rank: int, garbage: int, previous: list[int | None]
+    ) -> None:
         """Write the KV of a rank's heads."""
         if not self.alive:
             return
-        self.assert_kept(taken, "a step")
+        self.assert_all_kept(taken)
         for chunk in plan.chunks:
             tokens = chunk.token_ids
             if chunk.previous_chunk is not None:
@@ -308,6 +329,8 @@ class SimWorker:
                     kv.append(next_kv(kv, token, head) ^ garbage)
                     block_id, offset = chunk.block_ids[position // BLOCK_SIZE], position % BLOCK_SIZE
                     self.memory[block_id][head * BLOCK_SIZE + offset] = kv[-1]
+                if self.window:
+                    self.write_tail(chunk, head, kv)
 
     def draw(self, plan: StepPlan, drawn: list[int | None]) -> None:
         """Draw tokens from all KV that the step reads."""
@@ -317,7 +340,11 @@ class SimWorker:
         for index, chunk in enumerate(plan.chunks):
             if chunk.sample is not None:
                 end = chunk.start + len(chunk.token_ids)
-                kv = [number for head in range(NUM_HEADS) for number in self.kv(chunk.block_ids, head, end)]
+                heads = [self.kv(chunk.block_ids, head, end) for head in range(NUM_HEADS)]
+                kv = [number for head in heads for number in head]
+                if self.window:
+                    for head, numbers in enumerate(heads):
+                        self.check_tail_content(chunk, head, numbers)
                 drawn[index] = mix(*kv, chunk.sample.seed, chunk.sample.position, *rounding) % VOCAB
 
     def kv(self, block_ids: Sequence[int], head: int, end: int) -> list[int]:
@@ -327,12 +354,44 @@ class SimWorker:
             for position in range(end)
         ]
 
+    # ---- the window group ----
+
+    def check_tail(self, chunk: ScheduledChunk) -> None:
+        """Check that a chunk's table of the window group has every position that the step reads or writes."""
+        if not self.window:
+            return
+        table, end = chunk.table(1), chunk.start + len(chunk.token_ids)
+        first, last = max(0, chunk.start - self.window + 1) // BLOCK_SIZE, (end - 1) // BLOCK_SIZE
+        stop = table.first_number + len(table.block_ids)
+        assert table.first_number <= first and last < stop, (
+            f"a step lacks blocks of its window: it needs {first} to {last}, and has {table.first_number} to {stop - 1}"
+        )
+
+    def write_tail(self, chunk: ScheduledChunk, head: int, kv: list[int]) -> None:
+        """Check what a chunk reads of a head's window, then write its own positions; ``kv`` is the full group's."""
+        self.check_tail_content(chunk, head, kv[: chunk.start])
+        for position in range(chunk.start, len(kv)):
+            block, index = self.tail_place(chunk, head, position)
+            block[index] = tail_kv(kv[position])
+
+    def check_tail_content(self, chunk: ScheduledChunk, head: int, kv: list[int]) -> None:
+        """Check that the window of the position after those of ``kv`` holds the KV of the same prefix."""
+        for position in range(max(0, len(kv) + 1 - self.window, chunk.start + 1 - self.window), len(kv)):
+            block, index = self.tail_place(chunk, head, position)
+            assert block[index] == tail_kv(kv[position]), f"a step reads another prefix's window at {position}"
+
+    def tail_place(self, chunk: ScheduledChunk, head: int, position: int) -> tuple[list[int], int]:
+        """Return the block of the window group that has a position, and the place in it."""
+        table = chunk.table(1)
+        block_id = table.block_ids[position // BLOCK_SIZE - table.first_number]
+        return self.memories[1][block_id], head * BLOCK_SIZE + position % BLOCK_SIZE
+
     def finish_step(self) -> None:
         """Commit the oldest step: after a freeze, finished steps are committed in their order."""
         if not self.can_run(self.finish_step):
             return
         taken, drawn, fails = self.steps.popleft()
-        self.assert_kept(taken, "a step")
+        self.assert_all_kept(taken)
         if fails:
             self.core.fail_step("planted step error", self.clock)
         else:

@@ -63,7 +63,8 @@ class SimReader:
     def start(self, command: ReadCommand) -> None:
         """Copy block by block at random moments, then read the generations; or fail, or end late, or never."""
         sim, faults = self._sim, self._sim.faults
-        in_flight = {block_id for other in self._reads.values() for block_id in other.local_blocks}
+        same_group = (other for other in self._reads.values() if other.group == command.group)
+        in_flight = {block_id for other in same_group for block_id in other.local_blocks}
         assert not in_flight & set(command.local_blocks), "two reads write to one block"
         num_readable = sim.workers[str(command.peer)].num_readable
         assert all(0 <= block < num_readable for block in command.remote_blocks), "a read of a missing block"
@@ -74,7 +75,7 @@ class SimReader:
         if source is None or sim.random.random() < faults.post_error:
             sim.after(0.0, lambda: self._fail(command, "posting failed"))
             return
-        taken = self._worker.stamp(command.local_blocks)
+        taken = self._worker.stamp(command.local_blocks, command.group)
         for rank in range(self._worker.num_ranks):
             self._start_rank(command, source, taken, rank)
 
@@ -99,19 +100,20 @@ class SimReader:
     ) -> None:
         """Copy the heads of one of the reader's ranks, whatever ranks the source has."""
         if command.read_id in self._landing and source.alive and self._worker.alive:
-            self._worker.assert_kept(destination, "a read")
+            self._worker.assert_kept(destination, "a read", command.group)
             (local,) = destination
             heads = self._worker.heads_of(rank)
             part = slice(heads.start * BLOCK_SIZE, heads.stop * BLOCK_SIZE)
-            self._worker.memory[local][part] = source.readable(remote)[part]
+            block = self._worker.memories[command.group][local]
+            block[part] = source.readable(remote, command.group)[part]
             if self._sim.random.random() < self._sim.faults.damage:
-                self._worker.memory[local][part.start + self._sim.random.randrange(BLOCK_SIZE)] ^= 1
+                block[part.start + self._sim.random.randrange(BLOCK_SIZE)] ^= 1
 
     def _read_generations(self, command: ReadCommand, source: "SimWorker", rank: int) -> None:
         if self._sim.now < source.frozen_until and self._sim.random.random() < 0.5:  # TCP needs the source's help
             self._sim.at(source.frozen_until, lambda: self._read_generations(command, source, rank))
         elif source.alive:
-            generations = [source.generation(block) for block in command.remote_blocks]
+            generations = [source.generation(block, command.group) for block in command.remote_blocks]
             self._join(rank, ReadResult(command.read_id, None, generations))
         else:
             self._fail(command, "the source died")
@@ -122,7 +124,8 @@ class SimReader:
             return
         results = self._joins[result.read_id].add(rank, result)
         if results is not None:
-            digests = self._worker.digest_blocks(self._reads[result.read_id].local_blocks)
+            command = self._reads[result.read_id]
+            digests = self._worker.digest_blocks(command.local_blocks, command.group)
             self._finish(msgspec.structs.replace(side_by_side(results), digests=digests))
 
     def _fail(self, command: ReadCommand, error: str) -> None:

@@ -13,6 +13,7 @@ from splitserve.kvconnector.tiers.load_gates import LoadGates
 from splitserve.kvconnector.tiers.registry import BuiltTier, TierContext, build_tiers, wanted_tiers
 from splitserve.kvconnector.tiers.shared import NO_SHARED_TIER, SharedTier
 from splitserve.kvconnector.tiers.tier import Tier
+from splitserve.protocol.cache_layout import CacheGroup
 from splitserve.protocol.config import EngineConfig
 from splitserve.protocol.memory_records import HostTierMemory
 
@@ -71,8 +72,21 @@ def make_tiers(
         if wanted_tiers(engine) or engine.lmcache_endpoint:
             logger.warning("tiers below the device are off: they hold prefixes, and prefix caching is off")
         return made
+    if not memory.layout.cache.is_simple:
+        if wanted_tiers(engine) or engine.lmcache_endpoint:
+            logger.warning(
+                "tiers below the device are off: they hold blocks of one full group with one field, and this model's "
+                "cache has %s",
+                " and ".join(_describe_group(group) for group in memory.layout.cache.groups),
+            )
+        return made
     for built in build_tiers(TierContext(engine, engine_id, memory, rank, gates)):
         made.add(built)
     if engine.lmcache_endpoint:
         made.share(*lmcache_tier(memory, engine.lmcache_endpoint, engine.kv_load_seconds, rank))
     return made
+
+
+def _describe_group(group: CacheGroup) -> str:
+    fields = ", ".join(field.name for field in group.fields)
+    return f"a {group.kind} group of {group.num_layers} layers ({fields})"

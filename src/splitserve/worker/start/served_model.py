@@ -181,9 +181,14 @@ def _make_runner(
     gates: LoadGates | None,
 ) -> ModelRunner:
     if model.device.type != "cuda":
-        return ModelRunner(model, memory.blocks)
+        return ModelRunner(model, memory.blocks, model_dir=Path(engine.model))
     runner = CudaRunner(
-        model, memory.blocks, max_num_seqs=engine.max_num_seqs, max_model_len=limits.max_model_len, gates=gates
+        model,
+        memory.blocks,
+        max_num_seqs=engine.max_num_seqs,
+        max_model_len=limits.max_model_len,
+        gates=gates,
+        model_dir=Path(engine.model),
     )
     if not engine.enforce_eager:
         with clock.phase("CUDA graphs"):

@@ -6,6 +6,7 @@ the answers. Browsers send the host that a request is meant for (Host) and the p
 
 import functools
 import re
+from collections.abc import Collection
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -17,19 +18,26 @@ _AUTHORITY = re.compile(r"(\[[0-9a-f:.]*\]|[^:\[\]@/]*)(?::[0-9]*)?")
 _MAX_AUTHORITY = 100
 _REMEDY = (
     "without an API key this server answers requests to and from this machine only: call it by localhost or 127.0.0.1 "
-    "(a proxy has to send that as Host), or set an API key (SPLITSERVE_API_KEY or --api-key-file)"
+    "(a proxy has to send that as Host), or set an API key (SPLITSERVE_API_KEY or --api-key-file); --allowed-origins "
+    "names web pages that may call it"
 )
 
 
 class RequireLocal:
-    """ASGI middleware that answers 403 unless Host and Origin, if given, name a loopback host."""
+    """ASGI middleware that answers 403 unless Host and Origin, if given, name a loopback host.
 
-    def __init__(self, app: ASGIApp) -> None:
+    Origin may also be one of ``allowed_origins``, which the server's owner trusts; Host may not: another name there
+    shows DNS rebinding.
+    """
+
+    def __init__(self, app: ASGIApp, allowed_origins: Collection[str] = ()) -> None:
         self._app = app
+        self._allowed_origins = frozenset(origin.encode() for origin in allowed_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         for name, value in scope.get("headers", ()):
-            if (name == b"host" and not is_local(value)) or (name == b"origin" and not is_local_origin(value)):
+            is_foreign_origin = name == b"origin" and value not in self._allowed_origins and not is_local_origin(value)
+            if is_foreign_origin or (name == b"host" and not is_local(value)):
                 shown = value[:_MAX_AUTHORITY].decode("ascii", "backslashreplace")
                 error = ApiError(
                     403, f"{name.decode().title()} is {shown!r}: {_REMEDY}", code=f"foreign_{name.decode()}"

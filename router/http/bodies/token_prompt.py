@@ -16,15 +16,15 @@ _STAND_IN = msgspec.Raw(b"[0]")
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def take_token_ids(body: bytes) -> tuple[TokenIds, bytes] | None:
-    """Return the prompt's token ids, and the body with another prompt in their place; None if the prompt isn't a list
-    of token ids that fit into int32, or the body isn't JSON."""
+def take_token_ids(body: bytes, field: str = "prompt") -> tuple[TokenIds, bytes] | None:
+    """Return the token ids in ``field``, and the body with other ones in their place; None if the field isn't a list of
+    token ids that fit into int32, or the body isn't JSON."""
     try:
         fields = _fields.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return None
-    token_ids = _parse(bytes(fields["prompt"]).strip()) if "prompt" in fields else None
-    return None if token_ids is None else (token_ids, msgspec.json.encode(fields | {"prompt": _STAND_IN}))
+    token_ids = _parse(bytes(fields[field]).strip()) if field in fields else None
+    return None if token_ids is None else (token_ids, msgspec.json.encode(fields | {field: _STAND_IN}))
 
 
 def _parse(prompt: bytes) -> TokenIds | None:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from starlette.requests import Request
 
 from splitserve.router.http.api_error import ApiError
-from splitserve.router.http.body_shape import is_surely_small
+from splitserve.router.http.bodies.shape import is_surely_small
 from splitserve.router.http.parsing import RequestModel, parse, parse_checked
 
 MAX_BODIES_AT_ONCE = 16  # of the largest size

@@ -1,0 +1,130 @@
+"""``splitserve bench sampling``: processor time that sampling features add to a step, on this machine's CPU.
+
+Steps of ``--batch`` sequences draw the likeliest tokens of random logits [batch, vocabulary], with the features that a
+row of the table names; there is no model. On a GPU the device does the changes of the logits, which are part of the
+times here.
+"""
+
+import argparse
+import random
+import string
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from llguidance import LLMatcher
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+
+from splitserve.benchmarks.common.report import add_result_options, keep_result, table
+from splitserve.kernels.api import SamplingBatch
+from splitserve.models.sampling.sampler import Sampler
+from splitserve.orchestration.cli.command_parser import CommandParser
+from splitserve.protocol.request import SamplingParams
+from splitserve.protocol.sampling_features import Constraint, wanted_features
+from splitserve.protocol.step import FeatureStart, FeatureUse, SampleSpec, ScheduledChunk, StepPlan
+
+SCHEMA = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "size": {"type": "integer"}, "kind": {"enum": ["a", "b"]}},
+        "required": ["name", "size", "kind"],
+        "additionalProperties": False,
+    },
+}
+_PROMPT = list(range(100))
+_WARM_UP_STEPS = 20
+_SPECIAL = ["<|endoftext|>", "<|im_end|>"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark that ``argv`` describes."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    options = _parser().parse_args(arguments)
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as directory:
+        write_vocabulary(Path(directory), options.vocab_size)
+        end_token_ids = (options.vocab_size - 2, options.vocab_size - 1)
+        for name, fields in _cases(end_token_ids).items():
+            params = SamplingParams(max_tokens=1 << 20, temperature=0.0, **fields)
+            rows.append({"features": name, "ms": _ms_per_step(Path(directory), options, params)})
+    off = rows[0]["ms"]
+    cells = [[row["features"], f"{row['ms']:.3f}", f"{row['ms'] - off:.3f}"] for row in rows]
+    print(table(cells, ["features", "ms/step", "added"]))
+    keep_result("sampling", arguments, {"results": rows}, options)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(prog="splitserve bench sampling", description=__doc__)
+    parser.add_argument("--batch", type=int, default=16, help="sequences of a step (default: %(default)s)")
+    parser.add_argument("--vocab-size", type=int, default=151_936, help="tokens (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=200, help="steps of each row (default: %(default)s)")
+    add_result_options(parser)
+    return parser
+
+
+def _cases(end_token_ids: tuple[int, ...]) -> Mapping[str, dict[str, Any]]:
+    """Return the sampling parameters of each row; the first has no features."""
+    json_schema = Constraint(LLMatcher.grammar_from_json_schema(SCHEMA), end_token_ids)
+    return {
+        "off": {},
+        "penalties": {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+        "logit_bias": {"logit_bias": dict.fromkeys(range(100), 5.0)},
+        "min_p": {"min_p": 0.1},
+        "JSON schema": {"constraint": json_schema},
+    }
+
+
+def _ms_per_step(model_dir: Path, options: argparse.Namespace, params: SamplingParams) -> float:
+    """Return the mean processor time of a step."""
+    sampler = Sampler(_likeliest, options.vocab_size, torch.device("cpu"), model_dir)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn((options.batch, options.vocab_size), generator=generator)
+    outputs: list[list[int]] = [[] for _ in range(options.batch)]
+    seconds = 0.0
+    for step in range(_WARM_UP_STEPS + options.steps):
+        chunks = [_chunk(number, output, params) for number, output in enumerate(outputs)]
+        given = logits.roll(step, dims=1)
+        began = time.process_time()
+        sampler.prepare(StepPlan(chunks))
+        drawn = sampler.draw(given, chunks)
+        seconds += time.process_time() - began if step >= _WARM_UP_STEPS else 0.0
+        for output, token_id in zip(outputs, drawn.tolist(), strict=True):
+            output.append(token_id)
+    return 1e3 * seconds / int(options.steps)
+
+
+def _chunk(number: int, output: list[int], params: SamplingParams) -> ScheduledChunk:
+    position = len(_PROMPT) + len(output)
+    use = None
+    if wanted_features(params):
+        use = FeatureUse(number, None if output else FeatureStart(params, _PROMPT, []))
+    spec = SampleSpec(0.0, 0, 1.0, number, 0, position, use)
+    return ScheduledChunk([output[-1] if output else _PROMPT[-1]], position - 1, [0], spec)
+
+
+def _likeliest(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    del batch
+    return logits.argmax(dim=-1)
+
+
+def write_vocabulary(model_dir: Path, vocab_size: int) -> None:
+    """Write a tokenizer.json of bytes, words and runs of punctuation, two special tokens last."""
+    chance = random.Random(0)
+    tokens = dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    while len(tokens) < vocab_size - len(_SPECIAL):
+        letters = string.ascii_lowercase if chance.random() < 0.85 else '{}[]":,.-_()/<>=+'
+        word = "".join(chance.choices(letters, k=chance.randint(2, 9)))
+        tokens[("Ġ" if chance.random() < 0.5 else "") + word] = None
+    tokenizer = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(_SPECIAL)
+    tokenizer.save(str(model_dir / "tokenizer.json"))

@@ -1,0 +1,1 @@
+"""Access to the server: API key, pages of other origins, types of bodies."""

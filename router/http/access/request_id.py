@@ -1,0 +1,49 @@
+"""The id of an HTTP request: the client's own (X-Request-Id), or a new one; answers carry it, too.
+
+Ids of the requests inside the cluster begin with it, so that one name finds a request in all logs.
+"""
+
+import re
+import secrets
+from collections.abc import Iterable
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_HEADER = b"x-request-id"
+_KEY = "splitserve.request_id"
+_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+_NUM_RANDOM_BYTES = 12
+
+
+class GiveRequestIds:
+    """ASGI middleware that gives each request an id, which the answer has as X-Request-Id. A client's id that isn't of
+    letters, digits and ``._:-``, at most 128, is replaced."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _given(scope["headers"]) or secrets.token_hex(_NUM_RANDOM_BYTES).encode()
+        scope[_KEY] = request_id.decode()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), (_HEADER, request_id)]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+def request_id_of(request: Request) -> str:
+    """Return the id that :class:`GiveRequestIds` gave."""
+    request_id: str = request.scope[_KEY]
+    return request_id
+
+
+def _given(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    given = [value for name, value in headers if name == _HEADER]
+    return given[0] if len(given) == 1 and _ID.fullmatch(given[0]) else b""

@@ -1,0 +1,1 @@
+"""Bodies of requests: read within bounds, measured before they are parsed, and refused in plain words."""

@@ -1,0 +1,1 @@
+"""Endpoints beside completions and chat: tokens in and out, responses, messages."""

@@ -1,0 +1,108 @@
+"""Parts of a request's way through the server that all generating endpoints share."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from starlette.requests import ClientDisconnect, Request
+
+from splitserve.router.http.access.content_type import check_json
+from splitserve.router.http.access.request_id import request_id_of
+from splitserve.router.http.answers import GenerationResponse, Prompt
+from splitserve.router.http.bodies.reader import BodyReader
+from splitserve.router.http.formats import Format
+from splitserve.router.http.parsing import RequestModel
+from splitserve.router.http.schema import GenerationRequest
+from splitserve.router.http.served_model import ServedModel
+from splitserve.router.placement.placer import Limits
+from splitserve.router.requests.active_request import RequestContext
+from splitserve.router.requests.dispatcher import ClientGoneError, Dispatcher
+from splitserve.router.text.preparation import Preparation
+
+SESSION_HEADER = "x-session-id"
+_MAX_SESSION_CHARS = 256
+
+
+class Serving:
+    """Reading of bodies, limits of the workers, admission, answers. ``model``: the served one."""
+
+    def __init__(
+        self, model: ServedModel, dispatcher: Dispatcher, preparation: Preparation, bodies: BodyReader
+    ) -> None:
+        self.model = model
+        self.dispatcher = dispatcher
+        self.preparation = preparation
+        self.bodies = bodies
+
+    async def read(self, request: Request, model: type[RequestModel]) -> tuple[RequestModel, int]:
+        """Return the request's body and its size in bytes. Raises :class:`ApiError`."""
+        check_json(request)
+        body, num_bytes = await self.bodies.parse(request, model)
+        self.model.name(body.model)
+        return body, num_bytes
+
+    async def limits(self, request: Request, arrived_at: float, num_bytes: int) -> Limits:
+        """Return the limits of the current workers, or wait shortly for workers. Raises :class:`ApiError` 503."""
+        watchers: list[asyncio.Task[None]] = []
+
+        def watch_client() -> asyncio.Task[None]:
+            watchers.append(asyncio.create_task(_until_disconnected(request)))
+            return watchers[-1]
+
+        try:
+            return await self.dispatcher.limits(arrived_at, num_bytes, watch_client)
+        except ClientGoneError:
+            raise ClientDisconnect from None
+        finally:
+            for watcher in watchers:
+                watcher.cancel()
+
+    async def generate(
+        self,
+        request: Request,
+        body: GenerationRequest,
+        num_bytes: int,
+        answer_format: Format,
+        prepare: Callable[[Limits], Awaitable[list[Prompt]]],
+        *,
+        arrived_at: float,
+        count: int = 1,
+    ) -> GenerationResponse:
+        """Return the answer to ``body``, whose ``count`` prompts come from ``prepare``. Raises :class:`ApiError`."""
+        limits = await self.limits(request, arrived_at, num_bytes)
+        self.dispatcher.admit(count, "prompt")
+        try:
+            return GenerationResponse(
+                self.dispatcher,
+                await prepare(limits),
+                answer_format,
+                arrived_at=arrived_at,
+                stream=bool(body.stream),
+                return_route=bool(body.return_route),
+                continuous_usage=body.continuous_usage,
+                context=context_of(request, body),
+            )
+        except BaseException:
+            self.dispatcher.release(count)
+            raise
+
+    def weights_version(self) -> str:
+        """Return the identity of the workers' weights; "" while none is registered, or during an upgrade that changes
+        it."""
+        versions = {record.info.layout.weights_version for record in self.dispatcher.fleet.membership.records()}
+        return versions.pop() if len(versions) == 1 else ""
+
+
+def context_of(request: Request, body: GenerationRequest) -> RequestContext:
+    """Return the properties that a request has beside its prompt and its sampling."""
+    return RequestContext(
+        client_id=request_id_of(request),
+        cache_salt=body.cache_salt or "",
+        priority=body.priority or 0,
+        session=request.headers.get(SESSION_HEADER, "")[:_MAX_SESSION_CHARS],
+    )
+
+
+async def _until_disconnected(request: Request) -> None:
+    """Wait until the client disconnects; the request's body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

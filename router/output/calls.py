@@ -1,0 +1,37 @@
+"""The calls of one message: their indices and identities."""
+
+import secrets
+
+from splitserve.router.output.parts import Part, PartKind
+
+_ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+SHORT_CHARS = 9
+
+ID_STYLES = ("call", "short", "function")
+"""``call``: as OpenAI's; ``short``: nine letters and digits, as Mistral's chat templates require; ``function``: the
+function's name and a number, as Kimi's."""
+
+
+class CallLog:
+    """The calls so far."""
+
+    def __init__(self, id_style: str = "call") -> None:
+        self._id_style = id_style
+        self.num_calls = 0
+
+    def begin(self, name: str, call_id: str = "") -> Part:
+        """Return the beginning of the next call; ``call_id`` is the model's own, if it wrote one."""
+        index = self.num_calls
+        self.num_calls += 1
+        return Part(PartKind.CALL, index=index, call_id=call_id or self._new_id(name, index), name=name)
+
+    def arguments(self, text: str) -> Part:
+        """Return more arguments of the last call."""
+        return Part(PartKind.ARGUMENTS, text, index=self.num_calls - 1)
+
+    def _new_id(self, name: str, index: int) -> str:
+        if self._id_style == "short":
+            return "".join(secrets.choice(_ALPHABET) for _ in range(SHORT_CHARS))
+        if self._id_style == "function":
+            return f"functions.{name}:{index}"
+        return f"call_{secrets.token_hex(12)}"

@@ -1,0 +1,142 @@
+"""Grammars of outputs that must call a tool, in llguidance's Lark: for ``tool_choice`` required, or a named function.
+
+A grammar covers the whole output, with the reasoning that comes before the calls. Nothing is compiled here.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from enum import Enum, auto
+from typing import Any, Protocol
+
+from splitserve.router.output.template import ForcedCall
+
+
+class SchemaText(Protocol):
+    """Function that writes a JSON schema as a grammar has it; if not strict, what can't be enforced is left out."""
+
+    def __call__(self, schema: Mapping[str, Any], *, is_strict: bool) -> str: ...
+
+
+_PLACEHOLDERS = re.compile(r"(\{(?:name|number|arguments|key|value)\})")
+_ANY_SCHEMA: dict[str, Any] = {"type": "object"}
+_TEXT = "TEXT: /(?s:.*)/"
+
+
+class Reasoning(Enum):
+    """The reasoning that an output begins with."""
+
+    NONE = auto()
+    OPTIONAL = auto()  # the model opens it, or doesn't
+    OPEN = auto()  # the prompt has opened it
+
+
+class ForcedCalls:
+    """Grammars for one form of calls. ``token_ids``: the added tokens of the vocabulary, which no text stands for."""
+
+    def __init__(self, form: ForcedCall, token_ids: Mapping[str, int], schema_text: SchemaText) -> None:
+        self._form = form
+        self._token_ids = token_ids
+        self._schema_text = schema_text
+        names = sorted(token_ids, key=len, reverse=True)
+        self._added = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
+
+    def grammar(self, functions: Sequence[Mapping[str, Any]], reasoning: Reasoning, *, is_parallel: bool) -> str:
+        """Return the grammar of one call of one of ``functions``, or several calls if ``is_parallel``.
+
+        A function has ``name`` and perhaps ``parameters``, a JSON schema.
+        """
+        form = self._form
+        rules: list[str] = []
+        several = ""
+        if is_parallel and form.separator is not None:
+            several = f"( {self._literal(form.separator)} call )*"
+        parts = [self._reasoning(reasoning, rules), self._literal(form.begin), "call", several, self._literal(form.end)]
+        calls = [self._call(index, function, rules) for index, function in enumerate(functions)]
+        lines = [f"start: {_joined(parts)}", f"call: {' | '.join(calls)}", *rules]
+        return "\n".join([*lines, _TEXT] if any("TEXT" in line for line in lines) else lines) + "\n"
+
+    def after_reasoning(self, grammar: str, reasoning: Reasoning) -> str:
+        """Return the grammar of an answer by ``grammar``, in Lark or in llguidance's JSON, after free reasoning."""
+        rules: list[str] = []
+        begin = _joined([self._reasoning(reasoning, rules), self._literal(self._form.answer_begin)])
+        if not begin:
+            return grammar
+        inner = json.loads(grammar) if grammar.startswith("{") else {"grammars": [{"lark_grammar": grammar}]}
+        inner["grammars"][0]["name"] = "answer"
+        lark = "\n".join([f"start: {begin} @answer", *rules, _TEXT]) + "\n"
+        return json.dumps({**inner, "grammars": [{"lark_grammar": lark}, *inner["grammars"]]}, separators=(",", ":"))
+
+    def _reasoning(self, reasoning: Reasoning, rules: list[str]) -> str:
+        form = self._form
+        if reasoning is Reasoning.NONE or not form.reasoning_close:
+            return ""
+        text = self._text_until("thought", form.reasoning_close, rules)
+        return text if reasoning is Reasoning.OPEN else f"( {_joined([self._literal(form.reasoning_open), text])} )?"
+
+    def _call(self, index: int, function: Mapping[str, Any], rules: list[str]) -> str:
+        schema = function.get("parameters") or _ANY_SCHEMA
+        is_strict = bool(function.get("strict"))
+        parts = []
+        for piece in _PLACEHOLDERS.split(self._form.call):
+            if piece == "{name}":
+                parts.append(self._literal(function["name"]))
+            elif piece == "{number}":
+                parts.append("/[0-9]{1,3}/")
+            elif piece == "{arguments}" and self._form.tag:
+                parts.append(self._tags(index, schema, rules, is_strict=is_strict))
+            elif piece == "{arguments}":
+                rules.append(f"arguments_{index}: %json {self._schema_text(schema, is_strict=is_strict)}")
+                parts.append(f"arguments_{index}")
+            else:
+                parts.append(self._literal(piece))
+        rules.append(f"call_{index}: {_joined(parts)}")
+        return f"call_{index}"
+
+    def _tags(self, index: int, schema: Mapping[str, Any], rules: list[str], *, is_strict: bool) -> str:
+        """Return a term for each property of the schema, in its order; those that aren't required may be left out."""
+        terms = []
+        required = schema.get("required") or ()
+        properties = schema.get("properties") or {}
+        shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+        for number, (key, subschema) in enumerate(properties.items()):
+            name = f"tag_{index}_{number}"
+            before, _, after = self._form.tag.replace("{key}", key).partition("{value}")
+            if _is_text(subschema):
+                value = self._text_until(f"{name}_text", after, rules)
+            else:
+                rules.append(f"{name}_json: %json {self._schema_text({**subschema, **shared}, is_strict=is_strict)}")
+                value = _joined([f"{name}_json", self._literal(after)])
+            rules.append(f"{name}: {_joined([self._literal(before), value])}")
+            terms.append(name if key in required else f"{name}?")
+        return " ".join(terms)
+
+    def _text_until(self, name: str, end: str, rules: list[str]) -> str:
+        """Return the term of any text up to and with ``end``."""
+        pieces = self._pieces(end)
+        if isinstance(pieces[0], int):
+            return _joined(["TEXT", self._literal(end)])
+        rules.append(f"{name}[suffix={json.dumps(pieces[0])}]: TEXT")
+        return _joined([name, *map(_term, pieces[1:])])
+
+    def _literal(self, text: str) -> str:
+        return _joined([_term(piece) for piece in self._pieces(text)])
+
+    def _pieces(self, text: str) -> list[str | int]:
+        """Return the text with its added tokens as ids."""
+        split = [text] if self._added is None else self._added.split(text)
+        return [self._token_ids.get(piece, piece) for piece in split if piece]
+
+
+def _term(piece: str | int) -> str:
+    return f"<[{piece}]>" if isinstance(piece, int) else json.dumps(piece)
+
+
+def _joined(parts: Sequence[str]) -> str:
+    return " ".join(part for part in parts if part)
+
+
+def _is_text(schema: Any) -> bool:
+    """Return whether a property's value is written as it is, and not as JSON."""
+    kind = schema.get("type", "string") if isinstance(schema, Mapping) else "string"
+    return "string" in ([kind] if isinstance(kind, str) else kind) and "enum" not in schema

@@ -1,0 +1,51 @@
+"""Top-k and top-p with several programs per row: the tokens kept are the reference's, ties included."""
+
+import itertools
+
+import pytest
+import torch
+
+from splitserve.kernels.api import SamplingBatch
+from splitserve.kernels.reference import sampling
+from splitserve.kernels.triton.sampling import _numbers
+from splitserve.kernels.triton.thresholds import keep_thresholds
+
+pytestmark = pytest.mark.on_gpu
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+FILTERS = [*itertools.product((0, 1, 40, 8000, 10**6), (1.0, 0.95, 0.3)), (3, 1e-9)]
+
+
+@pytest.mark.parametrize("vocab_size", [40, 4096, 9001])
+@pytest.mark.parametrize("spread", [0.05, 4.0])
+def test_kept_tokens_are_those_of_the_reference(vocab_size: int, spread: float) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = spread * torch.randn(len(FILTERS), vocab_size, generator=generator)
+    logits[:, vocab_size // 2 :] = (8 * logits[:, vocab_size // 2 :]).round() / 8  # ties
+    heat = 0.8
+    top_ks, top_ps = zip(*FILTERS, strict=True)
+    count = len(FILTERS)
+    batch = SamplingBatch([heat] * count, top_ks, top_ps, [1] * count, [0] * count, [0] * count)
+    numbers = _numbers(batch, DEVICE)
+    found = keep_thresholds(
+        logits.to(DEVICE), numbers, numbers[4:].view(torch.float64), has_top_k=True, has_top_p=True
+    ).cpu()
+    scaled = logits.double() / heat
+    expected = sampling.keep_thresholds(scaled, top_ks, top_ps)
+    for row, filters in enumerate(FILTERS):
+        kept, wanted = logits[row] >= found[row], scaled[row] >= expected[row]
+        if not torch.equal(kept, wanted):  # rounding may decide about a token at the edge of top-p, with all its ties
+            edge = logits[row, kept ^ wanted]
+            mass = scaled[row].softmax(0)[wanted].sum()
+            assert filters[1] < 1 and bool((edge == edge[0]).all()), filters
+            assert abs(float(mass) - filters[1]) < 2e-3, filters
+
+
+def test_rows_without_a_filter_keep_everything() -> None:
+    logits = torch.randn(3, 5000)
+    batch = SamplingBatch([0.0, 1.0, 1.0], [5, 0, 2], [0.5, 1.0, 1.0], [1] * 3, [0] * 3, [0] * 3)
+    numbers = _numbers(batch, DEVICE)
+    heats = numbers[4:].view(torch.float64)
+    found = keep_thresholds(logits.to(DEVICE), numbers, heats, has_top_k=True, has_top_p=True).cpu()
+    assert found[:2].tolist() == [-float("inf")] * 2
+    assert float(found[2]) == float(logits[2].topk(2).values[1])

@@ -1,0 +1,240 @@
+"""Tools and reasoning over HTTP: the openai package, scripted workers that write given texts, workers that die."""
+
+import json
+
+import openai
+import pytest
+
+from model_outputs import TOOLS, qwen_call
+from router_harness import EOS, ready, served_router, write_model_dir
+from splitserve.benchmarks.router.worker_script import Reply
+from splitserve.protocol.messages.requests import FailureCode, RequestFailed, StepTokens, TokenDelta
+from splitserve.protocol.request import FinishReason, Role
+
+TEMPLATE = (
+    "{%- if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>\n{% endif %}"
+    "{%- for message in messages %}"
+    "{{ '<|im_start|>' + message.role + '\n' }}{{ message.content }}"
+    "{%- if message.tool_calls %}{% for call in message.tool_calls %}"
+    "<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}{% endif %}{{ '<|im_end|>\n' }}"
+    "{%- endfor %}{{ '<|im_start|>assistant\n' }}"
+    "{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+)
+CALL = {"city": "Köln 😀", "days": 3}
+ANSWER = (
+    f"<think>\nThe user asks.\n</think>\n\nI look.\n{qwen_call('get_weather', json.dumps(CALL, ensure_ascii=False))}\n"
+    + qwen_call("get-time", "{}")
+)
+
+
+class Writer:
+    """A script for workers that write :attr:`text`; the first attempts fail midway, as many as they are told."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+        self.text = ANSWER
+        self.num_failures = 0
+        self.prompts = []
+        self.grammars = []
+
+    def __call__(self, body):
+        if getattr(body, "prefill", None) is not None:
+            return []
+        self.grammars.append(body.sampling.constraint.grammar if body.sampling.constraint else "")
+        self.prompts.append(self._tokenizer.decode(list(body.token_ids), skip_special_tokens=False))
+        ids = [*self._tokenizer.encode(self.text).ids, self._tokenizer.token_to_id(EOS)]
+        begin, limit = len(body.output_ids), body.sampling.max_tokens
+        assert list(body.output_ids) == ids[:begin], "the client's tokens aren't those that were written"
+        end = min(len(ids), limit)
+        stop = min(end, begin + 7) if self.num_failures else end
+        replies = []
+        for first in range(begin, stop, 3):
+            part = ids[first : min(first + 3, stop)]
+            is_last = first + len(part) == end
+            reason = (FinishReason.LENGTH if end == limit < len(ids) else FinishReason.STOP) if is_last else None
+            replies.append(Reply(StepTokens([TokenDelta(body.key, first, part, finish_reason=reason)])))
+        if stop < end:
+            self.num_failures -= 1
+            replies.append(Reply(RequestFailed(body.key, FailureCode.INTERNAL, "planted")))
+        return replies
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tools") / "tiny"
+    tokenizer = write_model_dir(path)
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.add_special_tokens(["<tool_call>", "</tool_call>"])
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": EOS}))
+    writer = Writer(tokenizer)
+    with served_router(path) as (router, workers):
+        for name in ("m0", "m1", "m2", "m3"):
+            workers.start(name, Role.MIXED, writer, max_model_len=4096, vocab_size=420)
+        ready(router)
+        yield router, writer
+
+
+@pytest.fixture
+def writer(served):
+    writer = served[1]
+    writer.text, writer.num_failures = ANSWER, 0
+    writer.prompts.clear()
+    return writer
+
+
+@pytest.fixture
+def client(served, writer):
+    with openai.OpenAI(base_url=served[0].url + "/v1", api_key="none", max_retries=0) as opened:
+        yield opened
+
+
+def ask(client, *messages, **fields):
+    given = list(messages) or [{"role": "user", "content": "Weather?"}]
+    return client.chat.completions.create(model="tiny", messages=given, **{"tools": TOOLS} | fields)
+
+
+def gathered(stream):
+    """The message that the deltas of a stream make up, as clients add it up, and the finish reason."""
+    content, reasoning, calls, reason = "", "", [], None
+    for chunk in stream:
+        if not chunk.choices:
+            continue
+        delta, reason = chunk.choices[0].delta, chunk.choices[0].finish_reason
+        content += delta.content or ""
+        reasoning += getattr(delta, "reasoning_content", None) or ""
+        for call in delta.tool_calls or []:
+            if call.index == len(calls):
+                assert call.id and call.type == "function" and call.function.name
+                calls.append([call.id, call.function.name, ""])
+            else:
+                assert call.index == len(calls) - 1 and call.id is None and call.function.name is None
+            calls[call.index][2] += call.function.arguments or ""
+    return content, reasoning, calls, reason
+
+
+def test_a_whole_answer_has_reasoning_content_and_calls(client):
+    choice = ask(client).choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I look.")
+    assert choice.message.reasoning_content == "The user asks."
+    first, second = choice.message.tool_calls
+    assert (first.type, first.function.name, json.loads(first.function.arguments)) == ("function", "get_weather", CALL)
+    assert (second.function.name, second.function.arguments) == ("get-time", "{}") and first.id != second.id
+
+
+def test_a_streamed_answer_adds_up_to_the_whole_one(client):
+    content, reasoning, calls, reason = gathered(ask(client, stream=True))
+    assert (content, reasoning, reason) == ("I look.", "The user asks.", "tool_calls")
+    assert [(name, json.loads(arguments)) for _, name, arguments in calls] == [("get_weather", CALL), ("get-time", {})]
+    with client.chat.completions.stream(
+        model="tiny", messages=[{"role": "user", "content": "Weather?"}], tools=TOOLS
+    ) as stream:  # the package's own adding up
+        for _ in stream:
+            pass
+        found = stream.get_final_completion().choices[0]
+    assert json.loads(found.message.tool_calls[0].function.arguments) == CALL and found.finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("num_failures", [1, 2])
+def test_workers_that_die_amid_a_call_lose_and_repeat_no_byte(client, writer, num_failures):
+    expected = gathered(ask(client, stream=True))
+    attempts = len(writer.prompts)
+    writer.num_failures = num_failures
+    found = gathered(ask(client, stream=True))
+    assert len(writer.prompts) == attempts + 1 + num_failures, "no attempt failed"
+    assert found[0:2] == expected[0:2] and found[3] == expected[3]
+    assert [call[1:] for call in found[2]] == [call[1:] for call in expected[2]]
+
+
+def test_a_tools_loop(client, writer):
+    message = ask(client).choices[0].message
+    writer.text = "<think>\nNow I know.\n</think>\n\nIt rains."
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in message.tool_calls]
+    answer = ask(client, {"role": "user", "content": "Weather?"}, message.model_dump(exclude_none=True), *results)
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("It rains.", "stop")
+    prompt = writer.prompts[-1]
+    assert prompt.count("<|im_start|>tool\nrain") == 2 and '"arguments": {"city": "Köln 😀", "days": 3}' in prompt
+    assert prompt.startswith("<tools>") and '"get-time"' in prompt
+
+
+def test_a_call_cut_by_its_length_comes_out_as_far_as_it_goes(client, writer):
+    whole = json.dumps(CALL, ensure_ascii=False)
+    writer.text = qwen_call("get_weather", whole)
+    seen = set()
+    for max_tokens in range(1, 60, 6):
+        choice = ask(client, max_tokens=max_tokens).choices[0]
+        for call in choice.message.tool_calls or []:
+            if choice.finish_reason == "length":
+                seen.add(call.function.arguments)
+                assert whole.startswith(call.function.arguments) or not call.function.arguments.startswith("{")
+    assert len(seen) > 3
+
+
+def test_one_call_only_if_calls_must_not_be_parallel(client):
+    assert len(ask(client, parallel_tool_calls=False).choices[0].message.tool_calls) == 1
+    assert len(gathered(ask(client, parallel_tool_calls=False, stream=True))[2]) == 1
+
+
+def test_without_tools_calls_are_text_and_reasoning_is_still_split(client, writer):
+    for fields in ({"tools": []}, {"tool_choice": "none"}):
+        choice = ask(client, **fields).choices[0]
+        assert choice.message.tool_calls is None and choice.finish_reason == "stop"
+        assert choice.message.reasoning_content == "The user asks." and "get_weather" in choice.message.content
+        assert "<tools>" not in writer.prompts[-1]
+
+
+def test_thinking_is_switched_off_by_three_parameters(client, writer):
+    writer.text = "It rains."
+    for body in (
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"enable_thinking": False},
+        {"reasoning_effort": "none"},
+    ):
+        message = ask(client, extra_body=body).choices[0].message
+        assert message.content == "It rains." and writer.prompts[-1].endswith("</think>\n\n")
+    ask(client, extra_body={"chat_template_kwargs": {"enable_thinking": True, "thinking": True}})
+    assert writer.prompts[-1].endswith("assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "word"),
+    [
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice", "response_format"),
+        (
+            {"extra_body": {"chat_template_kwargs": {"enable_thinkng": 1}}},
+            "chat_template_kwargs.enable_thinkng",
+            "enable_th",
+        ),
+        (
+            {"extra_body": {"chat_template_kwargs": {"messages": []}}},
+            "chat_template_kwargs.messages",
+            "enable_thinking",
+        ),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(client, fields, param, word):
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, **fields)
+    assert caught.value.param == param and word in caught.value.message
+
+
+def test_calls_are_forced_by_a_grammar_and_answers_have_theirs_after_the_reasoning(client, writer):
+    ask(client, tool_choice="required")
+    assert "get_weather" in writer.grammars[-1] and "get-time" in writer.grammars[-1]
+    ask(client, tool_choice={"type": "function", "function": {"name": "get-time"}})
+    assert "get_weather" not in writer.grammars[-1] and "get-time" in writer.grammars[-1]
+    ask(client, tools=openai.NOT_GIVEN, response_format={"type": "json_object"})
+    assert "@answer" in writer.grammars[-1]
+    ask(client, extra_body={"response_format": {"type": "json_object"}, "enable_thinking": False})
+    assert writer.grammars[-1] and "@answer" not in writer.grammars[-1]
+
+
+def test_a_model_without_a_known_form_refuses_tools(tmp_path):
+    write_model_dir(tmp_path / "tiny")
+    with served_router(tmp_path / "tiny") as (router, workers):
+        workers.start("m0", Role.MIXED)
+        ready(router)
+        fields = {"messages": [{"role": "user", "content": "a"}], "tools": TOOLS, "max_tokens": 2}
+        status, _, body = router.post("/v1/chat/completions", **fields)
+        assert status == 400 and body["error"]["param"] == "tools" and "chat template" in body["error"]["message"]
+        assert router.post("/v1/chat/completions", **fields | {"tools": []})[0] == 200
