@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -157,3 +159,34 @@ def test_a_chat(running: tuple[LocalCluster, Path]) -> None:
         assert entry.bytes is None or entry.token.startswith("bytes:") or bytes(entry.bytes).decode() == entry.token
     last = client.completions.create(model=model.name, prompt="hello", max_tokens=2, logprobs=1, echo=True)
     assert last.choices[0].text.startswith("hello") and last.choices[0].logprobs.token_logprobs[0] is None
+
+
+def test_workers_that_die_cost_no_log_probability_and_change_none(tiny_qwen3: Path) -> None:
+    """Streams go on on other workers: one entry for each token, the same values."""
+    chosen = random.Random(2)
+    prompts = [[chosen.randrange(300, 1500) for _ in range(200)] for _ in range(8)]
+    wanted: dict[str, Any] = {"max_tokens": 60, "logprobs": NUM_TOP, "prompt_logprobs": 0}
+    bodies = [body(tiny_qwen3, prompt, **wanted) for prompt in prompts]
+    with cluster(tiny_qwen3, "2P2D") as started:
+
+        async def run() -> list[list[dict[str, Any]]]:
+            streams = [asyncio.create_task(stream(started.url, request)) for request in bodies]
+            for worker in ("prefill-0", "decode-0"):
+                await asyncio.sleep(0.25)
+                os.kill(started.pids[worker], signal.SIGKILL)
+            return await asyncio.gather(*streams)
+
+        answers = asyncio.run(run())
+    num_moved = 0
+    for request, chunks in zip(bodies, answers, strict=True):
+        assert not any("error" in chunk for chunk in chunks), chunks[-1]
+        choices = [chunk["choices"][0] for chunk in chunks]
+        output = [token_id for choice in choices for token_id in choice["token_ids"]]
+        joined: dict[str, list[Any]] = {}
+        for choice in choices:
+            for name, values in (choice["logprobs"] or {}).items():
+                joined.setdefault(name, []).extend(values)
+        assert_output(tiny_qwen3, request["prompt"], output, joined, NUM_TOP)
+        assert_prompt(tiny_qwen3, request["prompt"], choices[0]["prompt_logprobs"], 0)
+        num_moved += chunks[-1]["splitserve"]["attempts"] > 1
+    assert num_moved > 0, "no request lost a worker"

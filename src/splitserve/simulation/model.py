@@ -6,6 +6,7 @@ other worker has two ranks with a head each, which write and read at times of th
 """
 
 import hashlib
+from itertools import pairwise
 
 import msgspec
 
@@ -60,3 +61,19 @@ def expected_output(prompt: list[int], sampling: SamplingParams) -> list[int]:
         tokens.append(output[-1])
         if sampling.finish_reason(output[-1], len(output)):
             return output
+
+
+def score_of(kv: list[int], token: int) -> float:
+    """Return the log-probability of a token after ``kv``, that of all heads one after the other; float32 is exact."""
+    return -(mix(*kv, token) % 4096) / 64
+
+
+def expected_scores(tokens: list[int]) -> list[float]:
+    """Return the log-probabilities of all tokens but the first."""
+    heads: list[list[int]] = [[] for _ in range(NUM_HEADS)]
+    scores = []
+    for token, following in pairwise(tokens):
+        for head, kv in enumerate(heads):
+            kv.append(next_kv(kv, token, head))
+        scores.append(score_of([number for kv in heads for number in kv], following))
+    return scores
