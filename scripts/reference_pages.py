@@ -1,4 +1,5 @@
-"""Writes the pages of docs/reference/ that follow from the code: CLI, spec, settings, HTTP API, metrics.
+"""Writes the pages of docs/reference/ that follow from the code: CLI, spec, settings, HTTP API, metrics; and the
+modules with the types of the Python interface's keyword arguments.
 
 ``python scripts/reference_pages.py`` writes them anew; with ``--check`` the exit status tells whether they are up to
 date. Figures and texts come from argparse, from the schema of cluster specs, from the declarations of settings and
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from splitserve.orchestration.cli.main import BENCHES, TUNE, build_parser
+from splitserve.orchestration.python.declarations import parameters_module, settings_module
 from splitserve.orchestration.spec.document import json_schema, schema_text
 from splitserve.orchestration.spec.settings_page import settings_page
 from splitserve.orchestration.spec.sizes import format_bytes
@@ -21,6 +23,7 @@ from splitserve.router.admin.metrics_page import metrics_page
 from splitserve.router.http.openapi import openapi_document
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
+KEYWORDS = FOLDER.parents[1] / "orchestration" / "python"
 COMMAND = "python scripts/reference_pages.py"
 NOTE = f"<!-- made by `{COMMAND}`, not by hand -->"
 SHARED_GROUPS = ("workers", "endpoint", "engine", "KV memory", "KV beyond a worker's own memory")
@@ -268,8 +271,8 @@ def _request_sections(schemas: dict[str, Schema]) -> Iterator[str]:
                 neutral[field] = value
                 continue
             needed = "yes" if field in schema.get("required", []) else ""
-            rows.append((f"`{field}`", _type_of(_without_null(value)), needed))
-        yield f"## {name}\n\n" + table(("field", "type", "required"), rows)
+            rows.append((f"`{field}`", _type_of(_without_null(value)), needed, sentence(value.get("description", ""))))
+        yield f"## {name}\n\n" + table(("field", "type", "required", "meaning"), rows)
     values = [(f"`{field}`", _accepted(value["enum"])) for field, value in sorted(neutral.items())]
     text = "Null, too, is accepted for each of them."
     yield f"## Parameters that take neutral values only\n\n{text}\n\n" + table(("field", "accepted"), values)
@@ -295,7 +298,8 @@ def _without_null(value: Schema) -> Schema:
 
 
 def pages() -> dict[Path, str]:
-    """All pages, as they should be."""
+    """All pages and modules, as they should be."""
+    schemas: dict[str, Schema] = openapi_document(("MODEL",), wants_key=True)["components"]["schemas"]
     texts = {
         "cli.md": cli_page(),
         "cluster-spec.md": spec_page(),
@@ -304,7 +308,10 @@ def pages() -> dict[Path, str]:
         "http-api.md": api_page(),
         "metrics.md": metrics_page(),
     }
-    return {FOLDER / name: text for name, text in texts.items()}
+    modules = {"settings.py": settings_module(), "parameters.py": parameters_module(schemas)}
+    return {FOLDER / name: text for name, text in texts.items()} | {
+        KEYWORDS / name: text for name, text in modules.items()
+    }
 
 
 def main(argv: Sequence[str]) -> int:

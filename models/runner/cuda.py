@@ -29,7 +29,7 @@ from splitserve.kernels.api import AttentionPlan, DecodePlan
 from splitserve.models.decoder import DecoderModel, ForwardBatch
 from splitserve.models.layers.step import BeforeLayer
 from splitserve.models.runner.graph_sizes import MAX_MIXED_CHUNKS, MixedSize, batch_sizes
-from splitserve.models.runner.runner import ModelRunner, output_of, paged_batch
+from splitserve.models.runner.runner import ModelRunner, output_of_step, paged_batch
 from splitserve.models.sampling.logprobs import PromptRows, StepScores
 from splitserve.protocol.step import LaunchingRunner, SampleSpec, ScheduledChunk, StepOutput, StepPlan
 
@@ -66,7 +66,7 @@ class PendingStep:
     def wait(self) -> StepOutput:
         """Block until the step has completed. Raises :class:`NonFiniteLogitsError`, or the device's own error."""
         self.done.synchronize()
-        return output_of(self.plan, self.numbers.numpy(), self.scores, self.errors)
+        return output_of_step(self.plan, self.numbers.numpy(), self.scores, self.errors)
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,10 +97,10 @@ class ModelRunner:
         logits = self.model.forward(self._batch(plan.chunks, prompts), self._kv_layers, self._attention)
         drawn = None if logits is None else self.sampler.draw(logits, plan.chunks)
         numbers, scores = self._results(drawn, prompts)
-        return output_of(plan, numbers.numpy(), scores, {} if drawn is None else self.sampler.errors)
+        return output_of_step(plan, numbers.numpy(), scores, {} if drawn is None else self.sampler.errors)
 
     def _results(self, drawn: Tensor | None, prompts: PromptRows | None) -> tuple[Tensor, StepScores | None]:
-        """Return the step's results as one int64 tensor for :func:`output_of`, and what follows the drawn tokens."""
+        """Return the results as an int64 tensor for :func:`output_of_step`, and what follows the drawn tokens."""
         if drawn is None:
             drawn, raw = torch.empty(0, dtype=torch.int64, device=self.model.device), None
         else:
@@ -134,7 +134,9 @@ class ModelRunner:
         )
 
 
-def output_of(plan: StepPlan, numbers: Int64Array, scores: StepScores | None, errors: Mapping[int, str]) -> StepOutput:
+def output_of_step(
+    plan: StepPlan, numbers: Int64Array, scores: StepScores | None, errors: Mapping[int, str]
+) -> StepOutput:
     """Return a step's output from the numbers that came from the device: a token for each draw, then ``scores``.
 
     ``errors``: of draws, by row. Raises :class:`NonFiniteLogitsError`.

@@ -178,6 +178,7 @@ class GenerationResponse(Response):
                 prompt.choice.finish_reason,
                 parts[index],
                 prompt.choice.has_calls,
+                prompt.choice.stop_string,
                 joined(logprobs[index]),
                 of_prompts[index],
             )
@@ -216,7 +217,7 @@ class GenerationResponse(Response):
             events = b"".join([self._events(index, piece, opened) for index, piece in pieces])
             if not events and error is None:
                 events = self._comment(started=started)
-            if events and not started:
+            if not started and (events or error is not None or not self._num_open):
                 await send(_STREAM_START)
                 started = True
                 events = self._format.begin(self._usage()) + events

@@ -99,9 +99,6 @@ class ChatMessage(_Strict):
 
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
-NESTED = (FunctionSpec, Tool, FunctionChoice, NamedTool, CalledFunction, CalledTool, TextPart, ChatMessage)
-"""Models of objects within a body."""
-
 
 def check_messages(messages: Sequence[ChatMessage]) -> None:
     """Raise :class:`ApiError` 400 for a message whose fields don't go with its role."""

@@ -11,7 +11,10 @@ from splitserve import __version__
 from splitserve.protocol.request import FinishReason
 from splitserve.router.http.access.api_key import KEYED_PATHS
 from splitserve.router.http.endpoints.generate import GenerateRequest
+from splitserve.router.http.endpoints.messages_body import CountRequest, MessagesRequest
+from splitserve.router.http.endpoints.responses_body import ResponsesRequest
 from splitserve.router.http.endpoints.tokens import DetokenizeRequest, TokenizeRequest
+from splitserve.router.http.meanings import MEANINGS
 from splitserve.router.http.schema import ChatCompletionRequest, CompletionRequest, ModelBody
 from splitserve.router.output.chat_json import TOOL_CALLS
 
@@ -44,6 +47,15 @@ def openapi_document(names: Sequence[str], *, wants_key: bool) -> Json:
         "/v1/completions": {"post": _generation("Continue prompts", "Completion", generation_errors)},
         "/v1/chat/completions": {"post": _generation("Answer a chat", "ChatCompletion", generation_errors)},
         "/v1/generate": {"post": _generation("Continue a prompt of token ids", "Generate", generation_errors)},
+        "/v1/responses": {"post": _generation("Answer a conversation of items", "Responses", generation_errors)},
+        "/v1/messages": {
+            "post": _with_anthropics_errors(
+                _generation("Answer a conversation of blocks", "Messages", generation_errors)
+            )
+        },
+        "/v1/messages/count_tokens": {
+            "post": _with_anthropics_errors(_body("Count a conversation's tokens", "Count", generation_errors))
+        },
         "/tokenize": {"post": _body("Text or messages to token ids", "Tokenize", generation_errors)},
         "/detokenize": {"post": _body("Token ids to text", "Detokenize", generation_errors)},
         "/v1/models": {"get": _operation("The model served", _json(_ref("ModelList")), keyed)},
@@ -90,6 +102,14 @@ def _operation(summary: str, content: Json, errors: tuple[int, ...] = ()) -> Jso
     return {"summary": summary, "responses": responses}
 
 
+def _with_anthropics_errors(operation: Json) -> Json:
+    """Return the operation with errors in Anthropic's shape, except that of a missing key, which precedes all else."""
+    for status, response in operation["responses"].items():
+        if int(status) >= 400 and status != "401":
+            response["content"] = _json(_ref("MessagesError"))
+    return operation
+
+
 def _ready() -> Json:
     operation = _operation("Whether a request could be served now", _json(_status("ready")))
     not_ready = _object({"status": {"const": "not ready"}, "reason": _STRING})
@@ -98,6 +118,10 @@ def _ready() -> Json:
 
 
 def _schemas(names: Sequence[str]) -> Json:
+    return _requests(names) | _of_chats(names) | _of_other_endpoints(names)
+
+
+def _of_chats(names: Sequence[str]) -> Json:
     reasons = [reason.value for reason in FinishReason]
     choice = {"index": _COUNT, "logprobs": {"type": ["object", "null"]}, "finish_reason": {"enum": reasons}}
     chat_choice = choice | {"finish_reason": {"enum": [*reasons, TOOL_CALLS]}}
@@ -109,11 +133,10 @@ def _schemas(names: Sequence[str]) -> Json:
         tool_calls={"type": "array", "items": call, "minItems": 1},
     )
     details = _object({"cached_tokens": _COUNT})
-    ids: Json = {"type": "array", "items": _COUNT}
     usage = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), _COUNT)
     error: Json = {"message": _STRING, "type": _STRING}
     error |= {name: {"type": ["string", "null"]} for name in ("param", "code")}
-    return _requests(names) | {
+    return {
         "Error": _object({"error": _object(error)}),
         "Event": {
             "type": "object",
@@ -134,6 +157,13 @@ def _schemas(names: Sequence[str]) -> Json:
         "Usage": _object(usage | {"prompt_tokens_details": details}),
         "Completion": _answer("text_completion", names, choice | {"text": _STRING}),
         "ChatCompletion": _answer("chat.completion", names, chat_choice | {"message": message}),
+    }
+
+
+def _of_other_endpoints(names: Sequence[str]) -> Json:
+    reasons = [reason.value for reason in FinishReason]
+    ids: Json = {"type": "array", "items": _COUNT}
+    return {
         "Generate": _object(
             {
                 "id": _STRING,
@@ -156,6 +186,10 @@ def _schemas(names: Sequence[str]) -> Json:
             }
         ),
         "Detokenize": _object({"prompt": _STRING}),
+        "Responses": {"type": "object", "description": "OpenAI's response object"},
+        "Messages": {"type": "object", "description": "Anthropic's message object"},
+        "MessagesError": _object({"type": {"const": "error"}, "error": _object({"type": _STRING, "message": _STRING})}),
+        "Count": _object({"input_tokens": _COUNT}),
     }
 
 
@@ -182,12 +216,18 @@ def _requests(names: Sequence[str]) -> Json:
         GenerateRequest,
         TokenizeRequest,
         DetokenizeRequest,
+        ResponsesRequest,
+        MessagesRequest,
+        CountRequest,
     )
     schemas: Json = {}
     for model in models:
         schema = model.model_json_schema(ref_template=_REFERENCE)
         schemas |= schema.pop("$defs", {})
         schema["properties"]["model"] = {"enum": [*names, None]}
+        for field, value in schema["properties"].items():
+            declared = [form["description"] for form in value.get("anyOf", ()) if "description" in form]
+            value.setdefault("description", MEANINGS.get(field) or "".join(declared))
         for field, neutral in model.neutral.items():
             schema["properties"].setdefault(
                 field, {"enum": [None, *neutral], "description": "Not supported yet: neutral values only"}

@@ -10,15 +10,13 @@ from splitserve.protocol.token_ids import TokenIds
 from splitserve.router.http.api_error import MAX_PARAM_CHARS, ApiError
 from splitserve.router.http.bodies.shape import check_shape, check_values
 from splitserve.router.http.bodies.token_prompt import take_token_ids
-from splitserve.router.http.bodies.wording import describe_fault, shown
-from splitserve.router.http.chat_fields import NESTED, check_messages, check_tools
+from splitserve.router.http.bodies.wording import describe_fault, field_path, shown
+from splitserve.router.http.chat_fields import check_messages, check_tools
 from splitserve.router.http.schema import (
     ChatCompletionRequest,
     GenerationRequest,
     ModelBody,
-    StreamOptions,
 )
-from splitserve.router.text.structured_output import JsonSchemaFormat, ResponseFormat, StructuredOutputs
 
 MAX_ISSUES = 100  # each issue costs time and memory: a body with more is refused without details
 _MANY_VALUES = 1024
@@ -114,32 +112,16 @@ def _as_api_error(model: type[pydantic.BaseModel], issues: list[Any]) -> ApiErro
         return ApiError(400, f"the body is not valid JSON: {issue['ctx']['error']}", code="invalid_json")
     if not loc:
         return ApiError(400, f"the body must be a JSON object, got {shown(issue['input'])}", code="invalid_json")
-    field = _field_path(issue)
+    field = field_path(model, issue)
     # Elements of a plain list have no name of their own: ``param`` names the list.
     param = field if "." in field else str(loc[0])
     return ApiError(400, describe_fault(model, issue, field), param=param, code="invalid_value")
-
-
-def _field_path(issue: Any) -> str:
-    """Return the field as clients write it (``messages[0].content``), without names of union members and tags."""
-    loc = issue["loc"]
-    path = str(loc[0])
-    for depth, part in enumerate(loc[1:], start=2):
-        if isinstance(part, int):
-            path += f"[{part}]"
-        elif part in _NESTED_NAMES or (issue["type"] == "extra_forbidden" and depth == len(loc)):
-            path += f".{part}"
-    return path
 
 
 def _most_telling(issues: list[Any]) -> Any:
     """Return the first field's most informative issue: not one about an unrelated member of a union."""
     same_field = [issue for issue in issues if issue["loc"][:1] == issues[0]["loc"][:1]]
     return next((issue for issue in same_field if not issue["type"].endswith("_type")), same_field[0])
-
-
-_NESTED = (StreamOptions, ResponseFormat, JsonSchemaFormat, StructuredOutputs, *NESTED)
-_NESTED_NAMES = frozenset(field.alias or name for each in _NESTED for name, field in each.model_fields.items())
 
 
 def _check_combinations(request: GenerationRequest) -> None:

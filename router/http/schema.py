@@ -113,8 +113,7 @@ class GenerationRequest(Hints, ModelBody, _SamplingFields):
     Parameters of sampling features are inherited; one that clients write in another form is declared here anew.
     """
 
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
-    prompt_logprobs: NumTop | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
@@ -136,8 +135,8 @@ class GenerationRequest(Hints, ModelBody, _SamplingFields):
 
     @property
     def wanted_scores(self) -> WantedScores:
-        """The log-probabilities and the echo that the body asks for."""
-        raise NotImplementedError
+        """The log-probabilities and the echo that the body asks for; none at endpoints that have no form for them."""
+        return WantedScores()
 
     @property
     def stop_strings(self) -> list[str]:
@@ -177,6 +176,8 @@ Prompt = Annotated[
 class CompletionRequest(GenerationRequest):
     packed = "prompt"
     prompt: Prompt
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    prompt_logprobs: NumTop | None = None
     logprobs: NumTop | None = None
     top_logprobs: Literal[0] | None = None
     echo: bool | None = None
@@ -200,7 +201,9 @@ class CompletionRequest(GenerationRequest):
 
 class ChatCompletionRequest(GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
+    prompt_logprobs: NumTop | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None

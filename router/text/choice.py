@@ -21,6 +21,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     finish_reason: FinishReason | None
     parts: Sequence[Part] | None = None  # ``text`` as parts of a message; None: all of it is content
     has_calls: bool = False  # the choice called tools, in this piece or before
+    stop_string: str = ""  # the one that ended the choice
     logprobs: dict[str, Any] | None = None  # as the endpoint has them; None: not wanted
     prompt_logprobs: list[Any] | None = None  # the extension of that name, in a choice's first piece
 
@@ -87,11 +88,16 @@ class Choice:
         self.num_tokens += len(token_ids)
         self.finish_reason = finish_reason
         if self._splitter is None:
-            return Piece(text, token_ids, finish_reason)
+            return Piece(text, token_ids, finish_reason, stop_string=self.stop_string)
         parts = self._splitter.push(text)
         if finish_reason is not None:
             parts += self._splitter.finish()
-        return Piece(text, token_ids, finish_reason, parts, self.has_calls)
+        return Piece(text, token_ids, finish_reason, parts, self.has_calls, self.stop_string)
+
+    @property
+    def stop_string(self) -> str:
+        """The stop string that ended the text, "" for none."""
+        return self._stops.found
 
     @property
     def has_calls(self) -> bool:

@@ -83,7 +83,12 @@ class StopStrings:
         self._include_stop = include_stop
         self._longest = max((len(stop) for stop in self._stops), default=0)
         self._held = ""
-        self.stopped = False
+        self.found = ""  # the stop string that ended the text
+
+    @property
+    def stopped(self) -> bool:
+        """Return whether a stop string has ended the text."""
+        return bool(self.found)
 
     def push(self, piece: str) -> str:
         """Return the text that can be shown now. Once a stop string is found: the text up to it, and then nothing."""
@@ -94,9 +99,9 @@ class StopStrings:
         text = self._held + piece
         found = self._find(text, len(self._held))
         if found is not None:
-            self.stopped = True
             self._held = ""
             begin, end = found
+            self.found = text[begin:end]
             return text[: end if self._include_stop else begin]
         keep = self._num_chars_to_hold(text)
         self._held = text[len(text) - keep :]

@@ -289,7 +289,7 @@ def _check_num_scores(request: GenerationRequest, prompts: Sequence[Prompt]) -> 
             f"the prompts' tokens have {count} log-probabilities with {num_top} alternatives each; at most "
             f"{MAX_PROMPT_SCORES} fit into one answer: ask for fewer alternatives, or send shorter or fewer prompts"
         )
-        param = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
+        param = "logprobs" if request.wanted_scores.prompt_logprobs is None else "prompt_logprobs"
         raise ApiError(400, message, param=param, code="invalid_value")
 
 

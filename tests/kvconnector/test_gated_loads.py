@@ -288,9 +288,9 @@ def test_a_missing_wait_would_be_seen(
     on_gpu.runner.run(on_gpu.step(9))
     expected = on_gpu.written(9)
     logits: list[Tensor] = []
-    sample = on_gpu.model.kernels.sample
-    kernels = replace(on_gpu.model.kernels, sample=lambda *args: (logits.append(args[0].clone()), sample(*args))[1])
-    monkeypatch.setattr(on_gpu.model, "kernels", kernels)
+    sampler = on_gpu.runner.sampler
+    sample = sampler._sample
+    monkeypatch.setattr(sampler, "_sample", lambda *args: (logits.append(args[0].clone()), sample(*args))[1])
     on_gpu.runner.run(on_gpu.step(9))
     original = LoadGates.event
 

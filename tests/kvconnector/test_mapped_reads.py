@@ -303,7 +303,7 @@ def test_threads_share_what_is_posted_but_not_what_is_copied_through_a_mapping(*
     connector = object.__new__(NixlConnector)
     connector._settings = ReadSettings.of(MemoryKind.VRAM)
     connector._threads = [object(), object()]  # type: ignore[list-item]
-    connector._memory = SimpleNamespace(block_bytes=4 * MIB)  # type: ignore[assignment]
+    connector._memory = SimpleNamespace(groups=[SimpleNamespace(block_bytes=4 * MIB)])  # type: ignore[assignment]
     halves = [range(63, 31, -1), range(31, -1, -1)]
 
     def blocks(known: _Peer | None) -> list[tuple[Sequence[int], ReadPath]]:

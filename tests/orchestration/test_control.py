@@ -267,7 +267,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalCl
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1] / "support"), os.environ.get("PYTHONPATH", "")])
     )
-    spec = simple_spec(EngineConfig(model="some/model"), port=0, num_prefill=1, num_decode=2)
+    spec = simple_spec(EngineConfig(model="./some/model"), port=0, num_prefill=1, num_decode=2)
     logs = tmp_path / "logs"
     logs.mkdir()
     folder = tmp_path / "folder"

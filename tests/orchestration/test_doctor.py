@@ -302,7 +302,7 @@ def test_a_transport_can_be_asked_for(running: Running) -> None:
     [
         (["--against", "{url}"], "another-key", "requires another API key"),
         (["--against", "ftp://host"], API_KEY, "is no URL of an endpoint"),
-        (["--against", "{url}", "some/model"], API_KEY, "remove PATH and --spec"),
+        (["--against", "{url}", "some/model"], API_KEY, "remove MODEL and --spec"),
         (["--transport", "tcp", "--no-probe"], API_KEY, "remove --transport or --no-probe"),
     ],
 )

@@ -49,7 +49,7 @@ def make_cluster(events: list[ChildProgress]) -> Iterator[Callable[..., LocalClu
     clusters = []
 
     def make(*, restart: bool = True, host_kv_memory_bytes: int = 0, **numbers: int) -> LocalCluster:
-        engine = EngineConfig(model="some/model", host_kv_memory_bytes=host_kv_memory_bytes)
+        engine = EngineConfig(model="./some/model", host_kv_memory_bytes=host_kv_memory_bytes)
         spec = simple_spec(engine, port=0, **numbers)
         clusters.append(LocalCluster(spec, entries=ENTRIES, show=events.append, num_cores=5, restart=restart))
         return clusters[-1]
@@ -122,7 +122,7 @@ def test_a_worker_that_cannot_be_started(make_cluster, monkeypatch: pytest.Monke
 def test_second_start_on_the_same_port(make_cluster) -> None:
     with make_cluster(num_mixed=1) as first:
         port = int(first.url.rsplit(":", 1)[1])
-    spec = simple_spec(EngineConfig(model="some/model"), port=port, num_mixed=1)
+    spec = simple_spec(EngineConfig(model="./some/model"), port=port, num_mixed=1)
     with LocalCluster(spec, entries=ENTRIES) as second:
         assert second.url == first.url
 
@@ -258,7 +258,7 @@ from splitserve.protocol.config import EngineConfig
 from splitserve.orchestration.cluster.launcher import Entries, LocalCluster, stop_on_signals
 from splitserve.orchestration.spec.shorthand import simple_spec
 cluster = LocalCluster(
-    simple_spec(EngineConfig(model="some/model"), port=0, num_prefill=1, num_decode=1),
+    simple_spec(EngineConfig(model="./some/model"), port=0, num_prefill=1, num_decode=1),
     entries=Entries(router="launcher_children:run_router", worker="launcher_children:run_worker"),
 )
 with stop_on_signals(cluster), cluster:

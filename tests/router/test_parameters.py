@@ -11,11 +11,23 @@ from typing import Any, NamedTuple
 import pytest
 
 from splitserve.router.http.api_error import ApiError
+from splitserve.router.http.endpoints.generate import GenerateRequest
+from splitserve.router.http.endpoints.messages_body import CountRequest, MessagesRequest
+from splitserve.router.http.endpoints.responses_body import ResponsesRequest
+from splitserve.router.http.endpoints.tokens import DetokenizeRequest, TokenizeRequest
+from splitserve.router.http.meanings import MEANINGS
+from splitserve.router.http.openapi import openapi_document
 from splitserve.router.http.parsing import parse
 from splitserve.router.http.schema import NEUTRAL_ONLY, ChatCompletionRequest, CompletionRequest
 
 MESSAGES = [{"role": "user", "content": "a"}]
-MODELS = {CompletionRequest: {"prompt": "a"}, ChatCompletionRequest: {"messages": MESSAGES}}
+MODELS: dict[Any, dict[str, Any]] = {
+    CompletionRequest: {"prompt": "a"},
+    ChatCompletionRequest: {"messages": MESSAGES},
+    GenerateRequest: {"token_ids": [1]},
+    TokenizeRequest: {"prompt": "a"},
+    DetokenizeRequest: {"tokens": [1]},
+}
 TOOL = {"type": "function", "function": {"name": "x"}}
 BESIDE: dict[str, dict[str, Any]] = {"stream_options": {"stream": True}, "tool_choice": {"tools": [TOOL]}}
 """Parameters without which another one makes no sense."""
@@ -175,7 +187,7 @@ def test_the_cases_reach_every_parameter_from_both_sides():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize("model", [CompletionRequest, ChatCompletionRequest, GenerateRequest])
 def test_no_number_is_infinite(model, value):
     names = [name for name, node in model.model_json_schema()["properties"].items() if "number" in json.dumps(node)]
     assert "temperature" in names
@@ -185,7 +197,7 @@ def test_no_number_is_infinite(model, value):
         assert name in str(caught.value.param) or caught.value.code == "invalid_json"
 
 
-@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize("model", [CompletionRequest, ChatCompletionRequest])
 @pytest.mark.parametrize("name", sorted(NEUTRAL_ONLY))
 def test_parameters_without_support_take_neutral_values_only(model, name):
     if name in model.model_fields:
@@ -214,3 +226,13 @@ def test_combinations_that_make_no_sense(model, fields, param):
     with pytest.raises(ApiError) as caught:
         parse(model, json.dumps(MODELS[model] | fields).encode())
     assert caught.value.status == 400 and caught.value.param == param
+
+
+def test_each_parameter_has_a_meaning():
+    models = [*MODELS, ResponsesRequest, MessagesRequest, CountRequest]
+    schemas = openapi_document(["m"], wants_key=False)["components"]["schemas"]
+    for model in models:
+        properties = schemas[model.__name__]["properties"]
+        assert not [name for name in model.model_fields if not properties[name]["description"]]
+    names = {name for model in models for name in model.model_fields}
+    assert not [name for name in MEANINGS if name not in names], "a meaning without a parameter"

@@ -133,8 +133,8 @@ def test_blocks_that_left_prefills_device_are_read_from_its_host_tier() -> None:
 def load_counts_before_it_lands(patch: pytest.MonkeyPatch) -> None:
     original = BlockManager.reserve
 
-    def hasty(self: BlockManager, sequence: Sequence, headroom: int = 0) -> bool:
-        reserved = original(self, sequence, headroom)
+    def hasty(self: BlockManager, sequence: Sequence, headroom: int = 0, *, pulls: bool = False) -> bool:
+        reserved = original(self, sequence, headroom, pulls=pulls)
         if sequence.load is not None:
             sequence.load.good = [True] * len(sequence.load.good)
             loads = self.tiers._loads
@@ -220,8 +220,8 @@ def slots_keep_their_generation(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixSource, "on_grant", hasty)
 
 
-def steady_slots(self: SimWorker, block_id: int) -> int:
-    return int(self.generations[block_id]) if block_id < self.num_blocks else 7
+def steady_slots(self: SimWorker, block_id: int, group: int = 0) -> int:
+    return int(self.all_generations[group][block_id]) if block_id < self.num_blocks else 7
 
 
 def late_load_frees_its_blocks(patch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from splitserve.protocol.request import SamplingParams
 from splitserve.protocol.sampling_features import SAMPLING_FEATURES, Constraint, FeatureParams
 
 STOPS = tuple(range(0, 40, 4))
-_TYPES = {field.name: field.type for field in inspect.type_info(FeatureParams).fields}  # type: ignore[attr-defined]
+TYPES = {field.name: field.type for field in inspect.type_info(FeatureParams).fields}  # type: ignore[attr-defined]
 
 
 def example_value(kind: inspect.Type, chance: random.Random, vocab_size: int) -> Any:
@@ -46,7 +46,7 @@ def example_value(kind: inspect.Type, chance: random.Random, vocab_size: int) ->
 def example_params(features: list[str], chance: random.Random, vocab_size: int, **others: Any) -> SamplingParams:
     """Return parameters with which each of the features is wanted."""
     names = [name for feature in features for name in SAMPLING_FEATURES[feature].params]
-    values = {name: example_value(_TYPES[name], chance, vocab_size) for name in names}
+    values = {name: example_value(TYPES[name], chance, vocab_size) for name in names}
     return SamplingParams(
         **({"max_tokens": 100, "seed": chance.getrandbits(32), "stop_token_ids": STOPS} | values | others)
     )

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from feature_requests import random_params, sampled_model
 from splitserve.protocol.config import ProtocolConfig
 from splitserve.simulation.faults import Faults, Shape
 from splitserve.simulation.model import PROTOCOL, VOCAB
@@ -48,13 +49,15 @@ SHORT_LEASES = {"lease_seconds": 1.0, "renew_interval_seconds": 0.3}
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One run of the simulator, reproducible. ``protocol`` holds changes to the simulator's time-outs."""
+    """One run of the simulator, reproducible. ``protocol`` holds changes to the simulator's time-outs. With
+    ``features`` the production sampler draws, and requests have random mixes of all sampling features."""
 
     seed: int
     faults: Faults = Faults()
     shape: Shape = Shape()
     protocol: dict[str, float] = {}
     num_requests: int = 8
+    features: bool = False
 
     @property
     def command(self) -> str:
@@ -74,15 +77,16 @@ def run_schedule(schedule: Schedule) -> Simulator:
 
 def prepare(schedule: Schedule) -> Simulator:
     protocol = ProtocolConfig(**(msgspec.structs.asdict(PROTOCOL) | schedule.protocol))
-    sim = Simulator(schedule.seed, schedule.faults, schedule.shape, protocol)
+    model = sampled_model() if schedule.features else None
+    sim = Simulator(schedule.seed, schedule.faults, schedule.shape, protocol, model)
     has_tiers = schedule.shape.tier_slots or schedule.shape.shared_chunk
     # With tiers there are several, so that some leave the device and come back.
     shared = [[sim.random.randrange(VOCAB) for _ in range(12)] for _ in range(5 if has_tiers else 1)]
     for index in range(schedule.num_requests):
         prefix = shared[index % len(shared)][: sim.random.choice([0, 0, 4, 8, 12])]
         prompt = prefix + [sim.random.randrange(VOCAB) for _ in range(sim.random.choice([1, 3, 4, 5, 17, 30]))]
-        max_tokens = sim.random.choice([1, 2, 6, 20])
-        sim.at(sim.random.uniform(0.0, 0.5), lambda i=index, p=prompt, m=max_tokens: sim.router.submit(f"r{i}", p, m))
+        wanted = random_params(sim.random) if schedule.features else sim.random.choice([1, 2, 6, 20])
+        sim.at(sim.random.uniform(0.0, 0.5), lambda i=index, p=prompt, w=wanted: sim.router.submit(f"r{i}", p, w))  # type: ignore[misc]
     return sim
 
 

@@ -11,7 +11,7 @@ from splitserve.orchestration.spec.cluster_spec import ClusterSpec, PoolSpec
 from splitserve.orchestration.spec.shorthand import simple_spec
 from splitserve.protocol.config import EngineConfig
 
-ENGINE = EngineConfig(model="some/model")
+ENGINE = EngineConfig(model="./some/model")
 
 
 def spec_of(prefill: int = 2, decode: int = 2, mixed: int = 0) -> ClusterSpec:

@@ -63,6 +63,19 @@ def describe_fault(model: type[pydantic.BaseModel], issue: Any, field: str) -> s
     return f"{field} must be {_describe_any(nodes)}, got {shown(issue['input'])}"
 
 
+def field_path(model: type[pydantic.BaseModel], issue: Any) -> str:
+    """Return the place of an issue as clients write it (``messages[0].content``), without names of union members."""
+    schema, loc = _schema_of(model), issue["loc"]
+    path = ""
+    for depth, part in enumerate(loc):
+        is_last_extra = issue["type"] == "extra_forbidden" and depth == len(loc) - 1
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif is_last_extra or any(part in node.get("properties", ()) for node in _nodes_at(schema, loc[:depth])):
+            path += f".{part}" if path else part
+    return path or str(loc[0])
+
+
 def shown(value: Any) -> str:
     """Return a value of a body for a message: as JSON, but short, however long it is."""
     if isinstance(value, str) and len(value) > _MAX_SHOWN_CHARS:

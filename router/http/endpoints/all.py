@@ -7,6 +7,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from splitserve.router.http.endpoints.generate import Generate
+from splitserve.router.http.endpoints.messages import Messages
+from splitserve.router.http.endpoints.responses import Responses
 from splitserve.router.http.endpoints.tokens import Tokens
 from splitserve.router.http.serving import Serving
 
@@ -15,9 +17,12 @@ Handler: TypeAlias = Callable[[Request], Coroutine[Any, Any, Response]]
 
 def endpoints(serving: Serving) -> list[tuple[str, Handler]]:
     """Return the paths that take POST, with their handlers."""
-    tokens = Tokens(serving)
+    tokens, messages = Tokens(serving), Messages(serving)
     return [
         ("/tokenize", tokens.tokenize),
         ("/detokenize", tokens.detokenize),
         ("/v1/generate", Generate(serving).generate),
+        ("/v1/responses", Responses(serving).create),
+        ("/v1/messages", messages.create),
+        ("/v1/messages/count_tokens", messages.count),
     ]

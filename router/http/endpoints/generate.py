@@ -32,6 +32,8 @@ class GenerateRequest(GenerationRequest):
     packed = "token_ids"
 
     token_ids: Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    prompt_logprobs: NumTop | None = None
     logprobs: NumTop | None = None
 
     @property

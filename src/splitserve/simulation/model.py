@@ -1,12 +1,14 @@
 """The simulator's tiny model and its settings.
 
 The KV of a position is a number per head that depends on all tokens up to it, and a drawn token depends on all KV that
-its step reads: a block with wrong content anywhere gives a wrong token, which :func:`expected_output` reveals. Every
-other worker has two ranks with a head each, which write and read at times of their own.
+its step reads: a block with wrong content anywhere gives a wrong token, which :meth:`Model.expected_output` reveals.
+Every other worker has two ranks with a head each, which write and read at times of their own.
 """
 
 import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from typing import Protocol
 
 import msgspec
 
@@ -14,6 +16,7 @@ from splitserve.protocol.cache_layout import CacheGroup, Field, GroupKind
 from splitserve.protocol.config import ProtocolConfig
 from splitserve.protocol.memory_records import LayoutRecord
 from splitserve.protocol.request import Party, SamplingParams
+from splitserve.protocol.step import Draw, StepPlan
 
 VOCAB = 50
 BLOCK_SIZE = 4
@@ -21,6 +24,46 @@ NUM_HEADS = 2
 LAYOUT = LayoutRecord("sim", "w", "float32", BLOCK_SIZE, 1, 1, 1)
 PROTOCOL = ProtocolConfig(request_deadline_seconds=60.0, max_blocks_per_read=4, tombstone_seconds=60.0)
 ROUTER = Party("router", 1)
+
+
+class Head(Protocol):
+    """The part of one worker's model that draws tokens."""
+
+    def draw(self, plan: StepPlan, read: Mapping[int, Sequence[int]]) -> list[Draw | None]:
+        """Return the draw of each chunk; ``read`` is the KV, all heads', of those that draw. Steps come in order."""
+
+
+class Model(Protocol):
+    """The rule for drawing tokens from KV, the same on all workers."""
+
+    def new_head(self) -> Head:
+        """Return the part that draws on one worker, for the time that it lives."""
+
+    def expected_output(self, prompt: list[int], sampling: SamplingParams) -> list[int]:
+        """Return the tokens that a single undisturbed worker draws."""
+
+
+class HashedModel:
+    """Draws tokens by a hash of KV, seed and position. The model and the head of each worker."""
+
+    def new_head(self) -> Head:
+        """See :meth:`Model.new_head`."""
+        return self
+
+    def draw(self, plan: StepPlan, read: Mapping[int, Sequence[int]]) -> list[Draw | None]:
+        """See :meth:`Head.draw`."""
+        drawn: list[Draw | None] = [None] * len(plan.chunks)
+        for index, kv in read.items():
+            spec = plan.chunks[index].sample
+            assert spec is not None
+            drawn[index] = Draw((mix(*kv, spec.seed, spec.position) % VOCAB,))
+        return drawn
+
+    def expected_output(self, prompt: list[int], sampling: SamplingParams) -> list[int]:
+        """See :meth:`Model.expected_output`."""
+        return output_of(
+            prompt, sampling, lambda kv, output: mix(*kv, sampling.seed, len(prompt) + len(output)) % VOCAB
+        )
 
 
 def layout_of(window: int) -> LayoutRecord:
@@ -48,17 +91,15 @@ def next_kv(kv: list[int], token: int, head: int) -> int:
     return mix(kv[-1] if kv else 0, token, head)
 
 
-def expected_output(prompt: list[int], sampling: SamplingParams) -> list[int]:
-    """Return the tokens that a single undisturbed worker draws."""
+def output_of(prompt: list[int], sampling: SamplingParams, draw: Callable[[list[int], list[int]], int]) -> list[int]:
+    """Return a request's output tokens: ``draw`` gets the KV and the output so far."""
     heads: list[list[int]] = [[] for _ in range(NUM_HEADS)]
-    tokens = list(prompt)
     output: list[int] = []
     while True:
         for head, kv in enumerate(heads):
-            for token in tokens[len(kv) :]:
+            for token in [*prompt, *output][len(kv) :]:
                 kv.append(next_kv(kv, token, head))
-        output.append(mix(*(number for kv in heads for number in kv), sampling.seed, len(tokens)) % VOCAB)
-        tokens.append(output[-1])
+        output.append(draw([number for kv in heads for number in kv], output))
         if sampling.finish_reason(output[-1], len(output)):
             return output
 

@@ -12,7 +12,7 @@ from splitserve.protocol.messages.handover import Offer
 from splitserve.protocol.request import Party, Role
 from splitserve.simulation.faults import Faults, Shape
 from splitserve.simulation.lies import Liar
-from splitserve.simulation.model import PROTOCOL, ROUTER
+from splitserve.simulation.model import PROTOCOL, ROUTER, HashedModel, Model
 from splitserve.simulation.router.driver import SimRouter
 from splitserve.simulation.worker.driver import SimWorker
 from splitserve.simulation.worker.tiers import SharedServer
@@ -27,8 +27,16 @@ class Simulator:
     and checks the end (:meth:`check_end`).
     """
 
-    def __init__(self, seed: int, faults: Faults, shape: Shape, protocol: ProtocolConfig = PROTOCOL) -> None:
+    def __init__(
+        self,
+        seed: int,
+        faults: Faults,
+        shape: Shape,
+        protocol: ProtocolConfig = PROTOCOL,
+        model: Model | None = None,
+    ) -> None:
         self.random = random.Random(seed)
+        self.model = model or HashedModel()
         self.faults = faults
         self.protocol = protocol
         self.partitions: list[tuple[float, float, set[str]]] = []

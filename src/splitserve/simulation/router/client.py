@@ -8,7 +8,7 @@ from splitserve.router.placement.placer import Limits
 from splitserve.router.requests.active_request import ActiveRequest
 from splitserve.router.requests.events import AskLimits, Cancel, StopStringReached, Submit
 from splitserve.router.requests.state import Failure, FailureReason, Phase, Update
-from splitserve.simulation.model import expected_output, expected_scores
+from splitserve.simulation.model import expected_scores
 
 if TYPE_CHECKING:
     from splitserve.simulation.router.driver import SimRouter
@@ -154,7 +154,7 @@ class SimClient:
             is_long = len(self.output) == self.sampling.max_tokens
             assert not is_complete or is_long, f"{self.request_id}: too short"
         else:
-            expected = expected_output(self.prompt, self.sampling)
+            expected = self._sim.model.expected_output(self.prompt, self.sampling)
             expected = expected if is_complete else expected[: len(self.output)]
             assert self.output == expected, f"{self.request_id}: wrong tokens, {self.output} instead of {expected}"
         if state.failure is not None:

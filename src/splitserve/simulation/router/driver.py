@@ -143,9 +143,12 @@ class SimRouter:
 
     # ---- clients and workers ----
 
-    def submit(self, request_id: str, prompt: list[int], max_tokens: int) -> None:
-        """Start a client with one request; it may leave early, as the faults say."""
-        sampling = SamplingParams(max_tokens=max_tokens, seed=self.sim.random.getrandbits(32))
+    def submit(self, request_id: str, prompt: list[int], wanted: int | SamplingParams) -> None:
+        """Start a client with one request; it may leave early, as the faults say. ``wanted``: the request's parameters,
+        or only its number of tokens."""
+        sampling = wanted
+        if isinstance(sampling, int):
+            sampling = SamplingParams(max_tokens=sampling, seed=self.sim.random.getrandbits(32))
         if self.sim.faults.scored:
             of_output, of_prompt = ((None, 0)[sampling.seed >> bit & 1] for bit in (0, 1))
             sampling = msgspec.structs.replace(sampling, logprobs=of_output, prompt_logprobs=of_prompt)

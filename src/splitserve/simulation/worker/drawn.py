@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from itertools import chain
 
+import msgspec
 import numpy as np
 
 from splitserve.protocol.messages.logprobs import Logprobs
@@ -13,13 +14,12 @@ ReadKV = Callable[[Sequence[int], int, int], list[int]]
 """Return the KV in these blocks of one head, of the positions before the last argument."""
 
 
-class Drawn(list[int | None]):
-    """The token of each chunk, None where it draws none, and all log-probabilities that the plan asks for."""
+class Drawn(list[Draw | None]):
+    """The draw of each chunk, None where it draws none, and all log-probabilities that the plan asks for."""
 
     def __init__(self, plan: StepPlan) -> None:
         super().__init__([None] * len(plan.chunks))
         self._plan = plan
-        self._of_draws: dict[int, Logprobs] = {}
         self._of_prompts: dict[int, Logprobs] = {}
 
     def score(self, kv: ReadKV) -> None:
@@ -32,13 +32,13 @@ class Drawn(list[int | None]):
                 values = [[score_of(row, token)] for row, token in zip(rows, tokens, strict=True)]
                 return Logprobs.of(np.array(values, np.float32), np.empty((len(tokens), 0), np.int32))
 
-            token = self[index]
-            if chunk.sample is not None and chunk.sample.num_top_logprobs is not None and token is not None:
-                self._of_draws[index] = scores(chunk.start + len(chunk.token_ids), [token])
+            draw, sample = self[index], chunk.sample
+            if draw is not None and sample is not None and sample.num_top_logprobs is not None:
+                logprobs = scores(chunk.start + len(chunk.token_ids), draw.token_ids)
+                self[index] = msgspec.structs.replace(draw, logprobs=logprobs)
             if chunk.scored is not None:
                 self._of_prompts[index] = scores(chunk.start + chunk.scored.first_row + 1, chunk.scored.token_ids)
 
     def output(self) -> StepOutput:
         """Return the step's output."""
-        draws = [None if token is None else Draw((token,), self._of_draws.get(i)) for i, token in enumerate(self)]
-        return StepOutput(draws, self._of_prompts)
+        return StepOutput(self, self._of_prompts)

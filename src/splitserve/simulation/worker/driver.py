@@ -21,7 +21,7 @@ from splitserve.protocol.handover.sink import SinkHandover
 from splitserve.protocol.messages.envelope import Envelope
 from splitserve.protocol.messages.handover import Grant, Withdrawn
 from splitserve.protocol.request import Party, RequestKey, Role
-from splitserve.protocol.step import UNKNOWN_TOKEN, ScheduledChunk, StepPlan
+from splitserve.protocol.step import UNKNOWN_TOKEN, Draw, ScheduledChunk, StepPlan
 from splitserve.simulation.model import BLOCK_SIZE, NUM_HEADS, VOCAB, layout_of, mix, next_kv, tail_kv
 from splitserve.simulation.worker.connector import SimConnector
 from splitserve.simulation.worker.drawn import Drawn
@@ -81,15 +81,15 @@ class SimWorker:
             ModelBounds(max_model_len=num_blocks * BLOCK_SIZE, vocab_size=VOCAB),
         )
         self.below.begin()
-        # By group, block and generation; None: not computed yet.
-        self.digests: dict[tuple[int, int, int], bytes | None] = {}
+        self.digests: dict[tuple[int, int, int], bytes | None] = {}  # by group, block, generation; None: not yet
         self.drain_clock = Drain(sim.protocol.drain_seconds)
         self.reader = SimReader(sim, self, self.on_connector_event)
         # Steps in flight, oldest first: touched blocks, drawn tokens, whether the step fails.
         self.steps: deque[tuple[list[dict[int, int]], Drawn, bool]] = deque()
         self.max_steps = 1 + self.party.incarnation % 2  # every other worker overlaps two steps, as on a GPU
         self.device_free_at = 0.0
-        self.last_drawn: list[int | None] = []  # tokens of the step launched last, once drawn
+        self.last_drawn: list[Draw | None] = []  # of the step launched last, once drawn
+        self.head = sim.model.new_head()
         self.known: set[RequestKey] = set()  # requests that this worker has ever had
         self.num_effects: Counter[type] = Counter()  # by kind
 
@@ -310,7 +310,7 @@ class SimWorker:
         return range(rank * per_rank, (rank + 1) * per_rank)
 
     def write(
-        self, plan: StepPlan, taken: list[dict[int, int]], rank: int, garbage: int, previous: list[int | None]
+        self, plan: StepPlan, taken: list[dict[int, int]], rank: int, garbage: int, previous: list[Draw | None]
     ) -> None:
         """Write the KV of a rank's heads."""
         if not self.alive:
@@ -320,9 +320,9 @@ class SimWorker:
             tokens = chunk.token_ids
             if chunk.previous_chunk is not None:
                 assert list(tokens) == [UNKNOWN_TOKEN]
-                token = previous[chunk.previous_chunk]
-                assert token is not None, "a step follows a chunk that draws nothing"
-                tokens = [token]
+                draw = previous[chunk.previous_chunk]
+                assert draw is not None, "a step follows a chunk that draws nothing"
+                tokens = [draw.token_id]
             for head in self.heads_of(rank):
                 kv = self.kv(chunk.block_ids, head, chunk.start)
                 for position, token in enumerate(tokens, start=chunk.start):
@@ -336,16 +336,16 @@ class SimWorker:
         """Draw tokens from all KV that the step reads."""
         if not self.alive:
             return
-        rounding = (self.party.incarnation,) if self.sim.faults.rounding else ()
+        rounding = [self.party.incarnation] if self.sim.faults.rounding else []
+        read: dict[int, list[int]] = {}
         for index, chunk in enumerate(plan.chunks):
             if chunk.sample is not None:
                 end = chunk.start + len(chunk.token_ids)
                 heads = [self.kv(chunk.block_ids, head, end) for head in range(NUM_HEADS)]
-                kv = [number for head in heads for number in head]
-                if self.window:
-                    for head, numbers in enumerate(heads):
-                        self.check_tail_content(chunk, head, numbers)
-                drawn[index] = mix(*kv, chunk.sample.seed, chunk.sample.position, *rounding) % VOCAB
+                read[index] = [number for head in heads for number in head] + rounding
+                for head, numbers in enumerate(heads if self.window else []):
+                    self.check_tail_content(chunk, head, numbers)
+        drawn[:] = self.head.draw(plan, read)
         drawn.score(self.kv)
 
     def kv(self, block_ids: Sequence[int], head: int, end: int) -> list[int]:

@@ -1,0 +1,1 @@
+"""The Python interface: clusters in this process's children, and batches of requests to them."""

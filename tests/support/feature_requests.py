@@ -1,0 +1,47 @@
+"""Requests with random mixes of all registered sampling features, for the simulator. Not a test module."""
+
+import atexit
+import random
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from feature_examples import example_params, write_vocabulary
+from splitserve.protocol.request import SamplingParams
+from splitserve.protocol.sampling_features import SAMPLING_FEATURES
+from splitserve.simulation.model import VOCAB
+from splitserve.simulation.sampled_model import SampledModel
+
+NUM_TOKENS = (1, 2, 6, 12, 20, 30)
+
+
+@cache
+def sampled_model() -> SampledModel:
+    """The model, with a tokenizer that is kept until the process ends."""
+    directory = TemporaryDirectory()
+    atexit.register(directory.cleanup)
+    return SampledModel(write_vocabulary(Path(directory.name), VOCAB))
+
+
+def random_params(chance: random.Random) -> SamplingParams:
+    """A tenth wants no feature, a tenth all of them, the others a random mix."""
+    share = chance.choice([0.0, 0.2, 0.2, 0.2, 0.3, 0.3, 0.5, 0.5, 0.5, 1.0])
+    features = [name for name in SAMPLING_FEATURES if chance.random() < share]
+    max_tokens = chance.choice(NUM_TOKENS)
+    stops = chance.sample(range(VOCAB), chance.choice([0, 1, 3]))
+    others: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "seed": chance.getrandbits(chance.choice([8, 64])),
+        "temperature": chance.choice([0.0, 0.0, 0.7, 1.0, 1.5]),
+        "top_k": chance.choice([0, 0, 5, 20]),
+        "top_p": chance.choice([1.0, 1.0, 0.9, 0.5]),
+    }
+    params = example_params(features, chance, VOCAB, **others)
+    # A text ends with the end tokens of its grammar, as the router has it.
+    ends = () if params.constraint is None else params.constraint.end_token_ids
+    values = {name: getattr(params, name) for name in params.__struct_fields__}
+    values["stop_token_ids"] = tuple(dict.fromkeys((*stops, *ends)))
+    if params.min_tokens:
+        values["min_tokens"] = chance.randint(1, max_tokens)
+    return SamplingParams(**values)

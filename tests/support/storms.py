@@ -1,0 +1,140 @@
+"""The storm in the simulator: requests with random mixes of features, under deaths, freezes, drains and preemptions.
+
+    python tests/support/storms.py --requests 500 [--first SEED]
+
+Each answer must equal that of an undisturbed worker. A schedule that fails prints the command that replays it. With
+SPLITSERVE_FIGURES set, figures of the run go to that file.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from schedules import Schedule, random_schedule, run_schedule
+from splitserve.protocol.request import RequestKey
+from splitserve.protocol.sampling_features import NEUTRAL_VALUES
+from splitserve.router.placement.policies import Disaggregated
+from splitserve.router.requests.state import FailedAttempt, FailureReason
+from splitserve.simulation.faults import Shape
+from splitserve.simulation.router.client import SimClient
+from splitserve.simulation.simulator import Simulator
+
+SHAPES = (
+    Shape(num_blocks=20),
+    Shape(prefill=2, decode=2, num_blocks=24),
+    Shape(prefill=2, decode=2, num_blocks=20),
+    Shape(prefill=1, decode=2, num_blocks=20),
+    Shape(prefill=0, decode=0, mixed=2, num_blocks=24),
+    Shape(prefill=1, decode=1, mixed=1, num_blocks=24),
+    Shape(prefill=2, decode=2, num_blocks=24, prefill_blocks=20, tier_slots=12),
+    Shape(prefill=2, decode=2, num_blocks=24, window=6),
+)
+"""Little memory, so that requests are preempted; a request of the largest size fits each."""
+
+
+def storm_schedule(seed: int) -> Schedule:
+    """Return a random schedule whose answers are all known: workers tell the truth and draw alike. Workers die."""
+    chance = random.Random(seed ^ 0x5707)
+    schedule = random_schedule(seed)
+    faults = msgspec.structs.replace(
+        schedule.faults,
+        rounding=False,
+        lies=0.0,
+        step_error=schedule.faults.step_error / 4,
+        abort=schedule.faults.abort / 4,
+        step_seconds=chance.choice([0.02, 0.1]),
+        kills=chance.randint(1, 4),
+        freezes=chance.randint(0, 2),
+        drains=chance.randint(0, 2),
+    )
+    return msgspec.structs.replace(schedule, faults=faults, shape=chance.choice(SHAPES), num_requests=16, features=True)
+
+
+def storm_schedules(first: int = 0) -> Iterator[Schedule]:
+    return map(storm_schedule, itertools.count(first))
+
+
+def figures_of(sim: Simulator) -> Counter[str]:
+    """Return what a run had: requests by parameter, what they lived through, tokens that were compared."""
+    found: Counter[str] = Counter()
+    continued = continued_requests(sim)
+    for client in sim.router.clients.values():
+        if client.request is not None and client.has_begun:
+            found.update(_figures_of_request(client, continued))
+    found["preemptions"] = sum(worker.core.state.counters.preemptions for worker in sim.workers.values())
+    found["hand-overs"] = sim.num_handovers
+    found["workers lost"] = sum(not worker.alive for worker in sim.workers.values())
+    return found
+
+
+def _figures_of_request(client: SimClient, continued: set[str]) -> Counter[str]:
+    assert client.request is not None
+    history = client.request.state.history
+    was_lost = any(attempt.failure.reason is FailureReason.WORKER_LOST for attempt in history)
+    found = Counter(f"with {name}" for name, _ in client.sampling.wanted_params())
+    found["requests"] = 1
+    found["tokens"] = len(client.output)
+    found["lost a worker"] = was_lost
+    found["lost a worker between first and last token"] = was_lost and client.request_id in continued
+    found["lost a worker or a read during a hand-over"] = any(map(_was_in_handover, history))
+    found["failed"] = client.request.state.failure is not None
+    return found
+
+
+def _was_in_handover(attempt: FailedAttempt) -> bool:
+    """Return whether an attempt ended while blocks moved. The loss of a decode worker isn't counted, since it may have
+    had them all."""
+    if not isinstance(attempt.placement, Disaggregated):
+        return False
+    is_prefill_lost = attempt.failure.reason is FailureReason.WORKER_LOST
+    return attempt.failure.reason is FailureReason.HANDOVER or (
+        is_prefill_lost and attempt.culprit == attempt.placement.prefill
+    )
+
+
+def continued_requests(sim: Simulator) -> set[str]:
+    """Return the requests that a later attempt continued after their first token."""
+    bodies = (body for _, _, _, body in sim._events)
+    keyed = ((getattr(body, "key", None), getattr(body, "output_ids", None)) for body in bodies)
+    return {key.request_id for key, output in keyed if isinstance(key, RequestKey) and key.attempt and output}
+
+
+def run_storm(num_requests: int, first: int = 0) -> Counter[str]:
+    """Run schedules until ``num_requests`` requests were compared; raises at the first difference."""
+    found: Counter[str] = Counter()
+    for schedule in storm_schedules(first):
+        found += figures_of(run_schedule(schedule))
+        found["schedules"] += 1
+        if found["requests"] >= num_requests:
+            return found
+    raise AssertionError("schedules have no end")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Run the storm in the simulator.")
+    parser.add_argument("--requests", type=int, default=500, metavar="N", help="end after as many")
+    parser.add_argument("--first", type=int, default=0, metavar="SEED", help="seed of the first schedule")
+    options = parser.parse_args()
+    began = time.monotonic()
+    try:
+        found = run_storm(options.requests, options.first)
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ()), sep="\n")
+        sys.exit(1)
+    figures = {name: found[name] for name in sorted({*found, *(f"with {name}" for name in NEUTRAL_VALUES)})}
+    print(json.dumps(figures | {"seconds": round(time.monotonic() - began, 1)}, indent=2))
+    if path := os.environ.get("SPLITSERVE_FIGURES"):
+        Path(path).write_text(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
