@@ -71,9 +71,10 @@ class SinkPart(Part):
             self._scheduler.add(sequence)
 
     def on_withdrawn(self, withdrawn: Withdrawn, sender: Party, now: float) -> None:
-        """End the request, or only the hand-over."""
+        """End the request, or only the hand-over: siblings that wait for the prompt's KV may go on elsewhere."""
         sequence = self._state.sequences.get(withdrawn.key)
-        if withdrawn.attempt_over and sequence is not None and self.sink.pulls(sequence, sender):
+        is_over = withdrawn.attempt_over and sequence is not None and not sequence.siblings
+        if is_over and sequence is not None and self.sink.pulls(sequence, sender):
             self._requests.end(sequence, withdrawn.reason, now)
         else:
             self.sink.on_withdrawn(withdrawn, sender, now)
@@ -93,8 +94,8 @@ class SinkPart(Part):
 
     # ---- hand-overs ----
 
-    def _on_ready(self, sequence: Sequence, first_token: Draw, report: HandoverReport) -> None:
-        """Let a sequence decode: its KV is verified, and its first token came with it.
+    def _on_ready(self, sequence: Sequence, first_token: Draw, report: HandoverReport, now: float) -> None:
+        """Let a sequence decode, and its siblings begin: its KV is verified, and its first token came with it.
 
         A peer's host tier has full blocks only: what follows them is computed here.
         """
@@ -103,12 +104,20 @@ class SinkPart(Part):
             key=sequence.key,
             position=sequence.num_output_tokens,
             token_ids=[first_token.token_id],
+            finish_reason=sequence.finish_reason(first_token.token_id) if sequence.siblings else None,
             num_cached_tokens=sequence.num_cached_tokens,
             handover=report,
             logprobs=first_token.logprobs,
         )
+        if not sequence.was_aborted:
+            self._state.add_delta(sequence, delta)
+        if sequence.siblings:
+            sequence.handover = report
+            self._requests.fork(sequence)
+        if sequence.was_aborted or delta.finish_reason is not None:
+            self._requests.end(sequence, "its first token was its last one", now)
+            return
         sequence.token_ids.append(first_token.token_id)
-        self._state.add_delta(sequence, delta)
         if sequence.num_remaining == 1:
             self._scheduler.start_decoding(sequence)
         else:

@@ -48,7 +48,7 @@ class QuarantinedRead:
 class SinkSide:
     """The decode side of all hand-overs.
 
-    Calls ``on_ready(sequence, first_token, report)`` when all KV is here and verified, and
+    Calls ``on_ready(sequence, first_token, report, now)`` when all KV is here and verified, and
     ``on_failed(sequence, reason, now)`` when a hand-over failed; the sequence then holds no blocks, and no read in
     flight targets its blocks. Calls ``on_prefix(sequence)`` when a prefix was read, or couldn't be read: in that case
     the sequence holds no blocks.
@@ -58,7 +58,7 @@ class SinkSide:
         self,
         state: EngineState,
         peers: PeerTable,
-        on_ready: Callable[[Sequence, Draw, HandoverReport], None],
+        on_ready: Callable[[Sequence, Draw, HandoverReport, float], None],
         on_failed: Callable[[Sequence, str, float], None],
         on_prefix: Callable[[Sequence], None],
     ) -> None:
@@ -142,7 +142,8 @@ class SinkSide:
             incoming = self._waiting[0]
             sequence = incoming.sequence
             pulls = not incoming.is_prefix and incoming.first_token is None
-            if not self._state.blocks.reserve(sequence, headroom=headroom, pulls=pulls):
+            forks = self._state.blocks.fork_headroom(sequence)
+            if not self._state.blocks.reserve(sequence, headroom=headroom + forks, pulls=pulls):
                 return
             self._waiting.popleft()
             sequence.enter(Stage.PULLING)
@@ -330,7 +331,7 @@ class SinkSide:
         self._state.counters.handovers += 1
         self._state.counters.reads_repeated += statistics.num_repeated
         self._state.counters.handover_bytes += report.bytes
-        self._on_ready(incoming.sequence, first_token, report)
+        self._on_ready(incoming.sequence, first_token, report, now)
 
     def _fail(self, incoming: Incoming, handover: SinkHandover, now: float) -> None:
         del self._incoming[handover.key]

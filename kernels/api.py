@@ -5,8 +5,9 @@ Shapes use these letters: T tokens of the step (all sequences, flat, no padding)
 head_dim, B block_size. KV memory of one layer is a strided view ``[num_blocks, G, 2 (K/V), B, D]``.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -25,6 +26,14 @@ class AttentionShape:
     num_layers: int
     dtype: torch.dtype
     device: torch.device
+    scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
+    soft_cap: float | None = None  # scores are bounded by it: cap * tanh(score / cap)
+    window: int | None = None  # tokens that a query attends to, the last one its own; None: all
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of a query's products with keys."""
+        return 1.0 / math.sqrt(self.head_dim) if self.scale is None else self.scale
 
     @property
     def rows_per_block(self) -> int:
@@ -49,6 +58,9 @@ class TokenRows:
     hidden: Tensor  # [T, hidden]; the forward pass overwrites it
     rotation: tuple[Tensor, Tensor]  # cos and sin [T, D]; see PrepareQkv
     slots: Tensor  # int64 [T, G], location of keys and values; see AttentionShape.slots
+    # What some models need besides, made by the model: rotations of other layers by name, factors [T, 1, 1] of queries
+    other_rotations: Mapping[str | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    query_factors: Tensor | None = None
 
 
 class BeginStep(Protocol):
@@ -107,10 +119,18 @@ class PagedAttention(Protocol):
         ...
 
     def run(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
-        """Attend with ``query`` [T, H, D] over ``kv_layer`` [num_blocks, G, 2, B, D] -> [T, H, D]; scale is 1/sqrt(D).
+        """Attend with ``query`` [T, H, D] over ``kv_layer`` [num_blocks, G, 2, B, D] -> [T, H, D].
 
         The keys and values of the query tokens themselves must have been written to ``kv_layer`` before.
         """
+        ...
+
+
+class SlidingAttention(PagedAttention, Protocol):
+    """Attention of a model some of whose layers attend to a window; :meth:`run` is that of the others."""
+
+    def run_sliding(self, query: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
+        """Attend as :meth:`run` does, to the window."""
         ...
 
 

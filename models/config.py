@@ -2,48 +2,28 @@
 
 Reads what transformers 5 writes (``rope_parameters``, ``dtype``) and what 4.x wrote (``rope_theta``, ``rope_scaling``,
 ``torch_dtype``). What isn't supported is refused by name: serving it anyway would give wrong tokens with status 200.
+Fields that only some families have are read by the family, in its ``features`` (:mod:`splitserve.models.families`).
 """
 
+import importlib
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from splitserve.common.errors import CheckpointError
 from splitserve.common.model_files import MAX_CONFIG_BYTES, check_token_id, end_token_ids, few, read_json_object, shown
-from splitserve.models.families.registry import FAMILIES
+from splitserve.models.families.registry import FAMILIES, TEXT_OF
+from splitserve.models.fields import ConfigFields
+from splitserve.models.rope import LongScaling, Rope, RopeScaling, read_rope
 from splitserve.models.weights.checkpoint import weights_version
 
-__all__ = ["ModelConfig", "RopeScaling", "load_model_config", "weights_version"]
+__all__ = ["ConfigFields", "ModelConfig", "RopeScaling", "load_model_config", "weights_version"]
+
+logger = logging.getLogger(__name__)
 
 _DTYPES = ("float32", "bfloat16", "float16")
-# Several times what the largest models have: more is an error of the file, and would be built for hours.
-_HIGHEST = {
-    "num_hidden_layers": 1024,
-    "num_attention_heads": 1024,
-    "num_key_value_heads": 1024,
-    "head_dim": 1024,
-    "hidden_size": 1 << 17,
-    "intermediate_size": 1 << 20,
-    "vocab_size": 1 << 22,
-    "max_position_embeddings": 1 << 27,
-    "original_max_position_embeddings": 1 << 27,
-    "rms_norm_eps": 1.0,
-    "rope_theta": 1e15,
-    "factor": 1e6,
-    "low_freq_factor": 1e6,
-    "high_freq_factor": 1e6,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class RopeScaling:
-    """Llama 3's rescaling of the rotary frequencies ("llama3"), for contexts longer than the original one."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +48,67 @@ class DecoderSizes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig(DecoderSizes):
+class Features(DecoderSizes):
+    """Features that families set or leave, with the values of those that don't have them."""
+
+    activation: str = "silu"
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    rotary_dim: int | None = None  # elements of a head that are rotated; None: all
+    rotates_neighbours: bool = False  # elements 2 * i and 2 * i + 1 are rotated together, instead of the halves
+    query_beta: float = 0.0  # queries grow with log(position): see RotaryEmbedding
+    query_period: int = 1
+    unrotated_layers: tuple[int, ...] = ()
+    window: int | None = None  # tokens that a sliding layer attends to, the query's own included
+    sliding_layers: tuple[int, ...] = ()
+    sliding_rope: Rope | None = None  # of sliding layers, where it is another one
+    attention_scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
+    attention_soft_cap: float | None = None
+    final_soft_cap: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """A layer's kind of attention, which decides the memory of its keys and values, and its rotations."""
+
+    kind: str  # "full" or "sliding"
+    window: int | None
+    rope: str | None  # "main", "sliding", or None: not rotated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig(Features):
     """A decoder as its checkpoint's config.json describes it."""
 
     architecture: str  # the family: a module of :mod:`splitserve.models.families`
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: RopeScaling | None
+    rope_scaling: Any = None  # one of splitserve.models.rope
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]  # of generation_config.json where it has them, else of config.json
     bos_token_id: int | None
     dtype: str  # the checkpoint's own
     fp8: Fp8Format | None = None
+    text_of: str | None = None  # the architecture with other parts, vision for one, whose text model this is
+
+    @property
+    def rope(self) -> Rope:
+        """The rotations of layers that have no others."""
+        return Rope(self.rope_theta, self.rope_scaling)
+
+    def layer(self, index: int) -> LayerSpec:
+        """Return what kind of layer ``index`` is."""
+        is_sliding = index in self.sliding_layers
+        rope = "sliding" if is_sliding and self.sliding_rope is not None else "main"
+        return LayerSpec(
+            "sliding" if is_sliding else "full",
+            self.window if is_sliding else None,
+            None if index in self.unrotated_layers else rope,
+        )
 
 
 def load_model_config(path: str | Path) -> ModelConfig:
@@ -88,44 +117,124 @@ def load_model_config(path: str | Path) -> ModelConfig:
     Raises :class:`CheckpointError` naming the file or the field, and what is supported.
     """
     directory = Path(path)
-    raw = _read_json(directory / "config.json")
-    architecture = _architecture(raw)
-    _refuse_unsupported(raw)
-    heads = _positive(raw, "num_attention_heads")
-    kv_heads = _positive(raw, "num_key_value_heads", heads)
-    hidden_size = _positive(raw, "hidden_size")
-    if heads % kv_heads:
-        raise CheckpointError(f"config.json: {heads} attention heads can't share {kv_heads} key/value heads evenly")
-    head_dim = _positive(raw, "head_dim", hidden_size // heads)
-    if head_dim % 2:
-        raise CheckpointError(f"config.json: head_dim is {head_dim}; rotary embeddings need an even one")
-    rope_theta, rope_scaling = _rope(raw)
+    whole = _read_json(directory / "config.json")
+    architecture, name = _architecture(whole)
+    raw = _text_config(whole) if name in TEXT_OF else whole
+    given = ConfigFields(raw)
+    config = _common(architecture, given, _fp8(raw))
+    family = importlib.import_module(f"splitserve.models.families.{architecture}")
+    if hasattr(family, "features"):
+        config = replace(config, **family.features(given))
+    given.refuse_unread()
+    _check(config)
     generation = _read_optional(directory / "generation_config.json")
-    vocab_size = _positive(raw, "vocab_size")
-    eos_token_ids = end_token_ids(generation.get("eos_token_id"), vocab_size, "generation_config.json")
-    eos_token_ids = eos_token_ids or end_token_ids(raw.get("eos_token_id"), vocab_size, "config.json")
+    ends = end_token_ids(generation.get("eos_token_id"), config.vocab_size, "generation_config.json")
+    ends = ends or end_token_ids(raw.get("eos_token_id"), config.vocab_size, "config.json")
     bos_token_id = raw.get("bos_token_id")
     if bos_token_id is not None:
-        check_token_id("bos_token_id", bos_token_id, vocab_size, "config.json")
+        check_token_id("bos_token_id", bos_token_id, config.vocab_size, "config.json")
+    if name in TEXT_OF:
+        logger.info("%s: its text model is served, without the other parts", name)
+        config = replace(config, text_of=name)
+    return replace(config, eos_token_ids=ends, bos_token_id=bos_token_id)
+
+
+def _common(architecture: str, given: ConfigFields, fp8: Fp8Format | None) -> ModelConfig:
+    """Return what all families read alike; the family's features come on top."""
+    heads = given.positive("num_attention_heads")
+    hidden_size = given.positive("hidden_size")
+    head_dim = given.positive("head_dim", hidden_size // heads)
+    given.get("quantization_config")
+    rope = _rope(given)
     return ModelConfig(
         architecture=architecture,
         hidden_size=hidden_size,
-        num_layers=_positive(raw, "num_hidden_layers"),
+        num_layers=given.positive("num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=kv_heads,
+        num_kv_heads=given.positive("num_key_value_heads", heads),
         head_dim=head_dim,
-        intermediate_size=_positive(raw, "intermediate_size"),
-        vocab_size=vocab_size,
-        max_position_embeddings=_positive(raw, "max_position_embeddings", 2048),
-        rms_norm_eps=_number(raw, "rms_norm_eps", 1e-6),
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
-        tie_word_embeddings=_flag(raw, "tie_word_embeddings"),
-        eos_token_ids=eos_token_ids,
-        bos_token_id=bos_token_id,
-        dtype=_dtype(raw),
-        fp8=_fp8(raw),
+        intermediate_size=given.positive("intermediate_size"),
+        vocab_size=given.positive("vocab_size"),
+        max_position_embeddings=given.positive("max_position_embeddings", 2048),
+        rms_norm_eps=given.number("rms_norm_eps", 1e-6),
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
+        tie_word_embeddings=given.flag("tie_word_embeddings"),
+        eos_token_ids=(),
+        bos_token_id=None,
+        dtype=_dtype(given.raw),
+        fp8=fp8,
     )
+
+
+def _rope(given: ConfigFields) -> Rope:
+    parameters = given.mapping("rope_parameters") or given.mapping("rope_scaling")
+    theta = given.number("rope_theta", 10000.0)
+    given.get("rope_scaling")
+    # Rotations by kind of layer: the family reads those of sliding layers.
+    if isinstance(by_kind := parameters.get("full_attention"), dict):
+        parameters = by_kind
+    return read_rope(parameters, given, theta)
+
+
+def _check(config: ModelConfig) -> None:
+    """Raise :class:`CheckpointError` for numbers that don't fit each other."""
+    heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+    if heads % kv_heads:
+        raise CheckpointError(f"config.json: {heads} attention heads can't share {kv_heads} key/value heads evenly")
+    rotary_dim = config.rotary_dim or head_dim
+    if head_dim % 2:
+        raise CheckpointError(f"config.json: head_dim is {head_dim}; rotary embeddings need an even one")
+    if rotary_dim % 2 or rotary_dim > head_dim:
+        raise CheckpointError(
+            f"config.json: partial_rotary_factor rotates {rotary_dim} of {head_dim} elements; an even number is needed"
+        )
+    scaling = config.rope_scaling
+    if isinstance(scaling, LongScaling) and len(scaling.factors) != rotary_dim // 2:
+        raise CheckpointError(
+            f"config.json: rope scaling has {len(scaling.factors)} factors; {rotary_dim // 2} are needed"
+        )
+
+
+def check_rotated_whole(given: ConfigFields) -> None:
+    """Raise :class:`CheckpointError` if only a part of each head is rotated."""
+    if (factor := partial_rotary_factor(given)) != 1.0:
+        raise CheckpointError(f"config.json: partial_rotary_factor is {shown(factor)}; only 1.0 is supported here")
+
+
+def partial_rotary_factor(given: ConfigFields, default: float = 1.0) -> float:
+    """Return the part of each head that is rotated."""
+    outer = given.number("partial_rotary_factor", default)
+    return ConfigFields(given.mapping("rope_parameters") or given.mapping("rope_scaling")).number(
+        "partial_rotary_factor", outer
+    )
+
+
+def window_features(given: ConfigFields, sliding: list[int] | None = None) -> dict[str, Any]:
+    """Return the features of sliding windows: ``layer_types`` says which layers have one, else ``sliding`` does."""
+    window = given.optional_positive("sliding_window")
+    kinds = given.items("layer_types")
+    other = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
+    if other:
+        raise CheckpointError(
+            f"config.json: layer_types has {few(other)}; supported are full_attention and sliding_attention"
+        )
+    num_layers = given.positive("num_hidden_layers")
+    if kinds and len(kinds) != num_layers:
+        raise CheckpointError(f"config.json: layer_types has {len(kinds)} entries for {num_layers} layers")
+    if kinds:
+        sliding = [index for index, kind in enumerate(kinds) if kind == "sliding_attention"]
+    if sliding and window is None:
+        raise CheckpointError("config.json: sliding_window is null, but there are layers with sliding attention")
+    return {"window": window if sliding else None, "sliding_layers": tuple(sliding or ())}
+
+
+def full_attention_only(given: ConfigFields) -> None:
+    """Raise :class:`CheckpointError` unless every layer has full attention."""
+    if window_features(given)["sliding_layers"]:
+        raise CheckpointError(
+            "config.json: layer_types has 'sliding_attention'; only full attention is supported in this architecture"
+        )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -142,31 +251,28 @@ def _read_optional(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _architecture(raw: Mapping[str, Any]) -> str:
-    names = _list(raw, "architectures")
+def _architecture(raw: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the family and the name that config.json has for it."""
+    names = ConfigFields(raw).items("architectures")
     for name in names:
-        if isinstance(name, str) and name in FAMILIES:
-            return FAMILIES[name]
-    supported = ", ".join(FAMILIES)
+        if isinstance(name, str) and (name in FAMILIES or name in TEXT_OF):
+            return FAMILIES[TEXT_OF.get(name, name)], name
+    supported = ", ".join((*FAMILIES, *TEXT_OF))
     raise CheckpointError(f"config.json: architectures is {shown(names)}; supported are {supported}")
 
 
-def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
-    for name in ("attention_bias", "mlp_bias"):
-        if _flag(raw, name):
-            raise CheckpointError(f"config.json: {name} is true; only projections without bias are supported")
-    activation = raw.get("hidden_act", "silu")
-    if activation != "silu":
-        raise CheckpointError(f"config.json: hidden_act is {shown(activation)}; only 'silu' is supported")
-    other_layers = [kind for kind in _list(raw, "layer_types") if kind != "full_attention"]
-    if other_layers or (_flag(raw, "use_sliding_window") and raw.get("sliding_window")):
-        found = f"layer_types has {few(other_layers)}" if other_layers else "use_sliding_window is true"
-        raise CheckpointError(f"config.json: {found}; only full attention in every layer is supported")
+def _text_config(whole: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields of the text model of a checkpoint with other parts; what it lacks, the whole has."""
+    text = ConfigFields(whole).mapping("text_config")
+    if not text:
+        raise CheckpointError("config.json: text_config is missing; it describes the text model")
+    shared = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings", "eos_token_id", "bos_token_id")
+    return {**{name: whole[name] for name in shared if name in whole}, **text}
 
 
 def _fp8(config: Mapping[str, Any]) -> Fp8Format | None:
     """Activations are quantised as they come, so a checkpoint's own scales for them aren't needed."""
-    raw = _object(config, "quantization_config")
+    raw = ConfigFields(config).mapping("quantization_config")
     if not raw and config.get("quantization_config") is None:
         return None
     method = raw.get("quant_method", "unknown")
@@ -187,74 +293,8 @@ def _fp8(config: Mapping[str, Any]) -> Fp8Format | None:
     return Fp8Format(None if block is None else (128, 128))
 
 
-def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    parameters = _object(raw, "rope_parameters") or _object(raw, "rope_scaling")
-    theta = _number(parameters, "rope_theta", _number(raw, "rope_theta", 10000.0))
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    partial = parameters.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise CheckpointError(f"config.json: partial_rotary_factor is {shown(partial)}; only 1.0 is supported")
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise CheckpointError(f"config.json: rope type {shown(kind)} isn't supported; 'default' and 'llama3' are")
-    scaling = RopeScaling(
-        factor=_number(parameters, "factor"),
-        low_freq_factor=_number(parameters, "low_freq_factor"),
-        high_freq_factor=_number(parameters, "high_freq_factor"),
-        original_max_position_embeddings=_positive(parameters, "original_max_position_embeddings"),
-    )
-    if scaling.high_freq_factor <= scaling.low_freq_factor:
-        raise CheckpointError("config.json: high_freq_factor must be larger than low_freq_factor")
-    return theta, scaling
-
-
 def _dtype(raw: Mapping[str, Any]) -> str:
     dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
     if dtype not in _DTYPES:
         raise CheckpointError(f"config.json: dtype is {shown(dtype)}; supported are {', '.join(_DTYPES)}")
     return str(dtype)
-
-
-def _list(raw: Mapping[str, Any], name: str) -> list[Any]:
-    value = raw.get(name)
-    if value is not None and not isinstance(value, list):
-        raise CheckpointError(f"config.json: {name} is {shown(value)}; a list is needed")
-    return value or []
-
-
-def _object(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = raw.get(name)
-    if value is not None and not isinstance(value, dict):
-        raise CheckpointError(f"config.json: {name} is {shown(value)}; an object is needed")
-    return value or {}
-
-
-def _flag(raw: Mapping[str, Any], name: str) -> bool:
-    value = raw.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise CheckpointError(f"config.json: {name} is {shown(value)}; true or false is needed")
-    return bool(value)
-
-
-def _positive(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    value = raw.get(name)
-    if value is None:
-        value = default
-    if type(value) is not int or not 1 <= value <= _HIGHEST[name]:
-        raise CheckpointError(
-            f"config.json: {name} is {shown(value)}; a positive integer of at most {_HIGHEST[name]} is needed"
-        )
-    return value
-
-
-def _number(raw: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    value = raw.get(name)
-    if value is None:
-        value = default
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is None or not is_number or not 0 < value <= _HIGHEST[name]:
-        raise CheckpointError(
-            f"config.json: {name} is {shown(value)}; a positive number of at most {_HIGHEST[name]:g} is needed"
-        )
-    return float(value)

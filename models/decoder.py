@@ -5,7 +5,7 @@ attention plan and the rotation's cosines are made once per step and shared by a
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from splitserve.kernels.api import AttentionPlan, AttentionShape, Kernels, Paged
 from splitserve.models.config import ModelConfig
 from splitserve.models.layers.decoder import Decoder
 from splitserve.models.layers.residual import Residual
-from splitserve.models.layers.rotary import RotaryEmbedding
+from splitserve.models.layers.rotary import NOT_ROTATED, RotaryEmbedding
 from splitserve.models.layers.step import BeforeLayer, NothingToSample, ScoredRows, Step
 from splitserve.models.parallel.ranks import Alone, Collectives
 
@@ -56,6 +56,7 @@ class DecoderModel:
         self.decoder = decoder
         self._group = group or Alone()
         self._rotary = RotaryEmbedding(config, dtype, device)
+        self._others = _other_rotations(config, dtype, device)
 
     @property
     def is_lead(self) -> bool:
@@ -65,12 +66,25 @@ class DecoderModel:
     def tokens(self, token_ids: Tensor, positions: Tensor, slots: Tensor) -> TokenRows:
         """Return the rows of ids and positions (int64 [T]) that the host knows; ``slots`` int64 [T, G]."""
         hidden = torch.nn.functional.embedding(token_ids, self.decoder.embedding).to(self.dtype)
-        return TokenRows(hidden, self._rotary(positions), slots)
+        return self._completed(TokenRows(hidden, self._rotary(positions), slots), positions)
 
     def begin_step(self, inputs: Tensor, drawn: Tensor, shape: AttentionShape) -> TokenRows:
         """Return the rows of a step on a GPU: see :class:`splitserve.kernels.api.BeginStep`."""
         assert self._rotary.table is not None
-        return self.kernels.begin_step(inputs, drawn, self.decoder.embedding, self._rotary.table, shape)
+        rows = self.kernels.begin_step(inputs, drawn, self.decoder.embedding, self._rotary.table, shape)
+        return self._completed(rows, inputs[1])
+
+    def _completed(self, rows: TokenRows, positions: Tensor) -> TokenRows:
+        """Return ``rows`` with what only some families need."""
+        config = self.config
+        if self._others:
+            others = {name: _rotation(rotary, positions) for name, rotary in self._others.items()}
+            rows = replace(rows, other_rotations=others)
+        if config.query_beta:
+            steps = (positions // config.query_period).float()
+            factors = 1.0 + config.query_beta * torch.log1p(steps)
+            rows = replace(rows, query_factors=factors.to(self.dtype).view(-1, 1, 1))
+        return rows
 
     def forward(
         self,
@@ -86,7 +100,8 @@ class DecoderModel:
         """
         step = Step(
             kernels=self.kernels,
-            rotation=batch.tokens.rotation,
+            rotations={"main": batch.tokens.rotation, **batch.tokens.other_rotations},
+            query_factors=batch.tokens.query_factors,
             slots=batch.tokens.slots,
             rows=batch.sample_rows,
             kv_layers=kv_layers,
@@ -100,3 +115,22 @@ class DecoderModel:
         except NothingToSample:
             self._group.meet()  # the step is over when all ranks have their KV
             return None
+
+
+def _other_rotations(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> dict[str | None, RotaryEmbedding]:
+    """Return the rotations of layers that don't have the main ones."""
+    others: dict[str | None, RotaryEmbedding] = {}
+    if config.sliding_rope is not None:
+        others["sliding"] = RotaryEmbedding(config, dtype, device, config.sliding_rope)
+    if config.unrotated_layers:
+        others[None] = RotaryEmbedding(config, dtype, device, NOT_ROTATED)
+    return others
+
+
+def _rotation(rotary: RotaryEmbedding, positions: Tensor) -> tuple[Tensor, Tensor]:
+    if rotary.table is None:
+        return rotary(positions)
+    cos, sin = rotary.table[positions].unbind(1)
+    return cos, sin

@@ -91,13 +91,14 @@ class PrefillScheduler:
         is_full = num_running + len(self.active) >= self._budget.max_num_seqs
         if not self.waiting or self.waiting[0].block_ids or is_full or computing >= budget:
             return Shortage()
-        return self._blocks.shortage(self.waiting[0], headroom=num_running)
+        first = self.waiting[0]
+        return self._blocks.shortage(first, headroom=num_running + self._blocks.fork_headroom(first))
 
     def _next_with_blocks(self, headroom: int) -> Sequence | None:
         """Return the first waiting sequence, if there's room for it; else the first one that already holds its blocks.
         If that one waited for those before it, and they waited for its blocks, they would deadlock."""
         first = self.waiting[0]
-        if first.block_ids or self._blocks.reserve(first, headroom=headroom):
+        if first.block_ids or self._blocks.reserve(first, headroom=headroom + self._blocks.fork_headroom(first)):
             return first
         return next((sequence for sequence in self.waiting if sequence.block_ids), None)
 

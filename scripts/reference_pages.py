@@ -7,6 +7,7 @@ metrics, and from the OpenAPI document.
 """
 
 import argparse
+import importlib
 import json
 import re
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from splitserve.models.families.registry import FAMILIES, TEXT_OF
 from splitserve.orchestration.cli.main import BENCHES, TUNE, build_parser
 from splitserve.orchestration.python.declarations import parameters_module, settings_module
 from splitserve.orchestration.spec.document import json_schema, schema_text
@@ -297,6 +299,30 @@ def _without_null(value: Schema) -> Schema:
     return left[0] if len(left) == 1 else {**value, "anyOf": left}
 
 
+# ---- models ----
+
+
+def models_page() -> str:
+    """List the supported architectures with the first sentence of their families' modules."""
+    rows = [(f"`{name}`", _family_text(module)) for name, module in sorted(FAMILIES.items())]
+    rows += [(f"`{name}`", f"The text model alone, as `{text}`.") for name, text in sorted(TEXT_OF.items())]
+    parts = [
+        NOTE,
+        "# Models",
+        "A checkpoint is served if `architectures` in its config.json names one of these. Fields of config.json that "
+        "are unknown for the architecture, and tensors that are missing, surplus or misshapen, are refused by name. "
+        "[Add a model family](../guides/add-a-model-family.md) shows how to add one.",
+        table(("architecture", "family"), rows),
+        "Keys and values of sliding layers are kept for the whole context, as those of other layers.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _family_text(module: str) -> str:
+    text = importlib.import_module(f"splitserve.models.families.{module}").__doc__ or ""
+    return sentence(" ".join(text.split()))
+
+
 def pages() -> dict[Path, str]:
     """All pages and modules, as they should be."""
     schemas: dict[str, Schema] = openapi_document(("MODEL",), wants_key=True)["components"]["schemas"]
@@ -307,6 +333,7 @@ def pages() -> dict[Path, str]:
         "settings.md": settings_page(),
         "http-api.md": api_page(),
         "metrics.md": metrics_page(),
+        "models.md": models_page(),
     }
     modules = {"settings.py": settings_module(), "parameters.py": parameters_module(schemas)}
     return {FOLDER / name: text for name, text in texts.items()} | {

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from splitserve.kernels.api import AttentionPlan, AttentionShape, DecodePlan, PagedBatch
-from splitserve.kernels.flashinfer.ragged import RaggedPlan, RaggedPrefill, pinned_buffers
+from splitserve.kernels.flashinfer.ragged import RaggedPlan, RaggedPrefill, pinned_buffers, score_options
 from splitserve.kernels.paged import FlatTables, flat_tables, num_leading_decodes
 from splitserve.kernels.triton.plans import FixedArrays
 
@@ -90,6 +90,7 @@ class FlashInferPagedAttention:
             causal=True,
             q_data_type=shape.dtype,
             kv_data_type=shape.dtype,
+            **score_options(shape),
         )
 
     def make_decode_plan(self, batch_size: int, max_blocks: int) -> "FlashInferDecodePlan":
@@ -165,6 +166,7 @@ class FlashInferDecodePlan:
             q_data_type=shape.dtype,
             kv_data_type=shape.dtype,
             global_override_indptr_cpu=torch.from_numpy(tables.indptr),
+            **score_options(shape),
         )
 
 
@@ -181,6 +183,7 @@ def plan_decode(wrapper: Any, pinned: Iterator[Tensor], tables: FlatTables, shap
         shape.block_size,
         q_data_type=shape.dtype,
         kv_data_type=shape.dtype,
+        **score_options(shape),
     )
 
 

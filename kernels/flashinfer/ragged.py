@@ -61,6 +61,7 @@ class RaggedPrefill:
             causal=True,
             q_data_type=shape.dtype,
             kv_data_type=shape.dtype,
+            **score_options(shape),
         )
         tiles = [
             (block, start + offset, min(shape.block_size, context - offset))
@@ -84,3 +85,15 @@ def pinned_buffers(wrapper: Any) -> Iterator[Tensor]:
     first = wrapper._pin_memory_int_workspace_buffer
     buffers = [first, *(torch.empty_like(first, pin_memory=True) for _ in range(_NUM_PINNED - 1))]
     return itertools.cycle(buffers)
+
+
+def score_options(shape: AttentionShape) -> dict[str, float]:
+    """Return a plan's arguments about scores, where they differ from FlashInfer's defaults."""
+    options: dict[str, float] = {}
+    if shape.scale is not None:
+        options["sm_scale"] = shape.scale
+    if shape.soft_cap is not None:
+        options["logits_soft_cap"] = shape.soft_cap
+    if shape.window is not None:
+        options["window_left"] = shape.window - 1  # tokens before the query's own
+    return options

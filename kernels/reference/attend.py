@@ -7,12 +7,12 @@ QUERY_BLOCK = 64  # queries that share one mask: the fused kernel's own causal m
 
 
 def attend_segment(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, *, soft_cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return :func:`attend` of all queries, or block by block over the keys that each block attends to (see
     :class:`_Segment`)."""
     if mask is None:
-        return attend(query, keys, values, None, scale)
+        return attend(query, keys, values, None, scale, soft_cap=soft_cap)
     num_queries, num_keys = query.shape[2], keys.shape[2]
     # Blocks are counted from the end, so that one mask suffices for all: an earlier block uses its right-hand part.
     parts = []
@@ -20,36 +20,46 @@ def attend_segment(
         first = max(0, last - QUERY_BLOCK)
         seen = num_keys - (num_queries - last)
         block_mask = mask[first - last :, num_keys - seen :]
-        parts.append(attend(query[:, :, first:last], keys[:, :, :seen], values[:, :, :seen], block_mask, scale))
+        block = (query[:, :, first:last], keys[:, :, :seen], values[:, :, :seen])
+        parts.append(attend(*block, block_mask, scale, soft_cap=soft_cap))
     if len(parts) == 1:
         return parts[0]
     return torch.cat([out for out, _ in reversed(parts)], 2), torch.cat([lse for _, lse in reversed(parts)], 2)
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, *, soft_cap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Compute attention with its log-sum-exp: ``query`` [1, H, L, D], ``keys`` and ``values`` [1, G, K, D], ``mask``
     [L, K].
 
     Return the output [1, H, L, D] and the log of the softmax's denominator, float32 [1, H, L].
     """
-    if query.device.type == "cpu":
+    if query.device.type == "cpu" and soft_cap is None:  # the fused one has no soft cap
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, keys, values, 0.0, False, attn_mask=mask, scale=scale
         )
         return out, lse.view(query.shape[:3])
-    return attend_portable(query, keys, values, mask, scale)
+    return attend_portable(query, keys, values, mask, scale, soft_cap=soft_cap)
 
 
 def attend_portable(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, *, soft_cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute :func:`attend` in plain operations, for devices without the fused one."""
     group_size = query.shape[1] // keys.shape[1]
     scores = query.float() @ keys.repeat_interleave(group_size, dim=1).transpose(2, 3).float() * scale
+    if soft_cap is not None:
+        scores = soft_capped(scores, soft_cap)
     if mask is not None:
         scores += mask
     out = scores.softmax(dim=-1) @ values.repeat_interleave(group_size, dim=1).float()
     return out.to(query.dtype), scores.logsumexp(dim=-1)
+
+
+def soft_capped(scores: Tensor, cap: float) -> Tensor:
+    """Bound scores smoothly by ``cap`` (arXiv:2408.00118)."""
+    return (scores / cap).tanh_().mul_(cap)
 
 
 def merge(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -15,12 +15,13 @@ with zero.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from splitserve.kernels.api import AttentionPlan, AttentionShape, DecodePlan, PagedBatch
-from splitserve.kernels.reference.attend import QUERY_BLOCK, attend_segment, merge
+from splitserve.kernels.reference.attend import QUERY_BLOCK, attend_segment, merge, soft_capped
 
 GATHER_BYTES = 4 * 1024 * 1024
 """Bytes gathered at a time: this and the activations fit a level-3 cache. 2 to 8 MiB measured about the same."""
@@ -60,6 +61,10 @@ class _DecodeGroup:
     bags: Tensor  # [S * H + 1], first value row of each bag
 
 
+_Decode: TypeAlias = tuple[int, int, Sequence[int]]
+"""A sequence of one query token: (query row, context, block table), without what is outside of a window."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReferencePlan:
     groups: tuple[_DecodeGroup, ...]
@@ -73,7 +78,7 @@ class ReferencePagedAttention:
         if shape.num_heads % shape.num_kv_heads:
             raise ValueError(f"{shape.num_heads} query heads can't share {shape.num_kv_heads} key/value heads")
         self._shape = shape
-        self._scale = 1.0 / math.sqrt(shape.head_dim)
+        self._scale = shape.score_scale
         row_elements = shape.block_size * shape.head_dim
         self._block_bytes = 2 * shape.num_kv_heads * row_elements * shape.dtype.itemsize
         self._gather_blocks = max(1, GATHER_BYTES // self._block_bytes)
@@ -85,11 +90,13 @@ class ReferencePagedAttention:
     # ---- once per step ----
 
     def plan(self, batch: PagedBatch) -> ReferencePlan:
-        decodes: list[tuple[int, int, Sequence[int]]] = []  # (query row, context, block table)
+        decodes: list[_Decode] = []
         spans: list[_Span] = []
         first = 0
         for query_len, context, table in zip(batch.query_lens, batch.context_lens, batch.block_tables, strict=True):
             assert 0 < query_len <= context <= len(table) * self._shape.block_size
+            skipped = self._skipped_blocks(context - query_len)
+            table, context = table[skipped:], context - skipped * self._shape.block_size  # noqa: PLW2901
             if query_len == 1:
                 decodes.append((first, context, table))
             else:
@@ -110,6 +117,13 @@ class ReferencePagedAttention:
         """See :class:`splitserve.kernels.api.PagedAttention`."""
         raise NotImplementedError("CUDA graphs of mixed steps need the triton or the hybrid attention backend")
 
+    def _skipped_blocks(self, first_query: int) -> int:
+        """Return the number of leading blocks that are outside of the window of the query token ``first_query``, and
+        so of all that follow it."""
+        if self._shape.window is None:
+            return 0
+        return max(0, first_query + 1 - self._shape.window) // self._shape.block_size
+
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._shape.block_size)
 
@@ -120,6 +134,8 @@ class ReferencePagedAttention:
         num_blocks = self._num_blocks(context)
         own_blocks = num_blocks - (context - query_len) // size
         num_last = max(own_blocks, min(num_blocks, self._gather_blocks))
+        if self._shape.window is not None:
+            num_last = num_blocks  # only the last segment has a mask
         segments = []
         for first in range(0, num_blocks - num_last, self._gather_blocks):
             blocks = table[first : min(first + self._gather_blocks, num_blocks - num_last)]
@@ -132,13 +148,17 @@ class ReferencePagedAttention:
     def _causal_mask(self, query_len: int, num_keys: int) -> Tensor:
         num_rows = min(query_len, QUERY_BLOCK)
         mask = torch.full((num_rows, num_keys), -math.inf, dtype=self._shape.dtype, device=self._shape.device)
-        return mask.triu_(num_keys - num_rows + 1)
+        mask.triu_(num_keys - num_rows + 1)
+        if self._shape.window is not None:
+            left = torch.ones_like(mask, dtype=torch.bool).tril_(num_keys - num_rows - self._shape.window)
+            mask.masked_fill_(left, -math.inf)
+        return mask
 
-    def _groups(self, decodes: list[tuple[int, int, Sequence[int]]]) -> list[_DecodeGroup]:
+    def _groups(self, decodes: list[_Decode]) -> list[_DecodeGroup]:
         """Group decodes, longest first; a group ends where the next context would be mostly padding."""
         decodes.sort(key=lambda decode: -decode[1])
         groups: list[_DecodeGroup] = []
-        members: list[tuple[int, int, Sequence[int]]] = []
+        members: list[_Decode] = []
         for decode in decodes:
             if members:
                 longest = self._num_blocks(members[0][1])
@@ -150,7 +170,7 @@ class ReferencePagedAttention:
             groups.append(self._group(members))
         return groups
 
-    def _group(self, members: list[tuple[int, int, Sequence[int]]]) -> _DecodeGroup:
+    def _group(self, members: list[_Decode]) -> _DecodeGroup:
         shape = self._shape
         members = sorted(members, key=lambda member: member[0])
         first_row, last_row = members[0][0], members[-1][0]
@@ -164,6 +184,8 @@ class ReferencePagedAttention:
         tables = [(*table[:num_blocks], *[table[0]] * (num_blocks - len(table))) for _, _, table in members]
         tokens = torch.arange(longest)
         unseen = tokens >= contexts.view(-1, 1)  # [S, C]
+        if shape.window is not None:
+            unseen |= tokens < contexts.view(-1, 1) - shape.window
         step = max(1, 2 * self._gather_blocks // len(members))  # keys alone take half of a block
         return _DecodeGroup(
             query_rows=query_rows,
@@ -238,6 +260,8 @@ class ReferencePagedAttention:
             parts.append(torch.bmm(shared, keys.transpose(1, 2)))
         scores = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         scores = scores[..., : group.context].view(num_seqs, shape.num_kv_heads, -1, group.context)
+        if shape.soft_cap is not None:
+            scores = soft_capped(scores, shape.soft_cap)
         if group.unseen is not None:
             scores = scores.masked_fill(group.unseen, -math.inf)
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype).flatten()
@@ -260,7 +284,7 @@ class ReferencePagedAttention:
         for segment in span.segments:
             gathered = self._gather(kv_rows, segment.rows)
             keys, values = gathered.view(2, 1, shape.num_kv_heads, -1, shape.head_dim)[..., : segment.last, :].unbind(0)
-            part = attend_segment(heads_first, keys, values, segment.mask, self._scale)
+            part = attend_segment(heads_first, keys, values, segment.mask, self._scale, soft_cap=shape.soft_cap)
             merged = part if merged is None else merge(merged, part)
         assert merged is not None
         return merged[0].squeeze(0).transpose(0, 1)

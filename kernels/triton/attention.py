@@ -16,7 +16,7 @@ from torch import Tensor
 
 from splitserve.kernels.api import AttentionPlan, AttentionShape, PagedBatch
 from splitserve.kernels.paged import flat_tables, num_leading_decodes
-from splitserve.kernels.triton.chunks import run_chunks
+from splitserve.kernels.triton.chunks import run_chunks, soft_capped
 from splitserve.kernels.triton.launch import overlapped, prefetch, wait
 from splitserve.kernels.triton.plans import (
     ChunkPart,
@@ -41,7 +41,7 @@ class TritonPagedAttention:
         if reason := unsupported_reason(shape):
             raise ValueError(reason)
         self._shape = shape
-        self._scale = 1.0 / math.sqrt(shape.head_dim)
+        self._scale = shape.score_scale
         self._overlapped = overlapped(shape.device)
         self._chunk_workspace = chunk_workspace(shape)
 
@@ -123,6 +123,8 @@ class TritonPagedAttention:
             KV_HEADS=shape.num_kv_heads,
             BLOCK_SIZE=shape.block_size,
             HEAD_DIM=shape.head_dim,
+            WINDOW=shape.window or 0,
+            SOFT_CAP=(shape.soft_cap or 0.0) * math.log2(math.e),
             DIM=triton.next_power_of_2(shape.head_dim),
             TILE=launch.tile,
             PARTS=num_parts,
@@ -162,6 +164,8 @@ def _decode_kernel(
     KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: none
+    SOFT_CAP: tl.constexpr,  # in units of scores, whose base is 2; 0: none
     DIM: tl.constexpr,
     TILE: tl.constexpr,
     PARTS: tl.constexpr,
@@ -174,8 +178,11 @@ def _decode_kernel(
     part = tl.program_id(2)
     context = tl.load(context_ptr + sequence)
     table = indices_ptr + tl.load(indptr_ptr + sequence)
-    size = _part_size(context, PARTS, TILE)
-    first = part * size
+    begin = 0
+    if WINDOW:  # whole tiles, so that every part's first tile has a token of the window
+        begin = tl.maximum(context - WINDOW, 0) // TILE * TILE
+    size = _part_size(context - begin, PARTS, TILE)
+    first = begin + part * size
     last = tl.minimum(first + size, context)
     inner = tl.arange(0, TILE)
     head_offset = kv_head * (2 * BLOCK_SIZE * HEAD_DIM)
@@ -214,7 +221,11 @@ def _decode_kernel(
         keys = tl.load(keys_at, mask=mask, other=0.0).to(query.dtype)  # they may be in FP8
         values = tl.load(keys_at + BLOCK_SIZE * HEAD_DIM, mask=mask, other=0.0).to(query.dtype)
         scores = tl.dot(query, keys.T, input_precision=PRECISION) * scale_log2
+        if SOFT_CAP:
+            scores = soft_capped(scores, SOFT_CAP)
         scores = tl.where(is_token[None, :], scores, float("-inf"))
+        if WINDOW:
+            scores = tl.where((token >= context - WINDOW)[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new_top[:, None])
         shrink = tl.exp2(top - new_top)
@@ -232,7 +243,7 @@ def _decode_kernel(
         tl.store(lse_ptr + head * PARTS + part, top + tl.log2(total), mask=is_head)
         tl.debug_barrier()  # every thread's share of the part is stored before the ticket is taken
         ticket = tickets_ptr + sequence * KV_HEADS + kv_head
-        num_parts = tl.cdiv(context, size)  # those that aren't empty
+        num_parts = tl.cdiv(context - begin, size)  # those that aren't empty
         if tl.atomic_add(ticket, 1, sem="acq_rel") == num_parts - 1:
             tl.debug_barrier()
             first_head = sequence.to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP

@@ -32,13 +32,15 @@ def run_chunks(shape: AttentionShape, query: Tensor, kv_layer: Tensor, out: Tens
         workspace.partial,
         workspace.partial_lse,
         out,
-        math.log2(math.e) / math.sqrt(shape.head_dim),
+        math.log2(math.e) * shape.score_scale,
         num_items,
         BLOCK_STRIDE=kv_layer.stride(0),
         NUM_HEADS=shape.num_heads,
         GROUP=shape.num_heads // shape.num_kv_heads,
         BLOCK_SIZE=shape.block_size,
         HEAD_DIM=shape.head_dim,
+        WINDOW=shape.window or 0,
+        SOFT_CAP=(shape.soft_cap or 0.0) * math.log2(math.e),
         DIM=triton.next_power_of_2(shape.head_dim),
         TILE=CONTEXT_TILE,
         QUERIES=QUERY_TILE,
@@ -65,6 +67,12 @@ def run_chunks(shape: AttentionShape, query: Tensor, kv_layer: Tensor, out: Tens
         )
 
 
+@triton.jit
+def soft_capped(scores, CAP: tl.constexpr):
+    """Return ``CAP * tanh(scores / CAP)``; scores and CAP are in units of base 2, as :func:`tl.exp2` takes them."""
+    return CAP * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * 1.4426950408889634 / CAP))))
+
+
 # length: Triton inlines all calls, and the loop over tiles is the kernel; parts of it would pass ten tensors around.
 @triton.jit(do_not_specialize=["num_items"])
 def _chunk_kernel(
@@ -83,6 +91,8 @@ def _chunk_kernel(
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: none
+    SOFT_CAP: tl.constexpr,  # in units of scores, whose base is 2; 0: none
     DIM: tl.constexpr,
     TILE: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -115,6 +125,8 @@ def _chunk_kernel(
     mixed = tl.zeros((QUERIES, DIM), tl.float32)
     inner = tl.arange(0, TILE)
     head_offset = (head // GROUP) * (2 * BLOCK_SIZE * HEAD_DIM)
+    if WINDOW:  # tiles before the first row's window hold nothing for any row
+        first = tl.maximum(first, tl.maximum(start + 1 - WINDOW, 0) // TILE * TILE)
     for tile in tl.range(first, end, TILE):
         token = tile + inner
         is_token = token < end
@@ -129,14 +141,22 @@ def _chunk_kernel(
         keys = tl.load(keys_at, mask=mask, other=0.0).to(query.dtype)  # they may be in FP8
         values = tl.load(keys_at + BLOCK_SIZE * HEAD_DIM, mask=mask, other=0.0).to(query.dtype)
         scores = tl.dot(query, keys.T, input_precision=PRECISION) * scale_log2
+        if SOFT_CAP:
+            scores = soft_capped(scores, SOFT_CAP)
         scores = tl.where(token[None, :] <= (start + row)[:, None], scores, float("-inf"))
+        if WINDOW:
+            scores = tl.where(token[None, :] > (start + row)[:, None] - WINDOW, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
+        if WINDOW:  # a row may have seen no token yet: its sums stay 0, and no difference is of infinities
+            new_top = tl.maximum(new_top, -1e30)
         weights = tl.exp2(scores - new_top[:, None])
         shrink = tl.exp2(top - new_top)
         total = total * shrink + tl.sum(weights, 1)
         mixed = mixed * shrink[:, None]
         mixed = tl.dot(weights.to(values.dtype), values, mixed, input_precision=PRECISION)
         top = new_top
+    if WINDOW:  # a row of another part's tokens alone: a weight of about 0 when the parts are joined
+        total = tl.where(total == 0.0, 1e-30, total)
     result = mixed / total[:, None]
     if SPLITS:
         if slot >= 0:

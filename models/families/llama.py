@@ -1,26 +1,44 @@
 """Llama 2 and 3 (arXiv:2307.09288, arXiv:2407.21783)."""
 
-from splitserve.models.config import ModelConfig
+from typing import Any
+
+from splitserve.models.config import ConfigFields, ModelConfig, check_rotated_whole, full_attention_only
 from splitserve.models.layers.attention import GroupedAttention
 from splitserve.models.layers.decoder import Decoder, DecoderLayer
-from splitserve.models.layers.mlp import GatedMlp
+from splitserve.models.layers.mlp import GatedMlp, Mlp
 from splitserve.models.layers.norm import RmsNorm
 from splitserve.models.layers.residual import Residual
 from splitserve.models.layers.step import Step
 
 
 class LlamaLayer(DecoderLayer):
-    """Attention and a gated MLP, each behind a norm of its own. Similar families replace the attention."""
+    """Attention and an MLP, each behind a norm of its own. Similar families replace them."""
 
-    def __init__(self, name: str, config: ModelConfig, attention: GroupedAttention) -> None:
+    def __init__(
+        self, name: str, config: ModelConfig, attention: GroupedAttention, mlp: GatedMlp | Mlp | None = None
+    ) -> None:
         self.input_norm = RmsNorm(f"{name}.input_layernorm", config)
         self.attention = attention
         self.post_attention_norm = RmsNorm(f"{name}.post_attention_layernorm", config)
-        self.mlp = GatedMlp(f"{name}.mlp", config)
+        self.mlp = mlp or GatedMlp(f"{name}.mlp", config)
 
     def __call__(self, x: Residual, step: Step) -> None:
         x += self.attention(self.input_norm(x), step)
         x += self.mlp(self.post_attention_norm(x))
+
+
+def features(given: ConfigFields) -> dict[str, Any]:
+    """Read what Llama's config.json has beside the sizes."""
+    full_attention_only(given)
+    check_rotated_whole(given)
+    given.choice("hidden_act", ("silu",), "silu")
+    return biases(given)
+
+
+def biases(given: ConfigFields) -> dict[str, Any]:
+    """Read which projections have biases."""
+    has_biases = given.flag("attention_bias")
+    return {"qkv_bias": has_biases, "output_bias": has_biases, "mlp_bias": given.flag("mlp_bias")}
 
 
 def build(config: ModelConfig) -> Decoder:

@@ -3,7 +3,28 @@
 from collections.abc import Mapping
 
 FAMILIES: Mapping[str, str] = {
+    "ArceeForCausalLM": "arcee",
+    "Cohere2ForCausalLM": "cohere2",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
+    "Glm4ForCausalLM": "glm4",
+    "GraniteForCausalLM": "granite",
     "LlamaForCausalLM": "llama",
+    "Ministral3ForCausalLM": "ministral3",
+    "MistralForCausalLM": "mistral",
+    "NemotronForCausalLM": "nemotron",
+    "Olmo2ForCausalLM": "olmo2",
+    "Olmo3ForCausalLM": "olmo3",
+    "Phi3ForCausalLM": "phi3",
+    "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "SeedOssForCausalLM": "seed_oss",
+    "SmolLM3ForCausalLM": "smollm3",
+    "Starcoder2ForCausalLM": "starcoder2",
 }
 """Modules of this folder by the names that ``architectures`` of a config.json has for them."""
+
+TEXT_OF: Mapping[str, str] = {
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+}
+"""Architectures with other parts, vision for one, and the one of their text model, which is what is served."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from splitserve.models.config import ModelConfig
 from splitserve.models.layers.layer import Layer, WeightSource
-from splitserve.models.layers.norm import RmsNorm
+from splitserve.models.layers.norm import RmsNorm, WideNorm
 from splitserve.models.layers.residual import Normed, Residual
 from splitserve.models.layers.step import NothingToSample, ScoredRows, Step
 from splitserve.models.layers.weight import Role, Stack, TokenUnits, Weight
@@ -34,6 +34,10 @@ MakeLayer: TypeAlias = Callable[[str, ModelConfig, int], DecoderLayer]
 """A function that declares a layer, given the prefix of its tensors' names, the config and the layer's number."""
 
 
+MakeNorm: TypeAlias = Callable[[str, ModelConfig, Role], RmsNorm | WideNorm]
+"""A function that declares a norm, given its name, the config and its use."""
+
+
 class Decoder(Layer):
     """A causal language model whose tensors have the names that Hugging Face's decoders have in common.
 
@@ -43,14 +47,17 @@ class Decoder(Layer):
     embedding: "Tensor"  # [vocab, hidden]; may be a view of the checkpoint's file, in the checkpoint's own dtype
     _head: "NormedLinear"
 
-    def __init__(self, config: ModelConfig, layer: MakeLayer) -> None:
+    def __init__(self, config: ModelConfig, layer: MakeLayer, norm: MakeNorm = RmsNorm) -> None:
+        """``norm``: makes the final norm."""
         shape = (config.vocab_size, config.hidden_size)
         self.embedding_weight = Weight("model.embed_tokens.weight", shape, Role.EMBEDDING)
         self.is_tied = config.tie_word_embeddings
         head_name = self.embedding_weight.name if self.is_tied else HEAD_NAME
         self.head_weight = Weight(head_name, shape, Role.HEAD, rows=TokenUnits())
         self.layers = [layer(f"model.layers.{index}", config, index) for index in range(config.num_layers)]
-        self._norm = RmsNorm("model.norm", config, Role.FINAL_NORM)
+        self._norm = norm("model.norm", config, Role.FINAL_NORM)
+        self._embedding_scale, self._logits_scale = config.embedding_scale, config.logits_scale
+        self._soft_cap = config.final_soft_cap
 
     def stacks(self) -> Iterator[Stack]:
         """Yield what is loaded; the head comes last, and isn't there if it is the embedding."""
@@ -72,6 +79,8 @@ class Decoder(Layer):
 
     def __call__(self, x: Residual, step: Step) -> "Tensor":
         """Return logits [R, vocab] of the step's rows to sample from. Raises :class:`.step.NothingToSample`."""
+        if self._embedding_scale != 1.0:
+            x.scale(self._embedding_scale)
         for layer in self.layers:
             layer(x, step)
         final = self._norm(x)
@@ -80,7 +89,10 @@ class Decoder(Layer):
         return self._logits(final)
 
     def _logits(self, final: Normed) -> "Tensor":
-        return self._head.after_norm(final.hidden, final.weight, final.eps, final.normed)
+        logits = self._head.after_norm(final.hidden, final.weight, final.eps, final.normed)
+        if self._logits_scale != 1.0:
+            logits = logits * self._logits_scale
+        return logits if self._soft_cap is None else (logits / self._soft_cap).tanh() * self._soft_cap
 
     def _score(self, final: Normed, scored: ScoredRows) -> Normed:
         """Compute the logits of scored rows in pieces; return the rows to sample from. Raises NothingToSample."""

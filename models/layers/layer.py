@@ -5,7 +5,7 @@ it can be called. A layer made of others has them as attributes, and declares an
 """
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from splitserve.models.layers.weight import Stack, Weight
 from splitserve.models.weights.shard import Shard
@@ -14,7 +14,12 @@ if TYPE_CHECKING:  # the command line reads declarations, and starts without tor
     from torch import Tensor
 
     from splitserve.kernels.api import Linear, NormedLinear, ResidualLinear
+    from splitserve.models.parallel.ranks import Collectives
     from splitserve.models.weights.kv_scales import KVScales
+
+
+Order: TypeAlias = tuple[int, ...] | None
+"""An order of the rows within each unit of ``len(order)`` rows, a head for one; None: as stored."""
 
 
 class WeightSource(Protocol):
@@ -23,16 +28,21 @@ class WeightSource(Protocol):
     @property
     def shard(self) -> Shard: ...
 
-    def vector(self, weights: Stack, factors: Sequence[float] = ()) -> "Tensor":
-        """Return vectors one after the other, each times its factor (none given: 1)."""
+    @property
+    def group(self) -> "Collectives": ...
+
+    def vector(self, weights: Stack, factors: Sequence[float] = (), orders: Sequence[Order] = ()) -> "Tensor":
+        """Return vectors one after the other, each times its factor (none given: 1), its elements in its order."""
         ...
 
-    def repeated(self, vectors: Sequence[tuple[Weight, int, float]]) -> "Tensor":
-        """Return (vector [N], count, factor): ``count`` rows of each vector times its factor, [sum of counts, N]."""
+    def repeated(self, vectors: Sequence[tuple[Weight, int, float]], offset: float = 0.0) -> "Tensor":
+        """Return (vector [N], count, factor): ``count`` rows of each vector plus ``offset``, times its factor, [sum of
+        counts, N]."""
         ...
 
-    def linear(self, weights: Stack, factors: Sequence[float] = ()) -> "Linear":
-        """Return a product with matrices stacked along their rows, each times its factor (none given: 1)."""
+    def linear(self, weights: Stack, factors: Sequence[float] = (), orders: Sequence[Order] = ()) -> "Linear":
+        """Return a product with matrices stacked along their rows, each times its factor (none given: 1), its rows in
+        its order."""
         ...
 
     def summed(self, weight: Weight, factor: float = 1.0) -> "ResidualLinear":

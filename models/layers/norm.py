@@ -1,11 +1,11 @@
-"""RMS norms: of the residual, and of the heads of queries and keys."""
+"""Norms: of the residual, of what is added to it, and of queries and keys."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from splitserve.models.config import ModelConfig
 from splitserve.models.layers.layer import Layer, WeightSource
-from splitserve.models.layers.residual import Normed, Residual
+from splitserve.models.layers.residual import Normed, Product, Residual, Summand
 from splitserve.models.layers.weight import Role, Stack, Units, Weight
 
 if TYPE_CHECKING:
@@ -31,13 +31,112 @@ class RmsNorm(Layer):
         return x.normed(self._weight, self._eps)
 
 
+class WideNorm(Layer):
+    """A norm of other families, computed in float32 with its weight: ``offset`` is added to that, ``centred`` norms
+    subtract the mean first (LayerNorm), and may have a bias."""
+
+    _weight: "Tensor"  # as products take it, who get normalised rows
+    _wide: "Tensor"  # float32, with the offset
+    _shift: "Tensor | None" = None
+
+    def __init__(
+        self,
+        name: str,
+        config: ModelConfig,
+        role: Role = Role.NORM,
+        *,
+        offset: float = 0.0,
+        centred: bool = False,
+        bias: bool = False,
+    ) -> None:
+        self._declared = Weight(f"{name}.weight", (config.hidden_size,), role)
+        self._declared_bias = Weight(f"{name}.bias", (config.hidden_size,), Role.BIAS) if bias else None
+        self._eps, self._offset, self._centred = config.rms_norm_eps, offset, centred
+
+    def stacks(self) -> Iterator[Stack]:
+        yield (self._declared,)
+        if self._declared_bias is not None:
+            yield (self._declared_bias,)
+
+    def load(self, source: WeightSource) -> None:
+        self._weight = source.vector((self._declared,))
+        self._wide = self._weight.float() + self._offset
+        if self._declared_bias is not None:
+            self._shift = source.vector((self._declared_bias,)).float()
+
+    def __call__(self, x: Residual) -> Normed:
+        hidden = x.settled()
+        return Normed(hidden, self._weight, self._eps, self._normalised(hidden))
+
+    def of(self, product: Product) -> Summand:
+        """Return the normalised product, for the residual."""
+        return Summand(self._normalised(product.computed(self._wide.shape[0])), product.rows)
+
+    def _normalised(self, x: "Tensor") -> "Tensor":
+        wide = x.float()
+        if self._centred:
+            wide = wide - wide.mean(-1, keepdim=True)
+        wide = wide * (wide.square().mean(-1, keepdim=True) + self._eps).rsqrt() * self._wide
+        return (wide if self._shift is None else wide + self._shift).to(x.dtype)
+
+
+class JointNorms(Layer):
+    """RMS norms of all query heads together, and of all key heads together; ranks share the heads."""
+
+    _wide: "tuple[Tensor, Tensor]"
+    _sizes: tuple[int, int]
+
+    def __init__(self, name: str, config: ModelConfig, *, heads: Units, kv_heads: Units) -> None:
+        sizes = (heads.count * config.head_dim, kv_heads.count * config.head_dim)
+        self._query = Weight(f"{name}.q_norm.weight", sizes[:1], Role.HEAD_NORM, rows=heads)
+        self._key = Weight(f"{name}.k_norm.weight", sizes[1:], Role.HEAD_NORM, rows=kv_heads)
+        self._eps, self._sizes, self._kv_heads = config.rms_norm_eps, sizes, kv_heads
+
+    def stacks(self) -> Iterator[Stack]:
+        yield (self._query,)
+        yield (self._key,)
+
+    def load(self, source: WeightSource, query_factor: float = 1.0, key_factor: float = 1.0) -> None:
+        query = source.vector((self._query,), (query_factor,)).float()
+        self._wide = (query, source.vector((self._key,), (key_factor,)).float())
+        self._group = source.group
+        size = source.shard.size
+        self._copies = (1, max(1, size // self._kv_heads.count))  # ranks that hold the same key head
+
+    @property
+    def local_sizes(self) -> tuple[int, int]:
+        """Elements of this rank's queries and keys of a token."""
+        query, key = self._wide
+        return query.shape[0], key.shape[0]
+
+    def normalise(self, query: "Tensor", key: "Tensor") -> None:
+        """Normalise both, [T, heads * D], in place."""
+        wide = (query.float(), key.float())
+        sums = [part.square().sum(-1, keepdim=True) / copies for part, copies in zip(wide, self._copies, strict=True)]
+        if self._group.shard.size > 1:
+            sums = [self._group.gather_columns(part).sum(-1, keepdim=True) for part in sums]
+        for part, out, total, size, weight in zip(wide, (query, key), sums, self._sizes, self._wide, strict=True):
+            out.copy_(part * (total / size + self._eps).rsqrt() * weight)
+
+
 class HeadNorms(Layer):
     """RMS norms of each query head and each key head, over its own elements; one weight for all heads of a kind."""
 
     weight: "Tensor"  # [H + G, D]
 
-    def __init__(self, name: str, config: ModelConfig, *, heads: Units, kv_heads: Units) -> None:
+    def __init__(
+        self,
+        name: str,
+        config: ModelConfig,
+        *,
+        heads: Units,
+        kv_heads: Units,
+        offset: float = 0.0,
+        order: tuple[int, ...] | None = None,
+    ) -> None:
+        """``order``: of the elements in memory (:mod:`.head_order`)."""
         shape = (config.head_dim,)
+        self._offset, self._order = offset, order
         self._query = Weight(f"{name}.q_norm.weight", shape, Role.HEAD_NORM)
         self._key = Weight(f"{name}.k_norm.weight", shape, Role.HEAD_NORM)
         self._heads, self._kv_heads = heads, kv_heads
@@ -50,4 +149,6 @@ class HeadNorms(Layer):
         size = source.shard.size
         query = (self._query, self._heads.per_rank(size), query_factor)
         key = (self._key, self._kv_heads.per_rank(size), key_factor)
-        self.weight = source.repeated((query, key))
+        self.weight = source.repeated((query, key), self._offset)
+        if self._order is not None:
+            self.weight = self.weight[:, list(self._order)].contiguous()

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from splitserve.models.layers.layer import Layer, WeightSource
+from splitserve.models.layers.layer import Layer, Order, WeightSource
 from splitserve.models.layers.residual import Normed, Product
 from splitserve.models.layers.weight import Role, Stack, Units, Weight
 
@@ -19,24 +19,38 @@ class InputProjections(Layer):
     _linear: "Linear"
     _bias: "Tensor | None"
 
-    def __init__(self, in_features: int, outputs: Sequence[tuple[str, int, Units]], *, biases: bool = False) -> None:
-        """``outputs``: (name, out_features, units that ranks share) of each; with ``biases`` each has one."""
-        self._weights = tuple(
-            Weight(f"{name}.weight", (size, in_features), Role.PROJECTION, rows=units) for name, size, units in outputs
-        )
-        self._biases = tuple(
-            Weight(f"{name}.bias", (size,), Role.BIAS, rows=units) for name, size, units in outputs if biases
-        )
+    def __init__(
+        self,
+        in_features: int,
+        outputs: Sequence[tuple[str, int, Units]],
+        *,
+        biases: bool = False,
+        fused: str | None = None,
+    ) -> None:
+        """``outputs``: (name, out_features, units that ranks share) of each; with ``biases`` each has one. ``fused``:
+        the name of the one tensor that holds all of them, one after the other."""
+        weights, biases_of, first = [], [], 0
+        total = sum(size for _, size, _ in outputs)
+        for name, size, units in outputs:
+            stored, rows, section = name, size, None
+            if fused is not None:
+                stored, rows, section = fused, total, range(first, first + size)
+            matrix = Weight(f"{stored}.weight", (rows, in_features), Role.PROJECTION, rows=units, section=section)
+            weights.append(matrix)
+            biases_of.append(Weight(f"{stored}.bias", (rows,), Role.BIAS, rows=units, section=section))
+            first += size
+        self._weights = tuple(weights)
+        self._biases = tuple(biases_of) if biases else ()
 
     def stacks(self) -> Iterator[Stack]:
         yield self._weights
         if self._biases:
             yield self._biases
 
-    def load(self, source: WeightSource, factors: Sequence[float] = ()) -> None:
-        """Take the tensors; each projection's outputs are multiplied by its factor (none given: 1)."""
-        self._linear = source.linear(self._weights, factors)
-        self._bias = source.vector(self._biases, factors) if self._biases else None
+    def load(self, source: WeightSource, factors: Sequence[float] = (), orders: Sequence[Order] = ()) -> None:
+        """Take the tensors; each projection's outputs are multiplied by its factor (none given: 1), in its order."""
+        self._linear = source.linear(self._weights, factors, orders)
+        self._bias = source.vector(self._biases, factors, orders) if self._biases else None
 
     def __call__(self, x: Normed) -> "Tensor":
         """Return [S, T, out_features], to be added up by the operation that follows (kernels.api.Linear.parts)."""
@@ -44,6 +58,11 @@ class InputProjections(Layer):
         if self._bias is not None:
             parts[0] += self._bias
         return parts
+
+    def product(self, x: Normed) -> "Tensor":
+        """Return [T, out_features] in the dtype of the residual."""
+        parts = self(x)
+        return parts[0] if parts.shape[0] == 1 else parts.sum(0).to(x.hidden.dtype)
 
     def gated(self, x: Normed) -> "Tensor":
         """Return ``silu(first) * second`` of two projections of the same size, [T, out_features]."""
@@ -54,16 +73,21 @@ class OutputProjection(Layer):
     """A projection back to the residual, split along its inputs: its result is the sum of all ranks' products."""
 
     linear: "ResidualLinear"
+    _bias: "Tensor | None"
 
-    def __init__(self, name: str, in_features: int, out_features: int, units: Units) -> None:
+    def __init__(self, name: str, in_features: int, out_features: int, units: Units, *, bias: bool = False) -> None:
         self._weight = Weight(f"{name}.weight", (out_features, in_features), Role.PROJECTION, columns=units)
+        self._declared_bias = Weight(f"{name}.bias", (out_features,), Role.BIAS) if bias else None
 
     def stacks(self) -> Iterator[Stack]:
         yield (self._weight,)
+        if self._declared_bias is not None:
+            yield (self._declared_bias,)
 
     def load(self, source: WeightSource, factor: float = 1.0) -> None:
-        """Take the tensor; the result is multiplied by ``factor``."""
+        """Take the tensors; the product, without the bias, is multiplied by ``factor``."""
         self.linear = source.summed(self._weight, factor)
+        self._bias = None if self._declared_bias is None else source.vector((self._declared_bias,))
 
     def __call__(self, x: "Tensor", rows: "Tensor | None" = None) -> Product:
-        return Product(self.linear, x, rows)
+        return Product(self.linear, x, rows, self._bias)

@@ -21,6 +21,21 @@ class Product:
     linear: "ResidualLinear"
     x: "Tensor"  # [T, in_features], or [R, in_features] with rows
     rows: "Tensor | None" = None  # int64 [R]: rows of the residual that are kept from here on; None: all
+    bias: "Tensor | None" = None  # [hidden]
+
+    def computed(self, hidden_size: int) -> "Tensor":
+        """Return the product [T, hidden_size], summed over all ranks."""
+        out = self.x.new_zeros((self.x.shape[0], hidden_size))
+        self.linear.add_to(out, self.x)
+        return out if self.bias is None else out.add_(self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Summand:
+    """A computed value that is still to be added to the residual."""
+
+    value: "Tensor"  # [T, hidden], or [R, hidden] with rows
+    rows: "Tensor | None" = None  # as in Product
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +52,13 @@ class Normed:
         normed = None if self.normed is None else self.normed[start:stop]
         return Normed(self.hidden[start:stop], self.weight, self.eps, normed)
 
+    def kept(self, rows: "Tensor | None") -> "Normed":
+        """Return the given rows; None: all."""
+        if rows is None:
+            return self
+        normed = None if self.normed is None else self.normed[rows]
+        return Normed(self.hidden[rows], self.weight, self.eps, normed)
+
 
 class Residual:
     """The hidden states of a step's tokens. ``hidden`` [T, hidden] is added to in place."""
@@ -45,18 +67,43 @@ class Residual:
         self._hidden = hidden
         self._pending: Product | None = None
 
-    def __iadd__(self, product: Product) -> "Residual":
-        if self._pending is not None:
-            self._pending.linear.add_to(self._hidden, self._pending.x)
+    def __iadd__(self, product: Product | Summand) -> "Residual":
+        self._settle()
         if product.rows is not None:
             self._hidden = self._hidden[product.rows]
-        self._pending = product
+        if isinstance(product, Summand):
+            self._hidden.add_(product.value)
+        else:
+            self._pending = product
         return self
+
+    def scale(self, factor: float) -> None:
+        """Multiply all of it by ``factor``, rounded to its dtype."""
+        self._settle()
+        self._hidden.mul_(self._hidden.new_tensor(factor))
 
     def normed(self, weight: "Tensor", eps: float) -> Normed:
         """Carry out the sum that is pending, and return the residual to be normalised by ``weight``."""
-        normed, pending = None, self._pending
-        if pending is not None:
-            self._pending = None
-            normed = pending.linear.add_to(self._hidden, pending.x, weight, eps)
+        normed = self._settle(weight, eps)
         return Normed(self._hidden, weight, eps, normed)
+
+    def settled(self) -> "Tensor":
+        """Carry out the sum that is pending, and return the residual itself."""
+        self._settle()
+        return self._hidden
+
+    def unnormed(self) -> Normed:
+        """Carry out the sum that is pending, and return the residual for products that take it as it is."""
+        hidden = self.settled()
+        return Normed(hidden, hidden[0], 0.0, hidden)
+
+    def _settle(self, weight: "Tensor | None" = None, eps: float = 0.0) -> "Tensor | None":
+        pending = self._pending
+        if pending is None:
+            return None
+        self._pending = None
+        if pending.bias is not None:
+            self._hidden.add_(pending.bias)
+        if weight is None:
+            return pending.linear.add_to(self._hidden, pending.x)
+        return pending.linear.add_to(self._hidden, pending.x, weight, eps)

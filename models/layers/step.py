@@ -1,13 +1,13 @@
 """One step, as layers see it: where its tokens stand, and the KV memory behind attention."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from splitserve.kernels.api import AttentionPlan, Kernels, PagedAttention
+    from splitserve.kernels.api import AttentionPlan, Kernels, PagedAttention, SlidingAttention
 
 BeforeLayer = Callable[[int], None]
 """Called with the number of each layer, before anything reads the layer's KV."""
@@ -31,7 +31,10 @@ class Step:
     """The step that runs. T tokens, R rows to sample from (R may be 0)."""
 
     kernels: "Kernels"
-    rotation: "tuple[Tensor, Tensor]"  # cos, sin [T, D] (kernels.api.PrepareQkv)
+    rotations: (
+        "Mapping[str | None, tuple[Tensor, Tensor]]"  # cos, sin [T, D] (kernels.api.PrepareQkv) by LayerSpec.rope
+    )
+    query_factors: "Tensor | None"  # [T, 1, 1] of queries, by their positions; None: 1
     slots: "Tensor"  # int64 [T, G]: where keys and values go
     rows: "Tensor | None"  # int64 [R], rows of the flat batch to sample from; None: all of them
     kv_layers: "Sequence[Tensor]"  # per layer: [num_blocks, G, 2, B, D]
@@ -45,7 +48,11 @@ class Step:
         if self.before_layer is not None:
             self.before_layer(layer)
 
-    def attend(self, query: "Tensor", layer: int) -> "tuple[Tensor, Tensor | None]":
+    def rotation(self, rope: str | None) -> "tuple[Tensor, Tensor]":
+        """Return cos and sin of a layer's rotations."""
+        return self.rotations[rope]
+
+    def attend(self, query: "Tensor", layer: int, *, is_sliding: bool = False) -> "tuple[Tensor, Tensor | None]":
         """Attend to the KV of ``layer``: ``query`` [T, H, D] -> [T, H * D], None.
 
         After the last layer's attention all else works row by row: there only the rows to sample from are returned,
@@ -54,5 +61,10 @@ class Step:
         rows = self.rows if layer == len(self.kv_layers) - 1 else None
         if rows is not None and rows.shape[0] == 0:
             raise NothingToSample
-        context = self.attention.run(query, self.kv_layers[layer], self.plan).flatten(1)
+        if self.query_factors is not None:
+            query = query * self.query_factors
+        run = self.attention.run
+        if is_sliding:
+            run = cast("SlidingAttention", self.attention).run_sliding
+        context = run(query, self.kv_layers[layer], self.plan).flatten(1)
         return (context if rows is None else context[rows]), rows

@@ -74,10 +74,19 @@ class Weight:
     role: Role
     rows: Units | TokenUnits | None = None
     columns: Units | None = None
+    section: range | None = None  # the rows of ``shape`` that this declaration is about, where others share the tensor
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that this declaration is about."""
+        return self.shape[0] if self.section is None else len(self.section)
 
     def part(self, shard: Shard) -> Part:
         """Return what the rank has of it."""
-        rows = None if self.rows is None else self.rows.part(self.shape[0], shard)
+        rows = None if self.rows is None else self.rows.part(self.num_rows, shard)
+        if self.section is not None:
+            rows = range(self.num_rows) if rows is None else rows
+            rows = range(self.section.start + rows.start, self.section.start + rows.stop)
         columns = None if self.columns is None or shard.size == 1 else self.columns.part(self.shape[1], shard)
         return Part(self.name, rows, columns)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from splitserve.common.errors import SplitserveError
 from splitserve.kernels.api import AttentionShape, PagedBatch
 from splitserve.kernels.fp8.kv import FP8
+from splitserve.kernels.windows import make_layered
 from splitserve.models.decoder import DecoderModel, ForwardBatch
 from splitserve.models.sampling.logprobs import PromptRows, StepScores
 from splitserve.models.sampling.sampler import Sampler
@@ -69,8 +70,11 @@ class ModelRunner:
             num_layers=config.num_layers,
             dtype=model.dtype,
             device=model.device,
+            scale=config.attention_scale,
+            soft_cap=config.attention_soft_cap,
+            window=config.window,
         )
-        self._attention = model.kernels.make_attention(self._shape)
+        self._attention = make_layered(self._shape, model.kernels.make_attention)
         self.sampler = Sampler(model.kernels.sample, config.vocab_size, model.device, model_dir, is_lead=model.is_lead)
 
     @property

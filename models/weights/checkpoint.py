@@ -6,6 +6,7 @@ No torch here: headers are read with the standard library, so that a process wit
 import hashlib
 import math
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -32,6 +33,15 @@ _HASH_WHOLE_BELOW_BYTES = 32 * 1024 * 1024
 _NUM_SAMPLES = 64
 _SAMPLE_BYTES = 64 * 1024
 _SMALL_TENSOR_BYTES = 64 * 1024
+
+
+# transformers 5, 4.52 and later, and before
+_TEXT_PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "lm_head.": "lm_head.",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,3 +190,14 @@ def _is_tensor(name: str, entry: Any) -> bool:
 
 def _are_sizes(values: Any) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**48 for value in values)
+
+
+def text_records(records: Mapping[str, TensorRecord]) -> dict[str, TensorRecord]:
+    """Return the tensors of the text model of a checkpoint with other parts, by the names that they have in a
+    checkpoint of the text model alone."""
+    found: dict[str, TensorRecord] = {}
+    for name, record in records.items():
+        for prefix, text_prefix in _TEXT_PREFIXES.items():
+            if name.startswith(prefix):
+                found[text_prefix + name.removeprefix(prefix)] = record
+    return found

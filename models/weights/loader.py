@@ -10,6 +10,7 @@ replace them by renaming, as ``splitserve demo-model`` does.
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,9 +26,10 @@ from splitserve.models.config import ModelConfig
 from splitserve.models.declared import declare
 from splitserve.models.decoder import DecoderModel
 from splitserve.models.layers.decoder import HEAD_NAME, Decoder, Progress
+from splitserve.models.layers.layer import Order
 from splitserve.models.layers.weight import Stack, Weight
 from splitserve.models.parallel.ranks import Alone, Collectives, RowParallelLinear, VocabParallelHead
-from splitserve.models.weights.checkpoint import TensorRecord, read_records
+from splitserve.models.weights.checkpoint import TensorRecord, read_records, text_records
 from splitserve.models.weights.fp8_scales import FP8, ScaleReader
 from splitserve.models.weights.kv_scales import KVScales, read_kv_scales, scaled_fp8_rows, scaled_rows
 from splitserve.models.weights.reading import (
@@ -80,6 +82,8 @@ def load_model(
     if kernels is None:
         kernels = select_kernels(device, dtype, head_dim=config.head_dim)
     records = None if load_format == "dummy" else read_records(Path(path))
+    if records is not None and config.text_of is not None:
+        records = text_records(records)
     decoder = declare(config)
     reader = _make_reader(records, config, decoder, dtype, device, is_part=group.shard.size > 1)
     pack_fp8, description = select_fp8(
@@ -182,22 +186,30 @@ class _Source:
     def shard(self) -> Shard:
         return self._group.shard
 
-    def vector(self, weights: Stack, factors: Sequence[float] = ()) -> Tensor:
-        parts = self._parts(weights)
-        vector = self._reader.read(parts)
-        return scaled_rows(vector, _scaled_parts(vector, parts, factors))
+    @property
+    def group(self) -> Collectives:
+        return self._group
 
-    def repeated(self, vectors: Sequence[tuple[Weight, int, float]]) -> Tensor:
-        rows = [self._reader.read(self._parts((weight,))) * factor for weight, _, factor in vectors]
+    def vector(self, weights: Stack, factors: Sequence[float] = (), orders: Sequence[Order] = ()) -> Tensor:
+        parts = self._parts(weights)
+        vector = scaled_rows(read := self._reader.read(parts), _scaled_parts(read, parts, factors))
+        return _ordered(vector, _row_order(vector, parts, orders))
+
+    def repeated(self, vectors: Sequence[tuple[Weight, int, float]], offset: float = 0.0) -> Tensor:
+        rows = [(self._reader.read(self._parts((weight,))) + offset) * factor for weight, _, factor in vectors]
         return torch.cat([row.expand(count, -1) for row, (_, count, _) in zip(rows, vectors, strict=True)])
 
-    def linear(self, weights: Stack, factors: Sequence[float] = ()) -> Linear:
+    def linear(self, weights: Stack, factors: Sequence[float] = (), orders: Sequence[Order] = ()) -> Linear:
         parts = self._parts(weights)
         if self._reader.is_fp8(parts):
             quantised = self._reader.read_fp8(parts)
-            return self._pack_fp8(scaled_fp8_rows(quantised, _scaled_parts(quantised.weight, parts, factors)))
-        weight = self._reader.read(parts)
-        return self._kernels.pack_linear(scaled_rows(weight, _scaled_parts(weight, parts, factors)))
+            scaled = scaled_fp8_rows(quantised, _scaled_parts(quantised.weight, parts, factors))
+            order = _row_order(scaled.weight, parts, orders)
+            return self._pack_fp8(
+                replace(scaled, weight=_ordered(scaled.weight, order), scales=_ordered(scaled.scales, order))
+            )
+        weight = scaled_rows(read := self._reader.read(parts), _scaled_parts(read, parts, factors))
+        return self._kernels.pack_linear(_ordered(weight, _row_order(weight, parts, orders)))
 
     def summed(self, weight: Weight, factor: float = 1.0) -> ResidualLinear:
         local = self.linear((weight,), (factor,))
@@ -230,3 +242,26 @@ def _scaled_parts(weight: Tensor, parts: Parts, factors: Sequence[float]) -> lis
     """Return (number of rows, factor) of each part of ``weight``; a part without a range is all of it."""
     counts = [weight.shape[0] if part.rows is None else len(part.rows) for part in parts]
     return list(zip(counts, factors, strict=True)) if factors else []
+
+
+def _row_order(weight: Tensor, parts: Parts, orders: Sequence[Order]) -> Tensor | None:
+    """Return the row of ``weight`` for each row of the ordered one; None: it stays as it is."""
+    if not any(orders):
+        return None
+    rows: list[Tensor] = []
+    first = 0
+    for part, order in zip(parts, orders, strict=True):
+        count = weight.shape[0] if part.rows is None else len(part.rows)
+        unit = torch.tensor(order if order is not None else (0,))
+        starts = torch.arange(first, first + count, len(unit))
+        rows.append((starts.unsqueeze(1) + unit).flatten())
+        first += count
+    return torch.cat(rows).to(weight.device)
+
+
+def _ordered(weight: Tensor, rows: Tensor | None) -> Tensor:
+    if rows is None:
+        return weight
+    if weight.dtype == torch.float8_e4m3fn:
+        return weight.view(torch.uint8)[rows].view(weight.dtype)
+    return weight[rows]

@@ -105,7 +105,7 @@ class MappedReader:
         try:
             if file not in self._open:
                 self._open[file] = safe_open(file, framework="pt", device="cpu")
-            tensor: Tensor = self._open[file].get_tensor(name)
+            tensor: Tensor = self._open[file].get_tensor(self._records[name].name)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file}: tensor {name} can't be read: {error}") from error
         return tensor

@@ -25,6 +25,7 @@ class Parameters(TypedDict, total=False):
     user: str | None
     verbosity: str | None
     max_tokens: int | None
+    n: int | None
     temperature: float | None
     top_p: float | None
     top_k: int | None

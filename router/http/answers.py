@@ -35,11 +35,12 @@ from splitserve.router.text.choice import Choice, Piece
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt, ready to run, and the text side of its output."""
+    """One choice of a prompt, ready to run, and the text side of its output. Choices of a prompt are adjacent."""
 
     token_ids: TokenIds
     sampling: SamplingParams
     choice: Choice
+    num_choices: int = 1  # of the prompt
     scores: ChoiceScores | None = None  # None: neither log-probabilities nor the prompt's echo are wanted
 
     @property
@@ -111,7 +112,7 @@ class GenerationResponse(Response):
         self._inbox.put(0, NOTHING)
 
     async def _submit(self) -> None:
-        for index, prompt in enumerate(self._prompts):
+        for index, prompt in self._first_choices():
             request = await self._dispatcher.submit_in_time(
                 index,
                 prompt.token_ids,
@@ -120,8 +121,13 @@ class GenerationResponse(Response):
                 self._arrived_at,
                 watch_client=lambda: self._watcher,
                 context=self._context,
+                num_choices=prompt.num_choices,
             )
-            self._requests.append(request)
+            self._requests += (request, *request.siblings)
+
+    def _first_choices(self) -> list[tuple[int, Prompt]]:
+        """Return the first choice of each prompt, with its index."""
+        return [(index, prompt) for index, prompt in enumerate(self._prompts) if not prompt.sampling.choice]
 
     async def _next_pieces(self) -> tuple[list[tuple[int, Piece]], ApiError | None]:
         """Return new pieces of open choices, in order, and the error that follows them if a request failed."""
@@ -241,10 +247,11 @@ class GenerationResponse(Response):
         return self._format.opening(index) + chunk
 
     def _usage(self) -> Usage:
+        firsts = self._first_choices()  # a prompt counts once
         return Usage(
-            prompt_tokens=sum(len(prompt.token_ids) for prompt in self._prompts),
+            prompt_tokens=sum(len(prompt.token_ids) for _, prompt in firsts),
             completion_tokens=sum(prompt.num_output_tokens for prompt in self._prompts),
-            cached_tokens=sum(request.state.num_cached_tokens for request in self._requests),
+            cached_tokens=sum(self._requests[index].state.num_cached_tokens for index, _ in firsts),
         )
 
     def _route(self, request: ActiveRequest) -> dict[str, Any]:

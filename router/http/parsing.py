@@ -143,6 +143,11 @@ def _check_scores(request: GenerationRequest) -> None:
         field = "max_tokens" if request.max_tokens == 0 else "max_completion_tokens"
         message = f"{field} is 0, which leaves nothing to answer: it must be at least 1 without echo or prompt_logprobs"
         raise ApiError(400, message, param=field, code="invalid_value")
+    if request.num_choices > 1 and (wanted.hides_output or wanted.of_prompt is not None):
+        message = (
+            f"n is {request.num_choices}; it must be 1 with log-probabilities of the prompt, and with max_tokens 0"
+        )
+        raise ApiError(400, message, param="n", code="invalid_value")
     if isinstance(request, ChatCompletionRequest) and request.top_logprobs and not request.logprobs:
         message = f"top_logprobs is {request.top_logprobs}, which needs logprobs: true"
         raise ApiError(400, message, param="top_logprobs", code="invalid_value")

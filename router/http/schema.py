@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from splitserve.protocol.messages.logprobs import MAX_TOP_LOGPROBS
 from splitserve.protocol.messages.requests import MAX_CACHE_SALT_CHARS
+from splitserve.protocol.request import MAX_CHOICES
 from splitserve.protocol.token_ids import TokenIds
 from splitserve.router.http.chat_fields import MAX_TOOLS, ChatMessage, Tool, ToolChoice
 from splitserve.router.http.sampling_fields import with_sampling_fields
@@ -43,7 +44,6 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "modalities": (["text"],),
     "moderation": (),
-    "n": (1,),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
     "suffix": ("",),
@@ -114,6 +114,7 @@ class GenerationRequest(Hints, ModelBody, _SamplingFields):
     """
 
     max_tokens: Annotated[int, Field(ge=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
@@ -137,6 +138,11 @@ class GenerationRequest(Hints, ModelBody, _SamplingFields):
     def wanted_scores(self) -> WantedScores:
         """The log-probabilities and the echo that the body asks for; none at endpoints that have no form for them."""
         return WantedScores()
+
+    @property
+    def num_choices(self) -> int:
+        """Outputs of each prompt."""
+        return self.n or 1
 
     @property
     def stop_strings(self) -> list[str]:

@@ -69,7 +69,8 @@ class Serving:
     ) -> GenerationResponse:
         """Return the answer to ``body``, whose ``count`` prompts come from ``prepare``. Raises :class:`ApiError`."""
         limits = await self.limits(request, arrived_at, num_bytes)
-        self.dispatcher.admit(count, "prompt")
+        count *= body.num_choices
+        self.dispatcher.admit(count, "n" if body.num_choices > 1 else "prompt")
         try:
             return GenerationResponse(
                 self.dispatcher,

@@ -42,6 +42,7 @@ class ActiveRequest:
     last_token_at: float = 0.0
     num_waits: int = 0  # of the current wait for a worker that can continue the request
     stranded_at: float | None = None  # when that wait began
+    siblings: tuple["ActiveRequest", ...] = ()  # of the prompt's other choices, which begin with this one
     is_fallback: bool = False  # the first attempt is local only because there was no pair
 
     @classmethod
@@ -61,6 +62,14 @@ class ActiveRequest:
         state = RequestState(request_id, sampling.max_tokens, wants_logprobs=wants_logprobs, prompt_scores=scores)
         hashes = PromptHashes(token_ids, context.cache_salt)
         return cls(token_ids, sampling, arrived_at, state, hashes, context)
+
+    def add_sibling(self, request_id: str, choice: int) -> "ActiveRequest":
+        """Add another choice of the prompt, and return its request."""
+        sampling = msgspec.structs.replace(self.sampling, choice=choice)
+        state = RequestState(request_id, sampling.max_tokens)
+        sibling = ActiveRequest(self.token_ids, sampling, self.arrived_at, state, self.hashes, self.context)
+        self.siblings += (sibling,)
+        return sibling
 
     @property
     def request_id(self) -> str:

@@ -11,7 +11,9 @@ class Admission:
     def admit(self, count: int, param: str | None = None) -> None:
         """Take ``count`` places. Raises :class:`ApiError` 429 if they aren't free, 400 if so many never fit."""
         if count > self._max_in_flight:
-            raise ApiError(400, f"{count} prompts in one request; at most {self._max_in_flight} fit", param=param)
+            raise ApiError(
+                400, f"{count} outputs in one request (prompts times n); at most {self._max_in_flight} fit", param=param
+            )
         if self.num_admitted + count > self._max_in_flight:
             message = f"{self.num_admitted} requests are in flight and {self._max_in_flight} are allowed: try again"
             raise ApiError(429, message, code="too_many_requests")

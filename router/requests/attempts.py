@@ -1,15 +1,16 @@
 """Attempts of requests: the messages that begin one, and its successor on the ladder when it fails. Pure."""
 
 import random
+from dataclasses import replace
 
 import msgspec
 
 from splitserve.protocol.messages.envelope import Body
 from splitserve.protocol.messages.requests import DecodeRequest, LocalRequest, PrefillRequest
-from splitserve.protocol.request import Party
+from splitserve.protocol.request import Party, RequestKey
 from splitserve.router.links.membership import Membership
 from splitserve.router.placement.placer import Placer
-from splitserve.router.placement.policies import Disaggregated, NoWorker, Placed
+from splitserve.router.placement.policies import Disaggregated, NoWorker, Placed, RequestShape
 from splitserve.router.requests.active_request import ActiveRequest
 from splitserve.router.requests.effects import CancelTimer, Count, Log, Outbox, Send, SetTimer
 from splitserve.router.requests.events import Timer, TimerKind
@@ -37,13 +38,22 @@ class Attempts:
         self._deadline_seconds = deadline_seconds
 
     def start(self, request: ActiveRequest, placement: Placed, now: float) -> None:
-        """Begin an attempt: charge its workers, and send it to them."""
+        """Begin an attempt, the first one together with those of the siblings: charge its workers, and send it to them.
+
+        The siblings share the prompt, for which only the first request is charged.
+        """
+        siblings = request.siblings if not request.state.num_attempts else ()
+        self._begin(request, placement, request.shape, now)
+        for sibling in siblings:
+            self._begin(sibling, placement, replace(request.shape, num_prompt_tokens=0), now)
+        for party, body in self.messages(request, placement, now, [sibling.state.key for sibling in siblings]):
+            self._outbox.put(Send(party, body))
+
+    def _begin(self, request: ActiveRequest, placement: Placed, shape: RequestShape, now: float) -> None:
         request.state.begin(placement)
         request.attempt_began_at = now
         request.stranded_at, request.num_waits = None, 0
-        request.charge = self._membership.charge(placement, request.shape)
-        for party, body in self.messages(request, placement, now):
-            self._outbox.put(Send(party, body))
+        request.charge = self._membership.charge(placement, shape)
 
     def go_on(self, request: ActiveRequest, now: float) -> Failure | None:
         """Begin the attempt that follows a failed one on the ladder, or wait for workers. Return None for both.
@@ -73,11 +83,13 @@ class Attempts:
         request.num_waits += 1
         self._outbox.put(SetTimer(Timer(TimerKind.RETRY, request.request_id), now + delay))
 
-    def messages(self, request: ActiveRequest, placement: Placed, now: float) -> list[tuple[Party, Body]]:
+    def messages(
+        self, request: ActiveRequest, placement: Placed, now: float, siblings: list[RequestKey]
+    ) -> list[tuple[Party, Body]]:
         """Return an attempt's messages. Decode comes first: it reserves room while prefill's message travels."""
         key, prompt, sampling = request.state.key, request.token_ids, request.attempt_sampling()
         delivered = request.state.delivered_ids
-        carried = request.context.cache_salt, request.context.priority
+        carried = request.context.cache_salt, request.context.priority, siblings
         left_seconds = max(MIN_DEADLINE_SECONDS, self._deadline_seconds - (now - request.arrived_at))
         if not isinstance(placement, Disaggregated):
             prefix = self._placer.prefix_helper(request.hashes, placement.worker, now)

@@ -166,7 +166,7 @@ class RouterCore:
         if request is None or update is None:
             self._outbox.put(Stale("tokens", str(delta.key), sender))
             return
-        if delta.handover is not None:
+        if delta.handover is not None and not request.sampling.choice:  # the other choices share the first one's
             self._settlement.on_handover(request, update, now)
         self.requests.apply(request, update, now)
 
@@ -188,13 +188,12 @@ class RouterCore:
             self.requests.apply(request, update, now)
 
     def _on_not_sent(self, event: NotSent, now: float) -> None:
-        """Fail the attempt of a request that wasn't sent. A lost Abort is harmless: the worker ends by itself."""
-        key = _requested_by(event.body)
-        request = None if key is None else self.requests.get(key.request_id)
-        if request is None or key is None:
-            return
-        refused = RequestFailed(key, FailureCode.OVERLOADED, "it takes no more messages")
-        self.requests.apply(request, request.state.on_request_failed(event.to, refused) or NOTHING, now)
+        """Fail the attempts that weren't sent. A lost Abort is harmless: the worker ends by itself."""
+        for key in _requested_by(event.body):
+            request = self.requests.get(key.request_id)
+            if request is not None:
+                refused = RequestFailed(key, FailureCode.OVERLOADED, "it takes no more messages")
+                self.requests.apply(request, request.state.on_request_failed(event.to, refused) or NOTHING, now)
 
     def _on_worker_lost(self, event: WorkerLost, now: float) -> None:
         for request in self.requests:
@@ -252,6 +251,6 @@ class RouterCore:
         return found
 
 
-def _requested_by(body: Body) -> RequestKey | None:
-    """Return the attempt that a message begins; None if it begins none."""
-    return body.key if isinstance(body, PrefillRequest | DecodeRequest | LocalRequest) else None
+def _requested_by(body: Body) -> tuple[RequestKey, ...]:
+    """Return the attempts that a message begins."""
+    return (body.key, *body.siblings) if isinstance(body, PrefillRequest | DecodeRequest | LocalRequest) else ()

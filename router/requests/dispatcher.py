@@ -140,18 +140,24 @@ class Dispatcher:
         *,
         watch_client: WatchClient,
         context: RequestContext = NO_CONTEXT,
+        num_choices: int = 1,
     ) -> ActiveRequest:
-        """Begin a request once a worker can take it; its updates come to ``inbox`` under ``index``.
+        """Begin a request once a worker can take it; its updates come to ``inbox`` under ``index``, those of its
+        siblings, the other choices, under the indices after that.
 
         Raises :class:`ApiError` 503 if no worker comes in time, and :class:`ClientGoneError`.
         """
         request_id = f"{context.client_id}-{secrets.token_hex(4)}" if context.client_id else secrets.token_hex(12)
         self._inboxes[request_id] = (inbox, index)
         request = ActiveRequest.new(request_id, token_ids, sampling, arrived_at, context)
+        for choice in range(1, num_choices):
+            sibling = request.add_sibling(f"{request_id}-{choice}", choice)
+            self._inboxes[sibling.request_id] = (inbox, index + choice)
         try:
             await self._ask(request_id, Submit(request), watch_client)
         except BaseException:
-            self._inboxes.pop(request_id, None)
+            for each in (request, *request.siblings):
+                self._inboxes.pop(each.request_id, None)
             raise
         return request
 

@@ -75,9 +75,8 @@ class FailedAttempt:
 class Update(msgspec.Struct, frozen=True, gc=False):
     """Result of one transition, for the caller to carry out."""
 
-    token_ids: Sequence[int] = ()  # the next output tokens of ``choice``
-    choice: int = 0
-    finish_reason: FinishReason | None = None  # set if the choice has ended with these tokens
+    token_ids: Sequence[int] = ()  # the next output tokens
+    finish_reason: FinishReason | None = None  # set if the output has ended with these tokens
     failure: Failure | None = None
     ended: bool = False  # the whole request has ended
     aborts: tuple[Party, ...] = ()  # workers that may still compute the request
@@ -97,7 +96,6 @@ class RequestState:
         self,
         request_id: str,
         max_tokens: int,
-        num_choices: int = 1,
         *,
         wants_logprobs: bool = False,
         prompt_scores: PromptScores | None = None,
@@ -107,7 +105,7 @@ class RequestState:
         self.phase = Phase.WAITING
         self.prompt_scores = prompt_scores
         is_gated = prompt_scores is not None and not prompt_scores.is_complete
-        self.sequences = [TokenSequence(max_tokens, wants_logprobs, is_gated) for _ in range(num_choices)]
+        self.output = TokenSequence(max_tokens, wants_logprobs, is_gated)
         self.placement: Placed | None = None
         self.num_attempts = 0
         self.key = RequestKey(request_id)  # of the current attempt
@@ -129,12 +127,10 @@ class RequestState:
         """Start the next attempt on ``placement``; return the workers of the last attempt that must be aborted."""
         assert not self.ended, f"{self.request_id} has ended"
         abandoned = tuple(self._at_work)
-        for sequence in self.sequences:
-            if not sequence.complete:
-                sequence.drop_held()
+        self.output.drop_held()
         if not self.num_attempts:
             self.was_disaggregated = isinstance(placement, Disaggregated)
-        self._num_delivered_before = sum(len(sequence.output_ids) for sequence in self.sequences)
+        self._num_delivered_before = len(self.output.output_ids)
         self.placement = placement
         self.key = RequestKey(self.request_id, self.num_attempts)
         self.num_attempts += 1
@@ -147,25 +143,22 @@ class RequestState:
 
     def on_delta(self, sender: Party, delta: TokenDelta) -> Update | None:
         """Take in new tokens from a worker. Returns None if the message is stale and was dropped."""
-        if not self._is_current(sender, delta.key) or not 0 <= delta.choice < len(self.sequences):
+        if not self._is_current(sender, delta.key):
             return None
         self._note_progress(sender, delta)
-        sequence = self.sequences[delta.choice]
-        was_complete = sequence.complete
+        output = self.output
         try:
-            new = sequence.accept(delta.position, delta.token_ids, delta.finish_reason, delta.logprobs)
+            new = output.accept(delta.position, delta.token_ids, delta.finish_reason, delta.logprobs)
         except Contradiction as error:
             return self._contradicted(sender, error)
-        if sequence.end is not None and all(each.end is not None for each in self.sequences):
+        if output.end is not None:
             self._forget(sender)
-        if was_complete:
-            return Update(new.token_ids, delta.choice, logprobs=new.logprobs) if new.token_ids else NOTHING
-        return self._delivered(delta.choice, new)
+        return self._delivered(new)
 
     def on_prompt_logprobs(self, sender: Party, message: PromptLogprobs) -> list[Update] | None:
         """Take in log-probabilities of the prompt. Returns None if the message is stale and was dropped.
 
-        Once all are here: an update with them, and with the tokens of each choice that waited for them.
+        Once all are here: an update with them, and with the tokens that waited for them.
         """
         if not self._is_current(sender, message.key) or self.prompt_scores is None:
             return None
@@ -177,22 +170,19 @@ class RequestState:
             return []
         updates = [Update(prompt_logprobs=self.prompt_scores.all())]
         self.prompt_scores.parts.clear()
-        for choice, sequence in enumerate(self.sequences):
-            update = self._delivered(choice, sequence.open_gate())
-            if update is not NOTHING:
-                updates.append(update)
+        update = self._delivered(self.output.open_gate())
+        if update is not NOTHING:
+            updates.append(update)
         return updates
 
-    def _delivered(self, choice: int, new: NewTokens) -> Update:
-        """Return the update with new tokens of a choice that wasn't complete before them."""
-        sequence = self.sequences[choice]
+    def _delivered(self, new: NewTokens) -> Update:
+        """Return the update with new tokens."""
         if new.token_ids and self.phase is Phase.WAITING:
             self.phase = Phase.STREAMING
-        if not sequence.complete:
-            return Update(new.token_ids, choice, logprobs=new.logprobs) if new.token_ids else NOTHING
-        ended = all(each.complete for each in self.sequences)
-        aborts = self._end(Phase.FINISHED) if ended else ()
-        return Update(new.token_ids, choice, sequence.finish_reason, ended=ended, aborts=aborts, logprobs=new.logprobs)
+        if not self.output.complete:
+            return Update(new.token_ids, logprobs=new.logprobs) if new.token_ids else NOTHING
+        aborts = self._end(Phase.FINISHED)
+        return Update(new.token_ids, self.output.finish_reason, ended=True, aborts=aborts, logprobs=new.logprobs)
 
     def _contradicted(self, sender: Party, error: Contradiction) -> Update:
         """Fail the request. Either worker may be wrong, and may not have stopped either: abort both."""
@@ -213,7 +203,7 @@ class RequestState:
         return self._without(worker, Failure(FailureReason.WORKER_LOST, f"worker {worker.engine_id} {why}"), worker)
 
     def finish_at_stop_string(self) -> Update:
-        """Finish the request, since a choice's text reached a stop string; its workers may still compute tokens."""
+        """Finish the request, since its text reached a stop string; its workers may still compute tokens."""
         return NOTHING if self.ended else Update(ended=True, aborts=self._end(Phase.FINISHED))
 
     def cancel(self) -> Update:
@@ -227,14 +217,14 @@ class RequestState:
         return Update(failure=failure, ended=True, aborts=self._end(Phase.FAILED))
 
     def check_invariants(self) -> None:
-        for sequence in self.sequences:
-            sequence.check_invariants()
+        self.output.check_invariants()
         parties = self.placement.parties if self.placement is not None else ()
         assert not (self.ended and self._at_work), "workers are at work on a request that has ended"
         assert (self.phase is Phase.FAILED) == (self.failure is not None), "a failure without a reason, or the reverse"
         assert set(self._at_work) <= set(parties), "a worker is at work that has no part in the attempt"
-        has_tokens = any(sequence.output_ids for sequence in self.sequences)
-        assert not (self.phase is Phase.WAITING and has_tokens), "a request with tokens waits for its first one"
+        assert not (self.phase is Phase.WAITING and self.output.output_ids), (
+            "a request with tokens waits for its first one"
+        )
 
     def _is_current(self, sender: Party, key: RequestKey) -> bool:
         if self.ended or self.placement is None:
@@ -281,12 +271,12 @@ class RequestState:
     @property
     def num_attempt_tokens(self) -> int:
         """Number of output tokens that the current attempt has delivered."""
-        return sum(len(sequence.output_ids) for sequence in self.sequences) - self._num_delivered_before
+        return len(self.output.output_ids) - self._num_delivered_before
 
     @property
     def delivered_ids(self) -> list[int]:
         """Output tokens that the client has or will have; the next attempt starts after them."""
-        return list(self.sequences[0].output_ids)
+        return list(self.output.output_ids)
 
     def _forget(self, worker: Party) -> None:
         if worker in self._at_work:

@@ -43,14 +43,16 @@ class RequestTable:
         return self._requests.get(request_id)
 
     def begin(self, request: ActiveRequest, placement: Placed, now: float) -> None:
-        """Start a new request's first attempt."""
-        self._requests[request.request_id] = request
-        self._outbox.put(Begun(request.request_id))
+        """Start a new request's first attempt, and those of its siblings."""
         self._outbox.put(Count("prompt_tokens", amount=len(request.token_ids)))
-        deadline = request.arrived_at + self._deadline_seconds
-        self._outbox.put(SetTimer(Timer(TimerKind.DEADLINE, request.request_id), deadline))
+        for each in (request, *request.siblings):
+            self._requests[each.request_id] = each
+            self._outbox.put(Begun(each.request_id))
+            deadline = each.arrived_at + self._deadline_seconds
+            self._outbox.put(SetTimer(Timer(TimerKind.DEADLINE, each.request_id), deadline))
         self._attempts.start(request, placement, now)
-        request.state.was_disaggregated |= request.is_fallback
+        for each in (request, *request.siblings):
+            each.state.was_disaggregated |= request.is_fallback
 
     def apply(self, request: ActiveRequest, update: Update, now: float) -> None:
         """Carry out the update of a transition of the request's state."""

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from msgspec.structs import replace
+
 from splitserve.protocol.request import SamplingParams
 from splitserve.protocol.sampling_features import Constraint
 from splitserve.protocol.token_ids import TokenIds, highest
@@ -76,9 +78,13 @@ class Preparation:
             max_tokens = _max_tokens(request.max_tokens, "max_tokens", len(token_ids), limits.max_model_len)
             if max_tokens is None:
                 max_tokens = min(DEFAULT_COMPLETION_TOKENS, room)
-            text = prompt if isinstance(prompt, str) else None
-            prompts.append(
-                self._prompt(request, token_ids, max_tokens, limits.vocab_size, constraint=constraint, text=text)
+            prompts += self._choices(
+                request,
+                token_ids,
+                max_tokens,
+                limits.vocab_size,
+                constraint=constraint,
+                text=prompt if isinstance(prompt, str) else None,
             )
         _check_num_scores(request, prompts)
         return prompts
@@ -100,17 +106,16 @@ class Preparation:
         wanted = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         max_tokens = _max_tokens(wanted, param, len(token_ids), limits.max_model_len)
         constraint = await self._constraints.of_chat(request, form, text, self._tokenizer.added_ids)
-        splitter = form.splitter(request, text, tools)
-        prompt = self._prompt(
+        prompts = self._choices(
             request,
             token_ids,
             room if max_tokens is None else max_tokens,
             limits.vocab_size,
             constraint=constraint,
-            splitter=splitter,
+            splitter=lambda: form.splitter(request, text, tools),
         )
-        _check_num_scores(request, [prompt])
-        return [prompt]
+        _check_num_scores(request, prompts)
+        return prompts
 
     async def chat_text(self, request: ChatCompletionRequest) -> str:
         """Return the prompt's text of a conversation. Raises :class:`ApiError` 400 or 503."""
@@ -177,7 +182,7 @@ class Preparation:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    def _prompt(
+    def _choices(
         self,
         request: GenerationRequest,
         token_ids: TokenIds,
@@ -185,10 +190,10 @@ class Preparation:
         vocab_size: int,
         *,
         constraint: Constraint | None,
-        splitter: "Splitter | None" = None,
+        splitter: Callable[[], "Splitter | None"] = lambda: None,
         text: str | None = None,
-    ) -> Prompt:
-        """Return one prompt, ready to run; ``text``: of a prompt that came as a string."""
+    ) -> list[Prompt]:
+        """Return the choices of a prompt, which share its seed; ``text``: of a prompt that came as a string."""
         stop_token_ids = request.stop_token_ids or []
         check_vocabulary(stop_token_ids, vocab_size, "stop_token_ids")
         eos_token_ids = () if request.ignore_eos else self._tokenizer.eos_token_ids
@@ -206,23 +211,34 @@ class Preparation:
             constraint=constraint,
             **(self._defaults.features | features),
         )
+        return [
+            Prompt(
+                token_ids,
+                replace(sampling, choice=number),
+                choice,
+                request.num_choices,
+                self._scores(request, token_ids, text),
+            )
+            for number in range(request.num_choices)
+            for choice in [self._choice(request, sampling.min_tokens, splitter())]
+        ]
+
+    def _choice(self, request: GenerationRequest, min_tokens: int, splitter: "Splitter | None") -> Choice:
         skips_special = request.skip_special_tokens is not False
-        choice = Choice(
+        return Choice(
             # A splitter reads special tokens, and hides them.
             self._tokenizer.detokenizer(skip_special_tokens=skips_special and splitter is None),
             request.stop_strings,
             include_stop=bool(request.include_stop_str_in_output),
-            min_tokens=sampling.min_tokens,
+            min_tokens=min_tokens,
             splitter=splitter,
             special_texts=self._tokenizer.special_texts if skips_special else None,
         )
-        if request.wanted_scores.is_neutral:
-            return Prompt(token_ids, sampling, choice)
-        scores = self._scores(request, token_ids, text)
-        return Prompt(token_ids, sampling, choice, scores)
 
-    def _scores(self, request: GenerationRequest, token_ids: TokenIds, text: str | None) -> ChoiceScores:
-        """Return what adds log-probabilities and the echo to a choice."""
+    def _scores(self, request: GenerationRequest, token_ids: TokenIds, text: str | None) -> ChoiceScores | None:
+        """Return what adds log-probabilities and the echo to a choice; None if neither is wanted."""
+        if request.wanted_scores.is_neutral:
+            return None
         texts, skips_special = self._tokenizer.texts, request.skip_special_tokens is not False
         form: LogprobsForm = ChatLogprobs(texts)
         if request.wanted_scores.as_ids:

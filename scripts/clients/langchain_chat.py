@@ -37,7 +37,7 @@ with step("a loop of tool calls"):
     need("chat/completions", tools=[TOOL], tool_choice="required")
     messages = [HumanMessage("Is there anything up there?")]
     longer = ChatOpenAI(base_url=BASE_URL, model=MODEL, api_key="none", temperature=0, max_tokens=256)
-    bound = longer.bind_tools([look], tool_choice="required")
+    bound = longer.bind_tools([look], tool_choice="required", strict=True, parallel_tool_calls=False)
     asked = bound.invoke(messages)
     check(asked.tool_calls and not asked.invalid_tool_calls, asked)
     for call in asked.tool_calls:

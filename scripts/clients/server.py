@@ -11,12 +11,21 @@ from pathlib import Path
 import splitserve
 from splitserve.models.demo.checkpoint import write_demo_model
 
+TEMPLATE = Path(__file__).parent / "tools.jinja"
+
 
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="splitserve-clients-") as folder:
         model = write_demo_model(Path(folder) / "demo-model")
         with splitserve.launch(
-            model, prefill=1, decode=1, dtype="float32", kv_memory="128MiB", max_model_len=4096
+            model,
+            prefill=1,
+            decode=1,
+            dtype="float32",
+            kv_memory="128MiB",
+            max_model_len=4096,
+            chat_template=str(TEMPLATE),  # the demo checkpoint's own has no place for tools
+            response_template="hermes",
         ) as server:
             facts = {"base_url": server.base_url, "model": server.model, "checkpoint": str(model)}
             print(json.dumps(facts), flush=True)

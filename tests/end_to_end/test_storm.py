@@ -5,7 +5,7 @@ from pathlib import Path
 from real_storm import run_storm
 from splitserve.benchmarks.chaos.faults import FaultKind
 
-NUM_REQUESTS = 48
+NUM_REQUESTS = 24
 
 
 def test_answers_in_a_storm_are_those_of_an_undisturbed_worker(tiny_qwen3: Path) -> None:

@@ -37,6 +37,16 @@ def reserve_and_compute(blocks, sequence) -> int:
     return found
 
 
+def test_blocks_that_a_peer_handed_over_are_found_with_their_salt_only():
+    blocks = make_blocks()
+    pulled = salted("pulled", "a")
+    assert blocks.reserve(pulled, pulls=True)
+    blocks.publish_verified(pulled, [4])
+    assert reserve_and_compute(blocks, salted("other", "b")) == 0
+    assert reserve_and_compute(blocks, salted("none", "")) == 0
+    assert reserve_and_compute(blocks, salted("same", "a")) == 4 * BLOCK_SIZE
+
+
 def test_an_empty_salt_changes_no_hash():
     assert salted_root(ROOT, "") == ROOT
     roots = {salted_root(ROOT, salt) for salt in ("", "a", "b", "A", "a ")}

@@ -210,6 +210,14 @@ def test_attention(heads: int, kv_heads: int, head_dim: int, block_size: int, dt
         assert_close(backend.run(query, layer, backend.plan(batch)), oracle.run(query, layer, oracle.plan(batch)))
 
 
+@pytest.mark.parametrize(("window", "soft_cap"), [(None, 1.5), (1, None), (16, None), (70, 1.5), (200, None)])
+def test_attention_to_a_window_with_a_soft_cap(window: int | None, soft_cap: float | None) -> None:
+    shape = AttentionShape(6, 2, 24, 5, 2, torch.float32, DEVICE, scale=0.7, soft_cap=soft_cap, window=window)
+    oracle, backend = ReferencePagedAttention(shape), TritonPagedAttention(shape)
+    query, layer, batch = paged_case(shape, [(1, 1), (1, 270), (3, 3), (66, 280), (40, 40), (1, 16), (1, 17)])
+    assert_close(backend.run(query, layer, backend.plan(batch)), oracle.run(query, layer, oracle.plan(batch)))
+
+
 def test_a_decode_plan_is_filled_again_and_keeps_its_tensors() -> None:
     shape = AttentionShape(4, 2, 16, 16, 2, torch.float32, DEVICE)
     oracle, backend = ReferencePagedAttention(shape), TritonPagedAttention(shape)

@@ -294,7 +294,7 @@ def test_spec_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     (tmp_path / "bad.yaml").write_text(BASE + "rooter: 1")
     assert cli.main(["spec", "check", str(tmp_path / "bad.yaml")]) == 2
     assert "bad.yaml:5: rooter: there is no such setting" in capsys.readouterr().err
-    assert cli.main(["spec", "show", "some/model", "--prefill", "1", "--decode", "2", "--kv-memory", "1GiB"]) == 0
+    assert cli.main(["spec", "show", "/some/model", "--prefill", "1", "--decode", "2", "--kv-memory", "1GiB"]) == 0
     shown = parse_spec(capsys.readouterr().out)
     assert [(pool.name, pool.count, pool.memory.kv) for pool in shown.pools] == [
         ("prefill", 1, 1 << 30),

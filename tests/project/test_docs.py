@@ -30,7 +30,7 @@ def load_script(name: str) -> ModuleType:
 def test_reference_pages_are_those_of_the_code(capsys: pytest.CaptureFixture[str]) -> None:
     pages = load_script("reference_pages")
     assert pages.main(["--check"]) == 0, "run python scripts/reference_pages.py"
-    assert {path.name for path in pages.pages()} == GENERATED
+    assert {path.name for path in pages.pages() if path.suffix != ".py"} == GENERATED
     assert not capsys.readouterr().out
 
 

@@ -117,7 +117,7 @@ EXAMPLES: list[Body] = [
     Introduce(PEER),
     Profile("p0", 128, 30.0),
     Profiled("p0", "", "/tmp/mixed.trace.json", 128, 0.9, 0.85, 0.01),
-    StepTokens([TokenDelta(KEY, 4, [9], 1, FinishReason.STOP, 16, REPORT), TokenDelta(KEY, 0, [1])]),
+    StepTokens([TokenDelta(KEY, 4, [9], FinishReason.STOP, 16, REPORT), TokenDelta(KEY, 0, [1])]),
     StepTokens([TokenDelta(KEY, 4, [9], logprobs=LOGPROBS)]),
     PromptLogprobs(KEY, 1, LOGPROBS),
     RequestFailed(KEY, FailureCode.OVERLOADED, "full \N{SNOWMAN}"),

@@ -138,8 +138,8 @@ def test_errors_reach_the_client_as_its_own_classes(client):
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="other", prompt="a")
     with pytest.raises(openai.BadRequestError) as caught:
-        client.completions.create(model="tiny", prompt="a", n=2)
-    assert caught.value.param == "n" and "not supported" in caught.value.message
+        client.completions.create(model="tiny", prompt="a", best_of=2)
+    assert caught.value.param == "best_of" and "not supported" in caught.value.message
 
 
 # ---- what goes to workers ----

@@ -97,7 +97,6 @@ def test_stale_messages_are_dropped():
     assert state.on_delta(P, other_attempt) is None
     assert state.on_delta(M, delta(state, 0, [5])) is None  # not a worker of this attempt
     assert state.on_delta(Party("p0", 99), delta(state, 0, [5])) is None  # another incarnation
-    assert state.on_delta(P, delta(state, 0, [5], choice=1)) is None
     assert state.on_request_failed(M, failed(state)) is None
     assert state.on_worker_lost(M, "died") is None
     state.cancel()
@@ -182,15 +181,7 @@ def test_a_new_attempt_keeps_delivered_tokens_and_drops_the_old_attempts_message
     assert state.on_delta(D, delta(state, 1, [6])) is None  # D has no part in the new attempt
     update = state.on_delta(M, delta(state, 1, [6, 7], LENGTH))
     assert list(update.token_ids) == [6, 7] and update.ended
-    assert state.sequences[0].output_ids == [5, 6, 7]
-
-
-def test_several_choices_end_the_request_together():
-    state = RequestState("r", 2, num_choices=2)
-    state.begin(Local(worker=M))
-    update = state.on_delta(M, delta(state, 0, [5], STOP))
-    assert update.finish_reason is STOP and not update.ended
-    assert state.on_delta(M, delta(state, 0, [6, 7], LENGTH, choice=1)).ended
+    assert state.output.output_ids == [5, 6, 7]
 
 
 @st.composite
@@ -276,4 +267,4 @@ def test_no_sequence_of_events_breaks_the_invariants(events):
             delivered += update.token_ids
             assert update.ended == (state.ended and not was_ended)
             assert not (was_ended and update is not NOTHING)
-        assert state.sequences[0].output_ids == delivered
+        assert state.output.output_ids == delivered

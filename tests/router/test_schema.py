@@ -162,7 +162,6 @@ def test_bad_values_name_their_field(fields, param):
 @pytest.mark.parametrize(
     ("name", "value", "neutral"),
     [
-        ("n", 2, 1),
         ("best_of", 3, 1),
         ("suffix", "x", ""),
     ],

@@ -13,7 +13,15 @@ from splitserve.orchestration.cli import main as cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-GENERATED = {"cli.md", "cluster-spec.md", "cluster-spec.schema.json", "settings.md", "http-api.md", "metrics.md"}
+GENERATED = {
+    "cli.md",
+    "cluster-spec.md",
+    "cluster-spec.schema.json",
+    "settings.md",
+    "http-api.md",
+    "metrics.md",
+    "models.md",
+}
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

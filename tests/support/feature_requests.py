@@ -1,13 +1,10 @@
 """Requests with random mixes of all registered sampling features, for the simulator. Not a test module."""
 
-import atexit
 import random
 from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from feature_examples import example_params, write_vocabulary
+from feature_examples import example_params, vocabulary
 from splitserve.protocol.request import SamplingParams
 from splitserve.protocol.sampling_features import SAMPLING_FEATURES
 from splitserve.simulation.model import VOCAB
@@ -19,9 +16,7 @@ NUM_TOKENS = (1, 2, 6, 12, 20, 30)
 @cache
 def sampled_model() -> SampledModel:
     """The model, with a tokenizer that is kept until the process ends."""
-    directory = TemporaryDirectory()
-    atexit.register(directory.cleanup)
-    return SampledModel(write_vocabulary(Path(directory.name), VOCAB))
+    return SampledModel(vocabulary(VOCAB))
 
 
 def random_params(chance: random.Random) -> SamplingParams:

@@ -58,6 +58,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     protocol: dict[str, float] = {}
     num_requests: int = 8
     features: bool = False
+    max_choices: int = 1  # of a prompt
 
     @property
     def command(self) -> str:
@@ -82,11 +83,13 @@ def prepare(schedule: Schedule) -> Simulator:
     has_tiers = schedule.shape.tier_slots or schedule.shape.shared_chunk
     # With tiers there are several, so that some leave the device and come back.
     shared = [[sim.random.randrange(VOCAB) for _ in range(12)] for _ in range(5 if has_tiers else 1)]
+    choices = random.Random(schedule.seed)
     for index in range(schedule.num_requests):
         prefix = shared[index % len(shared)][: sim.random.choice([0, 0, 4, 8, 12])]
         prompt = prefix + [sim.random.randrange(VOCAB) for _ in range(sim.random.choice([1, 3, 4, 5, 17, 30]))]
         wanted = random_params(sim.random) if schedule.features else sim.random.choice([1, 2, 6, 20])
-        sim.at(sim.random.uniform(0.0, 0.5), lambda i=index, p=prompt, w=wanted: sim.router.submit(f"r{i}", p, w))  # type: ignore[misc]
+        more = (prompt, wanted, choices.randint(1, schedule.max_choices))
+        sim.at(sim.random.uniform(0.0, 0.5), lambda i=index, m=more: sim.router.submit(f"r{i}", *m))  # type: ignore[misc]
     return sim
 
 
@@ -135,12 +138,15 @@ def random_schedule(seed: int) -> Schedule:
         unsent=sometimes(0.0, 0.2) if chosen.random() < 0.3 else 0.0,
     )
     protocol = chosen.choice([{}, {}, SHORT_LEASES, EXPIRING_LEASES, IMPATIENT_READS, LONG_WAITS, FEW_MAY_WAIT])
+    shape = chosen.choice(SHAPES)
     return Schedule(
         seed=seed,
         faults=faults,
-        shape=chosen.choice(SHAPES),
+        shape=shape,
         protocol=protocol,
         num_requests=chosen.choice([4, 8, 8, 16]),
+        # Lies about prefixes in tiers can't all be detected where several requests have the same prompt.
+        max_choices=1 if faults.lies and shape.tier_slots else chosen.choice([1, 1, 4]),
     )
 
 

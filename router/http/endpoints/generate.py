@@ -99,6 +99,9 @@ class Generate:
             if getattr(body, name) is not None:
                 message = f"{name} concerns text, and this endpoint has token ids only; use /v1/completions"
                 raise ApiError(400, message, param=name, code="unsupported_parameter")
+        if body.num_choices > 1:
+            message = f"n must be 1 at this endpoint, got {body.n}; send several requests, or use /v1/completions"
+            raise ApiError(400, message, param="n", code="unsupported_parameter")
         answer_format = TokensFormat(
             self._serving.model.name(body.model),
             include_usage=body.include_usage,

@@ -94,6 +94,14 @@ class BlockManager:
             sequence.load = self.tiers.begin_load(sequence, rest, fresh, self._shareable_ids(sequence), len(cached))
         return True
 
+    def fork_headroom(self, sequence: Sequence) -> int:
+        """Return the blocks for the sequences that fork from this one, one each, as far as the memory can ever hold
+        them beside it."""
+        if not sequence.num_forks:
+            return 0
+        num_needed = num_blocks_for(len(sequence.token_ids) + 1, self.block_size)
+        return max(0, min(sequence.num_forks, min(pool.num_blocks for pool in self.pools) - num_needed))
+
     def _reserve_others(
         self, sequence: Sequence, hashes: ListLike[bytes], num_cached: int, headroom: int, *, pulls: bool
     ) -> bool:
@@ -256,7 +264,7 @@ class BlockManager:
     def publish_verified(self, sequence: Sequence, ends: ListLike[int]) -> None:
         """Let others find the full blocks that a peer has handed over: in each group those before the number in
         ``ends``."""
-        extend_hashes(sequence.block_hashes, self.root_hash, sequence.token_ids, self.block_size)
+        self._extend_hashes(sequence)
         num_full = len(sequence.token_ids) // self.block_size
         for number in range(sequence.num_published, min(ends[0], num_full)):
             self.pool.publish(sequence.block_ids[number], sequence.block_hashes[number])

@@ -169,22 +169,15 @@ class EngineCore:
 
     def _on_token(self, sequence: Sequence, draw: Draw, now: float) -> None:
         """Deliver a token, and end the request, hand it on, or let it draw the next one."""
-        token_id, position = draw.token_id, sequence.num_output_tokens
-        finish_reason = sequence.sampling.finish_reason(token_id, position + 1)
-        if finish_reason is None and not sequence.may_go_on:
-            finish_reason = FinishReason.LENGTH
+        token_id = draw.token_id
+        finish_reason = sequence.finish_reason(token_id)
         self.state.counters.output_tokens += 1
-        delta = TokenDelta(
-            sequence.key,
-            position,
-            [token_id],
-            sequence.choice,
-            finish_reason,
-            sequence.num_cached_tokens,
-            logprobs=draw.logprobs,
-        )
-        self.state.add_delta(sequence, delta)
-        if finish_reason is not None:
+        self._deliver(sequence, draw, finish_reason)
+        if sequence.siblings and sequence.decodes_here:
+            self._requests.fork(sequence)
+        if sequence.was_aborted and not sequence.siblings:
+            self._requests.end(sequence, "aborted", now)
+        elif finish_reason is not None and not sequence.siblings:
             self._requests.end(sequence, f"finished: {finish_reason}", now)
         elif sequence.decodes_here:
             sequence.token_ids.append(token_id)
@@ -192,6 +185,22 @@ class EngineCore:
         else:
             self.scheduler.remove(sequence)
             self._requests.owner(sequence).on_token(sequence, draw, now)
+
+    def _deliver(self, sequence: Sequence, draw: Draw, finish_reason: FinishReason | None) -> None:
+        if sequence.was_aborted:
+            return
+        position, num_cached_tokens = sequence.num_output_tokens, sequence.num_cached_tokens
+        delta = TokenDelta(
+            sequence.key,
+            position,
+            [draw.token_id],
+            finish_reason,
+            num_cached_tokens,
+            sequence.handover,
+            draw.logprobs,
+        )
+        sequence.handover = None
+        self.state.add_delta(sequence, delta)
 
     def _count_prompt_tokens(self, sequence: Sequence, chunk: ScheduledChunk) -> None:
         counters = self.state.counters

@@ -8,7 +8,7 @@ from splitserve.engine.scheduling import StepScheduler
 from splitserve.engine.sequence import Sequence
 from splitserve.engine.stage import Stage
 from splitserve.engine.state import DRAINING_REASON, EngineState
-from splitserve.protocol.messages.requests import Abort, FailureCode
+from splitserve.protocol.messages.requests import Abort, FailureCode, RequestFailed
 from splitserve.protocol.request import Party
 
 NO_PART = Part()
@@ -32,6 +32,7 @@ class Requests:
         state = self.state
         if request.key in state.tombstones or request.key in state.sequences:
             state.counters.stale_messages += 1
+            self._fail_siblings(request, sender)
             return None
         token_ids = request.token_ids[:]
         token_ids.extend(request.output_ids)
@@ -43,6 +44,7 @@ class Requests:
             sampling=request.sampling,
             deadline=now + min(request.deadline_seconds, state.protocol.request_deadline_seconds),
             max_length=state.max_model_len,
+            siblings={key: n for n, key in enumerate(request.siblings, 1) if key not in state.tombstones},
             decodes_here=decodes_here,
             cache_salt=request.cache_salt,
         )
@@ -53,6 +55,14 @@ class Requests:
             return None
         state.sequences[request.key] = sequence
         return sequence
+
+    def _fail_siblings(self, request: Any, sender: Party) -> None:
+        """Report the siblings of a request that isn't computed since its end came first: the router continues them."""
+        state = self.state
+        for key in request.siblings if request.key in state.tombstones else ():
+            if key not in state.tombstones and key not in state.sequences:
+                failed = RequestFailed(key, FailureCode.OVERLOADED, f"{request.key} had ended before it came")
+                state.outbox.send(sender, failed)
 
     def _refusal(self, sequence: Sequence) -> tuple[FailureCode, str] | None:
         """Return the reason for which a request can't run here, or None."""
@@ -65,13 +75,26 @@ class Requests:
         return None if problem is None else (FailureCode.INVALID, problem)
 
     def on_abort(self, abort: Abort, sender: Party, now: float) -> None:
-        """End a request; remember the end of one whose messages are still to come."""
+        """End a request; remember the end of one whose messages are still to come. A request goes on without output
+        while siblings wait for its prompt's KV."""
         del sender
         sequence = self.state.sequences.get(abort.key)
         if sequence is None:
             self.state.bury(abort.key, "aborted", now, attempt_over=True)
-        elif not sequence.has_ended:
+            sequence = next((each for each in self.state.sequences.values() if abort.key in each.siblings), None)
+            if sequence is not None:
+                del sequence.siblings[abort.key]
+        else:
+            sequence.was_aborted = True
+        if sequence is not None and sequence.was_aborted and not (sequence.siblings or sequence.has_ended):
             self.end(sequence, "aborted", now)
+
+    def fork(self, sequence: Sequence) -> None:
+        """Let the siblings of a sequence begin, whose prompt's KV is complete and published. They find its full blocks
+        in the prefix index, and compute the tokens after them."""
+        for fork in reversed(sequence.fork()):
+            self.state.sequences[fork.key] = fork
+            self.scheduler.add(fork, first=True)
 
     def end(self, sequence: Sequence, reason: str, now: float, *, attempt_over: bool = True) -> None:
         """End a request on this worker; ``attempt_over``: on every worker."""

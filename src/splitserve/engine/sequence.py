@@ -2,13 +2,16 @@
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from splitserve.engine.cache_groups import Table
 from splitserve.engine.feature_states import FeatureStates
 from splitserve.engine.prompt_scores import PromptScores
 from splitserve.engine.stage import NEXT_STAGES, Stage
 from splitserve.kvconnector.layout.shape import num_blocks_for
 from splitserve.kvconnector.tiers.loads import BlockLoad
-from splitserve.protocol.request import Party, RequestKey, SamplingParams
+from splitserve.protocol.messages.requests import HandoverReport
+from splitserve.protocol.request import FinishReason, Party, RequestKey, SamplingParams
 from splitserve.protocol.step import MAX_STEPS_UNDER_WAY, UNKNOWN_TOKEN, ChunkTable, SampleSpec, ScheduledChunk
 from splitserve.protocol.token_ids import TokenIds
 
@@ -42,10 +45,13 @@ class Sequence:
     num_prompt_tokens: int  # the first of ``token_ids``, which the client sent
     sampling: SamplingParams  # how tokens are drawn, and when the output ends
     deadline: float  # seconds on the worker's own clock
-    choice: int = 0  # the output's number among those of the request
     max_length: int = 2**31  # bound of prompt and output, by the worker's memory and model
     end_length: int = field(init=False)  # the same bound with ``sampling.max_tokens`` in it
     cache_salt: str = ""  # its blocks are shared with sequences of the same salt only
+    # Requests of the prompt's other choices, which begin when its KV is here; by key the choice.
+    siblings: dict[RequestKey, int] = field(default_factory=dict)
+    was_aborted: bool = False  # its own output is over; it goes on for its siblings
+    handover: HandoverReport | None = None  # of the prompt, for the message with the first token
     decodes_here: bool = True  # False: after the first token a decode worker takes over
     stage: Stage = Stage.NEW  # its place in the worker; changed by :meth:`enter` alone
     block_ids: list[int] = field(
@@ -165,11 +171,40 @@ class Sequence:
             sampling.top_k,
             sampling.top_p,
             sampling.seed,
-            self.choice,
+            sampling.choice,
             position,
             None if features is None else features.use(sampling, self.token_ids, self.num_prompt_tokens, position),
             sampling.logprobs,
         )
+
+    @property
+    def num_forks(self) -> int:
+        """Sequences that begin here once the prompt's KV is complete."""
+        return len(self.siblings) if self.decodes_here else 0
+
+    def fork(self) -> "list[Sequence]":
+        """Return the sequences of the siblings: the same prompt, without output."""
+        forks = [
+            Sequence(
+                key=key,
+                reply_to=self.reply_to,
+                token_ids=self.token_ids[: self.num_prompt_tokens],
+                num_prompt_tokens=self.num_prompt_tokens,
+                sampling=msgspec.structs.replace(self.sampling, choice=choice),
+                deadline=self.deadline,
+                max_length=self.max_length,
+                handover=self.handover,
+                cache_salt=self.cache_salt,
+            )
+            for key, choice in self.siblings.items()
+        ]
+        self.siblings = {}
+        return forks
+
+    def finish_reason(self, token_id: int) -> FinishReason | None:
+        """Return the reason to end with the next token, ``token_id``, or None."""
+        finish_reason = self.sampling.finish_reason(token_id, self.num_output_tokens + 1)
+        return FinishReason.LENGTH if finish_reason is None and not self.may_go_on else finish_reason
 
     def on_launched(self, chunk: ScheduledChunk, index: int) -> None:
         """Note that a step is launched whose chunk number ``index`` is this sequence's ``chunk``."""

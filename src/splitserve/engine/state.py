@@ -106,8 +106,9 @@ class EngineState:
         self.deltas.clear()
 
     def fail(self, sequence: Sequence, code: FailureCode, message: str) -> None:
-        """Report to the router that this worker has failed a request."""
-        self.outbox.send(sequence.reply_to, RequestFailed(key=sequence.key, code=code, message=message))
+        """Report to the router that this worker has failed a request, and with it the siblings that haven't begun."""
+        for key in (*(() if sequence.was_aborted else (sequence.key,)), *sequence.siblings):
+            self.outbox.send(sequence.reply_to, RequestFailed(key=key, code=code, message=message))
 
     def bury(self, key: RequestKey, reason: str, now: float, *, attempt_over: bool = False) -> None:
         """Forget a request, and remember that it's over, so that late messages don't bring it back."""

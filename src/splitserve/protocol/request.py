@@ -9,6 +9,9 @@ from splitserve.protocol.messages.logprobs import NumTop
 from splitserve.protocol.sampling_features import FeatureParams
 from splitserve.protocol.wire_numbers import Count
 
+MAX_CHOICES = 16
+"""The largest number of outputs of one prompt."""
+
 
 class RequestKey(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Identity of one attempt at one request. A retry is the same request with the next attempt number."""
@@ -47,7 +50,8 @@ class SamplingParams(FeatureParams, frozen=True, omit_defaults=True, forbid_unkn
     Parameters of sampling features are inherited.
 
     ``temperature`` 0 is greedy. ``top_k`` 0 keeps every token. ``seed`` is always set by the router, so that
-    every worker draws the same token for the same (seed, choice, position).
+    every worker draws the same token for the same (seed, choice, position); ``choice`` is the output's number among
+    those of its prompt.
     ``stop_token_ids`` holds the end-of-sequence ids too, unless the client asked for ``ignore_eos``.
     ``logprobs`` and ``prompt_logprobs`` are the numbers of alternatives in the log-probabilities of output and prompt;
     None: not wanted. The prompt's begin with its token number ``prompt_logprobs_start``: the router has the others.
@@ -59,6 +63,7 @@ class SamplingParams(FeatureParams, frozen=True, omit_defaults=True, forbid_unkn
     top_p: float = 1.0
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    choice: int = 0
     logprobs: NumTop | None = None
     prompt_logprobs: NumTop | None = None
     prompt_logprobs_start: Count = 1
@@ -75,6 +80,8 @@ class SamplingParams(FeatureParams, frozen=True, omit_defaults=True, forbid_unkn
             raise ConfigError(f"top_p is {self.top_p}; it must be in (0, 1]")
         if not 0 <= self.seed < 2**64:
             raise ConfigError(f"seed is {self.seed}; it must fit 64 unsigned bits")
+        if not 0 <= self.choice < MAX_CHOICES:
+            raise ConfigError(f"choice is {self.choice}; it must be between 0 and {MAX_CHOICES - 1}")
 
     def finish_reason(self, token_id: int, num_output_tokens: int) -> FinishReason | None:
         """Return the reason to end with ``token_id`` as the ``num_output_tokens``-th output token, or None."""

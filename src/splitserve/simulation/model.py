@@ -56,13 +56,15 @@ class HashedModel:
         for index, kv in read.items():
             spec = plan.chunks[index].sample
             assert spec is not None
-            drawn[index] = Draw((mix(*kv, spec.seed, spec.position) % VOCAB,))
+            drawn[index] = Draw((mix(*kv, draw_key(spec.seed, spec.choice), spec.position) % VOCAB,))
         return drawn
 
     def expected_output(self, prompt: list[int], sampling: SamplingParams) -> list[int]:
         """See :meth:`Model.expected_output`."""
         return output_of(
-            prompt, sampling, lambda kv, output: mix(*kv, sampling.seed, len(prompt) + len(output)) % VOCAB
+            prompt,
+            sampling,
+            lambda kv, output: mix(*kv, draw_key(sampling.seed, sampling.choice), len(prompt) + len(output)) % VOCAB,
         )
 
 
@@ -89,6 +91,11 @@ def mix(*values: int) -> int:
 def next_kv(kv: list[int], token: int, head: int) -> int:
     """Return a head's KV of the position after those of ``kv``."""
     return mix(kv[-1] if kv else 0, token, head)
+
+
+def draw_key(seed: int, choice: int) -> int:
+    """Return the number that keys the draws of one choice."""
+    return seed + (choice << 64)
 
 
 def output_of(prompt: list[int], sampling: SamplingParams, draw: Callable[[list[int], list[int]], int]) -> list[int]:

@@ -59,7 +59,7 @@ class SampledModel:
     def _draw_alone(self, kv: list[int], prompt: list[int], output: list[int], params: SamplingParams) -> int:
         use = FeatureUse(1, FeatureStart(params, prompt, output)) if wanted_features(params) else None
         position = len(prompt) + len(output)
-        spec = SampleSpec(params.temperature, params.top_k, params.top_p, params.seed, 0, position, use)
+        spec = SampleSpec(params.temperature, params.top_k, params.top_p, params.seed, params.choice, position, use)
         chunk = ScheduledChunk([(prompt + output)[-1]], position - 1, [0], spec)
         [draw] = self._reference.draw(StepPlan([chunk]), {0: kv})
         assert draw is not None and not draw.error, f"an undisturbed worker can't draw: {draw}"

@@ -13,12 +13,14 @@ import msgspec
 
 from splitserve.protocol.messages.base import Message
 from splitserve.protocol.messages.logprobs import Logprobs
-from splitserve.protocol.request import FinishReason, Party, RequestKey, SamplingParams
+from splitserve.protocol.request import MAX_CHOICES, FinishReason, Party, RequestKey, SamplingParams
 from splitserve.protocol.token_ids import TokenIds
 from splitserve.protocol.wire_numbers import Count, Seconds, Size, TokenId
 
 MAX_CACHE_SALT_CHARS = 256
 CacheSalt: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_CACHE_SALT_CHARS)]
+
+Siblings: TypeAlias = Annotated[list[RequestKey], msgspec.Meta(max_length=MAX_CHOICES - 1)]
 
 
 class PeerRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,6 +41,7 @@ class PrefillRequest(Message, frozen=True):
     output_ids: list[TokenId] = []
     cache_salt: CacheSalt = ""
     priority: int = 0
+    siblings: Siblings = []
 
 
 class DecodeRequest(Message, frozen=True):
@@ -52,6 +55,7 @@ class DecodeRequest(Message, frozen=True):
     output_ids: list[TokenId] = []
     cache_salt: CacheSalt = ""
     priority: int = 0
+    siblings: Siblings = []
 
 
 class LocalRequest(Message, frozen=True):
@@ -66,6 +70,7 @@ class LocalRequest(Message, frozen=True):
     prefix: PeerRef | None = None
     cache_salt: CacheSalt = ""
     priority: int = 0
+    siblings: Siblings = []
 
 
 class Abort(Message, frozen=True):
@@ -115,7 +120,6 @@ class TokenDelta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fal
     key: RequestKey
     position: Count
     token_ids: list[TokenId]
-    choice: Count = 0
     finish_reason: FinishReason | None = None
     num_cached_tokens: Count = 0
     handover: HandoverReport | None = None

@@ -53,7 +53,8 @@ class RouterChecks:
         elif isinstance(body, AnyRequest):
             self._check_worker(to, body)
             self._check_request(to, body)
-            self._at_work[body.key].add(to)
+            for key in (body.key, *body.siblings):
+                self._at_work[key].add(to)
 
     def _check_abort(self, to: Party, key: RequestKey) -> None:
         state = self._state(key)

@@ -3,6 +3,8 @@
 from array import array
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from splitserve.protocol.request import SamplingParams
 from splitserve.router.placement.placer import Limits
 from splitserve.router.requests.active_request import ActiveRequest
@@ -18,7 +20,8 @@ PREPARATION_SECONDS = 0.005  # at most, from the limits to the submitted prompt
 
 
 class SimClient:
-    """The HTTP layer's part for one prompt: limits, admission, preparation, submission. ``output`` is the answer."""
+    """The HTTP layer's part for one choice of a prompt; that of the first one stands for all until they begin: limits,
+    admission, preparation, submission. ``output`` is the answer."""
 
     def __init__(self, router: "SimRouter", request_id: str, prompt: list[int], sampling: SamplingParams) -> None:
         self._router = router
@@ -30,6 +33,8 @@ class SimClient:
         self.scores: list[float] = []  # log-probabilities of the output
         self.prompt_scores: list[float] | None = None  # those of the prompt; None: they haven't come
         self.request: ActiveRequest | None = None  # submitted last
+        self.first: SimClient | None = None  # of the prompt's first choice, if it isn't this one
+        self.siblings: list[SimClient] = []  # of the other choices, which begin with it
         self.has_begun = False
         self.has_left = False
         self.is_rejected = False  # no worker has room for so many tokens
@@ -43,9 +48,15 @@ class SimClient:
         """Whether nothing more will happen to it."""
         if self.has_begun and self.request is not None:
             return self.request.state.ended
+        if self.first is not None:
+            return self.first.is_done
         return self.has_left or self.is_rejected
 
     # ---- actions ----
+
+    def leave_once_begun(self) -> None:
+        """Leave early, while the request runs."""
+        self._leaves_after_seconds = self._sim.random.uniform(0.0, 0.3)
 
     def leave_some_time(self) -> None:
         """Leave early: mostly while the request runs, else at any moment soon."""
@@ -54,6 +65,14 @@ class SimClient:
             self._leaves_after_seconds = seconds
         else:
             self._sim.after(seconds, self.leave)
+
+    def add_sibling(self, choice: int) -> "SimClient":
+        """Add the client of another choice of the prompt."""
+        sampling = msgspec.structs.replace(self.sampling, choice=choice)
+        sibling = SimClient(self._router, f"{self.request_id}-{choice}", self.prompt, sampling)
+        sibling.first = self
+        self.siblings.append(sibling)
+        return sibling
 
     def ask(self) -> None:
         """Ask the router for the limits on requests."""
@@ -65,8 +84,10 @@ class SimClient:
         """Submit the prepared prompt."""
         if self.has_left:
             return
-        self._router.core.admission.admit(1)
+        self._router.core.admission.admit(1 + len(self.siblings))
         self.request = ActiveRequest.new(self.request_id, array("i", self.prompt), self.sampling, self._sim.now)
+        for choice, sibling in enumerate(self.siblings, start=1):
+            sibling.request = self.request.add_sibling(sibling.request_id, choice)
         self._router.handle(Submit(self.request))
 
     def leave(self) -> None:
@@ -79,7 +100,7 @@ class SimClient:
         is_waiting = not self.has_begun and self.request_id in dict(self._router.core.waiting_room.in_line())
         self._router.handle((StopStringReached if has_enough else Cancel)(self.request_id))
         if is_waiting:
-            self._router.core.admission.release(1)
+            self._router.core.admission.release(1 + len(self.siblings))
 
     @property
     def _question_id(self) -> str:
@@ -107,7 +128,7 @@ class SimClient:
         """Try again later."""
         assert not self.has_left, f"{self.request_id} is refused, but its client has left"
         if refused_id == self.request_id:
-            self._router.core.admission.release(1)
+            self._router.core.admission.release(1 + len(self.siblings))
         self._sim.after(RETRY_SECONDS, self.ask)
 
     def on_update(self, update: Update) -> None:
@@ -149,8 +170,7 @@ class SimClient:
             return
         state = self.request.state
         is_complete = state.phase is Phase.FINISHED and not self.has_left
-        was_deceived = self.request_id in self._sim.liar.deceived
-        if self._sim.faults.rounding or was_deceived:
+        if self._sim.faults.rounding or self._was_deceived:
             is_long = len(self.output) == self.sampling.max_tokens
             assert not is_complete or is_long, f"{self.request_id}: too short"
         else:
@@ -160,9 +180,15 @@ class SimClient:
         if state.failure is not None:
             assert self._may_fail(state.failure), f"{self.request_id} failed without need: {state.failure.message}"
 
+    @property
+    def _was_deceived(self) -> bool:
+        """Whether a lie was told about it, or about the first choice, whose KV it shares."""
+        deceived = self._sim.liar.deceived
+        return self.request_id in deceived or (self.first is not None and self.first.request_id in deceived)
+
     def _may_fail(self, failure: Failure) -> bool:
         if self.was_helpless or self._sim.faults.step_error > 0:
             return True
         if failure.reason is FailureReason.CONTRADICTION:
-            return self.request_id in self._sim.liar.deceived
+            return self._was_deceived
         return self.was_unsent and failure.reason is not FailureReason.DEADLINE

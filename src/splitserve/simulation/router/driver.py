@@ -115,8 +115,9 @@ class SimRouter:
             self.sim.send(ROUTER, to, body)
             return
         if not isinstance(body, Abort):
-            self.checks.on_not_sent(to, body.key)  # type: ignore[union-attr]
-            self.clients[body.key.request_id].was_unsent = True  # type: ignore[union-attr]
+            for key in (body.key, *body.siblings):  # type: ignore[union-attr]
+                self.checks.on_not_sent(to, key)
+                self.clients[key.request_id].was_unsent = True
         self.handle(NotSent(to, body))
 
     def _set_timer(self, effect: SetTimer) -> None:
@@ -143,9 +144,9 @@ class SimRouter:
 
     # ---- clients and workers ----
 
-    def submit(self, request_id: str, prompt: list[int], wanted: int | SamplingParams) -> None:
-        """Start a client with one request; it may leave early, as the faults say. ``wanted``: the request's parameters,
-        or only its number of tokens."""
+    def submit(self, request_id: str, prompt: list[int], wanted: int | SamplingParams, num_choices: int = 1) -> None:
+        """Start a client with one prompt; each of its choices may be left early, as the faults say. ``wanted``: the
+        request's parameters, or only its number of tokens."""
         sampling = wanted
         if isinstance(sampling, int):
             sampling = SamplingParams(max_tokens=sampling, seed=self.sim.random.getrandbits(32))
@@ -155,6 +156,11 @@ class SimRouter:
         client = self.clients[request_id] = SimClient(self, request_id, prompt, sampling)
         if self.sim.random.random() < self.sim.faults.abort:
             client.leave_some_time()
+        for choice in range(1, num_choices):
+            sibling = client.add_sibling(choice)
+            self.clients[sibling.request_id] = sibling
+            if self.sim.random.random() < self.sim.faults.abort:
+                sibling.leave_once_begun()
         client.ask()
 
     def on_message(self, sender: Party, body: Body) -> None:
@@ -273,8 +279,9 @@ class SimRouter:
         return [state.failure.message for state in states if state.failure is not None]
 
     def has_ended(self, num_requests: int) -> bool:
-        """Return whether all ``num_requests`` requests were submitted and have ended."""
-        return len(self.clients) == num_requests and all(client.is_done for client in self.clients.values())
+        """Return whether all ``num_requests`` prompts were submitted, and all their choices have ended."""
+        num_prompts = sum(client.first is None for client in self.clients.values())
+        return num_prompts == num_requests and all(client.is_done for client in self.clients.values())
 
     def check_end(self) -> None:
         """Check that each request ended with the right tokens: all of them, if any worker could compute them."""

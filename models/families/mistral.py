@@ -1,0 +1,31 @@
+"""Mistral 7B, Nemo, Small (arXiv:2310.06825): Llama, in some releases with a sliding window in every layer."""
+
+from typing import Any
+
+from splitserve.models.config import ConfigFields, ModelConfig, check_rotated_whole, window_features
+from splitserve.models.families.llama import LlamaLayer
+from splitserve.models.layers.attention import GroupedAttention
+from splitserve.models.layers.decoder import Decoder
+
+
+def features(given: ConfigFields) -> dict[str, Any]:
+    """Read what its config.json has beside the sizes."""
+    check_rotated_whole(given)
+    given.choice("hidden_act", ("silu",), "silu")
+    return window_of_all_layers(given)
+
+
+def window_of_all_layers(given: ConfigFields) -> dict[str, Any]:
+    """Read the sliding window that all layers have, unless it is null."""
+    if given.get("sliding_window") is None:
+        return {}
+    return window_features(given, list(range(given.positive("num_hidden_layers"))))
+
+
+def build(config: ModelConfig) -> Decoder:
+    """Declare the model."""
+    return Decoder(config, _layer)
+
+
+def _layer(name: str, config: ModelConfig, index: int) -> LlamaLayer:
+    return LlamaLayer(name, config, GroupedAttention(f"{name}.self_attn", config, index))
