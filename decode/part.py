@@ -23,6 +23,7 @@ from splitserve.protocol.messages.requests import (
     TokenDelta,
 )
 from splitserve.protocol.request import Party
+from splitserve.protocol.step import Draw
 
 
 class SinkPart(Part):
@@ -93,7 +94,7 @@ class SinkPart(Part):
 
     # ---- hand-overs ----
 
-    def _on_ready(self, sequence: Sequence, first_token: int, report: HandoverReport, now: float) -> None:
+    def _on_ready(self, sequence: Sequence, first_token: Draw, report: HandoverReport, now: float) -> None:
         """Let a sequence decode, and its siblings begin: its KV is verified, and its first token came with it.
 
         A peer's host tier has full blocks only: what follows them is computed here.
@@ -102,10 +103,11 @@ class SinkPart(Part):
         delta = TokenDelta(
             key=sequence.key,
             position=sequence.num_output_tokens,
-            token_ids=[first_token],
-            finish_reason=sequence.finish_reason(first_token) if sequence.siblings else None,
+            token_ids=[first_token.token_id],
+            finish_reason=sequence.finish_reason(first_token.token_id) if sequence.siblings else None,
             num_cached_tokens=sequence.num_cached_tokens,
             handover=report,
+            logprobs=first_token.logprobs,
         )
         if not sequence.was_aborted:
             self._state.add_delta(sequence, delta)
@@ -115,7 +117,7 @@ class SinkPart(Part):
         if sequence.was_aborted or delta.finish_reason is not None:
             self._requests.end(sequence, "its first token was its last one", now)
             return
-        sequence.token_ids.append(first_token)
+        sequence.token_ids.append(first_token.token_id)
         if sequence.num_remaining == 1:
             self._scheduler.start_decoding(sequence)
         else:

@@ -16,6 +16,7 @@ from splitserve.protocol.handover.sink import Pull, PullSpan, SinkHandover, Sink
 from splitserve.protocol.messages.handover import MAX_HASHES, Offer, Release, Withdrawn
 from splitserve.protocol.messages.requests import HandoverReport, PeerRef
 from splitserve.protocol.request import Party, RequestKey
+from splitserve.protocol.step import Draw
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +31,7 @@ class Incoming:
     sequence: Sequence
     peer: Party
     is_prefix: bool = False
-    first_token: int | None = None
+    first_token: Draw | None = None
     handover: SinkHandover | None = None
 
 
@@ -57,7 +58,7 @@ class SinkSide:
         self,
         state: EngineState,
         peers: PeerTable,
-        on_ready: Callable[[Sequence, int, HandoverReport, float], None],
+        on_ready: Callable[[Sequence, Draw, HandoverReport, float], None],
         on_failed: Callable[[Sequence, str, float], None],
         on_prefix: Callable[[Sequence], None],
     ) -> None:
@@ -284,15 +285,15 @@ class SinkSide:
             self._state.counters.handover_failures += 1
             self._on_failed(sequence, "the blocks changed before they were read, and are in no other place", now)
         else:
-            first_token = sequence.token_ids.pop()
+            sequence.token_ids.pop()
             self._state.counters.other_copies += 1
-            self._report(incoming, handover, first_token, now)
+            self._report(incoming, handover, incoming.first_token, now)
 
-    def _ask_for_other_copies(self, incoming: Incoming, first_token: int) -> None:
+    def _ask_for_other_copies(self, incoming: Incoming, first_token: Draw) -> None:
         """The peer's device has lost the blocks: maybe its host tier has them. What is verified is found again here."""
         sequence = incoming.sequence
         sequence.enter(Stage.UNADMITTED)
-        sequence.token_ids.append(first_token)
+        sequence.token_ids.append(first_token.token_id)
         again = Incoming(sequence, incoming.peer, is_prefix=True, first_token=first_token)
         self._incoming[sequence.key] = again
         self._waiting.appendleft(again)
@@ -311,9 +312,9 @@ class SinkSide:
         if incoming.is_prefix:
             self._complete_prefix(incoming, handover, now)
         else:
-            self._report(incoming, handover, handover.first_tokens[0], now)
+            self._report(incoming, handover, handover.first_draw, now)
 
-    def _report(self, incoming: Incoming, handover: SinkHandover, first_token: int, now: float) -> None:
+    def _report(self, incoming: Incoming, handover: SinkHandover, first_token: Draw, now: float) -> None:
         """Report a hand-over whose KV has all arrived."""
         statistics = handover.statistics
         report = HandoverReport(
@@ -347,7 +348,7 @@ class SinkSide:
         peer = self._peers.get(incoming.peer)
         can_ask = peer is not None and peer.has_host_tier and self._reads_host_tiers and not handover.mismatches
         if handover.may_be_elsewhere and can_ask and incoming.first_token is None:
-            self._ask_for_other_copies(incoming, handover.first_tokens[0])
+            self._ask_for_other_copies(incoming, handover.first_draw)
             return
         self._state.counters.handover_failures += 1
         self._on_failed(incoming.sequence, handover.failure, now)

@@ -15,7 +15,7 @@ from splitserve.models.config import ModelConfig
 from splitserve.models.layers.decoder import Decoder
 from splitserve.models.layers.residual import Residual
 from splitserve.models.layers.rotary import NOT_ROTATED, RotaryEmbedding
-from splitserve.models.layers.step import BeforeLayer, NothingToSample, Step
+from splitserve.models.layers.step import BeforeLayer, NothingToSample, ScoredRows, Step
 from splitserve.models.parallel.ranks import Alone, Collectives
 
 
@@ -23,12 +23,14 @@ from splitserve.models.parallel.ranks import Alone, Collectives
 class ForwardBatch:
     """The tensors of one step, on the model's device. T tokens, R rows to sample from (R may be 0).
 
-    ``sample_rows``: int64 [R], rows of the flat batch; None stands for all of them.
+    ``sample_rows``: int64 [R], rows of the flat batch; None stands for all of them. With ``scored`` the rows whose
+    logits that takes follow those to sample from.
     """
 
     tokens: TokenRows
     sample_rows: Tensor | None
     attention_plan: AttentionPlan
+    scored: ScoredRows | None = None
 
 
 class DecoderModel:
@@ -55,6 +57,11 @@ class DecoderModel:
         self._group = group or Alone()
         self._rotary = RotaryEmbedding(config, dtype, device)
         self._others = _other_rotations(config, dtype, device)
+
+    @property
+    def is_lead(self) -> bool:
+        """Return whether this rank's results count: rank 0's."""
+        return self._group.shard.rank == 0
 
     def tokens(self, token_ids: Tensor, positions: Tensor, slots: Tensor) -> TokenRows:
         """Return the rows of ids and positions (int64 [T]) that the host knows; ``slots`` int64 [T, G]."""
@@ -101,6 +108,7 @@ class DecoderModel:
             attention=attention,
             plan=batch.attention_plan,
             before_layer=before_layer,
+            scored=batch.scored,
         )
         try:
             return self.decoder(Residual(batch.tokens.hidden), step)

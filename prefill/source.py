@@ -29,6 +29,7 @@ from splitserve.protocol.messages.handover import (
 )
 from splitserve.protocol.messages.requests import FailureCode, PrefillRequest
 from splitserve.protocol.request import Party, RequestKey
+from splitserve.protocol.step import Draw
 
 
 class SourcePart(Part):
@@ -41,7 +42,7 @@ class SourcePart(Part):
         self._served = served
         self._leading_digests = leading_digests
         self._undigested: set[RequestKey] = set()  # hand-overs with computed blocks that wait for their digests
-        self._first_tokens: dict[RequestKey, int] = {}  # of prompts that are computed, until their last offer
+        self._first_tokens: dict[RequestKey, Draw] = {}  # of prompts that are computed, until their last offer
         self._ungranted: dict[RequestKey, tuple[Sequence, Party]] = {}
         self._handovers: dict[RequestKey, SourceHandover] = {}
         self._parked_grants: ExpiringMap[RequestKey, tuple[Grant, Party]] = ExpiringMap(
@@ -169,10 +170,10 @@ class SourcePart(Part):
         if handover is not None and handover.state in (SourceState.GRANTED, SourceState.OFFERING):
             self._offer(sequence, handover, now)
 
-    def on_token(self, sequence: Sequence, token_id: int, now: float) -> None:
+    def on_token(self, sequence: Sequence, draw: Draw, now: float) -> None:
         """Offer the rest, with the first token, and keep the blocks until decode releases them."""
         sequence.enter(Stage.OFFERED)
-        self._first_tokens[sequence.key] = token_id
+        self._first_tokens[sequence.key] = draw
         self._offer(sequence, self._handovers[sequence.key], now)
 
     def on_end(self, sequence: Sequence, reason: str, now: float, *, attempt_over: bool) -> None:
@@ -301,7 +302,8 @@ class SourcePart(Part):
         blocks, is_whole = self._digested(sequence, handover, end)
         (self._undigested.discard if is_whole else self._undigested.add)(key)
         if first_token is not None and is_whole:
-            handover.offer_last(blocks, sequence.num_computed, [first_token], now)
+            logprobs = () if first_token.logprobs is None else (first_token.logprobs,)
+            handover.offer_last(blocks, sequence.num_computed, [first_token.token_id], now, logprobs)
             del self._first_tokens[key]
         elif any(blocks):
             handover.offer(blocks, (handover.num_offered_blocks() + len(blocks[0])) * block_size, now)

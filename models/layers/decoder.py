@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from splitserve.models.config import ModelConfig
 from splitserve.models.layers.layer import Layer, WeightSource
 from splitserve.models.layers.norm import RmsNorm, WideNorm
-from splitserve.models.layers.residual import Residual
-from splitserve.models.layers.step import Step
+from splitserve.models.layers.residual import Normed, Residual
+from splitserve.models.layers.step import NothingToSample, ScoredRows, Step
 from splitserve.models.layers.weight import Role, Stack, TokenUnits, Weight
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from splitserve.kernels.api import NormedLinear
 
 HEAD_NAME = "lm_head.weight"
+SCORED_ROWS_AT_ONCE = 128  # bounds the memory of logits that aren't drawn from
 
 Progress = Callable[[int, int], None]
 """Called with (steps done, steps in all) while weights load."""
@@ -83,7 +84,21 @@ class Decoder(Layer):
         for layer in self.layers:
             layer(x, step)
         final = self._norm(x)
+        if step.scored is not None:
+            final = self._score(final, step.scored)
+        return self._logits(final)
+
+    def _logits(self, final: Normed) -> "Tensor":
         logits = self._head.after_norm(final.hidden, final.weight, final.eps, final.normed)
         if self._logits_scale != 1.0:
             logits = logits * self._logits_scale
         return logits if self._soft_cap is None else (logits / self._soft_cap).tanh() * self._soft_cap
+
+    def _score(self, final: Normed, scored: ScoredRows) -> Normed:
+        """Compute the logits of scored rows in pieces; return the rows to sample from. Raises NothingToSample."""
+        num_rows = final.hidden.shape[0]
+        for start in range(scored.num_drawing, num_rows, SCORED_ROWS_AT_ONCE):
+            scored.take(self._logits(final.rows(start, min(start + SCORED_ROWS_AT_ONCE, num_rows))))
+        if not scored.num_drawing:
+            raise NothingToSample
+        return final.rows(0, scored.num_drawing)

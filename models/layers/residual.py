@@ -47,6 +47,11 @@ class Normed:
     eps: float
     normed: "Tensor | None"  # [T, hidden], where it is normalised already
 
+    def rows(self, start: int, stop: int) -> "Normed":
+        """Return the rows from ``start`` up to ``stop``."""
+        normed = None if self.normed is None else self.normed[start:stop]
+        return Normed(self.hidden[start:stop], self.weight, self.eps, normed)
+
     def kept(self, rows: "Tensor | None") -> "Normed":
         """Return the given rows; None: all."""
         if rows is None:

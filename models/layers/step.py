@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,6 +15,15 @@ BeforeLayer = Callable[[int], None]
 
 class NothingToSample(Exception):
     """Raised by the last layer's attention, when its KV is written, where a step draws no token: the step is over."""
+
+
+class ScoredRows(Protocol):
+    """The last rows of a step's rows, whose logits aren't drawn from: they score tokens that are known."""
+
+    num_drawing: int  # rows before them, which are drawn from
+
+    def take(self, logits: "Tensor") -> None:
+        """Take the logits [N, vocab] of the next rows; they are valid until this returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +41,7 @@ class Step:
     attention: "PagedAttention"
     plan: "AttentionPlan"
     before_layer: BeforeLayer | None  # may queue what a layer has to wait for
+    scored: ScoredRows | None = None  # those among ``rows``; None: all are sampled from
 
     def enter(self, layer: int) -> None:
         """Announce that what follows reads the KV of ``layer``."""

@@ -16,7 +16,7 @@ layers at a time. Graphs of prefill alone are cut at these groups, and replayed 
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -25,11 +25,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from splitserve.kernels.api import AttentionPlan, DecodePlan, PagedBatch
+from splitserve.kernels.api import AttentionPlan, DecodePlan
 from splitserve.models.decoder import DecoderModel, ForwardBatch
 from splitserve.models.layers.step import BeforeLayer
 from splitserve.models.runner.graph_sizes import MAX_MIXED_CHUNKS, MixedSize, batch_sizes
-from splitserve.models.runner.runner import ModelRunner, step_output
+from splitserve.models.runner.runner import ModelRunner, output_of_step, paged_batch
+from splitserve.models.sampling.logprobs import PromptRows, StepScores
 from splitserve.protocol.step import LaunchingRunner, SampleSpec, ScheduledChunk, StepOutput, StepPlan
 
 Int64Array = npt.NDArray[np.int64]
@@ -56,16 +57,16 @@ class Gates(Protocol):
 class PendingStep:
     """A launched step."""
 
-    num_chunks: int
-    sampled: tuple[int, ...]  # [R] indices of the chunks that draw
-    drawn: Tensor  # int64 [R], pinned; valid once ``done`` has happened
+    plan: StepPlan
+    numbers: Tensor  # int64, pinned: a token for each draw, then the scores; valid once ``done`` has happened
+    scores: StepScores | None
     done: torch.cuda.Event
     errors: Mapping[int, str]  # by row of the drawn tokens
 
     def wait(self) -> StepOutput:
         """Block until the step has completed. Raises :class:`NonFiniteLogitsError`, or the device's own error."""
         self.done.synchronize()
-        return step_output(self.num_chunks, self.sampled, self.drawn.tolist(), self.errors)
+        return output_of_step(self.plan, self.numbers.numpy(), self.scores, self.errors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,21 +142,26 @@ class CudaRunner(ModelRunner):
         sampled = tuple(index for index, chunk in enumerate(plan.chunks) if chunk.sample is not None)
         with torch.cuda.stream(self._stream):
             self.sampler.prepare(plan)
-            logits = self._logits(plan.chunks)
-            host = torch.empty(len(sampled), dtype=torch.int64, pin_memory=True)
+            prompts = PromptRows.of(plan.chunks, self.model.device, is_lead=self.model.is_lead)
+            logits = self._logits(plan.chunks, prompts)
+            drawn = None
             if logits is not None:
                 drawn = self.sampler.draw(logits, plan.chunks)
                 self._drawn[: drawn.shape[0]].copy_(drawn)
-                host.copy_(drawn, non_blocking=True)
+            numbers, scores = self._results(drawn, prompts)
+            host = torch.empty(numbers.shape, dtype=torch.int64, pin_memory=True)
+            host.copy_(numbers, non_blocking=True)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
         self._row_of_chunk = {chunk: row for row, chunk in enumerate(sampled)}
         errors = {} if logits is None else self.sampler.errors
-        return PendingStep(len(plan.chunks), sampled, host, done, errors)
+        return PendingStep(plan, host, scores, done, errors)
 
-    def _logits(self, chunks: Sequence[ScheduledChunk]) -> Tensor | None:
-        """Return float logits [R, vocab] of the chunks that draw, or None if there are none."""
+    def _logits(self, chunks: Sequence[ScheduledChunk], prompts: PromptRows | None) -> Tensor | None:
+        """Return float logits [R, vocab] of the chunks that draw, or None if there are none. Graphs score no prompt."""
         gates = [copy_id for chunk in chunks for copy_id in chunk.gates]
+        if prompts is not None:
+            return self._eager(chunks, gates, prompts)
         if (size := self._graph_size(chunks)) is not None:
             for layer in self._first_layers:
                 self._wait_for_copies(gates, layer)
@@ -192,15 +198,20 @@ class CudaRunner(ModelRunner):
 
     # ---- eager ----
 
-    def _eager(self, chunks: Sequence[ScheduledChunk], gates: Sequence[int]) -> Tensor | None:
+    def _eager(
+        self, chunks: Sequence[ScheduledChunk], gates: Sequence[int], prompts: PromptRows | None = None
+    ) -> Tensor | None:
         """Run a step of any size, kernel by kernel."""
         num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
         flat = np.empty((4, num_tokens), dtype=np.int64)
         rows = self._flatten(chunks, flat)
+        if prompts is not None:
+            rows = np.concatenate((rows, np.array(prompts.rows, dtype=np.int64)))
         packed = torch.from_numpy(np.concatenate((flat.ravel(), rows))).pin_memory()
         on_device = packed.to(self.model.device, non_blocking=True)
         inputs = on_device[: 4 * num_tokens].view(4, num_tokens)
-        batch = self._forward_batch(inputs, on_device[4 * num_tokens :], self._attention.plan(_paged_batch(chunks)))
+        batch = self._forward_batch(inputs, on_device[4 * num_tokens :], self._attention.plan(paged_batch(chunks)))
+        batch = replace(batch, scored=prompts)
         return self.model.forward(batch, self._kv_layers, self._attention, self._waiting(gates))
 
     def _flatten(self, chunks: Sequence[ScheduledChunk], out: Int64Array) -> Int64Array:
@@ -252,7 +263,7 @@ class CudaRunner(ModelRunner):
             [self._previous_row(chunk) for chunk in padded],
         ]
         inputs.copy_(torch.tensor(numbers, dtype=torch.int64).pin_memory(), non_blocking=True)
-        plan.update(_paged_batch(padded))
+        plan.update(paged_batch(padded))
 
     def _mixed_size(self, chunks: Sequence[ScheduledChunk]) -> MixedSize | None:
         """Return the captured size that serves these chunks, or None."""
@@ -292,7 +303,7 @@ class CudaRunner(ModelRunner):
         left_over = inputs.shape[0] - flat.size - len(drawing)
         packed = np.concatenate((flat.ravel(), drawing, np.zeros(left_over, dtype=np.int64)))
         inputs.copy_(torch.from_numpy(packed).pin_memory(), non_blocking=True)
-        plan.update(_paged_batch(padded))
+        plan.update(paged_batch(padded))
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int] | None = None) -> float:
@@ -387,11 +398,3 @@ def _num_leading_decodes(chunks: Sequence[ScheduledChunk]) -> int:
         if len(chunk.token_ids) != 1 or chunk.sample is None:
             return index
     return len(chunks)
-
-
-def _paged_batch(chunks: Sequence[ScheduledChunk]) -> PagedBatch:
-    return PagedBatch(
-        query_lens=[len(chunk.token_ids) for chunk in chunks],
-        context_lens=[chunk.start + len(chunk.token_ids) for chunk in chunks],
-        block_tables=[chunk.block_ids for chunk in chunks],
-    )

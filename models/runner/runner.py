@@ -6,7 +6,10 @@ later split into launch and wait can build the next step while this one runs.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -15,8 +18,12 @@ from splitserve.kernels.api import AttentionShape, PagedBatch
 from splitserve.kernels.fp8.kv import FP8
 from splitserve.kernels.windows import make_layered
 from splitserve.models.decoder import DecoderModel, ForwardBatch
+from splitserve.models.sampling.logprobs import PromptRows, StepScores
 from splitserve.models.sampling.sampler import Sampler
+from splitserve.protocol.messages.logprobs import Logprobs
 from splitserve.protocol.step import Draw, LaunchingRunner, ScheduledChunk, StepOutput, StepPlan
+
+Int64Array: TypeAlias = npt.NDArray[np.int64]
 
 
 class NonFiniteLogitsError(SplitserveError):
@@ -68,7 +75,7 @@ class ModelRunner:
             window=config.window,
         )
         self._attention = make_layered(self._shape, model.kernels.make_attention)
-        self.sampler = Sampler(model.kernels.sample, config.vocab_size, model.device, model_dir)
+        self.sampler = Sampler(model.kernels.sample, config.vocab_size, model.device, model_dir, is_lead=model.is_lead)
 
     @property
     def launcher(self) -> LaunchingRunner | None:
@@ -89,15 +96,25 @@ class ModelRunner:
 
         Raises :class:`NonFiniteLogitsError`; then no token of the step may be used.
         """
-        sampled = [index for index, chunk in enumerate(plan.chunks) if chunk.sample is not None]
         self.sampler.prepare(plan)
-        logits = self.model.forward(self._batch(plan.chunks), self._kv_layers, self._attention)
-        if logits is None:
-            return StepOutput([None] * len(plan.chunks))
-        drawn = self.sampler.draw(logits, plan.chunks).tolist()
-        return step_output(len(plan.chunks), sampled, drawn, self.sampler.errors)
+        prompts = PromptRows.of(plan.chunks, self.model.device, is_lead=self.model.is_lead)
+        logits = self.model.forward(self._batch(plan.chunks, prompts), self._kv_layers, self._attention)
+        drawn = None if logits is None else self.sampler.draw(logits, plan.chunks)
+        numbers, scores = self._results(drawn, prompts)
+        return output_of_step(plan, numbers.numpy(), scores, {} if drawn is None else self.sampler.errors)
 
-    def _batch(self, chunks: Sequence[ScheduledChunk]) -> ForwardBatch:
+    def _results(self, drawn: Tensor | None, prompts: PromptRows | None) -> tuple[Tensor, StepScores | None]:
+        """Return the results as an int64 tensor for :func:`output_of_step`, and what follows the drawn tokens."""
+        if drawn is None:
+            drawn, raw = torch.empty(0, dtype=torch.int64, device=self.model.device), None
+        else:
+            raw = self.sampler.raw
+        if not self.model.is_lead or (raw is None and prompts is None):
+            return drawn, None
+        scores = StepScores(raw, prompts)
+        return torch.cat((drawn, *scores.packed(drawn))), scores
+
+    def _batch(self, chunks: Sequence[ScheduledChunk], prompts: PromptRows | None) -> ForwardBatch:
         token_ids: list[int] = []
         positions: list[int] = []
         slot_blocks: list[int] = []
@@ -110,27 +127,46 @@ class ModelRunner:
             slot_blocks.extend(chunk.block_ids[position // size] for position in range(chunk.start, end))
             if chunk.sample is not None:
                 sample_rows.append(len(token_ids) - 1)
-        paged = PagedBatch(
-            query_lens=[len(chunk.token_ids) for chunk in chunks],
-            context_lens=[chunk.start + len(chunk.token_ids) for chunk in chunks],
-            block_tables=[chunk.block_ids for chunk in chunks],
-        )
+        if prompts is not None:
+            sample_rows.extend(prompts.rows)
         flat = torch.tensor([token_ids, positions, slot_blocks]).to(self.model.device)
         return ForwardBatch(
             tokens=self.model.tokens(flat[0], flat[1], self._shape.slots(flat[2], flat[1] % size)),
             sample_rows=torch.tensor(sample_rows, dtype=torch.int64, device=self.model.device),
-            attention_plan=self._attention.plan(paged),
+            attention_plan=self._attention.plan(paged_batch(chunks)),
+            scored=prompts,
         )
 
 
-def step_output(num_chunks: int, sampled: Sequence[int], drawn: Sequence[int], errors: Mapping[int, str]) -> StepOutput:
-    """Return a step's results: ``drawn`` and ``errors`` are those of the chunks ``sampled``, by row. Raises
-    :class:`NonFiniteLogitsError`."""
-    draws: list[Draw | None] = [None] * num_chunks
+def output_of_step(
+    plan: StepPlan, numbers: Int64Array, scores: StepScores | None, errors: Mapping[int, str]
+) -> StepOutput:
+    """Return a step's output from the numbers that came from the device: a token for each draw, then ``scores``.
+
+    ``errors``: of draws, by row. Raises :class:`NonFiniteLogitsError`.
+    """
+    sampled = [index for index, chunk in enumerate(plan.chunks) if chunk.sample is not None]
+    drawn = numbers[: len(sampled)].tolist()
     if failed := tuple(index for index, token in zip(sampled, drawn, strict=True) if token < 0):
         raise NonFiniteLogitsError(failed)
-    for index, token in zip(sampled, drawn, strict=True):
-        draws[index] = Draw((token,))
+    of_draws: Mapping[int, Logprobs] = {}
+    of_prompts: Mapping[int, Logprobs] = {}
+    if scores is not None:
+        of_draws, of_prompts = scores.read(numbers[len(sampled) :])
+        if failed := tuple(index for index, logprobs in of_prompts.items() if not logprobs.is_finite()):
+            raise NonFiniteLogitsError(failed)
+    draws: list[Draw | None] = [None] * len(plan.chunks)
+    for row, (index, token) in enumerate(zip(sampled, drawn, strict=True)):
+        draws[index] = Draw((token,), of_draws.get(row))
     for row, error in errors.items():
         draws[sampled[row]] = Draw((0,), error=error)
-    return StepOutput(draws)
+    return StepOutput(draws, of_prompts)
+
+
+def paged_batch(chunks: Sequence[ScheduledChunk]) -> PagedBatch:
+    """Return where the chunks' queries and contexts are, for attention."""
+    return PagedBatch(
+        query_lens=[len(chunk.token_ids) for chunk in chunks],
+        context_lens=[chunk.start + len(chunk.token_ids) for chunk in chunks],
+        block_tables=[chunk.block_ids for chunk in chunks],
+    )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from splitserve.kernels.api import Sample, SamplingBatch
 from splitserve.models.sampling.feature import Draw, Feature, Rows
+from splitserve.models.sampling.logprobs import RawDraws
 from splitserve.protocol.request import SamplingParams
 from splitserve.protocol.sampling_features import SAMPLING_FEATURES, wanted_features
 from splitserve.protocol.step import FeatureStart, SampleSpec, ScheduledChunk, StepPlan
@@ -36,12 +37,23 @@ class Sampler:
     Call :meth:`prepare` for each plan in the order of the steps, then :meth:`draw` unless no chunk draws.
     """
 
-    def __init__(self, sample: Sample, vocab_size: int, device: torch.device, model_dir: Path | None = None) -> None:
-        """``model_dir``: the checkpoint's, for features that need its files."""
+    def __init__(
+        self,
+        sample: Sample,
+        vocab_size: int,
+        device: torch.device,
+        model_dir: Path | None = None,
+        *,
+        is_lead: bool = True,
+    ) -> None:
+        """``model_dir``: the checkpoint's, for features that need its files. ``is_lead``: this rank's log-probabilities
+        count."""
         self._sample = sample
         self._vocab_size = vocab_size
         self._device = device
         self._model_dir = model_dir
+        self._is_lead = is_lead
+        self.raw: RawDraws | None = None  # of the last draw; None if it wanted no log-probabilities
         self.errors: dict[int, str] = {}  # of the last draw, by row: why the request can't draw a token
         self._features: dict[str, Feature] = {}  # those that any request wanted so far, in no order
         self._states: dict[int, _States] = {}  # by their ids
@@ -70,6 +82,7 @@ class Sampler:
         ``logits`` [R, vocab], which may be changed, are raw up to the call of :meth:`_apply`.
         """
         specs = [chunk.sample for chunk in chunks if chunk.sample is not None]
+        self.raw = RawDraws.of(logits, specs) if self._is_lead else None
         wanted = self._rows(specs)
         if wanted:
             logits = logits.float()

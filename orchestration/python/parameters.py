@@ -40,10 +40,15 @@ class Parameters(TypedDict, total=False):
     return_route: bool | None
     response_format: Mapping[str, Any] | None
     structured_outputs: Mapping[str, Any] | None
+    prompt_logprobs: int | None
 
 
 class CompletionParameters(Parameters, total=False):
     """Parameters of `LLM.generate`."""
+
+    logprobs: int | None
+    top_logprobs: Literal[0] | None
+    echo: bool | None
 
 
 class ChatParameters(Parameters, total=False):
@@ -56,3 +61,6 @@ class ChatParameters(Parameters, total=False):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None
     enable_thinking: bool | None
     chat_template_kwargs: Mapping[str, Any] | None
+    logprobs: bool | None
+    top_logprobs: int | None
+    echo: Literal[False] | None

@@ -28,6 +28,8 @@ from splitserve.router.requests.active_request import NO_CONTEXT, ActiveRequest,
 from splitserve.router.requests.dispatcher import ClientGoneError, Dispatcher
 from splitserve.router.requests.outcome import route
 from splitserve.router.requests.state import NOTHING, Update
+from splitserve.router.scores.choice_scores import ChoiceScores
+from splitserve.router.scores.forms import joined
 from splitserve.router.text.choice import Choice, Piece
 
 
@@ -39,6 +41,12 @@ class Prompt:
     sampling: SamplingParams
     choice: Choice
     num_choices: int = 1  # of the prompt
+    scores: ChoiceScores | None = None  # None: neither log-probabilities nor the prompt's echo are wanted
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Number of output tokens that the client has got."""
+        return 0 if self.scores is not None and self.scores.hides_output else self.choice.num_tokens
 
 
 READ_GRACE_SECONDS = 5.0
@@ -136,10 +144,14 @@ class GenerationResponse(Response):
         return pieces, None
 
     def _push(self, index: int, update: Update) -> Piece | None:
-        choice = self._prompts[index].choice
+        choice, scores = self._prompts[index].choice, self._prompts[index].scores
+        if scores is not None:
+            scores.note(update)
         if choice.finish_reason is not None or not (update.token_ids or update.finish_reason):
             return None
         piece = choice.push(update.token_ids, update.finish_reason)
+        if scores is not None:
+            piece = scores.add(piece, update.logprobs)
         if piece.finish_reason is not None:
             self._num_open -= 1
             self._dispatcher.finish_at_stop_string(self._requests[index])
@@ -151,6 +163,8 @@ class GenerationResponse(Response):
         await self._submit()
         texts: list[list[str]] = [[] for _ in self._prompts]
         token_ids: list[list[int]] = [[] for _ in self._prompts]
+        logprobs: list[list[dict[str, Any] | None]] = [[] for _ in self._prompts]
+        of_prompts: list[list[Any] | None] = [None for _ in self._prompts]
         parts: list[list[Part] | None] = [None for _ in self._prompts]
         while self._num_open:
             pieces, error = await self._next_pieces()
@@ -159,13 +173,22 @@ class GenerationResponse(Response):
             for index, piece in pieces:
                 texts[index].append(piece.text)
                 token_ids[index].extend(piece.token_ids)
+                logprobs[index].append(piece.logprobs)
+                of_prompts[index] = of_prompts[index] or piece.prompt_logprobs
                 if piece.parts is not None:
                     parts[index] = [*(parts[index] or ()), *piece.parts]
         choices = [
-            Piece("".join(text), ids, choice.finish_reason, of_message, choice.has_calls, choice.stop_string)
-            for text, ids, of_message, choice in zip(
-                texts, token_ids, parts, (prompt.choice for prompt in self._prompts), strict=True
+            Piece(
+                "".join(texts[index]),
+                token_ids[index],
+                prompt.choice.finish_reason,
+                parts[index],
+                prompt.choice.has_calls,
+                prompt.choice.stop_string,
+                joined(logprobs[index]),
+                of_prompts[index],
             )
+            for index, prompt in enumerate(self._prompts)
         ]
         body = self._format.answer(choices, self._usage(), self._route(self._requests[0]))
         await send_json(send, 200, body)
@@ -227,7 +250,7 @@ class GenerationResponse(Response):
         firsts = self._first_choices()  # a prompt counts once
         return Usage(
             prompt_tokens=sum(len(prompt.token_ids) for _, prompt in firsts),
-            completion_tokens=sum(prompt.choice.num_tokens for prompt in self._prompts),
+            completion_tokens=sum(prompt.num_output_tokens for prompt in self._prompts),
             cached_tokens=sum(self._requests[index].state.num_cached_tokens for index, _ in firsts),
         )
 

@@ -93,7 +93,7 @@ class Format(ABC):
         choice = self._choice(index, self._reason(piece)) | self._delta(piece)
         if self._return_token_ids:
             choice["token_ids"] = list(piece.token_ids)
-        return self._event([choice], extra)
+        return self._event([choice | scores_of(piece)], extra)
 
     def usage_chunk(self, usage: Usage) -> bytes:
         return sse_event({**self._head, "choices": [], "usage": usage.as_json()})
@@ -105,7 +105,7 @@ class Format(ABC):
             entry = self._choice(index, self._reason(piece)) | self._message(piece)
             if self._return_token_ids:
                 entry["token_ids"] = list(piece.token_ids)
-            entries.append(entry)
+            entries.append(entry | scores_of(piece))
         head = {**self._head, "object": self.whole_kind}
         return _encoder.encode({**head, "choices": entries, "usage": usage.as_json(), **extra})
 
@@ -128,6 +128,12 @@ class Format(ABC):
     @abstractmethod
     def _message(self, piece: Piece) -> dict[str, Any]:
         """Return the JSON of a choice's whole text."""
+
+
+def scores_of(piece: Piece) -> dict[str, Any]:
+    """Return the log-probabilities among the fields of a choice; none if they aren't wanted."""
+    found: dict[str, Any] = {} if piece.logprobs is None else {"logprobs": piece.logprobs}
+    return found if piece.prompt_logprobs is None else found | {"prompt_logprobs": piece.prompt_logprobs}
 
 
 class CompletionFormat(Format):

@@ -123,7 +123,7 @@ def _schemas(names: Sequence[str]) -> Json:
 
 def _of_chats(names: Sequence[str]) -> Json:
     reasons = [reason.value for reason in FinishReason]
-    choice = {"index": _COUNT, "logprobs": {"type": "null"}, "finish_reason": {"enum": reasons}}
+    choice = {"index": _COUNT, "logprobs": {"type": ["object", "null"]}, "finish_reason": {"enum": reasons}}
     chat_choice = choice | {"finish_reason": {"enum": [*reasons, TOOL_CALLS]}}
     function = _object({"name": _STRING, "arguments": _STRING})
     call = _object({"id": _STRING, "type": {"const": "function"}, "function": function})
@@ -194,8 +194,9 @@ def _of_other_endpoints(names: Sequence[str]) -> Json:
 
 
 def _answer(kind: str, names: Sequence[str], choice: Json) -> Json:
-    """Return the schema of an answer; ``return_route`` adds ``splitserve``, ``return_token_ids`` adds ``token_ids``."""
-    entry = _object(choice, token_ids={"type": "array", "items": _COUNT})
+    """Return the schema of an answer. ``return_route`` adds ``splitserve``, ``return_token_ids`` adds ``token_ids``."""
+    scores: Json = {"type": "array", "items": {"type": ["object", "null"]}}
+    entry = _object(choice, token_ids={"type": "array", "items": _COUNT}, prompt_logprobs=scores)
     fields = {
         "id": _STRING,
         "object": {"const": kind},

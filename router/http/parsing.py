@@ -127,6 +127,7 @@ def _most_telling(issues: list[Any]) -> Any:
 def _check_combinations(request: GenerationRequest) -> None:
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options is only allowed with stream: true", param="stream_options")
+    _check_scores(request)
     if isinstance(request, ChatCompletionRequest):
         both = (request.max_tokens, request.max_completion_tokens)
         if None not in both and both[0] != both[1]:
@@ -134,3 +135,19 @@ def _check_combinations(request: GenerationRequest) -> None:
             raise ApiError(400, message, param="max_completion_tokens")
         check_messages(request.messages)
         check_tools(request.tools or (), request.tool_choice)
+
+
+def _check_scores(request: GenerationRequest) -> None:
+    wanted = request.wanted_scores
+    if wanted.hides_output and not wanted.echo and wanted.prompt_logprobs is None:
+        field = "max_tokens" if request.max_tokens == 0 else "max_completion_tokens"
+        message = f"{field} is 0, which leaves nothing to answer: it must be at least 1 without echo or prompt_logprobs"
+        raise ApiError(400, message, param=field, code="invalid_value")
+    if request.num_choices > 1 and (wanted.hides_output or wanted.of_prompt is not None):
+        message = (
+            f"n is {request.num_choices}; it must be 1 with log-probabilities of the prompt, and with max_tokens 0"
+        )
+        raise ApiError(400, message, param="n", code="invalid_value")
+    if isinstance(request, ChatCompletionRequest) and request.top_logprobs and not request.logprobs:
+        message = f"top_logprobs is {request.top_logprobs}, which needs logprobs: true"
+        raise ApiError(400, message, param="top_logprobs", code="invalid_value")

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
+from splitserve.protocol.messages.logprobs import MAX_TOP_LOGPROBS
 from splitserve.protocol.messages.requests import MAX_CACHE_SALT_CHARS
 from splitserve.protocol.request import MAX_CHOICES
 from splitserve.protocol.token_ids import TokenIds
 from splitserve.router.http.chat_fields import MAX_TOOLS, ChatMessage, Tool, ToolChoice
 from splitserve.router.http.sampling_fields import with_sampling_fields
+from splitserve.router.scores.wanted import WantedScores
 from splitserve.router.text.structured_output import ResponseFormat, StructuredOutputs
 
 MAX_STOP_STRINGS = 16
@@ -33,7 +35,6 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "chat_template": (),
     "continue_final_message": (False,),
     "documents": ([],),
-    "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
     "guided_choice": (),
@@ -41,14 +42,11 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "length_penalty": (1,),
-    "logprobs": (False,),
     "modalities": (["text"],),
     "moderation": (),
-    "prompt_logprobs": (),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
     "suffix": ("",),
-    "top_logprobs": (0,),
     "use_beam_search": (False,),
     "web_search_options": (),
 }
@@ -78,6 +76,7 @@ Stop = Annotated[
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 TokenId = Annotated[int, Field(ge=0)]
+NumTop = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
 HintText = Annotated[str, Field(max_length=MAX_HINT_CHARS)]
@@ -136,6 +135,11 @@ class GenerationRequest(Hints, ModelBody, _SamplingFields):
     structured_outputs: StructuredOutputs | None = None
 
     @property
+    def wanted_scores(self) -> WantedScores:
+        """The log-probabilities and the echo that the body asks for; none at endpoints that have no form for them."""
+        return WantedScores()
+
+    @property
     def num_choices(self) -> int:
         """Outputs of each prompt."""
         return self.n or 1
@@ -178,6 +182,18 @@ Prompt = Annotated[
 class CompletionRequest(GenerationRequest):
     packed = "prompt"
     prompt: Prompt
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    prompt_logprobs: NumTop | None = None
+    logprobs: NumTop | None = None
+    top_logprobs: Literal[0] | None = None
+    echo: bool | None = None
+
+    @property
+    def wanted_scores(self) -> WantedScores:
+        """See :class:`GenerationRequest`."""
+        return WantedScores(
+            self.logprobs, self.prompt_logprobs, echo=bool(self.echo), hides_output=self.max_tokens == 0
+        )
 
     def prompts(self) -> list[str] | list[list[int]] | list[TokenIds]:
         """One entry per choice; packed if it's a single prompt of token ids."""
@@ -191,10 +207,22 @@ class CompletionRequest(GenerationRequest):
 
 class ChatCompletionRequest(GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
+    prompt_logprobs: NumTop | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     enable_thinking: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumTop | None = None
+    echo: Literal[False] | None = None
+
+    @property
+    def wanted_scores(self) -> WantedScores:
+        """See :class:`GenerationRequest`."""
+        num_top = (self.top_logprobs or 0) if self.logprobs else None
+        wanted = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return WantedScores(num_top, self.prompt_logprobs, hides_output=wanted == 0)

@@ -53,11 +53,15 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class RequestShape:
-    """Sizes of a request, as placement needs them. ``num_output_tokens`` counts tokens that the client already has."""
+    """Sizes of a request, as placement needs them. ``num_output_tokens`` counts tokens that the client already has.
+
+    ``is_prompt_only``: log-probabilities of the prompt, and one token: there is nothing to decode.
+    """
 
     num_prompt_tokens: int
     max_tokens: int
     num_output_tokens: int = 0
+    is_prompt_only: bool = False
 
     @property
     def max_context_tokens(self) -> int:
@@ -104,7 +108,7 @@ def least_loaded(snapshot: Snapshot, shape: RequestShape) -> Placement:
     """
     fitting = [worker for worker in snapshot.workers if fits(worker, shape)]
     decode = min(_of_role(fitting, Role.DECODE), key=decode_load, default=None)
-    prefill = min(_of_role(fitting, Role.PREFILL), key=_prefill_load, default=None)
+    prefill = min(_of_role(fitting, Role.PREFILL), key=prefill_load, default=None)
     mixed = min(_of_role(fitting, Role.MIXED), key=decode_load, default=None)
     pair_is_best = decode is not None and (mixed is None or _used_share(decode) <= _used_share(mixed))
     if decode is not None and prefill is not None and pair_is_best:
@@ -154,7 +158,8 @@ def decode_load(worker: WorkerView) -> tuple[float, int, int, str]:
     return (_used_share(worker) - saved, worker.load.num_waiting, worker.num_placed, worker.party.engine_id)
 
 
-def _prefill_load(worker: WorkerView) -> tuple[int, int, int, str]:
+def prefill_load(worker: WorkerView) -> tuple[int, int, int, str]:
+    """Return the sort key of a worker for prompts, best first: the prompt tokens that it has still to compute."""
     missed = worker.prefill_tokens - worker.prefix_match_tokens
     return (missed, worker.load.waiting_tokens, worker.num_placed, worker.party.engine_id)
 

@@ -10,6 +10,7 @@ from splitserve.router.links.membership import Charge
 from splitserve.router.placement.policies import RequestShape
 from splitserve.router.placement.prefix_view import PromptHashes
 from splitserve.router.requests.state import RequestState
+from splitserve.router.requests.token_sequence import PromptScores
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,12 @@ class ActiveRequest:
         arrived_at: float,
         context: RequestContext = NO_CONTEXT,
     ) -> "ActiveRequest":
-        state = RequestState(request_id, sampling.max_tokens)
+        scores = None
+        if sampling.prompt_logprobs is not None:
+            first = sampling.prompt_logprobs_start
+            scores = PromptScores(max(0, len(token_ids) - first), first)
+        wants_logprobs = sampling.logprobs is not None
+        state = RequestState(request_id, sampling.max_tokens, wants_logprobs=wants_logprobs, prompt_scores=scores)
         hashes = PromptHashes(token_ids, context.cache_salt)
         return cls(token_ids, sampling, arrived_at, state, hashes, context)
 
@@ -75,7 +81,17 @@ class ActiveRequest:
             num_prompt_tokens=len(self.token_ids),
             max_tokens=self.sampling.max_tokens,
             num_output_tokens=len(self.state.delivered_ids),
+            is_prompt_only=self.sampling.prompt_logprobs is not None and self.sampling.max_tokens == 1,
         )
+
+    def attempt_sampling(self) -> SamplingParams:
+        """Return the parameters for the next attempt's worker that computes the prompt."""
+        scores = self.state.prompt_scores
+        if scores is None:
+            return self.sampling
+        if scores.is_complete:
+            return msgspec.structs.replace(self.sampling, prompt_logprobs=None)
+        return msgspec.structs.replace(self.sampling, prompt_logprobs_start=scores.next_position)
 
     @property
     def is_stranded(self) -> bool:

@@ -3,6 +3,8 @@
 import random
 from dataclasses import replace
 
+import msgspec
+
 from splitserve.protocol.messages.envelope import Body
 from splitserve.protocol.messages.requests import DecodeRequest, LocalRequest, PrefillRequest
 from splitserve.protocol.request import Party, RequestKey
@@ -85,7 +87,7 @@ class Attempts:
         self, request: ActiveRequest, placement: Placed, now: float, siblings: list[RequestKey]
     ) -> list[tuple[Party, Body]]:
         """Return an attempt's messages. Decode comes first: it reserves room while prefill's message travels."""
-        key, prompt, sampling = request.state.key, request.token_ids, request.sampling
+        key, prompt, sampling = request.state.key, request.token_ids, request.attempt_sampling()
         delivered = request.state.delivered_ids
         carried = request.context.cache_salt, request.context.priority, siblings
         left_seconds = max(MIN_DEADLINE_SECONDS, self._deadline_seconds - (now - request.arrived_at))
@@ -93,7 +95,10 @@ class Attempts:
             prefix = self._placer.prefix_helper(request.hashes, placement.worker, now)
             return [(placement.worker, LocalRequest(key, prompt, sampling, left_seconds, delivered, prefix, *carried))]
         prefill, decode = self._placer.peer(placement.prefill), self._placer.peer(placement.decode)
+        to_decode = sampling
+        if sampling.prompt_logprobs is not None:
+            to_decode = msgspec.structs.replace(sampling, prompt_logprobs=None)
         return [
-            (placement.decode, DecodeRequest(key, prompt, sampling, prefill, left_seconds, delivered, *carried)),
+            (placement.decode, DecodeRequest(key, prompt, to_decode, prefill, left_seconds, delivered, *carried)),
             (placement.prefill, PrefillRequest(key, prompt, sampling, decode, left_seconds, delivered, *carried)),
         ]

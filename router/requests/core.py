@@ -22,6 +22,7 @@ from splitserve.protocol.messages.requests import (
     FailureCode,
     LocalRequest,
     PrefillRequest,
+    PromptLogprobs,
     RequestFailed,
     StepTokens,
     TokenDelta,
@@ -152,6 +153,8 @@ class RouterCore:
         if isinstance(body, StepTokens):
             for delta in body.deltas:
                 self._on_delta(sender, delta, now)
+        elif isinstance(body, PromptLogprobs):
+            self._on_prompt_logprobs(sender, body, now)
         elif isinstance(body, RequestFailed):
             self._on_request_failed(sender, body, now)
         else:
@@ -166,6 +169,15 @@ class RouterCore:
         if delta.handover is not None and not request.sampling.choice:  # the other choices share the first one's
             self._settlement.on_handover(request, update, now)
         self.requests.apply(request, update, now)
+
+    def _on_prompt_logprobs(self, sender: Party, message: PromptLogprobs, now: float) -> None:
+        request = self.requests.get(message.key.request_id)
+        updates = None if request is None else request.state.on_prompt_logprobs(sender, message)
+        if request is None or updates is None:
+            self._outbox.put(Stale("log-probabilities", str(message.key), sender))
+            return
+        for update in updates:
+            self.requests.apply(request, update, now)
 
     def _on_request_failed(self, sender: Party, failed: RequestFailed, now: float) -> None:
         request = self.requests.get(failed.key.request_id)

@@ -25,6 +25,7 @@ from splitserve.router.placement.policies import (
     WorkerView,
     decode_load,
     fits,
+    prefill_load,
 )
 from splitserve.router.requests.state import FailedAttempt, FailureReason
 
@@ -58,7 +59,7 @@ def next_step(snapshot: Snapshot, shape: RequestShape, policy: Policy, history: 
     helpers = [worker for worker in snapshot.workers if worker.party not in culprits]
     previous = _previous_decode(history, helpers)
     num_handovers = sum(isinstance(attempt.placement, Disaggregated) for attempt in history)
-    if num_handovers < MAX_HANDOVERS:
+    if num_handovers < MAX_HANDOVERS and not shape.is_prompt_only:
         others = [worker for worker in helpers if worker.role is not Role.DECODE or worker.party == previous]
         for candidates in (others, helpers):
             placement = policy(Snapshot(tuple(candidates)), shape)
@@ -71,7 +72,14 @@ def next_step(snapshot: Snapshot, shape: RequestShape, policy: Policy, history: 
 
 
 def local_placement(workers: Sequence[WorkerView], shape: RequestShape, preferred: Party | None = None) -> Local | None:
-    """Place both phases on one decode or mixed worker, the ``preferred`` one if it can; None if none of them can."""
+    """Place both phases on one decode or mixed worker, the ``preferred`` one if it can; None if none of them can.
+
+    A request without anything to decode rather goes to a worker that isn't for decoding alone.
+    """
+    if shape.is_prompt_only:
+        fitting = [worker for worker in workers if fits(worker, shape)]
+        chosen = min(fitting, key=lambda worker: (worker.role is Role.DECODE, *prefill_load(worker)), default=None)
+        return None if chosen is None else Local(chosen.party)
     able = [worker for worker in workers if worker.role is not Role.PREFILL and fits(worker, shape)]
     best = min(able, key=lambda worker: (worker.party != preferred, *decode_load(worker)), default=None)
     return None if best is None else Local(best.party)

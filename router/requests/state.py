@@ -15,16 +15,16 @@ abort.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 import msgspec
 
-from splitserve.protocol.messages.requests import HandoverReport, RequestFailed, TokenDelta
+from splitserve.protocol.messages.logprobs import Logprobs
+from splitserve.protocol.messages.requests import HandoverReport, PromptLogprobs, RequestFailed, TokenDelta
 from splitserve.protocol.request import FinishReason, Party, RequestKey
 from splitserve.router.placement.policies import Disaggregated, Placed
-
-MAX_HELD_TOKENS = 1024
+from splitserve.router.requests.token_sequence import Contradiction, NewTokens, PromptScores, TokenSequence
 
 
 class Phase(StrEnum):
@@ -82,89 +82,30 @@ class Update(msgspec.Struct, frozen=True, gc=False):
     aborts: tuple[Party, ...] = ()  # workers that may still compute the request
     # The attempt has ended, but not the request: the caller begins the next attempt, or fails the request.
     retry: bool = False
+    logprobs: Logprobs | None = None  # of ``token_ids``, where the request wants them
+    prompt_logprobs: Logprobs | None = None  # all of the prompt's, once, before or with the first tokens
 
 
 NOTHING = Update()
 
 
-class _Contradiction(Exception):
-    """A worker's message that contradicts delivered tokens or the request's bounds."""
-
-
-@dataclass(slots=True)
-class TokenSequence:
-    """Output tokens of a request, ordered by position. Tokens after a gap are held, at most ``MAX_HELD_TOKENS``."""
-
-    max_tokens: int
-    output_ids: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    end: int | None = None
-    _held: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def complete(self) -> bool:
-        return self.end == len(self.output_ids)
-
-    def accept(self, position: int, token_ids: Sequence[int], finish_reason: FinishReason | None) -> list[int]:
-        """Take in tokens that start at ``position``; return those that can be delivered now, in order."""
-        stop = position + len(token_ids)
-        if position < 0 or stop > self.max_tokens:
-            raise _Contradiction(f"tokens at {position}..{stop - 1} of a request for {self.max_tokens}")
-        if self.end is not None and stop > self.end:
-            raise _Contradiction(f"a token at position {stop - 1} after the end at {self.end}")
-        if finish_reason is not None:
-            self._set_end(stop, finish_reason)
-        num_before = len(self.output_ids)
-        if position == num_before and not self._held:
-            self.output_ids.extend(token_ids)
-        else:
-            self._merge(position, token_ids)
-        return self.output_ids[num_before:]
-
-    def _set_end(self, end: int, finish_reason: FinishReason) -> None:
-        highest = max(self._held, default=-1)
-        if self.end not in (None, end) or end < len(self.output_ids) or end <= highest:
-            raise _Contradiction(f"the end at position {end}, with tokens or another end beyond it")
-        self.end = end
-        self.finish_reason = finish_reason
-
-    def _merge(self, position: int, token_ids: Sequence[int]) -> None:
-        fresh = {}
-        for offset, token_id in enumerate(token_ids, start=position):
-            known = self.output_ids[offset] if offset < len(self.output_ids) else self._held.get(offset)
-            if known is None:
-                fresh[offset] = token_id
-            elif known != token_id:
-                raise _Contradiction(f"token {token_id} at position {offset}, where {known} stood")
-        self._held |= fresh
-        while (next_id := self._held.pop(len(self.output_ids), None)) is not None:
-            self.output_ids.append(next_id)
-        if len(self._held) > MAX_HELD_TOKENS:
-            self._held.clear()
-            raise _Contradiction(f"more than {MAX_HELD_TOKENS} tokens after a missing one")
-
-    def drop_held(self) -> None:
-        """Forget undelivered tokens, which came from an attempt that has ended."""
-        self._held.clear()
-        self.end = None
-        self.finish_reason = None
-
-    def check_invariants(self) -> None:
-        num_tokens, end = len(self.output_ids), self.end
-        assert num_tokens <= self.max_tokens, f"{num_tokens} tokens of a request for {self.max_tokens} were delivered"
-        assert all(position > num_tokens for position in self._held), "tokens are held that could be delivered"
-        assert len(self._held) <= MAX_HELD_TOKENS, f"{len(self._held)} tokens are held"
-        assert end is None or num_tokens <= end, f"{num_tokens} tokens were delivered, which end at {end}"
-        assert (end is None) == (self.finish_reason is None), "an end without a reason, or a reason without an end"
-
-
 class RequestState:
     """The state machine. ``begin`` places an attempt; the other methods are events of the attempt."""
 
-    def __init__(self, request_id: str, max_tokens: int) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        max_tokens: int,
+        *,
+        wants_logprobs: bool = False,
+        prompt_scores: PromptScores | None = None,
+    ) -> None:
+        """``prompt_scores``: the log-probabilities of the prompt that are wanted; no token is delivered before them."""
         self.request_id = request_id
         self.phase = Phase.WAITING
-        self.output = TokenSequence(max_tokens)
+        self.prompt_scores = prompt_scores
+        is_gated = prompt_scores is not None and not prompt_scores.is_complete
+        self.output = TokenSequence(max_tokens, wants_logprobs, is_gated)
         self.placement: Placed | None = None
         self.num_attempts = 0
         self.key = RequestKey(request_id)  # of the current attempt
@@ -207,19 +148,46 @@ class RequestState:
         self._note_progress(sender, delta)
         output = self.output
         try:
-            new_ids = output.accept(delta.position, delta.token_ids, delta.finish_reason)
-        except _Contradiction as error:
-            # Either worker may be wrong, and may not have stopped either: abort both.
-            self._at_work = list(self.placement.parties) if self.placement is not None else []
-            text = f"worker {sender.engine_id} sent {error}"
-            return self.fail(Failure(FailureReason.CONTRADICTION, text))
+            new = output.accept(delta.position, delta.token_ids, delta.finish_reason, delta.logprobs)
+        except Contradiction as error:
+            return self._contradicted(sender, error)
         if output.end is not None:
             self._forget(sender)
-        if new_ids and self.phase is Phase.WAITING:
+        return self._delivered(new)
+
+    def on_prompt_logprobs(self, sender: Party, message: PromptLogprobs) -> list[Update] | None:
+        """Take in log-probabilities of the prompt. Returns None if the message is stale and was dropped.
+
+        Once all are here: an update with them, and with the tokens that waited for them.
+        """
+        if not self._is_current(sender, message.key) or self.prompt_scores is None:
+            return None
+        try:
+            is_new = self.prompt_scores.accept(message.position, message.logprobs)
+        except Contradiction as error:
+            return [self._contradicted(sender, error)]
+        if not is_new or not self.prompt_scores.is_complete:
+            return []
+        updates = [Update(prompt_logprobs=self.prompt_scores.all())]
+        self.prompt_scores.parts.clear()
+        update = self._delivered(self.output.open_gate())
+        if update is not NOTHING:
+            updates.append(update)
+        return updates
+
+    def _delivered(self, new: NewTokens) -> Update:
+        """Return the update with new tokens."""
+        if new.token_ids and self.phase is Phase.WAITING:
             self.phase = Phase.STREAMING
-        if not output.complete:
-            return Update(token_ids=new_ids) if new_ids else NOTHING
-        return Update(new_ids, output.finish_reason, ended=True, aborts=self._end(Phase.FINISHED))
+        if not self.output.complete:
+            return Update(new.token_ids, logprobs=new.logprobs) if new.token_ids else NOTHING
+        aborts = self._end(Phase.FINISHED)
+        return Update(new.token_ids, self.output.finish_reason, ended=True, aborts=aborts, logprobs=new.logprobs)
+
+    def _contradicted(self, sender: Party, error: Contradiction) -> Update:
+        """Fail the request. Either worker may be wrong, and may not have stopped either: abort both."""
+        self._at_work = list(self.placement.parties) if self.placement is not None else []
+        return self.fail(Failure(FailureReason.CONTRADICTION, f"worker {sender.engine_id} sent {error}"))
 
     def on_request_failed(self, sender: Party, message: RequestFailed) -> Update | None:
         """Handle a worker's report of failure. Returns None if the message is stale and was dropped."""
@@ -268,7 +236,8 @@ class RequestState:
         if isinstance(placement, Disaggregated) and sender == placement.decode:
             # Decode has the whole prompt's KV and the first token: prefill's part has ended.
             self._decode_started = True
-            self._forget(placement.prefill)
+            if self._prefill_is_over:
+                self._forget(placement.prefill)
         elif delta.num_cached_tokens > self.num_cached_tokens:
             self.num_cached_tokens = delta.num_cached_tokens
         if delta.handover is not None:
@@ -277,7 +246,7 @@ class RequestState:
     def _without(self, worker: Party, failure: Failure, culprit: Party) -> Update:
         """Continue without ``worker`` if its part had ended already; else end the attempt, or the request."""
         self._forget(worker)
-        if isinstance(self.placement, Disaggregated) and worker == self.placement.prefill and self._decode_started:
+        if isinstance(self.placement, Disaggregated) and worker == self.placement.prefill and self._prefill_is_over:
             return NOTHING
         if failure.reason not in RETRIED:
             return self.fail(failure)
@@ -293,6 +262,11 @@ class RequestState:
         if failure.reason is FailureReason.HANDOVER and isinstance(self.placement, Disaggregated):
             return next(party for party in self.placement.parties if party != sender)
         return sender
+
+    @property
+    def _prefill_is_over(self) -> bool:
+        """Return whether nothing that the client is to get can come from the prefill worker any more."""
+        return self._decode_started and (self.prompt_scores is None or self.prompt_scores.is_complete)
 
     @property
     def num_attempt_tokens(self) -> int:

@@ -1,7 +1,7 @@
 """The visible output of one prompt: text, token ids, and why it ended. No I/O."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -22,6 +22,8 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     parts: Sequence[Part] | None = None  # ``text`` as parts of a message; None: all of it is content
     has_calls: bool = False  # the choice called tools, in this piece or before
     stop_string: str = ""  # the one that ended the choice
+    logprobs: dict[str, Any] | None = None  # as the endpoint has them; None: not wanted
+    prompt_logprobs: list[Any] | None = None  # the extension of that name, in a choice's first piece
 
     @property
     def all_parts(self) -> Sequence[Part]:

@@ -17,6 +17,8 @@ from splitserve.router.http.api_error import ApiError
 from splitserve.router.http.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from splitserve.router.output.catalog import ResponseFormat
 from splitserve.router.placement.placer import Limits
+from splitserve.router.scores.choice_scores import ChoiceScores
+from splitserve.router.scores.forms import ChatLogprobs, CompletionLogprobs, LogprobsForm, TokenIdLogprobs
 from splitserve.router.text.chat import ChatForm
 from splitserve.router.text.chat_template import ChatTemplateError
 from splitserve.router.text.choice import Choice
@@ -39,6 +41,7 @@ PIECE_CHARS = 1 << 16
 CUT_WORD_TOKENS = 512  # upper bound of the extra tokens of a word that is cut in two
 DEFAULT_COMPLETION_TOKENS = 16
 _TOKENIZER_THREADS = 2
+MAX_PROMPT_SCORES = 1 << 20  # in one answer: each takes the router up to a hundred bytes of JSON
 
 Result = TypeVar("Result")
 
@@ -73,13 +76,17 @@ class Preparation:
             token_ids = await self._prompt_ids(prompt, limits, num_chars, param)
             room = _room(len(token_ids), limits.max_model_len, param)
             max_tokens = _max_tokens(request.max_tokens, "max_tokens", len(token_ids), limits.max_model_len)
+            if max_tokens is None:
+                max_tokens = min(DEFAULT_COMPLETION_TOKENS, room)
             prompts += self._choices(
                 request,
                 token_ids,
-                max_tokens or min(DEFAULT_COMPLETION_TOKENS, room),
+                max_tokens,
                 limits.vocab_size,
                 constraint=constraint,
+                text=prompt if isinstance(prompt, str) else None,
             )
+        _check_num_scores(request, prompts)
         return prompts
 
     async def chat(self, request: ChatCompletionRequest, limits: Limits) -> list[Prompt]:
@@ -99,14 +106,16 @@ class Preparation:
         wanted = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         max_tokens = _max_tokens(wanted, param, len(token_ids), limits.max_model_len)
         constraint = await self._constraints.of_chat(request, form, text, self._tokenizer.added_ids)
-        return self._choices(
+        prompts = self._choices(
             request,
             token_ids,
-            max_tokens or room,
+            room if max_tokens is None else max_tokens,
             limits.vocab_size,
             constraint=constraint,
             splitter=lambda: form.splitter(request, text, tools),
         )
+        _check_num_scores(request, prompts)
+        return prompts
 
     async def chat_text(self, request: ChatCompletionRequest) -> str:
         """Return the prompt's text of a conversation. Raises :class:`ApiError` 400 or 503."""
@@ -182,14 +191,17 @@ class Preparation:
         *,
         constraint: Constraint | None,
         splitter: Callable[[], "Splitter | None"] = lambda: None,
+        text: str | None = None,
     ) -> list[Prompt]:
-        """Return the choices of a prompt, which share its seed."""
+        """Return the choices of a prompt, which share its seed; ``text``: of a prompt that came as a string."""
         stop_token_ids = request.stop_token_ids or []
         check_vocabulary(stop_token_ids, vocab_size, "stop_token_ids")
         eos_token_ids = () if request.ignore_eos else self._tokenizer.eos_token_ids
+        max_tokens = max(1, max_tokens)  # a worker's request ends with a token, be it shown or not
         features = feature_values(request, self._tokenizer, max_tokens=max_tokens, vocab_size=vocab_size)
         sampling = SamplingParams(
             max_tokens=max_tokens,
+            **request.wanted_scores.params(len(token_ids)),
             temperature=self._or_default("temperature", request.temperature),
             top_k=max(0, self._or_default("top_k", request.top_k)),
             top_p=self._or_default("top_p", request.top_p),
@@ -200,7 +212,13 @@ class Preparation:
             **(self._defaults.features | features),
         )
         return [
-            Prompt(token_ids, replace(sampling, choice=number), choice, request.num_choices)
+            Prompt(
+                token_ids,
+                replace(sampling, choice=number),
+                choice,
+                request.num_choices,
+                self._scores(request, token_ids, text),
+            )
             for number in range(request.num_choices)
             for choice in [self._choice(request, sampling.min_tokens, splitter())]
         ]
@@ -216,6 +234,21 @@ class Preparation:
             splitter=splitter,
             special_texts=self._tokenizer.special_texts if skips_special else None,
         )
+
+    def _scores(self, request: GenerationRequest, token_ids: TokenIds, text: str | None) -> ChoiceScores | None:
+        """Return what adds log-probabilities and the echo to a choice; None if neither is wanted."""
+        if request.wanted_scores.is_neutral:
+            return None
+        texts, skips_special = self._tokenizer.texts, request.skip_special_tokens is not False
+        form: LogprobsForm = ChatLogprobs(texts)
+        if request.wanted_scores.as_ids:
+            form = TokenIdLogprobs(texts)
+        elif isinstance(request, CompletionRequest):
+            form = CompletionLogprobs(texts, self._tokenizer.detokenizer(skip_special_tokens=skips_special))
+        if text is None and request.wanted_scores.echo:
+            echoed = self._tokenizer.detokenizer(skip_special_tokens=skips_special)
+            text = echoed.push(token_ids) + echoed.flush()
+        return ChoiceScores(request.wanted_scores, token_ids, text or "", form, texts)
 
     def _or_default(self, name: str, value: Any) -> Any:
         return self._defaults.of(name) if value is None else value
@@ -259,6 +292,21 @@ def _max_tokens(wanted: int | None, param: str, num_prompt_tokens: int, max_mode
         )
         raise ApiError(400, message, param=param, code="context_length_exceeded")
     return wanted
+
+
+def _check_num_scores(request: GenerationRequest, prompts: Sequence[Prompt]) -> None:
+    """Raise :class:`ApiError` 400 if an answer would hold more log-probabilities of prompts than the router keeps."""
+    num_top = request.wanted_scores.of_prompt
+    if num_top is None:
+        return
+    count = sum(len(prompt.token_ids) for prompt in prompts) * (1 + num_top)
+    if count > MAX_PROMPT_SCORES:
+        message = (
+            f"the prompts' tokens have {count} log-probabilities with {num_top} alternatives each; at most "
+            f"{MAX_PROMPT_SCORES} fit into one answer: ask for fewer alternatives, or send shorter or fewer prompts"
+        )
+        param = "logprobs" if request.wanted_scores.prompt_logprobs is None else "prompt_logprobs"
+        raise ApiError(400, message, param=param, code="invalid_value")
 
 
 def _context_words(max_model_len: int) -> str:

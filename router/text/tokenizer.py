@@ -24,6 +24,7 @@ from splitserve.common.model_files import (
     read_text,
 )
 from splitserve.router.http.api_error import clipped
+from splitserve.router.scores.token_texts import TokenTexts
 from splitserve.router.text.detokenizer import Detokenizer
 from splitserve.router.text.renderer import TemplateSource
 
@@ -39,6 +40,7 @@ class ModelTokenizer:
     def __init__(self, model_dir: Path, chat_template: str = "") -> None:
         self._tokenizer = _load_tokenizer(model_dir / "tokenizer.json")
         config = _read_json(model_dir / "tokenizer_config.json", MAX_TOKENIZER_CONFIG_BYTES)
+        self.texts = TokenTexts(self._tokenizer)
         self._special_tokens = _special_tokens(config)
         if chat_template:
             self.chat_template: TemplateSource | None = _template_in(Path(chat_template), self._special_tokens)

@@ -1,25 +1,21 @@
 """The runner against transformers' ``generate``, token by token: architectures, chunks, batches, shared prefixes."""
 
-import math
 import random
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from cpu_runner import BLOCK_SIZE, make_runner, reference_model
 from splitserve.models.config import load_model_config
 from splitserve.models.layers.rotary import inverse_frequencies
 from splitserve.models.runner.runner import ModelRunner, NonFiniteLogitsError
-from splitserve.models.weights.loader import load_model
 from splitserve.protocol.step import Draw, SampleSpec, ScheduledChunk, StepOutput, StepPlan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-BLOCK_SIZE = 16
 NUM_NEW_TOKENS = 24
 NEAR_TIE = 1e-4
 CPU = torch.device("cpu")
@@ -55,14 +51,6 @@ class Scheduled:
         return self.tokens[self.num_prompt :]
 
 
-def make_runner(path: Path, num_blocks: int = 128, dtype: torch.dtype = torch.float32) -> ModelRunner:
-    config = load_model_config(path)
-    model = load_model(path, config, dtype=dtype, device=CPU)
-    # NaN: whatever the runner reads without having written it shows.
-    shape = (num_blocks, config.num_layers, config.num_kv_heads, 2, BLOCK_SIZE, config.head_dim)
-    return ModelRunner(model, torch.full(shape, math.nan, dtype=dtype))
-
-
 def step(runner: ModelRunner, sequences: Sequence[Scheduled], budget: int) -> None:
     chunks = [sequence.chunk(budget) for sequence in sequences]
     output = runner.run(StepPlan(chunks))
@@ -73,13 +61,6 @@ def step(runner: ModelRunner, sequences: Sequence[Scheduled], budget: int) -> No
 def finish(runner: ModelRunner, sequences: Sequence[Scheduled], budget: int, count: int = NUM_NEW_TOKENS) -> None:
     while running := [sequence for sequence in sequences if len(sequence.output) < count]:
         step(runner, running, budget)
-
-
-@cache
-def reference_model(path: Path) -> Any:
-    import transformers
-
-    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
 def reference_scores(path: Path, prompt: list[int], count: int = NUM_NEW_TOKENS) -> tuple[list[int], list[Tensor]]:

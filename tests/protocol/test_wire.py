@@ -5,6 +5,7 @@ import typing
 from array import array
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -35,6 +36,7 @@ from splitserve.protocol.messages.handover import (
     Release,
     Withdrawn,
 )
+from splitserve.protocol.messages.logprobs import Logprobs
 from splitserve.protocol.messages.membership import (
     Draining,
     Heartbeat,
@@ -57,6 +59,7 @@ from splitserve.protocol.messages.requests import (
     PrefillRequest,
     Profile,
     Profiled,
+    PromptLogprobs,
     RequestFailed,
     StepTokens,
     TokenDelta,
@@ -68,7 +71,10 @@ KEY = RequestKey("cmpl-1", 2)
 PROMPT = array("i", [1, 0, 2**31 - 1])
 PREFILL, DECODE = Party("prefill-0", 2**63 - 1), Party("decode-0", 1)
 LAYOUT = LayoutRecord("demo", "sha", "float32", 16, 2, 2, 16)
-SAMPLING = SamplingParams(max_tokens=5, temperature=0.5, top_k=3, top_p=0.9, seed=2**64 - 1, stop_token_ids=(1, 2))
+SAMPLING = SamplingParams(
+    max_tokens=5, temperature=0.5, top_k=3, top_p=0.9, seed=2**64 - 1, stop_token_ids=(1, 2), prompt_logprobs=0
+)
+LOGPROBS = Logprobs.of(np.array([[-0.5, -0.25]], np.float32), np.array([[9]]))
 PEER = PeerRef(PREFILL, "tcp://127.0.0.1:5555")
 PLACE = WorkerPlace(
     "node-7",
@@ -112,6 +118,8 @@ EXAMPLES: list[Body] = [
     Profile("p0", 128, 30.0),
     Profiled("p0", "", "/tmp/mixed.trace.json", 128, 0.9, 0.85, 0.01),
     StepTokens([TokenDelta(KEY, 4, [9], FinishReason.STOP, 16, REPORT), TokenDelta(KEY, 0, [1])]),
+    StepTokens([TokenDelta(KEY, 4, [9], logprobs=LOGPROBS)]),
+    PromptLogprobs(KEY, 1, LOGPROBS),
     RequestFailed(KEY, FailureCode.OVERLOADED, "full \N{SNOWMAN}"),
     PeerHello(LAYOUT),
     PeerWelcome(
@@ -138,6 +146,7 @@ EXAMPLES: list[Body] = [
         True,
         [5],
     ),
+    Offer(KEY, [OfferedSpan(0, 2, [OfferedBlock(7, 1)])], 60, True, [5], first_logprobs=[LOGPROBS]),
     OfferAck(KEY, [4, 4], False),
     Release(KEY, True),
     Withdrawn(KEY, "aborted"),
@@ -312,3 +321,14 @@ def test_mutated_bytes_give_a_message_or_a_wire_error(seed: int, body: Body) -> 
 def test_random_bytes_give_a_wire_error(tail: bytes) -> None:
     with pytest.raises(WireError):
         decode(raw(0)[:4] + tail)
+
+
+@pytest.mark.parametrize(
+    ("num_top", "values", "top_ids"), [(0, b"123", b""), (1, bytes(8), b""), (1, bytes(12), bytes(4)), (21, b"", b"")]
+)
+def test_log_probabilities_of_no_tokens_are_malformed(num_top: int, values: bytes, top_ids: bytes) -> None:
+    good = encode(Envelope(PREFILL, DECODE, PromptLogprobs(KEY, 1, LOGPROBS)))
+    header, fields = good[:4], msgspec.msgpack.decode(good[4:])
+    fields[2]["logprobs"] = [num_top, values, top_ids]
+    with pytest.raises(WireError, match="malformed"):
+        decode(header + msgspec.msgpack.encode(fields))

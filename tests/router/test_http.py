@@ -312,7 +312,7 @@ def test_hopelessly_long_texts_are_refused_by_their_beginning(router):
         ({"prompt": [1] * 200, "max_tokens": 57}, 400, "max_tokens", "context_length_exceeded"),
         ({"prompt": [1] * 256}, 400, "prompt", "context_length_exceeded"),
         ({"prompt": ["a"] * 41}, 400, "prompt", None),
-        ({"prompt": "a", "logprobs": 1}, 400, "logprobs", "unsupported_parameter"),
+        ({"prompt": "a", "logprobs": 21}, 400, "logprobs", "invalid_value"),
         ({"prompt": "a", "wat": 1}, 400, "wat", "unknown_parameter"),
     ],
 )

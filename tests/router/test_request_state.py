@@ -7,7 +7,8 @@ from splitserve.protocol.messages.requests import FailureCode, HandoverReport, R
 from splitserve.protocol.request import FinishReason, Party, RequestKey
 from splitserve.router.placement.policies import Disaggregated, Local
 from splitserve.router.requests.outcome import outcome, route
-from splitserve.router.requests.state import MAX_HELD_TOKENS, NOTHING, Failure, FailureReason, Phase, RequestState
+from splitserve.router.requests.state import NOTHING, Failure, FailureReason, Phase, RequestState
+from splitserve.router.requests.token_sequence import MAX_HELD_TOKENS
 
 P, D, M = Party("p0", 1), Party("d0", 2), Party("m0", 3)
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH

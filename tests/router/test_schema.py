@@ -163,9 +163,6 @@ def test_bad_values_name_their_field(fields, param):
     ("name", "value", "neutral"),
     [
         ("best_of", 3, 1),
-        ("echo", True, False),
-        ("logprobs", 0, None),
-        ("logprobs", 5, None),
         ("suffix", "x", ""),
     ],
 )

@@ -28,7 +28,8 @@ from splitserve.protocol.messages.handover import Offer, OfferedBlock, PeerWelco
 from splitserve.protocol.request import Party
 from splitserve.router.placement.policies import Policy, RequestShape, Snapshot
 from splitserve.router.requests.ladder import Step, next_step
-from splitserve.router.requests.state import FailedAttempt, FailureReason, TokenSequence
+from splitserve.router.requests.state import FailedAttempt, FailureReason
+from splitserve.router.requests.token_sequence import TokenSequence
 
 NUM_SCHEDULES = 300
 CONNECTS = "connects don't equal disconnects plus current peers"
@@ -70,9 +71,10 @@ def other_tokens_believed(patch: pytest.MonkeyPatch) -> None:
     """The router keeps what it has, and ignores what contradicts it."""
     original = TokenSequence._merge
 
-    def merge(self: TokenSequence, position: int, token_ids: ListLike[int]) -> None:
+    def merge(self: TokenSequence, position: int, token_ids: ListLike[int], logprobs: Any) -> None:
         known = dict(enumerate(self.output_ids)) | self._held
-        original(self, position, [known.get(index, token) for index, token in enumerate(token_ids, start=position)])
+        kept = [known.get(index, token) for index, token in enumerate(token_ids, start=position)]
+        original(self, position, kept, logprobs)
 
     patch.setattr(TokenSequence, "_merge", merge)
 

@@ -23,7 +23,8 @@ from splitserve.protocol.messages.handover import Grant, Offer, OfferAck
 from splitserve.protocol.request import Party, RequestKey
 from splitserve.protocol.step import StepPlan
 from splitserve.router.placement.policies import Placed
-from splitserve.router.requests.state import RequestState, TokenSequence
+from splitserve.router.requests.state import RequestState
+from splitserve.router.requests.token_sequence import NewTokens, TokenSequence
 from splitserve.simulation.simulator import Simulator
 from splitserve.simulation.worker.driver import SimWorker
 from splitserve.simulation.worker.parts import source_of
@@ -319,11 +320,13 @@ def tombstones_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def delivered_without_deduplication(patch: pytest.MonkeyPatch) -> None:
-    def accept(self: TokenSequence, position: int, token_ids: list[int], finish_reason: Any) -> list[int]:
+    def accept(
+        self: TokenSequence, position: int, token_ids: list[int], finish_reason: Any, logprobs: Any = None
+    ) -> NewTokens:
         self.output_ids.extend(token_ids)
         if finish_reason is not None:
             self.end, self.finish_reason = len(self.output_ids), finish_reason
-        return list(token_ids)
+        return NewTokens(list(token_ids), logprobs)
 
     patch.setattr(TokenSequence, "accept", accept)
 

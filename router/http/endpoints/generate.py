@@ -7,6 +7,7 @@ don't exist here.
 import asyncio
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import msgspec
@@ -16,9 +17,10 @@ from starlette.responses import Response
 
 from splitserve.router.http.access.request_id import request_id_of
 from splitserve.router.http.api_error import ApiError
-from splitserve.router.http.formats import Format, Usage, sse_event
-from splitserve.router.http.schema import CompletionRequest, GenerationRequest, TokenId
+from splitserve.router.http.formats import Format, Usage, scores_of, sse_event
+from splitserve.router.http.schema import CompletionRequest, GenerationRequest, NumTop, TokenId
 from splitserve.router.http.serving import Serving
+from splitserve.router.scores.wanted import WantedScores
 from splitserve.router.text.choice import Piece
 
 _TEXT_FIELDS = ("stop", "bad_words", "include_stop_str_in_output", "skip_special_tokens")
@@ -30,6 +32,24 @@ class GenerateRequest(GenerationRequest):
     packed = "token_ids"
 
     token_ids: Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    prompt_logprobs: NumTop | None = None
+    logprobs: NumTop | None = None
+
+    @property
+    def wanted_scores(self) -> WantedScores:
+        """See :class:`GenerationRequest`."""
+        hides_output = self.max_tokens == 0
+        return WantedScores(self.logprobs, self.prompt_logprobs, hides_output=hides_output, as_ids=True)
+
+
+class _TokensCompletion(CompletionRequest):
+    """The same as a completion, for the preparation."""
+
+    @property
+    def wanted_scores(self) -> WantedScores:
+        """See :class:`GenerationRequest`."""
+        return replace(super().wanted_scores, as_ids=True)
 
 
 class TokensFormat(Format):
@@ -52,11 +72,12 @@ class TokensFormat(Format):
         return msgspec.json.encode({**head, **self._content(choices[0]), "usage": usage.as_json(), **extra})
 
     def _content(self, piece: Piece) -> dict[str, Any]:
-        return {
+        content = {
             "token_ids": list(piece.token_ids),
             "finish_reason": piece.finish_reason,
             "weights_version": self.weights_version,
         }
+        return content | scores_of(piece)
 
     def _delta(self, piece: Piece) -> dict[str, Any]:
         return self._content(piece)
@@ -87,7 +108,7 @@ class Generate:
             request_id=request_id_of(request) or secrets.token_hex(12),
         )
         answer_format.weights_version = self._serving.weights_version()
-        completion = CompletionRequest.model_construct(**{**dict(body), "prompt": body.token_ids})
+        completion = _TokensCompletion.model_construct(**{**dict(body), "prompt": body.token_ids})
         return await self._serving.generate(
             request,
             body,

@@ -12,7 +12,8 @@ from splitserve.router.http.endpoints.conversion import chat_of, misplaced
 from splitserve.router.http.schema import MAX_MESSAGES, NEUTRAL_ONLY, ChatCompletionRequest, GenerationRequest
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **{name: NEUTRAL_ONLY[name] for name in ("moderation", "store", "top_logprobs")},
+    **{name: NEUTRAL_ONLY[name] for name in ("moderation", "store")},
+    "top_logprobs": (0,),
     "background": (False,),
     "context_management": ([],),
     "conversation": (),

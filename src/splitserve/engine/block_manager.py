@@ -199,9 +199,14 @@ class BlockManager:
         return self._reusable_hashes(sequence)[sequence.num_computed // self.block_size :]
 
     def _reusable_hashes(self, sequence: Sequence) -> list[bytes]:
-        """Return the hashes of the full blocks of all known tokens but the last."""
+        """Return the hashes of the full blocks of all known tokens but the last, and but those whose logits are needed
+        for log-probabilities of the prompt."""
         self._extend_hashes(sequence)
-        return sequence.block_hashes[: (len(sequence.token_ids) - 1) // self.block_size]
+        num_reusable = len(sequence.token_ids) - 1
+        scores = sequence.prompt_logprobs
+        if scores is not None and (limit := scores.max_reused_tokens) is not None:
+            num_reusable = min(num_reusable, limit)
+        return sequence.block_hashes[: num_reusable // self.block_size]
 
     def _extend_hashes(self, sequence: Sequence) -> None:
         root = salted_root(self.root_hash, sequence.cache_salt)

@@ -22,7 +22,7 @@ from splitserve.protocol.messages.envelope import Envelope
 from splitserve.protocol.messages.membership import PeerLink
 from splitserve.protocol.messages.requests import Abort, FailureCode, TokenDelta
 from splitserve.protocol.request import FinishReason
-from splitserve.protocol.step import MAX_STEPS_UNDER_WAY, ScheduledChunk, StepOutput, StepPlan
+from splitserve.protocol.step import MAX_STEPS_UNDER_WAY, Draw, ScheduledChunk, StepOutput, StepPlan
 
 
 class EngineCore:
@@ -132,7 +132,7 @@ class EngineCore:
     def _commit(self, step: list[Planned], output: StepOutput, now: float) -> None:
         self.state.counters.steps += 1
         prefilling = Stage.PREFILLING
-        for (sequence, chunk), draw in zip(step, output.draws, strict=True):
+        for index, ((sequence, chunk), draw) in enumerate(zip(step, output.draws, strict=True)):
             sequence.on_completed(chunk)
             if sequence.has_ended:
                 self._give_back_untouched(sequence)
@@ -145,10 +145,13 @@ class EngineCore:
             self.state.blocks.publish_computed(sequence)
             if sequence.stage is prefilling:
                 self._requests.owner(sequence).on_computed(sequence, now)
+            if chunk.scored is not None:
+                sequence.note_scored(chunk)
+                self.state.send_prompt_logprobs(sequence, chunk, output.scores[index])
             if draw is not None and draw.error:
                 self._requests.fail(sequence, FailureCode.INVALID, draw.error, now)
             elif draw is not None:
-                self._on_token(sequence, draw.token_id, now)
+                self._on_token(sequence, draw, now)
         self.state.flush_deltas()
 
     def _fail(self, step: list[Planned], error: str, now: float) -> None:
@@ -164,11 +167,12 @@ class EngineCore:
         if sequence.stage is Stage.RELEASED and not sequence.is_touched:
             self.state.blocks.give_back(sequence)
 
-    def _on_token(self, sequence: Sequence, token_id: int, now: float) -> None:
+    def _on_token(self, sequence: Sequence, draw: Draw, now: float) -> None:
         """Deliver a token, and end the request, hand it on, or let it draw the next one."""
+        token_id = draw.token_id
         finish_reason = sequence.finish_reason(token_id)
         self.state.counters.output_tokens += 1
-        self._deliver(sequence, token_id, finish_reason)
+        self._deliver(sequence, draw, finish_reason)
         if sequence.siblings and sequence.decodes_here:
             self._requests.fork(sequence)
         if sequence.was_aborted and not sequence.siblings:
@@ -180,13 +184,21 @@ class EngineCore:
             self.scheduler.start_decoding(sequence)
         else:
             self.scheduler.remove(sequence)
-            self._requests.owner(sequence).on_token(sequence, token_id, now)
+            self._requests.owner(sequence).on_token(sequence, draw, now)
 
-    def _deliver(self, sequence: Sequence, token_id: int, finish_reason: FinishReason | None) -> None:
+    def _deliver(self, sequence: Sequence, draw: Draw, finish_reason: FinishReason | None) -> None:
         if sequence.was_aborted:
             return
         position, num_cached_tokens = sequence.num_output_tokens, sequence.num_cached_tokens
-        delta = TokenDelta(sequence.key, position, [token_id], finish_reason, num_cached_tokens, sequence.handover)
+        delta = TokenDelta(
+            sequence.key,
+            position,
+            [draw.token_id],
+            finish_reason,
+            num_cached_tokens,
+            sequence.handover,
+            draw.logprobs,
+        )
         sequence.handover = None
         self.state.add_delta(sequence, delta)
 

@@ -9,6 +9,7 @@ from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.handover.reads import ReadResult
 from splitserve.protocol.messages.membership import PeerLink
 from splitserve.protocol.request import Party
+from splitserve.protocol.step import Draw
 
 Handler = Callable[[Any, Party, float], None]
 """Takes a message's body, its sender, and the time."""
@@ -39,7 +40,7 @@ class Part:
     def on_computed(self, sequence: Sequence, now: float) -> None:
         """Take note that KV of a sequence's prompt has been computed."""
 
-    def on_token(self, sequence: Sequence, token_id: int, now: float) -> None:
+    def on_token(self, sequence: Sequence, draw: Draw, now: float) -> None:
         """Take over a sequence that has left the scheduler: its first token is drawn, and is not the last."""
 
     def on_loaded(self, sequence: Sequence, now: float) -> None:

@@ -6,6 +6,7 @@ import msgspec
 
 from splitserve.engine.cache_groups import Table
 from splitserve.engine.feature_states import FeatureStates
+from splitserve.engine.prompt_scores import PromptScores
 from splitserve.engine.stage import NEXT_STAGES, Stage
 from splitserve.kvconnector.layout.shape import num_blocks_for
 from splitserve.kvconnector.tiers.loads import BlockLoad
@@ -67,10 +68,12 @@ class Sequence:
     load: BlockLoad | None = None  # its blocks that are being onboarded
     launched: LaunchedChunks = field(default_factory=LaunchedChunks)  # its part of the steps in flight
     features: FeatureStates | None = field(init=False)  # of its sampling features on the runner; None: it has none
+    prompt_logprobs: PromptScores | None = field(init=False)  # those of its prompt; None: not wanted
 
     def __post_init__(self) -> None:
         self.end_length = min(self.max_length, self.num_prompt_tokens + self.sampling.max_tokens)
         self.features = FeatureStates.of(self.sampling)
+        self.prompt_logprobs = PromptScores.of(self.sampling, self.num_prompt_tokens)
 
     def enter(self, stage: Stage) -> None:
         """Change the stage; :data:`NEXT_STAGES` has the transitions. Entering the present stage has no effect."""
@@ -134,6 +137,7 @@ class Sequence:
             previous,
             (),
             self._other_tables(start, end) if self.other_tables else (),
+            None if self.prompt_logprobs is None else self.prompt_logprobs.wanted(self.token_ids, start, end),
         )
 
     def _other_tables(self, start: int, end: int) -> tuple[ChunkTable, ...]:
@@ -150,8 +154,14 @@ class Sequence:
         end = len(self.token_ids)
         start = end - self.num_after_load(block_size)
         blocks = self.block_ids[: num_blocks_for(end, block_size)]
+        scored = None if self.prompt_logprobs is None else self.prompt_logprobs.wanted(self.token_ids, start, end)
         return ScheduledChunk(
-            list(self.token_ids[start:]), start, blocks, self._sample(end), gates=tuple(self.load.pending)
+            list(self.token_ids[start:]),
+            start,
+            blocks,
+            self._sample(end),
+            gates=tuple(self.load.pending),
+            scored=scored,
         )
 
     def _sample(self, position: int) -> SampleSpec:
@@ -164,6 +174,7 @@ class Sequence:
             sampling.choice,
             position,
             None if features is None else features.use(sampling, self.token_ids, self.num_prompt_tokens, position),
+            sampling.logprobs,
         )
 
     @property
@@ -206,6 +217,11 @@ class Sequence:
         if chunk.gates:
             assert self.load is not None
             launched.is_gated = self.load.holds_step = True
+
+    def note_scored(self, chunk: ScheduledChunk) -> None:
+        """Note that the log-probabilities of the prompt's tokens that ``chunk`` scores were sent."""
+        assert self.prompt_logprobs is not None
+        self.prompt_logprobs.note(chunk)
 
     def on_completed(self, chunk: ScheduledChunk) -> None:
         """Note that the step with ``chunk`` has completed."""

@@ -12,11 +12,20 @@ from splitserve.kvconnector.layout.shape import num_blocks_for
 from splitserve.protocol.config import ProtocolConfig
 from splitserve.protocol.counters import WorkerCounters
 from splitserve.protocol.memory_records import LayoutRecord
-from splitserve.protocol.messages.requests import FailureCode, RequestFailed, StepTokens, TokenDelta
+from splitserve.protocol.messages.logprobs import Logprobs
+from splitserve.protocol.messages.requests import (
+    FailureCode,
+    PromptLogprobs,
+    RequestFailed,
+    StepTokens,
+    TokenDelta,
+)
 from splitserve.protocol.request import Party, RequestKey
+from splitserve.protocol.step import ScheduledChunk
 from splitserve.protocol.token_ids import highest
 
 DRAINING_REASON = "this worker is draining"
+MAX_SCORES_PER_MESSAGE = 1 << 14  # tokens of a prompt: less than 3 MiB
 
 
 class Tombstone(NamedTuple):
@@ -81,6 +90,14 @@ class EngineState:
     def add_delta(self, sequence: Sequence, delta: TokenDelta) -> None:
         """Put new tokens into the step's message to the router that asked for them."""
         self.deltas.setdefault(sequence.reply_to, []).append(delta)
+
+    def send_prompt_logprobs(self, sequence: Sequence, chunk: ScheduledChunk, logprobs: Logprobs) -> None:
+        """Send log-probabilities of a prompt's tokens, in messages of bounded size."""
+        assert chunk.scored is not None
+        position, count = chunk.start + chunk.scored.first_row + 1, len(chunk.scored.token_ids)
+        for start in range(0, count, MAX_SCORES_PER_MESSAGE):
+            part = logprobs.between(start, min(start + MAX_SCORES_PER_MESSAGE, count))
+            self.outbox.send(sequence.reply_to, PromptLogprobs(sequence.key, position + start, part))
 
     def flush_deltas(self) -> None:
         """One message per router for everything since the last flush."""

@@ -5,7 +5,9 @@ from enum import StrEnum
 import msgspec
 
 from splitserve.common.errors import ConfigError
+from splitserve.protocol.messages.logprobs import NumTop
 from splitserve.protocol.sampling_features import FeatureParams
+from splitserve.protocol.wire_numbers import Count
 
 MAX_CHOICES = 16
 """The largest number of outputs of one prompt."""
@@ -51,6 +53,8 @@ class SamplingParams(FeatureParams, frozen=True, omit_defaults=True, forbid_unkn
     every worker draws the same token for the same (seed, choice, position); ``choice`` is the output's number among
     those of its prompt.
     ``stop_token_ids`` holds the end-of-sequence ids too, unless the client asked for ``ignore_eos``.
+    ``logprobs`` and ``prompt_logprobs`` are the numbers of alternatives in the log-probabilities of output and prompt;
+    None: not wanted. The prompt's begin with its token number ``prompt_logprobs_start``: the router has the others.
     """
 
     max_tokens: int
@@ -60,6 +64,9 @@ class SamplingParams(FeatureParams, frozen=True, omit_defaults=True, forbid_unkn
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     choice: int = 0
+    logprobs: NumTop | None = None
+    prompt_logprobs: NumTop | None = None
+    prompt_logprobs_start: Count = 1
 
     def __post_init__(self) -> None:
         FeatureParams.__post_init__(self)

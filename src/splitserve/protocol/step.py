@@ -4,11 +4,12 @@ They are structs rather than dataclasses, and untracked by the garbage collector
 sequences.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 
+from splitserve.protocol.messages.logprobs import Logprobs
 from splitserve.protocol.request import SamplingParams
 
 MAX_STEPS_UNDER_WAY = 2
@@ -52,6 +53,16 @@ class SampleSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     choice: int
     position: int
     features: FeatureUse | None = None
+    num_top_logprobs: int | None = None  # alternatives in the drawn token's log-probabilities; None: not wanted
+
+
+class ScoredTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Prompt tokens whose log-probabilities a chunk computes. Row ``first_row + i`` of the chunk, its token's logits,
+    gives that of ``token_ids[i]``, which stands one position further on."""
+
+    num_top: int
+    first_row: int
+    token_ids: Sequence[int]
 
 
 class ChunkTable(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -81,6 +92,7 @@ class ScheduledChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     previous_chunk: int | None = None
     gates: tuple[int, ...] = ()
     other_tables: tuple[ChunkTable, ...] = ()  # of the groups after the first
+    scored: ScoredTokens | None = None
 
     def table(self, group: int) -> ChunkTable:
         """Return the table of a group. Position ``p`` is in block ``p // block_size - first_number`` of it; that of a
@@ -111,7 +123,7 @@ class Draw(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The tokens that a chunk drew, for the positions behind its last one. Today that is a single token."""
 
     token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...] | None = None  # of each token; None: not asked for
+    logprobs: Logprobs | None = None  # of each token; None: not wanted
     error: str = ""  # why the request can't draw a token, and fails; "": it can
 
     @property
@@ -122,9 +134,13 @@ class Draw(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Results of a step: a draw per chunk of the plan, in its order; None where the chunk asked for none."""
+    """Results of a step: a draw per chunk of the plan, in its order; None where the chunk asked for none.
+
+    ``scores``: log-probabilities of each chunk's :class:`ScoredTokens`, by the chunk's index.
+    """
 
     draws: Sequence[Draw | None]
+    scores: Mapping[int, Logprobs] = {}
 
     @classmethod
     def of(cls, token_ids: Sequence[int | None]) -> "StepOutput":

@@ -37,6 +37,7 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     copy_late: float = 0.0  # probability that a load from a tier ends after its deadline
     copy_seconds: float = 0.05  # longest time that a copy takes otherwise
     lies: float = 0.0  # probability that an offer is wrong: see splitserve.simulation.lies
+    scored: bool = False  # no fault: requests want log-probabilities, of the output, the prompt, or both
     unsent: float = 0.0  # probability that a worker's link rejects a request from the router
 
 

@@ -7,6 +7,7 @@ Every other worker has two ranks with a head each, which write and read at times
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Protocol
 
 import msgspec
@@ -108,3 +109,19 @@ def output_of(prompt: list[int], sampling: SamplingParams, draw: Callable[[list[
         output.append(draw([number for kv in heads for number in kv], output))
         if sampling.finish_reason(output[-1], len(output)):
             return output
+
+
+def score_of(kv: list[int], token: int) -> float:
+    """Return the log-probability of a token after ``kv``, that of all heads one after the other; float32 is exact."""
+    return -(mix(*kv, token) % 4096) / 64
+
+
+def expected_scores(tokens: list[int]) -> list[float]:
+    """Return the log-probabilities of all tokens but the first."""
+    heads: list[list[int]] = [[] for _ in range(NUM_HEADS)]
+    scores = []
+    for token, following in pairwise(tokens):
+        for head, kv in enumerate(heads):
+            kv.append(next_kv(kv, token, head))
+        scores.append(score_of([number for kv in heads for number in kv], following))
+    return scores

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from splitserve.kernels.reference.sampling import sample
-from splitserve.models.runner.runner import step_output
+from splitserve.models.runner.runner import output_of_step
 from splitserve.models.sampling.sampler import Sampler
 from splitserve.protocol.request import SamplingParams
 from splitserve.protocol.sampling_features import wanted_features
@@ -36,8 +36,8 @@ class SampledHead:
         if not read:
             return [None] * len(plan.chunks)
         logits = torch.stack([_logits(mix(*kv)) for kv in read.values()])
-        drawn = self._sampler.draw(logits, plan.chunks).tolist()
-        return list(step_output(len(plan.chunks), list(read), drawn, self._sampler.errors).draws)
+        drawn = self._sampler.draw(logits, plan.chunks)
+        return list(output_of_step(plan, drawn.numpy(), None, self._sampler.errors).draws)
 
 
 class SampledModel:

@@ -8,7 +8,9 @@ from splitserve.protocol.config import ProtocolConfig
 from splitserve.protocol.handover.offered_blocks import DiscardedRead, OfferedBlocks
 from splitserve.protocol.handover.reads import ReadCommand, ReadResult
 from splitserve.protocol.messages.handover import Grant, Offer, OfferAck, OfferedBlock, PrefixGrant
+from splitserve.protocol.messages.logprobs import Logprobs
 from splitserve.protocol.request import Party, RequestKey
+from splitserve.protocol.step import Draw
 
 
 class SinkState(Enum):
@@ -98,6 +100,7 @@ class SinkHandover:
         self.may_be_elsewhere = False  # the peer's device has lost the blocks; its host tier may have them
         self.mismatches: list[str] = []
         self.first_tokens: list[int] = []
+        self.first_logprobs: list[Logprobs] = []
         self.statistics = SinkStatistics()
         self.first_block = pull.spans[0].first_block  # of the first group
         self._pull = pull
@@ -139,6 +142,7 @@ class SinkHandover:
         if offer.last and not self._last_offer_seen:
             self._last_offer_seen = True
             self.first_tokens = offer.first_tokens
+            self.first_logprobs = offer.first_logprobs
             self.statistics.last_offer_at = now
         self._complete_if_all_verified(now)
 
@@ -224,6 +228,11 @@ class SinkHandover:
         return self._reads
 
     # ---- inside ----
+
+    @property
+    def first_draw(self) -> Draw:
+        """The first token, as the last offer brought it."""
+        return Draw((self.first_tokens[0],), self.first_logprobs[0] if self.first_logprobs else None)
 
     def _make_grant(self) -> Grant | PrefixGrant:
         if self._pull.hashes:

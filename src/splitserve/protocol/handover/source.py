@@ -6,6 +6,7 @@ from enum import Enum
 
 from splitserve.protocol.config import ProtocolConfig
 from splitserve.protocol.messages.handover import Grant, Offer, OfferAck, OfferedBlock, OfferedSpan
+from splitserve.protocol.messages.logprobs import Logprobs
 from splitserve.protocol.request import Party
 
 
@@ -63,6 +64,7 @@ class SourceHandover:
         self._last_acknowledged = False
         self._revision = 0
         self._first_tokens: list[int] = []
+        self._first_logprobs: list[Logprobs] = []
         self._lease_seconds = grant.lease_seconds
         self.lease_expires_at = now + grant.lease_seconds
         self._offer_due_at = now
@@ -95,13 +97,19 @@ class SourceHandover:
         self._offer_due_at = now
 
     def offer_last(
-        self, blocks: Sequence[Sequence[OfferedBlock]], num_tokens: int, first_tokens: list[int], now: float
+        self,
+        blocks: Sequence[Sequence[OfferedBlock]],
+        num_tokens: int,
+        first_tokens: list[int],
+        now: float,
+        first_logprobs: Sequence[Logprobs] = (),
     ) -> None:
         """The rest of the prompt, which may end inside a block, with the first token of each choice."""
         assert self.state in (SourceState.GRANTED, SourceState.OFFERING), self.state
         self._add(blocks)
         self._num_tokens = num_tokens
         self._first_tokens = first_tokens
+        self._first_logprobs = list(first_logprobs)
         self.all_offered_at = now
         self.state = SourceState.OFFERED
         self._offer_due_at = now
@@ -162,6 +170,7 @@ class SourceHandover:
             num_tokens=self._num_tokens,
             last=self.state is SourceState.OFFERED,
             first_tokens=self._first_tokens,
+            first_logprobs=self._first_logprobs,
             revision=self._revision,
         )
 

@@ -2,7 +2,7 @@
 
     worker  -> membership: Register, Heartbeat, Draining, Leave  membership -> worker: Registered, RegisterRefused
     router  -> worker:     PrefillRequest, DecodeRequest, LocalRequest, Abort, Introduce, Profile
-    worker  -> router:     StepTokens, RequestFailed, Profiled
+    worker  -> router:     StepTokens, PromptLogprobs, RequestFailed, Profiled
     decode  -> prefill:    PeerHello, Grant, PrefixGrant, OfferAck, Release
     prefill -> decode:     PeerWelcome, PeerRefused, Offer, Withdrawn
 

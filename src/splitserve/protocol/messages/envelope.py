@@ -31,6 +31,7 @@ from splitserve.protocol.messages.requests import (
     PrefillRequest,
     Profile,
     Profiled,
+    PromptLogprobs,
     RequestFailed,
     StepTokens,
 )
@@ -52,6 +53,7 @@ Body: TypeAlias = (
     | Introduce
     | Profile
     | StepTokens
+    | PromptLogprobs
     | RequestFailed
     | Profiled
     | PeerHello

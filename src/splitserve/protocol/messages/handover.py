@@ -7,6 +7,7 @@ import msgspec
 from splitserve.protocol.cache_layout import MAX_GROUPS
 from splitserve.protocol.memory_records import LayoutRecord, RankMemory
 from splitserve.protocol.messages.base import Message
+from splitserve.protocol.messages.logprobs import Logprobs
 from splitserve.protocol.request import RequestKey
 from splitserve.protocol.wire_numbers import BlockHash, Count, Digest, Seconds, TokenId, Unsigned
 
@@ -91,7 +92,8 @@ class Offer(Message, frozen=True):
     their order. The span of a window group begins with the first block that the prompt's last token attends to.
 
     ``num_tokens`` counts the prompt's tokens that are covered up to the end of this offer; only the ``last`` one may
-    end inside a block. ``first_tokens`` holds the first output token of each choice, in the last offer only.
+    end inside a block. ``first_tokens`` holds the first output token of each choice, in the last offer only,
+    and ``first_logprobs`` their log-probabilities if the request wants them.
     ``revision`` grows when blocks that were offered have moved: the offer with the highest one is valid.
     """
 
@@ -101,6 +103,7 @@ class Offer(Message, frozen=True):
     last: bool = False
     first_tokens: list[TokenId] = []
     revision: Count = 0
+    first_logprobs: list[Logprobs] = []
 
 
 class OfferAck(Message, frozen=True):

@@ -12,6 +12,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from splitserve.protocol.messages.base import Message
+from splitserve.protocol.messages.logprobs import Logprobs
 from splitserve.protocol.request import MAX_CHOICES, FinishReason, Party, RequestKey, SamplingParams
 from splitserve.protocol.token_ids import TokenIds
 from splitserve.protocol.wire_numbers import Count, Seconds, Size, TokenId
@@ -112,7 +113,8 @@ class HandoverReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TokenDelta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """New tokens of one request. ``position`` is the index among the output tokens of ``token_ids[0]``.
 
-    ``num_cached_tokens`` counts the prompt's tokens whose KV was found in this worker's prefix cache.
+    ``num_cached_tokens`` counts the prompt's tokens whose KV was found in this worker's prefix cache. ``logprobs`` are
+    those of the tokens, where the request wants them.
     """
 
     key: RequestKey
@@ -121,12 +123,22 @@ class TokenDelta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fal
     finish_reason: FinishReason | None = None
     num_cached_tokens: Count = 0
     handover: HandoverReport | None = None
+    logprobs: Logprobs | None = None
 
 
 class StepTokens(Message, frozen=True):
     """All new tokens of one engine step: one message per step, not one per request."""
 
     deltas: list[TokenDelta]
+
+
+class PromptLogprobs(Message, frozen=True):
+    """Log-probabilities of adjacent tokens of a prompt, from its token number ``position`` on. A worker sends them in
+    the prompt's order, and before the first output token that it draws."""
+
+    key: RequestKey
+    position: Count
+    logprobs: Logprobs
 
 
 class FailureCode(StrEnum):

@@ -68,7 +68,8 @@ class RouterChecks:
         state = "gone" if record is None else record.state
         assert record is not None and state is WorkerState.READY, f"{body.key} goes to {to}, which is {state}"
         role = record.info.role
-        assert role in ROLES[type(body)], f"{to} gets a {type(body).__name__}, but its role is {role}"
+        is_prompt_only = body.sampling.max_tokens == 1 and isinstance(body, LocalRequest)  # nothing to decode
+        assert role in ROLES[type(body)] or is_prompt_only, f"{to} gets a {type(body).__name__}, but its role is {role}"
         needed, room = len(body.token_ids) + body.sampling.max_tokens, record.view().context_tokens_limit
         if role is Role.PREFILL:
             needed = min(needed, len(body.token_ids) + len(body.output_ids) + 1)

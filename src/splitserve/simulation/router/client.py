@@ -10,6 +10,7 @@ from splitserve.router.placement.placer import Limits
 from splitserve.router.requests.active_request import ActiveRequest
 from splitserve.router.requests.events import AskLimits, Cancel, StopStringReached, Submit
 from splitserve.router.requests.state import Failure, FailureReason, Phase, Update
+from splitserve.simulation.model import expected_scores
 
 if TYPE_CHECKING:
     from splitserve.simulation.router.driver import SimRouter
@@ -29,6 +30,8 @@ class SimClient:
         self.prompt = prompt
         self.sampling = sampling
         self.output: list[int] = []
+        self.scores: list[float] = []  # log-probabilities of the output
+        self.prompt_scores: list[float] | None = None  # those of the prompt; None: they haven't come
         self.request: ActiveRequest | None = None  # submitted last
         self.first: SimClient | None = None  # of the prompt's first choice, if it isn't this one
         self.siblings: list[SimClient] = []  # of the other choices, which begin with it
@@ -132,12 +135,32 @@ class SimClient:
         """Take tokens, or the end."""
         assert self.has_begun and self.request is not None, f"an update of {self.request_id}, which has not begun"
         self.request.state.check_invariants()
+        if update.prompt_logprobs is not None:
+            assert self.prompt_scores is None, f"{self.request_id} gets the prompt's log-probabilities twice"
+            self.prompt_scores = [values[0] for values, _ in update.prompt_logprobs.rows()]
         self.output += update.token_ids
+        if update.logprobs is not None:
+            self.scores += [values[0] for values, _ in update.logprobs.rows()]
+        self._check_scores()
         if update.ended:
             self._router.core.admission.release(1)
         if update.failure is not None and update.failure.reason is FailureReason.DEADLINE:
             since = self.request.stranded_at
             self.was_helpless = since is not None and not self._router.was_able_since(since)
+
+    def _check_scores(self) -> None:
+        """Check that each delivered token has its log-probability, and none comes before those of the prompt."""
+        wants_output, wants_prompt = self.sampling.logprobs is not None, self.sampling.prompt_logprobs is not None
+        assert len(self.scores) == (len(self.output) if wants_output else 0), f"{self.request_id}: {self.scores}"
+        is_short = len(self.prompt) == 1
+        assert not self.output or (self.prompt_scores is not None) == (wants_prompt and not is_short), (
+            f"{self.request_id} gets tokens before the prompt's log-probabilities"
+        )
+        if (wants_output or wants_prompt) and self.request_id not in self._sim.liar.deceived:
+            expected = expected_scores([*self.prompt, *self.output])
+            first = len(self.prompt) - 1
+            assert not wants_output or self.scores == expected[first:], f"{self.request_id}: other log-probabilities"
+            assert self.prompt_scores in (None, expected[:first]), f"{self.request_id}: other ones of the prompt"
 
     # ---- the end ----
 

@@ -9,12 +9,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from splitserve.protocol.cluster_report import WorkerState
 from splitserve.protocol.config import RouterConfig
 from splitserve.protocol.kv_event_batch import KVEvent
 from splitserve.protocol.messages.envelope import Body
 from splitserve.protocol.messages.membership import WorkerInfo
-from splitserve.protocol.messages.requests import Abort, RequestFailed, StepTokens, TokenDelta
+from splitserve.protocol.messages.requests import Abort, PromptLogprobs, RequestFailed, StepTokens, TokenDelta
 from splitserve.protocol.request import Party, Role, SamplingParams
 from splitserve.router.links.membership import Membership
 from splitserve.router.placement.prefix_view import PrefixView
@@ -148,6 +150,9 @@ class SimRouter:
         sampling = wanted
         if isinstance(sampling, int):
             sampling = SamplingParams(max_tokens=sampling, seed=self.sim.random.getrandbits(32))
+        if self.sim.faults.scored:
+            of_output, of_prompt = ((None, 0)[sampling.seed >> bit & 1] for bit in (0, 1))
+            sampling = msgspec.structs.replace(sampling, logprobs=of_output, prompt_logprobs=of_prompt)
         client = self.clients[request_id] = SimClient(self, request_id, prompt, sampling)
         if self.sim.random.random() < self.sim.faults.abort:
             client.leave_some_time()
@@ -163,7 +168,10 @@ class SimRouter:
         if sender not in self._links:
             return
         for news in body.deltas if isinstance(body, StepTokens) else [body]:
-            if isinstance(news, TokenDelta | RequestFailed):
+            if isinstance(news, PromptLogprobs):
+                self._perform(FromWorker(sender, news))
+                self.checks.after_event()
+            elif isinstance(news, TokenDelta | RequestFailed):
                 request = self.clients[news.key.request_id].request
                 assert request is not None, f"a message of {news.key}, which was never submitted"
                 before, self._was_dropped = Attempt(request.state), False

@@ -21,9 +21,10 @@ from splitserve.protocol.handover.sink import SinkHandover
 from splitserve.protocol.messages.envelope import Envelope
 from splitserve.protocol.messages.handover import Grant, Withdrawn
 from splitserve.protocol.request import Party, RequestKey, Role
-from splitserve.protocol.step import UNKNOWN_TOKEN, Draw, ScheduledChunk, StepOutput, StepPlan
+from splitserve.protocol.step import UNKNOWN_TOKEN, Draw, ScheduledChunk, StepPlan
 from splitserve.simulation.model import BLOCK_SIZE, NUM_HEADS, VOCAB, layout_of, mix, next_kv, tail_kv
 from splitserve.simulation.worker.connector import SimConnector
+from splitserve.simulation.worker.drawn import Drawn
 from splitserve.simulation.worker.parts import sink_of
 from splitserve.simulation.worker.reader import SimReader
 from splitserve.simulation.worker.tiers import SimTiers
@@ -80,13 +81,11 @@ class SimWorker:
             ModelBounds(max_model_len=num_blocks * BLOCK_SIZE, vocab_size=VOCAB),
         )
         self.below.begin()
-        self.digests: dict[
-            tuple[int, int, int], bytes | None
-        ] = {}  # by group, block and generation; None: not computed yet
+        self.digests: dict[tuple[int, int, int], bytes | None] = {}  # by group, block, generation; None: not yet
         self.drain_clock = Drain(sim.protocol.drain_seconds)
         self.reader = SimReader(sim, self, self.on_connector_event)
         # Steps in flight, oldest first: touched blocks, drawn tokens, whether the step fails.
-        self.steps: deque[tuple[list[dict[int, int]], list[Draw | None], bool]] = deque()
+        self.steps: deque[tuple[list[dict[int, int]], Drawn, bool]] = deque()
         self.max_steps = 1 + self.party.incarnation % 2  # every other worker overlaps two steps, as on a GPU
         self.device_free_at = 0.0
         self.last_drawn: list[Draw | None] = []  # of the step launched last, once drawn
@@ -289,7 +288,7 @@ class SimWorker:
         ]
         garbage = random.getrandbits(50) if random.random() < self.sim.faults.step_error else 0
         seconds = random.uniform(0.001, self.sim.faults.step_seconds)
-        drawn: list[Draw | None] = [None] * len(plan.chunks)
+        drawn = Drawn(plan)
         self.steps.append((taken, drawn, bool(garbage)))
         previous, self.last_drawn = self.last_drawn, drawn
         wait = max(0.0, self.device_free_at - self.sim.now, self.below.seconds_until_moved(plan.gates))
@@ -333,7 +332,7 @@ class SimWorker:
                 if self.window:
                     self.write_tail(chunk, head, kv)
 
-    def draw(self, plan: StepPlan, drawn: list[Draw | None]) -> None:
+    def draw(self, plan: StepPlan, drawn: Drawn) -> None:
         """Draw tokens from all KV that the step reads."""
         if not self.alive:
             return
@@ -347,6 +346,7 @@ class SimWorker:
                 for head, numbers in enumerate(heads if self.window else []):
                     self.check_tail_content(chunk, head, numbers)
         drawn[:] = self.head.draw(plan, read)
+        drawn.score(self.kv)
 
     def kv(self, block_ids: Sequence[int], head: int, end: int) -> list[int]:
         """Return one head's KV of the positions before ``end``."""
@@ -396,5 +396,5 @@ class SimWorker:
         if fails:
             self.core.fail_step("planted step error", self.clock)
         else:
-            self.core.commit_step(StepOutput(drawn), self.clock)
+            self.core.commit_step(drawn.output(), self.clock)
         self.settle()

@@ -1,0 +1,34 @@
+"""What a request wants besides the text of its output."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class WantedScores:
+    """What a request wants besides its output's text."""
+
+    logprobs: int | None = None  # alternatives of each output token; None: no log-probabilities
+    prompt_logprobs: int | None = None  # likewise of the prompt, as the extension of that name
+    echo: bool = False
+    as_ids: bool = False  # log-probabilities name tokens by their ids alone
+    hides_output: bool = False  # max_tokens is 0: the one token that a worker draws isn't shown
+
+    @property
+    def is_neutral(self) -> bool:
+        return self in (WantedScores(), WantedScores(as_ids=True))
+
+    @property
+    def of_prompt(self) -> int | None:
+        """The number of alternatives that workers compute of the prompt's tokens; None: nothing of them is wanted."""
+        echoed = self.logprobs if self.echo else None
+        wanted = [number for number in (echoed, self.prompt_logprobs) if number is not None]
+        return max(wanted, default=None)
+
+    def params(self, num_prompt_tokens: int) -> dict[str, Any]:
+        """Return the parameters for workers, as fields of :class:`~splitserve.protocol.request.SamplingParams`."""
+        if self.hides_output:
+            # Without log-probabilities to compute, the prompt's last token stands for a request with nothing to decode.
+            start = num_prompt_tokens if self.of_prompt is None else 1
+            return {"prompt_logprobs": self.of_prompt or 0, "prompt_logprobs_start": start}
+        return {"logprobs": self.logprobs, "prompt_logprobs": self.of_prompt}
