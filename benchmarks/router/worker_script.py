@@ -60,22 +60,22 @@ def default_script(
             first_reason = reason if len(token_ids) == 1 else None
             return [Reply(StepTokens([TokenDelta(body.key, 0, token_ids[:1], finish_reason=first_reason)]))]
         token_ids, reason = _outputs(body, output)
-        if isinstance(body, DecodeRequest) and len(token_ids) == 1:
-            return []  # the first token ends the request: there is no decode
         report = _report(body) if isinstance(body, DecodeRequest) else None
         size = tokens_per_message or len(token_ids)
+        # The first token may end the request: then there is no decode but for the other choices.
+        is_over = isinstance(body, DecodeRequest) and len(token_ids) == 1
         replies = []
-        for begin in range(0, len(token_ids), size):
-            part = token_ids[begin : begin + size]
-            last = begin + size >= len(token_ids)
-            delta = TokenDelta(
-                body.key,
-                begin,
-                part,
-                finish_reason=reason if last else None,
-                handover=report if begin == 0 else None,
-            )
-            replies.append(Reply(StepTokens([delta]), begin * token_seconds))
+        for key in (*(() if is_over else (body.key,)), *body.siblings):
+            for begin in range(0, len(token_ids), size):
+                last = begin + size >= len(token_ids)
+                delta = TokenDelta(
+                    key,
+                    begin,
+                    token_ids[begin : begin + size],
+                    finish_reason=reason if last else None,
+                    handover=report if begin == 0 else None,
+                )
+                replies.append(Reply(StepTokens([delta]), begin * token_seconds))
         return replies
 
     return script

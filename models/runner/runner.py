@@ -101,7 +101,7 @@ class ModelRunner:
         logits = self.model.forward(self._batch(plan.chunks, prompts), self._kv_layers, self._attention)
         drawn = None if logits is None else self.sampler.draw(logits, plan.chunks)
         numbers, scores = self._results(drawn, prompts)
-        return output_of_step(plan, numbers.numpy(), scores, {} if drawn is None else self.sampler.errors)
+        return output_of_step(plan, numbers.cpu().numpy(), scores, {} if drawn is None else self.sampler.errors)
 
     def _results(self, drawn: Tensor | None, prompts: PromptRows | None) -> tuple[Tensor, StepScores | None]:
         """Return the results as an int64 tensor for :func:`output_of_step`, and what follows the drawn tokens."""

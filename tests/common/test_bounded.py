@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitserve.common.bounded import ExpiringMap
-from splitserve.protocol.block_hash import chain_hash, extend_hashes, root_hash
+from splitserve.protocol.block_hash import chain_hash, extend_hashes, root_hash, salted_root
 from splitserve.protocol.memory_records import LayoutRecord
 
 LAYOUT = LayoutRecord("m", "w", "float32", 4, 1, 1, 1)
@@ -37,7 +37,7 @@ def test_a_hash_names_the_whole_beginning_and_all_that_the_bytes_depend_on() -> 
     root = root_hash(LAYOUT)
     others = [LayoutRecord("n", "w", "float32", 4, 1, 1, 1), LayoutRecord("m", "v", "float32", 4, 1, 1, 1)]
     others += [LayoutRecord("m", "w", "bfloat16", 4, 1, 1, 1), LayoutRecord("m", "w", "float32", 8, 1, 1, 1)]
-    assert len({root, root_hash(LAYOUT, "tenant"), *(root_hash(other) for other in others)}) == 6
+    assert len({root, salted_root(root, "tenant"), *(root_hash(other) for other in others)}) == 6
     assert chain_hash(root, [1, 2, 3, 4]) != chain_hash(root, [1, 2, 4, 3])
     assert chain_hash(chain_hash(root, [0]), [1]) != chain_hash(root, [1])
     assert len(root) == len(chain_hash(root, [1])) == 16

@@ -157,6 +157,7 @@ def test_a_cluster_that_has_ended_fails_the_batch(endpoint: Endpoint) -> None:
 
 
 def test_ctrl_c_hangs_up(endpoint: Endpoint) -> None:
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # other tests may have left one
     endpoint.behave = lambda _number, _attempt: "for ever"
     before = threading.active_count()
 
@@ -166,8 +167,11 @@ def test_ctrl_c_hangs_up(endpoint: Endpoint) -> None:
 
     interrupter = threading.Thread(target=interrupt)
     interrupter.start()
-    with pytest.raises(KeyboardInterrupt):
-        run(endpoint, 10, concurrency=3)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(endpoint, 10, concurrency=3)
+    finally:
+        signal.signal(signal.SIGINT, handler)
     interrupter.join()
     wait_until(lambda: endpoint.in_flight == 0, "requests are still in flight")
     assert threading.active_count() == before

@@ -29,8 +29,14 @@ MODELS: dict[Any, dict[str, Any]] = {
     DetokenizeRequest: {"tokens": [1]},
 }
 TOOL = {"type": "function", "function": {"name": "x"}}
-BESIDE: dict[str, dict[str, Any]] = {"stream_options": {"stream": True}, "tool_choice": {"tools": [TOOL]}}
+BESIDE: dict[str, dict[str, Any]] = {
+    "stream_options": {"stream": True},
+    "tool_choice": {"tools": [TOOL]},
+    "max_tokens": {"prompt_logprobs": 1},  # with which 0 is allowed
+    "max_completion_tokens": {"prompt_logprobs": 1},
+}
 """Parameters without which another one makes no sense."""
+BESIDE_IN_CHATS: dict[str, dict[str, Any]] = {"top_logprobs": {"logprobs": True}}
 SAMPLES: dict[str, list[Any]] = {
     "string": ["text", ""],
     "integer": [1, -7, 10**30],
@@ -65,6 +71,8 @@ def resolve(node: dict[str, Any], definitions: dict[str, Any]) -> list[dict[str,
 def bound_cases(node: dict[str, Any], definitions: dict[str, Any]) -> Iterator[tuple[Any, bool]]:
     """Values at and beyond the bounds of one form of a parameter."""
     kind = node.get("type")
+    if kind == "integer" and "const" in node:
+        yield node["const"] + 1, False
     step = 1 if kind == "integer" else 1e-6
     if kind in ("integer", "number"):
         for bound, sign in (("minimum", -1), ("maximum", 1)):
@@ -158,7 +166,8 @@ def cases() -> Iterator[Case]:
 
 
 def body_with(case: Case) -> bytes:
-    return json.dumps({**MODELS[case.model], **BESIDE.get(case.name, {}), case.name: case.value}).encode()
+    others = BESIDE | BESIDE_IN_CHATS if case.model is ChatCompletionRequest else BESIDE
+    return json.dumps({**MODELS[case.model], **others.get(case.name, {}), case.name: case.value}).encode()
 
 
 @pytest.mark.parametrize("case", list(cases()), ids=str)

@@ -8,7 +8,7 @@ import pytest
 from splitserve.protocol.cluster_report import WorkerState
 from splitserve.protocol.messages.envelope import Body
 from splitserve.protocol.messages.requests import Abort
-from splitserve.protocol.request import Party
+from splitserve.protocol.request import Party, RequestKey
 from splitserve.router.links.membership import Charge, Membership
 from splitserve.router.placement.policies import Local, Placed, RequestShape, Snapshot, WorkerView
 from splitserve.router.placement.prefix_view import PrefixMatch
@@ -30,8 +30,10 @@ from splitserve.router.requests.waiting_room import WaitingRoom
 def retries_get_the_whole_deadline(patch: pytest.MonkeyPatch) -> None:
     original = Attempts.messages
 
-    def messages(self: Attempts, request: ActiveRequest, placement: Placed, now: float) -> list[tuple[Party, Body]]:
-        return original(self, request, placement, request.arrived_at)
+    def messages(
+        self: Attempts, request: ActiveRequest, placement: Placed, now: float, siblings: list[RequestKey]
+    ) -> list[tuple[Party, Body]]:
+        return original(self, request, placement, request.arrived_at, siblings)
 
     patch.setattr(Attempts, "messages", messages)
 
@@ -53,8 +55,10 @@ def charges_of_failed_attempts_stay(patch: pytest.MonkeyPatch) -> None:
 def retries_start_over(patch: pytest.MonkeyPatch) -> None:
     original = Attempts.messages
 
-    def messages(self: Attempts, request: ActiveRequest, placement: Placed, now: float) -> list[tuple[Party, Body]]:
-        sent = original(self, request, placement, now)
+    def messages(
+        self: Attempts, request: ActiveRequest, placement: Placed, now: float, siblings: list[RequestKey]
+    ) -> list[tuple[Party, Body]]:
+        sent = original(self, request, placement, now, siblings)
         return [(party, msgspec.structs.replace(body, output_ids=[])) for party, body in sent]
 
     patch.setattr(Attempts, "messages", messages)
