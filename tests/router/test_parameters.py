@@ -71,8 +71,8 @@ def resolve(node: dict[str, Any], definitions: dict[str, Any]) -> list[dict[str,
 def bound_cases(node: dict[str, Any], definitions: dict[str, Any]) -> Iterator[tuple[Any, bool]]:
     """Values at and beyond the bounds of one form of a parameter."""
     kind = node.get("type")
-    if kind == "integer" and "const" in node:
-        yield node["const"] + 1, False
+    if kind in ("integer", "boolean") and "const" in node:
+        yield (not node["const"] if kind == "boolean" else node["const"] + 1), False
     step = 1 if kind == "integer" else 1e-6
     if kind in ("integer", "number"):
         for bound, sign in (("minimum", -1), ("maximum", 1)):
