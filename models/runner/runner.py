@@ -114,7 +114,7 @@ class ModelRunner:
         scores = StepScores(raw, prompts)
         return torch.cat((drawn, *scores.packed(drawn))), scores
 
-    def _batch(self, chunks: Sequence[ScheduledChunk], prompts: PromptRows | None) -> ForwardBatch:
+    def _batch(self, chunks: Sequence[ScheduledChunk], prompts: PromptRows | None = None) -> ForwardBatch:
         token_ids: list[int] = []
         positions: list[int] = []
         slot_blocks: list[int] = []
