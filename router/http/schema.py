@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from splitserve.protocol.messages.logprobs import MAX_TOP_LOGPROBS
 from splitserve.protocol.messages.requests import MAX_CACHE_SALT_CHARS
 from splitserve.protocol.request import MAX_CHOICES
 from splitserve.protocol.token_ids import TokenIds
+from splitserve.protocol.wire_numbers import MAX_TOP_LOGPROBS
 from splitserve.router.http.chat_fields import MAX_TOOLS, ChatMessage, Tool, ToolChoice
 from splitserve.router.http.sampling_fields import with_sampling_fields
 from splitserve.router.scores.wanted import WantedScores

@@ -131,14 +131,14 @@ def test_graphs_are_cut_where_groups_begin(host_runner: HostRunner) -> None:
         host_runner._mixed_graphs[size] = host_runner._capture_mixed_size(size, logits)
         assert log == [step for number in range(5) for step in (("begin", number), ("end", number))]
         log.clear()
-        host_runner._logits([tail(3, ())])
+        host_runner._logits([tail(3, ())], None)
         assert log == [("replay", number) for number in range(5)]
         log.clear()
-        host_runner._logits([tail(3, (COPY_ID,))])
+        host_runner._logits([tail(3, (COPY_ID,))], None)
         assert log == [step for n, first in enumerate(first_layers) for step in (("wait", first), ("replay", n))]
         log.clear()
         host_runner._gates = QueuedLoad(over=(0, 2))  # type: ignore[assignment]
-        host_runner._logits([tail(3, (COPY_ID,))])
+        host_runner._logits([tail(3, (COPY_ID,))], None)
         assert log[:3] == [("replay", 0), ("replay", 1), ("wait", 4)]
         log.clear()
         whole = host_runner._capture_mixed_size(MixedSize(1, 4), torch.empty(5, SHAPE.vocab_size))
@@ -151,7 +151,7 @@ def test_eager_steps_wait_before_each_group(host_runner: HostRunner, monkeypatch
     attend = host_runner._attention.run
     monkeypatch.setattr(host_runner._attention, "run", lambda *args: (log.append(("layer", None)), attend(*args))[1])
     with torch.inference_mode():
-        host_runner._logits([tail(3, (COPY_ID,))])
+        host_runner._logits([tail(3, (COPY_ID,))], None)
     layers = [("layer", None)]
     waits = [("wait", first) for first in (0, 2, 4, 6, 7)]
     assert log == [
@@ -168,7 +168,7 @@ def test_eager_steps_wait_before_each_group(host_runner: HostRunner, monkeypatch
     ]
     log.clear()
     with torch.inference_mode():
-        host_runner._logits([tail(3, ())])
+        host_runner._logits([tail(3, ())], None)
     assert log == NUM_LAYERS * layers
 
 

@@ -5,9 +5,8 @@ from enum import StrEnum
 import msgspec
 
 from splitserve.common.errors import ConfigError
-from splitserve.protocol.messages.logprobs import NumTop
 from splitserve.protocol.sampling_features import FeatureParams
-from splitserve.protocol.wire_numbers import Count
+from splitserve.protocol.wire_numbers import Count, NumTop
 
 MAX_CHOICES = 16
 """The largest number of outputs of one prompt."""

@@ -13,3 +13,7 @@ NonNegative: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
 BlockHash: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Digest: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=16)]
 Unsigned: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]  # up to 2**64 - 1, by msgpack's own bound
+
+MAX_TOP_LOGPROBS = 20
+"""The largest number of alternatives in a token's log-probabilities."""
+NumTop: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]

@@ -1,16 +1,13 @@
 """Log-probabilities as steps and messages carry them: packed arrays, so that those of long prompts stay small."""
 
 from collections.abc import Sequence
-from typing import Annotated, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from splitserve.common.errors import ConfigError
-
-MAX_TOP_LOGPROBS = 20
-NumTop: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+from splitserve.protocol.wire_numbers import NumTop
 
 _VALUE = np.dtype("<f4")
 _TOKEN_ID = np.dtype("<i4")
