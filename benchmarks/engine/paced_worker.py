@@ -27,7 +27,7 @@ from splitserve.engine.loop import WorkerIO, WorkerLoop
 from splitserve.engine.steps.executor import OverlappedExecutor, always_works
 from splitserve.engine.steps.launch_pace import LaunchPace
 from splitserve.kvconnector.layout.memory import KVMemory
-from splitserve.kvconnector.tiers.copies import TierCopies
+from splitserve.kvconnector.tiers.copies import LocalTierCopier
 from splitserve.kvconnector.transfer.inproc import InprocConnector, InprocRegistry
 from splitserve.orchestration.cli.command_parser import CommandParser
 from splitserve.protocol.config import EngineConfig, ProtocolConfig, WorkerConfig
@@ -181,7 +181,7 @@ def build_loop(
         vocab_size=vocab_size,
     )
     executor = OverlappedExecutor(runner, waker.wake, check_device, LaunchPace() if late_launch else None)
-    io = WorkerIO(sockets, waker, connector, executor, TierCopies({}, waker.wake))
+    io = WorkerIO(sockets, waker, connector, executor, LocalTierCopier({}, waker.wake))
     loop = WorkerLoop(config, core, io, MembershipClient(config, info, sockets))
     return loop, PeerRef(me, sockets.endpoint)
 

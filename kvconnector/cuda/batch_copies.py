@@ -19,7 +19,7 @@ _IN_STREAM_ORDER = 1  # CUmemcpySrcAccessOrder
 _IS_POINTER = 1  # CUmemcpy3DOperandType
 
 
-class Copies(NamedTuple):
+class CopyBatch(NamedTuple):
     """Copies of ``heights[i]`` rows from ``sources[i]`` to ``targets[i]``."""
 
     targets: Sequence[int]
@@ -49,7 +49,7 @@ class BlockPieces(NamedTuple):
     rows: int
     width: int  # bytes of a row
 
-    def of(self, local: Sequence[int], remote: Sequence[int]) -> Copies:
+    def of(self, local: Sequence[int], remote: Sequence[int]) -> CopyBatch:
         """Return the copies from the peer's blocks ``remote`` to our blocks ``local``; blocks adjacent on both sides
         are one copy.
 
@@ -60,7 +60,7 @@ class BlockPieces(NamedTuple):
             targets.append(self.target + into * self.target_bytes)
             sources.append(self.source + out_of * self.source_bytes)
             heights.append(count * self.rows)
-        return Copies(targets, sources, heights, self.width, self.target_pitch, self.source_pitch)
+        return CopyBatch(targets, sources, heights, self.width, self.target_pitch, self.source_pitch)
 
     @property
     def target_pitch(self) -> int:
@@ -121,7 +121,7 @@ class BatchCopier:
             self._batch_rows.argtypes = [ctypes.c_size_t, ctypes.c_void_p, ctypes.c_ulonglong, ctypes.c_void_p]
         self._attributes = ctypes.byref(_Attributes(order=_IN_STREAM_ORDER)), ctypes.byref(ctypes.c_size_t(0)), 1
 
-    def start(self, copies: Copies, stream: int) -> int:
+    def start(self, copies: CopyBatch, stream: int) -> int:
         """Queue the copies on the stream with that handle. Return CUDA's status: 0 if all are queued; otherwise some
         may be."""
         if len(copies.targets) == 0:
@@ -130,7 +130,7 @@ class BatchCopier:
             return self._start_flat(copies, stream)
         return self._start_rows(copies, stream)
 
-    def _start_flat(self, copies: Copies, stream: int) -> int:
+    def _start_flat(self, copies: CopyBatch, stream: int) -> int:
         targets, sources = array("Q", copies.targets), array("Q", copies.sources)
         sizes = array("Q", [height * copies.width for height in copies.heights])
         if self._batch is not None:
@@ -145,7 +145,7 @@ class BatchCopier:
                 return int(status)
         return 0
 
-    def _start_rows(self, copies: Copies, stream: int) -> int:
+    def _start_rows(self, copies: CopyBatch, stream: int) -> int:
         if self._batch_rows is not None:
             operations = _row_operations(copies)
             status = self._batch_rows(len(copies.targets), operations.buffer_info()[0], 0, stream)
@@ -155,7 +155,7 @@ class BatchCopier:
             _tell_that_it_fails("cuMemcpy3DBatchAsync", status)
         return self._start_rows_one_by_one(copies, stream)
 
-    def _start_rows_one_by_one(self, copies: Copies, stream: int) -> int:
+    def _start_rows_one_by_one(self, copies: CopyBatch, stream: int) -> int:
         rows = _Memcpy2D(
             src_memory_type=_UNIFIED,
             src_pitch=copies.source_pitch,
@@ -171,7 +171,7 @@ class BatchCopier:
         return 0
 
 
-def _row_operations(copies: Copies) -> "array[int]":
+def _row_operations(copies: CopyBatch) -> "array[int]":
     """Return an array of ``CUDA_MEMCPY3D_BATCH_OP`` of cuda.h, 14 words each: the operands (pointer, row pitch, no
     layers, no hint), the extent (width, height, one layer), the order."""
     words = array("Q")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from splitserve.kvconnector.cuda.batch_copies import BatchCopier, BlockPieces, Copies
+from splitserve.kvconnector.cuda.batch_copies import BatchCopier, BlockPieces, CopyBatch
 from splitserve.kvconnector.cuda.memory import PeerMapping
 from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.nixl.agent import TransferError
@@ -128,7 +128,7 @@ class MappedReader:
         """Start copying ``count`` pieces of ``size`` bytes, none adjacent, of the peer's blocks to address
         ``target``."""
         targets, sources = (range(at, at + 2 * size * count, 2 * size) for at in (target, self._probed_address))
-        return self._by_engines([Copies(targets, sources, [1] * count, size, size, size)])
+        return self._by_engines([CopyBatch(targets, sources, [1] * count, size, size, size)])
 
     def probe_blocks(self, target: int, path: ReadPath, remote: Sequence[int]) -> Pending:
         """Start copying blocks ``remote`` like :meth:`read`, but to address ``target``."""
@@ -187,7 +187,7 @@ class MappedReader:
             self._row_copiers[key] = RowCopier(stream, Rows(*rows), alignment)
         return self._row_copiers[key]
 
-    def _by_engines(self, pieces: Iterable[Copies]) -> Pending:
+    def _by_engines(self, pieces: Iterable[CopyBatch]) -> Pending:
         started, num_bytes = time.monotonic(), 0
         for copies in pieces:
             status = self._copier.start(copies, self.stream.cuda_stream)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from splitserve.kvconnector.ranks.transfers import RankedConnector
 from splitserve.kvconnector.tiers.commands import AnyCommand, AnyResult, ClearCommand, CopyNearsEnd, CopyResult
-from splitserve.kvconnector.tiers.copies import TierCopies
+from splitserve.kvconnector.tiers.copies import LocalTierCopier
 from splitserve.kvconnector.tiers.shared import TierState
 
 
@@ -42,10 +42,10 @@ class StateJoin:
         return state if is_same else TierState(state.tier, is_available=False)
 
 
-class RankedCopies:
-    """Rank 0's :class:`splitserve.kvconnector.tiers.copies.Copies`; ``local`` performs its own part."""
+class RankedTierCopier:
+    """Rank 0's :class:`splitserve.kvconnector.tiers.copies.TierCopier`; ``local`` performs its own part."""
 
-    def __init__(self, local: TierCopies, connector: RankedConnector) -> None:
+    def __init__(self, local: LocalTierCopier, connector: RankedConnector) -> None:
         self._local = local
         self._connector = connector
         self._num_ranks = 1 + connector.num_other_ranks

@@ -27,7 +27,7 @@ from splitserve.kvconnector.tiers.commands import (
     CopyNearsEnd,
     CopyResult,
 )
-from splitserve.kvconnector.tiers.copies import AnyStore, TierCopies
+from splitserve.kvconnector.tiers.copies import AnyStore, LocalTierCopier
 from splitserve.kvconnector.tiers.shared import ChainCopy, TierState
 from splitserve.kvconnector.transfer.connector import KVConnector, PeerConnected, ServedMemory
 from splitserve.kvconnector.transfer.joining import ConnectionJoin, ReadJoin, side_by_side
@@ -239,7 +239,7 @@ class RankTransfers:
         (memory,) = self._connector.served().ranks
         self._send(RankServes(memory, {name: list(contents) for name, contents in found.items()}))
         with self._sending:  # a store may report at once, on a thread of its own
-            self._copies = TierCopies(stores, self._pass_copies_on)
+            self._copies = LocalTierCopier(stores, self._pass_copies_on)
 
     def run(self) -> None:
         """Execute commands until rank 0 orders the end or is gone. Raises the connector's failure."""

@@ -87,7 +87,7 @@ class SharedStore(Protocol):
 AnyStore: TypeAlias = TierStore | SharedStore
 
 
-class Copies(Protocol):
+class TierCopier(Protocol):
     """Executor of copies, as the engine loop needs it."""
 
     def start(self, command: AnyCommand) -> None:
@@ -100,8 +100,8 @@ class Copies(Protocol):
         """Let the copies in flight end, and drop the waiting ones."""
 
 
-class TierCopies:
-    """:class:`Copies` of one process. ``stores``: by tier name; empty if tiers are off.
+class LocalTierCopier:
+    """:class:`TierCopier` of one process. ``stores``: by tier name; empty if tiers are off.
 
     ``wake`` is called from a thread when results are available.
     """
@@ -124,7 +124,7 @@ class TierCopies:
         self._wake()
 
     def start(self, command: AnyCommand) -> None:
-        """See :class:`Copies`."""
+        """See :class:`TierCopier`."""
         is_load = not isinstance(command, ClearCommand) and command.is_load
         self._workers[command.tier, is_load].put(command)
 

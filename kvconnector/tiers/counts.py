@@ -8,7 +8,7 @@ from splitserve.kvconnector.tiers.index import TierIndex
 from splitserve.protocol.counters import TierCounters, TierLoad
 
 
-class TierCounts(TierCounters, kw_only=True):
+class TierStatistics(TierCounters, kw_only=True):
     """Counters of one tier, and how copies add to them."""
 
     def add_copy(self, *, is_load: bool, num_good: int, seconds: float, failed: bool) -> None:
@@ -32,7 +32,7 @@ class TierCounts(TierCounters, kw_only=True):
         )
 
 
-def count_lookups(asked: Sequence[TierCounts], found_in: Sequence[TierCounts], num_wanted: int) -> None:
+def count_lookups(asked: Sequence[TierStatistics], found_in: Sequence[TierStatistics], num_wanted: int) -> None:
     """Count hits and misses of ``num_wanted`` blocks that a request needs and that are not on the device.
 
     ``asked``: all tiers in lookup order. ``found_in``: the tiers of the leading blocks; after them is a gap, so no

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from splitserve.kvconnector.blocks.pool import GENERATION_MASK
 
 
-class Place(NamedTuple):
+class BlockLocation(NamedTuple):
     """A slot to store into. ``evicted``: the hash of its content until now, if any."""
 
     slot: int
@@ -66,7 +66,7 @@ class TierIndex:
 
     # ---- storing ----
 
-    def begin_store(self, block_hash: bytes) -> Place | None:
+    def begin_store(self, block_hash: bytes) -> BlockLocation | None:
         """Return a slot for new content: a free one, otherwise that of the least recently used content that is not
         pinned.
 
@@ -84,7 +84,7 @@ class TierIndex:
         if self._generations is not None:
             self._generations[slot] = (int(self._generations[slot]) + 1) & GENERATION_MASK
         self._storing[block_hash] = slot
-        return Place(slot, evicted)
+        return BlockLocation(slot, evicted)
 
     def finish_store(self, block_hash: bytes, slot: int, *, is_good: bool) -> bool:
         """End the copy into a slot. Return whether lookups find the content from now on."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from splitserve.kvconnector.blocks.kv_events import KVEvents
 from splitserve.kvconnector.blocks.pool import BlockPool
 from splitserve.kvconnector.tiers.commands import CopiesInFlight
-from splitserve.kvconnector.tiers.counts import TierCounts
+from splitserve.kvconnector.tiers.counts import TierStatistics
 from splitserve.kvconnector.tiers.index import TierIndex
 from splitserve.kvconnector.tiers.shared import SharedTier
 from splitserve.protocol.counters import WorkerCounters
@@ -23,7 +23,7 @@ class Tier:
     index: TierIndex
     max_blocks_per_copy: int = 64  # bounds the duration of a store
     max_blocks_per_load: int | None = None  # bounds the duration of a load; None: max_blocks_per_copy
-    counts: TierCounts = field(default_factory=TierCounts)
+    counts: TierStatistics = field(default_factory=TierStatistics)
     num_stores_in_flight: int = 0
     candidates: OrderedDict[bytes, int] = field(default_factory=OrderedDict)  # hash -> block, oldest first
 

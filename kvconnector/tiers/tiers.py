@@ -18,7 +18,7 @@ import msgspec
 from splitserve.kvconnector.blocks.kv_events import KVEvents
 from splitserve.kvconnector.blocks.pool import BlockPool
 from splitserve.kvconnector.tiers.commands import AnyCommand, AnyResult, ClearCommand, CopiesInFlight, CopyNearsEnd
-from splitserve.kvconnector.tiers.counts import TierCounts
+from splitserve.kvconnector.tiers.counts import TierStatistics
 from splitserve.kvconnector.tiers.loads import BlockLoad, TierLoads
 from splitserve.kvconnector.tiers.policy import KeepAll, KeepPolicy
 from splitserve.kvconnector.tiers.shared import ChainCopy, SharedTier, TierState
@@ -46,7 +46,7 @@ class Tiers:
     ) -> None:
         self.tiers = list(tiers)
         self.shared = shared or SharedTier()
-        self.shared_counts = TierCounts()
+        self.shared_counts = TierStatistics()
         self.counters = WorkerCounters()
         self.events = events or KVEvents()
         self._by_name = {tier.name: tier for tier in tiers}

@@ -11,7 +11,7 @@ import psutil
 
 from splitserve.common.errors import ConfigError, SplitserveError
 from splitserve.orchestration.cli.serve import FOLDER_VARIABLE
-from splitserve.orchestration.cluster.roster import Phase
+from splitserve.orchestration.cluster.roster import WorkerPhase
 from splitserve.orchestration.control.requests import AnyReply, AnyRequest, ClusterStatus, GetStatus, Stop, accepted
 from splitserve.orchestration.control.socket import ask
 from splitserve.orchestration.control.state_folder import StateFolder
@@ -157,7 +157,7 @@ def follow(
     ``wanted``: number of workers that the cluster should have. Raises :class:`OperationError` if one of them was
     abandoned meanwhile, or after ``timeout_seconds``.
     """
-    shown: dict[str, Phase] = {}
+    shown: dict[str, WorkerPhase] = {}
     words: dict[str, str] = {}
     began = time.monotonic()
     placeless: dict[str, float] = {}  # worker -> since when, or infinity once it was reported
@@ -180,7 +180,7 @@ def follow(
         if now - began > timeout_seconds:
             raise OperationError(f"it took longer than {timeout_seconds:g} s: {_unfinished(status)}")
         for worker in status.workers:
-            if worker.phase is not Phase.STARTING or worker.pid:
+            if worker.phase is not WorkerPhase.STARTING or worker.pid:
                 placeless.pop(worker.name, None)
             elif now - placeless.setdefault(worker.name, now) > PATIENCE_SECONDS:
                 say(f"  {worker.name:<10} still {worker.place}")

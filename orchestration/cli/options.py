@@ -48,7 +48,7 @@ _FLAGS = {
     "model.path": "MODEL",
     "pools": "--prefill, --decode, --mixed",
     "name": "--name",
-    **{each.place: each.setting.flags[0] for each in _SETTINGS},
+    **{each.location: each.setting.flags[0] for each in _SETTINGS},
     **{each.field: each.setting.flags[0] for each in _SETTINGS if each.field},
 }
 """Options by location in a spec, and by field of an :class:`EngineConfig`."""
@@ -93,7 +93,7 @@ def _parser_of(each: SpecSetting) -> Callable[[str], Any]:
     if isinstance(each.default, float):
         return finite_number
     if isinstance(each.default, int) and not each.field:
-        assert isinstance(each.meta.ge, int) and isinstance(each.meta.le, int), each.place
+        assert isinstance(each.meta.ge, int) and isinstance(each.meta.le, int), each.location
         return whole_number(each.meta.ge, each.meta.le)
     return type(each.default)
 
@@ -214,7 +214,7 @@ def _spec_of_options(options: argparse.Namespace) -> ClusterSpec:
         if each.field:
             engine[each.field] = value
         elif value != each.default:
-            put(parts, each.place, value)
+            put(parts, each.location, value)
     return simple_spec(
         EngineConfig(model=options.model, **engine),
         num_prefill=options.prefill,
@@ -235,18 +235,20 @@ def errors_in_options(options: argparse.Namespace) -> Iterator[None]:
         raise _named((flag_of(field), text) for field, text in error.problems) from None
     except SpecError as error:
         if options.spec:
-            raise ConfigError("\n".join(f"{options.spec}: {place}: {text}" for place, text in error.problems)) from None
-        raise _named((flag_of(place), text) for place, text in error.problems) from None
+            raise ConfigError(
+                "\n".join(f"{options.spec}: {location}: {text}" for location, text in error.problems)
+            ) from None
+        raise _named((flag_of(location), text) for location, text in error.problems) from None
 
 
 def _named(problems: Iterable[tuple[str, str]]) -> ConfigError:
     return ConfigError("\n".join(dict.fromkeys(f"{name}: {text}" for name, text in problems)))
 
 
-def flag_of(place: str) -> str:
-    """Return the option that sets ``place`` of a spec, or that field of an engine's config; else ``place`` itself."""
-    anywhere = re.sub(r"\[\d+\]", "[]", place).removesuffix("[]")
-    return _FLAGS.get(anywhere) or _FLAGS.get(anywhere.removeprefix("pools[].")) or place
+def flag_of(location: str) -> str:
+    """Return the option for ``location`` in a spec or for a field of an engine's config; else the location."""
+    anywhere = re.sub(r"\[\d+\]", "[]", location).removesuffix("[]")
+    return _FLAGS.get(anywhere) or _FLAGS.get(anywhere.removeprefix("pools[].")) or location
 
 
 def _called(name: str, spec: ClusterSpec) -> ClusterSpec:

@@ -34,7 +34,7 @@ from splitserve.orchestration.cluster.host import (
     StopRequested,
 )
 from splitserve.orchestration.cluster.launch_errors import LaunchError, LaunchInterruptedError
-from splitserve.orchestration.cluster.roster import Action, Phase
+from splitserve.orchestration.cluster.roster import Action, WorkerPhase
 from splitserve.orchestration.cluster.router_keeper import RouterKeeper
 from splitserve.orchestration.cluster.start import ClusterStart
 from splitserve.orchestration.cluster.supervision import Supervisor
@@ -125,12 +125,14 @@ class Cluster:
     def ready(self) -> frozenset[str]:
         """Names of workers that have reported ready and have since neither ended nor been asked to leave."""
         with self._children.changed:
-            return self._supervisor.names(Phase.READY)
+            return self._supervisor.names(WorkerPhase.READY)
 
     def wait_ready(self, name: str, timeout_seconds: float) -> bool:
         """Wait until a worker is ready; False if that takes longer."""
         with self._children.changed:
-            return self._children.changed.wait_for(lambda: name in self._supervisor.names(Phase.READY), timeout_seconds)
+            return self._children.changed.wait_for(
+                lambda: name in self._supervisor.names(WorkerPhase.READY), timeout_seconds
+            )
 
     def send_signal(self, name: str, signal_number: int) -> None:
         """Send a signal to a running process, none if it has just ended. Raises :class:`KeyError` for an unknown
@@ -366,7 +368,7 @@ class Cluster:
     # ---- the start ----
 
     def _all_ready(self) -> bool:
-        return len(self._supervisor.names(Phase.READY)) == len(self._supervisor.workers)
+        return len(self._supervisor.names(WorkerPhase.READY)) == len(self._supervisor.workers)
 
     def _not_ready(self) -> list[str]:
         return sorted(self._supervisor.workers.keys() - self.ready) or [ROUTER]

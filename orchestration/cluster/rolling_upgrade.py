@@ -6,7 +6,7 @@ from enum import StrEnum
 import msgspec
 
 from splitserve.common.errors import ConfigError
-from splitserve.orchestration.cluster.roster import Action, Phase, Roster
+from splitserve.orchestration.cluster.roster import Action, Roster, WorkerPhase
 from splitserve.orchestration.spec.cluster_spec import ClusterSpec, PoolSpec
 from splitserve.orchestration.spec.contradictions import shared_settings
 
@@ -93,7 +93,7 @@ class RollingUpgrade:
         if upgrade.successor:
             workers = self._roster.workers
             successor = workers.get(upgrade.successor)
-            if successor is None or successor.phase is not Phase.READY:
+            if successor is None or successor.phase is not WorkerPhase.READY:
                 return []
             old = workers.get(upgrade.old) if upgrade.old != upgrade.successor else None
             if old is not None and old.wanted:
@@ -119,10 +119,10 @@ class RollingUpgrade:
         if self._has_room(pool):
             upgrade.successor = roster.add(pool, now).name
             return []
-        if old.phase is Phase.WAITING:
+        if old.phase is WorkerPhase.WAITING:
             self._come_back_new(upgrade, now)
             return []
-        return [] if old.phase is Phase.LEAVING else [roster.ask_to_leave(old, now)]
+        return [] if old.phase is WorkerPhase.LEAVING else [roster.ask_to_leave(old, now)]
 
     def _come_back_new(self, upgrade: Upgrade, now: float) -> None:
         """Let the name of the old worker, which has left to make room, denote its successor."""
@@ -164,11 +164,11 @@ def _check_upgradable(before: ClusterSpec, after: ClusterSpec) -> None:
                 "take the cluster down and up again"
             )
     now = shared_settings(before, before.pools[0])
-    for place, wanted in shared_settings(after, after.pools[0]).items():
-        if wanted != now[place]:
+    for location, wanted in shared_settings(after, after.pools[0]).items():
+        if wanted != now[location]:
             raise ConfigError(
-                f"{place} is {wanted or 'not set'}, the running cluster's {now[place] or 'not set'}: workers of both "
-                "would exchange KV; take the cluster down and up again"
+                f"{location} is {wanted or 'not set'}, the running cluster's {now[location] or 'not set'}: workers of "
+                "both would exchange KV; take the cluster down and up again"
             )
 
 

@@ -11,7 +11,7 @@ KILL_GRACE_SECONDS = 10.0  # beyond the drain time of a worker, and the time in 
 MAX_WORKERS_PER_POOL = 4096
 
 
-class Phase(StrEnum):
+class WorkerPhase(StrEnum):
     """Phase of a worker's process; :mod:`.supervision` has the transitions."""
 
     WAITING = "waiting"
@@ -29,7 +29,7 @@ class Worker:
     pool: PoolSpec
     revision: int  # number of that spec among those of the cluster
     due_at: float  # time of its start while WAITING
-    phase: Phase = Phase.WAITING
+    phase: WorkerPhase = WorkerPhase.WAITING
     wanted: bool = True  # whether it is started again when it ends
     policy: RestartPolicy = field(default_factory=RestartPolicy)
     ready_since: float | None = None
@@ -88,7 +88,7 @@ class Roster:
         actions: list[Action] = []
         for worker in workers:
             worker.wanted = False
-            if worker.phase is Phase.WAITING:
+            if worker.phase is WorkerPhase.WAITING:
                 del self.workers[worker.name]
             else:
                 actions.append(self.ask_to_leave(worker, now))
@@ -96,7 +96,7 @@ class Roster:
 
     def ask_to_leave(self, worker: Worker, now: float) -> Action:
         """Have a worker drain, and killed if that takes too long."""
-        worker.phase = Phase.LEAVING
+        worker.phase = WorkerPhase.LEAVING
         grace = worker.spec.protocol_config().drain_seconds + worker.spec.give_back_seconds()
         worker.kill_at = now + grace + KILL_GRACE_SECONDS
         return Drain(worker.name)
@@ -105,26 +105,26 @@ class Roster:
         """Return the starts and kills that are due."""
         actions: list[Action] = []
         for worker in self.workers.values():
-            if worker.phase is Phase.WAITING and worker.due_at <= now:
+            if worker.phase is WorkerPhase.WAITING and worker.due_at <= now:
                 worker.due_at = float("inf")  # until the launcher reports the result of the start
                 worker.times = StartTimes(worker.times.lost_at, asked_at=now)
                 actions.append(Start(worker))
-            elif worker.phase is Phase.LEAVING and worker.kill_at <= now:
+            elif worker.phase is WorkerPhase.LEAVING and worker.kill_at <= now:
                 worker.kill_at = float("inf")
                 actions.append(Kill(worker.name))
         return actions
 
     def next_due(self) -> float:
         """Return the time at which :meth:`poll` may have something to do although no event has happened."""
-        waiting = (worker.due_at for worker in self.workers.values() if worker.phase is Phase.WAITING)
-        leaving = (worker.kill_at for worker in self.workers.values() if worker.phase is Phase.LEAVING)
+        waiting = (worker.due_at for worker in self.workers.values() if worker.phase is WorkerPhase.WAITING)
+        leaving = (worker.kill_at for worker in self.workers.values() if worker.phase is WorkerPhase.LEAVING)
         return min(*waiting, *leaving, float("inf"), float("inf"))
 
     def wanted(self, pool_name: str) -> list[Worker]:
         """Return the pool's workers that should stay, the oldest first."""
         return [worker for worker in self.workers.values() if worker.wanted and worker.pool.name == pool_name]
 
-    def names(self, phase: Phase) -> frozenset[str]:
+    def names(self, phase: WorkerPhase) -> frozenset[str]:
         """Return the names of the workers in a phase."""
         return frozenset(worker.name for worker in self.workers.values() if worker.phase is phase)
 
@@ -133,5 +133,5 @@ class Roster:
         for name, worker in self.workers.items():
             assert worker.name == name and worker.spec.pool(worker.pool.name) == worker.pool
             assert 1 <= worker.revision <= self.revision
-            assert (worker.ready_since is None) <= (worker.phase is not Phase.READY)
-            assert worker.wanted or worker.phase is Phase.LEAVING, f"{name} isn't wanted, but {worker.phase}"
+            assert (worker.ready_since is None) <= (worker.phase is not WorkerPhase.READY)
+            assert worker.wanted or worker.phase is WorkerPhase.LEAVING, f"{name} isn't wanted, but {worker.phase}"

@@ -18,7 +18,7 @@ import msgspec
 from splitserve.common.errors import ConfigError
 from splitserve.orchestration.cluster.restarts import StartTimes
 from splitserve.orchestration.cluster.rolling_upgrade import RollingUpgrade, Upgrade
-from splitserve.orchestration.cluster.roster import MAX_WORKERS_PER_POOL, Action, Phase, Roster, Worker
+from splitserve.orchestration.cluster.roster import MAX_WORKERS_PER_POOL, Action, Roster, Worker, WorkerPhase
 from splitserve.orchestration.spec.cluster_spec import ClusterSpec, PoolSpec
 from splitserve.protocol.request import Role
 
@@ -126,26 +126,26 @@ class Supervisor:
 
     def on_started(self, name: str) -> None:
         worker = self.workers[name]
-        worker.phase, worker.ready_since = Phase.STARTING, None
+        worker.phase, worker.ready_since = WorkerPhase.STARTING, None
 
     def on_placed(self, name: str, now: float) -> None:
         """Note that a process of the worker runs; called before :meth:`on_ready`."""
         worker = self.workers[name]
-        if worker.phase is Phase.STARTING:
+        if worker.phase is WorkerPhase.STARTING:
             worker.times = msgspec.structs.replace(worker.times, placed_at=now)
 
     def on_ready(self, name: str, now: float) -> list[Action]:
         worker = self.workers[name]
-        if worker.phase is Phase.STARTING:
-            worker.phase, worker.ready_since = Phase.READY, now
+        if worker.phase is WorkerPhase.STARTING:
+            worker.phase, worker.ready_since = WorkerPhase.READY, now
             worker.times = msgspec.structs.replace(worker.times, ready_at=now)
         return self._upgrades.advance(now)
 
     def on_leaving(self, name: str) -> None:
         """Note that a signal asked the worker to leave: it is no longer ready, but wanted as before."""
         worker = self.workers[name]
-        if worker.phase is not Phase.WAITING:
-            worker.phase = Phase.LEAVING
+        if worker.phase is not WorkerPhase.WAITING:
+            worker.phase = WorkerPhase.LEAVING
 
     def on_exit(self, name: str, returncode: int, words: str, now: float) -> list[Action]:
         """Note that a worker ended, or couldn't be started (``returncode`` not 0); :attr:`workers` shows what
@@ -153,7 +153,7 @@ class Supervisor:
         worker = self.workers[name]
         seconds_ready = None if worker.ready_since is None else now - worker.ready_since
         worker.last_words, worker.times = words, StartTimes(lost_at=now)
-        worker.phase, worker.ready_since, worker.kill_at = Phase.WAITING, None, float("inf")
+        worker.phase, worker.ready_since, worker.kill_at = WorkerPhase.WAITING, None, float("inf")
         delay_seconds: float | None = None
         if worker.wanted and (self._restart or self._upgrades.is_turn_of(name)):
             delay_seconds = worker.policy.on_death(seconds_ready, self._chosen) if returncode else 0.0
@@ -181,7 +181,11 @@ class Supervisor:
             specs={worker.revision: worker.spec for worker in self.workers.values()},
             workers=[
                 KnownWorker(
-                    worker.name, worker.revision, worker.wanted, worker.phase is Phase.LEAVING, worker.num_restarts
+                    worker.name,
+                    worker.revision,
+                    worker.wanted,
+                    worker.phase is WorkerPhase.LEAVING,
+                    worker.num_restarts,
                 )
                 for worker in self.workers.values()
             ],
@@ -201,13 +205,13 @@ class Supervisor:
             worker = Worker(known.name, spec, pool, known.revision, now, wanted=known.wanted)
             worker.num_restarts = known.num_restarts
             if known.name in running:
-                worker.phase, worker.due_at = Phase.STARTING, float("inf")
+                worker.phase, worker.due_at = WorkerPhase.STARTING, float("inf")
                 if known.is_leaving:
                     # The action is dropped: the worker was asked already, and a second signal would end it at once.
                     self._roster.ask_to_leave(worker, now)
             self.workers[known.name] = worker
 
-    def names(self, phase: Phase) -> frozenset[str]:
+    def names(self, phase: WorkerPhase) -> frozenset[str]:
         """Return the names of the workers in a phase."""
         return self._roster.names(phase)
 

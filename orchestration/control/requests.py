@@ -12,7 +12,7 @@ import msgspec
 from splitserve.common.errors import ConfigError, WireError
 from splitserve.orchestration.cluster.restarts import StartTimes
 from splitserve.orchestration.cluster.rolling_upgrade import UpgradeState
-from splitserve.orchestration.cluster.roster import Phase
+from splitserve.orchestration.cluster.roster import WorkerPhase
 from splitserve.orchestration.spec.cluster_spec import ClusterSpec
 from splitserve.orchestration.spec.conversion import convert_spec
 
@@ -67,7 +67,7 @@ class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     name: str
     pool: str = ""
     role: str = ""
-    phase: Phase
+    phase: WorkerPhase
     pid: int = 0
     place: str = ""  # machine and devices that it runs on, for people
     revision: int = 1
@@ -106,7 +106,7 @@ class ClusterStatus(Reply, frozen=True, kw_only=True):
     @property
     def is_settled(self) -> bool:
         """State in which all workers are ready and no upgrade is running."""
-        return not self.is_upgrading and all(worker.phase is Phase.READY for worker in self.workers)
+        return not self.is_upgrading and all(worker.phase is WorkerPhase.READY for worker in self.workers)
 
 
 AnyRequest: TypeAlias = GetStatus | Scale | DrainWorker | UpgradeCluster | Stop

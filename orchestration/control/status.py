@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from splitserve import __version__
 from splitserve.orchestration.cluster.host import Child
 from splitserve.orchestration.cluster.rolling_upgrade import Upgrade
-from splitserve.orchestration.cluster.roster import Phase, Worker
+from splitserve.orchestration.cluster.roster import Worker, WorkerPhase
 from splitserve.orchestration.cluster.supervision import Supervisor
 from splitserve.orchestration.control.requests import ClusterStatus, ProcessStatus, UpgradeStatus
 
@@ -32,7 +32,7 @@ def cluster_status(
         counts=counts,
         router=ProcessStatus(
             name=ROUTER,
-            phase=Phase.READY if url else Phase.STARTING,
+            phase=WorkerPhase.READY if url else WorkerPhase.STARTING,
             pid=router.pid if router else 0,
             place=router.place if router else "",
         ),

@@ -36,7 +36,7 @@ def cluster_checks(report: ClusterReport, wanted_transport: str = "", secret_fit
 
 
 def check_versions(report: ClusterReport) -> Check:
-    others = [f"{name_of(each)} {each.info.place.version}" for each in report.workers if _differs(each, report.version)]
+    others = [f"{name_of(each)} {each.info.setup.version}" for each in report.workers if _differs(each, report.version)]
     problems = []
     if others:
         problems.append(
@@ -50,7 +50,7 @@ def check_versions(report: ClusterReport) -> Check:
 
 
 def _differs(worker: WorkerReport, version: str) -> bool:
-    return bool(worker.info.place.version) and worker.info.place.version != version
+    return bool(worker.info.setup.version) and worker.info.setup.version != version
 
 
 # ---- workers and connections ----
@@ -60,7 +60,7 @@ def check_workers(report: ClusterReport) -> Check:
     problems = []
     for worker in report.workers:
         if is_stale(worker, report):
-            pid, machine = worker.info.pid, worker.info.place.machine or "its machine"
+            pid, machine = worker.info.pid, worker.info.setup.machine or "its machine"
             problems.append(
                 Problem(
                     "stale_worker",

@@ -25,7 +25,7 @@ from splitserve.common.errors import SplitserveError
 from splitserve.orchestration.cli.client import LocalClient, status_of
 from splitserve.orchestration.cli.options import cluster_spec, flag_of
 from splitserve.orchestration.cluster.launcher import LocalCluster
-from splitserve.orchestration.cluster.roster import Phase
+from splitserve.orchestration.cluster.roster import WorkerPhase
 from splitserve.orchestration.control.requests import ClusterStatus
 from splitserve.orchestration.control.state_folder import known_clusters
 from splitserve.orchestration.doctor.cluster import settled_report, shows_right_secret
@@ -149,7 +149,7 @@ def _port_of(url: str) -> str:
 def _launcher_problems(status: ClusterStatus) -> Iterator[Problem]:
     logs = f"see `splitserve logs --name {status.name} {{worker}}`"
     for worker in status.workers:
-        if worker.phase is not Phase.READY and worker.last_words:
+        if worker.phase is not WorkerPhase.READY and worker.last_words:
             yield Problem(
                 "worker_restarts",
                 f"{worker.name} is {worker.phase}; it was started again {worker.num_restarts} times, and ended: "
@@ -240,6 +240,6 @@ def _like(small: PoolSpec, spec: ClusterSpec) -> PoolSpec:
     """Return ``small`` with the environment and the network device of the pool of its role in ``spec``."""
     for pool in spec.pools:
         if pool.role == small.role:
-            placement = msgspec.structs.replace(small.placement, nic=pool.placement.nic)
-            return msgspec.structs.replace(small, environment=pool.environment, placement=placement)
+            affinity = msgspec.structs.replace(small.affinity, nic=pool.affinity.nic)
+            return msgspec.structs.replace(small, environment=pool.environment, affinity=affinity)
     return small

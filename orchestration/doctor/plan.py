@@ -22,7 +22,7 @@ def spec_checks(spec: ClusterSpec, facts: MachineFacts, name: Callable[[str], st
     gpus: list[Gpu] = [] if isinstance(facts.gpus, str) else list(facts.gpus)
     machine = Machine(len(usable_cpus()), facts.memory_bytes, tuple(gpus))
     problems = [*file_problems(spec), *capacity_problems(spec, machine), *address_problems(spec)]
-    yield check_plan(f"{name(place)}: {text}" for place, text in problems if place not in _CHECKED_BY_ITSELF)
+    yield check_plan(f"{name(location)}: {text}" for location, text in problems if location not in _CHECKED_BY_ITSELF)
     on_cpu = {name: pool for name, pool in worker_names(spec).items() if device_of(pool.device, gpus) == "cpu"}
     if not on_cpu:
         yield skipped("cores", "workers are on GPUs")

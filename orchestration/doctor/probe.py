@@ -111,7 +111,7 @@ def look_by_probe(endpoint: Endpoint, report: ClusterReport, machine: str) -> tu
     decodes = [worker for worker in report.workers if worker.info.role is not Role.PREFILL]
     probe = send_probe(endpoint, report.served_model_name, shape, len(decodes))
     copy: TorchFacts | None = None
-    if probe.handover and {worker.info.place.machine for worker in report.workers} == {machine}:
+    if probe.handover and {worker.info.setup.machine for worker in report.workers} == {machine}:
         facts = ask_torch(int(probe.handover["bytes"]))
         copy = facts if isinstance(facts, TorchFacts) else None
     return list(probe_checks(report, probe, copy)), as_json(report, probe, copy)

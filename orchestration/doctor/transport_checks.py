@@ -3,7 +3,7 @@
 from splitserve.orchestration.doctor.report import Check, Problem, check, few, skipped
 from splitserve.orchestration.doctor.workers import name_of, pairs
 from splitserve.protocol.cluster_report import ClusterReport, WorkerReport
-from splitserve.protocol.messages.membership import PeerLink, WorkerPlace
+from splitserve.protocol.messages.membership import PeerLink, WorkerSetup
 
 UNKNOWN_TRANSPORT = "unknown"
 _WITHIN_A_MACHINE = frozenset({"cma", "xpmem", "knem", "sysv", "posix"})
@@ -24,7 +24,7 @@ def check_transports(report: ClusterReport, wanted: str) -> Check:
 
 
 def _transport_problem(sink: WorkerReport, source: WorkerReport, link: PeerLink, wanted: str) -> Problem | None:
-    here, there = sink.info.place, source.info.place
+    here, there = sink.info.setup, source.info.setup
     expected = wanted or expected_transport(here, there)
     if link.transport == UNKNOWN_TRANSPORT and not link.problem:
         return None  # UCX's environment keeps it from reporting the transport
@@ -32,7 +32,7 @@ def _transport_problem(sink: WorkerReport, source: WorkerReport, link: PeerLink,
         return None
     because = link.problem or f"{expected} is expected between them"
     chosen = {
-        f"{name_of(each)} has UCX_TLS={each.info.place.ucx_tls}" for each in (sink, source) if each.info.place.ucx_tls
+        f"{name_of(each)} has UCX_TLS={each.info.setup.ucx_tls}" for each in (sink, source) if each.info.setup.ucx_tls
     }
     advice = "run both in one PID namespace and one user (CMA also needs kernel.yama.ptrace_scope 0 or 1)"
     if expected == "cuda_ipc":
@@ -46,7 +46,7 @@ def _transport_problem(sink: WorkerReport, source: WorkerReport, link: PeerLink,
     )
 
 
-def expected_transport(one: WorkerPlace, other: WorkerPlace) -> str:
+def expected_transport(one: WorkerSetup, other: WorkerSetup) -> str:
     """Return the transport that two workers should use: a name of UCX's, ``shared memory`` or ``rdma`` for a group of
     them, "" for any."""
     if not one.machine or not other.machine:

@@ -103,7 +103,7 @@ def stays_awake(config: Config) -> bool:
 
 def cpus_for(config: Config) -> Collection[int]:
     """Return the hardware threads to bind the process to; none to leave it unbound."""
-    cpus = config.placement.cpus if isinstance(config, WorkerConfig) else ()
+    cpus = config.affinity.cpus if isinstance(config, WorkerConfig) else ()
     return awake_cpus(cpus or usable_cpus()) if stays_awake(config) else cpus
 
 

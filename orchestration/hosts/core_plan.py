@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from splitserve.common.errors import ConfigError
 from splitserve.orchestration.hosts.topology import Core, PciDevice, Topology, format_list, parse_list
 from splitserve.orchestration.spec.cluster_spec import PoolSpec
-from splitserve.protocol.config import CorePlacement
+from splitserve.protocol.config import CoreAffinity
 
 MIN_CORES_TO_SPLIT = 4
 CORES_PER_TRANSFER_CORE = 8
@@ -42,7 +42,7 @@ class Wanted:
 def wanted_place(name: str, pool: PoolSpec, gpus: tuple[str, ...]) -> Wanted:
     """Return the requirements of ``pool`` for its worker called ``name``; its number chooses among lists of cores."""
     index = int(name.rpartition("-")[2])
-    chosen = pool.placement
+    chosen = pool.affinity
     return Wanted(
         name=name,
         gpus=gpus,
@@ -72,14 +72,14 @@ class WorkerPlan:
     why: str = ""  # the reason why the plan binds nothing; "" if it does
 
     @property
-    def placement(self) -> CorePlacement:
+    def affinity(self) -> CoreAffinity:
         """Affinity of the worker's threads. In a GPU worker only transfer threads have cores of their own."""
         if self.device != "cpu":
-            return CorePlacement(cpus=self.node_cpus, transfer_cpus=self.transfer_cpus, numa_node=self.node)
+            return CoreAffinity(cpus=self.node_cpus, transfer_cpus=self.transfer_cpus, numa_node=self.node)
         if self.why:
-            return CorePlacement(numa_node=self.node)
+            return CoreAffinity(numa_node=self.node)
         together = tuple(sorted({*self.model_cpus, *self.transfer_cpus, *self.io_cpus}))
-        return CorePlacement(
+        return CoreAffinity(
             cpus=together, model_cpus=self.model_cpus, transfer_cpus=self.transfer_cpus, numa_node=self.node
         )
 

@@ -132,7 +132,7 @@ class LocalHost:
             membership=membership,
             host=self._address,
             threads=pool.threads or self._num_threads(name, spec, plan),
-            placement=plan.placement,
+            affinity=plan.affinity,
             lmcache_endpoint=self._lmcache_endpoint(spec, pool),
         )
         if spec.keeps_lmcache_for(pool):

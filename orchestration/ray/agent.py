@@ -146,7 +146,7 @@ class Agent:
                 membership=order.membership,
                 host=address,
                 threads=order.threads,
-                placement=plan.placement,
+                affinity=plan.affinity,
                 lmcache_endpoint=endpoint_on(order.cluster, node_id, spec, pool),
             )
             self._add("plan", {"text": plan.describe(keeps_awake=config.engine.keep_cores_awake)})
@@ -171,7 +171,7 @@ class Agent:
             wanted = replace(wanted, pin=False)
         plan = plan_workers(read_topology(usable_cpus()), [wanted])[self._order.name]
         why = "other workers of the node use the same cores"
-        return replace(plan, why=why) if not gpus and not wanted.cores and pool.placement.pin else plan
+        return replace(plan, why=why) if not gpus and not wanted.cores and pool.affinity.pin else plan
 
     def _spawn(self, entry: str, config: object, threads: int, environment: dict[str, str]) -> None:
         self._child = ChildProcess(

@@ -36,14 +36,14 @@ _ROUTER_HINTS = hints_of(RouterConfig)
 _LMCACHE_HINTS = hints_of(LMCacheConfig)
 
 
-def places_of(config: type[Struct]) -> dict[str, str]:
+def locations_of(config: type[Struct]) -> dict[str, str]:
     """Return the locations of those fields of ``config`` that name one; ``pools[]`` stands for each pool."""
-    return {field: place for field, hint in hints_of(config).items() if (place := setting_of(hint).place)}
+    return {field: location for field, hint in hints_of(config).items() if (location := setting_of(hint).location)}
 
 
-PLACES = places_of(EngineConfig)
+LOCATIONS = locations_of(EngineConfig)
 """Locations of those fields of :class:`EngineConfig` that aren't below ``engine``."""
-ROUTER_PLACES = places_of(RouterConfig)
+ROUTER_LOCATIONS = locations_of(RouterConfig)
 
 
 def _engine(field: str) -> Meta:
@@ -62,7 +62,7 @@ def _settings(name: str, config: type[Struct]) -> Any:
     for field, hint in hints_of(config).items():
         choices = setting_of(hint).choices
         kind: Any = Literal[choices] if choices else hint.__origin__
-        if field not in PLACES:
+        if field not in LOCATIONS:
             fields.append((field, Annotated[kind, description_of(hint), setting_of(hint)] | UnsetType, UNSET))
     return msgspec.defstruct(name, fields, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
@@ -123,7 +123,7 @@ class NodeSpec(Part, frozen=True, kw_only=True):
     ] = {}
 
 
-class PlacementSpec(Part, frozen=True, kw_only=True):
+class AffinitySpec(Part, frozen=True, kw_only=True):
     """Overrides of the plan of cores and devices, which `serve` and `up` print at the start."""
 
     pin: Annotated[bool, Meta(description="Bind workers to NUMA nodes, and threads to cores, where that helps.")] = True
@@ -152,7 +152,7 @@ class PoolSpec(Part, frozen=True, kw_only=True):
     threads: Annotated[int, _engine("threads")] = _DEFAULTS["threads"]
     engine: EngineSettings = EngineSettings()
     nodes: NodeSpec = NodeSpec()
-    placement: PlacementSpec = PlacementSpec()
+    affinity: AffinitySpec = AffinitySpec()
     environment: Annotated[dict[str, str], Meta(description="Variables added to the workers' environment.")] = {}
 
 
@@ -228,7 +228,7 @@ class SecretsSpec(Part, frozen=True, kw_only=True):
             metavar="PATH",
             form="path",
             group=WORKERS,
-            place="secrets.shared.file",
+            location="secrets.shared.file",
             help="file with the secret that protects messages between processes, needed off loopback; "
             f"empty: ${SECRET_VARIABLE}, else none",
         ),
@@ -241,7 +241,7 @@ class SecretsSpec(Part, frozen=True, kw_only=True):
             metavar="PATH",
             form="path",
             group=ENDPOINT,
-            place="secrets.api_key.file",
+            location="secrets.api_key.file",
             help="file with the key that /v1 and /admin require as 'Authorization: Bearer KEY'; "
             f"empty: ${API_KEY_VARIABLE}, else none",
         ),
@@ -304,11 +304,11 @@ class ClusterSpec(Part, frozen=True, kw_only=True):
 
     def router_settings(self) -> dict[str, Any]:
         """Return the values of those fields of :class:`RouterConfig` that are settings."""
-        return {field: value_at(self, self.pools[0], place) for field, place in ROUTER_PLACES.items()}
+        return {field: value_at(self, self.pools[0], location) for field, location in ROUTER_LOCATIONS.items()}
 
     def engine_config(self, pool: PoolSpec) -> EngineConfig:
         """Return the engine's settings in ``pool``, without those that differ between its workers."""
-        values = {field: value_at(self, pool, place) for field, place in PLACES.items()}
+        values = {field: value_at(self, pool, location) for field, location in LOCATIONS.items()}
         values |= {field: num_bytes_of(value) for field, value in values.items() if field.endswith("_bytes")}
         values["served_model_name"] = self.served_model_name
         values["lmcache_endpoint"] = self.lmcache.endpoint if self.lmcache and pool.lmcache else ""
@@ -340,9 +340,9 @@ class ClusterSpec(Part, frozen=True, kw_only=True):
         return " + ".join(f"{pool.count} {pool.name}" for pool in self.pools if pool.count) or "no worker"
 
 
-def value_at(spec: ClusterSpec, pool: PoolSpec, place: str) -> Any:
-    """Return what ``spec`` has at ``place`` (below ``pools[]``: what ``pool`` has); None without that part."""
-    first, *names = place.split(".")
+def value_at(spec: ClusterSpec, pool: PoolSpec, location: str) -> Any:
+    """Return what ``spec`` has at ``location`` (below ``pools[]``: what ``pool`` has); None without that part."""
+    first, *names = location.split(".")
     value = pool if first == "pools[]" else getattr(spec, first)
     for name in names:
         value = None if value is None else getattr(value, name)
@@ -356,7 +356,7 @@ class SpecError(ConfigError):
     """
 
     def __init__(self, problems: list[tuple[str, str]], repaired: ClusterSpec | None = None) -> None:
-        super().__init__("; ".join(f"{place}: {text}" if place else text for place, text in problems))
+        super().__init__("; ".join(f"{location}: {text}" if location else text for location, text in problems))
         self.problems = problems
         self.repaired = repaired
 

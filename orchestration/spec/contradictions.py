@@ -10,7 +10,7 @@ import msgspec
 from splitserve.common.errors import ConfigError
 from splitserve.orchestration.spec.cluster_spec import (
     API_KEY_VARIABLE,
-    PLACES,
+    LOCATIONS,
     SECRET_VARIABLE,
     ClusterSpec,
     LMCacheSpec,
@@ -48,7 +48,7 @@ def contradictions(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
     yield from _disagreements(spec)
     if spec.network.host and spec.network.interface:
         yield "network", "host and interface are both set; keep one"
-    yield from ((f"lmcache{place}", text) for place, text in _lmcache_problems(spec))
+    yield from ((f"lmcache{location}", text) for location, text in _lmcache_problems(spec))
     if spec.router.policy not in PLACEMENT_POLICIES:
         yield "router.policy", f"is {spec.router.policy!r}; choose one of {', '.join(PLACEMENT_POLICIES)}"
     for index, origin in enumerate(spec.router.allowed_origins):
@@ -106,39 +106,39 @@ def _missing_roles(spec: ClusterSpec) -> Iterator[tuple[str, str]]:
         )
 
 
-def _pool_problems(spec: ClusterSpec, pool: PoolSpec, place: str) -> Iterator[tuple[str, str]]:
-    """Yield the problems of a pool; ``place`` is its location in the document."""
+def _pool_problems(spec: ClusterSpec, pool: PoolSpec, location: str) -> Iterator[tuple[str, str]]:
+    """Yield the problems of a pool; ``location``: of the pool in the document."""
     for name in sorted(MANAGED_VARIABLES & pool.environment.keys()):
-        yield f"{place}.environment.{name}", "follows from other parts of the spec; leave it out"
-    if pool.placement.transfer_cores and pool.placement.num_transfer_cores is not None:
-        yield f"{place}.placement", "transfer_cores and num_transfer_cores are both set; keep one"
+        yield f"{location}.environment.{name}", "follows from other parts of the spec; leave it out"
+    if pool.affinity.transfer_cores and pool.affinity.num_transfer_cores is not None:
+        yield f"{location}.affinity", "transfer_cores and num_transfer_cores are both set; keep one"
     sizes: dict[str, int | str] = {name: getattr(pool.memory, name) for name in ("kv", "host", "disk")}
     for name, size in sizes.items():
         try:
             sizes[name] = num_bytes_of(size)
         except ConfigError as error:
-            yield f"{place}.memory.{name}", str(error)
+            yield f"{location}.memory.{name}", str(error)
             sizes[name] = 0
     memory = MemorySpec(**sizes, gpu_utilization=pool.memory.gpu_utilization)
     readable = msgspec.structs.replace(pool, memory=memory)
     try:
         engine = spec.engine_config(readable)
     except SettingsError as error:
-        yield from ((place_of(spec, pool, place, field), text) for field, text in error.problems)
+        yield from ((location_of(spec, pool, location, field), text) for field, text in error.problems)
         return
-    if engine.keep_cores_awake and not pool.placement.pin:
+    if engine.keep_cores_awake and not pool.affinity.pin:
         yield (
-            f"{place}.placement.pin",
+            f"{location}.affinity.pin",
             "is off, but keep_cores_awake keeps workers on some cores; leave one of them out",
         )
 
 
-def place_of(spec: ClusterSpec, pool: PoolSpec, pool_place: str, field: str) -> str:
-    """Return the location that sets ``field`` of :class:`EngineConfig` for ``pool``, which is at ``pool_place``."""
-    if field in PLACES:
-        return PLACES[field].replace("pools[]", pool_place)
+def location_of(spec: ClusterSpec, pool: PoolSpec, pool_location: str, field: str) -> str:
+    """Return where ``field`` of :class:`EngineConfig` is set for ``pool``, which is at ``pool_location``."""
+    if field in LOCATIONS:
+        return LOCATIONS[field].replace("pools[]", pool_location)
     is_for_all = field in set_fields(spec.engine) and field not in set_fields(pool.engine)
-    return f"{'' if is_for_all else f'{pool_place}.'}engine.{field}"
+    return f"{'' if is_for_all else f'{pool_location}.'}engine.{field}"
 
 
 def _disagreements(spec: ClusterSpec) -> Iterator[tuple[str, str]]:

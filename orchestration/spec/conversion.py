@@ -28,7 +28,7 @@ _PLAIN_WORDS = {
     "bool": "true or false",
     "null": "empty",
 }
-_SOME_VALUE = "..."  # in msgspec's places: of a mapping
+_SOME_VALUE = "..."  # in msgspec's locations: of a mapping
 _UNKNOWN = "there is no such setting"
 _PLACEHOLDERS: dict[Any, Any] = {
     "model": {"path": "."},
@@ -44,7 +44,7 @@ def convert_spec(document: Any) -> ClusterSpec:
     if spec is not None and not problems:
         problems = list(contradictions(spec))
     elif spec is not None:
-        wrong = [place for place, text in problems if not text.startswith(_UNKNOWN)]
+        wrong = [location for location, text in problems if not text.startswith(_UNKNOWN)]
         problems += [each for each in contradictions(spec) if not may_follow(each[0], wrong)]
     if problems or spec is None:
         raise SpecError(problems, spec)
@@ -77,9 +77,9 @@ def _convert(document: Any) -> ClusterSpec:
 def _fault(message: str, document: Any) -> _FaultError:
     """Return msgspec's message as a fault with its location."""
     match = _PLACE.match(message)
-    text, place = (match[1], match[2]) if match else (message, "")
-    steps: Steps = tuple(int(index) if index else name for name, index in STEP.findall(place))
-    if place.endswith(f"[{_SOME_VALUE}]"):
+    text, location = (match[1], match[2]) if match else (message, "")
+    steps: Steps = tuple(int(index) if index else name for name, index in STEP.findall(location))
+    if location.endswith(f"[{_SOME_VALUE}]"):
         steps = (*steps, _SOME_VALUE)
     kind = _kind_at(steps)
     if "at `key` in" in message:
@@ -111,11 +111,11 @@ def _repaired(document: Any) -> tuple[ClusterSpec | None, list[tuple[str, str]]]
         try:
             return _convert(document), list(problems.items())
         except _FaultError as fault:
-            place = format_place(fault.steps)
-            if place in problems:
+            location = format_location(fault.steps)
+            if location in problems:
                 break
             document = document if problems else copy.deepcopy(document)
-            problems[place] = fault.text
+            problems[location] = fault.text
             if not _repair(document, fault):
                 break
     return None, list(problems.items())
@@ -144,9 +144,9 @@ def _repair(document: Any, fault: _FaultError) -> bool:
     return True
 
 
-def may_follow(place: str, wrong: Collection[str]) -> bool:
-    """Return whether a problem at ``place`` may follow from a wrong value there, below it, or above it."""
-    return any(other.startswith(place) or place.startswith(other) for other in wrong)
+def may_follow(location: str, wrong: Collection[str]) -> bool:
+    """Return whether a problem at ``location`` may follow from a wrong value there, below it, or above it."""
+    return any(other.startswith(location) or location.startswith(other) for other in wrong)
 
 
 def _value_at(document: Any, steps: Steps) -> Any:
@@ -155,7 +155,7 @@ def _value_at(document: Any, steps: Steps) -> Any:
     return document
 
 
-def format_place(steps: Steps) -> str:
+def format_location(steps: Steps) -> str:
     """Format a location, like ``pools[1].count``."""
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).lstrip(".")
 

@@ -60,7 +60,7 @@ def parse_spec(
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a value that doesn't fit its tag
         raise ConfigError(f"{source}: {' '.join(str(error).split())}") from None
     if further is not None and spec is not None:
-        known = [place for place, _ in problems]
+        known = [location for location, _ in problems]
         problems += [each for each in further(spec) if not may_follow(each[0], known)]
     if problems:
         raise _located(problems, root, source)
@@ -146,34 +146,34 @@ def _compose(text: str | bytes, source: str) -> yaml.Node | None:
     return node
 
 
-def _repeated_keys(node: yaml.Node | None, place: str) -> list[tuple[str, str]]:
+def _repeated_keys(node: yaml.Node | None, location: str) -> list[tuple[str, str]]:
     """Return the repeated keys; YAML itself would silently take the last one."""
     problems = []
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, value in node.value:
-            name = f"{place}.{key.value}".lstrip(".")
+            name = f"{location}.{key.value}".lstrip(".")
             if name in seen:
                 problems.append((name, "is there twice; keep one"))
             seen.add(name)
             problems += _repeated_keys(value, name)
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
-            problems += _repeated_keys(value, f"{place}[{index}]")
+            problems += _repeated_keys(value, f"{location}[{index}]")
     return problems
 
 
 def _located(problems: list[tuple[str, str]], root: yaml.Node | None, source: str) -> ConfigError:
     """Return one error with all problems, in the order of their lines."""
-    lines = sorted((_line_of(root, place), place, text) for place, text in dict.fromkeys(problems))
-    shown = [f"{source}:{line}: {place}{': ' if place else ''}{text}" for line, place, text in lines]
+    lines = sorted((_line_of(root, location), location, text) for location, text in dict.fromkeys(problems))
+    shown = [f"{source}:{line}: {location}{': ' if location else ''}{text}" for line, location, text in lines]
     return ConfigError("\n".join(shown))
 
 
-def _line_of(node: yaml.Node | None, place: str) -> int:
-    """Return the line of ``place``, or of the innermost present part of it; lines count from 1."""
+def _line_of(node: yaml.Node | None, location: str) -> int:
+    """Return the line of ``location``, or of the innermost present part of it; lines count from 1."""
     line = 1
-    for name, index in STEP.findall(place):
+    for name, index in STEP.findall(location):
         if isinstance(node, yaml.MappingNode) and name:
             found = [(key, value) for key, value in node.value if key.value == name]
             if not found:

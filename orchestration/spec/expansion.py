@@ -16,7 +16,7 @@ from splitserve.orchestration.spec.cluster_spec import (
     SecretRef,
 )
 from splitserve.orchestration.spec.small_files import read_small_file
-from splitserve.protocol.config import Confidential, CorePlacement, RouterConfig, WorkerConfig
+from splitserve.protocol.config import Confidential, CoreAffinity, RouterConfig, WorkerConfig
 from splitserve.protocol.request import Role
 
 MAX_SECRET_BYTES = 4096
@@ -68,12 +68,12 @@ def resolve_shared_secret(spec: ClusterSpec) -> str:
     return _resolve("secrets.shared", spec.secrets.shared, SECRET_VARIABLE)
 
 
-def _resolve(place: str, reference: SecretRef | None, variable: str) -> str:
+def _resolve(location: str, reference: SecretRef | None, variable: str) -> str:
     if reference is None:
         return read_secret("", variable)
     value = read_secret(reference.file, reference.env)
     if not value:
-        raise ConfigError(f"{place}.env: the variable {reference.env} isn't set here; set it, or refer to a file")
+        raise ConfigError(f"{location}.env: the variable {reference.env} isn't set here; set it, or refer to a file")
     return value
 
 
@@ -86,7 +86,7 @@ class RouterPorts:
 
 
 ANY_PORTS = RouterPorts()
-ANYWHERE = CorePlacement()
+ANYWHERE = CoreAffinity()
 
 
 def router_config(spec: ClusterSpec, secrets: Secrets, host: str, ports: RouterPorts = ANY_PORTS) -> RouterConfig:
@@ -116,7 +116,7 @@ def worker_config(
     membership: str,
     host: str,
     threads: int,
-    placement: CorePlacement = ANYWHERE,
+    affinity: CoreAffinity = ANYWHERE,
     lmcache_endpoint: str = "",
 ) -> WorkerConfig:
     """Return the config of worker ``name``, which binds ``host`` and computes on ``threads`` threads.
@@ -134,7 +134,7 @@ def worker_config(
         host=host,
         secret=secrets.secret,
         protocol=spec.protocol_config(),
-        placement=placement,
+        affinity=affinity,
     )
 
 
@@ -143,7 +143,7 @@ def worker_environment(spec: ClusterSpec, pool: PoolSpec) -> dict[str, str]:
     environment = dict(pool.environment)
     if spec.connector.transports:
         environment["UCX_TLS"] = ",".join(spec.connector.transports)
-    devices = [pool.placement.nic] if pool.placement.nic else spec.connector.devices
+    devices = [pool.affinity.nic] if pool.affinity.nic else spec.connector.devices
     if devices:
         environment["UCX_NET_DEVICES"] = ",".join(devices)
     return environment

@@ -8,14 +8,14 @@ from typing import Any
 import msgspec
 from msgspec import Meta, structs
 
-from splitserve.orchestration.spec.cluster_spec import PLACES, ClusterSpec, PoolSpec, places_of
+from splitserve.orchestration.spec.cluster_spec import LOCATIONS, ClusterSpec, PoolSpec, locations_of
 from splitserve.protocol.config import EngineConfig, HttpLimits, LMCacheConfig, ProtocolConfig, RouterConfig
 from splitserve.protocol.settings import Setting, hints_of, meta_of, setting_of
 
 _DECLARED: dict[str, tuple[type[msgspec.Struct], str]] = {
-    place: (config, field)
+    location: (config, field)
     for config in (EngineConfig, RouterConfig, LMCacheConfig)
-    for field, place in places_of(config).items()
+    for field, location in locations_of(config).items()
 }
 """Fields of configs by location: their declarations are also those of the document's settings there."""
 _CONFIGS: dict[str, type[msgspec.Struct]] = {"engine": EngineConfig, "protocol": ProtocolConfig, "http": HttpLimits}
@@ -29,7 +29,7 @@ class SpecSetting:
     ``field``: the field of :class:`EngineConfig` that it sets, "" if none. ``kind``: its type in the document.
     """
 
-    place: str
+    location: str
     field: str
     kind: Any
     meta: Meta
@@ -52,33 +52,33 @@ def _settings_in(struct: type[msgspec.Struct], outer: str) -> Iterator[SpecSetti
     """Yield the settings of a part of the document, which is at ``outer``."""
     for field in structs.fields(struct):
         hint = hints_of(struct)[field.name]
-        place = f"{outer}{field.name}"
+        location = f"{outer}{field.name}"
         setting, part = setting_of(hint), _part_of(hint)
         if field.name in _CONFIGS and not outer:
-            yield from _settings_of_config(_CONFIGS[field.name], f"{place}.")
+            yield from _settings_of_config(_CONFIGS[field.name], f"{location}.")
         elif part is PoolSpec:
             yield from _settings_in(part, "pools[].")
         elif part is not None and not (field.name in _CONFIGS and outer):
             if setting.flags:
-                yield SpecSetting(setting.place, "", str, meta_of(hint), setting, "")
-            yield from (each for each in _settings_in(part, f"{place}.") if each.place != setting.place)
+                yield SpecSetting(setting.location, "", str, meta_of(hint), setting, "")
+            yield from (each for each in _settings_in(part, f"{location}.") if each.location != setting.location)
         elif part is None:
-            yield _setting(place, hint, field)
+            yield _setting(location, hint, field)
 
 
-def _setting(place: str, hint: Any, field: structs.FieldInfo) -> SpecSetting:
+def _setting(location: str, hint: Any, field: structs.FieldInfo) -> SpecSetting:
     default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
-    if place not in _DECLARED:
-        return SpecSetting(place, "", hint, meta_of(hint), setting_of(hint), default)
-    config, name = _DECLARED[place]
+    if location not in _DECLARED:
+        return SpecSetting(location, "", hint, meta_of(hint), setting_of(hint), default)
+    config, name = _DECLARED[location]
     declared = hints_of(config)[name]
     engine_field = name if config is EngineConfig else ""
-    return SpecSetting(place, engine_field, hint, meta_of(declared), setting_of(declared), default)
+    return SpecSetting(location, engine_field, hint, meta_of(declared), setting_of(declared), default)
 
 
 def _settings_of_config(config: type[msgspec.Struct], outer: str) -> Iterator[SpecSetting]:
     for field in structs.fields(config):
-        if config is EngineConfig and field.name in PLACES:
+        if config is EngineConfig and field.name in LOCATIONS:
             continue
         hint = hints_of(config)[field.name]
         name = field.name if config is EngineConfig else ""

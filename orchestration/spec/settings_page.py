@@ -31,7 +31,7 @@ def settings_page() -> str:
     """Return the page's Markdown: a table for each part of the document."""
     parts: dict[str, list[SpecSetting]] = {name: [] for name in ClusterSpec.__struct_fields__}
     for each in spec_settings():
-        parts[each.place.partition(".")[0].removesuffix("[]")].append(each)
+        parts[each.location.partition(".")[0].removesuffix("[]")].append(each)
     return "\n".join([_HEAD, *(line for part, settings in parts.items() for line in _table(part, settings))])
 
 
@@ -41,7 +41,7 @@ def _table(part: str, settings: list[SpecSetting]) -> Iterator[str]:
     for each in settings:
         prefix = "" if each.setting.command == "serve" else f"{each.setting.command} "
         flags = ", ".join(f"`{prefix}{flag}`" for flag in each.setting.flags)
-        yield f"| `{each.place}` | {flags} | {_values(each)} | {_default(each)} | {each.description} |"
+        yield f"| `{each.location}` | {flags} | {_values(each)} | {_default(each)} | {each.description} |"
     yield ""
 
 

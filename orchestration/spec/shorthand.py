@@ -5,7 +5,13 @@ from typing import Any
 from msgspec import Struct, structs, to_builtins
 
 from splitserve.common.errors import ConfigError
-from splitserve.orchestration.spec.cluster_spec import PLACES, ClusterSpec, EngineSettings, ProtocolSettings, RouterSpec
+from splitserve.orchestration.spec.cluster_spec import (
+    LOCATIONS,
+    ClusterSpec,
+    EngineSettings,
+    ProtocolSettings,
+    RouterSpec,
+)
 from splitserve.orchestration.spec.conversion import convert_spec
 from splitserve.protocol.config import EngineConfig, ProtocolConfig, RouterConfig
 from splitserve.protocol.request import Role
@@ -55,32 +61,32 @@ def simple_spec(
         "protocol": _settings_of(ProtocolSettings, protocol),
     }
     document = to_builtins(document)  # constructors check no bounds
-    for field, place in PLACES.items():
-        if (value := getattr(engine, field)) != _ENGINE.get(field) and _is_free(document, place):
-            put(document, place, value)
+    for field, location in LOCATIONS.items():
+        if (value := getattr(engine, field)) != _ENGINE.get(field) and _is_free(document, location):
+            put(document, location, value)
     return convert_spec(document)
 
 
 def _pool(engine: EngineConfig, role: Role, count: int, num_ranks: int) -> dict[str, Any]:
     """Return a pool with ``engine``'s settings; ``num_ranks``: ranks of each worker, 0: the engine's number."""
     pool: dict[str, Any] = {"name": role.value, "role": role.value, "count": count}
-    for field, place in PLACES.items():
-        if place.startswith("pools[]."):
-            put(pool, place.removeprefix("pools[]."), getattr(engine, field))
+    for field, location in LOCATIONS.items():
+        if location.startswith("pools[]."):
+            put(pool, location.removeprefix("pools[]."), getattr(engine, field))
     return {**pool, "tensor_parallel_size": num_ranks or engine.tensor_parallel_size}
 
 
-def put(document: dict[str, Any], place: str, value: Any) -> None:
-    """Set the value at ``place`` of a cluster spec's document, like ``router.port``."""
-    *outer, name = place.split(".")
+def put(document: dict[str, Any], location: str, value: Any) -> None:
+    """Set the value at ``location`` of a cluster spec's document, like ``router.port``."""
+    *outer, name = location.split(".")
     for each in outer:
         document = document.setdefault(each, {})
     document[name] = value
 
 
-def _is_free(document: dict[str, Any], place: str) -> bool:
-    """Return whether ``place``, outside of the pools, is left to the engine's settings."""
-    part, *names = place.split(".")
+def _is_free(document: dict[str, Any], location: str) -> bool:
+    """Return whether ``location``, outside of the pools, is left to the engine's settings."""
+    part, *names = location.split(".")
     given = document.get(part, {})
     return part != "pools[]" and isinstance(given, dict) and names[0] not in given
 

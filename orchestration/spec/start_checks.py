@@ -23,7 +23,7 @@ from splitserve.models.weights.sizes import activation_bytes, kv_token_bytes, lo
 from splitserve.orchestration.hosts.addresses import LOOPBACK, own_address
 from splitserve.orchestration.hosts.gpus import Gpu, check_enough_gpus, has_driver
 from splitserve.orchestration.spec.cluster_spec import ClusterSpec, PoolSpec, SecretRef, SpecError, set_fields
-from splitserve.orchestration.spec.contradictions import place_of
+from splitserve.orchestration.spec.contradictions import location_of
 from splitserve.orchestration.spec.expansion import read_secret, resolve_shared_secret
 from splitserve.orchestration.spec.model_source import check_model_directory, is_model_id
 from splitserve.orchestration.spec.sizes import format_bytes
@@ -98,7 +98,7 @@ def _model_problems(spec: ClusterSpec) -> Iterator[Problem]:
         yield from _kv_problems(spec, pool, f"pools[{index}]", model)
 
 
-def _kv_problems(spec: ClusterSpec, pool: PoolSpec, place: str, model: ModelConfig) -> Iterator[Problem]:
+def _kv_problems(spec: ClusterSpec, pool: PoolSpec, location: str, model: ModelConfig) -> Iterator[Problem]:
     """Yield KV memory that can't hold two blocks or one longest sequence, even with the smallest possible elements."""
     try:
         engine = spec.engine_config(pool)
@@ -112,7 +112,7 @@ def _kv_problems(spec: ClusterSpec, pool: PoolSpec, place: str, model: ModelConf
     needed = num_tokens * kv_token_bytes(model, element_bytes)
     if engine.kv_memory_bytes < needed:
         yield (
-            f"{place}.memory.kv",
+            f"{location}.memory.kv",
             f"must be at least {format_bytes(needed)} for {num_tokens} tokens ({_MIN_BLOCKS} blocks of {block_size}, "
             f"and max_model_len), got {format_bytes(engine.kv_memory_bytes)}",
         )
@@ -142,7 +142,7 @@ def _directory_problems(spec: ClusterSpec) -> Iterator[Problem]:
         for field in ("disk_kv_dir", "profile_dir"):
             directory = settings.get(field, "")
             if directory and not _can_be_written(Path(directory)):
-                yield place_of(spec, pool, f"pools[{index}]", field), f"can't write to {directory}"
+                yield location_of(spec, pool, f"pools[{index}]", field), f"can't write to {directory}"
     yield from _router_file_problems(spec)
     environment = spec.lmcache.environment if spec.lmcache is not None else ""
     if environment and not Path(environment).is_dir():
@@ -178,12 +178,12 @@ def capacity_problems(spec: ClusterSpec, machine: Machine) -> list[Problem]:
     """Return the demands that exceed the machine: threads, memory, GPUs."""
     problems: list[Problem] = []
     for index, pool in enumerate(spec.pools):
-        place = f"pools[{index}]"
+        location = f"pools[{index}]"
         engine = spec.engine_config(pool)
         found = machine_problems(engine, machine.num_cpus)
-        problems += [(place_of(spec, pool, place, field), text) for field, text in found]
-        problems += _step_problems(spec, pool, place, machine)
-        problems += _gpu_memory_problems(spec, pool, place, machine)
+        problems += [(location_of(spec, pool, location, field), text) for field, text in found]
+        problems += _step_problems(spec, pool, location, machine)
+        problems += _gpu_memory_problems(spec, pool, location, machine)
     problems += _host_memory_problems(spec, machine)
     if machine.gpus is not None and (problem := _refusal(lambda: check_enough_gpus(spec, list(machine.gpus or ())))):
         problems.append(("pools", problem))
@@ -195,7 +195,7 @@ def _is_on_gpus(pool: PoolSpec, machine: Machine) -> bool:
     return pool.device == "cuda" or (pool.device == "auto" and has_some)
 
 
-def _step_problems(spec: ClusterSpec, pool: PoolSpec, place: str, machine: Machine) -> Iterator[Problem]:
+def _step_problems(spec: ClusterSpec, pool: PoolSpec, location: str, machine: Machine) -> Iterator[Problem]:
     """Yield steps whose logits or activations alone exceed the memory."""
     try:
         model = load_model_config(spec.model.path)
@@ -215,20 +215,20 @@ def _step_problems(spec: ClusterSpec, pool: PoolSpec, place: str, machine: Machi
     for field, (each, number) in steps.items():
         if each * number > most:
             yield (
-                place_of(spec, pool, place, field),
+                location_of(spec, pool, location, field),
                 f"must be at most {most // each} here (a step takes {format_bytes(each)} for each, of "
                 f"{format_bytes(most)} of memory), got {number}",
             )
 
 
-def _gpu_memory_problems(spec: ClusterSpec, pool: PoolSpec, place: str, machine: Machine) -> Iterator[Problem]:
+def _gpu_memory_problems(spec: ClusterSpec, pool: PoolSpec, location: str, machine: Machine) -> Iterator[Problem]:
     if not machine.gpus or not _is_on_gpus(pool, machine):
         return
     on_each = spec.engine_config(pool).kv_memory_bytes // pool.tensor_parallel_size
     most = max(gpu.memory_bytes for gpu in machine.gpus)
     if on_each > most:
         yield (
-            f"{place}.memory.kv",
+            f"{location}.memory.kv",
             f"takes {format_bytes(on_each)} of each GPU, and the largest one has {format_bytes(most)}; lower it",
         )
 
@@ -246,7 +246,7 @@ def _host_memory_problems(spec: ClusterSpec, machine: Machine) -> Iterator[Probl
     total = format_bytes(machine.memory_bytes)
     if sum(takers.values()) > machine.memory_bytes:
         yield (
-            max(takers, key=lambda place: takers[place]),
+            max(takers, key=lambda location: takers[location]),
             f"takes most of the {format_bytes(sum(takers.values()))} that KV of all workers takes of host memory, and "
             f"this machine has {total}; lower it",
         )
@@ -261,12 +261,12 @@ def _host_memory_problems(spec: ClusterSpec, machine: Machine) -> Iterator[Probl
 
 def address_problems(spec: ClusterSpec) -> Iterator[Problem]:
     """Yield addresses that can't be bound here, or must not be bound without a secret."""
-    place = "network.interface" if spec.network.interface else "network.host"
+    location = "network.interface" if spec.network.interface else "network.host"
     has_secrets = not list(_secret_problems(spec)) and not _is_pipe(spec.secrets.shared)
     if has_secrets and (
         problem := _refusal(lambda: check_exposure(own_address(spec.network, LOOPBACK), resolve_shared_secret(spec)))
     ):
-        yield place, problem
+        yield location, problem
     host, port = spec.router.host, spec.router.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:

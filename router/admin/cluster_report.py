@@ -25,8 +25,8 @@ def cluster_report(config: RouterConfig, fleet: Fleet, now: float) -> ClusterRep
         heartbeat_seconds=config.protocol.heartbeat_seconds,
         dead_after_seconds=config.protocol.dead_after_seconds,
         workers=[_worker_report(record, now) for record in fleet.membership.records()],
-        refused=fleet.turned_away.refused(now),
-        strangers=fleet.turned_away.strangers(now),
+        refused=fleet.rejected_attempts.refused(now),
+        strangers=fleet.rejected_attempts.strangers(now),
     )
 
 

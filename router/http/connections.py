@@ -58,7 +58,7 @@ class Connections:
         if oldest is None:
             return False
         del self.incomplete[oldest]
-        oldest.give_way()
+        oldest.evict()
         return True
 
     def count(self, reason: str, now: float) -> None:
@@ -130,9 +130,9 @@ class BoundedHttp(HttpToolsProtocol):
         self._shared.incomplete.pop(self, None)
         super().connection_lost(exc)
 
-    def give_way(self) -> None:
+    def evict(self) -> None:
         """Close this connection to make room for another one; it has no complete request."""
-        self._shared.count("gave_way", self.loop.time())
+        self._shared.count("evicted", self.loop.time())
         self._input = _Input.REFUSED
         self.connections.discard(self)
         self.transport.abort()

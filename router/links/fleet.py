@@ -33,7 +33,7 @@ from splitserve.router.admin.metrics import RouterMetrics
 from splitserve.router.links.kv_event_link import KVEventLink
 from splitserve.router.links.links import FailedHandshakes, LoopSocket, WorkerLink, bind_router_socket
 from splitserve.router.links.membership import MAX_WORKERS, Membership
-from splitserve.router.links.turned_away import UNKNOWN, TurnedAway
+from splitserve.router.links.rejected_attempts import UNKNOWN, RejectedAttempts
 from splitserve.router.placement.prefix_view import PrefixView
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class Fleet:
         self._on_message = on_message
         self._on_lost = on_lost
         self._on_ready = on_ready
-        self.turned_away = TurnedAway()
+        self.rejected_attempts = RejectedAttempts()
         self._links: dict[Party, WorkerLink] = {}
         self.prefixes = PrefixView()
         self._kv_event_links: dict[Party, KVEventLink] = {}
@@ -180,13 +180,13 @@ class Fleet:
             # Sockets may be short for a while only: the worker asks again, and ends when that doesn't help.
             refusal, for_good = self._dial(sender), False
         if refusal is not None:
-            self.turned_away.refuse(body.info, refusal, self._loop.time())
+            self.rejected_attempts.refuse(body.info, refusal, self._loop.time())
             self._metrics.workers_refused.inc()
             self._refusal_log.write(self._loop.time(), f"refused worker {sender}: {refusal}")
             answer = RegisterRefused(refusal, for_good)
             self._socket.send([identity, encode(Envelope(self.party, sender, answer))])
             return
-        self.turned_away.forgive(sender.engine_id)
+        self.rejected_attempts.forgive(sender.engine_id)
         if registration.must_dial:
             log.info("worker %s (%s) registered from %s", sender, body.info.role, body.info.endpoint)
         self._socket.send([identity, encode(Envelope(self.party, sender, Registered(registration.token)))])
@@ -200,7 +200,7 @@ class Fleet:
 
     def _on_stranger(self, address: str) -> None:
         """Record a connection without the shared secret: usually a worker with another one, which can't report it."""
-        self.turned_away.stranger(address, self._loop.time())
+        self.rejected_attempts.stranger(address, self._loop.time())
         self._metrics.handshakes_failed.inc()
         self._stranger_log.write(
             self._loop.time(),

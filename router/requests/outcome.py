@@ -6,7 +6,7 @@ import msgspec
 
 from splitserve.router.links.membership import decode_party, prefill_party
 from splitserve.router.placement.policies import Disaggregated
-from splitserve.router.requests.state import Phase, RequestState
+from splitserve.router.requests.state import RequestPhase, RequestState
 
 
 def outcome(state: RequestState) -> tuple[str, str, str]:
@@ -18,7 +18,7 @@ def outcome(state: RequestState) -> tuple[str, str, str]:
     intended = "disaggregated" if state.was_disaggregated else "local"
     if state.failure is not None:
         return intended, "failed", state.failure.reason.value
-    if state.phase is Phase.CANCELLED:
+    if state.phase is RequestPhase.CANCELLED:
         return intended, "failed", "cancelled"
     if intended == "local":
         return intended, "local", "ok"

@@ -5,7 +5,7 @@ from splitserve.router.requests.active_request import ActiveRequest
 from splitserve.router.requests.effects import Count, CountTokens, Observe, Outbox
 from splitserve.router.requests.objectives import Objectives
 from splitserve.router.requests.outcome import outcome
-from splitserve.router.requests.state import FailureReason, Phase, Update
+from splitserve.router.requests.state import FailureReason, RequestPhase, Update
 
 
 class Settlement:
@@ -46,7 +46,7 @@ class Settlement:
         """Count the request once, by its outcome."""
         self._release(request)
         state = request.state
-        if state.phase is Phase.FINISHED and state.placement is not None:
+        if state.phase is RequestPhase.FINISHED and state.placement is not None:
             for party in state.placement.parties:
                 record = self._membership.get(party)
                 if record is not None:
@@ -64,7 +64,7 @@ class Settlement:
     def _judge(self, request: ActiveRequest) -> None:
         """Count the objectives that the request met or missed; none if the client ended it."""
         state = request.state
-        if state.phase is Phase.FINISHED:
+        if state.phase is RequestPhase.FINISHED:
             times = (request.arrived_at, request.first_token_at, request.last_token_at)
             verdicts = self._objectives.judge(*times, len(state.delivered_ids))
         elif state.failure is not None and state.failure.reason is not FailureReason.INVALID:

@@ -27,7 +27,7 @@ from splitserve.router.placement.policies import Disaggregated, Placed
 from splitserve.router.requests.token_sequence import Contradiction, NewTokens, PromptScores, TokenSequence
 
 
-class Phase(StrEnum):
+class RequestPhase(StrEnum):
     WAITING = "waiting"
     STREAMING = "streaming"
     FINISHED = "finished"
@@ -35,7 +35,7 @@ class Phase(StrEnum):
     CANCELLED = "cancelled"
 
 
-ENDED = frozenset({Phase.FINISHED, Phase.FAILED, Phase.CANCELLED})
+ENDED = frozenset({RequestPhase.FINISHED, RequestPhase.FAILED, RequestPhase.CANCELLED})
 
 
 class FailureReason(StrEnum):
@@ -102,7 +102,7 @@ class RequestState:
     ) -> None:
         """``prompt_scores``: the log-probabilities of the prompt that are wanted; no token is delivered before them."""
         self.request_id = request_id
-        self.phase = Phase.WAITING
+        self.phase = RequestPhase.WAITING
         self.prompt_scores = prompt_scores
         is_gated = prompt_scores is not None and not prompt_scores.is_complete
         self.output = TokenSequence(max_tokens, wants_logprobs, is_gated)
@@ -177,11 +177,11 @@ class RequestState:
 
     def _delivered(self, new: NewTokens) -> Update:
         """Return the update with new tokens."""
-        if new.token_ids and self.phase is Phase.WAITING:
-            self.phase = Phase.STREAMING
+        if new.token_ids and self.phase is RequestPhase.WAITING:
+            self.phase = RequestPhase.STREAMING
         if not self.output.complete:
             return Update(new.token_ids, logprobs=new.logprobs) if new.token_ids else NOTHING
-        aborts = self._end(Phase.FINISHED)
+        aborts = self._end(RequestPhase.FINISHED)
         return Update(new.token_ids, self.output.finish_reason, ended=True, aborts=aborts, logprobs=new.logprobs)
 
     def _contradicted(self, sender: Party, error: Contradiction) -> Update:
@@ -204,25 +204,27 @@ class RequestState:
 
     def finish_at_stop_string(self) -> Update:
         """Finish the request, since its text reached a stop string; its workers may still compute tokens."""
-        return NOTHING if self.ended else Update(ended=True, aborts=self._end(Phase.FINISHED))
+        return NOTHING if self.ended else Update(ended=True, aborts=self._end(RequestPhase.FINISHED))
 
     def cancel(self) -> Update:
         """Cancel the request of a client that is gone."""
-        return NOTHING if self.ended else Update(ended=True, aborts=self._end(Phase.CANCELLED))
+        return NOTHING if self.ended else Update(ended=True, aborts=self._end(RequestPhase.CANCELLED))
 
     def fail(self, failure: Failure) -> Update:
         if self.ended:
             return NOTHING
         self.failure = failure
-        return Update(failure=failure, ended=True, aborts=self._end(Phase.FAILED))
+        return Update(failure=failure, ended=True, aborts=self._end(RequestPhase.FAILED))
 
     def check_invariants(self) -> None:
         self.output.check_invariants()
         parties = self.placement.parties if self.placement is not None else ()
         assert not (self.ended and self._at_work), "workers are at work on a request that has ended"
-        assert (self.phase is Phase.FAILED) == (self.failure is not None), "a failure without a reason, or the reverse"
+        assert (self.phase is RequestPhase.FAILED) == (self.failure is not None), (
+            "a failure without a reason, or the reverse"
+        )
         assert set(self._at_work) <= set(parties), "a worker is at work that has no part in the attempt"
-        assert not (self.phase is Phase.WAITING and self.output.output_ids), (
+        assert not (self.phase is RequestPhase.WAITING and self.output.output_ids), (
             "a request with tokens waits for its first one"
         )
 
@@ -282,7 +284,7 @@ class RequestState:
         if worker in self._at_work:
             self._at_work.remove(worker)
 
-    def _end(self, phase: Phase) -> tuple[Party, ...]:
+    def _end(self, phase: RequestPhase) -> tuple[Party, ...]:
         self.phase = phase
         aborts = tuple(self._at_work)
         self._at_work.clear()

@@ -1,4 +1,4 @@
-"""What a request wants besides the text of its output."""
+"""The log-probabilities, token ids and echo that a request asks for."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class WantedScores:
-    """What a request wants besides its output's text."""
+    """A request's wishes besides the text of its output."""
 
     logprobs: int | None = None  # alternatives of each output token; None: no log-probabilities
     prompt_logprobs: int | None = None  # likewise of the prompt, as the extension of that name

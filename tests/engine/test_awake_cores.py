@@ -21,7 +21,7 @@ from splitserve.common.errors import ConfigError
 from splitserve.orchestration.hosts.child import Order, cpus_for, run
 from splitserve.orchestration.spec.document import parse_spec
 from splitserve.orchestration.spec.expansion import Secrets, router_config
-from splitserve.protocol.config import CorePlacement, EngineConfig, WorkerConfig
+from splitserve.protocol.config import CoreAffinity, EngineConfig, WorkerConfig
 from splitserve.protocol.request import Role
 from splitserve.worker import entry
 from splitserve.worker.entry import run_worker
@@ -54,9 +54,7 @@ def states(pids: list[int]) -> str:
 
 def config(*, keep: bool, cpus: tuple[int, ...] = ()) -> WorkerConfig:
     engine = EngineConfig(model="", keep_cores_awake=keep)
-    return WorkerConfig(
-        engine_id="w", role=Role.MIXED, engine=engine, membership="", placement=CorePlacement(cpus=cpus)
-    )
+    return WorkerConfig(engine_id="w", role=Role.MIXED, engine=engine, membership="", affinity=CoreAffinity(cpus=cpus))
 
 
 def test_worker_and_router_stay_where_cores_are_awake() -> None:

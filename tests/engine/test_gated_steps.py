@@ -8,7 +8,7 @@ import pytest
 from core_driver import DECODE, KEY, NUM_BLOCKS, PREFILL, Worker, grant, prefill_request, sent
 from splitserve.engine.effects import Effect
 from splitserve.kvconnector.tiers.commands import CopyCommand, CopyNearsEnd, CopyResult
-from splitserve.kvconnector.tiers.copies import TierCopies
+from splitserve.kvconnector.tiers.copies import LocalTierCopier
 from splitserve.kvconnector.tiers.load_gates import LoadGates, layer_groups
 from splitserve.protocol.messages.handover import Offer, Release
 from splitserve.protocol.messages.requests import Abort, LocalRequest, RequestFailed, StepTokens
@@ -296,7 +296,7 @@ class GatedStore:
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_near_end_is_told_before_the_end(fails: bool) -> None:
     woken, store = threading.Semaphore(0), GatedStore(fails=fails)
-    copies = TierCopies({"host": store}, woken.release)
+    copies = LocalTierCopier({"host": store}, woken.release)
     copies.start(CopyCommand(4, "host", True, [1, 2], [3, 4], [b"a", b"b"]))
     assert woken.acquire(timeout=PATIENCE_SECONDS)
     assert copies.results() == [CopyNearsEnd(4)]

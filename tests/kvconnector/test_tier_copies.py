@@ -12,7 +12,7 @@ from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.layout.numa_memory import HostMemory, node_of_cpus, node_of_device, parse_cpu_list
 from splitserve.kvconnector.layout.shape import runs
 from splitserve.kvconnector.tiers.commands import CopyCommand
-from splitserve.kvconnector.tiers.copies import PartialCopyError, TierCopies
+from splitserve.kvconnector.tiers.copies import LocalTierCopier, PartialCopyError
 from splitserve.kvconnector.tiers.host import host_tier
 from splitserve.protocol.config import EngineConfig
 from splitserve.protocol.memory_records import LayoutRecord
@@ -109,7 +109,7 @@ class BadStore:
 
 def test_a_copy_that_fails_is_a_result_and_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     woken = threading.Semaphore(0)
-    copies = TierCopies({"bad": BadStore()}, woken.release)  # type: ignore[dict-item]
+    copies = LocalTierCopier({"bad": BadStore()}, woken.release)  # type: ignore[dict-item]
     for copy_id in range(4):
         copies.start(CopyCommand(copy_id, "bad", copy_id % 2 == 1, [1, 2], [3, 4], HASHES[:2]))
     for _ in range(4):

@@ -13,7 +13,7 @@ from splitserve.kvconnector.layout.numa_memory import remote_bytes
 from splitserve.orchestration.cli.display import describe_progress
 from splitserve.orchestration.cluster.launcher import LocalCluster
 from splitserve.orchestration.spec.document import parse_spec
-from splitserve.protocol.config import CorePlacement
+from splitserve.protocol.config import CoreAffinity
 from splitserve.worker.machine.pinning import cpus_of_thread, pin_threads
 
 has_affinity = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the platform can't")
@@ -38,7 +38,7 @@ def test_a_process_is_bound_with_all_that_it_starts() -> None:
 @has_affinity
 def test_threads_are_moved_by_what_they_do() -> None:
     first, last = min(usable_cpus()), max(usable_cpus())
-    placement = CorePlacement(cpus=(first, last), model_cpus=(first,), transfer_cpus=(last,))
+    affinity = CoreAffinity(cpus=(first, last), model_cpus=(first,), transfer_cpus=(last,))
     stop = threading.Event()
     seen: dict[str, set[int]] = {}
     names = ["model", "read-0/rank-0/w-0@1", "nixl-serve", "loads-from-host", "status-w-0"]
@@ -48,7 +48,7 @@ def test_threads_are_moved_by_what_they_do() -> None:
     ]
     for thread in threads:
         thread.start()
-    moved = pin_threads(placement)
+    moved = pin_threads(affinity)
     stop.set()
     for thread in threads:
         thread.join()
@@ -57,13 +57,13 @@ def test_threads_are_moved_by_what_they_do() -> None:
     )
     assert all(seen[name] == set(moved[name]) for name in names[:4])
     assert seen["status-w-0"] == usable_cpus() and "MainThread" not in moved
-    assert pin_threads(CorePlacement()) == {}
+    assert pin_threads(CoreAffinity()) == {}
 
 
 def test_which_threads_are_which() -> None:
-    placement = CorePlacement(model_cpus=(0,), transfer_cpus=(1,))
+    affinity = CoreAffinity(model_cpus=(0,), transfer_cpus=(1,))
     assert [
-        cpus_of_thread(name, placement) for name in ("model-launch", "digest-3", "stores-to-disk", "MainThread")
+        cpus_of_thread(name, affinity) for name in ("model-launch", "digest-3", "stores-to-disk", "MainThread")
     ] == [
         (0,),
         (1,),
@@ -83,8 +83,8 @@ def test_remote_bytes_are_counted() -> None:
 @pytest.mark.skipif(len(usable_cpus()) < 2, reason="needs two cores")
 def test_a_workers_threads_are_where_the_spec_says(tiny_qwen3: Path) -> None:
     first, *_, last = sorted(usable_cpus())
-    placement = f"{{cores: ['{first},{last}'], transfer_cores: ['{last}']}}"
-    pool = f"{{name: w, role: mixed, memory: {{kv: 8MiB}}, placement: {placement}}}"
+    affinity = f"{{cores: ['{first},{last}'], transfer_cores: ['{last}']}}"
+    pool = f"{{name: w, role: mixed, memory: {{kv: 8MiB}}, affinity: {affinity}}}"
     shown: list[str] = []
     spec = parse_spec(f"model: {{path: {tiny_qwen3}}}\npools: [{pool}]\nrouter: {{port: 0}}")
     with LocalCluster(

@@ -203,8 +203,8 @@ def test_options_that_apply_to_nobody_are_refused(
             "pools[0].environment.A: must be text, but is a whole number; quote it",
         ),
         (
-            BASE.replace("2}", "2, placement: {pin: false}}") + "engine: {keep_cores_awake: true}\n",
-            "pools[0].placement.pin: is off, but keep_cores_awake keeps workers on some cores",
+            BASE.replace("2}", "2, affinity: {pin: false}}") + "engine: {keep_cores_awake: true}\n",
+            "pools[0].affinity.pin: is off, but keep_cores_awake keeps workers on some cores",
         ),
         (BASE + "router: {}\nrouter: {}\n", "spec:6: router: is there twice; keep one"),
         (BASE + "name: [\n", "spec:6: this isn't YAML"),

@@ -19,7 +19,7 @@ from splitserve.orchestration.cli.display import describe_status
 from splitserve.orchestration.cli.serve import FOLDER_VARIABLE
 from splitserve.orchestration.cluster.launcher import LocalCluster
 from splitserve.orchestration.cluster.rolling_upgrade import UpgradeState
-from splitserve.orchestration.cluster.roster import Phase
+from splitserve.orchestration.cluster.roster import WorkerPhase
 from splitserve.orchestration.control.requests import (
     Accepted,
     AnyRequest,
@@ -61,13 +61,13 @@ STATUS = ClusterStatus(
     url="http://127.0.0.1:1",
     revision=2,
     counts={"prefill": 1},
-    router=ProcessStatus(name="router", phase=Phase.READY, pid=7),
+    router=ProcessStatus(name="router", phase=WorkerPhase.READY, pid=7),
     workers=[
         ProcessStatus(
             name="prefill-0",
             pool="prefill",
             role="prefill",
-            phase=Phase.LEAVING,
+            phase=WorkerPhase.LEAVING,
             pid=8,
             place="GPU 3",
             num_restarts=2,

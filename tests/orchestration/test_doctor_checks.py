@@ -42,13 +42,13 @@ from splitserve.orchestration.hosts.topology import Core, NumaNode, Topology
 from splitserve.protocol.cluster_report import ClusterReport, WorkerReport, WorkerState
 from splitserve.protocol.counters import WorkerLoad
 from splitserve.protocol.memory_records import LayoutRecord
-from splitserve.protocol.messages.membership import PeerLink, WorkerInfo, WorkerPlace
+from splitserve.protocol.messages.membership import PeerLink, WorkerInfo, WorkerSetup
 from splitserve.protocol.request import Party, Role
 from splitserve.router.links.links import FailedHandshakes
-from splitserve.router.links.turned_away import REFUSED_SECONDS, STRANGER_SECONDS, TurnedAway
+from splitserve.router.links.rejected_attempts import REFUSED_SECONDS, STRANGER_SECONDS, RejectedAttempts
 
 LAYOUT = LayoutRecord("model", "v1", "float32", 16, 2, 2, 8)
-PLACE = WorkerPlace(machine="node-1", version="1", device="cpu", cpus=[0], num_threads=1, num_cores=1, kv_bytes=1 << 20)
+SETUP = WorkerSetup(machine="node-1", version="1", device="cpu", cpus=[0], num_threads=1, num_cores=1, kv_bytes=1 << 20)
 
 
 def worker(name: str, role: Role, *, links: tuple[PeerLink, ...] = (), **place: Any) -> WorkerReport:
@@ -63,7 +63,7 @@ def worker(name: str, role: Role, *, links: tuple[PeerLink, ...] = (), **place: 
         8,
         1024,
         320,
-        place=msgspec.structs.replace(PLACE, **{"cpus": [cpu], **place}),
+        setup=msgspec.structs.replace(SETUP, **{"cpus": [cpu], **place}),
     )
     return WorkerReport(
         info=info, state=WorkerState.READY, silent_seconds=0.1, num_heartbeats=3, load=WorkerLoad(), links=list(links)
@@ -130,7 +130,7 @@ def test_a_link_with_a_problem_of_its_own_is_named_with_it() -> None:
 
 
 def test_a_transport_that_was_asked_for() -> None:
-    assert expected_transport(PLACE, PLACE) == "shared memory"
+    assert expected_transport(SETUP, SETUP) == "shared memory"
     assert is_by("rc_mlx5+cuda_ipc", "cuda_ipc") and not is_by("tcp (software emulation)", "cma")
     assert names(cluster_checks(report(*HEALTHY), "tcp")) == ["wrong_transport"]
 
@@ -165,11 +165,11 @@ def test_memory_on_another_node() -> None:
 
 
 def test_cores_of_workers_together() -> None:
-    apart = [msgspec.structs.replace(PLACE, cpus=[2 * i, 2 * i + 1], num_cores=1) for i in range(3)]
-    together = [msgspec.structs.replace(PLACE, cpus=list(range(8)), num_cores=4)] * 3
-    quota = [msgspec.structs.replace(PLACE, cpus=list(range(64)), num_cores=2)] * 2
+    apart = [msgspec.structs.replace(SETUP, cpus=[2 * i, 2 * i + 1], num_cores=1) for i in range(3)]
+    together = [msgspec.structs.replace(SETUP, cpus=list(range(8)), num_cores=4)] * 3
+    quota = [msgspec.structs.replace(SETUP, cpus=list(range(64)), num_cores=2)] * 2
     assert (cores_together(apart), cores_together(together), cores_together(quota)) == (3, 4, 2)
-    assert cores_together([msgspec.structs.replace(PLACE, cpus=[], num_cores=4)]) == 4
+    assert cores_together([msgspec.structs.replace(SETUP, cpus=[], num_cores=4)]) == 4
 
 
 def test_memlock_counts_kv_memory_only_where_a_network_card_reads_it() -> None:
@@ -352,20 +352,20 @@ def test_what_a_diagnosis_prints() -> None:
 
 
 def test_who_was_turned_away_is_remembered_for_a_while() -> None:
-    turned_away = TurnedAway()
+    rejected_attempts = RejectedAttempts()
     info = HEALTHY[0].info
-    turned_away.refuse(info, "dtype: 'float32' against 'bfloat16'", 10.0)
-    turned_away.stranger("10.0.0.7", 10.0)
-    turned_away.stranger("10.0.0.7", 11.0)
-    turned_away.stranger("", 11.0)
-    (refused,) = turned_away.refused(12.0)
+    rejected_attempts.refuse(info, "dtype: 'float32' against 'bfloat16'", 10.0)
+    rejected_attempts.stranger("10.0.0.7", 10.0)
+    rejected_attempts.stranger("10.0.0.7", 11.0)
+    rejected_attempts.stranger("", 11.0)
+    (refused,) = rejected_attempts.refused(12.0)
     assert (refused.engine_id, refused.seconds_ago, refused.machine) == ("prefill-0", 2.0, "node-1")
-    (stranger,) = turned_away.strangers(12.0)
+    (stranger,) = rejected_attempts.strangers(12.0)
     assert (stranger.address, stranger.num_attempts, stranger.seconds_ago) == ("10.0.0.7", 2, 1.0)
-    assert turned_away.strangers(11.5 + STRANGER_SECONDS) == []
-    assert turned_away.refused(10.5 + REFUSED_SECONDS) == []
-    turned_away.forgive("prefill-0")
-    assert turned_away.refused(12.0) == []
+    assert rejected_attempts.strangers(11.5 + STRANGER_SECONDS) == []
+    assert rejected_attempts.refused(10.5 + REFUSED_SECONDS) == []
+    rejected_attempts.forgive("prefill-0")
+    assert rejected_attempts.refused(12.0) == []
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [("a" * 20, "b" * 20), ("a" * 20, "a" * 20)])

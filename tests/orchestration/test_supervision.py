@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from splitserve.common.errors import ConfigError
 from splitserve.orchestration.cluster.restarts import MAX_QUICK_DEATHS, StartTimes
 from splitserve.orchestration.cluster.rolling_upgrade import UpgradeState
-from splitserve.orchestration.cluster.roster import KILL_GRACE_SECONDS, Phase
+from splitserve.orchestration.cluster.roster import KILL_GRACE_SECONDS, WorkerPhase
 from splitserve.orchestration.spec.cluster_spec import DevicesSpec, ObjectivesSpec
 from splitserve.orchestration.spec.shorthand import simple_spec
 from splitserve.protocol.config import EngineConfig
@@ -20,9 +20,9 @@ from supervised_machine import ENGINE, Machine, changed, serving, spec_of
 def test_all_workers_start_and_get_ready() -> None:
     machine = Machine(spec_of())
     assert machine.names == ["decode-0", "decode-1", "prefill-0", "prefill-1"]
-    assert machine.supervisor.names(Phase.READY) == frozenset()
+    assert machine.supervisor.names(WorkerPhase.READY) == frozenset()
     machine.ready()
-    assert machine.supervisor.names(Phase.READY) == frozenset(machine.names)
+    assert machine.supervisor.names(WorkerPhase.READY) == frozenset(machine.names)
 
 
 def test_the_steps_of_a_start_are_timed() -> None:
@@ -73,7 +73,7 @@ def test_scaling_down_forgets_what_was_not_started_yet() -> None:
 def test_a_drained_worker_stays_away() -> None:
     machine = serving()
     machine.perform(machine.supervisor.drain("prefill-0", machine.now))
-    assert machine.supervisor.names(Phase.LEAVING) == {"prefill-0"}
+    assert machine.supervisor.names(WorkerPhase.LEAVING) == {"prefill-0"}
     machine.leave()
     machine.wait(1000)
     assert machine.names == ["decode-0", "decode-1", "prefill-1"]
@@ -156,8 +156,8 @@ def test_random_lives(chosen: random.Random, room: int | None) -> None:
         event = chosen.randrange(8)
         if event == 0 and deaths and machine.running:
             machine.exit(chosen.choice(machine.names), chosen.choice([0, 1, -9]))
-        elif event == 1 and machine.supervisor.names(Phase.STARTING):
-            machine.ready(chosen.choice(sorted(machine.supervisor.names(Phase.STARTING))))
+        elif event == 1 and machine.supervisor.names(WorkerPhase.STARTING):
+            machine.ready(chosen.choice(sorted(machine.supervisor.names(WorkerPhase.STARTING))))
         elif event == 2 and machine.asked:
             machine.exit(chosen.choice(sorted(machine.asked)))
         elif event == 3:
@@ -173,7 +173,7 @@ def test_random_lives(chosen: random.Random, room: int | None) -> None:
             name = chosen.choice(sorted(machine.supervisor.workers))
             try_out(machine, lambda name=name: machine.supervisor.drain(name, machine.now))
         if not deaths:
-            roles = {machine.supervisor.workers[name].pool.role for name in machine.supervisor.names(Phase.READY)}
+            roles = {machine.supervisor.workers[name].pool.role for name in machine.supervisor.names(WorkerPhase.READY)}
             assert roles == {"prefill", "decode"}, machine.log
     settle(machine)
 
@@ -193,7 +193,7 @@ def settle(machine: Machine) -> None:
         machine.ready()
         machine.leave()
     supervisor = machine.supervisor
-    assert not supervisor.names(Phase.LEAVING) and not supervisor.names(Phase.STARTING)
+    assert not supervisor.names(WorkerPhase.LEAVING) and not supervisor.names(WorkerPhase.STARTING)
     assert set(machine.running) == set(supervisor.workers)
     if supervisor.upgrade is not None:
         assert supervisor.upgrade.state is not UpgradeState.RUNNING

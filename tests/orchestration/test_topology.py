@@ -15,9 +15,9 @@ from splitserve.orchestration.hosts.core_plan import Wanted, WorkerPlan, plan_wo
 from splitserve.orchestration.hosts.gpus import Gpu
 from splitserve.orchestration.hosts.local import Entries, LocalHost
 from splitserve.orchestration.hosts.topology import Topology, format_list, normal_pci_address, parse_list, read_topology
-from splitserve.orchestration.spec.cluster_spec import PlacementSpec, PoolSpec
+from splitserve.orchestration.spec.cluster_spec import AffinitySpec, PoolSpec
 from splitserve.orchestration.spec.document import parse_spec
-from splitserve.protocol.config import CorePlacement
+from splitserve.protocol.config import CoreAffinity
 from splitserve.protocol.request import Role
 
 
@@ -88,7 +88,7 @@ def test_gpus_and_network_devices(tmp_path: Path) -> None:
 def test_a_gpu_whose_node_is_not_told(tmp_path: Path) -> None:
     topology = read(write_machine(tmp_path, nodes=2, gpu_nodes=(-1,), nic_nodes=(0,)))
     plan = plan_workers(topology, [Wanted("w-0", gpus=("0000:18:00.0",))])["w-0"]
-    assert plan.node is None and plan.placement == CorePlacement() and plan.nic == "eth0"
+    assert plan.node is None and plan.affinity == CoreAffinity() and plan.nic == "eth0"
 
 
 @given(st.sets(st.integers(0, 300)))
@@ -115,7 +115,7 @@ def test_workers_are_spread_over_the_nodes(tmp_path: Path) -> None:
     assert plan.model_cpus == tuple(range(8, 14)) and plan.transfer_cpus == (14,) and plan.io_cpus == (15,)
     assert plan.num_cores == 6
     assert plan.describe() == "cpu, NUMA node 1; cores: model 8-13, transfer 14, I/O 15"
-    assert plan.placement == CorePlacement(
+    assert plan.affinity == CoreAffinity(
         cpus=tuple(range(8, 16)), model_cpus=tuple(range(8, 14)), transfer_cpus=(14,), numa_node=1
     )
 
@@ -137,9 +137,9 @@ def test_small_shares_stay_whole(tmp_path: Path) -> None:
 def test_nothing_is_pinned_where_cores_would_be_shared(tmp_path: Path) -> None:
     topology = read(write_machine(tmp_path, cores_per_node=2))
     plans = plan_workers(topology, workers(3))
-    assert all(plan.why == "more workers than cores" and not plan.placement.cpus for plan in plans.values())
+    assert all(plan.why == "more workers than cores" and not plan.affinity.cpus for plan in plans.values())
     alone = plan_workers(topology, workers(1))["w-0"]
-    assert alone.why == "too few cores to reserve any for transfers" and alone.placement == CorePlacement(numa_node=0)
+    assert alone.why == "too few cores to reserve any for transfers" and alone.affinity == CoreAffinity(numa_node=0)
     limited = plan_workers(read(write_machine(tmp_path / "large", cores_per_node=32)), workers(1), quota_cores=4)["w-0"]
     assert limited.describe() == "cpu, NUMA node 0; not pinned: a CPU quota of 4 of 32 cores"
 
@@ -149,18 +149,18 @@ def test_gpu_workers_stay_on_their_gpus_node(tmp_path: Path) -> None:
     wanted = [Wanted(f"w-{index}", gpus=(gpu.name,)) for index, gpu in enumerate(topology.gpus)]
     plans = plan_workers(topology, wanted)
     assert [plan.node for plan in plans.values()] == [0, 0, 1]
-    assert plans["w-0"].placement.cpus == plans["w-1"].placement.cpus == tuple(range(8))
+    assert plans["w-0"].affinity.cpus == plans["w-1"].affinity.cpus == tuple(range(8))
     assert not plans["w-0"].transfer_cpus, "too few cores for each of two GPUs"
-    assert plans["w-2"].placement == CorePlacement(cpus=tuple(range(8, 16)), transfer_cpus=(14, 15), numa_node=1)
+    assert plans["w-2"].affinity == CoreAffinity(cpus=tuple(range(8, 16)), transfer_cpus=(14, 15), numa_node=1)
     assert plans["w-1"].nic == "mlx5_1:1"
     assert plans["w-2"].describe() == "1 GPU, NUMA node 1, NIC mlx5_2:1; kept on cores 8-15, transfer 14-15"
     single = plan_workers(
         read(write_machine(tmp_path / "one", gpu_nodes=(0,))), [Wanted("w-0", gpus=("0000:18:00.0",))]
     )["w-0"]
-    assert single.placement == CorePlacement(numa_node=0), "there is nothing to choose"
+    assert single.affinity == CoreAffinity(numa_node=0), "there is nothing to choose"
     assert single.describe().endswith("not pinned: one NUMA node")
     chosen = plan_workers(read(tmp_path / "one"), [Wanted("w-0", gpus=("0000:18:00.0",), cores="0-1")])["w-0"]
-    assert chosen.placement.cpus == (0, 1), "but for what the spec says"
+    assert chosen.affinity.cpus == (0, 1), "but for what the spec says"
 
 
 def test_transfers_of_gpus_have_cores_of_their_own(tmp_path: Path) -> None:
@@ -179,19 +179,19 @@ def test_transfers_of_gpus_have_cores_of_their_own(tmp_path: Path) -> None:
     assert apart.node is None and apart.transfer_cpus == (14, 15, 30, 31)
     assert apart.node_cpus == (*range(6), *range(8, 32)), "both nodes'"
     assert plan(first, num_transfer_cores=1).transfer_cpus == (7,)
-    assert plan(first, num_transfer_cores=0).placement == CorePlacement(cpus=tuple(range(16)), numa_node=0)
-    assert plan(first, transfer_cores="3").placement == CorePlacement(
+    assert plan(first, num_transfer_cores=0).affinity == CoreAffinity(cpus=tuple(range(16)), numa_node=0)
+    assert plan(first, transfer_cores="3").affinity == CoreAffinity(
         cpus=tuple(range(16)), transfer_cpus=(3,), numa_node=0
     )
-    assert plan(first, cores="0-3", num_transfer_cores=1).placement == CorePlacement(
+    assert plan(first, cores="0-3", num_transfer_cores=1).affinity == CoreAffinity(
         cpus=(0, 1, 2, 3), transfer_cpus=(3,), numa_node=0
     )
-    assert plan(first, node=2).placement == CorePlacement(cpus=tuple(range(32, 48)), numa_node=2)
+    assert plan(first, node=2).affinity == CoreAffinity(cpus=tuple(range(32, 48)), numa_node=2)
     with pytest.raises(ConfigError, match="num_transfer_cores is 8, of 8 cores; leave one or more to the model"):
         plan(first, num_transfer_cores=8)
     alone = read(write_machine(tmp_path / "one", cores_per_node=16, gpu_nodes=(0,)))
     wanted = Wanted("w-0", gpus=(alone.gpus[0].name,), transfer_cores="3")
-    assert plan_workers(alone, [wanted])["w-0"].placement == CorePlacement(transfer_cpus=(3,), numa_node=0)
+    assert plan_workers(alone, [wanted])["w-0"].affinity == CoreAffinity(transfer_cpus=(3,), numa_node=0)
 
 
 @pytest.mark.parametrize(("number", "model", "transfer"), [(0, 7, 0), (1, 6, 1), (5, 2, 5), (7, 1, 7)])
@@ -212,9 +212,9 @@ def test_the_users_word_counts(tmp_path: Path) -> None:
     ]
     plans = plan_workers(topology, wanted)
     assert plans["w-0"].model_cpus == (0, 1, 2, 8) and plans["w-0"].transfer_cpus == (3,) and plans["w-0"].node is None
-    assert plans["w-1"].node == 1 and plans["w-1"].nic == "eth7" and 8 not in plans["w-1"].placement.cpus
-    assert plans["w-2"].placement.cpus == () and "as the spec says" in plans["w-2"].describe()
-    assert plans["w-3"].placement.cpus and not {0, 1, 2, 3, 8} & set(plans["w-3"].placement.cpus)
+    assert plans["w-1"].node == 1 and plans["w-1"].nic == "eth7" and 8 not in plans["w-1"].affinity.cpus
+    assert plans["w-2"].affinity.cpus == () and "as the spec says" in plans["w-2"].describe()
+    assert plans["w-3"].affinity.cpus and not {0, 1, 2, 3, 8} & set(plans["w-3"].affinity.cpus)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_any_machine(
     plans = plan_workers(read(root, allowed), workers(count))
     used: set[int] = set()
     for plan in plans.values():
-        own = set(plan.placement.cpus)
+        own = set(plan.affinity.cpus)
         assert own <= allowed and not own & used, "within the mask, and nobody's cores twice"
         assert not set(plan.model_cpus) & set(plan.transfer_cpus)
         assert bool(own) != bool(plan.why)
@@ -300,7 +300,7 @@ def test_each_worker_starts_on_a_gpu_of_its_own(tmp_path: Path, monkeypatch: pyt
 
 
 def test_lists_of_cores_go_round() -> None:
-    pool = PoolSpec(name="p", role=Role.MIXED, placement=PlacementSpec(cores=["0-3", "4-7"], transfer_cores=["3", "7"]))
+    pool = PoolSpec(name="p", role=Role.MIXED, affinity=AffinitySpec(cores=["0-3", "4-7"], transfer_cores=["3", "7"]))
     assert [wanted_place(f"p-{n}", pool, ()).cores for n in range(3)] == ["0-3", "4-7", "0-3"]
     assert wanted_place("p-1", pool, ()).transfer_cores == "7"
 
@@ -313,4 +313,4 @@ def test_this_machine_can_be_planned() -> None:
     topology = read_topology(cpus)
     assert {cpu for core in topology.cores for cpu in core.cpus} == cpus
     plan = plan_workers(topology, workers(1))["w-0"]
-    assert set(plan.placement.cpus) <= cpus
+    assert set(plan.affinity.cpus) <= cpus

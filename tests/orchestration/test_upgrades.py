@@ -4,7 +4,7 @@ import pytest
 
 from splitserve.common.errors import ConfigError
 from splitserve.orchestration.cluster.rolling_upgrade import UpgradeState
-from splitserve.orchestration.cluster.roster import Phase
+from splitserve.orchestration.cluster.roster import WorkerPhase
 from supervised_machine import Machine, changed, serving, spec_of
 
 
@@ -62,7 +62,7 @@ def test_a_successor_that_fails_ends_the_upgrade_and_the_others_stay(room: int |
     machine.perform(machine.supervisor.begin_upgrade(changed(before), machine.now))
     machine.go_on()
     machine.leave()
-    (successor,) = machine.supervisor.names(Phase.STARTING)
+    (successor,) = machine.supervisor.names(WorkerPhase.STARTING)
     machine.exit(successor, 2)
     upgrade = machine.supervisor.upgrade
     assert upgrade is not None and upgrade.state is UpgradeState.FAILED and upgrade.problem == f"{successor}: status 2"
@@ -107,7 +107,7 @@ def test_an_old_worker_that_died_needs_no_goodbye() -> None:
     machine.go_on()
     machine.exit("prefill-0", -9)
     machine.exit("prefill-0", -9)
-    assert machine.supervisor.workers["prefill-0"].phase is Phase.WAITING
+    assert machine.supervisor.workers["prefill-0"].phase is WorkerPhase.WAITING
     machine.ready("prefill-2")
     assert "-prefill-0" not in machine.log
     for _ in range(10):

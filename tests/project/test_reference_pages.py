@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from splitserve.orchestration.spec.cluster_spec import SpecError, places_of
+from splitserve.orchestration.spec.cluster_spec import SpecError, locations_of
 from splitserve.orchestration.spec.conversion import convert_spec
 from splitserve.orchestration.spec.expansion import Secrets, router_config
 from splitserve.orchestration.spec.settings import spec_settings
@@ -31,8 +31,8 @@ def test_what_the_engine_adds_to_are_counters_from_zero() -> None:
 
 def test_every_setting_says_what_it_means() -> None:
     settings = spec_settings()
-    assert [each.place for each in settings if not each.description] == []
-    assert len({each.place for each in settings}) == len(settings)
+    assert [each.location for each in settings if not each.description] == []
+    assert len({each.location for each in settings}) == len(settings)
 
 
 def test_every_field_of_an_engine_is_a_setting() -> None:
@@ -41,15 +41,15 @@ def test_every_field_of_an_engine_is_a_setting() -> None:
 
 def test_every_field_of_a_router_and_of_its_parts_is_a_setting() -> None:
     """Or follows from other parts of the spec."""
-    places = {each.place: each for each in spec_settings()}
-    assert {f"http.{field}" for field in HttpLimits.__struct_fields__} <= places.keys()
+    locations = {each.location: each for each in spec_settings()}
+    assert {f"http.{field}" for field in HttpLimits.__struct_fields__} <= locations.keys()
     derived = {
         "model", "served_model_name", "membership_host", "membership_port", "on_awake_cores", "protocol", "http",
         "secret", "api_key",
     }  # fmt: skip
     for config, others in ((RouterConfig, derived), (LMCacheConfig, set[str]())):
-        assert places_of(config).keys() == set(config.__struct_fields__) - others
-        assert set(places_of(config).values()) <= places.keys()
+        assert locations_of(config).keys() == set(config.__struct_fields__) - others
+        assert set(locations_of(config).values()) <= locations.keys()
 
 
 def test_values_of_a_spec_arrive_in_the_configs() -> None:
@@ -87,4 +87,4 @@ def test_ranges_are_those_of_the_declaration(part: dict[str, Any], problem: str)
 def test_options_are_settings_of_a_group_that_help_shows() -> None:
     for each in spec_settings():
         is_shown = each.setting.command != "serve" or each.setting.group in OPTION_GROUPS
-        assert not each.setting.flags or is_shown, each.place
+        assert not each.setting.flags or is_shown, each.location

@@ -46,7 +46,7 @@ from splitserve.protocol.messages.membership import (
     Registered,
     RegisterRefused,
     WorkerInfo,
-    WorkerPlace,
+    WorkerSetup,
 )
 from splitserve.protocol.messages.requests import (
     Abort,
@@ -76,7 +76,7 @@ SAMPLING = SamplingParams(
 )
 LOGPROBS = Logprobs.of(np.array([[-0.5, -0.25]], np.float32), np.array([[9]]))
 PEER = PeerRef(PREFILL, "tcp://127.0.0.1:5555")
-PLACE = WorkerPlace(
+SETUP = WorkerSetup(
     "node-7",
     "0.1.0",
     "cpu",
@@ -92,7 +92,7 @@ PLACE = WorkerPlace(
     ["mlx5_0"],
     {"sample": "triton"},
 )
-INFO = WorkerInfo(PREFILL, Role.PREFILL, "tcp://127.0.0.1:1", 42, LAYOUT, 64, 8, 1024, 320, place=PLACE)
+INFO = WorkerInfo(PREFILL, Role.PREFILL, "tcp://127.0.0.1:1", 42, LAYOUT, 64, 8, 1024, 320, setup=SETUP)
 REPORT = HandoverReport("prefill-0", "nixl", 3, 3072, 16, 2, 0.01, 0.001, 0.005)
 
 EXAMPLES: list[Body] = [

@@ -50,7 +50,7 @@ def forced(name, vocabulary, reasoning=Reasoning.OPTIONAL, tools=TOOLS, *, is_pa
 
 
 def passes(matcher, vocabulary, text):
-    """Whether the whole text is one that the grammar allows."""
+    """Return whether the grammar allows the whole text."""
     ids = vocabulary[0].encode(text, add_special_tokens=False).ids
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 

@@ -242,7 +242,7 @@ def test_what_follows_a_stream_never_breaks_it(router: RouterProcess, junk: byte
 
 @pytest.mark.parametrize("beginning", [b"", HEALTH, HEALTH + b"\r\n", CHUNKED], ids=["silent", "half", "idle", "body"])
 def test_the_longest_waiting_connection_gives_way(router: RouterProcess, beginning: bytes) -> None:
-    refused = 'splitserve_connections_refused_total{reason="gave_way"}'
+    refused = 'splitserve_connections_refused_total{reason="evicted"}'
     before = router.metric(refused)
     with contextlib.ExitStack() as stack:
         held = [stack.enter_context(connect(router, beginning)) for _ in range(NUM_CONNECTIONS)]

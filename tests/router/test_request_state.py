@@ -7,7 +7,7 @@ from splitserve.protocol.messages.requests import FailureCode, HandoverReport, R
 from splitserve.protocol.request import FinishReason, Party, RequestKey
 from splitserve.router.placement.policies import Disaggregated, Local
 from splitserve.router.requests.outcome import outcome, route
-from splitserve.router.requests.state import NOTHING, Failure, FailureReason, Phase, RequestState
+from splitserve.router.requests.state import NOTHING, Failure, FailureReason, RequestPhase, RequestState
 from splitserve.router.requests.token_sequence import MAX_HELD_TOKENS
 
 P, D, M = Party("p0", 1), Party("d0", 2), Party("m0", 3)
@@ -34,7 +34,7 @@ def failed(state, code=FailureCode.HANDOVER, message="peer gone"):
 def test_decode_repeats_the_first_token_and_it_comes_out_once():
     state = begin(max_tokens=3)
     first = state.on_delta(P, delta(state, 0, [5], num_cached_tokens=4))
-    assert list(first.token_ids) == [5] and state.phase is Phase.STREAMING
+    assert list(first.token_ids) == [5] and state.phase is RequestPhase.STREAMING
     assert list(state.on_delta(D, delta(state, 0, [5, 6], handover=REPORT)).token_ids) == [6]
     last = state.on_delta(D, delta(state, 2, [7], LENGTH))
     assert list(last.token_ids) == [7] and last.finish_reason is LENGTH and last.ended and last.aborts == ()
@@ -87,7 +87,7 @@ def test_contradictions_fail_the_request_and_stop_its_workers():
         for sender, position, ids, finish in messages:
             update = state.on_delta(sender, delta(state, position, ids, finish))
         assert update.failure.reason is FailureReason.CONTRADICTION, messages
-        assert set(update.aborts) == {P, D} and state.phase is Phase.FAILED
+        assert set(update.aborts) == {P, D} and state.phase is RequestPhase.FAILED
         assert outcome(state) == ("disaggregated", "failed", "contradiction")
 
 
@@ -222,7 +222,7 @@ def test_whatever_the_network_does_tokens_come_out_once_in_order_and_never_after
             num_ends += update.ended
             assert (update.finish_reason is LENGTH) == update.ended
             assert delivered == output[: len(delivered)]
-    assert delivered == output and num_ends == 1 and state.phase is Phase.FINISHED
+    assert delivered == output and num_ends == 1 and state.phase is RequestPhase.FINISHED
 
 
 _EVENTS = st.lists(

@@ -66,7 +66,7 @@ def siblings_end_with_the_first_choice(patch: pytest.MonkeyPatch) -> None:
     def on_abort(self: Requests, abort: Abort, sender: Party, now: float) -> None:
         sequence = self.state.sequences.get(abort.key)
         if sequence is None:
-            self.state.bury(abort.key, "aborted", now, attempt_over=True)
+            self.state.leave_tombstone(abort.key, "aborted", now, attempt_over=True)
         elif not sequence.has_ended:
             self.end(sequence, "aborted", now)
 

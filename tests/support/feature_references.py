@@ -66,7 +66,7 @@ def _options(index: int, plain: list[int], tokenizer: ModelTokenizer) -> dict[st
 
 
 def _processors(options: dict[str, Any], num_prompt_tokens: int, tokenizer: ModelTokenizer) -> list[Any]:
-    """Those of transformers for the options, in its order."""
+    """Return transformers' logits processors for the options, in its order."""
     made: list[Any] = []
     if biases := options.get("logit_bias"):
         pairs = [[[int(token)], float(bias)] for token, bias in biases.items()]

@@ -1,4 +1,4 @@
-"""How pytest-xdist shares the tests out to processes: lanes of modules, the longest first. Not a test module."""
+"""Lanes of test modules, by which pytest-xdist shares them out to processes, the longest first. Not a test module."""
 
 import os
 

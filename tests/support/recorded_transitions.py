@@ -15,11 +15,11 @@ from splitserve.protocol.cluster_report import WorkerState
 from splitserve.protocol.handover.sink import SinkHandover, SinkState
 from splitserve.protocol.handover.source import SourceHandover, SourceState
 from splitserve.router.links.membership import WorkerRecord
-from splitserve.router.requests.state import Phase, RequestState
+from splitserve.router.requests.state import RequestPhase, RequestState
 from splitserve.simulation.faults import Faults, Shape
 
 Transitions = dict[str, set[tuple[str, str]]]
-MACHINES: tuple[type[Enum], ...] = (Phase, SourceState, SinkState, PeerState, WorkerState, BlockState, Stage)
+MACHINES: tuple[type[Enum], ...] = (RequestPhase, SourceState, SinkState, PeerState, WorkerState, BlockState, Stage)
 OWNERS = (
     (RequestState, "phase"),
     (SourceHandover, "state"),

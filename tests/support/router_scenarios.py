@@ -22,7 +22,7 @@ from splitserve.protocol.messages.requests import (
 )
 from splitserve.protocol.request import Party, Role
 from splitserve.router.placement.policies import Local, NoWorker, RequestShape
-from splitserve.router.requests.state import Phase
+from splitserve.router.requests.state import RequestPhase
 
 SHAPE = RequestShape(num_prompt_tokens=3, max_tokens=4)
 TRY_SECONDS = 0.3
@@ -150,7 +150,7 @@ async def a_worker_that_returns_hears_what_others_have_done_meanwhile(router: Li
     await until(lambda: first.requests, "the request at its first worker")
     first.is_silent = True
     await router.finish(request)
-    assert router.state(first.party) is WorkerState.LOST and request.state.phase is Phase.FINISHED
+    assert router.state(first.party) is WorkerState.LOST and request.state.phase is RequestPhase.FINISHED
     first.is_silent = False
     await router.until_ready(first.party)
     await router.submit()

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from splitserve.orchestration.cluster.roster import Action, Drain, Kill, Phase, Start
+from splitserve.orchestration.cluster.roster import Action, Drain, Kill, Start, WorkerPhase
 from splitserve.orchestration.cluster.supervision import Snapshot, Supervisor
 from splitserve.orchestration.spec.cluster_spec import ClusterSpec, PoolSpec
 from splitserve.orchestration.spec.shorthand import simple_spec
@@ -44,7 +44,7 @@ class Machine:
         self.supervisor = Supervisor(before.spec, has_room=self.has_room, chosen=random.Random(1))
         self.supervisor.restore(msgspec.json.decode(data, type=Snapshot), self.running, self.now)
         self.perform(self.supervisor.poll(self.now))
-        for name in sorted(before.names(Phase.READY) | before.names(Phase.LEAVING)):
+        for name in sorted(before.names(WorkerPhase.READY) | before.names(WorkerPhase.LEAVING)):
             self.perform(self.supervisor.on_ready(name, self.now))
         self.supervisor.check_invariants()
 
@@ -77,7 +77,7 @@ class Machine:
         self.go_on()
 
     def ready(self, *names: str) -> None:
-        for name in names or sorted(self.supervisor.names(Phase.STARTING)):
+        for name in names or sorted(self.supervisor.names(WorkerPhase.STARTING)):
             self.perform(self.supervisor.on_ready(name, self.now))
             self.go_on()
 

@@ -101,9 +101,9 @@ def test_a_rank_stays_near_its_own_gpu(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(pinning, "cpus_of_node", lambda node: cpus_of_node(node, tmp_path))
     monkeypatch.setattr(pinning, "usable_cpus", lambda: {0, 1, 2, 3})
     monkeypatch.setattr(pinning.os, "sched_setaffinity", lambda _pid, cpus: moved.append(set(cpus)), raising=False)
-    placement = pinning.CorePlacement(cpus=(0, 1, 2, 3))
+    placement = pinning.CoreAffinity(cpus=(0, 1, 2, 3))
     pinning.keep_near(torch.device("cpu"), placement)
-    pinning.keep_near(torch.device("cuda", 1), pinning.CorePlacement())  # nothing is to be bound
+    pinning.keep_near(torch.device("cuda", 1), pinning.CoreAffinity())  # nothing is to be bound
     assert moved == []
     pinning.keep_near(torch.device("cuda", 1), placement)
     assert moved == [{2, 3}]

@@ -90,7 +90,7 @@ class AnthropicChoice(_Strict):
 
 
 class Thinking(_Strict):
-    """Whether to reason; the budget bounds nothing here."""
+    """The switch for reasoning. Its budget is accepted, and bounds nothing."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=1)] | None = None

@@ -76,7 +76,7 @@ class FlatChoice(_Strict):
 
 
 class ReasoningWish(_Strict):
-    """How much to reason. Reasoning is answered as it is, without summaries."""
+    """The wanted effort of reasoning. Reasoning is answered as it is, without summaries."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None

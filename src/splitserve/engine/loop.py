@@ -28,7 +28,7 @@ from splitserve.engine.profiling.step_profiler import NoProfiler, Profiler
 from splitserve.engine.sleepy_cores import Cores, SleepyCores
 from splitserve.engine.steps.executor import Executor, StepFailure
 from splitserve.engine.steps.step_times import StepTimes
-from splitserve.kvconnector.tiers.copies import Copies
+from splitserve.kvconnector.tiers.copies import TierCopier
 from splitserve.kvconnector.transfer.connector import KVConnector
 from splitserve.protocol.config import WorkerConfig
 from splitserve.protocol.messages.membership import Leave
@@ -48,7 +48,7 @@ class WorkerIO:
     waker: Waker  # ends the loop's wait
     connector: KVConnector  # reads KV of peers
     executor: Executor  # runs steps on the device
-    copies: Copies  # between the device and the tiers below it
+    copies: TierCopier  # between the device and the tiers below it
     profiler: Profiler = field(default_factory=NoProfiler)  # records steps on request
     kv_events: PublishesKVEvents = field(default_factory=NoKVEvents)  # announces what is cached here
     cores: Cores = field(default_factory=SleepyCores)  # are kept awake while there is work

@@ -51,7 +51,7 @@ class Requests:
         refusal = self._refusal(sequence)
         if refusal is not None:
             state.fail(sequence, *refusal)
-            state.bury(request.key, refusal[1], now)
+            state.leave_tombstone(request.key, refusal[1], now)
             return None
         state.sequences[request.key] = sequence
         return sequence
@@ -80,7 +80,7 @@ class Requests:
         del sender
         sequence = self.state.sequences.get(abort.key)
         if sequence is None:
-            self.state.bury(abort.key, "aborted", now, attempt_over=True)
+            self.state.leave_tombstone(abort.key, "aborted", now, attempt_over=True)
             sequence = next((each for each in self.state.sequences.values() if abort.key in each.siblings), None)
             if sequence is not None:
                 del sequence.siblings[abort.key]
@@ -112,7 +112,7 @@ class Requests:
 
     def forget(self, sequence: Sequence, reason: str, now: float, *, attempt_over: bool = False) -> None:
         """Remove a request that no part holds any more, and give its blocks back."""
-        self.state.bury(sequence.key, reason, now, attempt_over=attempt_over)
+        self.state.leave_tombstone(sequence.key, reason, now, attempt_over=attempt_over)
         self.state.drop_blocks(sequence)
 
     def expire(self, now: float) -> None:

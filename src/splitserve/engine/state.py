@@ -110,7 +110,7 @@ class EngineState:
         for key in (*(() if sequence.was_aborted else (sequence.key,)), *sequence.siblings):
             self.outbox.send(sequence.reply_to, RequestFailed(key=key, code=code, message=message))
 
-    def bury(self, key: RequestKey, reason: str, now: float, *, attempt_over: bool = False) -> None:
+    def leave_tombstone(self, key: RequestKey, reason: str, now: float, *, attempt_over: bool = False) -> None:
         """Forget a request, and remember that it's over, so that late messages don't bring it back."""
         self.sequences.pop(key, None)
         self.tombstones.put(key, Tombstone(reason, attempt_over), now)

@@ -16,7 +16,7 @@ __all__ = [
     "NONE",
     "SECRETS",
     "Confidential",
-    "CorePlacement",
+    "CoreAffinity",
     "EngineConfig",
     "HttpLimits",
     "LMCacheConfig",
@@ -105,7 +105,7 @@ class Confidential(msgspec.Struct, frozen=True, kw_only=True):
         return "'...'" if name in SECRETS and value else repr(value)
 
 
-class CorePlacement(msgspec.Struct, frozen=True, kw_only=True):
+class CoreAffinity(msgspec.Struct, frozen=True, kw_only=True):
     """Hardware threads of a worker: those of its process (none: its affinity stays as it is), and among them those of
     its model and transfer threads. ``numa_node`` is the node of its host memory; None: not known, or any node."""
 
@@ -128,7 +128,7 @@ class WorkerConfig(Confidential, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     protocol: ProtocolConfig = ProtocolConfig()
     secret: str = ""
-    placement: CorePlacement = CorePlacement()
+    affinity: CoreAffinity = CoreAffinity()
 
 
 class LMCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,17 +137,17 @@ class LMCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: Annotated[
         int,
         Meta(ge=1 << 20, le=MAX_MEMORY_BYTES, description="Shared memory of the server: bytes, or like 16GiB."),
-        Setting(flags=("--memory",), command="lmcache", metavar="SIZE", form="size", place="lmcache.memory"),
+        Setting(flags=("--memory",), command="lmcache", metavar="SIZE", form="size", location="lmcache.memory"),
     ] = 4 << 30
     chunk_tokens: Annotated[
         int,
         Meta(ge=1, le=65536, description="Tokens of each piece of KV that is kept."),
-        Setting(flags=("--chunk-tokens",), command="lmcache", metavar="N", place="lmcache.chunk_tokens"),
+        Setting(flags=("--chunk-tokens",), command="lmcache", metavar="N", location="lmcache.chunk_tokens"),
     ] = 256
     port: Annotated[
         Port,
         Meta(description="Port at the loopback address; 0 takes a free one."),
-        Setting(flags=("--port",), command="lmcache", place="lmcache.port"),
+        Setting(flags=("--port",), command="lmcache", location="lmcache.port"),
     ] = 0
     backends: Annotated[
         tuple[str, ...],  # JSON objects
@@ -156,14 +156,14 @@ class LMCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
             flags=("--backend",),
             command="lmcache",
             metavar="JSON",
-            place="lmcache.backends",
+            location="lmcache.backends",
             help='value of LMCache\'s --l2-adapter, like {"type": "fs", "base_path": "/var/cache/lmcache"}; repeatable',
         ),
     ] = ()
     environment: Annotated[
         str,
         Meta(description="Directory of the virtual environment with LMCache; empty: beside our own."),
-        Setting(flags=("--environment",), command="lmcache", metavar="DIR", place="lmcache.environment"),
+        Setting(flags=("--environment",), command="lmcache", metavar="DIR", location="lmcache.environment"),
     ] = ""
 
 
@@ -216,24 +216,24 @@ class RouterConfig(Confidential, frozen=True, kw_only=True):
     host: Annotated[
         str,
         Meta(min_length=1, description="Address that the endpoint binds."),
-        Setting(flags=("--host",), form="address", group=ENDPOINT, place="router.host"),
+        Setting(flags=("--host",), form="address", group=ENDPOINT, location="router.host"),
     ] = "127.0.0.1"
     port: Annotated[
         Port,
         Meta(description="Port that the endpoint binds; 0 takes a free one."),
-        Setting(flags=("--port",), group=ENDPOINT, place="router.port"),
+        Setting(flags=("--port",), group=ENDPOINT, location="router.port"),
     ] = 8000
     membership_host: str = "127.0.0.1"
     membership_port: Port = 0
     policy: Annotated[
         str,
         Meta(description=f"How requests are placed; {POLICIES_IN_WORDS}."),
-        Setting(flags=("--policy",), choices=tuple(PLACEMENT_POLICIES), group=ENDPOINT, place="router.policy"),
+        Setting(flags=("--policy",), choices=tuple(PLACEMENT_POLICIES), group=ENDPOINT, location="router.policy"),
     ] = "least-loaded"
     max_requests_in_flight: Annotated[
         int,
         Meta(ge=1, description="Requests in flight; clients get 429 beyond."),
-        Setting(place="router.max_requests_in_flight"),
+        Setting(location="router.max_requests_in_flight"),
     ] = 1024
     max_body_mib: Annotated[
         int,
@@ -242,15 +242,15 @@ class RouterConfig(Confidential, frozen=True, kw_only=True):
             le=64,
             description="Largest body of a request (413 beyond); parsing one MiB can hold all streams for 10 ms.",
         ),
-        Setting(flags=("--max-body-mib",), metavar="MIB", group=ENDPOINT, place="router.max_body_mib"),
+        Setting(flags=("--max-body-mib",), metavar="MIB", group=ENDPOINT, location="router.max_body_mib"),
     ] = 4
     ttft_objective_ms: Annotated[
-        float, Meta(ge=0, description="Time to first token; 0: none."), Setting(place="objectives.ttft_ms")
+        float, Meta(ge=0, description="Time to first token; 0: none."), Setting(location="objectives.ttft_ms")
     ] = 0.0
     tpot_objective_ms: Annotated[
         float,
         Meta(ge=0, description="Mean time per output token after the first; 0: none."),
-        Setting(place="objectives.tpot_ms"),
+        Setting(location="objectives.tpot_ms"),
     ] = 0.0
     on_awake_cores: bool = False
     response_template: Annotated[
@@ -265,7 +265,7 @@ class RouterConfig(Confidential, frozen=True, kw_only=True):
             metavar="NAME|FILE",
             form="name or path",
             group=ENDPOINT,
-            place="router.response_template",
+            location="router.response_template",
         ),
     ] = "auto"
     protocol: ProtocolConfig = ProtocolConfig()
@@ -275,7 +275,7 @@ class RouterConfig(Confidential, frozen=True, kw_only=True):
     aliases: Annotated[
         list[str],
         Meta(description="Further ids that clients may use for the model."),
-        Setting(place="model.aliases"),
+        Setting(location="model.aliases"),
     ] = []
     generation_config: Annotated[
         str,
@@ -289,16 +289,18 @@ class RouterConfig(Confidential, frozen=True, kw_only=True):
             metavar="auto|none|DIR",
             form="source",
             group=ENDPOINT,
-            place="router.generation_config",
+            location="router.generation_config",
         ),
     ] = AUTO
     chat_template: Annotated[
         str,
         Meta(description="File with a chat template (Jinja) that replaces the model's; empty: the model's."),
-        Setting(flags=("--chat-template",), metavar="FILE", form="path", group=ENDPOINT, place="router.chat_template"),
+        Setting(
+            flags=("--chat-template",), metavar="FILE", form="path", group=ENDPOINT, location="router.chat_template"
+        ),
     ] = ""
     allowed_origins: Annotated[
         list[str],
         Meta(description="Origins of web pages that may call the endpoint (CORS), like https://app.example.com; or *."),
-        Setting(flags=("--allowed-origins",), metavar="ORIGIN", group=ENDPOINT, place="router.allowed_origins"),
+        Setting(flags=("--allowed-origins",), metavar="ORIGIN", group=ENDPOINT, location="router.allowed_origins"),
     ] = []

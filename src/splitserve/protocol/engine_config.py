@@ -92,7 +92,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             description="Directory of a Hugging Face checkpoint, on every machine; or a model id of the Hugging Face "
             "Hub, like Qwen/Qwen3-0.6B, which each machine downloads to its own cache."
         ),
-        Setting(place="model.path"),
+        Setting(location="model.path"),
     ]
     served_model_name: Annotated[
         str,
@@ -101,7 +101,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             flags=("--served-model-name",),
             metavar="ID",
             group=ENDPOINT,
-            place="model.served_name",
+            location="model.served_name",
             further="model.aliases",
             help="ids that clients use for the model, the first of them in answers to requests without one; none: the "
             "model id, or the directory's name",
@@ -110,27 +110,27 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Annotated[
         str,
         Meta(description="Type of weights and KV; auto: the checkpoint's. All pools must agree."),
-        Setting(flags=("--dtype",), choices=DTYPES, group=ENGINE, place="pools[].dtype"),
+        Setting(flags=("--dtype",), choices=DTYPES, group=ENGINE, location="pools[].dtype"),
     ] = "auto"
     device: Annotated[
         str,
         Meta(description="Kind of device; auto: CUDA if there is a GPU."),
-        Setting(flags=("--device",), choices=DEVICES, group=ENGINE, place="pools[].device"),
+        Setting(flags=("--device",), choices=DEVICES, group=ENGINE, location="pools[].device"),
     ] = "auto"
     load_format: Annotated[
         str,
         Meta(description="Source of weights; dummy: random ones, for measuring."),
-        Setting(flags=("--load-format",), choices=LOAD_FORMATS, group=ENGINE, place="model.load_format"),
+        Setting(flags=("--load-format",), choices=LOAD_FORMATS, group=ENGINE, location="model.load_format"),
     ] = "auto"
     seed: Annotated[
         int,
         Meta(ge=0, le=2**63 - 1, description="Seed of dummy weights."),
-        Setting(flags=("--seed",), group=ENGINE, place="model.seed"),
+        Setting(flags=("--seed",), group=ENGINE, location="model.seed"),
     ] = 0
     max_model_len: Annotated[
         TokenLimit,
         Meta(description="Context length in tokens; 0: the model's own."),
-        Setting(flags=("--max-model-len",), metavar="TOKENS", group=ENGINE, place="model.max_model_len"),
+        Setting(flags=("--max-model-len",), metavar="TOKENS", group=ENGINE, location="model.max_model_len"),
     ] = 0
     tensor_parallel_size: Annotated[
         int,
@@ -141,13 +141,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             flags=("--tensor-parallel-size", "-tp"),
             metavar="N",
             group=ENGINE,
-            place="pools[].tensor_parallel_size",
+            location="pools[].tensor_parallel_size",
         ),
     ] = 1
     threads: Annotated[
         int,
         Meta(ge=0, le=4096, description="Threads of each worker; 0 splits a machine's cores between its workers."),
-        Setting(flags=("--threads",), metavar="T", group=WORKERS, place="pools[].threads"),
+        Setting(flags=("--threads",), metavar="T", group=WORKERS, location="pools[].threads"),
     ] = 0
     attention_backend: Annotated[
         str,
@@ -225,7 +225,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             metavar="SIZE",
             form="size",
             group=KV_MEMORY,
-            place="pools[].memory.kv",
+            location="pools[].memory.kv",
         ),
     ] = 0
     gpu_memory_utilization: Annotated[
@@ -237,7 +237,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             flags=("--gpu-memory-utilization",),
             metavar="SHARE",
             group=KV_MEMORY,
-            place="pools[].memory.gpu_utilization",
+            location="pools[].memory.gpu_utilization",
         ),
     ] = 0.9
     enable_prefix_caching: Annotated[
@@ -250,7 +250,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             description="Digest blocks on both sides of each hand-over; one that differs is logged, counted, not used."
         ),
-        Setting(flags=("--verify-kv",), group=KV_MEMORY, place="connector.verify_kv"),
+        Setting(flags=("--verify-kv",), group=KV_MEMORY, location="connector.verify_kv"),
     ] = False
     read_threads: Annotated[
         int,
@@ -275,7 +275,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     host_kv_memory_bytes: Annotated[
         NumBytes,
         Meta(description="Host memory of each worker for more KV, like 16GiB, pinned on a GPU worker; 0: none."),
-        Setting(flags=("--host-kv-memory",), metavar="SIZE", form="size", group=KV_TIERS, place="pools[].memory.host"),
+        Setting(
+            flags=("--host-kv-memory",), metavar="SIZE", form="size", group=KV_TIERS, location="pools[].memory.host"
+        ),
     ] = 0
     disk_kv_dir: Annotated[
         str,
@@ -287,7 +289,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     disk_kv_bytes: Annotated[
         NumBytes,
         Meta(description="Largest size of each worker's KV in disk_kv_dir, like 64GiB."),
-        Setting(flags=("--disk-kv-size",), metavar="SIZE", form="size", group=KV_TIERS, place="pools[].memory.disk"),
+        Setting(flags=("--disk-kv-size",), metavar="SIZE", form="size", group=KV_TIERS, location="pools[].memory.disk"),
     ] = 16 << 30
     disk_kv_backend: Annotated[
         str,
@@ -302,7 +304,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             description="Endpoint of an LMCache server that runs on each worker's machine already, like "
             "tcp://127.0.0.1:5555 (`splitserve lmcache`)."
         ),
-        Setting(flags=("--lmcache",), metavar="ENDPOINT", group=KV_TIERS, place="lmcache.endpoint"),
+        Setting(flags=("--lmcache",), metavar="ENDPOINT", group=KV_TIERS, location="lmcache.endpoint"),
     ] = ""
     kv_keep: Annotated[
         str,

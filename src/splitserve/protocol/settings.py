@@ -30,7 +30,7 @@ class Setting:
     const: Any = None  # the value that an option without an argument stands for
     # Form of the option's argument; "": by the field's type.
     form: Literal["", "size", "address", "path", "source", "name or path"] = ""
-    place: str = ""  # location in the cluster spec, where it isn't that of the field itself
+    location: str = ""  # in the cluster spec, where it isn't that of the field itself
     further: str = ""  # location in the cluster spec of further values, of an option that takes several
     help: str = ""  # of the option, where the description doesn't fit
 

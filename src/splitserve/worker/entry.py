@@ -28,16 +28,16 @@ from splitserve.engine.steps.launch_pace import LaunchPace
 from splitserve.kvconnector.blocks.digest import FirstDigests, digests_of, no_digests
 from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.nixl.connector import NixlConnector
-from splitserve.kvconnector.ranks.copies import RankedCopies
+from splitserve.kvconnector.ranks.copies import RankedTierCopier
 from splitserve.kvconnector.ranks.transfers import RankedConnector
-from splitserve.kvconnector.tiers.copies import Copies, TierCopies
+from splitserve.kvconnector.tiers.copies import LocalTierCopier, TierCopier
 from splitserve.kvconnector.transfer.connector import KVConnector
 from splitserve.kvconnector.transfer.read_settings import ReadSettings
 from splitserve.models.runner.runner import ModelRunner
 from splitserve.protocol.config import EngineConfig, WorkerConfig
 from splitserve.protocol.engine_config import SettingsError, machine_problems
 from splitserve.protocol.memory_records import HostTierMemory
-from splitserve.protocol.messages.membership import WorkerInfo, WorkerPlace
+from splitserve.protocol.messages.membership import WorkerInfo, WorkerSetup
 from splitserve.protocol.request import Party, Role
 from splitserve.worker.build import BlockMemory, ModelBounds, build_core
 from splitserve.worker.machine.awake_cores import kept_awake
@@ -47,7 +47,7 @@ from splitserve.worker.ranks.runner import RankedLauncher, RankedRunner
 from splitserve.worker.ranks.team import Team, start_team
 from splitserve.worker.start.clock import StartClock
 from splitserve.worker.start.kv_tiers import RankTiers, make_tiers
-from splitserve.worker.start.registration import place_of
+from splitserve.worker.start.registration import setup_of
 from splitserve.worker.start.served_model import Progress, ServedModel, device_of, load_served_model
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ def run_worker(config: WorkerConfig, progress: Progress) -> None:
     on_rank_failure = _EndWithRank(progress)
     with (
         kept_awake(config.engine.keep_cores_awake, usable_cpus()) as cores,
-        start_team(me, config.role, config.engine, device, on_rank_failure, placement=config.placement) as team,
+        start_team(me, config.role, config.engine, device, on_rank_failure, affinity=config.affinity) as team,
     ):
         served = load_served_model(config.engine, device, team.group, progress, clock)
         team.wait_until_ready()
@@ -186,15 +186,15 @@ def _serve(
     )
     core = build_core(config, me, blocks, connector, ModelBounds(served.max_model_len, served.vocab_size))
     kv_events = KVEventSocket(sockets) if config.engine.kv_events else NoKVEvents()
-    place = place_of(config, memory, tiers.host, served.runner.model.kernels.backends)
-    progress("placement", {"remote_bytes": str(place.remote_bytes), "machine": place.machine})
-    info = _worker_info(config, me, served, place, endpoint=sockets.endpoint, kv_events_endpoint=kv_events.endpoint)
+    setup = setup_of(config, memory, tiers.host, served.runner.model.kernels.backends)
+    progress("placement", {"remote_bytes": str(setup.remote_bytes), "machine": setup.machine})
+    info = _worker_info(config, me, served, setup, endpoint=sockets.endpoint, kv_events_endpoint=kv_events.endpoint)
     profiler = _make_profiler(config, memory.device, waker.wake)
     executor = make_executor(waker.wake, profiler)
     io = WorkerIO(sockets, waker, connector, executor, copies, profiler or NoProfiler(), kv_events, cores)
     membership = MembershipClient(config, info, sockets, team.pids)
     loop = WorkerLoop(config, core, io, membership, None if team.ranks is None else team.ranks.explain)
-    pin_threads(config.placement)
+    pin_threads(config.affinity)
     watch(loop)
     _run(loop, config, clock, lambda detail: progress("ready", {"endpoint": sockets.endpoint, **detail}))
     logger.info("stopped")
@@ -202,7 +202,7 @@ def _serve(
 
 
 def _worker_info(
-    config: WorkerConfig, me: Party, served: ServedModel, place: WorkerPlace, *, endpoint: str, kv_events_endpoint: str
+    config: WorkerConfig, me: Party, served: ServedModel, setup: WorkerSetup, *, endpoint: str, kv_events_endpoint: str
 ) -> WorkerInfo:
     """Return the record with which the worker registers."""
     return WorkerInfo(
@@ -216,7 +216,7 @@ def _worker_info(
         max_model_len=served.max_model_len,
         vocab_size=served.vocab_size,
         kv_events_endpoint=kv_events_endpoint,
-        place=place,
+        setup=setup,
         prefix_caching=config.engine.enable_prefix_caching,
     )
 
@@ -240,12 +240,12 @@ def _run(loop: WorkerLoop, config: WorkerConfig, clock: StartClock, on_ready: Ca
 
 def _joined(
     local: NixlConnector, tiers: RankTiers, links: Sequence[Connection], wake: Callable[[], None]
-) -> tuple[KVConnector, Copies]:
+) -> tuple[KVConnector, TierCopier]:
     """Return the connector and the copies of this rank, joined with those of the ranks at the ends of ``links``."""
 
-    copies = TierCopies(tiers.stores, wake)
+    copies = LocalTierCopier(tiers.stores, wake)
     if not links:
         return local, copies
     connector = RankedConnector(local, links, wake)
     tiers.keep_common(connector.found)
-    return connector, RankedCopies(copies, connector)
+    return connector, RankedTierCopier(copies, connector)

@@ -210,7 +210,7 @@ class SinkHandover:
 
     @property
     def verified_ends(self) -> list[int]:
-        """For each group: the prompt block before which all blocks from its first one on are verified."""
+        """The end, in each group, of the verified prompt blocks that have no gap from the group's first one on."""
         pairs = zip(self._pull.spans, self._groups, strict=True)
         return [span.first_block + offered.num_verified for span, offered in pairs]
 

@@ -21,7 +21,7 @@ MAX_LINKS = 4096
 MAX_TOKEN = 64
 
 
-class WorkerPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class WorkerSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A worker's machine and limits, for diagnosis. ``machine`` is its host's name; ``cpus`` the hardware threads that
     it may use, on ``num_cores`` physical cores (a CPU quota counted in), ``num_threads`` the number that compute. It
     has ``kv_bytes`` of KV memory and a host tier of ``host_kv_bytes``; ``remote_bytes`` of both lie on another NUMA
@@ -62,7 +62,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_model_len: Size
     vocab_size: Size
     kv_events_endpoint: str = ""
-    place: WorkerPlace = WorkerPlace()
+    setup: WorkerSetup = WorkerSetup()
     prefix_caching: bool = True
 
 

@@ -22,7 +22,7 @@ from splitserve.router.placement.policies import Disaggregated, NoWorker, Placem
 from splitserve.router.requests.core import Question
 from splitserve.router.requests.effects import Count
 from splitserve.router.requests.ladder import next_step
-from splitserve.router.requests.state import Phase, RequestState
+from splitserve.router.requests.state import RequestPhase, RequestState
 
 if TYPE_CHECKING:
     from splitserve.simulation.router.client import SimClient
@@ -112,7 +112,7 @@ class RouterChecks:
         """Check that a contradiction between workers ends the request: one of them computed something else."""
         for position, token in enumerate(news.token_ids, start=news.position):
             first = self._heard.setdefault((news.key, position), token)
-            is_noticed = self._state(news.key).phase is Phase.FAILED
+            is_noticed = self._state(news.key).phase is RequestPhase.FAILED
             assert first == token or is_noticed, f"{news.key} goes on with tokens {first} and {token} at {position}"
 
     def on_lost(self, worker: Party) -> None:

@@ -9,7 +9,7 @@ from splitserve.protocol.request import SamplingParams
 from splitserve.router.placement.placer import Limits
 from splitserve.router.requests.active_request import ActiveRequest
 from splitserve.router.requests.events import AskLimits, Cancel, StopStringReached, Submit
-from splitserve.router.requests.state import Failure, FailureReason, Phase, Update
+from splitserve.router.requests.state import Failure, FailureReason, RequestPhase, Update
 from splitserve.simulation.model import expected_scores
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class SimClient:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing more will happen to it."""
+        """Return whether nothing more will happen to the request."""
         if self.has_begun and self.request is not None:
             return self.request.state.ended
         if self.first is not None:
@@ -169,7 +169,7 @@ class SimClient:
         if self.request is None or not self.has_begun:
             return
         state = self.request.state
-        is_complete = state.phase is Phase.FINISHED and not self.has_left
+        is_complete = state.phase is RequestPhase.FINISHED and not self.has_left
         if self._sim.faults.rounding or self._was_deceived:
             is_long = len(self.output) == self.sampling.max_tokens
             assert not is_complete or is_long, f"{self.request_id}: too short"
@@ -182,7 +182,7 @@ class SimClient:
 
     @property
     def _was_deceived(self) -> bool:
-        """Whether a lie was told about it, or about the first choice, whose KV it shares."""
+        """Return whether a lie was told about the request, or about the first choice, whose KV it shares."""
         deceived = self._sim.liar.deceived
         return self.request_id in deceived or (self.first is not None and self.first.request_id in deceived)
 

@@ -12,7 +12,7 @@ import torch
 
 from splitserve.common.cores import usable_cpus
 from splitserve.kvconnector.layout.numa_memory import cpus_of_node, node_of_gpu
-from splitserve.protocol.config import CorePlacement
+from splitserve.protocol.config import CoreAffinity
 
 logger = logging.getLogger(__name__)
 
@@ -20,32 +20,32 @@ _MODEL = ("model",)
 _TRANSFER = ("nixl-", "read-", "digest-", "loads-", "stores-", "transfers")
 
 
-def pin_threads(placement: CorePlacement) -> dict[str, tuple[int, ...]]:
+def pin_threads(affinity: CoreAffinity) -> dict[str, tuple[int, ...]]:
     """Move the model's and the transfer threads of this process to their cores; return the new affinity by thread.
 
-    Does nothing without a placement, or on a platform that can't. A thread that can't be moved stays where it is.
+    Does nothing without an affinity, or on a platform that can't. A thread that can't be moved stays where it is.
     """
     moved: dict[str, tuple[int, ...]] = {}
     usable = usable_cpus()  # fewer than planned where only some cores are kept awake
     for thread in threading.enumerate():
-        cpus = tuple(cpu for cpu in cpus_of_thread(thread.name, placement) if cpu in usable)
+        cpus = tuple(cpu for cpu in cpus_of_thread(thread.name, affinity) if cpu in usable)
         if cpus and thread.native_id is not None and _set_affinity(thread.native_id, cpus):
             moved[thread.name] = cpus
     return moved
 
 
-def keep_near(device: torch.device, placement: CorePlacement) -> None:
+def keep_near(device: torch.device, affinity: CoreAffinity) -> None:
     """Keep this process on its GPU's NUMA node, of those that the worker is kept on: ranks may have GPUs of several."""
-    node = node_of_gpu(device) if placement.cpus and device.type == "cuda" else None
+    node = node_of_gpu(device) if affinity.cpus and device.type == "cuda" else None
     if node is not None and (near := usable_cpus() & cpus_of_node(node)):
         _set_affinity(0, tuple(near))
 
 
-def cpus_of_thread(name: str, placement: CorePlacement) -> tuple[int, ...]:
+def cpus_of_thread(name: str, affinity: CoreAffinity) -> tuple[int, ...]:
     """Return the hardware threads on which the thread called ``name`` may run; () for any."""
     if name.startswith(_MODEL):
-        return placement.model_cpus
-    return placement.transfer_cpus if name.startswith(_TRANSFER) else ()
+        return affinity.model_cpus
+    return affinity.transfer_cpus if name.startswith(_TRANSFER) else ()
 
 
 def _set_affinity(thread_id: int, cpus: tuple[int, ...]) -> bool:

@@ -8,12 +8,12 @@ both ways:      the link between the worker's connector and the rank's; the conn
 
 import msgspec
 
-from splitserve.protocol.config import CorePlacement, EngineConfig
+from splitserve.protocol.config import CoreAffinity, EngineConfig
 from splitserve.protocol.request import Party, Role
 
 
 class RankOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """The identity and settings of a rank. ``engine`` and ``placement`` are the worker's, with all settings that depend
+    """The identity and settings of a rank. ``engine`` and ``affinity`` are the worker's, with all settings that depend
     on the device decided.
 
     ``store_port``: the port of the ranks' store. ``steps_fd``, ``reports_fd``: its pipes; ``link_fd``: a socket.
@@ -23,7 +23,7 @@ class RankOrder(msgspec.Struct, frozen=True, kw_only=True):
     role: Role
     rank: int
     engine: EngineConfig
-    placement: CorePlacement
+    affinity: CoreAffinity
     store_port: int
     steps_fd: int
     reports_fd: int

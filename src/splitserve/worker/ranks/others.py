@@ -21,7 +21,7 @@ import msgspec
 from splitserve.common.errors import SplitserveError
 from splitserve.kvconnector.ranks.transfers import TransferRankError
 from splitserve.models.parallel.ranks import CollectiveError
-from splitserve.protocol.config import CorePlacement, EngineConfig
+from splitserve.protocol.config import CoreAffinity, EngineConfig
 from splitserve.protocol.request import Party, Role
 from splitserve.protocol.step import StepPlan
 from splitserve.worker.ranks.messages import RankFailed, RankOrder, RankReport
@@ -112,10 +112,10 @@ class Ranks:
         store_port: int,
         on_failure: Callable[[RankError], None],
         *,
-        placement: CorePlacement | None = None,
+        affinity: CoreAffinity | None = None,
     ) -> None:
         """``engine``: with the number of threads of one rank. ``on_failure`` is called once, from a thread.
-        ``placement`` of the worker; None: its processes go where they like."""
+        ``affinity`` of the worker; None: its processes go where they like."""
         self._engine_id = party.engine_id
         self._on_failure = on_failure
         self._changed = threading.Condition()
@@ -132,7 +132,7 @@ class Ranks:
                 role=role,
                 rank=rank,
                 engine=engine,
-                placement=placement or CorePlacement(),
+                affinity=affinity or CoreAffinity(),
                 store_port=store_port,
                 steps_fd=-1,
                 reports_fd=-1,

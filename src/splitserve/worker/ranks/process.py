@@ -57,7 +57,7 @@ class RankProcess:
         engine, size = self._order.engine, self._order.engine.tensor_parallel_size
         torch.set_num_threads(engine.threads)
         device = device_of(engine.device, self._order.rank, size)
-        keep_near(device, self._order.placement)
+        keep_near(device, self._order.affinity)
         group = join_group(find_store(self._order.store_port, size), Shard(self._order.rank, size), device)
         served = load_served_model(engine, device, group, lambda _stage, _detail: None)
         transfers = self._transfers(served.memory)
@@ -83,7 +83,7 @@ class RankProcess:
     def _carry_out(self, transfers: RankTransfers) -> None:
         """Run transfers, on their cores: the threads that this one starts inherit its affinity."""
         try:
-            pin_threads(self._order.placement)
+            pin_threads(self._order.affinity)
             transfers.run()
         except Exception as error:
             self.end_with(error)

@@ -13,7 +13,7 @@ from splitserve.models.declared import check_tensor_parallel_size
 from splitserve.models.parallel.process_group import join_group, open_store
 from splitserve.models.parallel.ranks import Alone, CollectiveError, Collectives
 from splitserve.models.weights.shard import Shard
-from splitserve.protocol.config import CorePlacement, EngineConfig
+from splitserve.protocol.config import CoreAffinity, EngineConfig
 from splitserve.protocol.request import Party, Role
 from splitserve.worker.ranks.others import RankError, Ranks
 
@@ -49,11 +49,11 @@ def start_team(
     device: torch.device,
     on_failure: Callable[[RankError], None],
     *,
-    placement: CorePlacement | None = None,
+    affinity: CoreAffinity | None = None,
 ) -> Iterator[Team]:
     """Start the ranks that ``engine`` asks for, on ``device`` and those after it; they end with the context.
 
-    ``engine``: with all settings that depend on the device decided, ``threads`` of one rank; ``placement``: of the
+    ``engine``: with all settings that depend on the device decided, ``threads`` of one rank; ``affinity``: of the
     worker. ``on_failure`` is called once from a thread if a rank is lost. Errors in the context that the loss causes
     are replaced by its :class:`RankError`.
     Raises :class:`ConfigError` if so many ranks can't share the model.
@@ -64,7 +64,7 @@ def start_team(
         return
     check_tensor_parallel_size(load_model_config(engine.model), size)  # before anything is started
     store, port = open_store(size)
-    ranks = Ranks(party, role, engine, port, on_failure, placement=placement)
+    ranks = Ranks(party, role, engine, port, on_failure, affinity=affinity)
     group: Collectives | None = None
     try:
         group = join_group(store, Shard(0, size), device)

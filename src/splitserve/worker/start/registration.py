@@ -12,16 +12,16 @@ from splitserve.common.cores import available_cores, usable_cpus
 from splitserve.kvconnector.layout.memory import KVMemory
 from splitserve.kvconnector.layout.numa_memory import HostMemory, pages_by_node, remote_bytes
 from splitserve.protocol.config import WorkerConfig
-from splitserve.protocol.messages.membership import WorkerPlace
+from splitserve.protocol.messages.membership import WorkerSetup
 
 logger = logging.getLogger(__name__)
 
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
-def place_of(
+def setup_of(
     config: WorkerConfig, memory: KVMemory, host: HostMemory | None, kernels: Mapping[str, str]
-) -> WorkerPlace:
+) -> WorkerSetup:
     """Describe this process, whose KV memory and host tier (``host``) are allocated already. Logs the bytes of KV
     memory that are on the wrong NUMA node.
 
@@ -30,14 +30,14 @@ def place_of(
     num_bytes = memory.num_blocks * memory.block_bytes
     on_host = memory.device.type == "cpu"
     pages = pages_by_node(memory.bytes.data_ptr(), num_bytes) if on_host else {}
-    remote = remote_bytes(pages, num_bytes, config.placement.numa_node)
+    remote = remote_bytes(pages, num_bytes, config.affinity.numa_node)
     if remote:
         logger.warning(
-            "%d of %d bytes of KV memory lie on other NUMA nodes than %s", remote, num_bytes, config.placement.numa_node
+            "%d of %d bytes of KV memory lie on other NUMA nodes than %s", remote, num_bytes, config.affinity.numa_node
         )
     memlock_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     max_open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return WorkerPlace(
+    return WorkerSetup(
         machine=socket.gethostname(),
         version=__version__,
         device=str(memory.device),

@@ -23,7 +23,7 @@ class _Attempts:
     last_at: float
 
 
-class TurnedAway:
+class RejectedAttempts:
     """The record of rejected attempts. All times are of one clock, in seconds."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class TurnedAway:
         return [
             RefusedWorker(
                 engine_id=info.party.engine_id,
-                machine=info.place.machine,
+                machine=info.setup.machine,
                 endpoint=info.endpoint,
                 reason=reason,
                 seconds_ago=now - at,
