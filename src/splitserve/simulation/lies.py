@@ -51,7 +51,7 @@ class Liar:
         """Return a block that doesn't exist, has other content, or has lost its content."""
         chosen, source = self._sim.random, self._sim.workers[str(sender)]
         blocks, slots = range(source.num_blocks), range(source.num_blocks, source.num_readable)
-        # Generations of blocks and slots are far apart. Within a kind they grow: a larger one never becomes the offered.
+        # Generations of blocks and slots are far apart. Within a kind they grow: a larger one never becomes it.
         others, other_slots = (
             [each for each in ids if source.generation(each, group) > true_block.generation]
             if true_block.block_id in ids
