@@ -38,6 +38,7 @@ def find(
             if is_handover_sure(schedule):
                 assert not sim.num_handover_failures, f"{sim.num_handover_failures} {HANDOVERS_FAILED}"
         except AssertionError as error:
-            assert any(each in str(error) for each in words), f"found by another check, {str(error)!r}, instead of {words}"
+            is_wanted = any(each in str(error) for each in words)
+            assert is_wanted, f"found by another check, {str(error)!r}, instead of {words}"
             return Finding(str(error), number, time.process_time() - started)
     pytest.fail(f"{number} schedules didn't find it")
