@@ -129,7 +129,12 @@ def judge(url: str, model: Path, seeds: Sequence[int]) -> Outcomes:
     tokenizer = ModelTokenizer(model)
     bias = {ids[0]: CLOSING_BIAS for ids in (_encode(tokenizer, text) for text in CLOSING) if len(ids) == 1}
     schemas = [random_schema(random.Random(seed)) for seed in seeds]
-    answers = complete_all(url, [_body(model, *each, bias) for each in zip(seeds, schemas, strict=True)], at_once=True)
+    bodies = [_body(model, *each, bias) for each in zip(seeds, schemas, strict=True)]
+    answers = complete_all(url, bodies, at_once=True)
+    # On a busy machine so many grammars at once are too many: these requests are sent again, one after the other.
+    busy = [index for index, answer in enumerate(answers) if answer["status"] == 503]
+    for index, answer in zip(busy, complete_all(url, [bodies[index] for index in busy], at_once=False), strict=True):
+        answers[index] = answer
     outcomes = Outcomes()
     vocabulary = load_grammar_tokenizer(model, tokenizer.eos_token_ids)
     for seed, schema, answer in zip(seeds, schemas, answers, strict=True):
