@@ -23,6 +23,7 @@ from splitserve.protocol.messages.membership import (
     RegisterRefused,
     WorkerInfo,
 )
+from splitserve.protocol.step_model import StepModel
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class MembershipClient:
         self._is_draining = True
         self._sockets.send_membership(Draining())
 
-    def keep(self, core: EngineCore, now: float) -> None:
+    def keep(self, core: EngineCore, step_model: StepModel, now: float) -> None:
         """Send what is due: a registration, a heartbeat, a line in the log where no answer comes."""
         if self._sockets.has_new_membership_connection():
             self._register_due_at = now
@@ -96,16 +97,18 @@ class MembershipClient:
             self._complain()
         if core.take_news() or now >= self._heartbeat_due_at:
             self._heartbeat_due_at = now + self._config.protocol.heartbeat_seconds
-            self._send_heartbeat(core)
+            self._send_heartbeat(core, step_model)
 
-    def _send_heartbeat(self, core: EngineCore) -> None:
+    def _send_heartbeat(self, core: EngineCore, step_model: StepModel) -> None:
         load = msgspec.structs.replace(
             core.load(),
             resident_bytes=_resident_bytes(self._pids),
             undeliverable_messages=self._sockets.num_undeliverable,
             malformed_messages=self._sockets.num_malformed,
         )
-        self._sockets.send_membership(Heartbeat(load=load, links=core.links(), clock_seconds=time.time()))
+        self._sockets.send_membership(
+            Heartbeat(load=load, step_model=step_model, links=core.links(), clock_seconds=time.time())
+        )
         if self._is_draining:  # after the heartbeat, which makes a lost worker a candidate again
             self._sockets.send_membership(Draining())
 
