@@ -1,4 +1,4 @@
-"""Estimate of a step-time model from a device's rates and a model's least costs, for the time before steps were seen."""
+"""Estimate of a step-time model from the rates of a device and the least costs of a model, until steps were seen."""
 
 from dataclasses import dataclass
 

@@ -9,7 +9,8 @@ from splitserve.protocol.cluster_report import WorkerState
 from splitserve.protocol.messages.envelope import Body
 from splitserve.protocol.messages.requests import Abort
 from splitserve.protocol.request import Party, RequestKey
-from splitserve.router.links.membership import Charge, Membership
+from splitserve.router.links.membership import Membership
+from splitserve.router.links.worker_record import Charge
 from splitserve.router.placement.policies import Local, Placed, RequestShape, Snapshot, WorkerView
 from splitserve.router.placement.prefix_view import PrefixMatch
 from splitserve.router.requests.active_request import ActiveRequest
@@ -148,7 +149,7 @@ def unsent_requests_are_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def each_token_ends_the_prefill(patch: pytest.MonkeyPatch) -> None:
-    def first_token_out(self: Charge) -> None:
+    def first_token_out(self: Charge, now: float) -> None:
         if self.prefill is not None:
             self.prefill.prefill_tokens -= self.num_prompt_tokens
         self._prefilling = False

@@ -108,9 +108,9 @@ class Heartbeat(Message, frozen=True):
     decision depends on it (0: not given). ``step_model`` predicts the sender's steps."""
 
     load: WorkerLoad
-    step_model: StepModel = StepModel()
     links: Annotated[list[PeerLink], msgspec.Meta(max_length=MAX_LINKS)] = []
     clock_seconds: NonNegative = 0.0
+    step_model: StepModel = StepModel()
 
 
 class Draining(Message, frozen=True):
