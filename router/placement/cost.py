@@ -36,7 +36,7 @@ DEFAULT_CHUNK_TOKENS = 512
 
 @dataclass(frozen=True, slots=True, order=True)
 class Prediction:
-    """Prediction for one route: compared by harm first, then by TTFT; among equals prefill workers are kept for prompts,
+    """Prediction for one route: compared by harm, then by TTFT; among equals prefill workers are kept for prompts,
     and requests spread evenly."""
 
     harm_seconds: float

@@ -19,6 +19,6 @@ def trusted_model(own: StepModel, others: Iterable[StepModel]) -> StepModel:
     fitted = [model for model in others if model.num_steps >= TRUSTED_STEPS]
     if fitted:
         columns = zip(*(model.coefficients for model in fitted), strict=True)
-        reference = StepModel.of([median(column) for column in columns], 0, 0.0)
+        reference = StepModel.of([median(column) for column in columns], 0)
         return own.clamped(reference, MAX_FACTOR) if own.num_steps >= TRUSTED_STEPS else reference
     return own

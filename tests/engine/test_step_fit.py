@@ -41,33 +41,33 @@ def test_until_enough_steps_were_seen_the_estimate_counts() -> None:
     assert fit.model == ESTIMATE
 
 
-def fitted(seed: int, noise: float, stalls: float = 0.0) -> StepModel:
+def fitted(seed: int, noise: float, stalls: float = 0.0) -> StepFit:
     chosen, fit = random.Random(seed), StepFit(ESTIMATE)
     for _ in range(2000):
         each = random_plan(chosen)
         seconds = TRUE.seconds(work_of(each)) * chosen.gauss(1.0, noise)
         fit.note(each, seconds * (50.0 if chosen.random() < stalls else 1.0))
-    return fit.model
+    return fit
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_coefficients_come_back(seed: int) -> None:
-    model = fitted(seed, 0.0)
-    assert model.num_steps == 2000
-    assert model.relative_error < 0.02
+    fit = fitted(seed, 0.0)
+    assert fit.model.num_steps == 2000
+    assert fit.relative_error < 0.02
     chosen = random.Random(seed + 100)
     for _ in range(100):
         work = work_of(random_plan(chosen))
-        assert model.seconds(work) == pytest.approx(TRUE.seconds(work), rel=0.02)
+        assert fit.model.seconds(work) == pytest.approx(TRUE.seconds(work), rel=0.02)
 
 
 def test_noise_and_stalls_do_little_harm() -> None:
-    model = fitted(3, 0.1, stalls=0.005)
+    fit = fitted(3, 0.1, stalls=0.005)
     chosen = random.Random(7)
     for _ in range(100):
         work = work_of(random_plan(chosen))
-        assert model.seconds(work) == pytest.approx(TRUE.seconds(work), rel=0.1)
-    assert 0.04 < model.relative_error < 0.3
+        assert fit.model.seconds(work) == pytest.approx(TRUE.seconds(work), rel=0.1)
+    assert 0.04 < fit.relative_error < 0.3
 
 
 def test_decoding_alone_leaves_the_knowledge_of_prompts() -> None:

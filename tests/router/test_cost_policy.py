@@ -15,7 +15,7 @@ MODEL = StepModel(base=5e-3, per_decode=2e-5, per_context=3e-8, per_token=3e-5, 
 OBJECTIVES = Objectives(ttft_seconds=0.5, tpot_seconds=0.02)
 LONG, SHORT = RequestShape(4000, 100), RequestShape(20, 100)
 SIZES = {"max_model_len": 10_000, "kv_capacity_tokens": 100_000, "max_num_seqs": 64, "step_model": MODEL}
-LINKS = {name: 1e11 for name in ("p", "p0", "p1", "p2", "p3")}
+LINKS = dict.fromkeys(("p", "p0", "p1", "p2", "p3"), 100000000000.0)
 
 
 def worker(name, role, **fields):

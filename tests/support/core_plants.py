@@ -93,7 +93,7 @@ def draining_workers_get_requests(patch: pytest.MonkeyPatch) -> None:
     original = Membership.snapshot
 
     def snapshot(self: Membership, *arguments: Any) -> Snapshot:
-        draining = [record.view() for record in self.records() if record.state is WorkerState.DRAINING]
+        draining = [record.view(0.0) for record in self.records() if record.state is WorkerState.DRAINING]
         return Snapshot((*original(self, *arguments).workers, *draining))
 
     patch.setattr(Membership, "snapshot", snapshot)
@@ -103,7 +103,7 @@ def lost_workers_get_requests(patch: pytest.MonkeyPatch) -> None:
     original = Membership.snapshot
 
     def snapshot(self: Membership, *arguments: Any) -> Snapshot:
-        lost = [record.view() for record in self.records() if record.state is WorkerState.LOST]
+        lost = [record.view(0.0) for record in self.records() if record.state is WorkerState.LOST]
         return Snapshot((*original(self, *arguments).workers, *lost))
 
     patch.setattr(Membership, "snapshot", snapshot)

@@ -160,7 +160,7 @@ class WorkerLoop:
         self._perform(self._core.take_effects())
         self._io.kv_events.publish(self._core.state.blocks, now)
         self._report_profile()
-        self._membership.keep(self._core, self._step_fit.model, now)
+        self._membership.keep(self._core, self._step_fit, now)
         self._end_drain(now)
 
     def _on_profile(self, sender: Party, body: Profile) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from splitserve.protocol.wire_numbers import Count, NonNegative
+from splitserve.protocol.wire_numbers import Count
 
 Coefficient = Annotated[float, msgspec.Meta(ge=0, le=1e6)]  # seconds per unit of work
 
@@ -29,8 +29,7 @@ def pairs(start: int, count: int) -> float:
 class StepModel(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """A linear model of a step's seconds, with non-negative coefficients.
 
-    ``num_steps``: number of steps that it was fitted on; 0 for an estimate. ``relative_error``: mean error of its
-    predictions of single steps, relative to their true times, over the last few hundred steps.
+    ``num_steps``: number of steps that it was fitted on; 0 for an estimate.
     """
 
     base: Coefficient = 0.0  # per step
@@ -39,12 +38,11 @@ class StepModel(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     per_token: Coefficient = 0.0  # per prompt token
     per_pair: Coefficient = 0.0  # per pair of tokens in the attention of prompts
     num_steps: Count = 0
-    relative_error: NonNegative = 0.0
 
     @classmethod
-    def of(cls, coefficients: Sequence[float], num_steps: int, relative_error: float) -> "StepModel":
+    def of(cls, coefficients: Sequence[float], num_steps: int) -> "StepModel":
         base, per_decode, per_context, per_token, per_pair = coefficients
-        return cls(base, per_decode, per_context, per_token, per_pair, num_steps, relative_error)
+        return cls(base, per_decode, per_context, per_token, per_pair, num_steps)
 
     @property
     def coefficients(self) -> tuple[float, ...]:
@@ -70,4 +68,4 @@ class StepModel(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
         """Return this model with each coefficient between ``1 / factor`` and ``factor`` times that of ``reference``."""
         bounds = zip(self.coefficients, reference.coefficients, strict=True)
         held = [min(max(own, other / factor), other * factor) for own, other in bounds]
-        return StepModel.of(held, self.num_steps, self.relative_error)
+        return StepModel.of(held, self.num_steps)

@@ -38,13 +38,14 @@ class StepFit:
     """Least squares of relative errors with non-negative coefficients.
 
     ``estimate``: the model until :data:`MIN_FITTED_STEPS` steps were seen; later it decides what no step has shown.
+    ``relative_error``: mean error of the predictions of the last few hundred steps, relative to their true times.
     """
 
     def __init__(self, estimate: StepModel) -> None:
         self.model = estimate
         self._estimate = estimate
         self._num_steps = 0
-        self._error = 0.0
+        self.relative_error = 0.0
         size = len(estimate.coefficients)
         self._moments = {False: _Moments(size), True: _Moments(size)}  # by: has prompts
 
@@ -64,7 +65,7 @@ class StepFit:
         """Note the error of the prediction. Return the seconds, within bounds of it."""
         predicted = self.model.seconds(work)
         error = min(abs(predicted - seconds) / seconds, MAX_SURPRISE)
-        self._error += (error - self._error) / min(self._num_steps + 1, _ERROR_STEPS)
+        self.relative_error += (error - self.relative_error) / min(self._num_steps + 1, _ERROR_STEPS)
         return min(seconds, MAX_SURPRISE * predicted) if self.model.num_steps and predicted > 0.0 else seconds
 
     def _fitted(self) -> StepModel:
@@ -75,7 +76,7 @@ class StepFit:
         size = len(scale)
         weight = _ESTIMATE_WEIGHT * np.trace(products) / size / MEMORY_STEPS
         solution = _non_negative(products + weight * np.eye(size), targets + weight * (estimate / scale))
-        return StepModel.of((solution * scale).tolist(), self._num_steps, self._error)
+        return StepModel.of((solution * scale).tolist(), self._num_steps)
 
 
 def _non_negative(products: _Floats, targets: _Floats) -> _Floats:
